@@ -2,8 +2,8 @@
 
     python docs/list_models.py
 
-The rows follow from models/registry.py and the first lines of the families' modules. What is
-refused is listed here: tests/models/config/test_refused.py shows that it is, and nothing else is.
+The rows follow from models/registry.py and the first lines of the families' modules. The refused
+values are listed here. tests/models/config/test_refused.py checks that the list is complete.
 """
 
 from __future__ import annotations

@@ -98,8 +98,8 @@ class StaticBuffers:
     def _allocate(self, shapes: dict[str, tuple[int, ...]], device: torch.device) -> None:
         """Make the memory of both sides and the views of each tensor.
 
-        Tensors that are uploaded whole come first, so that one copy takes them all. Those of which
-        a step's rows are uploaded follow. What is never uploaded has memory of its own.
+        Tensors that are uploaded whole come first, so that one copy takes them all. Then come the
+        tensors of which only the used rows are uploaded. Others have memory of their own.
         """
         uploads = {name: spec.upload for name, spec in self._specs.items()}
         whole = [name for name, upload in uploads.items() if upload is Upload.whole]

@@ -124,10 +124,10 @@ class Bundle:
         return not (self._is_changed or self._is_refused)
 
     def take_turn(self) -> None:
-        """Wait while another process makes this bundle, and read what that has saved.
+        """Wait while another process makes this bundle, and read the files that it has saved.
 
-        If it is empty still, this process makes it, and others wait until it is saved or until
-        `end_turn`. Does nothing if it has files already, or where no file can be locked.
+        If the bundle is still empty, this process makes it. Other processes wait until `save` or
+        `end_turn`. Does nothing if the bundle has files already, or where no file can be locked.
         """
         if self._files or self._is_refused:
             return

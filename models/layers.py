@@ -69,7 +69,7 @@ class RMSNorm(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    """Mean and variance normalisation of the last dimension; without a bias that bias is zero."""
+    """Mean and variance normalisation of the last dimension. A model without biases has zeros."""
 
     bias: Tensor
 
@@ -197,11 +197,11 @@ class Attention(nn.Module):
         residual: Tensor | None,
         rows: Tensor | None,
     ) -> Tensor:
-        """[T, D] -> [T, D], or [R, D] of `rows` alone; added to the residual if there is one.
+        """[T, D] -> [T, D], plus the residual if there is one; with `rows` only these rows, [R, D].
 
         Writes K and V into the caches.
         """
-        # Ops of ours and views need no compiler (graphs/compiler/fx_program.py).
+        # Only views and ops of this package: such a layer runs without Inductor (fx_program.py).
         q, k, v = self._project(x, step)
         out = paged_attention(
             q,

@@ -36,7 +36,7 @@ __all__ = (
 )
 
 BIAS = StoredTensor((OUT,))
-"""A bias [out] as every checkpoint stores it."""
+"""A bias [out]. Every format of checkpoints stores it this way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,7 @@ class BuildOptions:
     shard: Shard = WHOLE
 
     def empty(self, *shape: int) -> nn.Parameter:
-        """Memory for a weight; nothing is written, so a CPU maps no page before it is loaded."""
+        """Uninitialised memory for a weight. A CPU maps its pages when the weight is written."""
         return nn.Parameter(
             torch.empty(shape, dtype=self.dtype, device=self.device), requires_grad=False
         )
@@ -61,19 +61,19 @@ class _Pending:
     """A matrix that is being loaded."""
 
     tensors: dict[str, Tensor]  # by stored name
-    count: int = 0  # of stored tensors that were taken
+    count: int = 0  # stored tensors that were loaded so far
 
 
 class LinearBase(nn.Module):
     """A matrix [out_features, in_features] and its bias; may stack several stored matrices.
 
-    A module is made without a matrix: `use` gives it a weight method and the memory for it.
+    The constructor makes no matrix. `use` sets the weight method and allocates the matrix.
 
     Args:
         in_features: columns of the matrix; a span when this rank holds a part of them.
         outputs: rows of each stacked matrix; spans when this rank holds a part of them.
         options: dtype and device.
-        bias: there is one, [out_features].
+        bias: whether there is a bias [out_features].
     """
 
     role: MatrixRole = MatrixRole.layer
@@ -100,7 +100,7 @@ class LinearBase(nn.Module):
             self._meet_others()
         self._names: tuple[str, ...] = ()  # of the matrix's parameters
         self._method: WeightMethod | None = None
-        self._pending: dict[int, _Pending] = {}  # by expert; 0 where there are none
+        self._pending: dict[int, _Pending] = {}  # by expert; 0 = the only matrix
 
     @property
     def in_features(self) -> int:
@@ -137,7 +137,7 @@ class LinearBase(nn.Module):
         """The module's matrix as one stored matrix.
 
         Args:
-            order: [rows of the stored matrix] int64: which stored row each row is; None = the same.
+            order: [rows] int64: row i of the module is row order[i] of the stored matrix; None = i.
         """
         total = sum(span.total for span in self.outputs)
         if order is None and all(span.is_whole for span in self.outputs):
@@ -153,7 +153,7 @@ class LinearBase(nn.Module):
         """The module's matrix as several stored matrices, one for each of its outputs.
 
         Args:
-            orders: of each of them, as in `parts`.
+            orders: for each stored matrix its `order`, as in `parts`.
         """
         found: list[Part] = []
         first_row = 0
@@ -165,7 +165,7 @@ class LinearBase(nn.Module):
         return found
 
     def use(self, method: WeightMethod) -> None:
-        """Take a weight method, and unset memory for its parameters and the bias.
+        """Set the weight method, and allocate its parameters and the bias without values.
 
         Raises:
             ValueError: the method can not store the columns that this rank holds.
@@ -184,7 +184,7 @@ class LinearBase(nn.Module):
             self.bias = self._empty((self.out_features,), self.spec.dtype)
 
     def load(self, name: str, value: Tensor, part: Part) -> None:
-        """Take one tensor of a checkpoint; with the last one of a matrix its parameters are made.
+        """Load one tensor of a checkpoint. The last tensor of a matrix completes its parameters.
 
         Args:
             name: a stored tensor of the weight method, or `bias`.
@@ -209,7 +209,7 @@ class LinearBase(nn.Module):
             del self._pending[part.expert]
 
     def equals(self, name: str, value: Tensor, part: Part) -> bool:
-        """Whether the loaded matrix was made of this stored tensor, which is all of it."""
+        """Whether the loaded matrix was made from this stored tensor and from no other."""
         if len(self.method.stored) != 1 or part.count != 1:
             return False
         if self.method.is_in_place:
@@ -225,7 +225,7 @@ class LinearBase(nn.Module):
     ) -> Tensor:
         """[T, in_features] -> [T, out_features], plus bias and residual if there are any.
 
-        Of a partial sum the residual is added by `reduce`.
+        If the result is a partial sum, `reduce` adds the residual.
         """
         return self.method.apply(
             self.weights, self.spec, x, self.bias, residual, float32_output=float32_output
@@ -241,14 +241,14 @@ class LinearBase(nn.Module):
         return self.method.dense(self.weights, self.spec)
 
     def _meet_others(self) -> None:
-        """Make room for the group's handle, which `join_group` writes.
+        """Make the tensor that `join_group` writes the group's handle to.
 
-        It is a tensor, so that ranks whose groups are at different addresses run one program.
+        The handle is a tensor, so all ranks run one program although their handles differ.
         """
         self.group = torch.zeros(1, dtype=torch.int64)
 
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:
-        """Memory; nothing is written, so a CPU maps no page of it before it is loaded."""
+        """Uninitialised memory for a parameter. A CPU maps its pages when it is written."""
         return nn.Parameter(
             torch.empty(shape, dtype=dtype, device=self.spec.device), requires_grad=False
         )
@@ -261,7 +261,7 @@ class LinearBase(nn.Module):
         return Part(index, count, stored, rows, self.inputs, first_row, num_rows)
 
     def _weights_of(self, expert: int) -> dict[str, Tensor]:
-        """The parameters of one expert; this module has only one."""
+        """The parameters of one expert. A module without experts counts as one expert."""
         return self.weights
 
     def _bias_of(self, expert: int) -> Tensor:

@@ -16,7 +16,7 @@ __all__ = ("MoE",)
 
 
 class Experts(nn.Module):
-    """Gated MLPs, as the two matrices of each."""
+    """Gated MLPs, each of two matrices: gate and up stacked, and down."""
 
     def __init__(
         self,

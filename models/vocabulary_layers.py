@@ -1,6 +1,6 @@
 """Matrices with a row for each token of the vocabulary: embeddings and output heads.
 
-Of a tensor-parallel group, each rank holds the rows of a part of the vocabulary.
+With tensor parallelism, each rank holds the rows of a part of the vocabulary.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ def activate(x: Tensor, name: str, *, gated: bool = False) -> Tensor:
         name: a key of `ACTIVATIONS`; or `swigluoai`, gated: gates and factors are clamped to 7, the
             gate's function is g * sigmoid(1.702 g), and the factor is increased by 1 (gpt-oss,
             arXiv:2508.10925).
-        gated: which of the two.
+        gated: whether x has gate and up.
 
     Returns:
         [T, I] contiguous, in x's dtype, computed in float32 on CPUs.

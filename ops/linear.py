@@ -70,7 +70,7 @@ def pack_linear_weight(weight: Tensor) -> Tensor:
 
 
 def empty_packed(weight: Tensor) -> Tensor:
-    """Unset memory in the shape of `pack_linear_weight(weight)`, to trace a graph with."""
+    """Uninitialised memory in the shape of `pack_linear_weight(weight)`, to trace a graph with."""
     return _pack_fake(weight.detach())
 
 

@@ -227,7 +227,7 @@ class _Quantization:
         return sum(file.stat().st_size for file in target.glob("*.safetensors"))
 
     def _module_of(self, stored: str) -> str:
-        """The quantised module whose weight this stored tensor is, with prefix; empty = none."""
+        """The prefixed name of the quantised module that has this stored weight; empty = none."""
         module = stored.removesuffix(".weight")
         if module == stored:
             return ""

@@ -1,7 +1,7 @@
-"""Commands that run another one as a container might: without permissions, with few files, unknown.
+"""Prefixes of command lines that confine a command as containers do: permissions, files, user.
 
-Each is the beginning of a command line and replaces itself by what follows, so that the process id
-stays. A test is skipped, with the reason, where the system does not allow the command.
+Each prefix replaces its own process by the confined command, so the process id stays the same. A
+test is skipped, with the reason, where the system does not allow the prefix.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def no_execution(directory: Path) -> list[str]:
 
 
 def no_temporary_files() -> list[str]:
-    """With no directory that can be written at all; what is in them can still be read and run."""
+    """With all directories read-only; their files can still be read and executed."""
     # The interpreter itself may lie under /tmp, so nothing is mounted over these directories.
     script = (
         "mount -o remount,ro,bind / && "
@@ -60,7 +60,7 @@ def unknown_user() -> list[str]:
 
 
 def without_privileges() -> list[str]:
-    """Bound by the permissions of files, which root is not."""
+    """Without root's right to ignore file permissions."""
     if os.geteuid() != 0:
         return []
     return _checked("setpriv", ["setpriv", "--inh-caps=-all", "--bounding-set=-all"])

@@ -213,7 +213,7 @@ class MessagesRequest(CountTokensRequest, frozen=True, kw_only=True, forbid_unkn
     stop_sequences: list[str] | None = None
     stream: bool | None = None
     metadata: Metadata | None = None
-    service_tier: Literal["auto", "standard_only"] | None = None  # has no effect; there is one
+    service_tier: Literal["auto", "standard_only"] | None = None  # no effect: there is one tier
     # As in chat
     repetition_detection: RepetitionDetectionParams | None = None
     stream_interval: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)] | None = None

@@ -45,7 +45,7 @@ def count_chat(preparation: Preparation, body: ChatCompletionRequest) -> int:
 def prepare_chat(
     preparation: Preparation, body: ChatCompletionRequest, *, request_id: str
 ) -> ChatGeneration:
-    """Check a chat request, but for what only the engine's client can check.
+    """Check a chat request. The engine's client makes the remaining checks later.
 
     Args:
         request_id: the id that the client sees.

@@ -41,7 +41,7 @@ __all__ = (
 )
 
 T = TypeVar("T")
-_LARGE = 1 << 20  # bytes of an answer above which it is encoded while it is sent
+_LARGE = 1 << 20  # larger answers, in bytes, are encoded while they are sent
 _PIECE = 64 << 10  # bytes that are sent in one call
 HttpRequest = Request[Any, Any, Any]
 SharedService = NamedDependency[Service]

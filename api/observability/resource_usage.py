@@ -40,8 +40,8 @@ class GpuUse(msgspec.Struct, frozen=True):
 class MachineUse(msgspec.Struct, frozen=True):
     """One reading."""
 
-    # "api" and, while they run, "engine", or of several "engine 0", "engine 1", ...; an engine's
-    # ranks after the first are "engine rank 1" or "engine 0 rank 1"
+    # By name: "api", "engine" (its first rank), "engine rank 1". With several engines the names are
+    # "engine 0", "engine 0 rank 1" and so on. Processes that do not run are left out.
     processes: dict[str, ProcessUse]
     num_cpus: int  # processors that this process may use
     memory_total_bytes: int

@@ -133,7 +133,7 @@ class Echo(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: list[int]
 
     def num_characters(self, token_bytes: TokenBytes) -> int:
-        """Of the texts of its tokens."""
+        """Number of characters in the text of the prompt's tokens."""
         return sum(len(token_text(token_bytes(token_id))) for token_id in self.token_ids)
 
     def logprobs(
@@ -277,7 +277,7 @@ def to_response(
     echoes: Sequence[Echo] = (),
     usage: Usage,
 ) -> Completion:
-    """The whole answer to a request without `stream`; `completions` as `collect` fills it.
+    """The whole answer to a request without `stream`; `collect` made `completions`.
 
     Args:
         echoes: the prompts, where the completions repeat them.
@@ -319,7 +319,7 @@ def _logprobs(
     token_bytes: TokenBytes,
     options: ReplyOptions,
 ) -> CompletionLogprobs | None:
-    """Those of a completion, after those of the prompt that it repeats."""
+    """The log-probabilities of an echoed prompt, followed by those of its completion."""
     if options.num_top_logprobs is None:
         return None
     own = completion_logprobs(

@@ -30,7 +30,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 def _encoded(entry: object) -> Any:
-    """The entry of one token as JSON, in place of the entry.
+    """Encode the entry of one token as JSON at once.
 
     An answer may have millions of entries. One call that encodes or frees them all holds the
     interpreter's lock, and all other requests wait for it.
@@ -128,7 +128,7 @@ def completion_logprobs(
 
 
 def join_logprobs(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionLogprobs:
-    """The lists of one text and of the text after it."""
+    """Append the lists of the text `second` to those of the text before it."""
     return CompletionLogprobs(
         first.tokens + second.tokens,
         first.token_logprobs + second.token_logprobs,

@@ -63,7 +63,7 @@ class CallFormat(msgspec.Struct, frozen=True, kw_only=True):
     """One format of tool calls."""
 
     name: str  # its key in FORMATS
-    marks: tuple[str, ...] = ()  # texts of which a chat template of this format has one
+    marks: tuple[str, ...] = ()  # texts; a template of this format has one of them
     also: str = ""  # a text that such a template has as well
     openings: tuple[str, ...] = ()  # markers that open a call anywhere in the answer
     brackets: str = ""  # open a call without a marker

@@ -87,7 +87,7 @@ class ChannelSplitter:
     def _begin(self, kind: type[Reasoning | Content], text: str, skips: int = 0) -> None:
         self._separator = "\n" if self._last is kind else ""
         self._kind, self._buffer = kind, text + self._buffer
-        self._skips = len(text) or skips  # borders within the header of a call are none
+        self._skips = len(text) or skips  # markers within the header of a call end no message
 
     def _text(self, kind: type[Reasoning | Content], events: list[Event]) -> bool:
         """Emit the text of a message; whether it has ended."""

@@ -57,7 +57,7 @@ async def embed(
         id=prepared.id,
         created=int(time.time()),
         model=service.client.model.name,
-        data=cast("list[EmbeddingData]", data),  # as text already
+        data=cast("list[EmbeddingData]", data),  # each entry is JSON text
         usage=_usage(outputs),
         trace=context.report(),
     )

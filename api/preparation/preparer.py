@@ -5,9 +5,9 @@ of another. A fork has limits of processor time and memory, and ends when its cl
 
 A fork costs 20 to 40 ms, several times what preparing 12 kB takes. So requests up to 256 KiB are
 prepared one after the other in a few forks that stay. A larger request, and one with a template of
-its own, gets a fork that ends with it: its memory returns to the system, and the template meets no
-other request. At most 8 forks work at a time for small requests, and 2 for large ones, which have
-a lower priority.
+its own, gets a new fork, which ends after this request. So its memory returns to the system, and a
+template can not affect another request. At most 8 forks work at a time for small requests, and 2
+for large ones, which have a lower priority.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ _LIFECYCLE = {
 
 
 class EventWriter:
-    """Makes the items and numbers the events of one response.
+    """Makes the output items and the events of one response. It gives each event its number.
 
     Args:
         response_id: the response's id; the ids of its items are made from it.
@@ -84,7 +84,7 @@ class EventWriter:
 
         Args:
             change: a block's beginning, its new text, or its end.
-            status: of the block's item, if the change ends it.
+            status: the status of the block's item; used only if the change ends the block.
         """
         block = change.block
         if change.begins:
@@ -107,7 +107,7 @@ class EventWriter:
         """The output item of a block.
 
         Args:
-            is_empty: without its text, as it begins.
+            is_empty: leave the text out, as in the event that begins the item.
         """
         item_id, text = self._item_id(block), "" if is_empty else block.text
         if block.is_custom:

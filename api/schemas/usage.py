@@ -23,7 +23,7 @@ class PromptTokensDetails(msgspec.Struct, frozen=True):
 
 class CompletionTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
     reasoning_tokens: int | msgspec.UnsetType = msgspec.UNSET  # only of models that reason
-    # Draft tokens from `prediction` that the answer has, and those that it has not.
+    # Draft tokens from `prediction`: those that became part of the answer, and the others.
     accepted_prediction_tokens: int | msgspec.UnsetType = msgspec.UNSET
     rejected_prediction_tokens: int | msgspec.UnsetType = msgspec.UNSET
 

@@ -73,11 +73,11 @@ def serve(config: RunConfig) -> int:
 
 
 def _return_large_blocks() -> None:
-    """Memory of large request bodies goes back to the system when it is freed.
+    """Let glibc return the memory of large request bodies to the system when it is freed.
 
-    glibc maps large blocks and unmaps them, but raises the size from which it does so to that of
-    the largest block freed so far. Later bodies then share its heaps with small objects, and the
-    heaps grow with each.
+    glibc maps blocks above a threshold one by one, and unmaps them when they are freed. It raises
+    the threshold to the size of the largest freed block. Later bodies are then placed in the heaps,
+    beside small objects, and the heaps grow with each body. A fixed threshold prevents that.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:  # musl and macOS have none

@@ -18,14 +18,14 @@ class BackgroundReply:
 
     Args:
         present: returns the current body of the reply.
-        has_stream: whether there are events.
-        input_items: of its request, a JSON list.
+        has_stream: whether the request asked for a stream of events.
+        input_items: the input items of its request, as a JSON list.
 
     Attributes:
         present: as given.
         has_stream: as given.
         input_items: as given.
-        events: of its stream so far, as they are sent; empty for a reply without a stream.
+        events: the events of its stream so far, encoded; empty for a reply without a stream.
     """
 
     def __init__(

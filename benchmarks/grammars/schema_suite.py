@@ -4,9 +4,8 @@
 
 DIRECTORY is a checkout of the suite, or the folder `json` of the source archive of `jsonschema`
 (`pip download --no-deps --no-binary jsonschema jsonschema==4.26.0`). A schema becomes a grammar as
-in the server. A document can be produced when one of its texts can be written, every token of which
-the mask allows: with any order of the properties of its objects, and with any usual spelling of its
-numbers and strings.
+in the server. A document can be produced if the mask allows every token of one of its texts. Its
+texts differ in the order of properties, and in the spelling of numbers and strings.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ DRAFTS = {
     "draft2019-09": "https://json-schema.org/draft/2019-09/schema",
     "draft2020-12": "https://json-schema.org/draft/2020-12/schema",
 }
-# Where the suite leaves a choice, and its files assume the other one.
+# Files that assume one of two allowed behaviours, where this engine has the other one.
 OTHER_CHOICE = {
     "format.json": "`format` is an annotation there; here it is enforced",
     "optional/content.json": "`contentEncoding` is enforced there; here it is an annotation",
@@ -57,7 +56,7 @@ def demo_builder() -> GrammarBuilder:
 
 
 class DocumentWriter:
-    """Writes JSON documents under a grammar, as a model would that wants to.
+    """Writes given JSON documents under a grammar, as a model could.
 
     Args:
         tokenizer: of the grammar.
@@ -73,7 +72,7 @@ class DocumentWriter:
             matcher: at the beginning of the grammar; it stays there.
         """
         for end, text in self._value(matcher, value):
-            # The tokens of the parts are one way to write it; the usual ones are another.
+            # `_value` tokenises part by part. Tokens of the whole text may differ: test them too.
             if end.is_accepting() and self.after(matcher, text) is not None:
                 return text
         return None
@@ -172,7 +171,7 @@ def read_suite(directory: Path, draft: str) -> Iterator[Case]:
 
 
 def count(directory: Path) -> dict[str, Any]:
-    """Per draft: schemas, and documents of those that are accepted; what went wrong in `wrong`."""
+    """Counts for each draft of JSON Schema; `wrong` lists the documents with a wrong result."""
     builder = demo_builder()
     writer = DocumentWriter(builder.tokenizer)
     drafts: dict[str, dict[str, int]] = {}

@@ -5,20 +5,20 @@
     python -m ostinato.benchmarks.micro.ops_linear --threads 1 --dtype bfloat16,float32 --save
     python -m ostinato.benchmarks.micro.ops_linear --show FILE
 
-These take turns, so that a change of the machine's state affects all of them: for each instruction
-set (`--levels`) the packed op and the quantised op with 8 and 4 bits, `torch.nn.functional.linear`,
-oneDNN with weights that it has packed itself (if this torch and this processor have that for the
-type), and a sum over as many bytes, which measures the memory's bandwidth. Calls use several copies
-of the weights in turns that together exceed the processor's caches, as a decode step goes through
-its layers.
+The candidates are, for each instruction set (`--levels`), the packed op and the quantised op with 8
+and 4 bits; `torch.nn.functional.linear`; and oneDNN with weights that it has packed itself, if this
+torch and this processor have that for the type. A sum over as many bytes measures the bandwidth of
+the memory. Calls of all candidates alternate, so that a change of the machine's state affects all.
+Each call uses another copy of the weights. All copies together exceed the processor's caches, like
+the layers of a model.
 
-Times are those of the calling thread's CPU when there is one thread (other programs then take no
-part of them, though they take part of the caches and of the memory), else of the wall.
+With one thread, times are CPU times of that thread. Other programs do not add to them, except that
+they use caches and memory too. With several threads, times are wall-clock times.
 
-The tables have the median time of a call in microseconds; GB/s of weights at few rows, beside the
-sum over memory; and GFLOP/s beside the measured rate of multiply-adds in registers
-(benchmarks/machine/fma_rate.cpp). `--save` keeps all figures in the folder of the processor's class
-(benchmarks/machine/processor.py), `--show` prints the tables of a kept file.
+The tables have the median time of a call in microseconds. For few rows they have GB/s of weights,
+and the GB/s of the sum. For many rows they have GFLOP/s, and the measured rate of multiply-adds in
+registers (benchmarks/machine/fma_rate.cpp). `--save` keeps all figures in the folder of the
+processor's class (benchmarks/machine/processor.py), `--show` prints the tables of a kept file.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ __all__ = (
     "whole_ticks",
 )
 
-# Colours for light and dark backgrounds. A page replaces the other three by its own (THEME).
+# COLOURS fit light and dark backgrounds. A page replaces INK, AXIS and GRID by its own (THEME).
 COLOURS = ("#3a80b5", "#d1495b", "#3a9a60", "#dd9a2a", "#8a68bd", "#7b8790", "#2aa7a1", "#b8683f")
 INK, AXIS, GRID = "#2a3238", "#8a949d", "#e3e7eb"
 THEME = {INK: "--ink", AXIS: "--axis", GRID: "--grid"}

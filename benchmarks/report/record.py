@@ -1,8 +1,9 @@
 """`Record`: the result of a benchmark, with points, metrics and conditions.
 
-Every kind of `run bench` writes the form that `benchmarks/schema.json` describes: a list of points,
-each with its parameters and its metrics. A metric has one value, its unit, the better direction and
-every single measurement. Data that only one kind has are in a point's `details`.
+Every kind of `run bench` writes the form that `benchmarks/report/schema.json` describes: a list of
+points, each with its parameters and its metrics. A metric has one value, its unit, whether higher
+or lower is better, and every single measurement. Data that only one kind has are in a point's
+`details`.
 """
 
 from __future__ import annotations
@@ -200,7 +201,7 @@ def read_records(path: Path) -> list[Record]:
     """Every result of a JSON or JSON-lines file.
 
     Raises:
-        ConfigError: the file is missing, not JSON, or does not fit benchmarks/schema.json.
+        ConfigError: the file is missing, not JSON, or does not fit benchmarks/report/schema.json.
     """
     import jsonschema
 

@@ -20,7 +20,7 @@ from ostinato.runtime.replicas.restarts import death_of
 
 __all__ = ("record_of",)
 
-_GROWTH_MIB = 32.0  # that a process may grow by, as memory of the allocator
+_GROWTH_MIB = 32.0  # allowed growth of a process: memory that the allocator keeps
 _LONG_S = 100.0  # in shorter runs times and the growth of memory are not checked
 _MOST_SLOWER = 2.0  # p99 of good requests among hostile clients, against good ones alone
 _HEALTH_S = 0.1  # the longest allowed answer of /health
@@ -130,12 +130,13 @@ def _quantiles(series: Sequence[float]) -> dict[str, float]:
 
 
 def _latency(plan: SoakPlan, seen: Observations) -> dict[str, dict[str, float]]:
-    """Seconds to whole answers of good clients, by the time at which they were sent.
+    """Seconds until good clients have whole answers, grouped by when the requests were sent.
 
     `calm` is the time before the hostile clients begin, `storm` the time after that. `restarts` has
     the answers that a restart of a killed engine overlapped; `storm` leaves these out. The first
-    and last tenth of the calm time do not count, because all clients begin at once, and late
-    answers overlap the storm. The result is empty if one of the two times has too few answers.
+    tenth of the calm time does not count, because all clients begin at once. The last tenth does
+    not count, because its answers overlap the storm. The result is empty if `calm` or `storm` has
+    too few answers.
     """
     calm_end = seen.begin + plan.calm_s
     margin = 0.1 * plan.calm_s

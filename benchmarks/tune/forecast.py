@@ -44,7 +44,7 @@ class Forecast:
         self._costs = costs
         self._default = default
         self._percentile = percentile
-        self.overheads: ServingOverheads | None = None  # of a real server, once measured
+        self.overheads: ServingOverheads | None = None  # of a real server; None = not measured
         self._plans: dict[str, EngineSpec] = {}
 
     def spec(self, config: RunConfig) -> EngineSpec:
@@ -71,7 +71,7 @@ class Forecast:
         return ServingMetrics.of(metrics, self._percentile)
 
     def part_of_job(self, share: float) -> LoadJob:
-        """A job of the first requests, with the turns before them."""
+        """A job of this share of the requests: the first ones, with the earlier turns of each."""
         count = max(1, round(share * len(self._job.requests)))
         return _with_requests(self._job, self._job.requests[:count])
 

@@ -105,7 +105,7 @@ class _Part(NamedTuple):
 
 
 class LayeredProgram:
-    """A model whose layers are functions; the last one takes the wanted rows besides.
+    """A model whose layers are functions. The last layer also takes the indices of wanted rows.
 
     Once captured, consecutive layers are replayed as one CPU graph in steps of up to 64 tokens, of
     any shape. A layer that can not be captured is called between the replays. In larger steps

@@ -145,7 +145,7 @@ def resolve_path(
         key: the setting that `path` came from, for messages.
 
     Raises:
-        CheckpointError: it is neither, or the hub can not be reached.
+        CheckpointError: there is no such directory, file or hub id, or the hub can not be reached.
     """
     if not path:
         return Path(__file__).parents[1] / "demo"

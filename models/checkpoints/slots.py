@@ -78,7 +78,7 @@ def matrix_parts(name: str, module: LinearBase, layout: CheckpointLayout) -> lis
 
 
 def _stacked(name: str, module: LinearBase, layout: CheckpointLayout) -> tuple[str, ...] | None:
-    """The last parts of the names of the modules that one of ours stacks; None = it is stored."""
+    """Last name parts of the stored modules that `module` stacks; None = it is stored itself."""
     own = name.rpartition(".")[2]
     return dict(layout.merged).get(own) if len(module.outputs) > 1 else None
 

@@ -1,4 +1,4 @@
-"""`HFModelSource`: what a model that runs through transformers follows from."""
+"""`HFModelSource`: the config and the code version of a model that runs through transformers."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """BERT (arXiv:1810.04805): an encoder with learned positions and segments, norms after each block.
 
-Its checkpoints have no head (`BertModel`), a head for masked words, which is not loaded, or a
-classification head, which scores pairs of texts.
+A checkpoint has no head (`BertModel`), a masked-language-model head or a classification head. The
+masked-language-model head is not loaded. The classification head scores pairs of texts.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _LAYOUT = CheckpointLayout(
     embedding="embeddings.word_embeddings.weight",
     renamed=_RENAMED,
     merged=(("qkv_proj", ("query", "key", "value")),),
-    # `pooler` is a layer for the task of next sentences, `cls` the head of masked words.
+    # `pooler` serves next-sentence prediction. `cls` is the masked-language-model head.
     ignored=(r"position_ids$", r"^(bert\.)?pooler\.", r"^cls\."),
 )
 
@@ -62,8 +62,8 @@ class BertAttention(nn.Module):
         self.o_proj = Linear(size, config.hidden_size, options, bias=True)
 
     def forward(self, x: Tensor, step: StepInputs, rows: Tensor | None) -> Tensor:
-        """[T, D] -> [T, D], or [R, D] of `rows` alone; added to the input."""
-        # Ops of ours and views need no compiler (graphs/compiler/fx_program.py).
+        """Attention plus its input: [T, D] -> [T, D]; with `rows` only these rows, [R, D]."""
+        # Only views and ops of this package: such a layer runs without Inductor (fx_program.py).
         count = self.num_heads
         heads = self.qkv_proj(x).view(-1, 3 * count, self.head_dim)
         q, k, v = heads.split_with_sizes((count, count, count), 1)
@@ -133,6 +133,7 @@ class BertModel(EncoderModel):
         self.layers = nn.ModuleList(BertLayer(config, options) for _ in range(config.num_layers))
 
     def begin(self, batch: ForwardBatch) -> tuple[Tensor, StepInputs]:
+        # A token of segment s has the id `token + s * vocab_size` (models/base.py).
         ids = batch.token_ids
         hidden = (
             self.word_embeddings(ids % self.vocab_size)

@@ -81,7 +81,7 @@ class FalconForCausalLM(Decoder):
     def __init__(self, config: ModelConfig, options: BuildOptions) -> None:
         super().__init__(config, options)
         two_norms = config.block.residual is Residual.parallel
-        # With one group this is the order of a stack: all queries, then the key, then the value.
+        # With one group the rows are already stacked: all queries, then the key, then the value.
         order = per_group_qkv(config.num_heads, config.num_kv_heads, config.head_dim)
         self.checkpoint_layout = CheckpointLayout(
             prefixes=("transformer.",),

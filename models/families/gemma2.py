@@ -27,7 +27,7 @@ GEMMA2_LAYOUT = replace(
 
 
 class Gemma2ForCausalLM(GemmaForCausalLM):
-    """Gemma with norms before and after attention and MLP; logits of both kinds are capped."""
+    """Gemma with norms before and after attention and MLP; scores and logits are capped."""
 
     checkpoint_layout: CheckpointLayout = GEMMA2_LAYOUT
 

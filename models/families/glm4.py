@@ -1,4 +1,4 @@
-"""GLM-4 0414 (arXiv:2406.12793): sandwich norms; half of each head rotates, pairs interleaved."""
+"""GLM-4 0414 (arXiv:2406.12793): sandwich norms, interleaved RoPE on half of each head."""
 
 from __future__ import annotations
 

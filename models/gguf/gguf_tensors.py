@@ -62,7 +62,7 @@ _SANDWICH = {
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 _EXPERT = "mlp.experts.{expert}.{side}_proj"
-# `general.architecture` -> where its names differ.
+# `general.architecture` -> the names that differ from those above.
 _OTHER_NAMES = {
     "gemma2": _SANDWICH,
     "gemma3": _SANDWICH,
@@ -81,7 +81,7 @@ _MIXTRAL_SIDES = {"gate": "w1", "up": "w3", "down": "w2"}
 def module_types(file: GGUFFile) -> dict[str, list[str]]:
     """The types of all matrices, by their modules in a Hugging Face checkpoint.
 
-    All experts of a layer are listed under the first one's module, with the types of all.
+    The entry of a layer's first expert has the types of all its experts.
 
     Raises:
         GGUFError: a tensor has a name that is not known.
@@ -112,7 +112,7 @@ def read_tensors(
             floats.
 
     Yields:
-        The name in a Hugging Face checkpoint, the tensor, and how many bytes the file has of it.
+        The name in a Hugging Face checkpoint, the tensor, and its size in the file in bytes.
         Where a module gets integers, its name is followed by the keys of `in_format` in place of
         `weight`. A tensor that is not quantised may be a view of the mapped file.
 
@@ -137,7 +137,7 @@ def read_tensors(
                     restored = names.restored(tensor, value)
                     parts = restored if _STACKED.search(tensor.name) else (restored,)
                     for module, part in zip(modules, parts, strict=True):
-                        # `sinks` is a parameter of the attention module, without one of its own.
+                        # `sinks` is a parameter, not a module with a weight: no `.weight` follows.
                         full = module if module.endswith(".sinks") else f"{module}.{kind}"
                         yield full, part, num_bytes
                 mapped.give_back(tensor)
@@ -148,7 +148,7 @@ class _Mapped:
 
     def __init__(self, path: Path) -> None:
         with path.open("rb") as opened:
-            # Copy on write, because torch has no tensors that can not be written.
+            # Copy on write, because torch does not support read-only tensors.
             self._data = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
 
     def __enter__(self) -> _Mapped:
@@ -253,7 +253,7 @@ class _Names:
 
 
 def _count(value: object) -> int:
-    """A number of the metadata; of an array the first one. models/gguf/gguf_config.py checks it."""
+    """A number of the metadata, or the first number of an array. gguf_config.py checks them."""
     if isinstance(value, np.ndarray):
         value = value.tolist()[0] if value.size else 0
     return value if isinstance(value, int) else 0

@@ -1,10 +1,10 @@
 """Makes a tokenizer.json and a tokenizer_config.json from a GGUF file's metadata.
 
-Two kinds of vocabularies are read: byte-level BPE (`tokenizer.ggml.model=gpt2`), whose splitting of
-texts into words is named by `tokenizer.ggml.pre`, and SentencePiece (`llama`), whose merges follow
-from the tokens' scores. The splitting expressions are those of the models' own tokenizer.json
-files, with llama.cpp's names for them (src/llama-vocab.cpp). Imports neither torch nor
-transformers.
+`tokenizer.ggml.model` names one of two kinds of vocabularies. `gpt2` is byte-level BPE:
+`tokenizer.ggml.pre` names the expressions that split a text into words. `llama` is SentencePiece:
+its merges follow from the tokens' scores. The splitting expressions are those of the models' own
+tokenizer.json files, with llama.cpp's names for them (src/llama-vocab.cpp). Imports neither torch
+nor transformers.
 """
 
 from __future__ import annotations
@@ -173,8 +173,8 @@ class _Vocabulary:
         """The tokens that are found in a text before it is split.
 
         Args:
-            vocab: of the tokenizer. A token that it spells otherwise is not listed, because it is
-                found in the normalised text.
+            vocab: the tokenizer's vocabulary. A token with another spelling there is not listed,
+                because it is found in the normalised text.
         """
         named = {self.special_id(name) for name in ("bos", "eos", "unknown", "padding")}
         found: list[dict[str, Any]] = []

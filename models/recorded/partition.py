@@ -1,7 +1,7 @@
 """Cuts a recorded graph into the stages of a `LanguageModel`: before the layers, each layer, after.
 
-A layer may read the hidden states of the layer before it, and values that follow from positions
-alone: rows of tables, which are computed once for all positions.
+A layer may read the hidden states of the layer before it, and values that depend on positions only.
+Such values are computed once for all positions and stored as a table with a row for each position.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def _run_table(recording: Recording, table: Node, positions: Tensor) -> Tensor:
     graph = recording.graph.graph
     inputs = list(graph.find_nodes(op="placeholder"))[-3:]
     values: dict[Node, Any] = {inputs[1]: positions[None]}
-    # The number of tokens is known, so token ids are not needed for it.
+    # The graph takes sizes from the token ids. Here sizes are constants, so no ids are needed.
     needed = _ancestors([table], {node for node in graph.nodes if not _is_size(node)})
     for node in graph.nodes:
         if _is_size(node) and node.op == "call_function":

@@ -180,10 +180,10 @@ def rows_of(hidden: Tensor, rows: Tensor | None) -> Tensor:
 
 
 def build_leaf(leaf: Leaf, options: BuildOptions, *, num_experts: int = 0) -> nn.Module:
-    """The module in the place of one of the model's.
+    """The module of this package that replaces a module of the transformers model.
 
     Args:
-        leaf: what it computes.
+        leaf: what the module computes.
         options: dtype and device.
         num_experts: of the layer; a linear layer with as many outputs is their router.
     """

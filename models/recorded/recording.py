@@ -2,8 +2,8 @@
 
 The run has one sequence of T tokens, T a symbol. Each module that this project replaces is one node
 of the graph. Each attention call is one node too, with its arguments. The sliding window of a call
-is read from its mask: the mask function of the model is evaluated, and must be that of causal
-attention, with a window or without.
+is read from its mask. For this the mask function of the model is evaluated. It must be that of
+causal attention, with a window or without.
 """
 
 from __future__ import annotations
@@ -328,7 +328,7 @@ def _make_mask(**arguments: Any) -> Tensor:
     """The mask function that transformers calls: checks the mask and notes its window.
 
     Returns:
-        A tensor without meaning, by whose identity `_attend` finds the window.
+        A tensor whose values have no meaning. `_attend` finds the window by the tensor's id.
     """
     if arguments.get("use_vmap"):
         raise _Unfit("its attention mask is not that of causal attention")

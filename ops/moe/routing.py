@@ -33,13 +33,13 @@ class Scoring(StrEnum):
 
 
 class RouteSpec(NamedTuple):
-    """How tokens are routed; the defaults are Mixtral's (arXiv:2401.04088), but for the numbers."""
+    """How tokens are routed. The default values are those of Mixtral (arXiv:2401.04088)."""
 
     num_experts: int
     top_k: int  # experts of a token
     scoring: Scoring = Scoring.softmax
     renormalize: bool = True  # the weights of a token are divided by their sum
-    scale: float = 1.0  # of the weights, at last
+    scale: float = 1.0  # factor of the weights, applied last
     # Experts lie in groups of equal size, and only those of the best groups can be chosen. A group
     # is as good as the sum of its `group_top` best experts.
     num_groups: int = 1
@@ -59,7 +59,7 @@ def route(logits: Tensor, spec: RouteSpec, bias: Tensor | None = None) -> tuple[
 
     Args:
         logits: [T, num_experts] float32, bfloat16 or float16; computed in float32.
-        spec: how.
+        spec: how tokens are routed.
         bias: [num_experts] float32, or None.
 
     Returns:
@@ -108,7 +108,7 @@ def route_reference(
         scores = logits.softmax(-1)
     elif scoring == Scoring.sigmoid:
         scores = logits.sigmoid()
-    # Logits and scores have one order, and logits do not become equal where scores are zero.
+    # Logits have the order of their scores. Small scores round to zero and would become equal.
     choice = logits
     if bias is not None or num_groups > 1:
         choice = scores if bias is None else scores + bias

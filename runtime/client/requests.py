@@ -1,4 +1,4 @@
-"""Checks generation requests and builds the engine's requests, none of which the engine refuses."""
+"""Checks generation requests and builds requests that the engine does not refuse."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class StepLimits(NamedTuple):
 
     @property
     def max_num_rows(self) -> int:
-        """The most rows of logits, R; at least one for each sequence, as buckets are padded to."""
+        """The most rows of logits, R; at least one a sequence, because buckets are padded so."""
         rows = min(self.max_num_seqs * self.rows_per_seq, self.max_num_batched_tokens)
         return max(rows, self.max_num_seqs)
 
@@ -104,7 +104,7 @@ def decide_limits(
 
 
 def redundant_sizes(sizes: Sequence[int], costs: CostTable) -> list[int]:
-    """Decode buckets that are not faster than a larger one, whose program their steps can use.
+    """Decode buckets that are as slow as a larger one. Their steps can use the larger one.
 
     Args:
         sizes: numbers of sequences, rising.

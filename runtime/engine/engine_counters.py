@@ -38,7 +38,7 @@ class EngineCounters:
 
     def admit(self, output: SchedulerOutput) -> None:
         """Count the sequences that take rows in this step, and the time that they waited."""
-        # `arrival_time` is of this machine's clock. A resumed sequence was counted before.
+        # `arrival_time` is a time.monotonic() of this machine. Resumed ones were counted before.
         now = time.monotonic()
         for admitted in output.admitted:
             if not admitted.output_token_ids:

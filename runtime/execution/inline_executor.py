@@ -48,7 +48,7 @@ class InlineExecutor:
             grammars: builds the grammars; the runner's sampler gets its matchers from it.
             monitor: counts compilations after the start; closed with the executor.
             pages: maps the KV cache's memory before its first use; None = not needed.
-            overlap: a step may be launched before the one before it is read.
+            overlap: a step may be launched before the previous step is read.
         """
         self._runner = runner
         self._kv_cache = kv_cache

@@ -234,7 +234,7 @@ class _Preparation:
             )
 
     def _check_fewest(self, schema: dict[str, Any], place: str) -> None:
-        """Check `minProperties`: equal names count once, and a grammar can not compare names."""
+        """Check `minProperties`. A grammar can not see that two names are equal and count once."""
         fewest = schema.get("minProperties", 0)
         is_open = schema.get("additionalProperties") is not False or "patternProperties" in schema
         if is_open and fewest > len(set(schema.get("required", ()))) + 1:

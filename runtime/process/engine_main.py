@@ -1,8 +1,8 @@
 """The engine process: `python -m ostinato.runtime.process.engine_main ADDRESS < config.json`.
 
 It reads the configuration from standard input, connects to the client's ZeroMQ socket at ADDRESS,
-builds the engine and runs its loop. Standard input stays open while the client lives. When it ends,
-the client's process has ended. Then this process removes the socket's directory and exits.
+builds the engine and runs its loop. Standard input stays open while the client's process runs. When
+standard input closes, this process removes the socket's directory and exits.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _BEAT_S = 0.5  # seconds between the heartbeats of an idle engine
 _BEATS_BEFORE_CHECK = 4  # idle heartbeats before the integrity check, which would delay a request
 _LONG_CALL_S = 60.0  # the watchdog allows this for a utility call; writing a trace takes long
 _LONG_STEP_S = 0.25  # a step predicted to take longer is announced to the client
-# Time for messages between two steps; the others are read after the next step.
+# Least and most time for messages between two steps. The others are read after the next step.
 _RECEIVE_S = 0.005
 _MOST_RECEIVE_S = 0.01
 _STATS_S = 0.05  # least time between two statistics in the outputs of steps
@@ -82,11 +82,11 @@ class _Connection:
         self._socket.send(self._encoder.encode(message), copy=True)
 
     def receive(self, timeout_s: float, step_s: float = 0.0) -> Iterator[ClientMessage]:
-        """Yield the messages that have arrived, for 5 to 10 ms at most.
+        """Yield the messages that have arrived; stop after 5 to 10 ms.
 
         Args:
             timeout_s: how long to wait for the first message.
-            step_s: seconds of the last step. Half of them are taken if that is within the limits.
+            step_s: seconds of the last step. Messages get half of that, but 5 to 10 ms.
         """
         if timeout_s and not self._socket.poll(int(timeout_s * 1000)):
             return
@@ -197,7 +197,7 @@ def _start_ranks(start: StartEngine) -> RankProcesses | None:
     """Start the processes of the other ranks, so that they import torch while this one does."""
     if start.config.parallel.tensor == 1:
         return None
-    # What all ranks have to say, this process says.
+    # At level info all ranks would log the same lines. This process alone logs them.
     level = "warning" if start.log_level == "info" else start.log_level
     log = RankLog(level, start.log_format, f"{start.name} ")
     return RankProcesses(start.config.parallel.tensor, log)

@@ -219,7 +219,7 @@ class Replica:
     async def reload(self) -> None:
         """Replace the engine process by a new one, which reads the weights again.
 
-        The requests that it has go on in the new one.
+        The requests of the old process continue in the new one.
 
         Raises:
             StartupError: the new one can not start; it is tried again as after a death.

@@ -28,7 +28,7 @@ class Watchdog:
         self._stalled_s = 0.0
         self._counted_s = 0.0  # the same with a lower weight for time in which the engine computed
         self._announced_s = 0.0  # prediction of the longest step begun since the last progress
-        self._under_way_s = 0.0  # prediction for steps begun before it, of which one may still run
+        self._under_way_s = 0.0  # prediction of a step begun before that; it may still run
 
     @property
     def seconds_stalled(self) -> float:

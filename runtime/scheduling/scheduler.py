@@ -117,7 +117,7 @@ class Scheduler:
         self._block_size = cache.block_size
         self._has_tier = cache.has_tier
         self._rank = _POLICY_RANKS[config.policy]
-        self._num_turns = 0  # requests so far, without the further sequences of one
+        self._num_turns = 0  # requests so far; several sequences of one count once
         self._num_arrivals = 0
         self._num_ended = 0  # sequences that ended without an abort
         self._num_ended_tokens = 0  # output tokens of these
@@ -182,10 +182,10 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request.
 
-        Of the sequences of one HTTP request, the first has the turn of its arrival, and the one at
-        place k the turn of the k-th request that arrives after it. So a request of many sequences
-        takes the rows that others leave, and gives one up for each new request. Requests are served
-        as in fair queueing (Demers, Keshav and Shenker, 1989), with arrivals as the virtual time.
+        An HTTP request may have several sequences. The first is queued in the order of arrival. The
+        one at place k is queued like the k-th request that arrives later. So a request of many
+        sequences uses rows that are free, and loses one for each new request. This is fair queueing
+        (Demers, Keshav and Shenker, 1989) with the number of arrivals as the virtual time.
 
         Raises:
             InvalidRequestError: its id is in use, its prompt is empty or leaves no room for output.
@@ -304,7 +304,7 @@ class Scheduler:
         return outputs
 
     def observe(self, seconds: float) -> None:
-        """Learn the cost of drafts and texts from the seconds of the step of the last `update`."""
+        """Correct the costs of drafts and texts by the seconds of the last updated step."""
         step = self._last_read
         if self.drafts is not None and step is not None:
             self.drafts.observe(step, seconds)

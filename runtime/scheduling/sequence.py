@@ -110,7 +110,7 @@ class Sequence:
         # Tokens known when the sequence took its row. The host supplies these. Later positions read
         # the row's last sampled token on the device.
         self.num_prefill_tokens = 0
-        self.num_drafts = 0  # draft tokens in its step in flight, of which there is one then
+        self.num_drafts = 0  # draft tokens of its step in flight; with drafts there is only one
         # Whether the log-probabilities of its output are computed.
         self.has_logprobs = sampling.logprobs is not None or sampling.use_beam_search
         self.draft: Draft | None = None  # the draft whose first tokens these are

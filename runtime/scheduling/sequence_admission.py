@@ -132,7 +132,8 @@ class Admission:
     def _preempt_behind(self, behind: list[Sequence], missing: int) -> None:
         """Preempt the last sequences of `behind`, until there are a row and the missing blocks.
 
-        None is preempted if even all would not suffice, or if the draining ones will.
+        No sequence is preempted if preempting all of them would not free enough, or if the
+        sequences that are draining will free enough.
         """
         queues = self._queues
         missing -= queues.num_draining_blocks() + self._loads.num_blocks

@@ -50,14 +50,14 @@ class StepPlan:
         self, num_tokens: int, allowance: StepAllowance | None, score_tokens: float = 1.0
     ) -> None:
         self.num_tokens = num_tokens  # the budget
-        self.num_tokens_left = num_tokens  # negative when the first text is longer than the budget
+        self.num_tokens_left = num_tokens  # negative if the first prompt exceeds the budget
         self.score_tokens = score_tokens  # budget tokens for one log-probability of a prompt
         self.num_score_tokens = 0.0  # budget tokens for all log-probabilities of prompts so far
         self.allowance = allowance  # limits prompt tokens beside decodes; None = no such limit
-        self.num_grown = 0  # leading running sequences that are planned
+        self.num_grown = 0  # the first sequences of `running` that are planned
         self.num_samples = 0  # entries that sample
         self.num_drafts = 0
-        self.num_accepted = 0  # drafts that were right, once its result was processed
+        self.num_accepted = 0  # drafts that the model confirmed; set with the result
         self.load: StepLoad | None = None  # the step without its drafts; None without a drafter
         self.num_prompt_logits = 0
         self.num_pooled = 0
@@ -122,7 +122,7 @@ class StepPlan:
             self.allowance.take(Chunk(num_drafts, start))
 
     def return_drafts(self, num_drafts: int) -> None:
-        """Give back drafts that were taken and not drawn."""
+        """Give back the budget of drafts that were taken, but that the drafter did not propose."""
         self.num_drafts -= num_drafts
         self.num_tokens_left += num_drafts
 

@@ -14,14 +14,14 @@ _MOST_AT_ONCE = 1024  # tokens that one call indexes, at about half a microsecon
 
 
 class Match(NamedTuple):
-    """A place in a text whose tokens before it are the last ones of a sequence."""
+    """A place in a text. The tokens before it equal the last tokens of a sequence."""
 
     place: int  # index of the token that followed
     length: int  # number of equal tokens before it, up to MAX_MATCH
 
 
 class TextIndex:
-    """Gives, for `min_match` tokens, the places in a text that follow them.
+    """Finds the places in a text that follow given `min_match` tokens.
 
     The text may grow. It is indexed piece by piece, so no call takes longer than a millisecond. The
     index takes about 150 bytes per token.
@@ -38,7 +38,7 @@ class TextIndex:
         self._latest: dict[int, int] = {}  # hash of a key -> the latest place after it
         self._first = max(min_match, len(text) - _MAX_TOKENS)  # the first place that is indexed
         self._next = self._first  # the next place to index
-        # By distance from the first place: the place before with the same hash; 0 = none.
+        # For each place from `_first` on: the previous place with the same hash; 0 = none.
         self._earlier: list[int] = []
 
     def take(self, end: int) -> None:
@@ -79,7 +79,7 @@ class TextIndex:
 
 
 def match_length(text: Sequence[int], place: int, token_ids: Sequence[int]) -> int:
-    """Number of tokens before `place` that are the last of `token_ids`, up to MAX_MATCH."""
+    """Number of tokens before `place` that equal the last of `token_ids`, up to MAX_MATCH."""
     end = len(token_ids)
     most = min(place, end, MAX_MATCH)
     length = 0

@@ -173,7 +173,7 @@ def make_scheduler(  # noqa: PLR0913 - the parts of a scheduler
         decided.limits.max_num_batched_tokens,
         decided.tokens_origin,
     )
-    # A log-probability counts as the number of tokens that take as long as it.
+    # The cost of one log-probability of a prompt token, in tokens that take the same time.
     score_tokens = 1.0
     if costs is not None:
         score_tokens = costs.seconds_per_score / max(costs.seconds_per_token, 1e-9)

@@ -40,7 +40,7 @@ class EnginePlan:
     memory: MemoryPlan
     backend: str  # attention backend; empty for a model without a KV cache
     buckets: BucketTable  # the buckets to capture; step costs may leave out some
-    overlap: bool  # whether a step is launched before the one before it is read
+    overlap: bool  # whether a step is launched before the previous step is read
     threads: int  # threads of the model on a CPU
     isa_trial: IsaTrial | None = None  # how the instruction set was chosen; None = not by a trial
     draft: EnginePlan | None = None  # the draft model's, with the same blocks and limits

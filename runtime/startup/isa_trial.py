@@ -43,7 +43,7 @@ _LOG = logging.getLogger(__name__)
 _ENTRY = "trial.json"
 _ROWS = (1, 4, 16, 64, 512)
 _SAMPLES = 3
-_MOST_WEIGHTS = 1 << 22  # of a matrix that are multiplied; more weights have the same rate
+_MOST_WEIGHTS = 1 << 22  # weights of a matrix that are timed; a larger matrix has the same rate
 _MANY_ROWS = 64  # with more rows than this, an eighth of the weights is multiplied
 _MARGIN = 0.85  # a lower level replaces a higher one if it takes less than this part of its time
 

@@ -191,7 +191,7 @@ def sum_stats(stats: Sequence[EngineStats]) -> EngineStats:
 
 
 def continued(before: EngineStats | None, now: EngineStats) -> EngineStats:
-    """The counters of an engine that was started again go on from those of the one before.
+    """Add the counters of the engine before a restart to those of the new engine.
 
     Args:
         before: the last figures of the engine before; None = there was none.

@@ -123,7 +123,7 @@ class Addition(NamedTuple):
     path: str  # of the new file
     text: str
     changed: str  # the file that exists and is changed
-    before: str  # a line of it, in front of which the new line goes
+    before: str  # the line of that file that the new line precedes
     line: str
     most_files: int
 

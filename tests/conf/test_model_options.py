@@ -104,7 +104,7 @@ def test_transformers_counts_as_many_parameters(option: str):
         )
     tensors = [
         *model.parameters(),
-        # A parameter here, a buffer there.
+        # In transformers it is a buffer, in this package a parameter.
         *(buffer for name, buffer in model.named_buffers() if name.endswith("correction_bias")),
     ]
     assert sum(tensor.numel() for tensor in tensors) == KNOWN[option][0]

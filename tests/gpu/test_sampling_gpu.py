@@ -1,4 +1,4 @@
-"""Captured draws on a CUDA device give the CPU's tokens and keep no memory; measured memory."""
+"""Sampling on a CUDA device: the tokens are those of the CPU, and its memory is as planned."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ def test_closing_drops_the_captures_and_then_their_plans() -> None:
 
 @torch.inference_mode()
 def test_fewer_rows_are_sampled_than_run() -> None:
-    """A chunk in mid-prompt has no logits; the others' come first."""
+    """A chunk in the middle of a prompt is not sampled, so only the other row has logits."""
     captured, eager = make_runner(StaticRecorder())
     results = []
     for runner in (captured, eager):

@@ -1,4 +1,4 @@
-"""Captured sampling draws the same tokens as row by row, in any step, and waits for no device."""
+"""Captured sampling draws the tokens that each row draws alone, and waits for no device."""
 
 from __future__ import annotations
 

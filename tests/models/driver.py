@@ -1,7 +1,7 @@
 """Runs steps of a model without an engine, from lists of (sequence, number of tokens).
 
-A `Driver` owns a cache and block tables. `step` computes that many further tokens of each sequence.
-So any mix of whole prompts, chunks and decodes is a list.
+A `Driver` owns a cache and block tables. `step` computes the listed number of further tokens of
+each listed sequence. A list can mix whole prompts, chunks of prompts and decodes.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Driver:
         self.model = model
         self.forward = forward or model
         self.max_seqs = max_seqs
-        self.pad_to = pad_to  # fewest rows of a step, as compiled graphs are never traced with one
+        self.pad_to = pad_to  # fewest rows of a step: no graph is compiled for one row
         self.max_blocks = -(-max_len // self.block_size)
         self.dtype = dtype or next(model.parameters()).dtype
         self.cache = config.kv_cache_spec(self.block_size, self.dtype, shard=shard).allocate(

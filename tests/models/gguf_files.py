@@ -56,7 +56,7 @@ def write_gguf(
     metadata: Callable[[gguf.GGUFWriter], None] = lambda writer: None,
     split_tensors: int = 0,
 ) -> Path:
-    """Write a checkpoint as GGUF; its quantised matrices are replaced by what they stand for.
+    """Write a checkpoint as GGUF, and put the dequantised matrices into the checkpoint.
 
     Args:
         checkpoint: a directory with one safetensors file.
@@ -159,7 +159,7 @@ def _add_tensor(
 def _add_gpt_oss_experts(
     writer: gguf.GGUFWriter, names: gguf.TensorNameMap, name: str, value: Array
 ) -> None:
-    """Gates and factors, which are stored in turns, as two tensors [experts, out, in]."""
+    """Split interleaved gate and up rows into two tensors [experts, out, in]."""
     layer = re.search(r"layers\.(\d+)\.", name)
     assert layer is not None
     kind = "bias" if name.endswith("bias") else "weight"

@@ -1,6 +1,7 @@
-"""Matrix tiles (ops/native/core/amx.h): the emulation against the processor, and the kernels on both.
+"""AMX tiles (ops/native/core/amx.h): the emulation and the processor give the same bits.
 
-Without AMX the emulation is compared only with a numpy model of integers and exact fractions.
+This holds for single products and for the kernels. On a processor without AMX the emulation is
+compared only with integers and with exact fractions.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ def multiply(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, bytes],
 
 
 def problem(rng: np.random.Generator, source: str) -> bytes:
-    """Tiles of any number of rows and steps; the sums to add to are float32 of the same kind."""
+    """Tiles of any number of rows and steps, and float32 sums that the products are added to."""
     header = np.array([0, rng.integers(1, 17), rng.integers(1, 17)], np.int32)
     draw = _SOURCES[source]
     factors = draw(rng, 1024)
@@ -142,7 +143,7 @@ def _flushed(exact: Fraction) -> Fraction:
 def test_the_emulation_is_what_the_manual_says(
     multiply: Callable[[int, bytes], bytes], source: str
 ) -> None:
-    """Even and odd values of K apart, each step rounded once, subnormal numbers as zeros."""
+    """Even and odd K are summed apart. Each step rounds once. Subnormal numbers count as zeros."""
     rng = np.random.default_rng(7)
     data = problem(rng, source)
     _, rows, steps = np.frombuffer(data[:12], np.int32)

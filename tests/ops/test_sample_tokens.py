@@ -75,9 +75,10 @@ def test_a_draw_is_that_of_plain_torch(
     top_p: float,
     min_p: float,
 ) -> None:
-    """Compares tokens except for a number within a rounding error of a border between two tokens.
+    """The op draws the token that plain torch draws from the same random number.
 
-    The token is then the one that plain torch draws for a number a little smaller or larger.
+    A rounding error can decide between two tokens. So the token may also be one that plain torch
+    draws from a number a little smaller or larger, or with slightly different filters.
     """
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(8, vocabulary + 3, generator=generator)[:, :vocabulary] * scale
@@ -115,8 +116,9 @@ def test_a_draw_is_that_of_plain_torch(
 def test_top_p_over_many_candidates_is_that_of_plain_torch(
     isa: str, seed: int, vocabulary: int, form: str, top_p: float, min_p: float
 ) -> None:
-    """As above: with the numbers beside it where one lies on a border. Equal logits may be in another
-    order in plain torch, so their values are compared and not their ids.
+    """As the test above, but compares the logits of the drawn tokens instead of their ids.
+
+    Plain torch may sort tokens with equal logits in another order.
     """
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(4, vocabulary, generator=generator) * 0.1
@@ -177,8 +179,9 @@ def check_sampling(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, i
 def test_selected_tokens_are_those_of_a_sorted_row(
     check_sampling: Callable[[str, int], list[int]], isa: str, num_rows: int
 ) -> None:
-    """Exactly: the program compares both ways over rows that are flat, peaked, with ties, clusters,
-    impossible tokens, and top-p from 0.0001 to 1.
+    """The C++ program compares the op's selection with that of a sorted row; both must be equal.
+
+    Rows are flat or peaked, or have ties, clusters or impossible tokens; top-p is 0.0001 to 1.
     """
     rows, selected, wrong = check_sampling(isa, num_rows)
     assert rows == 4 * num_rows

@@ -137,7 +137,7 @@ def test_workspace_is_what_a_step_needs_at_most() -> None:
     llama = kernel_shape(32, 8, 128)
     # One row per token of a decode step: 64 rows, 32 heads, 16 partitions, 128 values and 1 sum.
     assert llama.workspace_bytes(64, 64) == 64 * 32 * 16 * 129 * 4
-    # Of a mixed step, the sequences with at most 4 rows.
+    # In a mixed step only sequences with at most 4 rows need it.
     assert llama.workspace_bytes(2048, 64) == 4 * 64 * 32 * 16 * 129 * 4
     # A context that fits one partition needs none.
     assert kernel_shape(32, 8, 128, max_context=256).workspace_bytes(64, 64) == 0

@@ -23,7 +23,7 @@ void check(bool holds, const char* what) {
 }
 
 struct Work {
-  std::vector<int> times;  // each item was done; not atomic: a second thread at one would be a race
+  std::vector<int> times;  // how often each item was done; not atomic, so that two threads at one item are a race
   std::atomic<size_t> next{0};
   std::atomic<int> parts{0};
   int failing_worker = -1;

@@ -13,11 +13,13 @@ from ostinato.runtime.types.request import Request
 
 
 class OracleDrafter:
-    """Knows the outputs of all requests and errs by a keyed hash, so that a run can be repeated.
+    """Drafts from the known outputs of all requests, with repeatable errors.
+
+    A hash of request and position decides where a guess is wrong.
 
     Args:
         accuracy: probability that a guess is right.
-        vocab_size: wrong guesses are below it too.
+        vocab_size: upper bound of all guesses, wrong ones included.
     """
 
     max_drafts = 7
@@ -25,7 +27,7 @@ class OracleDrafter:
     def __init__(self, accuracy: float, vocab_size: int) -> None:
         self.accuracy = accuracy
         self.outputs: dict[str, list[int]] = {}  # by request id, set by the test
-        self.live: set[str] = set()  # requests that it was asked about and told nothing of the end
+        self.live: set[str] = set()  # requests that it drafted for, and that have not ended
         self._vocab_size = vocab_size
 
     def propose(self, request: Request, token_ids: Sequence[int], most: int) -> Draft | None:
@@ -58,7 +60,7 @@ class ReplayDrafter:
 
     Args:
         max_drafts: guesses for one sequence in one step.
-        vocab_size: wrong guesses are below it too.
+        vocab_size: upper bound of all guesses, wrong ones included.
 
     Attributes:
         accuracy: probability that a guess is right.

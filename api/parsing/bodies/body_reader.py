@@ -1,4 +1,4 @@
-"""What a reader of one tool call's body gives, and values that are written as bare text."""
+"""The interface of readers of a tool call's body, and the parsing of values without quotes."""
 
 from __future__ import annotations
 

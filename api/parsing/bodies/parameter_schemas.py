@@ -130,7 +130,7 @@ def allowed_types(schema: Any, root: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _branches(schema: Any, root: dict[str, Any], depth: int = 0) -> Iterator[Any]:
-    """The schemas of which a value matches one: those of `anyOf`, `oneOf` and references."""
+    """The alternatives of a schema: those of `anyOf` and `oneOf`, with references resolved."""
     if not isinstance(schema, dict) or depth > _MAX_DEPTH:
         yield True
         return

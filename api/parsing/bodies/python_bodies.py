@@ -99,7 +99,7 @@ def _sequence(elements: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _python_text(value: Any) -> str:
-    """A value as Python that is JSON too, but for the words."""
+    """A value as a Python literal; only True, False and None differ from JSON."""
     if isinstance(value, bool) or value is None:
         return str(value)
     return json.dumps(value, ensure_ascii=False)

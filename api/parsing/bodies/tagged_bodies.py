@@ -35,8 +35,8 @@ class TagLayout(msgspec.Struct, frozen=True, kw_only=True):
     """How a call is written with tags.
 
     It is `function_begin` NAME `name_end`, then for each parameter `key_begin` KEY `key_end`
-    `value_begin` VALUE `value_end`, then `function_end`. White space may stand between the parts,
-    but for the value's own.
+    `value_begin` VALUE `value_end`, then `function_end`. White space may stand between the parts.
+    White space next to a value is part of the value.
     """
 
     before: tuple[str, ...] = ()  # texts before `function_begin`, each of which may be missing

@@ -1,4 +1,4 @@
-"""Compiles the Triton kernels of a program for a described GPU, Inductor's and ours."""
+"""Compiles the Triton kernels of a program, Inductor's and ours, for a GPU that is absent."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class OwnLaunch:
 
 @contextmanager
 def recorded_launches(arch: int) -> Iterator[list[OwnLaunch]]:
-    """Inside, a launch of a Triton kernel is compiled and appended to the list, and not run.
+    """In this context a launch of a Triton kernel is compiled and listed instead of run.
 
     Args:
         arch: the compute capability as one number.
@@ -66,7 +66,7 @@ def compile_inductor_kernel(name: str, source: str, arch: int) -> list[Resources
         source: its module.
         arch: the compute capability as one number.
     """
-    # The static launcher's kernels do not keep their text.
+    # Kernels of the static launcher do not keep their compiled text.
     with inductor_config.patch(use_static_triton_launcher=False):
         kernel: Any = getattr(PyCodeCache.load(source), name)
         kernel.precompile(warm_cache_only=True)

@@ -1,4 +1,4 @@
-"""Writes what steps are made of on a described GPU: JSON, and a section of docs/kernels.md."""
+"""Lists the kernels of a step on a GPU that is absent: JSON, and a section of docs/kernels.md."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """`run simulate --validate`: compares predictions for three workloads with a real server.
 
 The server and the load client are those of `run bench serve`. The overheads of serving are fitted
-to other requests (benchmarks/simulate/validation/calibration_traffic.py). These are sent in turns
-with the workloads, so that both meet the same states of the machine. No measurement of a workload
-is used for its prediction. A workload runs in several short rounds. The result is the median over
-the rounds, and their spread tells how well it is known.
+to other requests (benchmarks/simulate/validation/calibration_traffic.py). Calibration and workloads
+alternate, so a slow phase of the machine affects both. No measurement of a workload is used for its
+prediction. A workload runs in several short rounds. The result is the median over the rounds. The
+spread of the rounds shows the uncertainty of the median.
 """
 
 from __future__ import annotations
@@ -127,9 +127,10 @@ class _Runs:
 
     @property
     def num_first(self) -> int:
-        """Requests of each round without a TTFT: those with which a closed loop begins.
+        """How many first requests of each round are left out of the TTFT figures.
 
-        They are sent at the same time, and would determine the 99th percentile.
+        A closed loop begins with `concurrency` requests at the same time. Their queueing would
+        determine the 99th percentile.
         """
         return self.point.concurrency or 0
 

@@ -78,11 +78,12 @@ def _model() -> Qwen3ForCausalLM:
 def _look_back(model: Qwen3ForCausalLM) -> None:
     """Start the model with one attention head that looks at the token before.
 
-    Repeating earlier text takes two heads in consecutive layers: the first copies to each token the
-    one before it, the second searches these copies. Neither lowers the loss without the other, so a
-    short run hardly finds them. Given the first one, it finds the second within two hundred steps
-    of drills. All embeddings get a common part. The head turns it into a query and a key that depend
-    on the position alone: the rotary embedding makes them match at distance one.
+    To repeat earlier text a model needs two heads in consecutive layers (an induction head). The
+    first head copies to each token the token before it. The second head searches these copies.
+    Neither head lowers the loss without the other, so a short run hardly learns them. If the first
+    head is given, a run learns the second within two hundred steps of drills. All embeddings get a
+    common part. The first head makes a query and a key of this part, which depend on the position
+    alone. The rotary embedding makes them match at distance one.
     """
     embeddings = model.model.embed_tokens.weight  # [V, D]
     common = torch.full((embeddings.shape[1],), embeddings.shape[1] ** -0.5)

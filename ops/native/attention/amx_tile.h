@@ -1,11 +1,11 @@
 // One tile of bfloat16 attention by matrix tiles (core/amx.h): up to 64 keys and values against blocks of 16 query rows.
 //
-// A group of the cache holds the keys of 16 tokens as tiles B: 16 steps of two dimensions are 1 KiB. Groups of values have 16
-// tokens too, that is 8 rows of pairs, and lie in the blocks of the cache. Two groups are needed for a tile B of 32 tokens. So
+// A group of the cache holds the keys of 16 tokens as tiles B: 16 steps of two dimensions are 1 KiB. A group of values has 16
+// tokens too, as 8 rows of pairs. A tile B of values needs 32 tokens, that is two groups, which may lie in two blocks. So
 // values are copied side by side first. Places past the end of the context become zeros.
 //
-// Order of sums: a score runs over the dimensions, an output over the tile's 64 keys, in parts of 32 as amx_linear.h
-// describes. The sums of a row contain no other row.
+// Order of sums: a score is summed over the dimensions, an output over the tile's 64 keys. Both are summed in parts of 32,
+// as amx_linear.h describes. The sums of a row contain no other row.
 #pragma once
 
 #include "attention/tile.h"

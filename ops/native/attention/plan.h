@@ -18,7 +18,7 @@ constexpr int kRowsPerItem = 128;    // query rows that share a tile in cache
 constexpr double kTileCost = 2.0;    // cost of fetching a key and value, in rows that use it
 constexpr double kWorkerCost = 5e4;  // multiply-adds that are worth waking a thread for
 constexpr int kScaleBytes = 4;       // of a token in a cache of 8 bits
-constexpr int kItemsPerWorker = 4;   // items are split until they are at most this share of a worker's part
+constexpr int kItemsPerWorker = 4;   // an item is at most 1 / kItemsPerWorker of a worker's part
 
 struct Cache {  // within a head's part of a block: groups, see tile.h
   char* data;
@@ -34,7 +34,7 @@ struct Problem {
   int64_t num_tokens, num_seqs, num_blocks;
   int num_heads, num_kv_heads, group, head_dim, block_size, element_bytes;
   bool has_byte_cache;  // keys and values of 8 bits with scales
-  int place_bytes;      // that a token's keys or values of one head take in the cache
+  int place_bytes;      // bytes of a token's keys, or values, of one head in the cache
   Rows q, k, v;
   Cache k_cache, v_cache;
   char* out;

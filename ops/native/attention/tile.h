@@ -27,13 +27,13 @@ constexpr int kMinGroup = 8;
 constexpr int kRowBlock = 6;      // query rows per register block
 constexpr int kMaxHeadDim = 256;
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
-constexpr float kLowest = -1e30f;  // the maximum over no keys: finite, so that differences are numbers
+constexpr float kLowest = -1e30f;  // the maximum of no scores; finite, so that differences of maxima are not NaN
 constexpr int kWidth = F32::width;
 
 // Tokens of a group in blocks of `block_size`.
 inline int group_tokens(int block_size) { return block_size % kMaxGroup == 0 ? kMaxGroup : kMinGroup; }
 
-// Where the groups of a tile lie; past the last token's they repeat the first.
+// Pointers to the groups of a tile. Those past the group of the last token repeat the first pointer.
 template <class Unit>
 struct TileGroups {
   const Unit* keys[kTile / kMinGroup];

@@ -23,7 +23,7 @@ constexpr int64_t kTileGroupBytes = 1 << 20;               // packed activations
 constexpr int64_t kPassTiles = 8;                          // of K at a time, where a panel serves many blocks: 16 KiB
 constexpr int kLines = kTileSize / 16;                     // of 64 bytes, of a panel's tiles B
 
-// Blocks of rows [0, rows) of one tile A each, of equal height but for the last, in groups of nearly equal size.
+// Blocks of the rows [0, rows), one tile A each. All blocks but the last have one height. Groups have nearly equal sizes.
 struct TileBlocks {
   TileBlocks(int64_t rows, int64_t steps)
       : rows(rows), count(ceil_divide(rows, amx::kTileRows)), height(static_cast<int>(ceil_divide(rows, std::max<int64_t>(count, 1)))),

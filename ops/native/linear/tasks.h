@@ -73,7 +73,7 @@ inline float* scratch(int64_t floats) {
   return memory.get();
 }
 
-// How many workers re-lay `bytes` in `tasks` parts.
+// The number of workers that convert the layout of `bytes` in `tasks` parts.
 inline int workers_for(const Threads& threads, int64_t bytes, int64_t tasks) {
   constexpr int64_t kWorth = 64 << 10;
   return static_cast<int>(std::min<int64_t>({bytes / kWorth + 1, tasks, threads.count()}));
@@ -101,7 +101,7 @@ void for_each_task(const Threads& threads, int64_t num_tasks, int num_workers, c
   });
 }
 
-// Tasks [0, num_tasks) over weights of `bytes`, of which all pass by `passes` times.
+// Runs the tasks [0, num_tasks) over weights of `bytes`. All weights are read `passes` times.
 template <class MakeBody>
 void for_each_panel(const Threads& threads, int64_t num_tasks, int64_t bytes, int64_t passes,
                     const MakeBody& make_body) {

@@ -222,7 +222,7 @@ class QuantizedTileWorker {
   const TileBlocks& blocks_;
   const int64_t chunk_;   // steps of a tile
   const int64_t chunks_;  // of a group
-  const int64_t steps_;   // of all groups, whole ones
+  const int64_t steps_;   // of all groups; every group has whole steps
   const amx::TileScope registers_;
   int64_t packed_group_ = -1;
   uint8_t* panel_ = nullptr;

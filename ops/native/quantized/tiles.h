@@ -34,8 +34,8 @@ struct GroupFetch {
   int64_t per_column;
 };
 
-// sums[R][32] = x[groups][R] * w[groups][32] for the groups that `steps` steps make, the last one possibly shorter;
-// added to what is there when `added` is set.
+// sums[R][32] = x[groups][R] * w[groups][32] for the groups of `steps` steps. The last group may be shorter. When `added`
+// is set, the products are added to `sums` instead.
 template <Widening Bits, int R>
 void quantized_tile(const QuantizedRows& x, const uint8_t* w, int64_t steps, const QuantizedShape& shape, float* sums,
                     bool added, const GroupFetch& fetch) {

@@ -115,7 +115,7 @@ class Buckets {
 // The token with which a running sum passes a border.
 struct Place {
   int64_t id;
-  double before, with;  // the sums in front of the token and with it; no token is in front where `before` is 0
+  double before, with;  // the running sums without and with the token; `before` is 0 for the first token
 };
 
 // The likelihoods of one row, relative to the largest logit's.
@@ -138,7 +138,7 @@ class Nucleus {
     for (int bucket = 0; bucket < Buckets::kCount; ++bucket) total_ += buckets_.mass(bucket);
   }
 
-  // Whether sums within `margin` decide which logits count.
+  // Whether no likelihood is so near to `least` that a rounding error decides if it counts.
   bool is_certain() const { return is_certain_; }
   double total() const { return total_; }
   // More than twice the rounding of a sum of the row in any order.

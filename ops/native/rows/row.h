@@ -106,7 +106,7 @@ class Row {
     return found;
   }
 
-  // The `wanted` likeliest, in order, equal ones by id.
+  // The `wanted` largest logits in descending order. Equal logits are in the order of their ids.
   void candidates(int64_t wanted, std::vector<Candidate>& found) const {
     float threshold = kNever;
     if (wanted < static_cast<int64_t>(maxima_.size())) {

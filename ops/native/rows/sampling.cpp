@@ -47,8 +47,8 @@ bool filter(const std::vector<Candidate>& candidates, const Parameters& p, doubl
   return false;
 }
 
-// The token that draw_filtered gives, without a sort; nothing where the order of a sum could decide. For rows
-// without top-k.
+// Finds the token of draw_filtered without a sort, for rows without top-k. Gives nothing if the order of a floating
+// point sum could change the token.
 //
 // `total`: the row's likelihoods summed up, as `filter` gets them.
 std::optional<int64_t> draw_selected(const Row& row, const Parameters& p, double total) {
@@ -56,7 +56,7 @@ std::optional<int64_t> draw_selected(const Row& row, const Parameters& p, double
   const Nucleus nucleus(row.logits(), row.count(), row.most(), p.temperature, std::max(p.min_p, kLeast));
   if (!nucleus.is_certain()) return std::nullopt;
   const double margin = nucleus.margin();
-  // The last token that the filters leave is the first with which the sum reaches top-p; without one it is the last.
+  // The sum of likelihoods reaches top-p at the last token that the filters leave. If it never does, all are left.
   const double border = p.top_p * total;
   double kept = nucleus.total();
   if (border <= kept + margin) {

@@ -1,4 +1,4 @@
-"""The parts of a JSON answer are what the encoder gives in one call, and none is large."""
+"""The joined parts of a JSON answer equal the encoder's output, and no part is large."""
 
 from __future__ import annotations
 

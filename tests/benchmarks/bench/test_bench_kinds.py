@@ -1,4 +1,4 @@
-"""`run bench` by kind over a small engine in this process, and what is written of it."""
+"""Each kind of `run bench` with a small engine in this process, and the files that it writes."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_the_report_needs_nothing_else(tmp_path: Path, capsys: pytest.CaptureFix
     page = (out / "record.html").read_text()
     assert str(out / "record.html") in capsys.readouterr().out
     for outside in ("http://www.w3.org", "http://purl.org", "http://creativecommons.org"):
-        page = page.replace(outside, "")  # names of XML, not addresses to load
+        page = page.replace(outside, "")  # XML namespaces, which a browser does not load
     assert "src=" not in page
     assert "<link" not in page
     assert "<script" not in page
@@ -124,7 +124,8 @@ def test_history_shows_changes(tmp_path: Path, capsys: pytest.CaptureFixture[str
     metric = second["points"][0]["metrics"]["output_throughput"]
     metric["value"] *= 1.5
     second["conditions"]["config"]["cache"]["block_size"] = 32
-    other = json.loads(json.dumps(second))  # another workload: no change to the first can be told
+    # A third result with another workload. It is not compared with the first two.
+    other = json.loads(json.dumps(second))
     other["conditions"]["config"]["workload"]["input_len"] = 17
     with log.open("a") as file:
         file.write(json.dumps(second) + "\n" + json.dumps(other) + "\n")

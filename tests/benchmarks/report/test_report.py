@@ -1,4 +1,4 @@
-"""Figures as text, and the results that are kept."""
+"""Tables and plots of results, and that the committed results fit the schema."""
 
 import re
 from pathlib import Path
@@ -22,7 +22,7 @@ def test_results_are_kept():
 
 @pytest.mark.parametrize("path", KEPT, ids=lambda path: path.stem)
 def test_a_kept_result_fits_the_schema_and_names_its_conditions(path: Path):
-    for record in read_records(path):  # refuses what does not fit benchmarks/schema.json
+    for record in read_records(path):  # refuses what does not fit benchmarks/report/schema.json
         assert record.points
         for name in ("config", "commit", "time", "command"):
             assert record.conditions[name]

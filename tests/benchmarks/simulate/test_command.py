@@ -87,7 +87,7 @@ def test_a_fleet_in_a_result_file(tmp_path: Path, capsys: pytest.CaptureFixture[
     path = tmp_path / "fleet.json"
     more = ("simulate.replicas=2", "simulate.router=least_load", "slo.ttft_ms=500")
     assert run([*FLEET, *more, f"simulate.output={path}"]) == 0
-    [record] = read_records(path)  # fits benchmarks/schema.json
+    [record] = read_records(path)  # fits benchmarks/report/schema.json
     assert record.kind == "simulate"
     [point] = record.points
     assert point.parameters == {

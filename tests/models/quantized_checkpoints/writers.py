@@ -77,7 +77,7 @@ def integers(weight: Tensor, form: Form, dtype: torch.dtype = torch.float16) -> 
 def words(values: Tensor, bits: int, slots: list[int] | None = None) -> Tensor:
     """[rows, columns] -> int32 [rows, columns * bits / 32], the first column in the lowest bits.
 
-    With `slots`, place i of a word has column slots[i] of its eight.
+    With `slots`, position i of a word holds column slots[i] of the word's eight columns.
     """
     per_word = 32 // bits
     padded = torch.nn.functional.pad(values, (0, -values.shape[1] % per_word))

@@ -1,4 +1,4 @@
-"""Streams continue in the next engine with the same bits: real processes, real kills."""
+"""Kills real engine processes: streams continue in the next engine with the same bits."""
 
 from __future__ import annotations
 
@@ -121,11 +121,11 @@ def test_every_way_of_sampling_goes_on_as_if_nothing_had_happened() -> None:
         await until(reached(1), 60)
         await kill(client)
         await until(reached(20), 60)
-        # A request without outputs since then would be given up at the next death.
+        # If an engine dies twice before a request has new outputs, the request gets an error.
         await until(lambda: client.is_alive and num_quarantined(client) == 0, 60)
         pid = client.engine_pid
         await kill(client, signal.SIGSEGV)
-        # The third one dies before it serves.
+        # The third engine is killed before it serves.
         await until(lambda: client.engine_pid not in (None, pid), 60)
         await kill(client)
         assert await task == expected
@@ -147,7 +147,8 @@ def test_a_beam_search_is_cleared_while_it_runs_and_delays_no_other_request() ->
         expected = await outputs_of(client)
         task = asyncio.create_task(outputs_of(client))
         stream = client.generate("stream", [8, 9, 7], like(GREEDY, max_tokens=240))
-        for _ in range(2):  # faults of the engine, of which a quarantined request survives one
+        # A request that is not cleared between the two kills would end with an error.
+        for _ in range(2):
             await until(lambda: client.is_alive and client.stats.num_running >= 3, 60)
             await anext(stream)
             await kill(client, signal.SIGSEGV)

@@ -1,4 +1,4 @@
-"""Timelines and figures that the observer derives from scheduler outputs, as literals."""
+"""Compares timelines and figures that the observer derives from steps with literal values."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_an_untraced_request_gets_its_first_row_only() -> None:
 
 
 def test_a_preempted_request_says_when_and_for_how_long() -> None:
-    loop = Loop(total_blocks=9, budget=32)  # eight blocks of four: one sequence of full length
+    loop = Loop(total_blocks=9, budget=32)  # 8 blocks of 4 tokens hold one sequence of 32
     loop.add("first", 11, max_tokens=20)
     loop.add("second", 11, trace=True, max_tokens=16)
     events: list[TimelineEvent] = []

@@ -1,4 +1,4 @@
-"""Tensors that the batch builder writes, as literals."""
+"""Compares the tensors that the batch builder writes with literal values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""BlockPool: ids, free-list order, sharing and eviction as literals; then against a slow model."""
+"""Compares `BlockPool` with literal values, and with a slow and simple model of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""KVCacheManager: block tables and prefix sharing as literals. Blocks hold 4 tokens here."""
+"""Compares block tables and shared prefixes with literal values. A block has 4 tokens here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The memory plan against hand-computed ledgers, and free memory against written control groups."""
+"""Compares memory plans with sizes computed by hand, and free memory with made-up cgroup files."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -242,7 +242,7 @@ def test_free_memory_reads_version_one_groups(tmp_path: Path):
     (group / "memory.usage_in_bytes").write_text(str(9 * MIB))
     (group / "memory.stat").write_text("total_inactive_file 0\n")
     found = free_host_memory(cgroup_root=tmp_path / "fs", membership=membership)
-    assert found.free_bytes == 0  # over the limit is not negative memory
+    assert found.free_bytes == 0  # 9 MiB of 8 are in use: 0, not negative
 
 
 def test_free_memory_without_groups_is_the_systems(tmp_path: Path):

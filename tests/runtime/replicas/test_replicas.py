@@ -49,7 +49,7 @@ def run() -> Iterator[Callable[[Scenario], None]]:
 async def tokens_of(
     client: EngineClient, name: str, prompt: list[int], begun: set[str] | None = None
 ) -> list[int]:
-    """The tokens of one request, whose name is added to `begun` with the first."""
+    """The tokens of one request. At the first token its name is added to `begun`."""
     tokens: list[int] = []
     async for output in client.generate(name, prompt, LONG):
         tokens += output.new_token_ids

@@ -40,9 +40,9 @@ class Chunk(NamedTuple):
     """One step of the sequence."""
 
     count: int  # positions
-    num_logits: int  # of the last of them
-    beside: int  # sequences that decode in the same step
-    is_last: bool  # whether those come before it in the step
+    num_logits: int  # logits are computed for the last `num_logits` positions
+    beside: int  # other sequences, which decode in the same step
+    is_last: bool  # whether the other sequences come before this one in the step
 
 
 class Life(NamedTuple):
@@ -79,7 +79,8 @@ def make_llm(form: str) -> LLM:
 class SomeSequences:
     """Runs steps of one sequence beside others, and knows the sequence's logits.
 
-    Blocks: those of the first computation, those of later ones, then one for each other sequence.
+    The first blocks belong to the first computation of the sequence. Then come blocks for later
+    computations, and one block for each other sequence.
     """
 
     def __init__(self, llm: LLM) -> None:
@@ -163,7 +164,7 @@ def sequence_lives(draw: st.DrawFn) -> Life:
 
 
 def check_sequence(sequences: SomeSequences, life: Life) -> None:
-    """That every step of this life gives the logits that the sequence has."""
+    """Check that every step of `life` gives the same logits as the first computation."""
     before = torch.get_num_threads()
     torch.set_num_threads(life.threads)
     set_pool_threads(life.threads if life.has_pool else 0)

@@ -67,7 +67,7 @@ class Rows:
 
 
 def test_rows_take_turns() -> None:
-    """Twenty rows, of which a step has time for six: a row waits for three steps at most."""
+    """A step has time for 6 of 20 rows, so a row waits for 3 steps at most."""
     rows = Rows(20, 6)
     drawn = [0] * 20
     waited = [0] * 20

@@ -1,4 +1,4 @@
-"""The sampler's row state: each parameter changes its own effect and no other."""
+"""The sampler: the effect of each sampling parameter, and that rows do not affect each other."""
 
 from __future__ import annotations
 
@@ -69,7 +69,8 @@ def test_ignore_eos_leaves_the_end_token_alone() -> None:
 
 def test_frequency_penalty_counts_what_was_generated() -> None:
     sampler = make_sampler(SamplingParams(frequency_penalty=0.6, **GREEDY))
-    # 4.0 -> 3.4 after one, so 3.5 wins; then 2.9; then 3.0 (token 3) is the best of what is left.
+    # Each output token lowers its logit by 0.6: token 4 from 4.0 to 3.4, token 5 from 3.5 to 2.9.
+    # After [4, 5, 4] token 3 with 3.0 is the largest.
     assert [sample(sampler, [ROW]).token_ids[0] for _ in range(4)] == [4, 5, 4, 3]
 
 
@@ -219,7 +220,7 @@ def test_verification_stays_within_its_memory(guess: int) -> None:
 
 
 def test_chosen_tokens_instead_of_the_likeliest() -> None:
-    """Rows with none, with the likeliest, and with different numbers of chosen ones, side by side."""
+    """Rows of one batch ask for none, for the likeliest, and for 1 or 3 chosen tokens."""
     sampler = make_sampler(
         SamplingParams(logprobs=2, logprob_token_ids=(7, 1, 4), logit_bias={1: 10.0}, **GREEDY),
         SamplingParams(**GREEDY),

@@ -114,8 +114,8 @@ def test_any_drafter_gives_the_same(
     assert drafts.num_draft_tokens > 20
     assert (drafts.num_accepted_tokens > 0) is (accuracy > 0.0)
     if accuracy == 1.0:
-        # A draft that is a grammar's last token is a drawn token with none after it, and counts as
-        # not accepted. Whether the last token is drafted depends on the step that began the request.
+        # The last token of a grammar counts as not accepted even if it was drafted: no token comes
+        # after it. Whether it is drafted depends on the step that began the request.
         num_stopped = sum(one.finish_reason == "stop" for some in plain for one in some)
         refused = drafts.num_draft_tokens - drafts.num_accepted_tokens
         assert 0 <= refused <= num_stopped

@@ -1,4 +1,4 @@
-"""The inter-token-latency target, on a device whose steps take what the table says."""
+"""The inter-token-latency target, with simulated steps that take the times of a cost table."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def allowance(target_ms: float, num_decodes: int, context: float, least: int = L
 
 
 def test_the_largest_chunk_that_fits() -> None:
-    # 2 + 4 * 0.15 + 4 * 16 us = 2.664 ms without it; 0.05 + n * 0.1 with it.
+    # Decodes take 2 + 4 * 0.15 + 4 * 16 us = 2.664 ms. A chunk of n tokens adds 0.05 + 0.1 n ms.
     assert allowance(4.0, 4, 16).largest(1000, 0) == 12
     assert allowance(4.0, 4, 16).largest(5, 0) == 5
-    # Behind 100 tokens each of its tokens costs 0.1 ms more.
+    # With a context of 100 tokens each token of the chunk costs 0.1 ms more.
     assert allowance(4.0, 4, 16).largest(1000, 100) == 6
 
 
@@ -194,7 +194,7 @@ def test_no_gap_exceeds_the_target_while_long_prompts_are_computed(target_ms: fl
 
 
 def test_chunks_use_what_the_target_leaves() -> None:
-    """Not only below it: every step in which the prompt goes on is within one token of it."""
+    """Each chunk but the last fills its step to less than 0.2 ms below the target."""
     engine = TimedEngine(6.0)
     engine.add("stream", 10, 300)
     engine.step()
@@ -214,7 +214,10 @@ def test_chunks_use_what_the_target_leaves() -> None:
 
 @pytest.mark.parametrize("target_ms", [4.0, 12.0, None])
 def test_log_probabilities_of_a_long_prompt_count_like_its_tokens(target_ms: float | None) -> None:
-    """A step with them keeps the target; without a target it is no longer than without them."""
+    """A step with log-probabilities of the prompt keeps the target.
+
+    Without a target it takes no longer than a step without log-probabilities.
+    """
     times = make_table(pair_us=0.1, score_ms=0.4)
     engine = TimedEngine(target_ms, times=times)
     engine.add("stream", 10, 400)
@@ -235,7 +238,7 @@ def test_a_prompt_alone_is_not_cut() -> None:
 
 def test_a_target_out_of_reach_still_lets_prompts_advance() -> None:
     engine = run_streams_beside_long_prompts(1.0)
-    # 4 tokens a step beside the streams: the first prompt needs most of their 300 steps.
+    # A step computes 4 prompt tokens, so the first prompt takes most of the streams' 300 steps.
     assert len(engine.token_times["long-0"]) == 5
     assert len(engine.token_times["long-1"]) == 5
     assert engine.token_times["long-0"][0] < engine.token_times["long-1"][0]

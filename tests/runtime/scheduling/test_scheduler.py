@@ -1,4 +1,4 @@
-"""Scheduler: planned steps and outputs as literals. Blocks hold 4 tokens here."""
+"""Compares steps and outputs of the scheduler with literal values. A block has 4 tokens here."""
 
 from __future__ import annotations
 

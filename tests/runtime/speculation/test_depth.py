@@ -56,7 +56,7 @@ def test_drafts_that_are_right_go_deep_and_wrong_ones_end() -> None:
 
 
 def test_a_batch_that_is_bound_by_arithmetic_gets_no_drafts() -> None:
-    """Where a token costs as much as a sequence, a draft that may be wrong only loses."""
+    """A draft token costs as much as a sequence, so a draft that may be wrong does not pay."""
     load = StepLoad(16, 0.0)
     costs = table(4.0 / 16)
     chooser = DepthChooser(costs, MAX_DRAFTS)

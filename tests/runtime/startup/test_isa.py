@@ -1,4 +1,4 @@
-"""`device.isa`: an engine uses it or refuses it, keeps it, and has bundles of its own for it."""
+"""`device.isa`: when an engine refuses it, and that each instruction set has its own bundles."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ _TIMES = st.fixed_dictionaries(
 
 @pytest.fixture
 def two_levels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A machine with two levels, of which this process has loaded none; real ones, if it has two."""
+    """Two levels, none of which this process has loaded; real ones if the machine has two."""
     levels = runnable_levels()[:2]
     if len(levels) < 2:
         pytest.skip("this machine runs portable kernels only")

@@ -44,11 +44,11 @@ class Chat:
     said: str = ""
 
     def fresh(self, options: Sequence[str]) -> str:
-        """One of the options that was not said before, so that "another one" brings another one."""
+        """An option that the chat has not had yet, for requests such as "tell me another one"."""
         return self.rng.choice([o for o in options if o not in self.said] or options)
 
     def told(self, text: str) -> str:
-        """The same text, remembered as said."""
+        """Returns the text, and records that the chat has had it."""
         self.said += text + "\n"
         return text
 
@@ -95,7 +95,7 @@ def lower_first(text: str) -> str:
 
 
 def vary(rng: random.Random, question: str) -> str:
-    """A question as people really type it: without capitals, without marks, with a slip."""
+    """A question as people type it: with a greeting, in lower case, or with a typo."""
     text = question
     if rng.random() < 0.12:
         text = upper_first(rng.choice(_PREFIXES) + lower_first(text))
