@@ -82,9 +82,12 @@ class ChatTemplate:
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         try:
             self._template = _environment().from_string(source)
-        except jinja2.TemplateSyntaxError as error:
+        except (jinja2.TemplateSyntaxError, RecursionError) as error:
+            problem = "it is nested too deeply"
+            if isinstance(error, jinja2.TemplateSyntaxError):
+                problem = f"line {error.lineno}: {error.message}"
             raise StartupError(
-                f"the chat template is not valid Jinja (line {error.lineno}: {error.message});"
+                f"the chat template is not valid Jinja ({problem});"
                 " give another one with model.chat_template=FILE"
             ) from error
         self._special_tokens = dict(special_tokens)
@@ -138,7 +141,9 @@ class ChatTemplate:
                 add_generation_prompt=add_generation_prompt,
                 **{"documents": None, **(variables or {})},
             )
-        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
+        except MemoryError:
+            raise  # the limit of the process that prepares the request
+        except Exception as error:  # a template is a program, which may raise any other
             raise InvalidRequestError(
                 f"the model's chat template refuses these messages: {error}", param="messages"
             ) from error

@@ -121,15 +121,20 @@ class TestChatTemplate:
         ("template", "words"),
         [
             ("{% for", "not valid Jinja"),
+            ("{{ " + "(" * 20_000 + "1" + ")" * 20_000 + " }}", "not valid Jinja"),
             ("{{ raise_exception('no such thing') }}", "no such thing"),
             ("{{ ''.__class__.__mro__ }}", "refuses these messages"),
+            ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "maximum recursion depth exceeded"),
             ("{{ cycler.__init__.__globals__.os.popen('id').read() }}", "refuses these messages"),
             ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
              "takes more than 2 s"),
             ("{{ 'a' * 4000000000 }}", "takes more than 512 MiB of memory"),
             ("{{ 'a' * 40000000 }}", "has 40000000 characters"),
         ],
-        ids=["syntax", "raise", "class", "escape", "loop", "memory", "text"],
+        ids=[
+            *("syntax", "nested", "raise", "class", "recursion", "escape", "loop"),
+            *("memory", "text"),
+        ],
     )  # fmt: skip
     def test_a_bad_one_fails_alone(self, server, template, words):
         running: list[dict[str, Any]] = []
