@@ -94,10 +94,6 @@ class JobError(Exception):
         self.part = part
 
 
-class _ServerEndedError(JobError):
-    """The server process, which does no jobs itself, ended after it had started."""
-
-
 class _Fork(NamedTuple):
     """A fork that waits for a further job."""
 
@@ -148,17 +144,9 @@ class ForkServer:
     async def call(self, job: bytes, limits: JobLimits) -> bytes:
         """The answer to a job. Cancelling the call ends the job.
 
-        If the server process is killed, the job is done again by a new one, once.
-
         Raises:
             JobError: the job has ended without an answer.
         """
-        try:
-            return await self._call(job, limits)
-        except _ServerEndedError:
-            return await self._call(job, limits)
-
-    async def _call(self, job: bytes, limits: JobLimits) -> bytes:
         if limits.is_shared and self._idle:
             connection, num_jobs = self._idle.pop()
         else:
@@ -200,7 +188,7 @@ class ForkServer:
                 kind, length = _FRAME.unpack(await _receive(source, _FRAME.size))
                 data = await _receive(source, length)
             except (OSError, EOFError):
-                raise self._own_end(part) from None
+                raise JobError(self._own_end(), part) from None
             if kind == _Kind.answer:
                 return data
             if kind == _Kind.ended:
@@ -227,7 +215,7 @@ class ForkServer:
         try:
             socket.send_fds(self._control, [b"j"], [theirs.fileno()])
         except OSError as error:
-            raise self._own_end("") from error
+            raise JobError(self._own_end(), "") from error
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
@@ -248,17 +236,16 @@ class ForkServer:
             ours.sendall(_SIZE.pack(len(self._first)) + self._first)
         ours.setblocking(False)
 
-    def _own_end(self, part: str) -> JobError:
-        """The server process did not answer; closes it, so the next job starts a new one."""
+    def _own_end(self) -> FailureReason:
+        """Why the server process did not answer; closes it, so the next job starts a new one."""
         was_ready = False
         if self._control is not None:
             with contextlib.suppress(OSError):
                 was_ready = self._control.recv(1, socket.MSG_PEEK) == _READY
         self.close()
         if was_ready:
-            return _ServerEndedError(FailureReason("ended", Fault.unknown), part)
-        text = "ended at its start; the server's log may say why"
-        return JobError(FailureReason(text, Fault.start), part)
+            return FailureReason("ended", Fault.unknown)
+        return FailureReason("ended at its start; the server's log may say why", Fault.start)
 
 
 def _reason(code: int, room: int, cpu_s: float, limits: JobLimits) -> FailureReason:

@@ -45,7 +45,7 @@ FORK_MODULE = "ostinato.api.server.preparation_main"
 _INLINE_BYTES = 4096
 _LARGE_BYTES = 256 << 10
 _NICENESS = 10  # of forks for large requests
-_NUM_TRIES = 2  # of a job whose process was killed from outside
+_NUM_TRIES = 3  # of a job whose process was killed from outside
 # What a body may need: its values, its text in several forms, and its tokens.
 _LEAST_MEMORY = 512 << 20
 _MEMORY_PER_BYTE = 160

@@ -125,11 +125,11 @@ def test_what_is_no_group_is_refused() -> None:
         ParallelGroup(segment, 3, 3)
     os.close(segment)
     load("core")
-    x, nobody = torch.zeros(1, 4), torch.zeros(1, dtype=torch.int64)
+    x, no_group = torch.zeros(1, 4), torch.zeros(1, dtype=torch.int64)
     with pytest.raises(ValueError, match="has not joined its group of ranks"):
-        all_reduce(x, None, nobody, torch.float32)
+        all_reduce(x, None, no_group, torch.float32)
     with pytest.raises(ValueError, match="has not joined its group of ranks"):
-        gather_vocab(x, nobody, 2)
+        gather_vocab(x, no_group, 2)
 
 
 def test_wrong_arguments_are_refused_before_a_rank_waits() -> None:

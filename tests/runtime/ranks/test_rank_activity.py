@@ -41,8 +41,8 @@ def test_ranks_that_all_wait_hang_and_one_that_works_or_waits_for_a_processor_do
     rule = HangRule(1.0)
     assert ticks(rule, 1, WAITS, WAITS) is None
     assert ticks(rule, 2, WAITS, WAITS) is None, "a new step began"
-    who, text = ticks(rule, 2, WAITS, WAITS, seconds=0.4) or (0, "")  # type: ignore[misc]
-    assert who is None
+    rank, text = ticks(rule, 2, WAITS, WAITS, seconds=0.4) or (0, "")  # type: ignore[misc]
+    assert rank is None
     assert "no rank has done anything for 1." in text
 
 
@@ -53,7 +53,7 @@ def test_ranks_that_use_a_processor_between_the_looks_do_not_hang() -> None:
         assert rule.tick(0.1, 1, {0: WAITS, 1: busy}) is None
 
 
-def test_time_in_which_nobody_looked_counts_little() -> None:
+def test_time_between_two_far_looks_counts_little() -> None:
     """The whole machine was suspended, or the caller was stopped with its ranks."""
     rule = HangRule(1.0)
     assert rule.tick(0.1, 1, {0: WAITS, 1: STOPPED}) is None
