@@ -1,4 +1,4 @@
-"""Sections of the commands `run generate`, `run batch`, `run chat` and `run plan`."""
+"""Sections of commands that have settings of their own."""
 
 from __future__ import annotations
 
@@ -6,7 +6,14 @@ from dataclasses import dataclass
 
 from ostinato.conf.schema import Section, setting
 
-__all__ = ("BatchSection", "ChatSection", "GenerateSection", "PlanSection", "QuantizeSection")
+__all__ = (
+    "BatchSection",
+    "ChatSection",
+    "CompileSection",
+    "GenerateSection",
+    "PlanSection",
+    "QuantizeSection",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +75,18 @@ class PlanSection(Section):
     json: bool = setting(False, "print the ledger as JSON instead of a table")
     free_gib: float | None = setting(
         None, "plan for a device with this much free memory; null = this machine's", above=0
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompileSection(Section):
+    """For which machine `run compile` compiles."""
+
+    key = "compile"
+    gpu: str = setting(
+        "",
+        "a100, b200, h100, h200, l40s or rtx4090: compile for that GPU, which need not be here; "
+        "empty = for this machine",
     )
 
 

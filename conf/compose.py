@@ -179,7 +179,7 @@ def _completion_plugin(shell: str) -> CompletionPlugin:
     if shell not in plugins:
         raise ConfigError(f"shell completion is for {', '.join(sorted(plugins))}, got {shell!r}")
     plugin = plugins[shell](hydra.config_loader)
-    # zsh's plugin passes everything on to bash's, the query included, which needs the inner one.
+    # The plugin for zsh delegates to the plugin for bash. The query needs the latter.
     return getattr(plugin, "delegate", plugin)
 
 
@@ -302,7 +302,7 @@ def _checked(override: Override, groups: Mapping[str, Sequence[str]], trial: Dic
         hint = f"did you mean {close}?" if close else "see run --help"
         raise ConfigError(f"{text}: there is no key {key!r}; {hint}")
     if override.type is OverrideType.DEL:
-        raise ConfigError(f"{text}: {key} can not be deleted; set it to its default instead")
+        raise ConfigError(f"{text}: {key} cannot be deleted; set it to its default instead")
     if override.is_sweep_override():
         raise ConfigError(
             f"{text}: one value only; quote it to have commas in text, or write a list as [a,b]"

@@ -33,7 +33,7 @@ class Argument:
     reason: str = ""  # why other values are refused, and the remedy
     is_flag: bool = False  # --name and --no-name on the command line
     is_list: bool = False  # one or more values on the command line
-    for_server: bool = False  # of `run serve` only
+    for_server: bool = False  # only `run serve` knows it
 
 
 def argument_settings(
@@ -168,9 +168,8 @@ def _eager(value: object) -> object:
     return "eager" if _flag(value) else "captured"
 
 
-_TENSOR_ONLY = (
-    "a model is divided by tensor_parallel_size only, experts too; leave it out, or set "
-    "data_parallel_size for more engines"
+_NO_EXPERT_PARALLEL = (
+    "experts are divided by tensor_parallel_size as all other weights; leave it out"
 )
 _NO_LORA = "LoRA adapters are not served yet; merge the adapter into the checkpoint"
 _SPECULATION = "it is a key of speculative_config"
@@ -192,6 +191,7 @@ _TOOL_PARSERS = {
     "hunyuan_a13b": "jamba",
     "llama4_json": "llama3_json",
     "qwen3_xml": "qwen3_coder",
+    "step3p5": "qwen3_coder",
 }
 _REASONING_PARSERS = {
     **{one.value: one.value for one in ReasoningParserName if one.value not in ("auto", "none")},
@@ -288,13 +288,14 @@ ARGUMENTS: dict[str, Argument] = {
     "speculative_config": Argument(setting="speculation.method", expand=speculation_settings),
     # Parallelism, adapters, media.
     "tensor_parallel_size": Argument(setting="parallel.tensor"),
-    "pipeline_parallel_size": Argument(default=(1,), reason=_TENSOR_ONLY),
+    "pipeline_parallel_size": Argument(setting="parallel.pipeline"),
     "data_parallel_size": Argument(setting="parallel.data"),
-    "enable_expert_parallel": Argument(default=(False,), is_flag=True, reason=_TENSOR_ONLY),
+    "enable_expert_parallel": Argument(default=(False,), is_flag=True, reason=_NO_EXPERT_PARALLEL),
     "distributed_executor_backend": Argument(
         setting="parallel.executor",
         read=_one_of(
-            {"mp": "processes", "uni": "inline"}, "the ranks of an engine run on one machine"
+            {"mp": "processes", "uni": "inline", "ray": "ray"},
+            "the ranks of an engine run on one machine",
         ),
     ),
     "disable_custom_all_reduce": Argument(

@@ -41,7 +41,7 @@ def draft_config(config: EngineConfig) -> EngineConfig:
     It has the settings of the model, except for those that belong to its checkpoint.
 
     Args:
-        config: of an engine with `speculation.method=draft`.
+        config: the configuration of an engine with `speculation.method=draft`.
     """
     section = replace(
         config.model,

@@ -19,6 +19,7 @@ import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Generator
 from pathlib import Path
 
 from ostinato.conf.errors import ConfigError
@@ -33,6 +34,8 @@ __all__ = (
     "prepare_cache",
     "prepare_compiler",
     "require_writable",
+    "triton_cache",
+    "triton_cache_in",
     "visible_gpus",
     "with_own_caches",
     "with_visible_gpu",
@@ -62,7 +65,7 @@ def require_writable(file: Path, key: str) -> None:
         key: the setting that named it, for the message.
 
     Raises:
-        ConfigError: it can not be written.
+        ConfigError: it cannot be written.
     """
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -73,7 +76,7 @@ def require_writable(file: Path, key: str) -> None:
     except OSError as error:
         reason = error.strerror or str(error)
         raise ConfigError(
-            f"{key}: {file} can not be written ({reason}); name a file that can"
+            f"{key}: {file} cannot be written ({reason}); name a file that can"
         ) from error
 
 
@@ -93,8 +96,8 @@ def cache_dir() -> Path:
 def prepare_cache() -> str | None:
     """Make sure that `cache_dir` can be written, in this process and in those that it starts.
 
-    If it can not, `cache_dir` becomes a temporary directory, which is removed when this process
-    ends. It holds links to the bundles of the directory that can not be written. Called before
+    If it cannot, `cache_dir` becomes a temporary directory, which is removed when this process
+    ends. It holds links to the bundles of the directory that cannot be written. Called before
     torch is imported; a second call has no effect.
 
     Returns:
@@ -114,7 +117,7 @@ def prepare_cache() -> str | None:
         _link_bundles(wanted, temporary)
         os.environ["OSTINATO_CACHE_DIR"] = str(temporary)
         line = (
-            f"the cache directory {wanted} can not be used ({reason}): {temporary} is used instead "
+            f"the cache directory {wanted} cannot be used ({reason}): {temporary} is used instead "
             "and removed at the end, so that every start compiles again; set OSTINATO_CACHE_DIR to "
             "a directory that can be written"
         )
@@ -131,7 +134,7 @@ def forbids_execution(path: Path) -> bool:
 
 
 def _why_not_writable(directory: Path) -> str | None:
-    """Makes the directory if it is not there. The reason why it can not be written, or None."""
+    """Make the directory if it is missing. Returns why it cannot be written, or None."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory):
@@ -148,9 +151,9 @@ def _free_bytes(directory: Path) -> int:
 
 
 def _temporary_root() -> Path:
-    """The directory for temporary files; another one if that is mounted `noexec`.
+    """The directory for temporary files; another one if the usual one is mounted `noexec`.
 
-    Container engines mount `/tmp` so, and compiled kernels do not load from there.
+    Container engines mount `/tmp` with `noexec`. Compiled kernels cannot be loaded from there.
     """
     usual = Path(tempfile.gettempdir())
     others = [Path("/var/tmp"), Path("/dev/shm")]
@@ -175,13 +178,33 @@ def completion_line() -> str:
 
 
 def cxx() -> str:
-    """The C++ compiler, a command or a path; it may not be there."""
+    """The C++ compiler, a command or a path; it may not exist."""
     return os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
 
 
 def environment_with(**changes: str) -> dict[str, str]:
-    """This process's environment for a child, with these variables; what the user set is kept."""
+    """This process's environment for a child, plus those of these variables that are not set."""
     return {**changes, **os.environ}
+
+
+def triton_cache() -> Path | None:
+    """The folder in which Triton keeps compiled kernels; None = Triton's own choice."""
+    folder = os.environ.get("TRITON_CACHE_DIR")
+    return None if folder is None else Path(folder)
+
+
+@contextlib.contextmanager
+def triton_cache_in(folder: Path) -> Generator[None]:
+    """Triton keeps compiled kernels in this folder meanwhile."""
+    before = os.environ.get("TRITON_CACHE_DIR")
+    os.environ["TRITON_CACHE_DIR"] = str(folder)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["TRITON_CACHE_DIR"]
+        else:
+            os.environ["TRITON_CACHE_DIR"] = before
 
 
 def visible_gpus() -> list[str] | None:
@@ -206,7 +229,7 @@ def with_own_caches(directory: Path) -> dict[str, str]:
 
 
 def prepare_compiler(*, kernel_pool: bool) -> None:
-    """Settings of torch's compiler that it reads from the environment only, each unless it is set.
+    """Set what torch's compiler reads from the environment only. Variables already set are kept.
 
     Args:
         kernel_pool: whether torch may keep a pool of processes that compile Triton kernels. On a

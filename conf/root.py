@@ -11,6 +11,7 @@ from ostinato.conf.bench_schema import BenchSection, LoadSection, SloSection, Wo
 from ostinato.conf.command_schema import (
     BatchSection,
     ChatSection,
+    CompileSection,
     GenerateSection,
     PlanSection,
     QuantizeSection,
@@ -30,6 +31,7 @@ class RunConfig(EngineConfig):
     generate: GenerateSection = field(default_factory=GenerateSection)
     chat: ChatSection = field(default_factory=ChatSection)
     batch: BatchSection = field(default_factory=BatchSection)
+    compile: CompileSection = field(default_factory=CompileSection)
     plan: PlanSection = field(default_factory=PlanSection)
     quantize: QuantizeSection = field(default_factory=QuantizeSection)
     bench: BenchSection = field(default_factory=BenchSection)

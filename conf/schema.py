@@ -211,7 +211,7 @@ def refuse(key: str, allowed: str, value: object) -> None:
     """Raise the ValueError of a value out of its range.
 
     Args:
-        key: of the setting, with its section.
+        key: the setting's key, with its section.
         allowed: what it must be, in words.
         value: what it is.
     """
@@ -367,9 +367,11 @@ class SchedulerConfig(Section):
     )
     itl_target_ms: float | None = setting(
         None,
-        "prompts are cut so that a step with decodes is predicted to take at most this long; "
-        "null = no bound",
+        "longest predicted step with decodes, to which prompts are cut; null = no bound",
         above=0,
+    )
+    max_slowdown: float | None = setting(
+        1.5, "how many times as long a large request may make a step; null = any", at_least=1
     )
     policy: SchedulingPolicy = setting(
         SchedulingPolicy.fcfs, "fcfs = in order of arrival; priority = the request's priority first"

@@ -39,11 +39,15 @@ class ToolParserName(StrEnum):
     minimax_m2 = "minimax_m2"
     deepseek_v3 = "deepseek_v3"
     deepseek_v31 = "deepseek_v31"
+    deepseek_v32 = "deepseek_v32"
+    deepseek_v4 = "deepseek_v4"
+    functiongemma = "functiongemma"
     kimi_k2 = "kimi_k2"
     glm45 = "glm45"
     qwen3_coder = "qwen3_coder"
     seed_oss = "seed_oss"
     step3 = "step3"
+    lfm2 = "lfm2"
     longcat = "longcat"
     xlam = "xlam"
     openai = "openai"
@@ -70,6 +74,7 @@ class ExecutorName(StrEnum):
     auto = "auto"
     inline = "inline"
     processes = "processes"
+    ray = "ray"
 
 
 class RouterName(StrEnum):
@@ -153,7 +158,8 @@ class ServerConfig(Section):
     )
     tool_parser: ToolParserName = setting(
         ToolParserName.auto,
-        "the format of the model's tool calls; auto = recognised from the chat template",
+        "the format of the model's tool calls; auto = recognised from the chat template or the "
+        "architecture",
     )
     reasoning_parser: ReasoningParserName = setting(
         ReasoningParserName.auto,
@@ -248,15 +254,23 @@ class ParallelConfig(Section):
     key = "parallel"
     tensor: int = setting(
         1,
-        "ranks of an engine: processes that each hold a part of every weight; on a CPU they share "
-        "device.threads and device.memory_gib",
+        "ranks of a stage: processes that each hold a part of every weight; on a CPU all ranks "
+        "share device.threads and device.memory_gib",
+        at_least=1,
+        at_most=32,
+    )
+    pipeline: int = setting(
+        1,
+        "stages of an engine: processes that each hold some of the layers and work on different "
+        "steps at the same time",
         at_least=1,
         at_most=32,
     )
     executor: ExecutorName = setting(
         ExecutorName.auto,
         "where ranks run: inline = in the engine's process, which is for one rank; processes = "
-        "each rank after the first in a process of its own; auto = as parallel.tensor needs",
+        "each rank after the first in a process of its own; ray = as processes, and Ray chooses "
+        "the machine of each engine; auto = as the number of ranks needs",
     )
     rank_timeout_s: float = setting(
         1.0,
@@ -271,6 +285,23 @@ class ParallelConfig(Section):
         at_least=1,
         at_most=1024,
     )
+    nodes: int = setting(
+        1,
+        "machines, this one included, each with an equal part of the replicas; the others join "
+        "with run rank",
+        at_least=1,
+        at_most=1024,
+    )
+    host: str = setting(
+        "",
+        "address of this machine at which other machines reach it; empty = that of its default "
+        "route",
+    )
+    ray_address: str = setting(
+        "",
+        "address of the Ray cluster for parallel.executor=ray; empty = RAY_ADDRESS, a cluster of "
+        "this machine, or a new one",
+    )
     router: RouterName = setting(
         RouterName.prefix_aware,
         "the replica of a request: round_robin = in turn, least_load = with the fewest requests, "
@@ -279,9 +310,27 @@ class ParallelConfig(Section):
 
     def __post_init__(self) -> None:
         Section.__post_init__(self)
-        if self.executor is ExecutorName.inline and self.tensor > 1:
+        if self.executor is ExecutorName.inline and self.num_ranks > 1:
+            key = "tensor" if self.tensor > 1 else "pipeline"
             refuse(
                 "parallel.executor",
-                f"auto or processes with parallel.tensor={self.tensor}",
+                f"auto or processes with parallel.{key}={getattr(self, key)}",
                 self.executor.value,
             )
+        if self.data % self.nodes:
+            fitting = " or ".join(f"{n}" for n in range(1, self.data + 1) if self.data % n == 0)
+            refuse("parallel.nodes", f"{fitting} with parallel.data={self.data}", self.nodes)
+        if self.executor is ExecutorName.ray and self.nodes > 1:
+            refuse("parallel.nodes", "1 with parallel.executor=ray, which places them", self.nodes)
+        if self.ray_address and self.executor is not ExecutorName.ray:
+            refuse("parallel.ray_address", "empty without parallel.executor=ray", self.ray_address)
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes of one engine that compute the model together."""
+        return self.tensor * self.pipeline
+
+    @property
+    def engines_per_node(self) -> int:
+        """Replicas that share a machine, where Ray does not place them."""
+        return self.data // self.nodes

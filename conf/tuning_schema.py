@@ -11,12 +11,21 @@ from enum import StrEnum
 from ostinato.conf.schema import Section, setting
 from ostinato.conf.server_schema import RouterName
 
-__all__ = ("SimulateSection", "TuneObjective", "TuneSection")
+__all__ = ("LinkName", "SimulateSection", "TuneObjective", "TuneSection")
 
 
 class TuneObjective(StrEnum):
     throughput = "throughput"
     latency = "latency"
+
+
+class LinkName(StrEnum):
+    """What connects devices (docs/simulate.md)."""
+
+    nvlink = "nvlink"
+    pcie = "pcie"
+    infiniband = "infiniband"
+    ethernet = "ethernet"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +37,10 @@ class SimulateSection(Section):
         "",
         "the device of the step costs; empty = this machine, measured; a name such as h100 = "
         "computed from its data sheet (names: docs/simulate.md)",
+    )
+    link: LinkName = setting(
+        LinkName.nvlink,
+        "what connects the devices of parallel.tensor and parallel.pipeline, with simulate.device",
     )
     costs: str = setting(
         "", "a step-cost table that save_costs wrote; empty = measured or computed"

@@ -201,7 +201,7 @@ class _Node:
     text: list[str] = field(default_factory=list)  # empty where an arrow passes
     left: list[_Node] = field(default_factory=list)  # importers
     right: list[_Node] = field(default_factory=list)  # imported
-    y: float = 0  # of its middle
+    y: float = 0  # its middle
 
     @property
     def height(self) -> float:

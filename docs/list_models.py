@@ -29,7 +29,7 @@ class Refused(NamedTuple):
     beside: tuple[str, Any] | None = None  # a key and the value with which it is refused
 
     def shown(self) -> str:
-        """As a cell of the table."""
+        """The value as a cell of the table."""
         text = _pair(self.key, self.value)
         return text if self.beside is None else f"{text} with {_pair(*self.beside)}"
 
@@ -39,6 +39,8 @@ def _pair(key: str, value: Any) -> str:
 
 
 _QK_LAYER_NORM = "a layer norm of queries and keys is not implemented"
+_NO_MODEL = "no published model has it"
+_TIED_BIAS = "a tied head would have to do without its bias"
 _TWO_SIDED = "it makes an encoder of the decoder"
 REFUSED: dict[str, tuple[Refused, ...]] = {
     "BloomForCausalLM": (
@@ -48,8 +50,14 @@ REFUSED: dict[str, tuple[Refused, ...]] = {
             "the residual stream would be the normalised one; no published model has it",
         ),
     ),
+    "CodeGenForCausalLM": (Refused("tie_word_embeddings", True, _TIED_BIAS),),
     "Cohere2ForCausalLM": (Refused("use_qk_norm", True, _QK_LAYER_NORM),),
     "CohereForCausalLM": (Refused("use_qk_norm", True, _QK_LAYER_NORM + "; Command R+ has it"),),
+    "DeepseekV2ForCausalLM": (
+        Refused("attention_bias", True, _NO_MODEL),
+        Refused("norm_topk_prob", True, _NO_MODEL),
+    ),
+    "DeepseekV3ForCausalLM": (Refused("attention_bias", True, _NO_MODEL),),
     "FalconForCausalLM": (
         Refused(
             "parallel_attn",
@@ -60,11 +68,13 @@ REFUSED: dict[str, tuple[Refused, ...]] = {
     ),
     "GPT2LMHeadModel": (
         Refused("scale_attn_by_inverse_layer_idx", True, "layers would have scales of their own"),
-        Refused("scale_attn_weights", False, "no published model has it"),
+        Refused("scale_attn_weights", False, _NO_MODEL),
     ),
+    "GPTJForCausalLM": (Refused("tie_word_embeddings", True, _TIED_BIAS),),
     "Gemma2ForCausalLM": (Refused("use_bidirectional_attention", True, _TWO_SIDED),),
     "Gemma3ForCausalLM": (Refused("use_bidirectional_attention", True, _TWO_SIDED),),
     "GemmaForCausalLM": (Refused("use_bidirectional_attention", True, _TWO_SIDED),),
+    "Glm4MoeLiteForCausalLM": (Refused("attention_bias", True, _NO_MODEL),),
     "GptOssForCausalLM": (
         Refused("hidden_act", "gelu", "its gates are clamped, whatever is stated"),
         Refused("swiglu_alpha", 1.0, "no published model has another slope"),
@@ -72,9 +82,9 @@ REFUSED: dict[str, tuple[Refused, ...]] = {
     ),
     "MptForCausalLM": (
         Refused("no_bias", False, "checkpoints with biases are not read"),
-        Refused("logit_scale", 2.0, "no published model has it"),
+        Refused("logit_scale", 2.0, _NO_MODEL),
         Refused("attn_config.alibi", False, "learned positions are not implemented for MPT"),
-        Refused("attn_config.attn_type", "multiquery_attention", "no published model has it"),
+        Refused("attn_config.attn_type", "multiquery_attention", _NO_MODEL),
         Refused("attn_config.attn_uses_sequence_id", True, "it is for packed training texts"),
         Refused("attn_config.prefix_lm", True, "tokens of the prefix would see later ones"),
         Refused("attn_config.qk_ln", True, _QK_LAYER_NORM),
@@ -87,10 +97,10 @@ REFUSED: dict[str, tuple[Refused, ...]] = {
         ),
         Refused("word_embed_proj_dim", 32, "OPT-350M alone projects its embeddings"),
     ),
-    "OlmoeForCausalLM": (Refused("clip_qkv", 8.0, "no published model has it"),),
+    "OlmoeForCausalLM": (Refused("clip_qkv", 8.0, _NO_MODEL),),
     "PhiForCausalLM": (
         Refused("qk_layernorm", True, _QK_LAYER_NORM),
-        Refused("tie_word_embeddings", True, "a tied head would have to do without its bias"),
+        Refused("tie_word_embeddings", True, _TIED_BIAS),
     ),
     "StableLmForCausalLM": (Refused("qk_layernorm", True, _QK_LAYER_NORM),),
 }
@@ -128,16 +138,15 @@ RECORDED = (
 )
 """Architectures that run through transformers and are tested (tests/models/recorded/)."""
 
-_OWN_ATTENTION = "its class has attention of its own, without an interface for another"
+_OWN_ATTENTION = (
+    "its class computes attention itself and has no interface for another implementation"
+)
 NOT_RECORDED = {
     "BambaForCausalLM": _OWN_ATTENTION,
-    "CodeGenForCausalLM": _OWN_ATTENTION,
     "DiffLlamaForCausalLM": "its layers make two attention calls",
-    "GPTJForCausalLM": _OWN_ATTENTION,
     "Gemma4ForCausalLM": "its layers differ in the size of heads",
-    "Llama4ForCausalLM": "its experts are no plain gated MLPs",
     "Mamba2ForCausalLM": _OWN_ATTENTION,
-    "MiniCPM3ForCausalLM": "its keys and values have different sizes",
+    "MiniCPM3ForCausalLM": "its keys are assembled in place",
     "T5ForConditionalGeneration": "it is an encoder-decoder",
 }
 """Architectures that transformers has and that are refused, with the reason."""

@@ -77,7 +77,7 @@ def verified_tokens(rows_per_seq: int) -> list[int]:
 def why_incomplete(capture_sizes: Collection[int], max_num_seqs: int) -> str | None:
     """A warning for a chosen list of decode sizes that does not cover every batch, else None.
 
-    A size that can not occur is left out of the table. Batches above the largest size run in a
+    A size that cannot occur is left out of the table. Batches above the largest size run in a
     mixed bucket if one is large enough, else uncaptured.
     """
     if not capture_sizes:
@@ -86,7 +86,7 @@ def why_incomplete(capture_sizes: Collection[int], max_num_seqs: int) -> str | N
     parts: list[str] = []
     if above := sorted(size for size in capture_sizes if size > max_num_seqs):
         parts.append(
-            f"{', '.join(map(str, above))} can not occur with scheduler.max_num_seqs={max_num_seqs}"
+            f"{', '.join(map(str, above))} cannot occur with scheduler.max_num_seqs={max_num_seqs}"
             " and is left out"
         )
     largest = max((size for size in capture_sizes if size <= max_num_seqs), default=0)

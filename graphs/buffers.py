@@ -30,7 +30,7 @@ __all__ = ("HostBuffers", "StaticBuffers")
 HostBuffers = StepTensors[np.ndarray]
 """NumPy views of the host memory, as large as the largest step."""
 
-_ALIGNMENT = 64  # of each tensor's first byte: aligned vector loads, and FlashInfer asks for 16
+_ALIGNMENT = 64  # bytes; for aligned vector loads, and FlashInfer asks for 16
 
 
 class StaticBuffers:

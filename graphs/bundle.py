@@ -54,7 +54,7 @@ class _Body(msgspec.Struct, frozen=True):
 
 class _Manifest(msgspec.Struct, frozen=True):
     body: _Body
-    sha256: str  # of the body's JSON
+    sha256: str  # the digest of the body's JSON
 
 
 class _Unfit(Exception):
@@ -71,7 +71,7 @@ def made_by() -> dict[str, str]:
     return {
         "format": _FORMAT,
         "sources": digest.hexdigest()[:20],
-        "torch": version("torch"),
+        "torch": version("torch").partition("+")[0],  # without the build: cpu, cu130
         "python": platform.python_version(),
         "platform": f"{sys.platform} {platform.machine()}",
     }
@@ -148,7 +148,7 @@ class Bundle:
     def save(self) -> None:
         """Write what has changed, in one rename, and end this process's turn.
 
-        If the directory can not be written, this logs one line.
+        If the directory cannot be written, this logs one line.
         """
         try:
             self._save()
@@ -167,7 +167,7 @@ class Bundle:
                 self._replace(new, Path(scratch) / "old")
         except OSError as error:
             _LOG.warning(
-                "the compiled bundle is not kept, the next start compiles again: %s can not be "
+                "the compiled bundle is not kept, the next start compiles again: %s cannot be "
                 "written: %s; set graphs.bundle_dir to a directory that can",
                 self.directory,
                 error.strerror or error,
@@ -197,7 +197,7 @@ class Bundle:
                 (self.directory / _MANIFEST).read_bytes(), type=_Manifest
             )
         except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise _Unfit(f"its manifest can not be read: {error}") from error
+            raise _Unfit(f"its manifest cannot be read: {error}") from error
         body = manifest.body
         if hashlib.sha256(msgspec.json.encode(body)).hexdigest() != manifest.sha256:
             raise _Unfit("its manifest is damaged")
@@ -212,7 +212,7 @@ class Bundle:
             try:
                 data = (self.directory / entry.name).read_bytes()
             except OSError as error:
-                raise _Unfit(f"{entry.name} can not be read: {error.strerror}") from error
+                raise _Unfit(f"{entry.name} cannot be read: {error.strerror}") from error
             if _entry(entry.name, data) != entry:
                 raise _Unfit(f"{entry.name} is damaged")
             files[entry.name] = data
@@ -226,7 +226,7 @@ class Bundle:
             shutil.rmtree(aside, ignore_errors=True)
             self.directory.rename(aside)
         except OSError as error:
-            _LOG.warning("it can not be moved: %s", error.strerror or error)
+            _LOG.warning("the bundle cannot be moved: %s", error.strerror or error)
         self._is_changed = True
 
     def _write(self, directory: Path) -> None:
@@ -239,7 +239,7 @@ class Bundle:
         (directory / _MANIFEST).write_bytes(text + b"\n")
 
     def _replace(self, new: Path, old: Path) -> None:
-        """Put `new` in place of `old`. Of two processes at once the last one wins."""
+        """Put `new` in place of `old`. If two processes do so at once, the last one wins."""
         for _ in range(10):
             with contextlib.suppress(FileNotFoundError):
                 self.directory.rename(old)

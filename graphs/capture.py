@@ -20,7 +20,7 @@ from ostinato.graphs.buffers import StaticBuffers
 from ostinato.graphs.compiler.programs import LayerProgram, Program
 from ostinato.graphs.recorder import Recorder, is_out_of_memory
 from ostinato.graphs.timing import ClockTimer, StepTimer
-from ostinato.models.base import CausalLM, LanguageModel
+from ostinato.models.base import AuxStates, CausalLM, LanguageModel
 from ostinato.models.kv_cache import KVCache
 from ostinato.models.step_tensors import ForwardBatch, StepSizes
 from ostinato.ops.attention import AttentionPlanner
@@ -47,7 +47,7 @@ class RunStep(NamedTuple):
 class GraphRunner:
     """The programs of an engine; each step runs one of them."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the parts of an engine's steps
         self,
         model: LanguageModel,
         kv_cache: KVCache,
@@ -58,6 +58,7 @@ class GraphRunner:
         recorder: Recorder | None = None,
         planner: AttentionPlanner | None = None,
         timer: StepTimer | None = None,
+        aux: AuxStates | None = None,
     ) -> None:
         """
         Args:
@@ -69,8 +70,12 @@ class GraphRunner:
             recorder: captures; required with a table.
             planner: host planning of the attention backend; None when it needs none.
             timer: measures device time; None = by the clock.
+            aux: gets the hidden states between the layers of every step; None = they are not kept.
         """
+        self.aux = aux
         self._model = model
+        self._has_logits = isinstance(model, CausalLM) and model.stage.is_last
+        self.is_last_stage = model.stage.is_last
         self._kv_cache = kv_cache
         self._buffers = buffers
         self._program = program
@@ -178,13 +183,10 @@ class GraphRunner:
                 logits of all tokens are wanted, in their order; else 0.
 
         Returns:
-            [num_rows, vocab_size] float32 logits, valid until the next run.
+            [num_rows, vocab_size] float32 logits, valid until the next run. Of an encoder, and
+            of a stage before the last one, hidden states.
         """
-        key = None
-        if self._table is not None and self._replays:
-            key = self._table.round_up(
-                num_tokens, num_seqs, num_rows, tokens_per_seq=tokens_per_seq
-            )
+        key = self._bucket(num_tokens, num_seqs, num_rows, tokens_per_seq)
         replay = self._replays.get(key) if key is not None else None
         if key is not None and replay is not None:
             self._buffers.pad(num_tokens, num_seqs, num_rows, key)
@@ -204,12 +206,36 @@ class GraphRunner:
         self._begin(self._uncaptured, num_tokens, num_seqs)
         return self._result(batch, num_rows)
 
+    def foresee(
+        self,
+        num_tokens: int,
+        num_seqs: int,
+        num_rows: int,
+        *,
+        tokens_per_seq: int,
+        with_hidden: bool,
+    ) -> RunStep:
+        """How `run`, or `run_with_hidden`, would run a step of these sizes."""
+        key = None
+        if not with_hidden:
+            key = self._bucket(num_tokens, num_seqs, num_rows, tokens_per_seq)
+        if key is None or key not in self._replays:
+            return RunStep(self._uncaptured, num_tokens, num_seqs)
+        return RunStep(StepKind.captured, key.num_tokens, key.num_seqs)
+
+    def _bucket(
+        self, num_tokens: int, num_seqs: int, num_rows: int, tokens_per_seq: int
+    ) -> GraphKey | None:
+        if self._table is None or not self._replays:
+            return None
+        return self._table.round_up(num_tokens, num_seqs, num_rows, tokens_per_seq=tokens_per_seq)
+
     def run_with_hidden(
         self, num_tokens: int, num_seqs: int, num_rows: int
     ) -> tuple[Tensor | None, Tensor]:
-        """As `run`, but never captured, with every token's final hidden state: (logits, [T, D]).
+        """Like `run`, but never captured; returns the final hidden states too: (logits, [T, D]).
 
-        Logits are None if `num_rows` is 0.
+        Logits are None if `num_rows` is 0, and in a stage before the last one.
         """
         self._buffers.upload(num_seqs)
         self._buffers.scatter_last_tokens(num_tokens)
@@ -218,7 +244,8 @@ class GraphRunner:
         batch = self._buffers.batch(num_tokens, num_seqs, None)
         self._begin(self._uncaptured, num_tokens, num_seqs)
         hidden = self._hidden(batch)
-        return (self.compute_logits(hidden[sampled]) if num_rows else None), hidden
+        has_logits = self._has_logits and num_rows > 0
+        return (self.compute_logits(hidden[sampled]) if has_logits else None), hidden
 
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         """Copy blocks of every layer's cache, (from, to): all are read before any is written."""
@@ -251,12 +278,15 @@ class GraphRunner:
 
     def _hidden(self, batch: ForwardBatch) -> Tensor:
         forward = self._model if self._program is None else self._program
-        return forward(batch, self._kv_cache)
+        if self.aux is None:
+            return forward(batch, self._kv_cache)
+        self.aux.begin()
+        return forward(batch, self._kv_cache, self.aux)
 
     def _result(self, batch: ForwardBatch, num_rows: int | None = None) -> Tensor:
-        """Logits of the batch's first rows; of a model without a head their hidden states."""
+        """Logits of the batch's first rows; hidden states where the model has no head."""
         hidden = self._hidden(batch)[:num_rows]
-        return self.compute_logits(hidden) if isinstance(self._model, CausalLM) else hidden
+        return self.compute_logits(hidden) if self._has_logits else hidden
 
     def _bind(self, key: GraphKey) -> Callable[[], Tensor]:
         batch = self._buffers.batch(key.num_tokens, key.num_seqs, key.num_rows)

@@ -51,7 +51,7 @@ class LateCompile(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Compilations after the engine was ready."""
 
     what: str  # a CompileKind
-    shape: str  # of the step that it delayed, "tokens=17,seqs=3"; IDLE between steps
+    shape: str  # the delayed step's, as "tokens=17,seqs=3"; IDLE = between steps
     count: int  # steps of this shape, or pauses between steps, in which that happened
 
 
@@ -131,7 +131,7 @@ class CompileMonitor:
 
 
 class _Process:
-    """The monitors of this process, behind one audit hook, which Python can not remove.
+    """The monitors of this process, behind one audit hook, which Python cannot remove.
 
     For an event that is not watched, the hook makes one look-up in a set. A step causes few events.
     """
@@ -221,7 +221,7 @@ _WATCHED = frozenset(
     (_GREETING, "code.__new__", "compile", "os.posix_spawn", "os.system", "subprocess.Popen")
 )
 
-# By the name of the program, without its directory. A cross compiler's name begins with its target.
+# Patterns of program names, without the directory. A cross compiler's name begins with its target.
 _PROGRAMS = {
     CompileKind.cuda: r"nvcc|ptxas|nvlink|fatbinary|cicc|cudafe\+\+|hipcc",
     CompileKind.cpp: r"(.*-)?([gc]\+\+|g?cc|clang(\+\+)?|cc1(plus)?|icpx|icx|cl|ld|lld)(-[\d.]+)?",

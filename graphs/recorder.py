@@ -24,7 +24,7 @@ class Recorder(Protocol):
         """A replay with `run`'s effects. The next replay overwrites its output tensor.
 
         Raises:
-            RuntimeError: the call can not be captured. If memory was short (`is_out_of_memory`),
+            RuntimeError: the call cannot be captured. If memory was short (`is_out_of_memory`),
                 other calls still can be.
         """
         ...
@@ -72,7 +72,7 @@ class CudaRecorder:
         """
         Args:
             output: takes the results, with rows for the largest; None = the recorder allocates it.
-            pool: of another recorder, see `sharing_pool`.
+            pool: another recorder's memory, see `sharing_pool`.
         """
         self._pool = pool or _Pool()
         self._output = output

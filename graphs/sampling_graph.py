@@ -33,7 +33,11 @@ class TokenSampler(Protocol):
     """Samples one token per row. A step calls `stage`, runs the model, then calls `run`."""
 
     def stage(self, draws: Sequence[RowSampling]) -> None:
-        """Take a step's parameters, in the order of its rows; called before the model runs."""
+        """Take a step's parameters, in the order of its rows; called before the model runs.
+
+        The caller has waited for a copy to the device, or a result, that came after the previous
+        call: the parameters of that call have left the host memory.
+        """
         ...
 
     def run(self, logits: Tensor) -> Tensor:
@@ -42,7 +46,7 @@ class TokenSampler(Protocol):
 
 
 class EagerSampler:
-    """For CPUs, where control flow may depend on data: each path computes only its own rows."""
+    """The sampler of CPUs, where control flow may depend on data: a path computes only its rows."""
 
     def __init__(self) -> None:
         self._draws: Sequence[RowSampling] = ()
@@ -83,7 +87,6 @@ class GraphSampler:
         )
         self._host: np.ndarray = self._host_memory.numpy()
         self._inputs = self._host_memory.to(device) if cuda else self._host_memory
-        self._copied = torch.cuda.Event() if cuda else None
         self._sizes = _row_sizes(max_num_rows)
         self._num_rows = 0
         self._paths: frozenset[SamplePath] = frozenset()
@@ -119,13 +122,11 @@ class GraphSampler:
         self._paths = next(mixture for mixture in _MIXTURES if present <= mixture)
         if not present:
             return
-        if self._copied is not None:
-            # The previous copy precedes the last step's kernels, so this does not wait for them.
-            self._copied.synchronize()
+        # `BatchBuilder.build` has waited for the last step's upload, and a round of a verification
+        # for the tokens of the one before.
         self._host[:, : len(draws)] = np.array(draws, dtype=np.float64).T
-        if self._copied is not None:
+        if self._inputs is not self._host_memory:
             self._inputs.copy_(self._host_memory, non_blocking=True)
-            self._copied.record()
 
     def run_largest(self) -> None:
         """Run every path on the largest number of rows, so that its memory can be measured."""

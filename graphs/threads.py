@@ -34,7 +34,7 @@ class StepThreads:
     """Chooses the threads of a step. The choice holds for the calling thread only.
 
     Args:
-        threads: of our kernels in every step, and of OpenMP loops outside of small steps.
+        threads: for our kernels in every step, and for OpenMP loops outside of small steps.
     """
 
     def __init__(self, threads: int) -> None:
@@ -49,10 +49,10 @@ class StepThreads:
         self._serial_logits = _SerialLogits(self._serial, _mkl_threads_setter())
 
     def for_step(self, num_tokens: int, *, has_loops: bool) -> AbstractContextManager[None]:
-        """Hold the choice during a step, or a part of it; inside of another it changes nothing.
+        """Hold the choice during a step or a part of it. An inner context changes nothing.
 
         Args:
-            num_tokens: of the step.
+            num_tokens: tokens of the step.
             has_loops: whether its program may contain OpenMP loops.
         """
         return self._free if has_loops and num_tokens > _SERIAL_TOKENS else self._serial
@@ -61,7 +61,7 @@ class StepThreads:
         """Hold the choice during operations on logits, none of which is a matrix product.
 
         Args:
-            num_numbers: of the logits.
+            num_numbers: how many logits the step has.
         """
         return self._free if num_numbers > _SERIAL_NUMBERS else self._serial_logits
 
@@ -69,7 +69,8 @@ class StepThreads:
 class _SerialLoops(AbstractContextManager[None]):
     """OpenMP loops on one thread, our kernels on all threads of the engine.
 
-    A class, because a generator's context takes twice the time, once or twice in every step.
+    This is a class, because the context of a generator takes twice the time, and each step enters
+    one or two.
     """
 
     __slots__ = ("_depth", "_set_openmp", "_set_pool", "_threads")

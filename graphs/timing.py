@@ -33,7 +33,7 @@ class StepTimer(Protocol):
         """Call before a step's first work is given to the device.
 
         Args:
-            kind: which sum it belongs to.
+            kind: the sum to which the time is added.
         """
         ...
 
@@ -43,7 +43,7 @@ class StepTimer(Protocol):
 
 
 class ClockTimer:
-    """For devices that work while they are called."""
+    """The timer of devices that finish their work during the call."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,9 +10,11 @@ from torch import Tensor, nn
 
 from ostinato.models.config.model_config import HFConfig, ModelConfig
 from ostinato.models.kv_cache import KVCache
+from ostinato.models.sharding import ONLY_STAGE, Stage
 from ostinato.models.step_tensors import ForwardBatch, StepInputs, StepTensors
 
 __all__ = (
+    "AuxStates",
     "CausalLM",
     "CheckpointLayout",
     "DecoderLayer",
@@ -24,9 +27,9 @@ __all__ = (
 class CheckpointLayout:
     """How a checkpoint's tensor names, shapes and row orders differ from a model's own."""
 
-    prefixes: tuple[str, ...] = ("model.",)  # of stored names; dropped
+    prefixes: tuple[str, ...] = ("model.",)  # prefixes that are dropped from stored names
     head: str = "lm_head.weight"
-    embedding: str = "embed_tokens.weight"  # the tensor that a tied stored head equals
+    embedding: str = "embed_tokens.weight"  # a stored head that is tied equals this tensor
     renamed: tuple[tuple[str, str], ...] = ()  # (part of our name, its counterpart in stored names)
     merged: tuple[tuple[str, tuple[str, ...]], ...] = ()  # (our module, the modules that it stacks)
     transposed: tuple[str, ...] = ()  # our modules whose weight is stored as [in, out]
@@ -34,6 +37,30 @@ class CheckpointLayout:
     row_orders: tuple[tuple[str, Tensor], ...] = ()
     stacked: tuple[str, ...] = ()  # our modules whose experts are stored as one tensor
     ignored: tuple[str, ...] = ()  # regular expressions of tensors that are not weights
+
+
+class AuxStates:
+    """Keeps the hidden states that enter some layers of a model in a step, for an EAGLE-3 head.
+
+    Args:
+        layers: their numbers, ascending.
+
+    Attributes:
+        states: [T, D] for each of the layers, of the last step.
+    """
+
+    def __init__(self, layers: Collection[int]) -> None:
+        self.layers = frozenset(layers)
+        self.states: list[Tensor] = []
+
+    def begin(self) -> None:
+        """Drop the states of the step before."""
+        self.states = []
+
+    def see(self, layer: int, hidden: Tensor) -> None:
+        """Keep the hidden state that enters a layer, if it is one of them."""
+        if layer in self.layers:
+            self.states.append(hidden)
 
 
 class DecoderLayer(nn.Module):
@@ -64,6 +91,14 @@ class DecoderLayer(nn.Module):
         """
         raise NotImplementedError
 
+    def few_rows(self) -> nn.Module | None:
+        """The layer for GPU steps of up to `FEW_ROWS` tokens, in fewer kernels; None = the same.
+
+        A module with the arguments, the result and the parameters of this one, which calls only ops
+        of this package and views.
+        """
+        return None
+
 
 class LanguageModel(nn.Module):
     """Tokens to hidden states, in three stages so that its layers can be compiled once.
@@ -73,12 +108,14 @@ class LanguageModel(nn.Module):
     """
 
     checkpoint_layout: CheckpointLayout = CheckpointLayout()  # may depend on the configuration
-    # Of GGUF files, once models/gguf/gguf_tensors.py has undone the conversion; None = the same.
+    # The layout of a GGUF file after models/gguf/gguf_tensors.py has undone its conversion. None =
+    # the same as `checkpoint_layout`.
     gguf_layout: CheckpointLayout | None = None
     # The inputs of a step. A family with further tensors has a subclass of this table.
     step_tensors: type[StepTensors[Any]] = StepTensors
 
-    layers: nn.ModuleList  # of DecoderLayer
+    layers: nn.ModuleList  # its modules are DecoderLayer
+    stage: Stage = ONLY_STAGE  # the stage of a pipeline whose layers these are
 
     @classmethod
     def read_config(
@@ -102,16 +139,23 @@ class LanguageModel(nn.Module):
         raise NotImplementedError
 
     def finish(self, hidden: Tensor) -> Tensor:
-        """The final norm: [R, D] -> [R, D]."""
+        """The final norm: [R, D] -> [R, D]. A stage before the last passes [T, D] to the next."""
         raise NotImplementedError
 
-    def forward(self, batch: ForwardBatch, kv_cache: KVCache) -> Tensor:
-        """[T] tokens -> final hidden states [R, D] of `logits_indices`; writes K and V of all."""
+    def forward(
+        self, batch: ForwardBatch, kv_cache: KVCache, aux: AuxStates | None = None
+    ) -> Tensor:
+        """[T] tokens -> final hidden states [R, D] of `logits_indices`; writes K and V of all.
+
+        Shows `aux` the hidden states between the layers.
+        """
         hidden, step = self.begin(batch)
-        last = len(self.layers) - 1
+        last = len(self.layers) - 1 if self.stage.is_last else None
         for index, (layer, (k_cache, v_cache)) in enumerate(
             zip(self.layers, kv_cache, strict=True)
         ):
+            if aux is not None:
+                aux.see(index, hidden)
             rows = batch.logits_indices if index == last else None
             hidden = layer(hidden, step, k_cache, v_cache, rows)
         return self.finish(hidden)

@@ -72,8 +72,8 @@ class WeightPolicy(Protocol):
         """The method of one matrix.
 
         Args:
-            names: of its modules in a checkpoint, such as `model.layers.0.mlp.down_proj`; several
-                if the matrix stacks theirs.
+            names: the names of its modules in a checkpoint, such as
+                `model.layers.0.mlp.down_proj`; several if the matrix stacks theirs.
             role: what the matrix does.
             spec: its size on this rank.
 
@@ -88,9 +88,9 @@ class WeightsByRole:
     """A policy that depends on a matrix's role alone."""
 
     layers: WeightMethod
-    router: WeightMethod  # of experts: few weights that decide much
-    head: WeightMethod  # of output heads, and of embeddings that are output heads too
-    embedding: WeightMethod  # of other large embeddings; small ones are plain
+    router: WeightMethod  # the router of experts: few weights that decide much
+    head: WeightMethod  # output heads, and embeddings that are output heads too
+    embedding: WeightMethod  # other large embeddings; small ones are plain
 
     @property
     def ignored(self) -> tuple[str, ...]:
@@ -149,7 +149,7 @@ def choose_weights(
         checkpoint: the model's.
         pack: pack unquantised weights for the CPU kernels where there are such kernels.
         device: where the weights live.
-        dtype: of activations.
+        dtype: the dtype of activations.
 
     Raises:
         ValueError: no kernel supports the request with this device, dtype or setting.
@@ -168,7 +168,7 @@ def choose_weights(
     layers = _on_load(section, section.quantization.value)
     reason = layers.why_unusable(device, dtype)
     if reason is None and not pack:
-        reason = "graphs.pack_weights=false keeps weights as they are; leave one out"
+        reason = "graphs.pack_weights=false keeps weights as they are; leave out one of the two"
     if reason is not None:
         raise ValueError(f"{asked}, but {reason}")
     if section.quantization_head is HeadQuantization.none:
@@ -204,7 +204,7 @@ def _from_checkpoint(
     if len(markers) > 1:
         raise ValueError(
             f"the checkpoint has tensors of two quantizations, such as "
-            f"{' and '.join(markers.values())}; they can not be served together"
+            f"{' and '.join(markers.values())}; they cannot be served together"
         )
     return make(stated, unquantized, headers)
 

@@ -1,33 +1,46 @@
 """The decoder that all causal models share: embedding, blocks, final norm, output head.
 
 A family has a `CheckpointLayout` and reads its config.json. The differences between the blocks of
-families are data (`BlockSpec`).
+families are data (`BlockSpec`). A stage of a pipeline has some of the blocks; hidden states come to
+it and leave it through the ends of handoffs (ops/parallel/handoff.py).
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ostinato.models.base import CausalLM, DecoderLayer
+from ostinato.models.block_parts.latent_attention import LatentAttention
+from ostinato.models.block_parts.moe import MoE
 from ostinato.models.config.block_spec import Residual
 from ostinato.models.config.model_config import ModelConfig
+from ostinato.models.few_rows import FewRowsBlock
 from ostinato.models.layers import (
     Attention,
     LayerNorm,
     RMSNorm,
     RotaryEmbedding,
+    TemperatureTable,
     build_mlp,
     build_norm,
     build_rms_norm,
 )
 from ostinato.models.linear_layers import BuildOptions
-from ostinato.models.moe import MoE
-from ostinato.models.step_tensors import DEFAULT_ROPE, LOCAL_ROPE, ForwardBatch, StepInputs
+from ostinato.models.step_tensors import (
+    DEFAULT_ROPE,
+    LOCAL_ROPE,
+    TEMPERATURE,
+    ForwardBatch,
+    StepInputs,
+)
 from ostinato.models.vocabulary_layers import Embedding, OutputHead
+from ostinato.ops.parallel.handoff import HiddenReceiver, HiddenSender
 
-__all__ = ("LLAMA_NAMES", "Decoder", "DecoderBlock")
+__all__ = ("LLAMA_NAMES", "Decoder", "DecoderBlock", "StageLayers")
 
 LLAMA_NAMES = (
     ("attention_norm.", "input_layernorm."),
@@ -41,7 +54,7 @@ class DecoderBlock(DecoderLayer):
     """Attention and an MLP around the residual stream, joined as `BlockSpec.residual` says.
 
     Args:
-        config: the model's.
+        config: the model's configuration.
         options: dtype, device, attention backend and shard.
         layer: the block's number.
     """
@@ -52,7 +65,8 @@ class DecoderBlock(DecoderLayer):
         self.residual = residual
         if residual is not Residual.post_norm:
             self.attention_norm = build_norm(config, options)
-        self.self_attn = Attention(
+        attention = Attention if config.latent is None else LatentAttention
+        self.self_attn = attention(
             config,
             options,
             sliding_window=config.sliding_windows[layer],
@@ -91,6 +105,11 @@ class DecoderBlock(DecoderLayer):
             return self.mlp(_rows_of(normal, rows), attended)
         return self.mlp(self.mlp_norm(_rows_of(hidden, rows)), attended)
 
+    def few_rows(self) -> FewRowsBlock | None:
+        if self.residual is not Residual.sequential:
+            return None
+        return FewRowsBlock.of(self.attention_norm, self.self_attn, self.mlp_norm, self.mlp)
+
     def static_key(self) -> tuple[object, ...]:
         norms = (module for module in self.children() if isinstance(module, RMSNorm | LayerNorm))
         return (
@@ -107,33 +126,68 @@ def _rows_of(hidden: Tensor, rows: Tensor | None) -> Tensor:
     return hidden if rows is None else F.embedding(rows, hidden)
 
 
+class StageLayers(nn.ModuleList):
+    """The layers of a stage, for iteration. Each has its number in the model as its name."""
+
+    def __init__(self, layers: Iterable[DecoderLayer], first: int) -> None:
+        super().__init__()
+        for number, layer in enumerate(layers, first):
+            self.add_module(str(number), layer)
+
+
 class Decoder(CausalLM):
-    """Token embedding, learned positions if there are any, blocks, final norm, output head."""
+    """Token embedding, learned positions if there are any, blocks, final norm, output head.
+
+    A stage of a pipeline must be joined to its neighbours before it is run (`join_stages`).
+    """
 
     def __init__(self, config: ModelConfig, options: BuildOptions) -> None:
         super().__init__()
         self.config = config
+        self.stage = options.shard.stage
+        self._previous: HiddenReceiver | None = None
+        self._next: HiddenSender | None = None
+        is_first, is_last = self.stage.is_first, self.stage.is_last
         size, tied = config.hidden_size, config.tie_word_embeddings
-        self.embed_tokens = Embedding(config.vocab_size, size, options, is_head=tied)
-        self.embed_norm = build_norm(config, options) if config.has_embedding_norm else None
+        self.embed_tokens = None
+        if is_first or (is_last and tied):
+            self.embed_tokens = Embedding(config.vocab_size, size, options, is_head=tied)
+        has_norm = is_first and config.has_embedding_norm
+        self.embed_norm = build_norm(config, options) if has_norm else None
         ropes = {DEFAULT_ROPE: config.rope, LOCAL_ROPE: config.local_rope}
         self.rotary = nn.ModuleDict(
             {kind: RotaryEmbedding(rope, options) for kind, rope in ropes.items() if rope}
         )
+        if config.query_temperature is not None:
+            self.rotary[TEMPERATURE] = TemperatureTable(config.query_temperature, options)
         self._rotary_by_kind = list(self.rotary.items())  # looked up in every step
         self.embed_positions = None
-        if config.rope is None and not config.alibi_slopes:
+        if is_first and config.rope is None and not config.alibi_slopes:
             num_positions = config.max_model_len + config.position_offset
             self.embed_positions = Embedding(num_positions, size, options)
-        self.layers = nn.ModuleList(
-            DecoderBlock(config, options, layer) for layer in range(config.num_layers)
+        first, count, _ = options.shard.layers(config.num_layers)
+        self.layers = StageLayers(
+            (DecoderBlock(config, options, layer) for layer in range(first, first + count)), first
         )
-        self.final_norm = build_norm(config, options)
-        self.lm_head = (
-            None if tied else OutputHead(size, config.vocab_size, options, bias=config.head_bias)
-        )
+        self.final_norm = build_norm(config, options) if is_last else None
+        self.lm_head = None
+        if is_last and not tied:
+            self.lm_head = OutputHead(size, config.vocab_size, options, bias=config.head_bias)
+
+    def join_stages(self, previous: HiddenReceiver | None, following: HiddenSender | None) -> None:
+        """Set where hidden states come from and go to.
+
+        Args:
+            previous: from the stage before; None = this is the first one.
+            following: to the next stage; None = this is the last one.
+        """
+        self._previous, self._next = previous, following
 
     def begin(self, batch: ForwardBatch) -> tuple[Tensor, StepInputs]:
+        rope = {kind: rotary(batch.positions) for kind, rotary in self._rotary_by_kind}
+        if self._previous is not None:
+            return self._previous.receive(len(batch.token_ids)), StepInputs(rope, batch)
+        assert self.embed_tokens is not None, "a later stage was joined to the one before"
         hidden = self.embed_tokens(batch.token_ids)
         scale = self.config.embedding_scale
         if scale != 1.0:
@@ -143,14 +197,21 @@ class Decoder(CausalLM):
             hidden = self.embed_norm(hidden)
         if self.embed_positions is not None:
             hidden = hidden + self.embed_positions(batch.positions + self.config.position_offset)
-        rope = {kind: rotary(batch.positions) for kind, rotary in self._rotary_by_kind}
         return hidden, StepInputs(rope, batch)
 
     def finish(self, hidden: Tensor) -> Tensor:
-        return self.final_norm(hidden)
+        if self._next is not None:
+            self._next.send(hidden)
+        else:
+            assert self.final_norm is not None, "a stage before the last was joined to the next"
+            hidden = self.final_norm(hidden)
+        if self._previous is not None:
+            self._previous.release()
+        return hidden
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         head = self.embed_tokens if self.lm_head is None else self.lm_head
+        assert head is not None, "the last stage has the head"
         logits = head.logits(hidden)
         scale, cap = self.config.logit_scale, self.config.logit_soft_cap
         if scale != 1.0:

@@ -17,7 +17,7 @@ KVCache = list[tuple[Tensor, Tensor]]
 """Per layer (k_cache, v_cache), each its own base tensor [num_blocks, num_kv_heads, block_size,
 place].
 
-A place holds the keys or values of one token and head: head_dim elements, in int8 also their scale,
+A place holds the key or the value of one token and head: its elements, in int8 also their scale,
 a float32 of 4 elements. Where in a block the scales lie is the backend's choice.
 """
 
@@ -28,32 +28,36 @@ class KVCacheSpec:
 
     num_layers: int
     num_kv_heads: int
-    head_dim: int
+    head_dim: int  # of keys
+    value_dim: int = 0  # of values; 0 = head_dim
     block_size: int
     dtype: torch.dtype
 
     @property
-    def place_size(self) -> int:
-        """Elements that the keys or values of one token and head take, scale included."""
-        return self.head_dim + (_SCALE_BYTES if self.dtype is torch.int8 else 0)
+    def place_sizes(self) -> tuple[int, int]:
+        """Elements that the key and the value of one token and head take, scale included."""
+        scale = _SCALE_BYTES if self.dtype is torch.int8 else 0
+        return self.head_dim + scale, (self.value_dim or self.head_dim) + scale
 
     @property
     def bytes_per_block(self) -> int:
         """Bytes of one block over all layers, keys and values."""
-        elements = self.num_layers * 2 * self.num_kv_heads * self.block_size * self.place_size
+        elements = self.num_layers * self.num_kv_heads * self.block_size * sum(self.place_sizes)
         return elements * self.dtype.itemsize
 
     def allocate(self, num_blocks: int, device: torch.device) -> KVCache:
         """The cache itself, zeroed; block 0 is the null block."""
-        shape = (num_blocks, self.num_kv_heads, self.block_size, self.place_size)
+        key, value = (
+            (num_blocks, self.num_kv_heads, self.block_size, size) for size in self.place_sizes
+        )
         return [
-            (_zeros(shape, self.dtype, device), _zeros(shape, self.dtype, device))
+            (_zeros(key, self.dtype, device), _zeros(value, self.dtype, device))
             for _ in range(self.num_layers)
         ]
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    if 0 in shape:  # of an encoder
+    if 0 in shape:  # an encoder has no cache
         return torch.empty(shape, dtype=dtype, device=device)
     if device.type != "cpu":
         # As bytes, because some operations do not support the 8-bit dtypes.

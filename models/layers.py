@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ostinato.models.config.block_spec import NormKind, QKNorm
-from ostinato.models.config.model_config import ModelConfig
+from ostinato.models.config.model_config import ModelConfig, QueryTemperature
 from ostinato.models.linear_layers import BuildOptions, Linear, MergedLinear
-from ostinato.models.step_tensors import RopeRows, StepInputs
+from ostinato.models.step_tensors import TEMPERATURE, RopeRows, StepInputs, TableRows
 from ostinato.ops.activation import activate
 from ostinato.ops.attention import paged_attention
+from ostinato.ops.fused.rotary_attention import rotary_attention, takes_projection
 from ostinato.ops.norm import layer_norm, rms_norm
 from ostinato.ops.rope import Rope, rope_tables, rotate_heads
 
@@ -30,6 +31,7 @@ __all__ = (
     "PlainMLP",
     "RMSNorm",
     "RotaryEmbedding",
+    "TemperatureTable",
     "build_mlp",
     "build_norm",
     "build_rms_norm",
@@ -45,18 +47,32 @@ class RMSNorm(nn.Module):
         options: dtype and device.
         plus_one: checkpoints store the weight's distance from 1. The sum is kept in float32,
             because bfloat16 would lose bits of it.
+        has_weight: without one the weight is a buffer of ones.
 
     Attributes:
         stored_offset: what loading adds to the stored weight.
     """
 
+    weight: Tensor
+
     def __init__(
-        self, size: int, eps: float, options: BuildOptions, *, plus_one: bool = False
+        self,
+        size: int,
+        eps: float,
+        options: BuildOptions,
+        *,
+        plus_one: bool = False,
+        has_weight: bool = True,
     ) -> None:
         super().__init__()
         self.eps = eps
         self.stored_offset = 1.0 if plus_one else 0.0
-        self.weight = (replace(options, dtype=torch.float32) if plus_one else options).empty(size)
+        if has_weight:
+            wide = replace(options, dtype=torch.float32)
+            self.weight = (wide if plus_one else options).empty(size)
+        else:
+            ones = torch.ones(size, dtype=options.dtype, device=options.device)
+            self.register_buffer("weight", ones, persistent=False)
 
     @property
     def static_key(self) -> tuple[object, ...]:
@@ -69,7 +85,7 @@ class RMSNorm(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    """Mean and variance normalisation of the last dimension. A model without biases has zeros."""
+    """Mean and variance normalisation of the last dimension. Models without biases have zeros."""
 
     bias: Tensor
 
@@ -126,17 +142,39 @@ class RotaryEmbedding(nn.Module):
         return RopeRows(F.embedding(positions, self.cos), F.embedding(positions, self.sin))
 
 
+class TemperatureTable(nn.Module):
+    """The factors of queries at a step's positions (`QueryTemperature`)."""
+
+    factors: Tensor  # [max_model_len, 1] float32
+
+    def __init__(self, temperature: QueryTemperature, options: BuildOptions) -> None:
+        super().__init__()
+        shape = (options.max_model_len, 1)
+        if options.device.type == "meta":
+            factors = torch.empty(shape, dtype=torch.float32, device=options.device)
+        else:
+            positions = torch.arange(shape[0], dtype=torch.float32, device=options.device)
+            steps = torch.floor((positions + 1.0) / temperature.floor)
+            factors = (torch.log1p(steps) * temperature.scale + 1.0).view(shape)
+        self.register_buffer("factors", factors, persistent=False)
+
+    def forward(self, positions: Tensor) -> TableRows:
+        """[T] int64 -> [T, 1] float32."""
+        return TableRows(F.embedding(positions, self.factors))
+
+
 class Attention(nn.Module):
     """Causal attention over the paged KV cache, with grouped query heads (arXiv:2305.13245).
 
     Args:
-        config: the model's.
+        config: the model's configuration.
         options: dtype, device, attention backend and shard.
         sliding_window: tokens that a row sees, itself included; 0 = all.
         rope_kind: the rotary table, a key of `StepInputs.rope`; None = nothing is rotated.
+        in_features: values of a token that queries, keys and values are made of; None = D.
 
     Attributes:
-        held: of parameters that this rank has a part of, the elements that it holds.
+        held: for parameters that this rank has a part of, the elements that it holds.
     """
 
     def __init__(
@@ -146,15 +184,19 @@ class Attention(nn.Module):
         *,
         sliding_window: int,
         rope_kind: str | None,
+        in_features: int | None = None,
     ) -> None:
         super().__init__()
         spec = config.block
         heads = options.shard.span(config.num_heads, "num_attention_heads")
         kv_heads = options.shard.kv_heads(config.num_kv_heads)
-        self.num_heads, self.num_kv_heads = heads.size, kv_heads.size  # of this rank
+        self.num_heads, self.num_kv_heads = heads.size, kv_heads.size  # heads of this rank
         self.head_dim = config.head_dim
         self.rope_kind = rope_kind
         self.qk_norm = spec.qk_norm
+        if spec.qk_norm is QKNorm.unit and rope_kind is None:
+            self.qk_norm = QKNorm.none
+        self.has_temperature = config.query_temperature is not None and rope_kind is None
         if spec.qk_norm is QKNorm.head and rope_kind is None:
             raise ValueError(
                 "a norm of each head (QKNorm.head) needs a layer with rotary positions"
@@ -164,13 +206,27 @@ class Attention(nn.Module):
         self.soft_cap = config.attention_soft_cap
         self.qkv_clip = config.qkv_clip
         self.backend = options.attention_backend
+        # One op takes the projection as it is. It has no norm over all heads of a token, none after
+        # the rotation, and no scale of queries.
+        self.is_fused = (
+            spec.qk_norm in (QKNorm.none, QKNorm.head)
+            and config.query_temperature is None
+            and takes_projection(self.backend)
+        )
         queries, keys = heads.times(self.head_dim), kv_heads.times(self.head_dim)
         self.qkv_proj = MergedLinear(
-            config.hidden_size, (queries, keys, keys), options, bias=spec.qkv_bias
+            in_features or config.hidden_size,
+            (queries, keys, keys),
+            options,
+            bias=spec.qkv_bias,
         )
         self.o_proj = Linear(queries, config.hidden_size, options, bias=spec.out_bias)
         self.q_norm = self.k_norm = None
-        if spec.qk_norm is not QKNorm.none:
+        if self.qk_norm is QKNorm.unit:
+            self.q_norm = self.k_norm = RMSNorm(
+                config.head_dim, config.norm_eps, options, has_weight=False
+            )
+        elif self.qk_norm is not QKNorm.none:
             per_head = spec.qk_norm is QKNorm.head
             q_size, k_size = (config.head_dim,) * 2 if per_head else (queries.size, keys.size)
             self.q_norm = build_rms_norm(config, options, q_size)
@@ -202,11 +258,42 @@ class Attention(nn.Module):
         Writes K and V into the caches.
         """
         # Only views and ops of this package: such a layer runs without Inductor (fx_program.py).
-        q, k, v = self._project(x, step)
+        out = self.attend(self.qkv_proj(x), step, k_cache, v_cache)
+        if rows is not None:
+            out = F.embedding(rows, out)
+            residual = None if residual is None else F.embedding(rows, residual)
+        return self.o_proj(out, residual)
+
+    def attend(self, qkv: Tensor, step: StepInputs, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+        """The QKV projection [T, (Hq + 2 Hkv) d] -> [T, Hq d]; writes K and V into the caches."""
+        if self.qkv_clip:
+            qkv = qkv.clamp(-self.qkv_clip, self.qkv_clip)
+        if self.is_fused:
+            rotary, norms = None, None
+            if self.rope_kind is not None:
+                cos, sin = step.rope[self.rope_kind]
+                rotary = cos, sin
+            if self.q_norm is not None and self.k_norm is not None:
+                norms = self.q_norm.weight, self.k_norm.weight
+            out = rotary_attention(
+                qkv,
+                rotary,
+                norms,
+                0.0 if self.q_norm is None else self.q_norm.eps,
+                self.num_heads,
+                k_cache,
+                v_cache,
+                step.attention,
+                scale=self.scale,
+                sliding_window=self.sliding_window,
+                soft_cap=self.soft_cap,
+                alibi_slopes=self.alibi_slopes,
+                sinks=self.sinks,
+                backend=self.backend,
+            )
+            return out.reshape(-1, self.num_heads * self.head_dim)
         out = paged_attention(
-            q,
-            k,
-            v,
+            *self._split(qkv, step),
             k_cache,
             v_cache,
             step.attention,
@@ -217,18 +304,11 @@ class Attention(nn.Module):
             sinks=self.sinks,
             backend=self.backend,
         )
-        out = out.reshape(-1, self.num_heads * self.head_dim)
-        if rows is not None:
-            out = F.embedding(rows, out)
-            residual = None if residual is None else F.embedding(rows, residual)
-        return self.o_proj(out, residual)
+        return out.reshape(-1, self.num_heads * self.head_dim)
 
-    def _project(self, x: Tensor, step: StepInputs) -> tuple[Tensor, Tensor, Tensor]:
-        """[T, D] -> queries [T, Hq, d], keys and values [T, Hkv, d]; normalised and rotated."""
+    def _split(self, qkv: Tensor, step: StepInputs) -> tuple[Tensor, Tensor, Tensor]:
+        """The projection -> queries [T, Hq, d], rotated keys and values [T, Hkv, d]."""
         num_heads, num_kv, size = self.num_heads, self.num_kv_heads, self.head_dim
-        qkv = self.qkv_proj(x)
-        if self.qkv_clip:
-            qkv = qkv.clamp(-self.qkv_clip, self.qkv_clip)
         if self.qk_norm is QKNorm.full:
             assert self.q_norm is not None, "the norms are built with the spec"
             assert self.k_norm is not None, "the norms are built with the spec"
@@ -255,6 +335,9 @@ class Attention(nn.Module):
                 eps=0.0 if self.q_norm is None else self.q_norm.eps,
             )
         q, k = queries_keys.split_with_sizes((num_heads, num_kv), 1)
+        if self.has_temperature:
+            (factors,) = step.rope[TEMPERATURE]
+            q = (q * factors.unsqueeze(2)).to(q.dtype)
         return q, k, v
 
     def static_key(self) -> tuple[object, ...]:
@@ -271,6 +354,7 @@ class Attention(nn.Module):
             self.qkv_clip,
             self.alibi_slopes is not None,
             self.sinks is not None,
+            self.has_temperature,
             self.backend,
             self.qkv_proj.static_key,
             self.o_proj.static_key,
@@ -283,9 +367,9 @@ class GatedMLP(nn.Module):
     """down(activation(gate(x)) * up(x)): the gated linear unit of arXiv:2002.05202.
 
     Args:
-        config: the model's.
+        config: the model's configuration.
         options: dtype, device and shard.
-        intermediate_size: between the matrices; None = that of the model's MLPs.
+        intermediate_size: features between the matrices; None = as in the model's MLPs.
     """
 
     def __init__(

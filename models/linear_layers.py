@@ -43,7 +43,7 @@ BIAS = StoredTensor((OUT,))
 class BuildOptions:
     """Dtype, device, attention backend and length that a model is built for."""
 
-    dtype: torch.dtype  # of weights and activations
+    dtype: torch.dtype  # the dtype of weights and activations
     device: torch.device  # "meta" gives shapes without memory
     attention_backend: str  # a name that ops.attention.select_backend returned
     max_model_len: int  # tokens of the longest context
@@ -98,7 +98,7 @@ class LinearBase(nn.Module):
         self.register_buffer("group", None, persistent=False)
         if self.is_partial:
             self._meet_others()
-        self._names: tuple[str, ...] = ()  # of the matrix's parameters
+        self._names: tuple[str, ...] = ()  # names of the matrix's parameters
         self._method: WeightMethod | None = None
         self._pending: dict[int, _Pending] = {}  # by expert; 0 = the only matrix
 
@@ -168,7 +168,7 @@ class LinearBase(nn.Module):
         """Set the weight method, and allocate its parameters and the bias without values.
 
         Raises:
-            ValueError: the method can not store the columns that this rank holds.
+            ValueError: the method cannot store the columns that this rank holds.
         """
         if (reason := method.why_indivisible(self.inputs)) is not None:
             raise ValueError(f"weights as {method.name}: {reason}")
@@ -189,11 +189,11 @@ class LinearBase(nn.Module):
         Args:
             name: a stored tensor of the weight method, or `bias`.
             value: as it was stored.
-            part: which stored matrix it belongs to.
+            part: the stored matrix that it belongs to.
 
         Raises:
-            ValueError: the tensor can not be cut to what this rank holds.
-            NativeBuildError: the kernels can not be built on this machine.
+            ValueError: the tensor cannot be cut to what this rank holds.
+            NativeBuildError: the kernels cannot be built on this machine.
         """
         if name == "bias":
             self._load_bias(value, part)
@@ -394,7 +394,7 @@ def join_group(model: nn.Module, group: ParallelGroup) -> None:
     """Let the layers of a rank exchange values with the other ranks of a group.
 
     Args:
-        model: of one rank, with any weights.
+        model: the model of one rank, with any weights.
         group: it must not be closed before the model's last step.
     """
     for module in model.modules():

@@ -25,19 +25,25 @@ ARCHITECTURES = {
     "BertForSequenceClassification": "ostinato.models.families.bert:BertForSequenceClassification",
     "BertModel": "ostinato.models.families.bert:BertModel",
     "BloomForCausalLM": "ostinato.models.families.bloom:BloomForCausalLM",
+    "CodeGenForCausalLM": "ostinato.models.families.codegen:CodeGenForCausalLM",
     "Cohere2ForCausalLM": "ostinato.models.families.cohere:Cohere2ForCausalLM",
     "CohereForCausalLM": "ostinato.models.families.cohere:CohereForCausalLM",
+    "DeepseekV2ForCausalLM": "ostinato.models.families.deepseek_v2:DeepseekV2ForCausalLM",
+    "DeepseekV3ForCausalLM": "ostinato.models.families.deepseek_v3:DeepseekV3ForCausalLM",
     "FalconForCausalLM": "ostinato.models.families.falcon:FalconForCausalLM",
     "Gemma2ForCausalLM": "ostinato.models.families.gemma2:Gemma2ForCausalLM",
     "Gemma3ForCausalLM": "ostinato.models.families.gemma3:Gemma3ForCausalLM",
     "GemmaForCausalLM": "ostinato.models.families.gemma:GemmaForCausalLM",
     "Glm4ForCausalLM": "ostinato.models.families.glm4:Glm4ForCausalLM",
     "Glm4MoeForCausalLM": "ostinato.models.families.glm4_moe:Glm4MoeForCausalLM",
+    "Glm4MoeLiteForCausalLM": "ostinato.models.families.glm4_moe_lite:Glm4MoeLiteForCausalLM",
     "GPT2LMHeadModel": "ostinato.models.families.gpt2:GPT2LMHeadModel",
+    "GPTJForCausalLM": "ostinato.models.families.gptj:GPTJForCausalLM",
     "GPTNeoXForCausalLM": "ostinato.models.families.gpt_neox:GPTNeoXForCausalLM",
     "GptOssForCausalLM": "ostinato.models.families.gpt_oss:GptOssForCausalLM",
     "GraniteForCausalLM": "ostinato.models.families.granite:GraniteForCausalLM",
     "GraniteMoeForCausalLM": "ostinato.models.families.granitemoe:GraniteMoeForCausalLM",
+    "Llama4ForCausalLM": "ostinato.models.families.llama4:Llama4ForCausalLM",
     "LlamaForCausalLM": "ostinato.models.families.llama:LlamaForCausalLM",
     "MistralForCausalLM": "ostinato.models.families.mistral:MistralForCausalLM",
     "MixtralForCausalLM": "ostinato.models.families.mixtral:MixtralForCausalLM",
@@ -78,6 +84,10 @@ def _why_unknown(architecture: str) -> str:
 
 def class_of(config: ModelConfig) -> type[LanguageModel]:
     """The class of a model whose configuration was read."""
+    if config.head is not None:
+        from ostinato.models.families.eagle3 import Eagle3Head
+
+        return Eagle3Head
     if config.recorded is None:
         return model_class(config.architecture)
     from ostinato.models.recorded.recorded_model import RecordedCausalLM
@@ -92,7 +102,7 @@ def read_model_config(
 
     Args:
         checkpoint: it has the config.json.
-        implementation: whose code runs the model.
+        implementation: this project's code, or that of transformers.
 
     Raises:
         ValueError: its architecture is unknown, or a value of its config is not supported.
@@ -141,7 +151,7 @@ def build_model(
 
     Args:
         config: its hyperparameters.
-        dtype: of weights and activations.
+        dtype: the dtype of weights and activations.
         device: where the weights live; "meta" gives their shapes without memory.
         attention_backend: a name that `select_backend` returned.
         max_model_len: tokens of the longest context; None = as its config says.
@@ -151,7 +161,7 @@ def build_model(
 
     Raises:
         ValueError: the architecture is unknown, `max_model_len` is above what the model states,
-            the model's sizes can not be divided among the ranks, or matrices that the model
+            the model's sizes cannot be divided among the ranks, or matrices that the model
             stacks are quantised differently.
     """
     length = max_model_len or config.max_model_len

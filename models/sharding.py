@@ -1,17 +1,32 @@
-"""Tensor parallelism: the part of every weight that one rank holds.
+"""The part of a model that one rank holds: some of its layers, and of each a part of every weight.
 
-A rank holds whole attention heads and an even part of every intermediate size. Layers whose outputs
-are divided (column-parallel) compute their part of the result; layers whose inputs are divided
-(row-parallel) compute a partial sum, and the sum over all ranks is the result.
+Pipeline parallelism deals consecutive layers to stages. The first stage also has the embedding, the
+last one the output head.
+
+Tensor parallelism divides the weights of a stage's layers. A rank holds whole attention heads and
+an even part of every intermediate size. Layers whose outputs are divided (column-parallel) compute
+their part of the result; layers whose inputs are divided (row-parallel) compute a partial sum, and
+the sum over all ranks is the result.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-__all__ = ("WHOLE", "Shard", "Span", "why_cut", "why_indivisible")
+__all__ = (
+    "ONLY_STAGE",
+    "WHOLE",
+    "Shard",
+    "Span",
+    "Stage",
+    "deal_layers",
+    "shard_of_rank",
+    "why_cut",
+    "why_indivisible",
+)
 
 _MOST_NAMED = 64  # ranks, in a refusal
 
@@ -39,15 +54,61 @@ class Span(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
-    """One rank of a tensor-parallel group."""
+class Stage:
+    """One stage of a pipeline."""
 
-    rank: int = 0
+    number: int = 0
+    count: int = 1  # stages of the pipeline
+    layers: Span | None = None  # None = all of the model, or not dealt yet
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.number < self.count:
+            raise ValueError(f"stage {self.number} is not in a pipeline of {self.count}")
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it embeds the tokens."""
+        return self.number == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it computes the logits."""
+        return self.number == self.count - 1
+
+
+ONLY_STAGE = Stage()
+"""The stage of a model that is not divided into stages."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """The part of a model that one rank holds."""
+
+    rank: int = 0  # in its tensor-parallel group
     size: int = 1  # ranks of the group
+    stage: Stage = ONLY_STAGE  # the stage of the group
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size:
             raise ValueError(f"rank {self.rank} is not in a group of {self.size}")
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether it is rank 0, the engine's process, which schedules steps and draws tokens."""
+        return self.rank == 0 and self.stage.is_last
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the engine."""
+        return self.size * self.stage.count
+
+    def layers(self, num_layers: int) -> Span:
+        """The layers of this rank's stage.
+
+        Args:
+            num_layers: layers of the model.
+        """
+        return self.stage.layers or Span.of(num_layers)
 
     def span(self, total: int, what: str) -> Span:
         """This rank's even part of a dimension.
@@ -61,7 +122,7 @@ class Shard:
         """
         if total % self.size:
             raise ValueError(
-                f"{what}={total} can not be divided among {self.size} tensor-parallel ranks"
+                f"{what}={total} cannot be divided among {self.size} tensor-parallel ranks"
             )
         size = total // self.size
         return Span(self.rank * size, size, total)
@@ -78,7 +139,7 @@ class Shard:
             return self.span(num_kv_heads, "num_key_value_heads")
         if self.size % num_kv_heads:
             raise ValueError(
-                f"num_key_value_heads={num_kv_heads} can not be repeated evenly on {self.size} "
+                f"num_key_value_heads={num_kv_heads} cannot be repeated evenly on {self.size} "
                 "tensor-parallel ranks"
             )
         return Span(self.rank * num_kv_heads // self.size, 1, num_kv_heads)
@@ -86,7 +147,7 @@ class Shard:
     def vocabulary(self, vocab_size: int) -> Span:
         """The tokens whose logits this rank computes: an even part, or all if there is none.
 
-        With an even part all ranks run one program. A size that can not be divided is small
+        With an even part all ranks run one program. A size that cannot be divided is small
         compared with the layers, or it is odd, as that of GPT-2.
         """
         is_even = vocab_size % self.size == 0
@@ -97,11 +158,61 @@ WHOLE = Shard()
 """The only rank: it holds everything."""
 
 
-def why_indivisible(ranks: int, num_kv_heads: int, sizes: Mapping[str, int]) -> str | None:
-    """Why a model can not be divided among so many ranks, and which numbers of ranks can be used.
+def shard_of_rank(rank: int, tensor: int, pipeline: int) -> Shard:
+    """The part of a model that a rank of an engine holds; its layers are not dealt yet.
+
+    Rank 0 is the engine's process. It belongs to the last stage, because tokens are drawn there.
+    The ranks of the first stage follow those of the last.
 
     Args:
-        ranks: of the group.
+        rank: 0 to tensor * pipeline - 1.
+        tensor: ranks of each stage.
+        pipeline: stages.
+    """
+    stage = (rank // tensor - 1) % pipeline
+    return Shard(rank % tensor, tensor, Stage(stage, pipeline))
+
+
+def deal_layers(layer_bytes: Sequence[int], first: int, last: int, stages: int) -> list[Span]:
+    """Deal consecutive layers to stages so that the largest stage is as small as possible.
+
+    Args:
+        layer_bytes: bytes of each layer.
+        first: bytes that the first stage has besides its layers.
+        last: bytes that the last stage has besides its layers.
+        stages: at most the number of layers, so that each stage gets one.
+
+    Returns:
+        The layers of each stage.
+    """
+    total = len(layer_bytes)
+    ends = [0, *accumulate(layer_bytes)]
+
+    def size(stage: int, begin: int, end: int) -> int:
+        return ends[end] - ends[begin] + first * (stage == 0) + last * (stage == stages - 1)
+
+    # best[end]: for the stages so far, which have the layers before `end`: the bytes of the largest
+    # stage, the sum of squares (which decides between equals), and where each stage begins.
+    best = {end: (size(0, 0, end), size(0, 0, end) ** 2, (0,)) for end in range(1, total + 1)}
+    for stage in range(1, stages):
+        best = {
+            end: min(
+                (max(most, here), squares + here * here, (*begins, begin))
+                for begin, (most, squares, begins) in best.items()
+                if begin < end
+                for here in (size(stage, begin, end),)
+            )
+            for end in range(stage + 1, total + 1)
+        }
+    begins = [*best[total][2], total]
+    return [Span(begin, end - begin, total) for begin, end in pairwise(begins)]
+
+
+def why_indivisible(ranks: int, num_kv_heads: int, sizes: Mapping[str, int]) -> str | None:
+    """Why a model cannot be divided among so many ranks, and which numbers of ranks can be used.
+
+    Args:
+        ranks: the ranks of the group.
         num_kv_heads: heads of keys and values, which several ranks may repeat.
         sizes: the dimensions that are divided evenly, by name.
 
@@ -122,7 +233,7 @@ def why_cut(columns: Span, unit: int) -> str | None:
     """Why this part of a matrix's columns is not made of whole groups, and what would be.
 
     Args:
-        columns: that a rank holds.
+        columns: the columns that a rank holds.
         unit: columns of a group, which share a scale.
 
     Returns:
@@ -133,7 +244,7 @@ def why_cut(columns: Span, unit: int) -> str | None:
     groups = columns.total // unit if columns.total % unit == 0 else 1
     fitting = [str(n) for n in range(1, min(_MOST_NAMED, groups) + 1) if groups % n == 0]
     return (
-        f"{columns.total} columns in groups of {unit} can not be divided among "
+        f"{columns.total} columns in groups of {unit} cannot be divided among "
         f"{columns.total // columns.size} tensor-parallel ranks, but among {' or '.join(fitting)}"
     )
 

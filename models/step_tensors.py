@@ -23,6 +23,7 @@ from ostinato.ops.attention import AttentionMetadata
 __all__ = (
     "DEFAULT_ROPE",
     "LOCAL_ROPE",
+    "TEMPERATURE",
     "ForwardBatch",
     "RopeRows",
     "Size",
@@ -43,6 +44,9 @@ DEFAULT_ROPE = "default"
 
 LOCAL_ROPE = "local"
 """The kind of a second rotary table, which layers with a window use."""
+
+TEMPERATURE = "temperature"
+"""The kind of the table of factors of queries, which layers without rotary positions use."""
 
 
 class Size(StrEnum):

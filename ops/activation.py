@@ -27,7 +27,7 @@ ACTIVATIONS = {
 """Name in a configuration -> what the op calls it."""
 
 _GATED = {"swigluoai": "swigluoai"}
-_GATE_LIMIT, _GATE_SLOPE = 7.0, 1.702  # of swigluoai
+_GATE_LIMIT, _GATE_SLOPE = 7.0, 1.702  # constants of swigluoai
 
 _PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,

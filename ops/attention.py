@@ -60,15 +60,21 @@ class AttentionSpec:
 
     num_heads: int
     num_kv_heads: int
-    head_dim: int
+    head_dim: int  # of queries and keys
+    value_dim: int = 0  # of a head of values, and of the output; 0 = head_dim
     block_size: int
-    dtype: torch.dtype  # of queries, keys, values and output
+    dtype: torch.dtype  # the dtype of queries, keys, values and output
     device: torch.device
-    cache_dtype: torch.dtype | None = None  # of the KV cache; None = dtype
+    cache_dtype: torch.dtype | None = None  # the KV cache's dtype; None = `dtype`
     sliding_window: int = 0  # tokens a row sees, itself included; 0 = all
     soft_cap: float = 0.0  # logits = cap * tanh(logits / cap); 0 = none
     has_alibi: bool = False  # heads have slopes (ALiBi)
     has_sinks: bool = False  # heads have a logit that no key has
+
+    @property
+    def has_two_head_sizes(self) -> bool:
+        """Whether a value has another number of elements than a key."""
+        return self.value_dim not in (0, self.head_dim)
 
     @property
     def converts_cache(self) -> bool:
@@ -83,7 +89,7 @@ class AttentionBackend(Protocol):
     is_batch_invariant: bool  # the bits of a row do not depend on other rows or sequences
 
     def why_unsupported(self, spec: AttentionSpec) -> str | None:
-        """The reason this backend can not serve `spec` on this machine, or None when it can."""
+        """The reason this backend cannot serve `spec` on this machine, or None when it can."""
         ...
 
     def workspace_bytes(
@@ -106,7 +112,7 @@ class AttentionBackend(Protocol):
         alibi_slopes: Tensor | None,
         sinks: Tensor | None,
     ) -> Tensor:
-        """Write K and V, attend, return [T, Hq, D] contiguous in q's dtype."""
+        """Write K and V, attend, return [T, Hq, Dv] contiguous in q's dtype."""
         ...
 
 
@@ -211,8 +217,8 @@ def select_backend(name: str, spec: AttentionSpec) -> str:
     """Resolve a configured backend name to one that can serve `spec`.
 
     Args:
-        name: a backend's name, or "auto" for the first that fits of the device's list of
-            preference.
+        name: a backend's name, or "auto" for the first one that fits in the list of preference
+            for the device.
         spec: what the model needs.
 
     Raises:
@@ -229,21 +235,22 @@ def select_backend(name: str, spec: AttentionSpec) -> str:
         if reason is None:
             return candidate
         reasons.append(f"{candidate}: {reason}")
-    raise ValueError(f"graphs.attention={name} can not serve this model: {'; '.join(reasons)}")
+    raise ValueError(f"graphs.attention={name} cannot serve this model: {'; '.join(reasons)}")
 
 
 def workspace_bytes(
     name: str, spec: AttentionSpec, *, num_tokens: int, num_seqs: int, max_model_len: int
 ) -> int:
-    """What the backend that would be selected needs of device memory, for a plan.
+    """Device memory that the selected backend would need, for a plan.
 
-    The device need not be here: with "auto" it is the first of the device's list of preference.
+    The device need not be in this machine. With "auto", the backend is the first in the list of
+    preference for the device.
 
     Args:
         name: a backend's name, or "auto".
         spec: what the model needs.
-        num_tokens: of the largest step.
-        num_seqs: of the largest step.
+        num_tokens: tokens of the largest step.
+        num_seqs: sequences of the largest step.
         max_model_len: tokens of the longest context.
     """
     chosen = _PREFERENCE[spec.device.type][0] if name == "auto" else name
@@ -298,12 +305,12 @@ def _fake(
     sinks: Tensor | None,
     backend: str,
 ) -> Tensor:
-    return q.new_empty(q.shape)
+    return q.new_empty((q.shape[0], q.shape[1], v.shape[2]))
 
 
 # CompositeExplicitAutograd, not "CPU": loading the native library adds its kernel under "CPU".
-# That kernel passes calls for other backends on to the op of the second name, which has no other
-# callers.
+# That kernel passes calls for other backends on to the op of the second name. Nothing else calls
+# that op.
 _op, _ = (
     register_op(
         name,
@@ -335,14 +342,14 @@ def paged_attention(
     Args:
         q: [T, Hq, D], last dimension contiguous; rows past `query_start_loc[S]` are padding.
         k: [T, Hkv, D], last dimension contiguous.
-        v: [T, Hkv, D], last dimension contiguous.
+        v: [T, Hkv, Dv], last dimension contiguous. Dv may differ from D.
         k_cache: [num_blocks, Hkv, block_size, D] in k's dtype; or in float8_e4m3fn, which
             saturates at 448; or [num_blocks, Hkv, block_size, D + 4] in int8, with a float32 scale
             for each token and head; written in place. Each backend has its own order of elements
             within a block, so a cache belongs to one backend. It is a base tensor, because a view
             made inside a compiled region loses its offset (see docs/attention.md).
-        v_cache: like `k_cache`.
-        metadata: of the step.
+        v_cache: like `k_cache`, of Dv elements.
+        metadata: where each row of the step belongs.
         scale: factor on the logits, usually D ** -0.5.
         sliding_window: tokens a row sees, itself included; 0 = all.
         soft_cap: logits = cap * tanh(logits / cap); 0 = none.
@@ -353,7 +360,7 @@ def paged_attention(
         backend: a name that `select_backend` returned.
 
     Returns:
-        [T, Hq, D] in q's dtype, contiguous. Padding rows hold finite values of no meaning.
+        [T, Hq, Dv] in q's dtype, contiguous. Padding rows hold finite values of no meaning.
     """
     return _op(
         q,

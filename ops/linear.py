@@ -39,7 +39,7 @@ _ELEMENTS_PER_STEP = {torch.bfloat16: 2, torch.float32: 1}
 
 
 def why_unpackable(weight: Tensor) -> str | None:
-    """Why `weight` can not be packed (its layer then keeps `F.linear`), or None when it can."""
+    """Why `weight` cannot be packed (its layer then keeps `F.linear`), or None when it can."""
     if weight.device.type != "cpu":
         return f"packed weights are read by CPU kernels, the weight is on {weight.device}"
     if weight.dtype not in _ELEMENTS_PER_STEP:
@@ -60,11 +60,11 @@ def pack_linear_weight(weight: Tensor) -> Tensor:
 
     Raises:
         ValueError: `why_unpackable(weight)`.
-        NativeBuildError: the kernels can not be built here.
+        NativeBuildError: the kernels cannot be built here.
     """
     reason = why_unpackable(weight)
     if reason is not None:
-        raise ValueError(f"this weight can not be packed: {reason}")
+        raise ValueError(f"this weight cannot be packed: {reason}")
     load("core")
     return _pack_linear(weight.detach())
 

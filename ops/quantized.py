@@ -10,11 +10,13 @@ stream of 4.25 to 9 bits a weight.
 order and on any instruction set. Groups are summed in float32, in ascending order. So the bits of a
 row depend neither on other rows nor on the number of threads.
 
-The kernels are quantized.cpp, pack.cpp and repack.cpp in ops/native/quantized/. Until they are
-loaded the same ops run as plain torch (ops/quantized_reference.py).
+The kernels are quantized.cpp, pack.cpp, repack.cpp and unpack.cpp in ops/native/quantized/. Until
+they are loaded the same ops run as plain torch (ops/quantized_reference.py).
 """
 
 from __future__ import annotations
+
+from enum import StrEnum
 
 import torch
 from torch import Tensor
@@ -31,11 +33,27 @@ from ostinato.ops.quantized_reference import (
 from ostinato.ops.register import register_op
 
 __all__ = (
+    "AWQ_ORDER",
+    "Packing",
     "pack_quantized_weight",
     "quantize_linear_weight",
     "quantized_linear",
     "quantized_rows",
+    "unpack_halves",
+    "unpack_words",
 )
+
+
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+"""The output that each place of a word of AWQ has, from the lowest bits up."""
+
+
+class Packing(StrEnum):
+    """What the integers of a word of [rows, columns] words are in the result [out, in]."""
+
+    rows = "rows"  # successive inputs of an output, the first in the lowest bits; words [out, ...]
+    columns = "columns"  # the same; words [..., out]
+    awq = "awq"  # 8 outputs of an input in AWQ's order; words [in, ...]
 
 
 def quantize_linear_weight(weight: Tensor, form: QuantFormat) -> Tensor:
@@ -50,11 +68,11 @@ def quantize_linear_weight(weight: Tensor, form: QuantFormat) -> Tensor:
 
     Raises:
         ValueError: `why_unpackable(weight)`, or the format is not one of `QuantFormat`.
-        NativeBuildError: the kernels can not be built here.
+        NativeBuildError: the kernels cannot be built here.
     """
     reason = why_unpackable(weight)
     if reason is not None:
-        raise ValueError(f"this weight can not be quantised: {reason}")
+        raise ValueError(f"this weight cannot be quantised: {reason}")
     load("quantized")
     return _quantize_linear(weight.detach(), *form)
 
@@ -73,11 +91,11 @@ def pack_quantized_weight(
         scales: [N, groups] float32.
         zeros: [N, groups] float32, the values that stand for zero, or the minimums; None if the
             format is symmetric. The value that stands for zero is then `form.offset`.
-        form: of the result.
+        form: the format of the result.
 
     Raises:
         ValueError: a shape or dtype is not as above.
-        NativeBuildError: the kernels can not be built here.
+        NativeBuildError: the kernels cannot be built here.
     """
     load("quantized")
     return _pack_quantized(values, scales, zeros, *form)
@@ -102,7 +120,7 @@ def quantized_linear(
             [out_features, K].
         bias: [out_features] in x's dtype, added in float32 before rounding, or None.
         out_features: N; the weight is padded beyond it.
-        form: of the weight.
+        form: the format of the weight.
         residual: [T, out_features] in x's dtype, last dimension contiguous, added in float32 before
             rounding, or None.
         order: [K] int32, the column of x that each column of the weight multiplies; None = the
@@ -135,8 +153,8 @@ def quantized_rows(
         ids: [T] int64 or int32, 0 <= id < out_features.
         out_features: rows of the table.
         in_features: their length.
-        form: of the weight.
-        dtype: of the result, float32 or bfloat16.
+        form: the format of the weight.
+        dtype: the dtype of the result, float32 or bfloat16.
 
     Returns:
         [T, in_features] contiguous.
@@ -146,6 +164,54 @@ def quantized_rows(
     """
     float32_output = dtype == torch.float32
     return _quantized_rows(weight, ids, out_features, in_features, float32_output, *form)
+
+
+def unpack_words(words: Tensor, bits: int, packing: Packing) -> Tensor:
+    """Unsigned integers that lie in 32-bit words.
+
+    Args:
+        words: [rows, columns] int32.
+        bits: of an integer: 4 or 8; 4 of AWQ.
+        packing: where the integers of a word belong.
+
+    Returns:
+        [out, in] uint8, contiguous.
+    """
+    return _unpack_words(words.contiguous(), bits, packing.value)
+
+
+def unpack_halves(values: Tensor) -> Tensor:
+    """The halves of bytes [out, in / 2] uint8 as [out, in] uint8, the lower one first."""
+    if values.shape[1] % 4:
+        return torch.stack((values & 15, values >> 4), -1).flatten(1)
+    values = values.contiguous()
+    if values.storage_offset() % 4:
+        values = values.clone()
+    return unpack_words(values.view(torch.int32), 4, Packing.rows)
+
+
+def _unpack_words_reference(words: Tensor, bits: int, packing: str) -> Tensor:
+    rows, columns = words.shape
+    parts = words.view(torch.uint8).view(rows, columns, 4)
+    if bits == 4:
+        parts = torch.stack((parts & 15, parts >> 4), -1).view(rows, columns, 8)
+    if packing == Packing.rows:
+        return parts.reshape(rows, -1)
+    if packing == Packing.columns:
+        return parts.permute(1, 0, 2).reshape(columns, -1)
+    parts = parts[:, :, [AWQ_ORDER.index(place) for place in range(8)]]
+    return parts.permute(1, 2, 0).reshape(-1, rows)
+
+
+def _unpack_words_fake(words: Tensor, bits: int, packing: str) -> Tensor:
+    rows, columns = words.shape
+    per_word = 32 // bits
+    sizes = {
+        Packing.rows: (rows, columns * per_word),
+        Packing.columns: (columns, rows * per_word),
+        Packing.awq: (columns * per_word, rows),
+    }
+    return words.new_empty(sizes[Packing(packing)], dtype=torch.uint8)
 
 
 def _quantize_fake(
@@ -215,4 +281,9 @@ _quantized_linear = register_op(
 )
 _quantized_rows = register_op(
     "quantized_rows", {"CompositeExplicitAutograd": quantized_rows_reference}, fake=_rows_fake
+)
+_unpack_words = register_op(
+    "unpack_words",
+    {"CompositeExplicitAutograd": _unpack_words_reference},
+    fake=_unpack_words_fake,
 )

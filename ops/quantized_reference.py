@@ -20,7 +20,8 @@ __all__ = (
     "quantized_rows_reference",
 )
 
-# As in native/quantized/pack.cpp: the parts of a group's range that the tried 4-bit grids keep.
+# The 4-bit grids that are tried keep these parts of a group's range, as in
+# native/quantized/pack.cpp.
 _SPANS = (8.0, 7.0, 7.5, 8.5, 9.0)
 _PARTS = (1.0, 0.95, 0.9, 0.85)
 _LEAST = 2.0**-100  # activations below this are zero

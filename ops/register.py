@@ -63,7 +63,7 @@ def define_alias(namespace: str, name: str) -> bool:
 def by_device(op: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
     """A function that calls `op` if its first argument is a CPU tensor, else `plain`.
 
-    torch's dispatcher can not make this choice. It runs when a program runs, and a program that
+    torch's dispatcher cannot make this choice. It runs when a program runs, and a program that
     Inductor compiles for a GPU must contain the plain torch functions themselves, so that they are
     fused with their neighbours: an op of this package would be opaque there. This choice is made
     while the program is traced and costs nothing afterwards.

@@ -25,6 +25,7 @@ __all__ = (
     "YarnScaling",
     "apply_rope",
     "inverse_frequencies",
+    "join_heads",
     "rope_tables",
     "rotate_heads",
 )
@@ -88,7 +89,7 @@ def inverse_frequencies(rope: Rope, num_positions: int) -> Tensor:
 
     Args:
         rope: the rotary embedding.
-        num_positions: of the longest context.
+        num_positions: positions of the longest context.
 
     Returns:
         [rotary_dim / 2] float32 on the CPU.
@@ -177,12 +178,25 @@ def rotate_heads(
         num_q_heads: how many of the H heads are queries.
         q_weight: [D] in x's dtype or float32, scale of the query heads' RMS norm; None = no norm.
         k_weight: the same for the keys' heads.
-        eps: of both norms.
+        eps: is added to the mean squares by both norms.
 
     Returns:
         [T, H, D] contiguous, in x's dtype, computed in float32.
     """
     return _rotate_heads(x, cos, sin, q_weight, k_weight, num_q_heads, eps)
+
+
+def join_heads(shared: Tensor, heads: Tensor) -> Tensor:
+    """Keys of which all heads share the rotated elements, as in DeepSeek-V2 (arXiv:2405.04434).
+
+    Args:
+        shared: [T, 1, A], last dimension contiguous: the first elements of every head.
+        heads: [T, H, B] in the same dtype, last dimension contiguous: the others.
+
+    Returns:
+        [T, H, A + B] contiguous.
+    """
+    return _join_heads(shared, heads)
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -243,4 +257,20 @@ _rotate_heads = by_device(
         "rotate_heads", {"CompositeExplicitAutograd": _plain_rotate_heads}, fake=_rotate_heads_fake
     ),
     _plain_rotate_heads,
+)
+
+
+def _plain_join_heads(shared: Tensor, heads: Tensor) -> Tensor:
+    return torch.cat((shared.expand(-1, heads.shape[1], -1), heads), dim=-1)
+
+
+def _join_heads_fake(shared: Tensor, heads: Tensor) -> Tensor:
+    return heads.new_empty((*heads.shape[:2], shared.shape[2] + heads.shape[2]))
+
+
+_join_heads = by_device(
+    register_op(
+        "join_heads", {"CompositeExplicitAutograd": _plain_join_heads}, fake=_join_heads_fake
+    ),
+    _plain_join_heads,
 )

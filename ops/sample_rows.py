@@ -88,7 +88,7 @@ def sample_rows(logits: Tensor, inputs: SampleInputs, paths: Iterable[SamplePath
 
     Args:
         logits: [R, V] float32.
-        inputs: of the R rows.
+        inputs: what the R rows ask for.
         paths: all in `inputs.paths` but greedy. Each of them is computed for every row.
 
     Returns:
@@ -111,7 +111,7 @@ def sample_each(logits: Tensor, draws: Sequence[RowSampling]) -> Tensor:
 
     Args:
         logits: [R, V] float32.
-        draws: of the R rows.
+        draws: the random numbers of the R rows.
 
     Returns:
         [R] int64 token ids.

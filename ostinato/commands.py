@@ -32,6 +32,7 @@ COMMANDS = {
             "run serve model=qwen3-0.6b cache.block_size=32 server.port=9000",
             "run serve model.path=/some/dir model.dtype=bfloat16",
             "run serve parallel.data=4",
+            "run serve parallel.data=4 parallel.nodes=2",
             "run serve some/model --max-model-len 4096 --dtype bfloat16 --port 9000",
         ),
         takes_engine_flags=True,
@@ -99,11 +100,12 @@ COMMANDS = {
         ),
     ),
     "compile": Command(
-        target="ostinato.api.cli.compile_command:compile_bundle",
+        target="ostinato.benchmarks.gpu.without_device.command:compile_bundle",
         summary="Compile a model ahead of time and save the bundle that run serve loads.",
-        sections=("model", "device", "cache", "scheduler", "graphs", "parallel"),
+        sections=("compile", "model", "device", "cache", "scheduler", "graphs", "parallel"),
         examples=(
             "run compile model.path=/some/dir",
+            "run compile model=llama-8b model.load_format=dummy compile.gpu=h200",
             "run compile model=qwen3-0.6b model.load_format=dummy graphs.bundle_dir=/some/bundles",
         ),
     ),
@@ -117,6 +119,16 @@ COMMANDS = {
             "run plan model=llama-8b parallel.data=4",
             "run plan model.path=/some/dir plan.json=true",
         ),
+    ),
+    "rank": Command(
+        target="ostinato.api.cli.rank_command:rank",
+        summary="Offer this machine to a server on another one, which starts engines here.",
+        sections=(),
+        examples=(
+            "run rank tcp://10.0.0.1:41234 TOKEN",
+            "run rank tcp://10.0.0.1:41234 - server.log_level=debug < file-with-the-token",
+        ),
+        files=("ADDRESS", "TOKEN"),
     ),
     "quantize": Command(
         target="ostinato.api.cli.quantize_command:quantize",

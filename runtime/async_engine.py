@@ -64,7 +64,7 @@ class AsyncEngine:
         """Start the engine process; returns when it is ready.
 
         Raises:
-            StartupError: the engine can not start.
+            StartupError: the engine cannot start.
         """
         self.client = EngineClient(self._config)
         try:

@@ -21,7 +21,7 @@ _LONGEST_SOCKET_DIRECTORY = 80  # bytes; a socket's path has at most 107 on Linu
 
 
 def ensure_cache() -> bool:
-    """Make the cache directory, or replace it by a temporary one when it can not be written.
+    """Make the cache directory, or replace it by a temporary one when it cannot be written.
 
     The replacement is logged as a warning.
 
@@ -47,7 +47,7 @@ def make_socket_directory() -> Path:
     """A new temporary directory, mode 0700, for the sockets of engine processes.
 
     Raises:
-        StartupError: the directory can not be made, or its path is too long for a socket.
+        StartupError: the directory cannot be made, or its path is too long for a socket.
     """
     try:
         directory = Path(tempfile.mkdtemp(prefix="ostinato-"))

@@ -1,11 +1,11 @@
 """The errors that the engine raises for its callers, and how the API answers each.
 
 EngineError
-├── InvalidRequestError   the request can not be served as asked: a 4xx that names the parameter
-├── StartupError          the engine can not start: one clear line and a non-zero exit code
+├── InvalidRequestError   the request cannot be served as asked: a 4xx that names the parameter
+├── StartupError          the engine cannot start: one clear line and a non-zero exit code
 ├── EngineDeadError       the engine process is gone: a 503 for everything in flight
 ├── RankFailedError       a rank of the engine ended or hangs: the engine process ends too
-├── HelperProcessError    a process that checks a part of the request can not do it: a 503
+├── HelperProcessError    a process that checks a part of the request cannot do it: a 503
 └── DeadlineError         the request's time was over before it had an answer: a 504
 """
 
@@ -27,7 +27,7 @@ class EngineError(Exception):
 
 
 class InvalidRequestError(EngineError):
-    """A request that can not be served as asked.
+    """A request that cannot be served as asked.
 
     Args:
         message: names the subject, the value, the allowed range and the remedy.
@@ -46,7 +46,7 @@ class InvalidRequestError(EngineError):
 
 
 class StartupError(EngineError):
-    """The engine can not start; the message is one line for a terminal."""
+    """The engine cannot start; the message is one line for a terminal."""
 
 
 class EngineDeadError(EngineError):
@@ -67,7 +67,7 @@ class RankFailedError(EngineError):
 
 
 class HelperProcessError(EngineError):
-    """A process beside the server, which checks a part of a request, can not be started or died."""
+    """A process beside the server, which checks a part of a request, cannot be started or died."""
 
 
 class DeadlineError(EngineError):

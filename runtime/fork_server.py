@@ -55,7 +55,7 @@ _READY = b"r"  # sent by the server process when it is ready for jobs
 _NO_MEMORY, _NO_FORK = 3, 4  # exit codes; _NO_FORK: the call of fork failed
 _READ = 1 << 20  # bytes that are read at a time
 _MOST_IDLE = 4  # forks that wait for a further job
-_MOST_JOBS = 256  # of one fork, so that its memory does not grow without end
+_MOST_JOBS = 256  # a fork does no more, so that its memory stays bounded
 
 BeginPart = Callable[[str, float], None]
 """Called by a job when a part of it begins: the part's name, its limit of processor seconds."""
@@ -98,7 +98,7 @@ class _Fork(NamedTuple):
     """A fork that waits for a further job."""
 
     connection: socket.socket
-    num_jobs: int  # that it has done
+    num_jobs: int  # jobs that the fork has done
 
 
 class _Kind(IntEnum):
@@ -135,7 +135,7 @@ class ForkServer:
         """Start the server process if it does not run, so that the first job does not wait for it.
 
         Raises:
-            JobError: it can not be started.
+            JobError: it cannot be started.
         """
         if self._process is None or self._process.poll() is not None:
             self.close()
@@ -148,9 +148,18 @@ class ForkServer:
             JobError: the job has ended without an answer.
         """
         if limits.is_shared and self._idle:
-            connection, num_jobs = self._idle.pop()
-        else:
-            connection, num_jobs = self._fork(), 0
+            try:
+                return await self._call(self._idle.pop(), job, limits)
+            except JobError as error:
+                # The fork may have been killed while it waited, and then the job is not the cause.
+                # The other forks that wait may be dead too, so the job gets a new one.
+                if error.reason.fault is not Fault.unknown:
+                    raise
+        return await self._call(_Fork(self._fork(), 0), job, limits)
+
+    async def _call(self, fork: _Fork, job: bytes, limits: JobLimits) -> bytes:
+        """Have a fork do a job; it waits for further ones if it may."""
+        connection, num_jobs = fork
         stays = False
         try:
             loop = asyncio.get_running_loop()
@@ -229,7 +238,7 @@ class ForkServer:
                 )
             except OSError as error:
                 ours.close()
-                text = f"can not be started ({error.strerror})"
+                text = f"cannot be started ({error.strerror})"
                 raise JobError(FailureReason(text, Fault.start), "") from error
         self._control = ours
         with contextlib.suppress(OSError):  # the process has ended; the job's `call` raises
@@ -253,7 +262,7 @@ def _reason(code: int, room: int, cpu_s: float, limits: JobLimits) -> FailureRea
     if code == -signal.SIGPROF:
         return FailureReason(f"more than {cpu_s:g} s of processor time", Fault.job)
     if code == _NO_FORK:
-        text = "can not be forked: the system allows no more processes"
+        text = "cannot be forked: the system allows no more processes"
         return FailureReason(text, Fault.start)
     if code in (-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS, _NO_MEMORY):
         if 0 <= room < limits.memory_bytes:
@@ -307,7 +316,7 @@ def serve_forks(begin: Callable[[bytes], Job]) -> int:
     selector = selectors.DefaultSelector()
     selector.register(control, selectors.EVENT_READ)
     selector.register(awake, selectors.EVENT_READ)
-    connections: dict[int, socket.socket] = {}  # of the running forks, by process id
+    connections: dict[int, socket.socket] = {}  # connections to the running forks, by process id
     while True:
         sources = [key.fileobj for key, _ in selector.select()]
         if awake in sources:

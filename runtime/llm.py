@@ -26,6 +26,7 @@ from ostinato.conf.compose import load_config
 from ostinato.conf.engine_arguments import argument_settings
 from ostinato.conf.errors import ConfigError
 from ostinato.conf.root import RunConfig
+from ostinato.conf.server_schema import ExecutorName, ParallelConfig
 from ostinato.runtime.client.completion import PromptCompletions
 from ostinato.runtime.client.pooling import (
     check_score_head,
@@ -112,18 +113,14 @@ class LLM:
 
         Raises:
             ConfigError: an override is wrong, or an argument is unknown or not supported.
-            StartupError: the engine can not start.
+            StartupError: the engine cannot start.
         """
         settings = argument_settings({"model": model or None, **arguments})
         if config is None:
             config = load_config(overrides, values=settings)
         elif settings:
             raise ConfigError(f"LLM takes config=... or settings ({', '.join(settings)}), not both")
-        if config.parallel.data > 1:
-            raise ConfigError(
-                f"parallel.data={config.parallel.data}: LLM runs one engine, in this process; use "
-                "run serve, run batch or AsyncEngine, which start engine processes"
-            )
+        _require_one_engine_here(config.parallel)
         self._engine = build_engine(config, report, observer, model_cache, proposer)
         self._counter = itertools.count()
         self._seeds = None if seed is None else random.Random(seed)
@@ -154,7 +151,7 @@ class LLM:
             One output per prompt, in order.
 
         Raises:
-            InvalidRequestError: a prompt or its parameters can not be served; nothing was run.
+            InvalidRequestError: a prompt or its parameters cannot be served; nothing was run.
         """
         require_task(self.model, ServedTask.generate)
         many = prompt_list(prompts)
@@ -235,7 +232,7 @@ class LLM:
             pooling: how the vector is made; None = the model's own way.
 
         Raises:
-            InvalidRequestError: a text can not be served; nothing was run.
+            InvalidRequestError: a text cannot be served; nothing was run.
         """
         params = pooling or self.default_pooling()
         batch = [self._encode(prompt) for prompt in prompt_list(prompts)]
@@ -259,8 +256,8 @@ class LLM:
             second: a text or several.
 
         Raises:
-            InvalidRequestError: `first` has neither one text nor as many as `second`, or a text can
-                not be served.
+            InvalidRequestError: `first` has neither one text nor as many as `second`, or a
+                text cannot be served.
         """
         pairs = make_pairs(_as_texts(first), _as_texts(second))
         if ServedTask.classify in self.model.tasks:
@@ -428,6 +425,22 @@ class _Collected:
             stop_reason=self.last.stop_reason,
             logprobs=self.logprobs or None,
             score=self.last.score,
+        )
+
+
+def _require_one_engine_here(parallel: ParallelConfig) -> None:
+    """Refuse settings of servers, whose engines have processes of their own.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    setting = f"parallel.data={parallel.data}" if parallel.data > 1 else ""
+    if parallel.executor is ExecutorName.ray:
+        setting = "parallel.executor=ray"
+    if setting:
+        raise ConfigError(
+            f"{setting}: LLM runs one engine, in this process; use run serve, run batch or "
+            "AsyncEngine, which start engine processes"
         )
 
 

@@ -29,7 +29,7 @@ from ostinato.models.quantize.rounding import (
 )
 from ostinato.models.registry import build_model
 from ostinato.runtime.errors import StartupError
-from ostinato.runtime.startup.planning import ModelSource, open_model
+from ostinato.runtime.startup.plan.model_source import ModelSource, open_model
 from ostinato.runtime.text.tokenizer import Tokenizer
 
 __all__ = ("QuantizeReport", "quantize_model")
@@ -44,11 +44,11 @@ class QuantizeReport:
 
     directory: Path
     num_matrices: int
-    bytes_before: int  # of the weight files
+    bytes_before: int  # size of the weight files
     bytes_after: int
     calibration_tokens: int
     evaluation_tokens: int
-    perplexity_before: float | None  # of the evaluation text
+    perplexity_before: float | None  # perplexity of the evaluation text
     perplexity_after: float | None
 
 
@@ -84,7 +84,7 @@ def _load(source: ModelSource, section: QuantizeSection) -> CausalLM:
     """The model in float32.
 
     Raises:
-        StartupError: its matrices can not be quantised as asked.
+        StartupError: its matrices cannot be quantised as asked.
     """
     if source.checkpoint.gguf is not None:
         raise StartupError("GGUF files are not quantised again; use the checkpoint in safetensors")

@@ -77,7 +77,7 @@ class SandboxProcess:
 
     Args:
         module: run as `python -m`; its main calls `serve`.
-        limits: of each job; passed to the child as arguments.
+        limits: the limits of each job, which the child gets as arguments.
         first: a frame that every new child gets before its first job.
     """
 
@@ -150,7 +150,7 @@ class SandboxProcess:
                 start_new_session=True,  # a Ctrl-C in the terminal must not end it
             )
         except OSError as error:
-            text = f"can not be started ({error.strerror})"
+            text = f"cannot be started ({error.strerror})"
             raise SandboxError(FailureReason(text, Fault.start)) from error
         try:
             _write(process, self._first, deadline)
@@ -253,7 +253,7 @@ def serve(arguments: list[str], begin: Callable[[bytes], Callable[[bytes], bytes
     """The child's side: answer jobs until standard input ends. Returns the exit code.
 
     Args:
-        arguments: of the command line, as `SandboxProcess` gave them.
+        arguments: those of the command line, as `SandboxProcess` gave them.
         begin: called with the first frame; gives the function from job to answer. Both run on a
             thread with a small stack, so that what passes here does not overflow a larger one.
     """
@@ -263,7 +263,7 @@ def serve(arguments: list[str], begin: Callable[[bytes], Callable[[bytes], bytes
     # What a job prints must not mix with the frames to the parent.
     jobs, answers = os.dup(0), os.dup(1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    code = 1  # of a thread that ends with an error
+    code = 1  # the exit code if the thread ends with an error
 
     def work() -> None:
         nonlocal code

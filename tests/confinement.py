@@ -25,25 +25,25 @@ __all__ = (
 
 
 def read_only(directory: Path) -> list[str]:
-    """With an empty read-only file system at an existing directory."""
+    """Runs the command with an empty read-only file system at an existing directory."""
     script = 'mount -t tmpfs -o ro none "$0" && exec "$@"'
     return _checked("a mount", ["unshare", "--mount", "sh", "-c", script, str(directory)])
 
 
 def full(directory: Path, kib: int) -> list[str]:
-    """With an empty file system of `kib` KiB at an existing directory."""
+    """Runs the command with an empty file system of `kib` KiB at an existing directory."""
     script = f'mount -t tmpfs -o size={kib}k none "$0" && exec "$@"'
     return _checked("a mount", ["unshare", "--mount", "sh", "-c", script, str(directory)])
 
 
 def no_execution(directory: Path) -> list[str]:
-    """With an empty file system at an existing directory from which nothing may be executed."""
+    """Runs the command with an empty file system, not executable, at an existing directory."""
     script = 'mount -t tmpfs -o noexec none "$0" && exec "$@"'
     return _checked("a mount", ["unshare", "--mount", "sh", "-c", script, str(directory)])
 
 
 def no_temporary_files() -> list[str]:
-    """With all directories read-only; their files can still be read and executed."""
+    """Runs the command with all directories read-only; their files can still be read and executed."""
     # The interpreter itself may lie under /tmp, so nothing is mounted over these directories.
     script = (
         "mount -o remount,ro,bind / && "
@@ -55,19 +55,19 @@ def no_temporary_files() -> list[str]:
 
 
 def unknown_user() -> list[str]:
-    """As a user id that the system has no name and no home directory for."""
+    """Runs the command with a user id for which the system has no name and no home directory."""
     return _checked("a user namespace", ["unshare", "--user", "--map-user=4242"])
 
 
 def without_privileges() -> list[str]:
-    """Without root's right to ignore file permissions."""
+    """Runs the command without root's right to ignore file permissions."""
     if os.geteuid() != 0:
         return []
     return _checked("setpriv", ["setpriv", "--inh-caps=-all", "--bounding-set=-all"])
 
 
 def few_files(number: int) -> list[str]:
-    """With a limit of open files, soft and hard."""
+    """Runs the command with a limit of open files, soft and hard."""
     return ["sh", "-c", f'ulimit -n {number} && exec "$@"', "sh"]
 
 

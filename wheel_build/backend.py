@@ -9,7 +9,7 @@ per entry of `LIBRARIES` (ops/native/build.py). The machine that runs it picks o
 needs no compiler. The libraries use torch's stable ABI and therefore fit every torch that the
 project allows.
 
-A wheel whose kernels can not be compiled is not built: the error names the remedies. A wheel of
+A wheel whose kernels cannot be compiled is not built: the error names the remedies. A wheel of
 sources has to be asked for. It compiles the kernels on first use, as an editable install and a
 checkout do, which need setuptools alone to be made.
 
@@ -69,7 +69,7 @@ def build_wheel(
     """Compiles the kernels into the tree, packs the wheel, removes them again; the file's name.
 
     Raises:
-        SystemExit: the kernels can not be compiled; the text names the remedies.
+        SystemExit: the kernels cannot be compiled; the text names the remedies.
     """
     settings = dict(config_settings or {})
     chosen = str(settings.pop("isa", ""))
@@ -111,7 +111,7 @@ def _compile(chosen: list[str]) -> None:
 
 def _advice(error: Exception) -> str:
     return (
-        f"the CPU kernels of the wheel can not be compiled: {error}\n"
+        f"the CPU kernels of the wheel cannot be compiled: {error}\n"
         "Install g++; without build isolation also torch and filelock. Or build a wheel of sources "
         f"with --config-settings=isa={_NO_KERNELS}: it compiles the kernels on first use, so its "
         "user needs a compiler."

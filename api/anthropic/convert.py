@@ -73,7 +73,7 @@ def to_chat(body: CountTokensRequest) -> ChatCompletionRequest:
     """The equivalent chat request.
 
     Raises:
-        InvalidRequestError: a message has a block that its role can not have.
+        InvalidRequestError: a message has a block that its role cannot have.
     """
     messages = [] if body.system is None else [Message(role="system", content=_text(body.system))]
     for index, turn in enumerate(body.messages):

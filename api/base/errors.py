@@ -53,7 +53,7 @@ class ErrorBody(msgspec.Struct, frozen=True):
 
 
 class UnavailableError(EngineError):
-    """The server can not take or finish a request now; a later try may succeed.
+    """The server cannot take or finish a request now; a later try may succeed.
 
     Args:
         message: what the state of the server is.

@@ -48,7 +48,7 @@ class RequestContext:
     Attributes:
         arrived_at: seconds, time.monotonic().
         timeline: collects the events of the request; None = the request did not ask for one.
-        grammar: of the request's constraint; empty = it has none, or it is not compiled yet.
+        grammar: the compiled constraint of the request; empty = none, or not compiled yet.
         grammar_seconds: how long the request waited for its grammar.
         timeout_ms: time limit of the answer, counted from the arrival; None = no limit.
         request_id: the request id, from its header or random; empty = none.

@@ -16,13 +16,13 @@ class TimelineEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
     event: str  # as in TimelineEvent, or finished
     at_ms: float  # since the request's arrival
-    ms: float | None = None  # of a prefill: duration of its step; of a grammar: the wait
-    start: int | None = None  # of a prefill: its first position
-    tokens: int | None = None  # of a prefill
-    step: int | None = None  # of a prefill: the engine's number of the step
-    kind: str | None = None  # of a prefill: captured | compiled | eager
-    batch: int | None = None  # of a prefill: sequences in its step
-    reason: str | None = None  # of the end
+    ms: float | None = None  # prefill: duration of its step; grammar: how long it waited
+    start: int | None = None  # prefill: its first position
+    tokens: int | None = None  # prefill: its tokens
+    step: int | None = None  # prefill: the engine's number of the step
+    kind: str | None = None  # prefill: captured | compiled | eager
+    batch: int | None = None  # prefill: sequences in its step
+    reason: str | None = None  # why the request ended
 
 
 class CompletionTimeline(msgspec.Struct, kw_only=True):

@@ -37,7 +37,7 @@ def plan_answer(
     """Plan how the answers to this prompt are constrained and parsed.
 
     Raises:
-        InvalidRequestError: the constraint can not be combined with the tools, or a reasoning
+        InvalidRequestError: the constraint cannot be combined with the tools, or a reasoning
             budget is given to a model that does not reason.
     """
     use, found = prompt.tools, prompt.traits

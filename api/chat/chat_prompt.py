@@ -39,7 +39,7 @@ def encode_chat(
         is_counted: its tokens are only counted, so it may be longer than the context.
 
     Raises:
-        InvalidRequestError: as `render`; or the template shows no `documents`, or the text can not
+        InvalidRequestError: as `render`; or the template shows no `documents`, or the text cannot
             fit into the context.
         ForkNeededError: as `render`.
     """
@@ -82,7 +82,8 @@ def _traits(
     own = "" if tokenizer.chat_template is None else tokenizer.chat_template.source
     source = own if body.chat_template is None else body.chat_template
     settings = preparation.settings
-    return traits(source, settings.tool_parser, settings.reasoning_parser)
+    architecture = preparation.model.architecture
+    return traits(source, settings.tool_parser, settings.reasoning_parser, architecture)
 
 
 def _render(
@@ -96,7 +97,7 @@ def _render(
     conversation, tools = template_messages(messages), use.for_template
     if tools and found.calls is None:
         raise InvalidRequestError(
-            "tools can not be offered: server.tool_parser="
+            "tools cannot be offered: server.tool_parser="
             f"{preparation.settings.tool_parser.value} has no parser for the calls that this"
             " model's chat template describes; start the server with server.tool_parser set to"
             f" {', '.join(FORMATS)}",
@@ -135,7 +136,7 @@ def _render_given(
 
 
 def adds_generation_prompt(body: ChatCompletionRequest | TokenizeRequest) -> bool:
-    """By default a new assistant message begins, unless the last message is continued."""
+    """Whether a new assistant message begins; by default, unless the last one is continued."""
     if body.add_generation_prompt is None:
         return not body.continue_final_message
     return body.add_generation_prompt

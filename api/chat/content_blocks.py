@@ -27,7 +27,7 @@ class ContentBlock(msgspec.Struct, kw_only=True):
     index: int
     kind: BlockKind
     text: str = ""
-    name: str = ""  # of the function that is called
+    name: str = ""  # the function that is called
     is_custom: bool = False  # a custom tool is called, and the text is its input
     call_id: str = ""
     is_cut: bool = False  # the answer ended within this call

@@ -30,7 +30,7 @@ def tool_constraint(
         wanted: the request's own constraint.
 
     Raises:
-        InvalidRequestError: `wanted` can not be combined with calls, or a function's schema can not
+        InvalidRequestError: `wanted` cannot be combined with calls, or a function's schema cannot
             be enforced in the model's format.
     """
     if form.calls is None or not (use.must_call or use.needs_grammar or wanted is not None):
@@ -68,7 +68,7 @@ def _calls(
 
 
 def _tag(use: ToolUse, calls: CallFormat, tool: FunctionTool) -> dict[str, Any]:
-    """The tag of one function; the text of a custom tool with a Lark grammar stands as it is."""
+    """The tag of one function; a custom tool's text for a Lark grammar is verbatim."""
     grammar = use.lark_grammars.get(tool.name)
     if grammar is not None:
         begin, end = calls.style.raw_ends("input")
@@ -103,7 +103,7 @@ def _part(wanted: StructuredOutputsParams) -> dict[str, Any]:
         texts = [{"type": "const_string", "value": text} for text in wanted.choice]
         return {"type": "or", "elements": texts}
     raise InvalidRequestError(
-        f"tools can not be combined with this structured_outputs.{wanted.kind}; they can be"
+        f"tools cannot be combined with this structured_outputs.{wanted.kind}; they can be"
         " combined with json and json_object without options for white space or properties, regex,"
         " choice",
         param="tools",

@@ -41,10 +41,10 @@ class ToolUse(msgspec.Struct, frozen=True, kw_only=True):
 
     tools: tuple[FunctionTool, ...] = ()
     custom_names: frozenset[str] = frozenset()
-    lark_grammars: dict[str, str] = {}  # of the inputs of custom tools, by their names
+    lark_grammars: dict[str, str] = {}  # grammars of custom tools' inputs, by tool name
     parallel: bool = True  # an answer may have several calls
     must_call: bool = False  # the answer has calls and no text
-    only_names: frozenset[str] | None = None  # of the tools that may be called; None = all
+    only_names: frozenset[str] | None = None  # the tools that may be called; None = all
 
     @property
     def callable_tools(self) -> list[FunctionTool]:
@@ -220,7 +220,7 @@ def _template_call(call: MessageToolCall, place: str) -> dict[str, Any]:
     if call.custom is not None:
         name, arguments = call.custom.name, as_arguments(call.custom.input)
     else:
-        assert call.function is not None, "a call has one of them"
+        assert call.function is not None, "a call without `custom` has `function`"
         name, arguments = call.function.name, _object(call.function.arguments, place)
     return {"id": call.id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
@@ -238,7 +238,7 @@ def _object(text: str, place: str) -> dict[str, Any]:
 def explained(
     messages: Iterable[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], form: CallFormat
 ) -> list[dict[str, Any]]:
-    """The conversation for a template that can not show tools: messages describe them.
+    """The conversation for a template that cannot show tools: messages describe them.
 
     The system message lists the functions. Calls become text of the assistant in the format of the
     parser, and results become messages of the user.

@@ -51,8 +51,8 @@ def batch(config: RunConfig, source: str, target: str) -> int:
     """Answer every request of `source` that `target` has no answer to; returns the exit code.
 
     Raises:
-        InvalidRequestError: a file can not be read or written, or is not a batch file.
-        StartupError: the engine can not start.
+        InvalidRequestError: a file cannot be read or written, or is not a batch file.
+        StartupError: the engine cannot start.
         EngineDeadError: the engine ended; the same command continues.
     """
     client = EngineClient(config)
@@ -101,7 +101,7 @@ class _Run:
         )
 
     def refuse(self, line: BatchLine) -> None:
-        """Write an error answer for a line that can not be sent."""
+        """Write an error answer for a line that cannot be sent."""
         self._output.write(refused_line(line))
         self._num_failed += 1
 

@@ -31,7 +31,7 @@ class _Streams(msgspec.Struct, frozen=True):
 
 
 class BatchLine(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of the input. A line with a `problem` can not be sent."""
+    """One line of the input. A line with a `problem` cannot be sent."""
 
     number: int  # from 1
     custom_id: str | None = None
@@ -58,7 +58,7 @@ class BatchInput:
         urls: paths that may be requested.
 
     Raises:
-        InvalidRequestError: the file can not be read, or two lines have the same custom_id.
+        InvalidRequestError: the file cannot be read, or two lines have the same custom_id.
     """
 
     def __init__(self, file: Path, urls: frozenset[str]) -> None:
@@ -88,7 +88,7 @@ class BatchOutput:
         file: created if it does not exist; its contents are kept.
 
     Raises:
-        InvalidRequestError: the file can not be written, or holds lines that are not answers.
+        InvalidRequestError: the file cannot be written, or holds lines that are not answers.
     """
 
     def __init__(self, file: Path) -> None:
@@ -104,8 +104,8 @@ class BatchOutput:
             except msgspec.MsgspecError as error:
                 self._stream.close()
                 raise InvalidRequestError(
-                    f"{file}: line {number} is not an answer of a batch ({error}); give another"
-                    " file"
+                    f"{file}: line {number} is not an answer of a batch ({error}); name"
+                    " another output file"
                 ) from error
             self._ids.add(seen.id if seen.custom_id is None else f"custom {seen.custom_id}")
 
@@ -125,7 +125,7 @@ class BatchOutput:
         """Append a line and flush it to the system.
 
         Raises:
-            InvalidRequestError: it can not be written; the next run answers the line again.
+            InvalidRequestError: it cannot be written; the next run answers the line again.
         """
         try:
             self._stream.write(answer + b"\n")

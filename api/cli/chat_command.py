@@ -63,8 +63,8 @@ def chat(config: RunConfig) -> int:
     """Answer lines until the end of input or /exit.
 
     Raises:
-        StartupError: the engine can not start.
-        InvalidRequestError: the first question can not be served, for example without a template.
+        StartupError: the engine cannot start.
+        InvalidRequestError: the first question cannot be served, for example without a template.
     """
     llm = start_llm(config)
     console = Console(highlight=False)
@@ -92,7 +92,7 @@ def _answer(
         text, stopped = write_stream(stream)
     except InvalidRequestError as error:
         if len(conversation.messages) == 1:
-            raise  # a reset does not help if the first question can not be served
+            raise  # a reset does not help if the first question cannot be served
         conversation.take_back()
         console.print(f"{error}\n/reset forgets the conversation", markup=False)
         return

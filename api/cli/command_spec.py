@@ -20,7 +20,7 @@ class Command:
     sections: tuple[str, ...]  # sections of the configuration, in the order of the help text
     examples: tuple[str, ...]
     takes_prompt: bool = False
-    files: tuple[str, ...] = ()  # names of its file arguments, in order
+    files: tuple[str, ...] = ()  # names of its file or other arguments, in order
     # A group of the configuration whose options may be the first word: `run bench serve` means
     # `run bench bench=serve`.
     kinds: str = ""

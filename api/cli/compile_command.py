@@ -29,7 +29,7 @@ def compile_bundle(config: RunConfig) -> int:
     """Start an engine as `run serve` does, save its compiled programs and step costs, list them.
 
     Raises:
-        StartupError: the engine can not start, or the bundle can not be saved.
+        StartupError: the engine cannot start, or the bundle cannot be saved.
     """
     begin = time.perf_counter()
     if ensure_cache() and not config.graphs.bundle_dir:
@@ -50,7 +50,7 @@ def compile_bundle(config: RunConfig) -> int:
         from ostinato.runtime.startup.build_engine import compile_bundle
 
         # Each of several replicas has a part of the cores and of the memory.
-        placement = place_replicas(config.engine, config.parallel.data)[0]
+        placement = place_replicas(config.engine, config.parallel.engines_per_node)[0]
         bundle = compile_bundle(placement.config, on_phase)
         progress.update(task, completed=_USUAL_PHASES, description="done")
     if bundle is None:

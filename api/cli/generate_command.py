@@ -19,8 +19,8 @@ def generate(config: RunConfig, prompt: str) -> int:
 
     Raises:
         ConfigError: the prompt is empty.
-        StartupError: the engine can not start.
-        InvalidRequestError: the prompt or a parameter can not be served.
+        StartupError: the engine cannot start.
+        InvalidRequestError: the prompt or a parameter cannot be served.
     """
     text = sys.stdin.read() if prompt == "-" else prompt
     if not text:

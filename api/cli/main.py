@@ -29,7 +29,7 @@ _OWN_FLAGS = {
     **dict.fromkeys(("-h", "--help", "-m", "--multirun", "--"), 0),
     **dict.fromkeys(("-c", "--cfg", "--config-dir"), 1),
 }
-_BENCH_PACKAGES = ("aiohttp", "jsonschema", "matplotlib", "optuna")  # of the extra `bench`
+_BENCH_PACKAGES = ("aiohttp", "jsonschema", "matplotlib", "optuna")  # the extra `bench`
 
 
 def run_command_line(arguments: Sequence[str], commands: Commands) -> int:
@@ -130,7 +130,7 @@ def _run_command(name: str, command: Command, arguments: list[str]) -> int:
     config = load_config(overrides, values=settings, config_dir=options.config_dir)
     if command.files and len(prompts) != len(command.files):
         raise ConfigError(
-            f"run {name} takes {len(command.files)} files, got {len(prompts)}: "
+            f"run {name} takes {len(command.files)} words, got {len(prompts)}: "
             f"run {name} {' '.join(command.files)} [key=value ...]"
         )
     if command.sweep_target:

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ostinato.conf.schema import DeviceName, InstructionSetName, LoadFormat
-from ostinato.models.sharding import Shard
+from ostinato.models.sharding import shard_of_rank
 from ostinato.runtime.machine_info import cpu_name, gpu_names
 from ostinato.runtime.memory.memory_plan import MemoryPlan
 from ostinato.runtime.ranks.rank_share import share_of_rank
@@ -21,7 +21,7 @@ from ostinato.runtime.startup.bundles import planned_isa
 
 if TYPE_CHECKING:
     from ostinato.conf.root import RunConfig
-    from ostinato.runtime.startup.planning import ModelSource
+    from ostinato.runtime.startup.plan.model_source import ModelSource
 
 __all__ = ("plan",)
 
@@ -37,15 +37,17 @@ def plan(config: RunConfig) -> int:
     """
     import torch
 
-    from ostinato.runtime.startup.planning import open_model, plan_engine
+    from ostinato.runtime.startup.plan.model_source import open_model
+    from ostinato.runtime.startup.plan.planning import plan_engine
 
     # Only the model's configuration is needed, so no weights are downloaded.
     section = dataclasses.replace(config.model, load_format=LoadFormat.dummy)
     config = dataclasses.replace(config, model=section)
     elsewhere = config.plan.free_gib is not None and config.device.name is DeviceName.cuda
-    count, num_ranks = config.parallel.data, config.parallel.tensor
+    parallel = config.parallel
+    count, num_ranks = parallel.engines_per_node, parallel.num_ranks
     device = torch.device("cuda") if elsewhere else None
-    shards = [Shard(rank, num_ranks) for rank in range(num_ranks)]
+    shards = [shard_of_rank(rank, parallel.tensor, parallel.pipeline) for rank in range(num_ranks)]
     sources = [open_model(config, device, shard=shard) for shard in shards]
     source = sources[0]
     is_cpu = source.device.type == "cpu"
@@ -57,6 +59,8 @@ def plan(config: RunConfig) -> int:
         free //= count * num_ranks
     of_rank = share_of_rank(engine) if num_ranks > 1 and free is None else engine
     ranks = [plan_engine(of_rank, each, free_bytes=free) for each in sources]
+    fewest = min(each.num_blocks for each in ranks), min(each.max_model_len for each in ranks)
+    ranks = [each.limited(*fewest) for each in ranks]
     memory = ranks[0]
     if free is not None:
         where = f"{source.device.type} with {config.plan.free_gib:g} GiB free"
@@ -85,7 +89,7 @@ def plan(config: RunConfig) -> int:
         by_rank = {"memory_by_rank": [_as_json(each) for each in ranks]} if num_ranks > 1 else {}
         sys.stdout.write(json.dumps(facts | _as_json(memory) | by_rank, indent=2) + "\n")
     else:
-        _print(facts, ranks)
+        _print(facts, ranks, sources)
     return 0
 
 
@@ -109,7 +113,7 @@ def _as_json(memory: MemoryPlan) -> dict[str, object]:
     return dataclasses.asdict(memory) | derived
 
 
-def _print(facts: dict[str, str], ranks: list[MemoryPlan]) -> None:
+def _print(facts: dict[str, str], ranks: list[MemoryPlan], sources: list[ModelSource]) -> None:
     console = Console(width=_WIDTH, highlight=False)
     memory = ranks[0]
     for name, fact in facts.items():
@@ -135,9 +139,11 @@ def _print(facts: dict[str, str], ranks: list[MemoryPlan]) -> None:
     for rank, each in enumerate(ranks if len(ranks) > 1 else []):
         parts = (each.weights_bytes, each.activation_bytes, each.kv_bytes)
         weights, activations, cache = (f"{part / _GIB:.3f}" for part in parts)
+        first, size, total = sources[rank].shard.layers(sources[rank].config.num_layers)
+        layers = "" if size == total else f"; layers {first}-{first + size - 1}"
         console.print(
             f"{f'rank {rank}':<13} {sum(parts) / _GIB:.3f} GiB: weights {weights}, activations "
-            f"{activations}, KV cache {cache}",
+            f"{activations}, KV cache {cache}{layers}",
             markup=False,
         )
     per_token = memory.bytes_per_block // memory.block_size

@@ -30,7 +30,7 @@ def start_llm(config: RunConfig) -> LLM:
     """Start the engine in this process; shows the phases if stderr is a terminal.
 
     Raises:
-        StartupError: the engine can not start.
+        StartupError: the engine cannot start.
     """
     console = Console(stderr=True)
     with console.status("starting: importing torch") as status:

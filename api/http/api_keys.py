@@ -22,7 +22,7 @@ def with_keys(server: ServerConfig) -> ServerConfig:
     """The section with the keys of `api_key_file` added to `api_keys`.
 
     Raises:
-        StartupError: the file can not be read, has no key, or has a line that is not a key.
+        StartupError: the file cannot be read, has no key, or has a line that is not a key.
     """
     if not server.api_key_file:
         return server
@@ -31,7 +31,7 @@ def with_keys(server: ServerConfig) -> ServerConfig:
         lines = Path(server.api_key_file).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise StartupError(
-            f"server.api_key_file={server.api_key_file!r} can not be read: {error}"
+            f"server.api_key_file={server.api_key_file!r} cannot be read: {error}"
         ) from error
     for number, line in enumerate(lines, 1):
         key = line.strip()

@@ -1,6 +1,6 @@
 """Decorators that declare an endpoint: its path, its body, its answer, its OpenAPI entry.
 
-Handlers decode bodies and encode answers themselves, so Litestar can not derive their schemas; the
+Handlers decode bodies and encode answers themselves, so Litestar cannot derive their schemas; the
 decorators give them. The types within a body or an answer are described beside it, under `$defs`,
 because Litestar rewrites the shared components.
 """
@@ -29,7 +29,7 @@ Errors = Mapping[int, type[msgspec.Struct]]
 _JSON = "application/json"
 _EVENTS = "text/event-stream"
 _ERRORS = {
-    400: "The request can not be served as asked; the error names the field.",
+    400: "The request cannot be served as asked; the error names the field.",
     401: "The API key is missing or wrong.",
     404: "There is no such model.",
     413: "The body is larger than server.max_body_mib.",
@@ -54,13 +54,13 @@ def post_endpoint(
     """A POST handler that answers 200.
 
     Args:
-        paths: of the endpoint; the OpenAPI document describes the first.
+        paths: the paths of the endpoint; the OpenAPI document describes the first.
         body: type of the JSON body, or the types that it can have; None = there is no body.
         answer: type of the whole answer; None = any JSON object.
         events: the types that the data of a server-sent event can have; () = there is no stream.
         form: how the dialect encodes its events.
         error: type of the body of every error of an endpoint with a body.
-        errors: status -> type of its body, beside 401 and 500, of an endpoint without a body.
+        errors: for endpoints without a body: status -> type of the answer, beside 401 and 500.
         is_open: whether a request without an API key is answered too.
     """
     base = f"#/paths/{_escaped(_documented(paths[0]))}/post"
@@ -94,8 +94,8 @@ def get_endpoint(
     Args:
         answer: type of the answer; None = any JSON object.
         events: as in `post_endpoint`, like `form`.
-        errors: status -> type of its body; beside 401 and 500.
-        media_type: of the answer.
+        errors: status -> type of the answer; beside 401 and 500.
+        media_type: the media type of the answer.
         is_open: whether a request without an API key is answered too.
     """
     base = f"#/paths/{_escaped(_documented(path))}/get"

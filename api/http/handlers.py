@@ -67,7 +67,7 @@ class Status(msgspec.Struct, frozen=True):
 
     status: str
     reason: str | msgspec.UnsetType = msgspec.UNSET
-    engines: list[ReplicaStatus] | msgspec.UnsetType = msgspec.UNSET  # where there are several
+    engines: list[ReplicaStatus] | msgspec.UnsetType = msgspec.UNSET  # `status_response`
 
 
 async def prepare(
@@ -83,7 +83,7 @@ async def prepare(
     A disconnect of the client ends the work.
 
     Args:
-        context: of the request; None = its reply has no request id.
+        context: the context of the request; None = its reply has no request id.
         arrival: called with the body; gives the other inputs of the preparation.
 
     Raises:
@@ -128,7 +128,7 @@ async def admit(
     """
     work = service.runner.prepare(constraint_field, generations, context)
     if generations[0].sampling.structured_outputs is None:
-        await work  # which waits for nothing
+        await work  # without a grammar, this does not wait
     else:
         await _while_connected(request, work, "grammar")
 
@@ -143,7 +143,7 @@ async def body_bytes(request: HttpRequest) -> bytes:
 
 
 async def _while_connected(request: HttpRequest, work: Coroutine[Any, Any, T], phase: str) -> T:
-    """The result of work before the engine's; a disconnect cancels it and is logged."""
+    """The result of `work`, done before the engine's; a disconnect cancels it and is logged."""
     try:
         return await until_disconnect(request.receive, work)
     except ClientGoneError:
@@ -223,9 +223,10 @@ def status_response(
     Args:
         status: a word.
         reason: why the server is not well.
-        engines: are listed if there are several.
+        engines: are listed if there are several, or one has ranks or is on another machine.
     """
-    listed = list(engines) if len(engines) > 1 else msgspec.UNSET
+    is_plain = len(engines) < 2 and not any(one.ranks or one.node for one in engines)
+    listed = msgspec.UNSET if is_plain else list(engines)
     body = Status(status, msgspec.UNSET if reason is None else reason, listed)
     code = 200 if reason is None else 503
     return Response(msgspec.json.encode(body), media_type="application/json", status_code=code)

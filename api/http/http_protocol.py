@@ -9,13 +9,14 @@ refused here never reaches the application, so this module writes its answer.
 from __future__ import annotations
 
 import asyncio
+import select
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any, NamedTuple
 
 import msgspec
 from uvicorn.protocols.http.flow_control import FlowControl
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from ostinato.api.base.errors import error_body
 from ostinato.api.base.request_context import new_request_id, request_id_headers
@@ -24,18 +25,25 @@ from ostinato.runtime.errors import InvalidRequestError
 
 __all__ = ("HttpProtocol", "ReceiveLimits")
 
-# Bytes that are parsed before other connections get a turn: 2 ms of the smallest chunks.
+# Bytes that are parsed before other connections get a turn. With the smallest chunks, parsing
+# them takes 2 ms.
 _SLICE = 16 << 10
 # A refused client may still be sending. Closing at once would reset the connection before the
 # client has read the answer.
 _LINGER_S = 2.0
+# While nothing is read, the event loop does not see that a client has left. The system is asked so
+# often instead.
+_LOOK_S = 0.5
+# Linux has POLLRDHUP. Elsewhere a client that left is seen when it has closed both directions.
+_LEFT = getattr(select, "POLLRDHUP", 0) | select.POLLHUP | select.POLLERR
 
 
 class ReceiveLimits(NamedTuple):
     """Limits of what a client sends.
 
     `header_bytes` counts the request line, the headers, trailers and what stands between the chunks
-    of a body. The seconds count from the first byte that the server waits for to the last.
+    of a body. The seconds count from when the server begins to
+    wait for the first byte until it has the last one.
     """
 
     header_bytes: int
@@ -60,11 +68,22 @@ class ReceiveLimits(NamedTuple):
 
 
 class _Flow(FlowControl):
-    """Records whether uvicorn pauses reading; the protocol resumes the transport."""
+    """Records whether uvicorn pauses reading; the protocol pauses and resumes the transport."""
 
-    def __init__(self, transport: asyncio.Transport, on_resume: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        transport: asyncio.Transport,
+        on_pause: Callable[[], None],
+        on_resume: Callable[[], None],
+    ) -> None:
         super().__init__(transport)
+        self._on_pause = on_pause
         self._on_resume = on_resume
+
+    def pause_reading(self) -> None:
+        if not self.read_paused:
+            self.read_paused = True
+            self._on_pause()
 
     def resume_reading(self) -> None:
         if self.read_paused:
@@ -76,7 +95,7 @@ class HttpProtocol(HttpToolsProtocol):
     """One connection.
 
     Args:
-        limits: of what the client may send.
+        limits: the limits of what the client may send.
         count_refusal: called with the HTTP status of each request that is refused here.
         uvicorn: keyword arguments of uvicorn's protocol.
     """
@@ -90,7 +109,10 @@ class HttpProtocol(HttpToolsProtocol):
         self._unparsed = bytearray()
         self._feeding: asyncio.Handle | None = None
         self._timer: asyncio.TimerHandle | None = None
-        # Bytes since the request before ended, or since the headers or the last byte of the body.
+        self._watch: asyncio.TimerHandle | None = None  # runs while the transport is paused
+        self._answered: RequestResponseCycle | None = None  # the request that is being answered
+        # Bytes received since the latest of these: the end of the request before, the end of the
+        # headers, a byte of the body.
         self._num_overhead = 0
         self._is_in_body = False  # the headers of the present request are complete, its body is not
         self._has_begun = False  # some of the present request has come
@@ -98,7 +120,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.flow = _Flow(transport, self._read_on)
+        self.flow = _Flow(transport, self._pause, self._read_on)
         if len(self.connections) > self._limits.num_connections:
             self._refuse_connection()
         else:
@@ -106,7 +128,13 @@ class HttpProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        self._stop_watch()
         self._unparsed.clear()
+        cycle = self._answered
+        if cycle is not None and not cycle.response_complete:
+            # uvicorn does this for the last request that it has read.
+            cycle.disconnected = True
+            cycle.message_event.set()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -131,7 +159,7 @@ class HttpProtocol(HttpToolsProtocol):
             del self._unparsed[:_SLICE]
             self._parse(part)
         if self._unparsed:
-            self.transport.pause_reading()
+            self._pause()
         self._read_on()
 
     def _read_on(self) -> None:
@@ -140,7 +168,31 @@ class HttpProtocol(HttpToolsProtocol):
         if self._unparsed:
             self._feeding = self.loop.call_soon(self._feed)
         else:
+            self._stop_watch()
             self.transport.resume_reading()
+
+    def _pause(self) -> None:
+        """Read nothing from the connection until `_read_on`, and look whether the client leaves."""
+        self.transport.pause_reading()
+        if self._watch is None:
+            self._watch = self.loop.call_later(_LOOK_S, self._look)
+
+    def _look(self) -> None:
+        """Close the connection if the client has closed its end."""
+        self._watch = None
+        if self.transport.is_closing():
+            return
+        poll = select.poll()
+        poll.register(self.transport.get_extra_info("socket").fileno(), _LEFT)
+        if poll.poll(0):
+            self.transport.close()
+        else:
+            self._watch = self.loop.call_later(_LOOK_S, self._look)
+
+    def _stop_watch(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+            self._watch = None
 
     def _parse(self, data: bytes) -> None:
         limit = self._limits.header_bytes
@@ -180,6 +232,10 @@ class HttpProtocol(HttpToolsProtocol):
         self._num_overhead = 0
         self._stop_timer()
         super().on_message_complete()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._answered = cycle
+        super()._start_asgi_task(cycle, app)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -222,7 +278,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._count_refusal(503)
         text = (
             f"the server has {self._limits.num_connections} open connections, which is its limit "
-            "(ulimit -n less the files that the server needs itself); try again later"
+            "(ulimit -n minus the files that the server itself needs); try again later"
         )
         error = InvalidRequestError(text, code="too_many_connections", status=503)
         self.transport.write(_answer(error))
@@ -250,6 +306,7 @@ class HttpProtocol(HttpToolsProtocol):
             cycle.message_event.set()
         if may_answer:
             self.transport.write(_answer(InvalidRequestError(message, code=code, status=status)))
+        self._stop_watch()
         self.transport.resume_reading()
         self.loop.call_later(_LINGER_S, self.transport.close)
 

@@ -13,9 +13,8 @@ import msgspec
 __all__ = ("json_parts",)
 
 _encode = msgspec.json.Encoder().encode
-_ENTRIES = (
-    256  # of a list that are encoded in one call: a millisecond for 20 log-probabilities each
-)
+# Items of a list that are encoded in one call: a millisecond if each has 20 log-probabilities.
+_ENTRIES = 256
 
 
 def json_parts(value: object) -> Iterator[bytes]:

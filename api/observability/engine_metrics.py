@@ -109,7 +109,9 @@ class MachineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         statuses = [replica.status for replica in self._engine.replicas]
-        use = self._probe.read([one.pid for one in statuses], [one.rank_pids for one in statuses])
+        use = self._probe.read(
+            [one.local_pid for one in statuses], [one.local_rank_pids for one in statuses]
+        )
         processes = use.processes
         yield _by_label(
             CounterMetricFamily,
@@ -293,6 +295,10 @@ def _drafts(speculation: SpeculationStats) -> Iterator[Metric]:
         "accepted_draft_tokens": (
             "Draft tokens that plain decoding gave too.",
             speculation.num_accepted_tokens,
+        ),
+        "drafting_seconds": (
+            "Seconds that a draft model or a head took, beside the steps of the model.",
+            speculation.drafting_seconds,
         ),
     }
     for name, (text, value) in counters.items():

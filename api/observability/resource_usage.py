@@ -20,7 +20,7 @@ __all__ = ("GpuUse", "MachineProbe", "MachineUse", "ProcessUse")
 class ProcessUse(msgspec.Struct, frozen=True):
     """One process."""
 
-    cpu_seconds: float  # of user and system
+    cpu_seconds: float  # time in user mode and in the system
     resident_bytes: int
     num_threads: int
 
@@ -40,7 +40,7 @@ class GpuUse(msgspec.Struct, frozen=True):
 class MachineUse(msgspec.Struct, frozen=True):
     """One reading."""
 
-    # By name: "api", "engine" (its first rank), "engine rank 1". With several engines the names are
+    # Keys are "api", "engine" (its first rank) and "engine rank 1". With several engines they are
     # "engine 0", "engine 0 rank 1" and so on. Processes that do not run are left out.
     processes: dict[str, ProcessUse]
     num_cpus: int  # processors that this process may use
@@ -63,7 +63,7 @@ class MachineProbe:
 
         Args:
             engine_pids: process ids of the engines; None = it does not run.
-            rank_pids: of each engine, the process ids of its ranks after the first; empty = none.
+            rank_pids: for each engine, the process ids of its ranks after the first; empty = none.
         """
         import psutil
 

@@ -34,7 +34,7 @@ class TraceRecorder:
         block_size: tokens of a block.
 
     Raises:
-        StartupError: the file can not be written.
+        StartupError: the file cannot be written.
     """
 
     def __init__(self, path: str, block_size: int) -> None:
@@ -42,7 +42,7 @@ class TraceRecorder:
             self._file = expand_user(path).open("a", encoding="utf-8", buffering=1)
         except OSError as error:
             raise StartupError(
-                f"server.record_trace={path} can not be written: {error.strerror}"
+                f"server.record_trace={path} cannot be written: {error.strerror}"
             ) from error
         self._path = path
         self._is_broken = False
@@ -80,13 +80,13 @@ class TraceRecorder:
         except OSError as error:
             self._is_broken = True
             _LOG.error(
-                "server.record_trace=%s can not be written any more, recording has ended: %s",
+                "server.record_trace=%s cannot be written any more, recording has ended: %s",
                 self._path,
                 error.strerror or error,
             )
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # what is left in a buffer can not be written either
+        with contextlib.suppress(OSError):  # what is left in a buffer cannot be written either
             self._file.close()
 
     def _number(self, digest: bytes) -> int:

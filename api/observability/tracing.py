@@ -42,7 +42,7 @@ class Tracer:
     """Creates and exports spans.
 
     Args:
-        endpoint: of an OTLP collector over HTTP, with its path.
+        endpoint: the URL of an OTLP collector over HTTP, with the path.
 
     Raises:
         StartupError: the SDK is not installed.

@@ -62,8 +62,8 @@ def check(body: CompletionRequest) -> None:
         )
     if body.echo and body.logprob_token_ids:
         raise InvalidRequestError(
-            "logprob_token_ids needs echo=false: of a prompt's tokens only the likeliest are"
-            " reported",
+            "logprob_token_ids needs echo=false: for the tokens of a prompt only the likeliest"
+            " alternatives are reported",
             param="logprob_token_ids",
             code="invalid_value",
         )

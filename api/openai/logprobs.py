@@ -149,7 +149,7 @@ def prompt_logprobs(
     The entry of the first token is None.
 
     Args:
-        logprobs: of the tokens after the first; None = they were not computed.
+        logprobs: log-probabilities of the tokens after the first; None = they were not computed.
     """
     if logprobs is None:
         return [None] * len(prompt_token_ids)

@@ -86,11 +86,11 @@ class PreparedPrompt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     token_ids: list[int]
     max_tokens: int | None
     report: PromptReport = PromptReport()  # what the reply shows of it
-    echo: str | None = None  # its text as the completion repeats it; None = it does not
+    echo: str | None = None  # its text if the completion repeats it
 
 
 class PreparedCompletion(_StreamFields, frozen=True, kw_only=True):
-    """A request of `/v1/completions`; what all prompts have in common is sent once."""
+    """A request of `/v1/completions`; values that are equal for all prompts are sent once."""
 
     first: Generation  # without token ids
     prompts: list[PreparedPrompt]

@@ -99,7 +99,7 @@ class ChatReply:
                 delta = self._parser.feed(output)
                 self._tally.add(0, output, delta.num_reasoning_tokens)
                 collect_delta(answers, delta)
-        # In a thread, as many log-probabilities take seconds.
+        # In a thread, because many log-probabilities take seconds.
         response = await asyncio.to_thread(
             chat.to_response,
             self._head,
@@ -235,7 +235,7 @@ class CompletionReply:
         return chunks if chunk is None else [*chunks, chunk]
 
     def _with_report(self, chunk: Completion, prompt_index: int, begun: set[int]) -> Completion:
-        """Add what the request asked to be told of its prompt to each choice's first chunk."""
+        """Add the reports on the prompt that the request asked for to each choice's first chunk."""
         choice = chunk.choices[0]
         if choice.index in begun:
             return chunk

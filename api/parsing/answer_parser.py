@@ -28,7 +28,7 @@ class AnswerForm(msgspec.Struct, frozen=True, kw_only=True):
     call_format: str = ""  # the name of one of FORMATS; empty = there are no calls
     is_constrained: bool = False  # a grammar enforces the shape of calls
     tool_names: frozenset[str] = frozenset()
-    custom_names: frozenset[str] = frozenset()  # those of them that are custom tools
+    custom_names: frozenset[str] = frozenset()  # the functions that are custom tools
     # Function -> parameter -> the JSON types that its schema allows, for formats that need them.
     parameter_types: dict[str, dict[str, tuple[str, ...]]] = {}
     max_calls: int | None = None

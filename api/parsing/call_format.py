@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import msgspec
 
 from ostinato.api.parsing.bodies.body_reader import BodyReader, ParameterTypes
+from ostinato.api.parsing.bodies.escaped_bodies import EscapedBody, EscapedLayout
 from ostinato.api.parsing.bodies.json_bodies import ShapedBody
 from ostinato.api.parsing.bodies.python_bodies import OnePythonBody, PythonLayout
 from ostinato.api.parsing.bodies.tagged_bodies import TaggedBody, TagLayout
@@ -32,16 +33,16 @@ class ArgumentStyle(Protocol):
         ...
 
     def part(self, function: str, schema: dict[str, Any] | None, *, strict: bool) -> dict[str, Any]:
-        """The format tree, of a structural tag, that the arguments of a function match.
+        """The part of a structural tag that describes the arguments of a function.
 
         Raises:
-            InvalidRequestError: the schema asks for what can not be written or, with `strict`,
+            InvalidRequestError: the schema asks for what cannot be written or, with `strict`,
                 enforced in this style.
         """
         ...
 
     def raw_ends(self, key: str) -> tuple[str, str]:
-        """What stands around the one argument `key` if its text stands as it is."""
+        """The texts before and after the only argument `key`, if its value is written verbatim."""
         ...
 
 
@@ -65,6 +66,8 @@ class CallFormat(msgspec.Struct, frozen=True, kw_only=True):
     name: str  # its key in FORMATS
     marks: tuple[str, ...] = ()  # texts; a template of this format has one of them
     also: str = ""  # a text that such a template has as well
+    # Of models that write this format, if their template has no mark of any format.
+    architectures: tuple[str, ...] = ()
     openings: tuple[str, ...] = ()  # markers that open a call anywhere in the answer
     brackets: str = ""  # open a call without a marker
     # Markers and brackets that open a further call directly behind one.
@@ -112,4 +115,6 @@ class CallFormat(msgspec.Struct, frozen=True, kw_only=True):
             return TaggedBody(self.style, opening, types, streams=True)
         if isinstance(self.style, PythonLayout):
             return OnePythonBody(self.shape, opening)
+        if isinstance(self.style, EscapedLayout):
+            return EscapedBody(streams=True)
         return ShapedBody(self.shape, opening)

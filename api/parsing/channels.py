@@ -34,7 +34,7 @@ class ChannelSplitter:
 
     def __init__(self) -> None:
         self._buffer = ""
-        self._kind: type[Reasoning | Content] | None = None  # of the present message's text
+        self._kind: type[Reasoning | Content] | None = None  # what the message's text becomes
         self._separator = ""  # before the next text of this kind
         self._last: type[Reasoning | Content] | None = None
         self._skips = 0  # characters at the buffer's beginning that end no message

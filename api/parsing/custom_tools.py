@@ -1,6 +1,6 @@
 """Calls of custom tools: a model writes them as calls of a function with one text, `input`.
 
-Where the tool has a Lark grammar, the text can not be held to it within a JSON string. Then the
+Where the tool has a Lark grammar, the text cannot be held to it within a JSON string. Then the
 text stands between quote marks as it is, and a line end separates it from the closing one.
 """
 
@@ -39,7 +39,7 @@ def as_arguments(text: str) -> dict[str, Any]:
 
 
 def raw_arguments(text: str, *, is_whole: bool) -> str:
-    """The same as JSON, from text that stands as it is; without its end unless it is whole.
+    """The same as JSON, from text that is written verbatim; without its end unless it is whole.
 
     The JSON of a text begins with the JSON of a shorter one.
     """
@@ -51,12 +51,12 @@ class CustomInputs:
     """Puts the text that a custom tool is called with in the place of its JSON.
 
     Args:
-        names: of the custom tools.
+        names: the names of the custom tools.
     """
 
     def __init__(self, names: Collection[str]) -> None:
         self._names = names
-        self._json: str | None = None  # of the present call, not yet read; None = of a function
+        self._json: str | None = None  # unread JSON of a custom tool's call; None = another call
         self._is_inside = False  # the string has begun
 
     def feed(self, events: Iterable[Event]) -> list[Event]:

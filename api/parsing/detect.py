@@ -1,4 +1,6 @@
-"""Detects a model's formats of tool calls and reasoning from its chat template or configuration."""
+"""Detects a model's formats of tool calls and reasoning: from its chat template, its architecture,
+or the configuration.
+"""
 
 from __future__ import annotations
 
@@ -33,13 +35,23 @@ class TemplateTraits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def traits(
-    source: str, tool_parser: ToolParserName, reasoning_parser: ReasoningParserName
+    source: str,
+    tool_parser: ToolParserName,
+    reasoning_parser: ReasoningParserName,
+    architecture: str = "",
 ) -> TemplateTraits:
-    """The traits of the template `source`, under the configured choice of parsers."""
+    """The traits of the template `source`, under the configured choice of parsers.
+
+    Args:
+        source: the template.
+        tool_parser: the configured format of calls.
+        reasoning_parser: the configured markers of reasoning.
+        architecture: of the model, for a template without marks; empty = not known.
+    """
     knows_tools = _TOOLS.search(source) is not None
     return TemplateTraits(
         knows_tools=knows_tools,
-        calls=_calls(source, knows_tools, tool_parser),
+        calls=_calls(source, knows_tools, tool_parser, architecture),
         reasoning=_reasoning(source, reasoning_parser),
         has_reasoning_effort="reasoning_effort" in source,
         has_enable_thinking="enable_thinking" in source,
@@ -48,14 +60,18 @@ def traits(
     )
 
 
-def _calls(source: str, knows_tools: bool, chosen: ToolParserName) -> CallFormat | None:
+def _calls(
+    source: str, knows_tools: bool, chosen: ToolParserName, architecture: str
+) -> CallFormat | None:
     if chosen is ToolParserName.mistral and _has(FORMATS["mistral_args"], source):
         chosen = ToolParserName.mistral_args  # both layouts are read; this one is written
     if chosen is not ToolParserName.auto:
         return FORMATS.get(chosen.value)
     if not knows_tools:
         return FORMATS["json"]
-    return next((row for row in FORMATS.values() if _has(row, source)), None)
+    rows = FORMATS.values()
+    found = next((row for row in rows if _has(row, source)), None)
+    return found or next((row for row in rows if architecture in row.architectures), None)
 
 
 def _has(row: CallFormat, source: str) -> bool:

@@ -33,10 +33,10 @@ class Content(msgspec.Struct, frozen=True, gc=False):
 class CallBegins(msgspec.Struct, frozen=True, gc=False):
     """A tool call; its arguments follow in one or several pieces.
 
-    Those of a function are JSON text, those of a custom tool the text that it is called with.
+    A function's arguments are JSON text. A custom tool's are the text that it is called with.
     """
 
-    index: int  # of the call within the answer, from 0
+    index: int  # the call's place in the answer, from 0
     name: str
     id: str | None = None  # when the model wrote one
     is_custom: bool = False
@@ -82,7 +82,7 @@ class Message(msgspec.Struct, kw_only=True):
 
 
 def merge(events: Iterable[Event]) -> list[Event]:
-    """The events with consecutive ones of one kind joined: independent of how the text was cut."""
+    """Join consecutive events of one kind; the result does not depend on how the text was cut."""
     merged: list[Event] = []
     for event in events:
         last = merged[-1] if merged else None

@@ -7,13 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import msgspec
-
 from ostinato.api.parsing.bodies.body_reader import BodyReader, ParameterTypes
+from ostinato.api.parsing.bodies.escaped_bodies import EscapedBody, EscapedLayout
 from ostinato.api.parsing.bodies.json_bodies import Header, JsonBody, ListOrNamedBody, NamedBody
 from ostinato.api.parsing.bodies.python_bodies import PythonBody, PythonLayout
+from ostinato.api.parsing.bodies.tag_layouts import (
+    DSML,
+    FUNCTION_TAGS,
+    GLM,
+    MINIMAX,
+    SEED,
+    STEP,
+)
 from ostinato.api.parsing.bodies.tagged_bodies import TaggedBody, TagLayout
 from ostinato.api.parsing.call_format import CallFormat, MakeReader
+from ostinato.api.parsing.call_shapes import json_shape, list_shape, tag_shape
 from ostinato.runtime.types.structured_outputs import ToolCallFormat
 
 __all__ = ("FORMATS",)
@@ -31,83 +39,47 @@ def _tags(layout: TagLayout) -> MakeReader:
     return lambda opening, types: TaggedBody(layout, opening, types, streams=False)
 
 
-def _json_shape(key: str = "arguments", end: str = "}", **fields: str) -> ToolCallFormat:
-    """Calls as objects with the keys `name` and `key`."""
-    return ToolCallFormat(
-        **{"begin": '{"name": "', "middle": f'", "{key}": ', "end": end, "trigger": "", **fields}
-    )
-
-
-def _list_shape(opening: str, closing: str = "") -> ToolCallFormat:
-    """Calls as one JSON list."""
-    return _json_shape(
-        opening=opening + "[",
-        separator=", ",
-        closing="]" + closing,
-        trigger=opening or '[{"name": "',
-    )
-
-
 _MISTRAL = Header(id_marker="[CALL_ID]", after=("[ARGS]",))
 _DEEPSEEK_BLOCK = {
     "opening": "<｜tool▁calls▁begin｜>",
     "closing": "<｜tool▁calls▁end｜>",
     "trigger": "<｜tool▁calls▁begin｜>",
 }
-_GLM = TagLayout(
-    key_begin="<arg_key>",
-    key_end="</arg_key>",
-    value_begin="<arg_value>",
-    value_end="</arg_value>",
-    function_end="</tool_call>",
-)
-_FUNCTION_TAGS = TagLayout(
-    function_begin="<function=",
-    name_end=">",
-    key_begin="<parameter=",
-    key_end=">",
-    value_end="</parameter>",
-    function_end="</function>",
-    own_lines=True,
-)
-_SEED = msgspec.structs.replace(_FUNCTION_TAGS, own_lines=False)
-_MINIMAX = TagLayout(
-    function_begin='<invoke name="',
-    name_end='">',
-    key_begin='<parameter name="',
-    key_end='">',
-    value_end="</parameter>",
-    function_end="</invoke>",
-)
-_STEP = TagLayout(
-    before=("<｜tool_call_begin｜>", "function", "<｜tool_sep｜>"),
-    function_begin='<steptml:invoke name="',
-    name_end='">',
-    key_begin='<steptml:parameter name="',
-    key_end='">',
-    value_end="</steptml:parameter>",
-    function_end="</steptml:invoke>",
-)
 _OLMO = PythonLayout(begin="", separator="", end="</function_calls>")
 _PYTHON_LIST = ToolCallFormat(
     opening="[", begin="", middle="(", end=")", separator=", ", closing="]", trigger=""
 )
 
 
-def _tag_shape(layout: TagLayout, before: str, after: str, **block: str) -> ToolCallFormat:
-    """Calls with tags; `before` and `after` are the markers of one call."""
-    return ToolCallFormat(
-        begin=f"{before}{layout.function_begin}",
-        middle=f"{layout.name_end}\n",
-        end=f"{layout.function_end}{after}",
-        **{"trigger": before, **block},
+def _dsml(name: str, block: str, *marks: str, architectures: tuple[str, ...] = ()) -> CallFormat:
+    """A row of DeepSeek's markup, whose calls stand in a tag `block`."""
+    opening, closing = f"<｜DSML｜{block}>", f"</｜DSML｜{block}>"
+    return CallFormat(
+        name=name,
+        marks=marks,
+        architectures=architectures,
+        openings=(opening,),
+        next_openings=(DSML.function_begin,),
+        closings=(closing,),
+        reader=_tags(DSML),
+        style=DSML,
+        shape=tag_shape(
+            DSML,
+            "",
+            "\n",
+            opening=f"{opening}\n",
+            closing=closing,
+            separator="",
+            trigger=opening,
+        ),
     )
 
 
-# In the order of recognition: of two rows whose marks a template has, the first one counts.
+# If a template has the marks of two rows, the first row counts.
 _ROWS = (
     CallFormat(
         name="openai",  # gpt-oss: a message to a function, as `channels.py` passes it on
+        architectures=("GptOssForCausalLM",),
         marks=("<|channel|>commentary",),
         openings=("<|channel|>commentary to=functions.",),
         closings=("<|call|>",),
@@ -146,14 +118,15 @@ _ROWS = (
     ),
     CallFormat(
         name="minimax_m2",
+        architectures=("MiniMaxM2ForCausalLM",),
         marks=("<minimax:tool_call>",),
         openings=("<minimax:tool_call>",),
-        next_openings=(_MINIMAX.function_begin,),
+        next_openings=(MINIMAX.function_begin,),
         closings=("</minimax:tool_call>",),
-        reader=_tags(_MINIMAX),
-        style=_MINIMAX,
-        shape=_tag_shape(
-            _MINIMAX,
+        reader=_tags(MINIMAX),
+        style=MINIMAX,
+        shape=tag_shape(
+            MINIMAX,
             "",
             "\n",
             opening="<minimax:tool_call>\n",
@@ -164,13 +137,14 @@ _ROWS = (
     ),
     CallFormat(
         name="seed_oss",
+        architectures=("SeedOssForCausalLM",),
         marks=("<seed:tool_call>",),
         openings=("<seed:tool_call>",),
         closings=("</seed:tool_call>",),
-        reader=_tags(_SEED),
-        style=_SEED,
-        shape=_tag_shape(
-            _SEED, "<seed:tool_call>\n", "\n</seed:tool_call>", trigger="<seed:tool_call>"
+        reader=_tags(SEED),
+        style=SEED,
+        shape=tag_shape(
+            SEED, "<seed:tool_call>\n", "\n</seed:tool_call>", trigger="<seed:tool_call>"
         ),
     ),
     CallFormat(
@@ -179,17 +153,30 @@ _ROWS = (
         openings=("<｜tool_calls_begin｜>",),
         next_openings=("<｜tool_call_begin｜>",),
         closings=("<｜tool_call_end｜>", "<｜tool_calls_end｜>"),
-        reader=_tags(_STEP),
-        style=_STEP,
+        reader=_tags(STEP),
+        style=STEP,
         inner=("<｜tool_sep｜>",),
-        shape=_tag_shape(
-            _STEP,
+        shape=tag_shape(
+            STEP,
             "<｜tool_call_begin｜>function<｜tool_sep｜>",
             "<｜tool_call_end｜>",
             opening="<｜tool_calls_begin｜>",
             closing="<｜tool_calls_end｜>",
             trigger="<｜tool_calls_begin｜>",
         ),
+    ),
+    _dsml(
+        "deepseek_v4",
+        "tool_calls",
+        "<｜DSML｜tool_calls>",
+        architectures=("DeepseekV4ForCausalLM",),
+    ),
+    _dsml(
+        "deepseek_v32",
+        "function_calls",
+        "<｜DSML｜function_calls>",
+        "<｜DSML｜invoke",
+        architectures=("DeepseekV32ForCausalLM",),
     ),
     CallFormat(
         name="deepseek_v3",
@@ -224,12 +211,47 @@ _ROWS = (
         ),
     ),
     CallFormat(
+        name="functiongemma",
+        marks=("<start_function_call>",),
+        openings=("<start_function_call>",),
+        closings=("<end_function_call>",),
+        reader=lambda opening, types: EscapedBody(streams=False),
+        style=EscapedLayout(),
+        inner=("<escape>",),
+        shape=ToolCallFormat(
+            begin="<start_function_call>call:",
+            middle="{",
+            end="}<end_function_call>",
+            separator="",
+            trigger="<start_function_call>",
+        ),
+    ),
+    CallFormat(
+        name="lfm2",
+        marks=("<|tool_list_start|>", "<|tool_call_start|>"),
+        architectures=("Lfm2ForCausalLM", "Lfm2MoeForCausalLM"),
+        openings=("<|tool_call_start|>",),
+        closings=("<|tool_call_end|>",),
+        reader=lambda opening, types: PythonBody(PythonLayout()),
+        style=PythonLayout(),
+        shape=ToolCallFormat(
+            opening="<|tool_call_start|>[",
+            begin="",
+            middle="(",
+            end=")",
+            separator=", ",
+            closing="]<|tool_call_end|>",
+            trigger="<|tool_call_start|>",
+        ),
+    ),
+    CallFormat(
         name="longcat",
+        architectures=("LongcatFlashForCausalLM",),
         marks=("<longcat_tool_call>",),
         openings=("<longcat_tool_call>",),
         closings=("</longcat_tool_call>",),
         reader=_json,
-        shape=_json_shape(
+        shape=json_shape(
             begin='<longcat_tool_call>\n{"name": "',
             end="}\n</longcat_tool_call>",
             trigger="<longcat_tool_call>",
@@ -237,22 +259,24 @@ _ROWS = (
     ),
     CallFormat(
         name="qwen3_coder",
+        architectures=("Step3p5ForCausalLM",),
         marks=("<function=",),
         also="<tool_call>",
-        openings=("<tool_call>", _FUNCTION_TAGS.function_begin),
+        openings=("<tool_call>", FUNCTION_TAGS.function_begin),
         closings=("</tool_call>",),
-        reader=_tags(_FUNCTION_TAGS),
-        style=_FUNCTION_TAGS,
-        shape=_tag_shape(_FUNCTION_TAGS, "<tool_call>\n", "\n</tool_call>", trigger="<tool_call>"),
+        reader=_tags(FUNCTION_TAGS),
+        style=FUNCTION_TAGS,
+        shape=tag_shape(FUNCTION_TAGS, "<tool_call>\n", "\n</tool_call>", trigger="<tool_call>"),
     ),
     CallFormat(
         name="glm45",
+        architectures=("Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM"),
         marks=("<arg_key>",),
         openings=("<tool_call>",),
-        reader=_tags(_GLM),
-        style=_GLM,
+        reader=_tags(GLM),
+        style=GLM,
         inner=("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "</tool_call>"),
-        shape=_tag_shape(_GLM, "<tool_call>", ""),
+        shape=tag_shape(GLM, "<tool_call>", ""),
     ),
     CallFormat(
         name="hermes",
@@ -260,7 +284,7 @@ _ROWS = (
         openings=("<tool_call>",),
         closings=("</tool_call>",),
         reader=_json,
-        shape=_json_shape(
+        shape=json_shape(
             begin='<tool_call>\n{"name": "', end="}\n</tool_call>", trigger="<tool_call>"
         ),
     ),
@@ -272,20 +296,22 @@ _ROWS = (
         next_brackets="{",
         closings=("</tool_calls>",),
         reader=_json,
-        shape=_json_shape(
+        shape=json_shape(
             opening="<tool_calls>\n", closing="\n</tool_calls>", trigger="<tool_calls>"
         ),
     ),
     CallFormat(
         name="jamba",
+        architectures=("HunYuanMoEV1ForCausalLM", "JambaForCausalLM"),
         marks=("<tool_calls>",),
         openings=("<tool_calls>",),
         closings=("</tool_calls>",),
         reader=_json,
-        shape=_list_shape("<tool_calls>", "</tool_calls>"),
+        shape=list_shape("<tool_calls>", "</tool_calls>"),
     ),
     CallFormat(
         name="olmo3",
+        architectures=("Olmo3ForCausalLM",),
         marks=("<function_calls>",),
         openings=("<function_calls>",),
         reader=lambda opening, types: PythonBody(_OLMO),
@@ -302,6 +328,7 @@ _ROWS = (
     ),
     CallFormat(
         name="llama4_pythonic",
+        architectures=("Llama4ForCausalLM",),
         marks=("[func_name1(",),
         also="<|header_start|>",
         openings=("<|python_start|>",),
@@ -325,21 +352,22 @@ _ROWS = (
         openings=("functools", "<|tool_call|>"),
         closings=("<|/tool_call|>",),
         reader=_json,
-        shape=_list_shape("<|tool_call|>", "<|/tool_call|>"),
+        shape=list_shape("<|tool_call|>", "<|/tool_call|>"),
     ),
     CallFormat(
         name="granite",
+        architectures=("GraniteForCausalLM", "GraniteMoeForCausalLM"),
         marks=("<|tool_call|>",),
         openings=("<|tool_call|>", "<tool_call>"),
         reader=_json,
-        shape=_list_shape("<|tool_call|>"),
+        shape=list_shape("<|tool_call|>"),
     ),
     CallFormat(
         name="granite_20b_fc",
         marks=("<function_call>",),
         openings=("<function_call>",),
         reader=_json,
-        shape=_json_shape(begin='<function_call> {"name": "', trigger="<function_call>"),
+        shape=json_shape(begin='<function_call> {"name": "', trigger="<function_call>"),
     ),
     CallFormat(
         name="mistral_args",  # since the tokenizer of version 11
@@ -359,17 +387,18 @@ _ROWS = (
         openings=("[TOOL_CALLS]",),
         reader=lambda opening, types: ListOrNamedBody(_MISTRAL),
         inner=("[ARGS]", "[CALL_ID]"),
-        shape=_list_shape("[TOOL_CALLS]"),
+        shape=list_shape("[TOOL_CALLS]"),
         short_ids=True,
     ),
     CallFormat(
         name="internlm2",
+        architectures=("InternLM2ForCausalLM",),
         marks=("<|plugin|>",),
         openings=("<|action_start|><|plugin|>",),
         closings=("<|action_end|>",),
         reader=_json,
         inner=("<|action_start|>", "<|plugin|>"),
-        shape=_json_shape(
+        shape=json_shape(
             "parameters",
             begin='<|action_start|><|plugin|>\n{"name": "',
             end="}<|action_end|>",
@@ -384,7 +413,7 @@ _ROWS = (
         brackets="[{",
         closings=("```", "</tool_call>"),
         reader=_json,
-        shape=_list_shape(""),
+        shape=list_shape(""),
     ),
     CallFormat(
         name="llama3_json",
@@ -393,7 +422,7 @@ _ROWS = (
         brackets="{",
         closings=(";",),
         reader=_json,
-        shape=_json_shape("parameters", trigger='{"name": "', separator="; "),
+        shape=json_shape("parameters", trigger='{"name": "', separator="; "),
     ),
     CallFormat(
         name="json",
@@ -401,7 +430,7 @@ _ROWS = (
         brackets="{[",
         closings=("```",),
         reader=_json,
-        shape=_json_shape(trigger='{"name": "'),
+        shape=json_shape(trigger='{"name": "'),
     ),
 )
 FORMATS: Mapping[str, CallFormat] = {row.name: row for row in _ROWS}

@@ -109,7 +109,7 @@ class JsonScanner:
         return word.end() if _WHOLE_WORD.fullmatch(word[0]) else None
 
     def _string(self, text: str, begin: int) -> int | None:
-        """As `_token`, for a string; no character is scanned twice."""
+        """Like `_token`, for a string; no character is scanned twice."""
         match = _IN_STRING.match(text, max(begin + 1, self._string_end))
         end = self.known_end = match.end() if match else begin + 1
         if end == len(text) or _OPEN_ESCAPE.fullmatch(text, end):

@@ -38,7 +38,7 @@ class ReasoningMarkers(msgspec.Struct, frozen=True, kw_only=True):
         return (self.begin, self.end, *around, *own)
 
 
-# In the order of recognition: of two rows whose marks a template has, the first one counts.
+# If a template has the marks of two rows, the first row counts.
 REASONING: Mapping[str, ReasoningMarkers] = {
     "openai_gptoss": ReasoningMarkers(
         begin="<|channel|>analysis<|message|>",
@@ -84,7 +84,7 @@ class ReasoningSplitter:
     """Splits one answer; `feed` its text, then `finish`.
 
     Args:
-        markers: around the reasoning.
+        markers: the markers around the reasoning.
         is_open: the prompt ended with the first marker, so the answer begins within reasoning.
     """
 

@@ -31,7 +31,7 @@ class CallParser:
         form: how the model writes calls.
         names: names of the offered functions.
         max_calls: text after so many calls is dropped; None = no limit.
-        types: of the functions' parameters, for formats that need them.
+        types: the types of the functions' parameters, for formats that need them.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class CallParser:
     # state.
 
     def _at_bracket(self, events: list[Event]) -> bool:
-        """At the beginning of the text or after a call, where a bracket opens a call."""
+        """The state at the beginning of the text or after a call, where a bracket opens a call."""
         text = self._buffer.lstrip()
         if not text:
             return False

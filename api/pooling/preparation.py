@@ -61,13 +61,13 @@ class PreparedEmbedding(PreparedPooling, frozen=True, kw_only=True):
 
 
 class PreparedScores(PreparedPooling, frozen=True, kw_only=True):
-    # The two texts of each pair, as indices into the batch; None = the batch has the pairs, for a
-    # classification head.
+    # The two texts of each pair, as indices into the batch. None = each entry of the batch is a
+    # pair, which a classification head reads.
     pairs: list[tuple[int, int]] | None
 
 
 class PreparedRanking(PreparedScores, frozen=True, kw_only=True):
-    documents: list[str] | None  # to be shown again
+    documents: list[str] | None  # shown in the reply if the request asks for them
     top_n: int | None
 
 
@@ -138,7 +138,10 @@ def _scores(
     reply_id: str,
     param: str,
 ) -> PreparedScores:
-    """For the classification head if the model has one, else for the cosine of two vectors."""
+    """The pairs as inputs of the model's classification head; without one, each text by itself.
+
+    Then the score is the cosine of the two texts' vectors.
+    """
     model = preparation.model
     if len(pairs) > _MAX_PAIRS:
         raise InvalidRequestError(
@@ -175,7 +178,7 @@ def _scores(
 def _check(
     batch: Sequence[list[int]], params: PoolingParams, model: ServedModel, param: str
 ) -> None:
-    """Refuse a text that the model can not take, by the name of its field."""
+    """Refuse a text that the model cannot take, by the name of its field."""
     try:
         for token_ids in batch:
             check_pooling(token_ids, params, model)

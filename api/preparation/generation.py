@@ -62,7 +62,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str
     prompt_token_ids: list[int]
     sampling: SamplingParams
-    bad_words_token_ids: list[list[int]] = []  # of `sampling.bad_words`
+    bad_words_token_ids: list[list[int]] = []  # the token ids of `sampling.bad_words`
     prediction_token_ids: list[int] = []  # a guess of the answer
     priority: int = 0
     cache_salt: str = ""
@@ -114,7 +114,7 @@ def make_generation(
     """One prompt with its parameters: the request's, else the model's, else the server's.
 
     Args:
-        defaults: of the model and the server.
+        defaults: values of the model and the server for what the body leaves out.
         max_tokens: the limit that the request sets; None = `default_max_tokens`.
         reports: `logprobs` and `prompt_logprobs`: number of alternatives per position; None = no
             log-probabilities.
@@ -185,7 +185,7 @@ def with_thinking(generation: Generation, limit: ThinkingLimit) -> Generation:
     """A copy with a limit on its reasoning.
 
     Raises:
-        InvalidRequestError: the limit can not be combined with the other parameters.
+        InvalidRequestError: the limit cannot be combined with the other parameters.
     """
     try:
         sampling = msgspec.structs.replace(generation.sampling, thinking=limit)

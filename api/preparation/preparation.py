@@ -49,7 +49,7 @@ class PreparationSettings(msgspec.Struct, frozen=True, kw_only=True):
 class Arrival(msgspec.Struct, frozen=True, kw_only=True):
     """Facts about a request besides its body."""
 
-    request_id: str = ""  # that the client has given in a header, or that the reply gets
+    request_id: str = ""  # from the client's header, or made for the reply
     # The conversation that `previous_response_id` names, as JSON; None = it is not stored.
     stored_messages: msgspec.Raw | None = None
 
@@ -78,7 +78,7 @@ class Preparation:
 
     Args:
         source: the model and its tokenizer, read at each call.
-        settings: of the server.
+        settings: the settings of the server.
         begin_part: called before each part of the work that may take long.
         is_own_fork: whether this process prepares one request and ends.
     """

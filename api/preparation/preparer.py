@@ -6,13 +6,14 @@ of another. A fork has limits of processor time and memory, and ends when its cl
 A fork costs 20 to 40 ms, several times what preparing 12 kB takes. So requests up to 256 KiB are
 prepared one after the other in a few forks that stay. A larger request, and one with a template of
 its own, gets a new fork, which ends after this request. So its memory returns to the system, and a
-template can not affect another request. At most 8 forks work at a time for small requests, and 2
-for large ones, which have a lower priority.
+template cannot affect another request. At most 8 forks work at a time for small requests, 2 for
+large ones, and 2 for templates. Those of the last two kinds have a lower priority.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable
 from functools import cache
@@ -44,8 +45,8 @@ FORK_MODULE = "ostinato.api.server.preparation_main"
 # A body up to this size is prepared on the event loop: at most some 5 ms, whatever it has.
 _INLINE_BYTES = 4096
 _LARGE_BYTES = 256 << 10
-_NICENESS = 10  # of forks for large requests
-_NUM_TRIES = 3  # of a job whose process was killed from outside
+_NICENESS = 10  # the niceness of forks for large requests and for templates
+_NUM_TRIES = 3  # tries of a job whose process was killed from outside
 # What a body may need: its values, its text in several forms, and its tokens.
 _LEAST_MEMORY = 512 << 20
 _MEMORY_PER_BYTE = 160
@@ -90,7 +91,7 @@ class Preparer:
 
     Args:
         source: the model and its tokenizer, once the engine has started.
-        settings: of the server.
+        settings: the settings of the server.
     """
 
     def __init__(self, source: TextSource, settings: PreparationSettings) -> None:
@@ -100,11 +101,12 @@ class Preparer:
         self._server: ForkServer | None = None
         self._turns = asyncio.Semaphore(8)
         self._large_turns = asyncio.Semaphore(2)
+        self._own_turns = asyncio.Semaphore(2)  # small requests that need forks of their own
 
     def start(self) -> None:
         """Start the fork server, once the model is known: it takes a second to load the tokenizer.
 
-        If it can not be started now, the next request that needs it tries again.
+        If it cannot be started now, the next request that needs it tries again.
         """
         try:
             self._forks().start()
@@ -132,17 +134,16 @@ class Preparer:
             UnavailableError: no process could prepare it.
         """
         size = _size(data, arrival)
-        if size > _LARGE_BYTES:
-            async with self._large_turns:
-                limits = JobLimits(_memory(size), niceness=_NICENESS)
-                return await self._fork(prepare, data, arrival, limits)
-        async with self._turns:
-            limits = JobLimits(_memory(size), is_shared=True)
-            try:
-                return await self._fork(prepare, data, arrival, limits)
-            except ForkNeededError:
-                limits = limits._replace(is_shared=False)
-                return await self._fork(prepare, data, arrival, limits)
+        turns = self._large_turns
+        if size <= _LARGE_BYTES:
+            turns = self._own_turns
+            with contextlib.suppress(ForkNeededError):
+                async with self._turns:
+                    limits = JobLimits(_memory(size), is_shared=True)
+                    return await self._fork(prepare, data, arrival, limits)
+        async with turns:
+            limits = JobLimits(_memory(size), niceness=_NICENESS)
+            return await self._fork(prepare, data, arrival, limits)
 
     def close(self) -> None:
         """End the fork server."""
@@ -206,7 +207,7 @@ def _raise_for(error: JobError, *, is_last: bool) -> None:
     _LOG.warning("the process that prepares a request %s", error.reason.text)
     if is_last:
         raise UnavailableError(
-            f"the request can not be prepared now: the process for it {error.reason.text}; try"
+            f"the request cannot be prepared now: the process for it {error.reason.text}; try"
             " again later",
             code="helper_process",
         ) from error

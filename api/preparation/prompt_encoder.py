@@ -61,11 +61,11 @@ class PromptEncoder:
         """Token ids of a prompt; with truncation, at least the ones that are kept.
 
         Args:
-            fields: of the request; their range is checked later.
+            fields: limits from the request; their range is checked later.
             param: the field that the text comes from.
 
         Raises:
-            InvalidRequestError: the text is so long that it can not fit into the context.
+            InvalidRequestError: the text is so long that it cannot fit into the context.
         """
         tokenizer = self.tokenizer(param)
         limit = self._num_kept(fields)

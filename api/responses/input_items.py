@@ -29,8 +29,8 @@ def listed_items(given: str | Sequence[dict[str, Any]], response_id: str) -> lis
     """The items of an `input` as the list has them: each with an id, messages with parts.
 
     Args:
-        given: that `input_messages` takes.
-        response_id: of the reply; ids are made from it.
+        given: what `input_messages` takes.
+        response_id: the id of the reply; the ids of its items are made from it.
     """
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     stem = response_id.removeprefix("resp_")

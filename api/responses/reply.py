@@ -66,7 +66,7 @@ class ResponsesReply:
         stores: whether the reply is stored, under the request's id.
 
     Attributes:
-        input_items: of the request, a JSON list; empty unless it is stored.
+        input_items: the input items of the request, a JSON list; empty unless it is stored.
     """
 
     def __init__(

@@ -139,7 +139,7 @@ class CallOutputItem(
 ):
     call_id: NotEmpty
     output: str | list[InputTextPart]
-    name: str | None = None  # of the function; has no effect, because `call_id` names the call
+    name: str | None = None  # the function; has no effect, because `call_id` names the call
     caller: DirectCaller | None = None
 
 
@@ -319,7 +319,7 @@ class PromptFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """The fields that the prompt is made from, beside `input`."""
 
     model: str | None = None
-    instructions: str | None = None  # of this answer only; those of the stored reply are not used
+    instructions: str | None = None  # for this answer only; the stored reply's are not used
     previous_response_id: str | None = None
     tools: list[ToolDefinition | CustomToolDefinition] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
@@ -350,8 +350,9 @@ class ResponsesRequest(PromptFields, frozen=True, kw_only=True, forbid_unknown_f
     stream_options: StreamOptions | None = None
     include: list[Includable] | None = None
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
-    # These have no effect. The reply shows them, except `prompt_cache_options`.
-    max_tool_calls: Annotated[int, msgspec.Meta(ge=1)] | None = None  # of tools of the server
+    # These have no effect. The reply shows them, except `prompt_cache_options`. `max_tool_calls`
+    # would limit calls of tools that run on the server, and there are none.
+    max_tool_calls: Annotated[int, msgspec.Meta(ge=1)] | None = None
     metadata: Metadata | None = None
     prompt_cache_key: str | None = None
     prompt_cache_options: PromptCacheOptions | None = None

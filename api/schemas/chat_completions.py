@@ -201,7 +201,7 @@ class ChatChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | msgspec.UnsetType | None = msgspec.UNSET
-    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET  # of this chunk
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET  # the tokens of this chunk
 
 
 class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):

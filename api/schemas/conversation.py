@@ -95,11 +95,11 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     role: Role  # one that the chat template knows
     content: str | list[TextPart | RefusalPart] | None = None  # null only beside tool_calls
     name: str | None = None  # seen by templates that use it
-    tool_calls: list[MessageToolCall] | None = None  # of an assistant
-    tool_call_id: str | None = None  # of a tool: the call that it answers
-    reasoning: str | None = None  # of an assistant, for templates that show it again
+    tool_calls: list[MessageToolCall] | None = None  # role assistant
+    tool_call_id: str | None = None  # role tool: the call that this message answers
+    reasoning: str | None = None  # role assistant; for templates that show it again
     reasoning_content: str | None = None  # the same under its other name
-    refusal: str | None = None  # of an assistant, instead of content
+    refusal: str | None = None  # role assistant; instead of content
     # All other keys, for templates that use them. Clients send them on the same level.
     template_fields: dict[str, Any] | None = None
 

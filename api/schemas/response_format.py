@@ -44,7 +44,7 @@ class JsonObjectFormat(
 class NamedSchema(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     name: str  # the caller's label
     schema: dict[str, Any] | bool = msgspec.field(default_factory=lambda: {"type": "object"})
-    strict: bool | None = None  # false = keywords that can not be enforced are ignored
+    strict: bool | None = None  # false = keywords that cannot be enforced are ignored
     description: str | None = None  # not shown to the model
 
 

@@ -57,4 +57,4 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     system_fingerprint: str  # names the model and kernels, see docs/determinism.md
     choices: list[CompletionChoice]
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
-    trace: Timeline | msgspec.UnsetType = msgspec.UNSET  # of a stream: in a chunk without choices
+    trace: Timeline | msgspec.UnsetType = msgspec.UNSET  # streams: in a chunk without choices

@@ -58,7 +58,7 @@ async def invocations(request: HttpRequest, service: SharedService) -> Response[
         given = (one for one in _ENDPOINTS if getattr(fields, one) is not msgspec.UNSET)
         name = next(given, None)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        is_certain = False  # the endpoint says what is wrong
+        is_certain = False  # the endpoint reports what is wrong with the body
     if name is None and is_certain:
         raise InvalidRequestError(
             f"the body has none of the fields {', '.join(_ENDPOINTS)}; send one, which decides"

@@ -1,7 +1,7 @@
 """The web page at `/`, and the state of the engine at `/debug`.
 
 The page needs only files of this package. The Content-Security-Policy header forbids the browser to
-load other files, so that text of a model can not run code.
+load other files, so that text of a model cannot run code.
 """
 
 from __future__ import annotations
@@ -79,13 +79,13 @@ class PageState(msgspec.Struct, frozen=True):
     """The answer of `/debug/state`."""
 
     time: float  # seconds of time.monotonic()
-    problem: str | None  # why the engine does not serve, or its state can not be read
+    problem: str | None  # why the engine does not serve, or its state cannot be read
     model: PageModel | None  # None until the engine has started
     stats: dict[str, Any]  # `EngineStats` by name
     engine: dict[str, Any] | None  # `EngineState` by name, without its stats
     engine_pid: int | None
     engines: list[PageEngine]  # empty where there is one only
-    ranks: list[PageRank]  # of the shown engine; empty = the model is not divided
+    ranks: list[PageRank]  # ranks of the shown engine; empty = the model is not divided
     live: dict[str, Percentiles | None]  # latencies of the last 10 s
     use: MachineUse
 
@@ -156,7 +156,7 @@ async def _state(service: Service, number: int) -> PageState:
     stats = replicas[number].stats if engine is None else engine.stats
     statuses = [one.status for one in replicas]
     use = service.metrics.probe.read(
-        [one.pid for one in statuses], [one.rank_pids for one in statuses]
+        [one.local_pid for one in statuses], [one.local_rank_pids for one in statuses]
     )
     drafts = None if stats.speculation is None else _by_name(stats.speculation)
     return PageState(

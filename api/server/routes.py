@@ -27,11 +27,11 @@ class Version(msgspec.Struct, frozen=True):
     version: str
     layers: dict[str, int]  # captured | fx | inductor | eager
     isa: str  # instruction set of the CPU kernels; empty = none are used
-    # Of one layer's products: instruction set -> rows -> time. Empty = not compared.
+    # Times of one layer's products: instruction set -> rows -> time. Empty = not compared.
     isa_microseconds: dict[str, dict[str, float]]
     determinism: str  # bitwise | none, see docs/determinism.md
-    system_fingerprint: str  # that of answers
-    ranks: tuple[RankInfo, ...]  # of the first engine; empty = the model is not divided
+    system_fingerprint: str  # the `system_fingerprint` of answers
+    ranks: tuple[RankInfo, ...]  # ranks of the first engine; empty = the model is not divided
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import errno
 import functools
 import gc
@@ -29,6 +28,7 @@ from typing import TYPE_CHECKING, Any, Self
 from ostinato import __version__
 from ostinato.api.http.api_keys import with_keys
 from ostinato.api.observability.trace_recorder import TraceRecorder
+from ostinato.api.server.heap_memory import return_free_memory, return_large_blocks
 from ostinato.conf.root import RunConfig
 from ostinato.conf.server_schema import ServerConfig
 from ostinato.runtime.client.client import EngineClient
@@ -48,19 +48,17 @@ _LOG = logging.getLogger("ostinato.server")
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _FLUSH_S = 3  # time for connections to receive their last bytes
 _KEEP_ALIVE_S = 60
-_M_MMAP_THRESHOLD = -3  # of mallopt(3)
-_LARGE_BLOCK = 256 << 10  # bytes
 
 
 def serve(config: RunConfig) -> int:
     """Serve until a signal; returns the exit code.
 
     Raises:
-        StartupError: the port is taken, a file of the configuration is wrong, or the engine can
-            not start; one line that says why.
+        StartupError: the port is taken, a file of the configuration is wrong, or the engine
+            cannot start; one line that says why.
     """
     num_connections = reserve_files()
-    _return_large_blocks()
+    return_large_blocks()
     config = replace(config, server=with_keys(config.server))
     _check_tls(config.server)
     _configure_logging(config.server)
@@ -70,18 +68,6 @@ def serve(config: RunConfig) -> int:
         trace = TraceRecorder(config.server.record_trace, config.cache.block_size)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         return runner.run(_serve(config, listener, trace, num_connections))
-
-
-def _return_large_blocks() -> None:
-    """Let glibc return the memory of large request bodies to the system when it is freed.
-
-    glibc maps blocks above a threshold one by one, and unmaps them when they are freed. It raises
-    the threshold to the size of the largest freed block. Later bodies are then placed in the heaps,
-    beside small objects, and the heaps grow with each body. A fixed threshold prevents that.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:  # musl and macOS have none
-        mallopt(_M_MMAP_THRESHOLD, _LARGE_BLOCK)
 
 
 async def _serve(
@@ -108,7 +94,7 @@ class _Signals:
     Attributes:
         first: set by the first signal.
         second: set by the second signal.
-        exit_code: of the process after the signals so far.
+        exit_code: what the process returns after the signals so far.
     """
 
     def __init__(self) -> None:
@@ -171,6 +157,7 @@ class _Server:
         serving = asyncio.create_task(self._http.serve(sockets=[self._listener]))
         serving.add_done_callback(lambda _: signals.first.set())
         forcing = asyncio.create_task(self._force_exit())
+        returning = asyncio.create_task(return_free_memory())
         try:
             if await self._before_signal(self._start()):
                 await signals.first.wait()
@@ -181,6 +168,7 @@ class _Server:
             self._http.should_exit = True
             await serving
             forcing.cancel()
+            returning.cancel()
             await asyncio.to_thread(self._service.close)
         return signals.exit_code
 
@@ -250,8 +238,8 @@ class _Server:
         hints = f"  {count} engines, listed by {self._url}/health\n"
         if self._config.server.admin:
             hints += (
-                f"  new weights: curl -X POST {self._url}/reload_weights   "
-                f"rest an engine: curl -X POST {self._url}/engines/0/drain\n"
+                f"  load new weights: curl -X POST {self._url}/reload_weights   "
+                f"stop requests to engine 0: curl -X POST {self._url}/engines/0/drain\n"
             )
         return hints
 
@@ -282,7 +270,7 @@ def _http_server(
     from ostinato.api.service.service import Service
 
     class Server(uvicorn.Server):
-        """Without its own signal handling: `_Server` decides when it ends."""
+        """uvicorn's server without its signal handling: `_Server` decides when it ends."""
 
         @contextlib.contextmanager
         def capture_signals(self) -> Iterator[None]:
@@ -335,7 +323,7 @@ def _listen(server: ServerConfig) -> socket.socket:
                 f" listens there, or choose another port (server.port=0 takes any free one)"
             ) from error
         raise StartupError(
-            f"can not listen on server.host={server.host} server.port={server.port}:"
+            f"cannot listen on server.host={server.host} server.port={server.port}:"
             f" {error.strerror or error}"
         ) from error
 
@@ -356,7 +344,7 @@ def _check_tls(server: ServerConfig) -> None:
     except (OSError, ssl.SSLError) as error:
         raise StartupError(
             f"server.tls_certificate={server.tls_certificate!r} and "
-            f"server.tls_key={server.tls_key!r} can not be used: {error}"
+            f"server.tls_key={server.tls_key!r} cannot be used: {error}"
         ) from error
 
 

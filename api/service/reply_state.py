@@ -24,13 +24,17 @@ __all__ = (
 )
 
 
+_pack = msgspec.msgpack.Encoder().encode
+_unpack = msgspec.msgpack.Decoder(TokenLogprobs).decode
+
+
 class ReplyHead(msgspec.Struct, frozen=True, kw_only=True):
     """The fields that every chunk of one reply repeats."""
 
     id: str
     created: int  # unix seconds
     model: str
-    system_fingerprint: str  # of the engine, see docs/determinism.md
+    system_fingerprint: str  # the engine's, see docs/determinism.md
     service_tier: ServedTier | msgspec.UnsetType = msgspec.UNSET  # only chat has it
 
 
@@ -52,7 +56,9 @@ class CollectedCompletion(msgspec.Struct, kw_only=True):
 
     text: str = ""
     token_ids: list[int] = []
-    logprobs: list[TokenLogprobs] = []
+    # Each is a `TokenLogprobs` as msgpack. As objects, those of an answer with millions of entries
+    # would leave holes in Python's memory that do not go back to the system.
+    packed_logprobs: list[bytes] = []
     prompt_logprobs: list[TokenLogprobs] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
@@ -61,18 +67,23 @@ class CollectedCompletion(msgspec.Struct, kw_only=True):
         """Join the next output."""
         self.text += output.text_delta
         self.token_ids += output.new_token_ids
-        self.logprobs += output.logprobs or ()
+        self.packed_logprobs += map(_pack, output.logprobs or ())
         if output.prompt_logprobs is not None:
             self.prompt_logprobs = output.prompt_logprobs
         self.finish_reason = output.finish_reason
         self.stop_reason = output.stop_reason
+
+    @property
+    def logprobs(self) -> list[TokenLogprobs]:
+        """One per token, or none."""
+        return list(map(_unpack, self.packed_logprobs))
 
 
 class Tally:
     """Token counts of one reply: each prompt once, the output of all completions.
 
     Args:
-        num_prompt_tokens: of all prompts.
+        num_prompt_tokens: tokens of all prompts.
         has_prediction: whether a request predicts its answer.
     """
 
@@ -116,7 +127,7 @@ class Tally:
 
 
 def add_prediction(counts: tuple[int, int] | None, output: RequestOutput) -> tuple[int, int] | None:
-    """Accepted and rejected tokens of a prediction, after one more output; None is kept."""
+    """Accepted and rejected tokens of a prediction, after one more output; None stays None."""
     report = output.speculation
     if counts is None or report is None:
         return counts

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import (
     AsyncGenerator,
     AsyncIterator,
+    Callable,
     Coroutine,
     Iterable,
     Iterator,
@@ -22,7 +24,7 @@ from ostinato.api.preparation.generation import Generation
 from ostinato.api.schemas.response_format import refusing_by_field
 from ostinato.api.service.admission import Admission
 from ostinato.api.service.request_stats import RequestStats, StatsSinks
-from ostinato.runtime.client.requests import PreparedParts
+from ostinato.runtime.client.requests import PreparedParts, RequestShare
 from ostinato.runtime.errors import (
     DeadlineError,
     EngineDeadError,
@@ -38,7 +40,7 @@ from ostinato.runtime.types.structured_outputs import StructuredOutputsParams
 __all__ = ("Generator", "IndexedOutput", "RequestRunner")
 
 T = TypeVar("T")
-_MAX_GRAMMAR_CHARACTERS = 64 << 20  # of all sequences of one request, each of which has its own
+_MAX_GRAMMAR_CHARACTERS = 64 << 20  # summed over a request's sequences
 _AT_ONCE = 8  # prompts of one request that are started before other tasks run
 _LEAST_WINDOW = 256  # sequences that one request may always have in the engines
 
@@ -63,7 +65,7 @@ class Generator(Protocol):
         *,
         priority: int = 0,
         cache_salt: str = "",
-        place: int = 0,
+        share: RequestShare = ...,
         trace: bool = False,
         deadline: float | None = None,
         prepared: PreparedParts | None = None,
@@ -99,6 +101,7 @@ class RequestRunner:
         self._client = client
         self._admission = admission
         self._sinks = sinks
+        self._groups = itertools.count(1)
         self.num_open = 0
         self.trace: TraceRecorder | None = None
 
@@ -146,7 +149,7 @@ class RequestRunner:
         Args:
             reply_id: the id that the client sees.
             generations: one per prompt.
-            context: of the HTTP request.
+            context: the context of the HTTP request.
 
         Raises:
             EngineError: the engine failed, or gave a completion up.
@@ -158,17 +161,25 @@ class RequestRunner:
             context,
             [one.sampling for one in generations],
         )
+        group = next(self._groups)
+        size = sum(one.sampling.num_candidates for one in generations)
+
+        def arguments(index: int) -> dict[str, Any]:
+            place = index * generations[index].sampling.num_candidates
+            return _arguments(generations[index], context, RequestShare(place, group, size))
+
         try:
             with self._measured(stats):
                 if len(generations) == 1:  # no queue between the engine's client and the reply
-                    outputs = self._client.generate(**_arguments(generations[0], context, 0))
+                    outputs = self._client.generate(**arguments(0))
                     async with aclosing(cast("Outputs", outputs)) as outputs:
                         async for output in outputs:
                             stats.add(0, output)
                             _raise_for_failure(output)
                             yield 0, output
                 else:
-                    merged = _merged(self._client, generations, context)
+                    window = _window(self._client, generations[0].sampling.num_candidates)
+                    merged = _merged(self._client, arguments, len(generations), window)
                     async with aclosing(merged):
                         async for prompt_index, output in merged:
                             stats.add(prompt_index, output)
@@ -247,7 +258,7 @@ def _raise_for_failure(output: RequestOutput | PooledOutput) -> None:
     is_refusal = isinstance(output, RequestOutput) and output.is_refusal
     if output.finish_reason is FinishReason.error and is_refusal:
         raise InvalidRequestError(
-            output.error or "the grammar can not go on",
+            output.error or "the grammar cannot go on",
             param="structured_outputs",
             code="constraint_too_complex",
         )
@@ -308,8 +319,8 @@ async def _cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:
         await asyncio.gather(*some, return_exceptions=True)
 
 
-def _arguments(one: Generation, context: RequestContext, place: int) -> dict[str, Any]:
-    """The arguments of `Generator.generate`."""
+def _arguments(one: Generation, context: RequestContext, share: RequestShare) -> dict[str, Any]:
+    """The arguments of `Generator.generate` for one prompt."""
     times_ms = [ms for ms in (one.deadline_ms, context.timeout_ms) if ms is not None]
     return {
         "request_id": one.request_id,
@@ -317,7 +328,7 @@ def _arguments(one: Generation, context: RequestContext, place: int) -> dict[str
         "sampling": one.sampling,
         "priority": one.priority,
         "cache_salt": one.cache_salt,
-        "place": place,
+        "share": share,
         "trace": context.timeline is not None,
         "prepared": PreparedParts(
             context.grammar, one.bad_words_token_ids, one.prediction_token_ids
@@ -327,17 +338,24 @@ def _arguments(one: Generation, context: RequestContext, place: int) -> dict[str
 
 
 async def _merged(
-    client: Generator, generations: Sequence[Generation], context: RequestContext
+    client: Generator,
+    arguments: Callable[[int], dict[str, Any]],
+    num_prompts: int,
+    window: asyncio.Semaphore,
 ) -> AsyncGenerator[IndexedOutput, None]:
-    """Outputs of several prompts in the order of their arrival."""
+    """Outputs of several prompts in the order of their arrival.
+
+    Args:
+        client: generates.
+        arguments: those of `Generator.generate` for a prompt by its index.
+        num_prompts: of the request.
+        window: bounds the prompts that are in the engines at once.
+    """
     queue: FairQueue[IndexedOutput | Exception | None] = FairQueue()
-    window = _window(client, generations[0].sampling.num_candidates)
 
     async def pump(prompt_index: int) -> None:
         try:
-            one = generations[prompt_index]
-            place = prompt_index * one.sampling.num_candidates
-            outputs = client.generate(**_arguments(one, context, place))
+            outputs = client.generate(**arguments(prompt_index))
             async with window, aclosing(cast("Outputs", outputs)) as outputs:
                 async for output in outputs:
                     queue.put_nowait((prompt_index, output))
@@ -347,13 +365,13 @@ async def _merged(
 
     tasks: list[asyncio.Task[None]] = []
 
-    async def start() -> None:
-        async for task in _started(map(pump, range(len(generations)))):
+    async def begin() -> None:
+        async for task in _started(map(pump, range(num_prompts))):
             tasks.append(task)
 
-    starter = asyncio.create_task(start())
+    starter = asyncio.create_task(begin())
     try:
-        num_running = len(generations)
+        num_running = num_prompts
         while num_running:
             item = await queue.get()
             if isinstance(item, Exception):

@@ -70,6 +70,7 @@ class RequestStats:
         self._finish_reasons: list[str] = []
         self._num_preemptions = 0
         self._speculation: SpeculationReport | None = None  # None = no draft so far
+        self._sent = time.monotonic()
         if context.timeline is not None:
             context.timeline.sent()
 
@@ -200,6 +201,7 @@ class RequestStats:
             "cached": tally.usage.prompt_tokens_details.cached_tokens,
             "output": None if self._sampling is None else tally.num_output_tokens,
             "vectors": len(self._prompts) if self._sampling is None else None,
+            "preparation_ms": _ms(self._sent - self._begin),
             "queue_ms": _ms(min(scheduled) - self._begin) if scheduled else None,
             "ttft_ms": _ms(min(firsts) - self._begin) if firsts else None,
             "tpot_ms": _ms(spent / gaps) if gaps else None,

@@ -57,8 +57,8 @@ class ResponseStore:
             response: its body.
             messages: the conversation that it answers, without instructions.
             answer: the reply as a message.
-            events: of its stream, as they were sent, where they can be asked for again.
-            input_items: of its request, a JSON list.
+            events: the events of its stream, as sent, if they can be requested again.
+            input_items: the input items of its request, a JSON list.
         """
         # Joined as text, so that a long conversation is not parsed.
         before = bytes(messages).rstrip()[1:-1]

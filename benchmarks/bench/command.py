@@ -50,7 +50,7 @@ def bench(config: RunConfig, overrides: Sequence[str] = (), config_dir: str | No
 
     Raises:
         ConfigError: the measurement is not possible with these settings.
-        StartupError: an engine can not start.
+        StartupError: an engine cannot start.
     """
     path = output_path(config.bench.output, config.bench.kind.value)
     if config.bench.append:

@@ -46,7 +46,7 @@ def compare(config: RunConfig, context: BenchContext) -> Record:
 
     Raises:
         ConfigError: there are fewer than two engines, or an entry is not valid.
-        StartupError: a server can not start.
+        StartupError: a server cannot start.
     """
     engines = [_engine(spec, context) for spec in config.bench.engines]
     if len(engines) < 2:

@@ -69,7 +69,7 @@ class BenchContext:
             proposer: a drafter instead of the configured one.
 
         Raises:
-            StartupError: the engine can not start.
+            StartupError: the engine cannot start.
         """
         from ostinato.runtime.llm import LLM
 

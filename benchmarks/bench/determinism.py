@@ -30,7 +30,7 @@ def determinism(config: RunConfig, context: BenchContext) -> Record:
 
     Raises:
         ConfigError: the workload is missing, malformed, or not for this model.
-        StartupError: the engine can not start.
+        StartupError: the engine cannot start.
     """
     llm = context.open_llm(config)
     try:

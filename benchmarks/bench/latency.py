@@ -32,7 +32,7 @@ def latency(config: RunConfig, context: BenchContext) -> Record:
 
     Raises:
         ConfigError: no point fits.
-        StartupError: the engine can not start.
+        StartupError: the engine cannot start.
     """
     section = config.bench
     engine = start_engine(config, context)

@@ -29,14 +29,14 @@ from ostinato.ops.attention import select_backend as select_attention
 from ostinato.ops.linear import pack_linear_weight, packed_linear
 from ostinato.ops.norm import rms_norm
 from ostinato.runtime.errors import StartupError
-from ostinato.runtime.startup.device import resolve_device, set_threads
-from ostinato.runtime.startup.planning import ModelSource, open_model
+from ostinato.runtime.startup.plan.device import resolve_device, set_threads
+from ostinato.runtime.startup.plan.model_source import ModelSource, open_model
 
 __all__ = ("ops",)
 
 _COLD_BYTES = 96 << 20
 _MIN_CALLS, _MAX_CALLS = 5, 200
-_SECONDS = 0.1  # of each kernel, times bench.repeats
+_SECONDS = 0.1  # time of each kernel in each of bench.repeats rounds
 
 
 class _Case(NamedTuple):
@@ -53,7 +53,7 @@ def ops(config: RunConfig, context: BenchContext) -> Record:
     """Time every kernel of one decoder layer and the output layer.
 
     Raises:
-        StartupError: the model can not be opened, or the kernels can not be loaded.
+        StartupError: the model cannot be opened, or the kernels cannot be loaded.
     """
     set_threads(config.device)
     device = resolve_device(config.device.name)
@@ -238,11 +238,16 @@ def _attention_case(
         query_start_loc=torch.tensor(starts, dtype=torch.int32, device=device),
         plan=torch.zeros(1, dtype=torch.int64),
     )
-    heads = (model.num_heads, model.num_kv_heads, model.num_kv_heads)
-    q, k, v = (torch.randn(num_tokens, h, model.head_dim, device=device).to(dtype) for h in heads)
-    shape = (first, model.num_kv_heads, size, spec.place_size)
+    value_dim = model.value_dim or model.head_dim
+    heads = (
+        (model.num_heads, model.head_dim),
+        (model.num_kv_heads, model.head_dim),
+        (model.num_kv_heads, value_dim),
+    )
+    q, k, v = (torch.randn(num_tokens, *head, device=device).to(dtype) for head in heads)
+    shapes = [(first, model.num_kv_heads, size, place) for place in spec.place_sizes]
     caches = [
-        tuple(_made_up(shape, source.cache_dtype, device) for _ in range(2))
+        tuple(_made_up(shape, source.cache_dtype, device) for shape in shapes)
         for _ in range(max(1, min(16, _COLD_BYTES // per_copy)))
     ]
     scale = model.head_dim**-0.5
@@ -253,7 +258,7 @@ def _attention_case(
         for kc, vc in caches
     ]
     attended = sum((2 * context - new + 1) * new // 2 for new, context in lengths)
-    kv_bytes = 2 * model.num_kv_heads * spec.place_size * source.cache_dtype.itemsize
+    kv_bytes = model.num_kv_heads * sum(spec.place_sizes) * source.cache_dtype.itemsize
     moved = sum(context for _, context in lengths) * kv_bytes + 2 * q.nbytes
     new, context = lengths[0]
     kind = "prefill" if new > 1 else "decode"
@@ -262,7 +267,7 @@ def _attention_case(
         f"{len(lengths)} x {context}",
         calls,
         moved,
-        4 * attended * model.num_heads * model.head_dim,
+        2 * attended * model.num_heads * (model.head_dim + value_dim),
     )
 
 

@@ -34,7 +34,7 @@ def prefix(config: RunConfig, context: BenchContext) -> Record:
 
     Raises:
         ConfigError: the prompts do not fit the context.
-        StartupError: the engine can not start.
+        StartupError: the engine cannot start.
     """
     section, work = config.bench, config.workload
     engine = start_engine(config, context)

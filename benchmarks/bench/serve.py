@@ -39,7 +39,7 @@ def serve(config: RunConfig, context: BenchContext) -> Record:
 
     Raises:
         ConfigError: the workload or the load is not valid.
-        StartupError: the server can not start.
+        StartupError: the server cannot start.
     """
     points = load_points(config.load)
     facts = model_facts(config)
@@ -120,7 +120,7 @@ class LoadRunner:
             load.prompt_format is PromptFormat.ids and load.endpoint is RequestEndpoint.completions
         )
         part = self.part
-        if as_ids or _is_drawn(self.config):  # the ids of a text can not be shifted
+        if as_ids or _is_drawn(self.config):  # the ids of a text cannot be shifted
             part = part.rotated(self.count, self.facts.vocab_size)
         tokenizer = self.facts.tokenizer
         job = make_job(

@@ -8,7 +8,8 @@ the tokens a step, and whether all answers are equal to those of plain decoding.
 
     ngram    the text of the request itself
     auto     all drafters without a model; in the second round the first round's answers are history
-    draft    the draft model, if speculation.model names one
+    draft    the draft model, if speculation.model names one with speculation.method=draft
+    eagle3   the head, if speculation.model names one with speculation.method=eagle3
     replay   the plain answer, of which each token is wrong with a given probability: what a drafter
              of that quality is worth
 """
@@ -41,6 +42,7 @@ _METHODS = {
     "ngram": SpeculationMethod.ngram,
     "auto": SpeculationMethod.auto,
     "draft": SpeculationMethod.draft,
+    "eagle3": SpeculationMethod.eagle3,
     f"replay {_ACCURACY}": SpeculationMethod.grammar,  # its engine gets a drafter of its own
 }
 
@@ -51,7 +53,7 @@ class ReplayProposer:
     Args:
         max_drafts: draft tokens of one sequence in one step, at most.
         accuracy: the probability that a token is right. A hash decides, so runs can be repeated.
-        vocab_size: of the model.
+        vocab_size: the size of the model's vocabulary.
     """
 
     def __init__(self, max_drafts: int, accuracy: float, vocab_size: int) -> None:
@@ -108,18 +110,18 @@ def speculation(config: RunConfig, context: BenchContext) -> Record:
 
     Raises:
         ConfigError: the workload is missing, malformed, or not for this model.
-        StartupError: an engine can not start.
+        StartupError: an engine cannot start.
     """
     with ExitStack() as stack:
         llms: dict[str, LLM] = {}
         replay = None
         model = config.speculation.model
         for name, method in _METHODS.items():
-            if method.uses_model and not model:
+            if method.needs_model and method is not config.speculation.method:
                 continue
             context.show(f"starting the engine: {name}")
             own = dataclasses.replace(
-                config.speculation, method=method, model=model if method.uses_model else ""
+                config.speculation, method=method, model=model if method.needs_model else ""
             )
             if name.startswith("replay"):
                 vocab_size = llms["plain"].model.vocab_size

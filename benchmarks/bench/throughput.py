@@ -29,7 +29,7 @@ from ostinato.conf.root import RunConfig
 from ostinato.runtime.engine.step_observer import StepObserver
 from ostinato.runtime.errors import EngineError
 from ostinato.runtime.llm import LLM
-from ostinato.runtime.startup.device import resolve_device
+from ostinato.runtime.startup.plan.device import resolve_device
 from ostinato.runtime.types.engine_info import EngineStats
 from ostinato.runtime.types.params import SamplingParams
 
@@ -59,7 +59,7 @@ def throughput(config: RunConfig, context: BenchContext) -> Record:
 
     Raises:
         ConfigError: the workload is missing, malformed, or not for this model.
-        StartupError: the engine can not start.
+        StartupError: the engine cannot start.
     """
     section = config.bench
     if config.workload.path or config.workload.kind == "standard":
@@ -139,7 +139,7 @@ def start_engine(config: RunConfig, context: BenchContext) -> EngineUnderTest:
     """Measure the machine and build the engine.
 
     Raises:
-        StartupError: the engine can not start.
+        StartupError: the engine cannot start.
     """
     device = resolve_device(config.device.name)
     memory = PeakMemory()

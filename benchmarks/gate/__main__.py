@@ -42,7 +42,7 @@ from ostinato.runtime.machine_info import cpu_name
 
 __all__ = ("main",)
 
-_STORE_RUNS = 3  # of each check, whose median is stored
+_STORE_RUNS = 3  # runs of each check; their median is stored
 _RATIOS = Path(__file__).parent / "ratios.json"
 
 
@@ -125,7 +125,7 @@ def _tell(text: str) -> None:
 def _verdict(machine: str, findings: list[Finding]) -> int:
     slower = [one for one in findings if one.is_regression]
     for one in slower:
-        assert one.change is not None, "a regression is one against a stored ratio"
+        assert one.change is not None, "only a check with a stored ratio can regress"
         print(
             f"gate: {one.name} is {one.change:.0%} slower than stored ({one.tolerance:.0%} allowed)"
         )

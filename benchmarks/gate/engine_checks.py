@@ -87,7 +87,7 @@ def _build(threads: int) -> Engine:
             ]
         )
     )
-    torch.set_num_threads(1)  # of the products that the steps are compared with
+    torch.set_num_threads(1)  # for the products that the steps are compared with
     return engine
 
 
@@ -95,7 +95,7 @@ class EngineChecks:
     """An engine on one thread, and one on two for `SCALING`. Checks must run one after the other.
 
     Raises:
-        StartupError: an engine can not start.
+        StartupError: an engine cannot start.
     """
 
     def __init__(self) -> None:

@@ -16,7 +16,7 @@ from ostinato.conf.compose import load_config
 from ostinato.conf.root import RunConfig
 from ostinato.runtime.engine.engine import Engine
 from ostinato.runtime.startup.build_engine import build_engine
-from ostinato.runtime.startup.planning import open_model
+from ostinato.runtime.startup.plan.model_source import open_model
 from ostinato.runtime.types.engine_info import EngineStats
 from ostinato.runtime.types.params import SamplingParams
 from ostinato.runtime.types.request import Request
@@ -24,7 +24,7 @@ from ostinato.runtime.types.request import Request
 __all__ = ("EngineUnderTest", "decode", "offline", "prefill", "stage_config", "startup_once")
 
 _WARM_UP_STEPS = 8
-_MAX_ID = 10_000  # of random prompts; below every model's vocabulary but the tiny one's
+_MAX_ID = 10_000  # the largest id of random prompts; only the tiny model has fewer
 _TINY_MODEL = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",

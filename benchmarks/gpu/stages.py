@@ -32,7 +32,7 @@ from ostinato.conf.schema import DeviceName
 from ostinato.graphs.recorder import CudaRecorder
 from ostinato.graphs.sampling_graph import GraphSampler
 from ostinato.ops.sample_rows import RowSampling, SamplePath
-from ostinato.runtime.startup.device import resolve_device
+from ostinato.runtime.startup.plan.device import resolve_device
 
 __all__ = ("STAGES", "Stage", "StageFailedError", "start")
 

@@ -59,7 +59,7 @@ class DocumentWriter:
     """Writes given JSON documents under a grammar, as a model could.
 
     Args:
-        tokenizer: of the grammar.
+        tokenizer: the tokenizer of the grammar.
     """
 
     def __init__(self, tokenizer: LLTokenizer) -> None:
@@ -190,7 +190,7 @@ def count(directory: Path) -> dict[str, Any]:
                 counts["valid" if is_valid else "invalid"] += 1
                 counts["produced" if is_valid else "written"] += text is not None
                 if (text is not None) != is_valid:
-                    what = "can not be written" if is_valid else "is written, and not valid"
+                    what = "cannot be written" if is_valid else "is written, and not valid"
                     wrong.append(f"{draft}/{case.file}: {case.name}: {document!r:.80} {what}")
         drafts[draft] = counts
     return {"llguidance": version("llguidance"), "drafts": drafts, "wrong": wrong}

@@ -380,7 +380,7 @@ def _lag_figures(lags: list[float]) -> dict[str, float]:
 
 
 def _percentile(ascending: list[float], q: float) -> float:
-    """As in `report.statistics`, without numpy, which the load client does not import."""
+    """The percentile of `report.statistics` without numpy, which this client does not import."""
     place = (len(ascending) - 1) * q / 100
     low = math.floor(place)
     high = min(low + 1, len(ascending) - 1)

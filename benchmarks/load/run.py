@@ -91,7 +91,7 @@ def find_target(url: str, load: LoadSection, *, is_ours: bool = False) -> tuple[
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
     def http_error_302(self, req: Any, fp: Any, code: int, msg: str, headers: Any) -> None:
-        """Not followed: urllib then raises the answer as an HTTPError."""
+        """Do not follow: urllib then raises the answer as an HTTPError."""
 
     http_error_301 = http_error_303 = http_error_307 = http_error_308 = http_error_302
 

@@ -21,7 +21,7 @@ from ostinato.conf.bench_schema import SloSection
 __all__ = ("client_warnings", "failures", "itl_histogram", "load_metrics", "meets", "request_rows")
 
 _BINS_PER_DECADE = 10
-# Above this lateness of the client's timer, its figures say more about the client.
+# If the client's timer is later than this, the figures say more about the client than the server.
 _MAX_LAG_MS = 10.0
 _MAX_CPU = 0.85
 

@@ -9,7 +9,7 @@ import msgspec
 __all__ = ("DescribedDevice", "described_device", "described_devices")
 
 _FOLDER = Path(__file__).parent / "gpus"
-_REGISTERS = 64 * 1024  # of a multiprocessor, 32 bits each, in all capabilities from 8.0
+_REGISTERS = 64 * 1024  # of 32 bits in a multiprocessor, for all capabilities from 8.0
 _RESERVED_SHARED_MEMORY = 1024  # bytes that the device keeps for itself, per program
 
 
@@ -36,9 +36,9 @@ class DescribedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         """How many programs of a kernel one multiprocessor holds at once.
 
         Args:
-            registers: of a thread; they are given out in groups of 8.
-            shared_bytes: of a program.
-            num_threads: of a program.
+            registers: the registers of a thread; they are given out in groups of 8.
+            shared_bytes: shared memory of a program.
+            num_threads: threads of a program.
         """
         by_registers = _REGISTERS // (max(-(-registers // 8), 1) * 8 * num_threads)
         by_memory = self.shared_per_multiprocessor // (shared_bytes + _RESERVED_SHARED_MEMORY)

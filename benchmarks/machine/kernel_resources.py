@@ -31,8 +31,8 @@ def read_resources(ptx: str, shared_bytes: int, num_warps: int, arch: int) -> Re
 
     Args:
         ptx: its text.
-        shared_bytes: of a program, as the compiler says.
-        num_warps: of a program.
+        shared_bytes: shared memory of a program, as the compiler reports it.
+        num_warps: warps of a program.
         arch: the compute capability as one number, 90 of 9.0.
 
     Raises:

@@ -10,8 +10,8 @@ from ostinato.benchmarks.machine.gpu_rates import measure_machine
 from ostinato.benchmarks.machine.probes import read_bandwidth
 from ostinato.benchmarks.machine.roofline import Machine, ModelSizes, sizes_of
 from ostinato.conf.root import RunConfig
-from ostinato.runtime.startup.device import set_threads
-from ostinato.runtime.startup.planning import open_model
+from ostinato.runtime.startup.plan.device import set_threads
+from ostinato.runtime.startup.plan.model_source import open_model
 
 __all__ = ("machine_of", "measure_rates")
 
@@ -36,7 +36,7 @@ def measure_rates(config: RunConfig, device: torch.device) -> tuple[ModelSizes, 
     """The sizes of the configured model, and the rates of this machine.
 
     Raises:
-        StartupError: the model can not be opened.
+        StartupError: the model cannot be opened.
     """
     set_threads(config.device)
     source = open_model(config)

@@ -1,7 +1,7 @@
 """Names the class of this machine's processor, and measures its peak rate of multiply-adds.
 
 Results of kernels are kept in `benchmarks/results/<class>/`, because results of processors with
-different instruction sets can not be compared.
+different instruction sets cannot be compared.
 """
 
 from __future__ import annotations

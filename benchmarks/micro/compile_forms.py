@@ -41,8 +41,8 @@ from ostinato.models.registry import build_model
 from ostinato.ops.attention import PlannedBackend, load_backend, select_backend
 from ostinato.ops.native.library import load
 from ostinato.runtime.machine_info import cpu_name, gpu_names, package_versions
-from ostinato.runtime.startup.device import set_threads
-from ostinato.runtime.startup.planning import open_model
+from ostinato.runtime.startup.plan.device import set_threads
+from ostinato.runtime.startup.plan.model_source import open_model
 
 __all__ = ("Bench", "compile_once", "step_times")
 

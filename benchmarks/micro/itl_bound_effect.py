@@ -53,7 +53,7 @@ class Round:
 
     target_ms: float | None
     itl_ms: list[float]  # every gap between two tokens of a stream
-    ttft_ms: list[float]  # of each long prompt
+    ttft_ms: list[float]  # the TTFT of each long prompt
     seconds: float  # until all requests had ended
     other_cpu: float  # share of the cores that other programs used
 

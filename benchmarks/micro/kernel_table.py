@@ -1,4 +1,4 @@
-"""Lists the resources of the Triton attention kernels: registers, spills, shared memory.
+"""Lists the resources of the Triton kernels of a layer: registers, spills, shared memory.
 
 It compiles the kernels of common models ahead of time, so no GPU is needed. It prints a table and
 writes it to docs/kernels.md, in the section of the installed Triton version:
@@ -20,13 +20,19 @@ from triton.compiler import ASTSource
 
 from ostinato.benchmarks.machine.described_device import described_device
 from ostinato.benchmarks.machine.kernel_resources import Resources, read_resources
-from ostinato.ops.backends.triton_cache_write import write_kv_kernel
+from ostinato.ops.backends.triton_cache_write import rotary_write_kernel, write_kv_kernel
 from ostinato.ops.backends.triton_kernels import attention_kernel, combine_kernel
 from ostinato.ops.backends.triton_tiles import (
     KernelShape,
     attention_constants,
     combine_constants,
+    rotary_constants,
     write_constants,
+)
+from ostinato.ops.fused.triton_fused_linear import (
+    choose_tile,
+    fused_linear_kernel,
+    linear_constants,
 )
 
 __all__ = ("Variant", "compile_variant", "main", "render", "replace_section", "variants")
@@ -41,20 +47,25 @@ _METADATA = {
     "block_table": "*i32",
     "slot_mapping": "*i64",
 }
-_PER_HEAD = ("alibi_slopes", "sinks")  # optional arguments
-_TITLE = "# Kernels of the triton attention backend\n"
+_STRIDES = ("x_stride", "residual_stride", "qkv_stride")
+_SINGLE = ("alibi_slopes", "sinks", "cos", "sin")  # tensors of float32
+# Arguments that may be None, in which case the kernel leaves something out.
+_OPTIONAL = (*_SINGLE, "q_weight", "k_weight", "bias", "norm_weight", "residual")
+_TITLE = "# Triton kernels\n"
 _INTRODUCTION = """
 Compiled ahead of time for compute capability 9.0 by
 `python -m ostinato.benchmarks.micro.kernel_table`, one section per Triton version: versions
 allocate registers differently. `tests/ops/test_triton_aot.py`
 requires: no spills, at most 227 KiB of shared memory, and tensor-core instructions in every 16-bit
-attention kernel.
+kernel of attention and of matrix products.
 
-Columns: *short* is the launch for sequences whose query rows fit one tile (decode), *long* the one
-for the others (prefill). *Cache* is the KV cache's type where it is another (`cache.dtype`); it is
-widened in registers. M × N is query rows × keys of a tile. Spills are bytes stored and loaded.
-Copies are asynchronous copies from global memory, tensor the matrix instructions (`wgmma` on tiles
-of 128 rows, else `mma`), both counted in the PTX. Programs is how many fit one multiprocessor.
+Columns: *short* is the attention of sequences whose query rows fit one tile (decode), *long* that
+of the others (prefill). *Rotate* rotates the heads and writes K and V. *Linear* is a matrix product
+with what is fused with it, for steps of up to 16 and of up to 64 rows. *Cache* is the KV cache's
+type where it is another (`cache.dtype`); it is widened in registers. M × N is query rows × keys of
+a tile, or rows × columns of a result. Spills are bytes stored and loaded. Copies are asynchronous
+copies from global memory, tensor the matrix instructions (`wgmma` on tiles of 64 rows and more,
+else `mma`), both counted in the PTX. Programs is how many fit one multiprocessor.
 """
 
 
@@ -63,16 +74,16 @@ class Variant:
     """One kernel, specialised to a model."""
 
     model: str
-    role: str  # short | long | combine | write
+    role: str  # short | long | combine | write | rotate | linear
     dtype: str
     kernel: Any
     constants: Mapping[str, int | float]
-    cache_dtype: str = ""  # of the KV cache; empty = dtype
-    per_head: tuple[str, ...] = ()  # of `_PER_HEAD`, which the model has
+    cache_dtype: str = ""  # the KV cache's dtype; empty = `dtype`
+    optional: tuple[str, ...] = ()  # the entries of `_OPTIONAL` that the model has
 
     @property
     def uses_tensor_cores(self) -> bool:
-        return self.role in ("short", "long") and self.dtype != "float32"
+        return self.role in ("short", "long", "linear") and self.dtype != "float32"
 
 
 def variants() -> Iterator[Variant]:
@@ -115,11 +126,48 @@ def variants() -> Iterator[Variant]:
     for model, (heads, kv_heads, head_dim, window, name) in per_head.items():
         shape = KernelShape(heads, kv_heads, head_dim, 16, 2, 1 << 17)
         combine = combine_constants(shape, window)
-        yield Variant(model, "combine", "bfloat16", combine_kernel, combine, per_head=(name,))
+        yield Variant(model, "combine", "bfloat16", combine_kernel, combine, optional=(name,))
         for is_long in (False, True):
             constants = attention_constants(shape, window, 0.0, is_long=is_long)
             role = "long" if is_long else "short"
-            yield Variant(model, role, "bfloat16", attention_kernel, constants, per_head=(name,))
+            yield Variant(model, role, "bfloat16", attention_kernel, constants, optional=(name,))
+
+    yield from _rotations()
+    yield from _products()
+
+
+def _rotations() -> Iterator[Variant]:
+    """The kernel before attention, with norms of heads and without."""
+    rope, norms = ("cos", "sin"), ("q_weight", "k_weight")
+    for model, heads, optional in (
+        ("Llama-8B 32/8 heads, D128", 32, rope),
+        ("Qwen3-0.6B 16/8 heads, D128", 16, (*rope, *norms)),
+    ):
+        for cache_dtype in ("", "fp8_e4m3"):
+            constants = rotary_constants(heads, 8, 128, 64, 16)
+            kernel = rotary_write_kernel
+            yield Variant(model, "rotate", "bfloat16", kernel, constants, cache_dtype, optional)
+
+
+def _products() -> Iterator[Variant]:
+    """The four matrix products of a layer, for both numbers of rows."""
+    for name, size, queries, keys, inner in (
+        ("Llama-8B", 4096, 4096, 1024, 14336),
+        ("Qwen3-0.6B", 1024, 2048, 1024, 3072),
+    ):
+        for part, out_features, in_features, activation, optional in (
+            ("QKV", queries + 2 * keys, size, "", "norm_weight"),
+            ("output", size, queries, "", "residual"),
+            ("gate and up", inner, size, "silu", "norm_weight"),
+            ("down", size, inner, "", "residual"),
+        ):
+            for rows in (16, 64):
+                gated = bool(activation)
+                tile = choose_tile(rows, out_features, in_features, 2, is_gated=gated)
+                constants = linear_constants(tile, out_features, in_features, activation)
+                model = f"{name} {part}, {rows} rows"
+                kernel = fused_linear_kernel
+                yield Variant(model, "linear", "bfloat16", kernel, constants, optional=(optional,))
 
 
 def compile_variant(variant: Variant) -> Resources:
@@ -128,15 +176,16 @@ def compile_variant(variant: Variant) -> Resources:
     constants: dict[str, Any] = {
         name: n for name, n in variant.constants.items() if name not in _LAUNCH_OPTIONS
     }
-    for name in set(_PER_HEAD).intersection(variant.kernel.arg_names) - set(variant.per_head):
+    for name in set(_OPTIONAL).intersection(variant.kernel.arg_names) - set(variant.optional):
         constants[name] = None
     signature: dict[str, str] = {}
     divisible: dict[tuple[int], list[list[Any]]] = {}
     for index, name in enumerate(variant.kernel.arg_names):
         signature[name] = "constexpr" if name in constants else _type_of(name, variant)
-        # As at a launch: data pointers and strides are multiples of 16, metadata is not examined.
+        # A launch assumes the same: data pointers and strides are multiples of 16, and metadata is
+        # not examined.
         is_data = signature[name].startswith("*") and name not in _METADATA
-        if is_data or name.endswith(("_stride_token", "_stride_head")):
+        if is_data or name in _STRIDES or name.endswith(("_stride_token", "_stride_head")):
             divisible[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(variant.kernel, signature, constexprs=constants, attrs=divisible)
     compiled: Any = triton.compile(
@@ -150,13 +199,13 @@ def compile_variant(variant: Variant) -> Resources:
 def _type_of(name: str, variant: Variant) -> str:
     if name in _METADATA:
         return _METADATA[name]
-    if name.startswith("partial_") or name in _PER_HEAD:
+    if name.startswith("partial_") or name in _SINGLE:
         return "*fp32"
     if name in ("k_cache", "v_cache"):
         return _POINTERS[variant.cache_dtype or variant.dtype]
-    if name in ("out", "q", "k", "v"):
+    if name in (*_OPTIONAL, "out", "q", "k", "v", "qkv", "x", "weight"):
         return _POINTERS[variant.dtype]
-    return "fp32" if name == "scale" else "i32"
+    return "fp32" if name in ("scale", "eps") else "i32"
 
 
 def render(rows: list[tuple[Variant, Resources]]) -> str:

@@ -47,7 +47,8 @@ _FILE = "ops-attention.json"
 class _Heads(NamedTuple):
     queries: int
     keys: int
-    size: int
+    size: int  # of queries and keys
+    value_size: int = 0  # 0 = size
 
 
 class _Case(NamedTuple):
@@ -60,26 +61,34 @@ class _Case(NamedTuple):
         return self.rows * self.context - self.rows * (self.rows - 1) // 2
 
 
-def _caches(heads: _Heads, case: _Case, dtype: torch.dtype, cold_bytes: int) -> list[Tensor]:
-    """[2, blocks, Hkv, block size, place] each: keys and values of one layer."""
+_Sides = tuple[Tensor, ...]  # of keys and of values: [blocks, Hkv, block size, place] each
+
+
+def _caches(heads: _Heads, case: _Case, dtype: torch.dtype, cold_bytes: int) -> list[_Sides]:
+    """Keys and values of one layer, in as many copies as `cold_bytes` hold."""
     blocks = -(-case.context // _BLOCK_SIZE) + 1
     spec = KVCacheSpec(
         num_layers=1,
         num_kv_heads=heads.keys,
         head_dim=heads.size,
+        value_dim=heads.value_size,
         block_size=_BLOCK_SIZE,
         dtype=dtype,
     )
-    shape = (2, blocks, heads.keys, _BLOCK_SIZE, spec.place_size)
     # In int8 all bytes are 1. The scales are floats of such bytes, so they are finite too.
     is_int8 = dtype is torch.int8
-    one = torch.ones(shape, dtype=dtype) if is_int8 else torch.randn(shape).to(dtype)
-    return [one, *(one.clone() for _ in range(-(-cold_bytes // one.nbytes) - 1))]
+    shapes = [(blocks, heads.keys, _BLOCK_SIZE, size) for size in spec.place_sizes]
+    one = tuple(
+        torch.ones(shape, dtype=dtype) if is_int8 else torch.randn(shape).to(dtype)
+        for shape in shapes
+    )
+    copies = -(-cold_bytes // sum(side.nbytes for side in one)) - 1
+    return [one, *(tuple(side.clone() for side in one) for _ in range(copies))]
 
 
-def _num_read(cache: Tensor, case: _Case) -> int:
+def _num_read(sides: _Sides, case: _Case) -> int:
     """Bytes of the context's keys and values."""
-    return cache.nbytes // (cache.shape[1] * _BLOCK_SIZE) * case.context
+    return sum(side.nbytes // (len(side) * _BLOCK_SIZE) for side in sides) * case.context
 
 
 def _metadata(case: _Case) -> AttentionMetadata:
@@ -103,29 +112,43 @@ def measure_case(
     caches = _caches(heads, case, dtype, options.cold_mib << 20)
     metadata, scale = _metadata(case), heads.size**-0.5
     q = torch.randn(case.rows, heads.queries, heads.size).to(dtype)
-    k, v = torch.randn(2, case.rows, heads.keys, heads.size).to(dtype)
-    dense = [each.flatten(1, 3).view(2, 1, heads.keys, -1, heads.size) for each in caches]
+    sizes = (heads.size, heads.value_size or heads.size)
+    k, v = (torch.randn(case.rows, heads.keys, size).to(dtype) for size in sizes)
+    dense = [
+        [
+            side.flatten(0, 2).view(1, heads.keys, -1, size)
+            for side, size in zip(sides, sizes, strict=True)
+        ]
+        for sides in caches
+    ]
     mask = torch.ones(case.rows, case.context, dtype=torch.bool)
     mask = mask.tril(case.context - case.rows) if case.rows > 1 else None
 
     def stock(copy: int) -> Tensor:
-        keys, values = dense[copy % len(dense)][..., : case.context, :]
+        keys, values = (side[:, :, : case.context] for side in dense[copy % len(dense)])
         rows = q.transpose(0, 1)[None]
         return scaled_dot_product_attention(rows, keys, values, mask, scale=scale, enable_gqa=True)
 
     calls: dict[str, Callable[[int], Tensor]] = {"torch": stock}
     num_bytes = {"torch": _num_read(caches[0], case)}
-    in_bytes = _caches(heads, case, torch.int8, options.cold_mib << 20)
-    for level in levels:
+    kinds = {"": (caches, v)}
+    kinds[", int8 cache"] = (_caches(heads, case, torch.int8, options.cold_mib << 20), v)
+    if sizes[0] > sizes[1]:
+        padded = heads._replace(value_size=0)
+        wide = torch.nn.functional.pad(v, (0, sizes[0] - sizes[1]))
+        kinds[", padded values"] = (_caches(padded, case, dtype, options.cold_mib << 20), wide)
+    for place, level in enumerate(levels, 1):
         op = getattr(torch.ops, f"ostinato_{level}").paged_attention.default
-        for name, some in ((level, caches), (f"{level}, int8 cache", in_bytes)):
-            num_bytes[name] = _num_read(some[0], case)
-            calls[name] = lambda copy, op=op, some=some: op(
-                *(q, k, v, *some[(copy + len(some) // 2) % len(some)], *metadata),
+        for kind, (some, values) in kinds.items():
+            num_bytes[name := level + kind] = _num_read(some[0], case)
+            # Kernels that read the same cache in one turn would find it in the processor's caches.
+            first = place * len(some) // (len(levels) + 1)
+            calls[name] = lambda copy, op=op, some=some, values=values, first=first: op(
+                *(q, k, values, *some[(copy + first) % len(some)], *metadata),
                 *(scale, 0, 0.0, None, None, "cpu"),
             )
     times = _in_turns(calls, options.seconds)
-    flop = 4 * case.pairs * heads.queries * heads.size
+    flop = 2 * case.pairs * heads.queries * sum(sizes)
     return {
         name: {
             "median_us": median * 1e6,
@@ -172,7 +195,11 @@ def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--dtype", default="bfloat16,float32", help="comma-separated")
     parser.add_argument("--cases", default=_CASES, help="comma-separated rows:context")
-    parser.add_argument("--heads", default="16,8,128", help="query heads, key heads, head size")
+    parser.add_argument(
+        "--heads",
+        default="16,8,128",
+        help="query heads, key heads, size of a key, and of a value if it differs",
+    )
     parser.add_argument("--levels", help="comma-separated instruction sets; default the best two")
     parser.add_argument("--threads", type=int, help="default torch's own")
     parser.add_argument("--seconds", type=float, default=1.0, help="for each case")

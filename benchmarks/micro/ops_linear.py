@@ -240,11 +240,18 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--shapes", default=_SHAPES, help="comma-separated NxK")
     parser.add_argument("--rows", default=_ROWS, help="comma-separated numbers of rows")
     parser.add_argument("--levels", help="comma-separated instruction sets; default the best two")
-    parser.add_argument("--kinds", default=",".join(_KINDS), help="comma-separated kinds of ours")
+    parser.add_argument(
+        "--kinds",
+        default=",".join(_KINDS),
+        help="comma-separated ops of this project: packed, int8, int4",
+    )
     parser.add_argument("--threads", type=int, help="default torch's own")
     parser.add_argument("--seconds", type=float, default=1.0, help="for each shape and rows")
     parser.add_argument(
-        "--cold-mib", type=int, default=96, help="go round copies of the weights of this size"
+        "--cold-mib",
+        type=int,
+        default=96,
+        help="MiB of copies of the weights; calls take turns with them, so that caches are cold",
     )
     parser.add_argument("--json", type=Path, help="also write every figure to this file")
     parser.add_argument(

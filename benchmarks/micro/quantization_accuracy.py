@@ -41,7 +41,7 @@ from ostinato.models.step_tensors import ForwardBatch
 from ostinato.models.weight_methods.packed import Packed
 from ostinato.ops.native.library import load
 from ostinato.runtime.machine_info import cpu_name
-from ostinato.runtime.startup.planning import open_model
+from ostinato.runtime.startup.plan.model_source import open_model
 
 __all__ = ("Loaded", "perplexity")
 

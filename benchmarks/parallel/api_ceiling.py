@@ -30,7 +30,7 @@ from ostinato.runtime.machine_info import cpu_name, package_versions
 
 __all__ = ("stream",)
 
-_TOKENS = 200  # of a stream
+_TOKENS = 200  # tokens of a stream
 _ENDED = b"data: [DONE]"
 
 
@@ -38,9 +38,9 @@ def _serve(num_engines: int) -> int:
     """Run the server in this process, with fake engines."""
     from ostinato.api.server.server import serve
     from ostinato.conf.compose import load_config
-    from ostinato.runtime.process import engine_process
+    from ostinato.runtime.process import engine_child
 
-    engine_process.ENGINE_MODULE = "ostinato.benchmarks.parallel.fake_engine"
+    engine_child.ENGINE_MODULE = "ostinato.benchmarks.parallel.fake_engine"
     overrides = ["device.name=cpu", "server.port=0", "server.log_level=warning"]
     return serve(load_config([*overrides, f"parallel.data={num_engines}"]))
 

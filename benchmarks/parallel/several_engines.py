@@ -52,7 +52,7 @@ _PREFIX = 16 * _BLOCK  # tokens that prompts share
 _OWN = 32  # tokens of each prompt after its prefix
 _OUTPUT = 8  # tokens of the answers to prompts with a prefix
 _STREAMS = 32  # requests in progress
-_TOKENS = 96  # of each stream
+_TOKENS = 96  # tokens of each stream
 _SIMULATED_DEVICE = "l4"  # any device: the speed changes no hits, as requests wait for each other
 
 

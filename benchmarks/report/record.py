@@ -107,7 +107,7 @@ class Record:
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> Record:
-        """From plain data that fits the schema."""
+        """Make a record from plain data that fits the schema."""
         points = [
             Point(
                 label=entry["label"],
@@ -172,7 +172,7 @@ def output_path(output: str, kind: str, key: str = "bench.output") -> Path:
         key: the setting that has `output`, for messages.
 
     Raises:
-        ConfigError: the path is a directory, or can not be written.
+        ConfigError: the path is a directory, or cannot be written.
     """
     name = f"{kind}-{datetime.now(UTC):%Y%m%d-%H%M%S}.json"
     path = expand_user(output) if output else Path("outputs/bench") / name
@@ -208,7 +208,7 @@ def read_records(path: Path) -> list[Record]:
     try:
         text = expand_user(path).read_text(encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"{path} can not be read: {error.strerror}") from error
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
     try:
         try:
             found = [json.loads(text)]

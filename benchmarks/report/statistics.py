@@ -64,7 +64,7 @@ def bootstrap_ratio(
         ValueError: the rounds do not match, there are none, or a figure is not above 0.
     """
     if len(ours) != len(reference) or not ours:
-        raise ValueError(f"{len(ours)} and {len(reference)} rounds can not be compared")
+        raise ValueError(f"{len(ours)} and {len(reference)} rounds cannot be compared")
     if min(*ours, *reference, math.inf) <= 0:
         raise ValueError("ratios need figures above 0")
     logs = np.log(np.asarray(ours)) - np.log(np.asarray(reference))

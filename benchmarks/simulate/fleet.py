@@ -102,7 +102,7 @@ def _run(
 class _Watch:
     """Keeps a router's loads up to date, and runs only replicas whose load may have changed.
 
-    A replica can not finish a request before one of its running requests has all its tokens. So it
+    A replica cannot finish a request before one of its running requests has all its tokens. So it
     is not run until then.
     """
 

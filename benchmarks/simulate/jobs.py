@@ -107,7 +107,7 @@ class _Dependent:
         self._held: deque[tuple[float, int]] = deque()  # wait for the limit of concurrency
         self._num_live = 0
         self._num_sent = 0
-        self._prompts: dict[int, list[int]] = {}  # of turns that were sent
+        self._prompts: dict[int, list[int]] = {}  # prompts of the turns that were sent
         self._next = {
             request.after: place
             for place, request in enumerate(job.requests)

@@ -26,13 +26,13 @@ class SimulationResults:
         # One entry per request, in the order in which they ended.
         self.keys = array("q")
         self.sent_s = array("d")  # seconds since the beginning of the simulation
-        self.first_s = array("d")  # the same: its first token
-        self.last_s = array("d")
+        self.first_s = array("d")  # the first token, in the same seconds
+        self.last_s = array("d")  # the last token, in the same seconds
         self.longest_gap_s = array("d")  # between two of its tokens; 0 when it has one
         self.num_prompt = array("q")  # tokens
         self.num_output = array("q")
         self.num_cached = array("q")  # prompt tokens that were found in the prefix cache
-        # Gaps between two tokens of one request, and how many there were.
+        # Lengths of gaps between two tokens of one request, and how often each length occurred.
         self._gap_s = array("d")
         self._gap_count = array("q")
         self.num_refused = 0

@@ -80,12 +80,18 @@ class SimulatedDraftModel(SimulatedProposer):
         self._seconds = 0.0
 
     def propose(self, request: Request, token_ids: Sequence[int], most: int) -> Draft | None:
+        return self.guess(request, token_ids, most)
+
+    def guess(self, request: Request, token_ids: Sequence[int], most: int) -> Draft | None:
         return Draft([_WRONG_TOKEN_ID] * most, DraftSource.model)
 
     def forget(self, request_id: str) -> None:
         self._num_computed.pop(request_id, None)
 
-    def admit(self, row: int) -> None:
+    def admit(self, row: int, request: Request) -> None:
+        pass
+
+    def follow(self, jobs: Sequence[DraftJob]) -> None:
         pass
 
     def draw(self, jobs: Sequence[DraftJob], most_tokens: int) -> list[list[int]]:

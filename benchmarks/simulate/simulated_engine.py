@@ -1,4 +1,4 @@
-"""`EngineSpec`: the description of a simulated engine: limits, memory and step costs.
+"""`EngineSpec` describes a simulated engine by its limits, memory and step costs.
 
 It is plain data without torch, so that a simulation can run in other processes.
 """
@@ -30,10 +30,16 @@ class EngineSpec:
     max_model_len: int  # tokens
     costs: CostTable
     prefix_caching: bool = True
+    num_stages: int = 1  # stages of a pipeline; `costs` are the times through all of them
     overlap: bool = False  # one step is scheduled while another one runs
     drafts: DraftSpec | None = None  # None = no drafts
     overheads: ServingOverheads | None = None  # overheads of a real server; None = none
     seed: int = 0  # for draws from `overheads`
+
+    @property
+    def max_in_flight(self) -> int:
+        """Steps that may be launched and not read."""
+        return max(self.num_stages, 2 if self.overlap else 1)
 
     @cached_property
     def limits(self) -> StepLimits:

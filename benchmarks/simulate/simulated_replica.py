@@ -72,7 +72,9 @@ class Replica:
         self._on_end = on_end
         self._clock = StepClock(spec.costs, spec.overheads, spec.seed)
         drafts = spec.drafts
-        self._fast_forwards = fast_forward and self._clock.is_exact and drafts is None
+        self._fast_forwards = (
+            fast_forward and self._clock.is_exact and drafts is None and spec.num_stages == 1
+        )
         self._proposer = None if drafts is None else drafts.proposer()
         self._cache = spec.cache()
         self._scheduler = FastForwardScheduler(
@@ -81,14 +83,17 @@ class Replica:
             max_model_len=spec.max_model_len,
             limits=spec.limits,
             bound=spec.bound(),
+            max_in_flight=max(2, spec.num_stages),
+            has_lanes=spec.num_stages > 1,
             proposer=self._proposer,
             draft_costs=spec.costs if drafts is not None and drafts.adaptive else None,
         )
         self._live: dict[str, _Live] = {}
         self._pending: deque[tuple[float, Request]] = deque()  # on their way to the engine
         self._in_flight: deque[tuple[SchedulerOutput, float]] = deque()  # with their ends
-        self._max_in_flight = 2 if spec.overlap else 1
+        self._max_in_flight = spec.max_in_flight
         self._device_free = 0.0
+        self._stages_free = [0.0] * spec.num_stages
         self._num_equal_steps = 0  # equal steps so far, the last one included
 
     @property
@@ -174,8 +179,7 @@ class Replica:
         if self._proposer is not None:
             self.now += self._proposer.take_seconds()
         if output is not None:
-            begin = max(self.now, self._device_free)
-            self._device_free = begin + self._clock.step(output)
+            self._device_free = self._end_of(self._clock.step(output))
             self._in_flight.append((output, self._device_free))
         if not self._in_flight:
             # All work waits for requests that are on their way.
@@ -191,10 +195,24 @@ class Replica:
         # With a step in flight, its rows and blocks become free one step late. A step that was
         # planned before does not tell whether a waiting sequence can be admitted after it.
         is_alike = output is not None and len(oldest.scheduled) == len(output.scheduled)
-        if output is not None and is_alike and self._scheduler.repeats_last_step(output):
+        has_lanes = self._spec.num_stages > 1
+        if output is None or has_lanes:
+            self._num_equal_steps = 0
+        elif is_alike and self._scheduler.repeats_last_step(output):
             self._num_equal_steps += 1
         else:
             self._num_equal_steps = 0
+
+    def _end_of(self, seconds: float) -> float:
+        """When a step that is launched now has passed through all stages, each for an equal time.
+
+        A stage begins when the one before has ended, and when it has ended its own last step.
+        """
+        end = self.now
+        for stage, free in enumerate(self._stages_free):
+            end = max(end, free) + seconds / len(self._stages_free)
+            self._stages_free[stage] = end
+        return end
 
     def _deliver(self, outputs: list[SequenceOutput]) -> None:
         """Deliver the outputs of a step to the clients."""
@@ -251,6 +269,7 @@ class Replica:
         if ahead:
             output, _ = self._in_flight.pop()
             self._device_free = done + seconds(most)
+            self._stages_free = [self._device_free]  # there are no lanes, so one stage
             self._in_flight.append((output, self._device_free))
         results = self._results
         results.add_step(took, num_seqs, (used + self._used_blocks()) / 2, count=most)

@@ -11,6 +11,8 @@ from ostinato.benchmarks.simulate.simulated_drafts import DraftSpec
 from ostinato.benchmarks.simulate.simulated_engine import EngineSpec
 from ostinato.benchmarks.simulate.step_times.device_roofline import (
     ACCELERATORS,
+    LINKS,
+    Division,
     ModelShape,
     roofline_table,
 )
@@ -21,12 +23,14 @@ from ostinato.conf.root import RunConfig
 from ostinato.conf.schema import LoadFormat
 from ostinato.models.linear_layers import ExpertLinear
 from ostinato.models.registry import build_model
+from ostinato.models.sharding import shard_of_rank
 from ostinato.runtime.costs.cost_table import CostTable
 from ostinato.runtime.costs.step_limits import upper_limits
 from ostinato.runtime.errors import StartupError
 from ostinato.runtime.startup.build_engine import build_engine
-from ostinato.runtime.startup.device import resolve_device
-from ostinato.runtime.startup.planning import ModelSource, open_model, plan_engine
+from ostinato.runtime.startup.plan.device import resolve_device
+from ostinato.runtime.startup.plan.model_source import ModelSource, open_model, part_of
+from ostinato.runtime.startup.plan.planning import plan_engine
 
 __all__ = (
     "engine_spec",
@@ -46,7 +50,7 @@ def engine_spec(config: RunConfig) -> EngineSpec:
     """The engine that the configuration describes, on the device that `simulate` names.
 
     Raises:
-        ConfigError: there is no such device, or the table can not be read.
+        ConfigError: there is no such device, or the table cannot be read.
         StartupError: an engine with this configuration could not start.
     """
     section = config.simulate
@@ -61,7 +65,7 @@ def measured_spec(config: RunConfig) -> EngineSpec:
     """Start the engine in this process as `run serve` does, and use its step-cost table.
 
     Raises:
-        StartupError: the engine can not start, or step costs are not measured.
+        StartupError: the engine cannot start, or step costs are not measured.
     """
     if config.graphs.cost_table_budget_s == 0:
         raise StartupError(
@@ -85,6 +89,7 @@ def measured_spec(config: RunConfig) -> EngineSpec:
             max_model_len=engine.model.max_model_len,
             costs=costs,
             prefix_caching=config.cache.enable_prefix_caching,
+            num_stages=config.parallel.pipeline,
             overlap=_overlaps(config, device),
             drafts=_drafts(config, engine.draft_costs),
         )
@@ -123,7 +128,18 @@ def planned_spec(
     device = resolve_device(config.device.name) if accelerator is None else torch.device("cuda")
     source = open_model(config, device)
     free = None if accelerator is None else int(accelerator.memory_gib * _GIB * _FREE_SHARE)
-    plan = plan_engine(config, source, free_bytes=free)
+    parallel = config.parallel
+    if parallel.pipeline > 1 and config.speculation.max_drafts:
+        raise ConfigError(
+            f"speculation.method={config.speculation.method} is for a model in one stage, and "
+            f"parallel.pipeline={parallel.pipeline}; set one of them to its default"
+        )
+    shards = [
+        shard_of_rank(rank, parallel.tensor, parallel.pipeline)
+        for rank in range(parallel.num_ranks)
+    ]
+    plans = [plan_engine(config, part_of(source, shard), free_bytes=free) for shard in shards]
+    plan = min(plans, key=lambda each: each.num_blocks)
     if source.draft is not None and draft_costs is None:
         raise ConfigError(
             "simulate.costs has no step costs of a draft model; leave it out, so that both models "
@@ -132,7 +148,12 @@ def planned_spec(
     if costs is None:
         assert accelerator is not None, "without a table there is a device"
         shape = model_shape(source)
-        costs = roofline_table(accelerator, shape, source.limits, plan.max_model_len)
+        division = Division(
+            tensor=parallel.tensor,
+            pipeline=parallel.pipeline,
+            link=LINKS[config.simulate.link],
+        )
+        costs = roofline_table(accelerator, shape, source.limits, plan.max_model_len, division)
     return EngineSpec(
         scheduler=config.scheduler,
         upper=source.limits,
@@ -141,6 +162,7 @@ def planned_spec(
         max_model_len=plan.max_model_len,
         costs=costs,
         prefix_caching=config.cache.enable_prefix_caching,
+        num_stages=parallel.pipeline,
         overlap=_overlaps(config, device),
         drafts=_drafts(config, draft_costs),
     )
@@ -172,7 +194,7 @@ def read_costs(path: str) -> CostTable:
     try:
         return CostTable.from_bytes(expand_user(path).read_bytes())
     except OSError as error:
-        raise ConfigError(f"simulate.costs={path} can not be read: {error.strerror}") from error
+        raise ConfigError(f"simulate.costs={path} cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise ConfigError(
             f"simulate.costs={path}: {error}; write one with simulate.save_costs"
@@ -209,12 +231,14 @@ def model_shape(source: ModelSource) -> ModelShape:
         expert_share=share,
         kv_bytes_per_token=model.kv_cache_spec(1, source.cache_dtype).bytes_per_block,
         attention_width=model.num_layers * model.num_heads * model.head_dim,
+        num_layers=model.num_layers,
+        hidden_bytes=model.hidden_size * source.dtype.itemsize,
     )
 
 
 def _experts(source: ModelSource, skeleton: nn.Module) -> tuple[int, float]:
-    """The parameters of experts that tokens are routed to, and how many of them a token has."""
-    # A single "expert" is one that every token has.
+    """The parameters of routed experts, and the share of these experts that one token uses."""
+    # A layer with a single expert routes nothing: every token uses it.
     routed = [
         module
         for module in skeleton.modules()

@@ -19,6 +19,9 @@ The checks:
 - In runs of 100 seconds and more: memory does not grow, `/health` answers within 100 ms, and the
   p99 of good clients is at most twice what it was before the hostile connections began.
 
+The slowest ten requests of good clients and libraries are printed at the end, with the phases that
+the server logs: preparation, queue, first token, further tokens.
+
 The KV cache is so small that sequences wait and are preempted. A model other than the demo needs
 its own `cache.memory_gib`. Needs `httpx`, of the extra `test`. The exit code is 1 if a check fails.
 """
@@ -97,8 +100,23 @@ def _print(record: dict[str, Any]) -> None:
     }
     for name, text in rows.items():
         console.print(f"{name}: {text}", markup=False)
+    console.print(_slowest_table(record["slowest"]))
     for line in (*record["wrong"], *record["errors"]):
         console.print(f"- {line}", markup=False)
+
+
+def _slowest_table(rows: list[dict[str, Any]]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="slowest good requests")
+    for name in ("at s", "took s"):
+        table.add_column(name, justify="right")
+    for name in ("client", "request", "longest phase", "seconds of the phases"):
+        table.add_column(name, overflow="fold")
+    for row in rows:
+        phases = ", ".join(f"{name} {value:g}" for name, value in row["phases"].items())
+        phase = row["phase"] + (" (restart)" if row["in_restart"] else "")
+        times = (f"{row['at']:.0f}", f"{row['seconds']:.2f}")
+        table.add_row(*times, row["client"], row["kind"], phase, phases)
+    return table
 
 
 def main(arguments: list[str]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import random
 import time
@@ -12,6 +13,7 @@ from typing import Any
 
 import httpx
 
+from ostinato.benchmarks.soak.request_phases import GoodRequest
 from ostinato.benchmarks.soak.traffic import TEXT, Exchange, Traffic
 
 __all__ = ("REPLY_S", "ClientCounts", "send_traffic")
@@ -28,19 +30,23 @@ class ClientCounts:
     statuses: Counter[int] = field(default_factory=Counter)
     options: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)  # answers that are not as expected
-    answered: list[tuple[float, float]] = field(default_factory=list)  # time.time(), seconds
+    answered: list[GoodRequest] = field(default_factory=list)
 
     def add_wrong(self, exchange: Exchange, what: str) -> None:
         self.wrong.append(f"{exchange.path} {what[:500]}: {json.dumps(exchange.body)[:2000]}")
 
 
-async def _exchange(client: httpx.AsyncClient, exchange: Exchange, counts: ClientCounts) -> None:
+async def _exchange(
+    client: httpx.AsyncClient, exchange: Exchange, counts: ClientCounts, request_id: str
+) -> None:
     counts.options.update(exchange.body.keys())
     sent, begin = time.time(), time.perf_counter()
     is_whole = False
     try:
         async with asyncio.timeout(exchange.patience_s):
-            async with client.stream("POST", exchange.path, json=exchange.body) as response:
+            headers = {"X-Request-Id": request_id}
+            sending = client.stream("POST", exchange.path, json=exchange.body, headers=headers)
+            async with sending as response:
                 counts.statuses[response.status_code] += 1
                 if response.status_code == 503 and "retry-after" in response.headers:
                     counts.exchanges["told to come again"] += 1
@@ -61,7 +67,8 @@ async def _exchange(client: httpx.AsyncClient, exchange: Exchange, counts: Clien
     except httpx.HTTPError as error:
         counts.add_wrong(exchange, f"broke: {type(error).__name__}: {error}")
     if is_whole:
-        counts.answered.append((sent, time.perf_counter() - begin))
+        seconds = time.perf_counter() - begin
+        counts.answered.append(GoodRequest(request_id, "good", exchange.kind, sent, seconds))
 
 
 async def _read_stream(response: httpx.Response, exchange: Exchange, counts: ClientCounts) -> bool:
@@ -104,9 +111,9 @@ async def send_traffic(
     """Send traffic for that long, then wait until all clients have their last answers.
 
     Args:
-        url: of the server.
+        url: the URL of the server.
         seconds: how long requests are sent.
-        seed: of all requests.
+        seed: the seed of all requests.
         num_clients: each has a connection of its own, and one request at a time.
         rate: requests per second of all clients together; 0 = each sends as soon as it can.
     """
@@ -120,13 +127,13 @@ async def send_traffic(
         async def send(number: int) -> None:
             traffic = Traffic(seed, number, token_ids, model["max_model_len"])
             rests = random.Random(f"{seed}/rest/{number}")
-            while True:
+            for index in itertools.count():
                 if rate:
                     rest = rests.expovariate(rate / num_clients)
                     await asyncio.sleep(min(rest, max(0.0, until - time.monotonic())))
                 if time.monotonic() >= until:
                     return
-                await _exchange(client, traffic.next(), counts)
+                await _exchange(client, traffic.next(), counts, f"good-{number}-{index}")
 
         await asyncio.gather(*(send(number) for number in range(num_clients)))
     return counts

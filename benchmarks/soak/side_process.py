@@ -15,7 +15,7 @@ class SideProcess:
     """A process with pipes as its stdin and stdout. Its last line of output is JSON.
 
     Args:
-        name: of the process, in errors.
+        name: the name of the process, in errors.
         command: its command line.
         directory: where it runs; None = the working directory of this process.
     """

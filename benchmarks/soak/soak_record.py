@@ -13,6 +13,7 @@ from typing import Any
 
 import ostinato
 from ostinato.benchmarks.machine.probes import commit_of
+from ostinato.benchmarks.soak.request_phases import GoodRequest, slowest
 from ostinato.benchmarks.soak.soak_run import ALLOWED_GROWTH, OVERRIDES, Observations, SoakPlan
 from ostinato.benchmarks.soak.soak_server import Resources
 from ostinato.runtime.machine_info import cpu_name, gpu_names, package_versions
@@ -24,6 +25,7 @@ _GROWTH_MIB = 32.0  # allowed growth of a process: memory that the allocator kee
 _LONG_S = 100.0  # in shorter runs times and the growth of memory are not checked
 _MOST_SLOWER = 2.0  # p99 of good requests among hostile clients, against good ones alone
 _HEALTH_S = 0.1  # the longest allowed answer of /health
+_YOUNG_S = 15.0  # after a kill: the start of the next engine, and its first requests
 # Errors in the log that are expected when the test kills an engine.
 _ERRORS_OF_KILLS = (
     f"ended: {death_of(-signal.SIGKILL).text}",
@@ -40,7 +42,8 @@ def record_of(plan: SoakPlan, seen: Observations) -> dict[str, Any]:
         if (" ERROR " in line or "Traceback" in line)
         and not (seen.kills and any(text in line for text in _ERRORS_OF_KILLS))
     ]
-    growth = _growth(seen.memory, plan)
+    starts = [(at - seen.begin, at - seen.begin + _YOUNG_S) for at in seen.kills]
+    growth = _growth(seen.memory, plan, starts)
     latency, health = _latency(plan, seen), _health(plan, seen)
     leaked = (
         seen.metrics["ostinato_kv_cache_usage_ratio"] * seen.metrics["ostinato_kv_cache_blocks"]
@@ -82,7 +85,7 @@ def record_of(plan: SoakPlan, seen: Observations) -> dict[str, Any]:
         "exchanges": dict(counts.exchanges),
         "hostile": {key: seen.hostile.get(key, {}) for key in ("acts", "groups", "statuses")},
         "libraries": {
-            name: {key: value for key, value in result.items() if key != "wrong"}
+            name: {key: value for key, value in result.items() if key not in ("made", "wrong")}
             for name, result in seen.libraries.items()
         },
         "resources": kept,
@@ -95,10 +98,21 @@ def record_of(plan: SoakPlan, seen: Observations) -> dict[str, Any]:
         "requests_by_field": dict(sorted(counts.options.items())),
         "memory": growth,
         "latency": latency,
+        "slowest": slowest(
+            [*counts.answered, *_library_requests(seen)], seen.lines, seen.begin, seen.restarts
+        ),
         "health": health,
         "memory_mib": seen.memory[:: max(1, len(seen.memory) // 60)],
         "conditions": _conditions(plan),
     }
+
+
+def _library_requests(seen: Observations) -> list[GoodRequest]:
+    return [
+        GoodRequest(request_id, name, kind, sent, seconds)
+        for name, result in seen.libraries.items()
+        for request_id, kind, sent, seconds in result.get("made", ())
+    ]
 
 
 def _num_faults(seen: Observations) -> int:
@@ -141,7 +155,7 @@ def _latency(plan: SoakPlan, seen: Observations) -> dict[str, dict[str, float]]:
     calm_end = seen.begin + plan.calm_s
     margin = 0.1 * plan.calm_s
     found: dict[str, list[float]] = {"calm": [], "storm": [], "restarts": []}
-    for sent, took in seen.counts.answered:
+    for sent, took in ((one.sent, one.seconds) for one in seen.counts.answered):
         if seen.begin + margin <= sent <= calm_end - margin:
             found["calm"].append(took)
         elif sent >= calm_end:
@@ -172,16 +186,24 @@ def _health(plan: SoakPlan, seen: Observations) -> dict[str, dict[str, float]]:
     }
 
 
-def _growth(memory: Sequence[dict[str, float]], plan: SoakPlan) -> dict[str, dict[str, float]]:
+def _growth(
+    memory: Sequence[dict[str, float]], plan: SoakPlan, starts: Sequence[tuple[float, float]]
+) -> dict[str, dict[str, float]]:
     """MiB in the second and in the last quarter of the time with hostile clients.
 
     The least value of a quarter counts, because memory of large requests is freed only when Python
-    collects garbage.
+    collects garbage. An engine that starts again is smaller than it will be: its values within
+    `starts`, in seconds since the beginning, do not count.
     """
     growth = {}
     quarter = (plan.seconds - plan.calm_s) / 4
     for name in ("api", "engine"):
-        series = [(row["at"] - plan.calm_s, row[name]) for row in memory if name in row]
+        series = [
+            (row["at"] - plan.calm_s, row[name])
+            for row in memory
+            if name in row
+            and not (name == "engine" and any(a <= row["at"] <= b for a, b in starts))
+        ]
         early = [mib for at, mib in series if quarter <= at <= 2 * quarter]
         late = [mib for at, mib in series if at >= 3 * quarter]
         if early and late:

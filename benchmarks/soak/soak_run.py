@@ -31,13 +31,13 @@ OVERRIDES = (
     "cache.memory_gib=0.004",
     "server.response_store_mib=8",
 )
-# By how much each may grow. Pools of threads and of helper processes grow to their limits.
+# How much each may grow. Pools of threads and of helper processes grow to their limits.
 ALLOWED_GROWTH = Resources(
     fds=16, engine_fds=16, threads=16, engine_threads=16, processes=8, temporary_files=0
 )
 _SETTLE_S = 60.0
 _SAMPLE_S = 2.0
-_LATE_S = 300.0  # that a helper process may take for its last answers
+_LATE_S = 300.0  # a helper process may take this long for its last answers
 _HERE = "ostinato.benchmarks.soak"
 
 
@@ -47,7 +47,7 @@ class SoakPlan:
 
     Attributes:
         seconds: how long requests are sent, the calm time included.
-        seed: of all requests. Their order at the server depends on timing.
+        seed: the seed of all requests. Their order at the server depends on timing.
         num_clients: good ones.
         rate: requests per second of all good clients; 0 = each sends as soon as it can.
         calm_s: seconds before the hostile connections and the kills begin.
@@ -95,7 +95,7 @@ class Observations:
 
     @property
     def restarts(self) -> list[tuple[float, float]]:
-        """From each kill to the first `/health` that says that the engine works again."""
+        """Times of each kill and of the first `/health` that says that the engine works again."""
         spans = []
         for killed in self.kills:
             later = [poll for poll in self.polls if poll[0] >= killed]

@@ -25,7 +25,7 @@ class Resources(NamedTuple):
 
     fds: int  # open files and sockets of the API process
     engine_fds: int
-    threads: int  # of the API process
+    threads: int  # threads of the API process
     engine_threads: int
     processes: int  # children of the API process and theirs
     temporary_files: int

@@ -39,6 +39,21 @@ class Exchange:
     chunks_read: int | None = None  # chunks after which the client disconnects; None = all
     patience_s: float | None = None  # seconds after which the client disconnects; None = never
 
+    @property
+    def kind(self) -> str:
+        """The endpoint and what makes the request large, in words."""
+        body = self.body
+        words = [self.path.removeprefix("/v1/"), f"max_tokens={body.get('max_tokens')}"]
+        if self.num_choices > 1:
+            words.append(f"{self.num_choices} choices")
+        prompt = body.get("prompt")
+        if isinstance(prompt, list):
+            parts = prompt if prompt and isinstance(prompt[0], list) else [prompt]
+            words.append(f"{sum(map(len, parts))} prompt tokens")
+        words += self.body.get("structured_outputs", {})
+        words += (name for name in ("stream", "prompt_logprobs", "logprobs") if body.get(name))
+        return " ".join(words)
+
 
 def _some(numbers: Numbers, items: Sequence[Any], most: int) -> list[Any]:
     return [numbers.choice(items) for _ in range(numbers.randint(1, most))]
@@ -151,7 +166,7 @@ class Traffic:
             body = {name: value for name, value in body.items() if name not in _AGAINST_GRAMMARS}
         body |= {"max_tokens": max_tokens, "stream": stream}
         if stream:
-            body.pop("prompt_logprobs", None)  # chunks can not carry them
+            body.pop("prompt_logprobs", None)  # chunks cannot carry them
         else:
             body.pop("stream_interval", None)
         num_prompts = 1 if is_chat else self._add_prompts(body)

@@ -75,7 +75,7 @@ def tune(config: RunConfig) -> int:
 
     Raises:
         ConfigError: the workload, the load, the goals or the files are not valid.
-        StartupError: the engine can not start as configured.
+        StartupError: the engine cannot start as configured.
     """
     return _Tuning(config).run()
 
@@ -267,7 +267,7 @@ class _Tuning:
         return factors
 
     def _cache_gib(self) -> float:
-        from ostinato.runtime.startup.planning import open_model
+        from ostinato.runtime.startup.plan.model_source import open_model
 
         source = open_model(self.config)
         per_block = source.config.kv_cache_spec(

@@ -44,7 +44,7 @@ class Forecast:
         self._costs = costs
         self._default = default
         self._percentile = percentile
-        self.overheads: ServingOverheads | None = None  # of a real server; None = not measured
+        self.overheads: ServingOverheads | None = None  # of a real server, None = unmeasured
         self._plans: dict[str, EngineSpec] = {}
 
     def spec(self, config: RunConfig) -> EngineSpec:
@@ -61,7 +61,7 @@ class Forecast:
         return dataclasses.replace(self._plans[key], overheads=self.overheads)
 
     def predict(self, config: RunConfig, *, job: LoadJob | None = None) -> ServingMetrics | None:
-        """The metrics of a configuration under this job or another; None if it can not start."""
+        """The metrics of a configuration under this job or another; None if it cannot start."""
         try:
             spec = self.spec(config)
         except (StartupError, ValueError):

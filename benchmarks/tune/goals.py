@@ -98,7 +98,7 @@ class Goals:
         return (-round(math.log(max(metrics.throughput, 1e-9)) / 0.02), worst)
 
     def describe(self) -> str:
-        """As text: "TTFT p95 <= 300 ms, ITL p95 <= 25 ms"."""
+        """The goals as text, such as "TTFT p95 <= 300 ms, ITL p95 <= 25 ms"."""
         return ", ".join(
             f"{name.upper()} p{self.percentile:g} <= {limit:g} ms"
             for name, limit in self.limits.items()

@@ -1,4 +1,4 @@
-"""Explains why a goal can not be met: because of the machine, the traffic or another goal."""
+"""Explains why a goal cannot be met: because of the machine, the traffic or another goal."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def impossible_goals(config: RunConfig, forecast: Forecast, goals: Goals) -> lis
         "e2e": "a request that does not wait for others takes that long",
     }
     return [
-        f"slo.{name}_ms={limit:g} can not be met: with one request at a time p"
+        f"slo.{name}_ms={limit:g} cannot be met: with one request at a time p"
         f"{goals.percentile:g} is {getattr(alone, f'{name}_ms'):.3g} ms, {texts[name]}; the limit "
         f"is this machine's speed with this model"
         for name, limit in goals.limits.items()

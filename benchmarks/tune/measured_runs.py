@@ -74,7 +74,7 @@ class RealRuns:
         With `spec`, the overheads of serving are measured too, before and after.
 
         Raises:
-            StartupError: the server can not start.
+            StartupError: the server cannot start.
             EngineError: the load client ended without a report.
         """
         percentile = self.config.tune.percentile

@@ -51,7 +51,7 @@ def open_storage(path: Path) -> JournalStorage:
     """Open the study file; it is created if it does not exist.
 
     Raises:
-        ConfigError: the file can not be written, or is not a study.
+        ConfigError: the file cannot be written, or is not a study.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -61,11 +61,11 @@ def open_storage(path: Path) -> JournalStorage:
             )
         return JournalStorage(JournalFileBackend(str(path)))
     except OSError as error:
-        raise ConfigError(f"tune.storage={path} can not be written: {error.strerror}") from error
+        raise ConfigError(f"tune.storage={path} cannot be written: {error.strerror}") from error
 
 
 def _is_journal(path: Path) -> bool:
-    """Whether the file begins like a study. Optuna itself skips lines that it can not read."""
+    """Whether the file begins like a study. Optuna itself skips lines that it cannot read."""
     with path.open(encoding="utf-8", errors="replace") as file:
         line = file.readline()
     try:
@@ -208,7 +208,7 @@ class Search:
         config = apply_values(self._config, values)
         first = self._forecast.predict(config, job=self._forecast.part_of_job(_PART))
         if first is None:
-            raise optuna.TrialPruned("such an engine can not start")
+            raise optuna.TrialPruned("such an engine cannot start")
         best = min((_violation(one) for one in self._completed()), default=None)
         # The queue only grows, so a trial that is far from the goals stays so.
         if best is not None and self._goals.violation(first) > _HOPELESS * max(best, 0.5):

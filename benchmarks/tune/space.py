@@ -112,7 +112,7 @@ def _methods(config: RunConfig) -> tuple[Value, ...]:
     A draft model is part of every engine that has one, so it is not left out in some.
     """
     method = config.speculation.method
-    if method.uses_model:
+    if config.speculation.uses_model:
         return (method,)
     usual = SpeculationMethod.auto if method is SpeculationMethod.none else method
     return (SpeculationMethod.none, usual)

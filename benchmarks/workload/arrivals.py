@@ -71,7 +71,7 @@ def arrival_times(
     """Seconds after the start at which each request arrives, ascending.
 
     Args:
-        point: which rate or concurrency.
+        point: a rate or a concurrency.
         load: burstiness and ramp.
         recorded: each request's recorded arrival in seconds, or None.
         seed: the same seed gives the same times.

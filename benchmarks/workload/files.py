@@ -31,7 +31,7 @@ from ostinato.conf.errors import ConfigError
 __all__ = ("MOONCAKE_BLOCK", "sharegpt_part", "trace_part")
 
 MOONCAKE_BLOCK = 512  # tokens that one entry of Mooncake's hash_ids stands for
-_MAX_TOKENS = 100_000_000  # of one request; more is an error in the file
+_MAX_TOKENS = 100_000_000  # a request in a file may not have more
 _MIN_TOKENS = 4  # shorter questions and answers are left out
 
 
@@ -240,7 +240,7 @@ def _read(section: WorkloadSection) -> str:
         text = expand_user(section.path).read_text(encoding="utf-8-sig")
     except OSError as error:
         raise ConfigError(
-            f"workload.path={section.path} can not be read: {error.strerror}"
+            f"workload.path={section.path} cannot be read: {error.strerror}"
         ) from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"workload.path={section.path} is not UTF-8 text: {error}") from error

@@ -26,9 +26,9 @@ def model_facts(config: RunConfig) -> ModelFacts:
     """Read the model's small files.
 
     Raises:
-        StartupError: the files do not exist or can not be read.
+        StartupError: the files do not exist or cannot be read.
     """
-    from ostinato.runtime.startup.planning import open_model
+    from ostinato.runtime.startup.plan.model_source import open_model
 
     source = open_model(config)
     section, directory = config.model, source.checkpoint.path

@@ -109,7 +109,7 @@ def fit_parts(
 
 
 def _within(part: Part, max_model_len: int) -> tuple[Part, int]:
-    """The part without requests that are too long and turns that follow them, and their number.
+    """Leave out requests that are too long, and the turns after them; also returns their number.
 
     The standard parts are compared between engines, so they are kept as a whole or left out.
     """

@@ -154,7 +154,7 @@ def load_tokens(path: str) -> list[Part]:
         text = file.read_text(encoding="utf-8")
         content = json.loads(text) if text.strip() else None
     except OSError as error:
-        raise ConfigError(f"workload.path={path} can not be read: {error.strerror}") from error
+        raise ConfigError(f"workload.path={path} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:  # of JSON and of UTF-8; nested too deep
         raise ConfigError(f"workload.path={path} is not JSON: {error}") from error
     if not text.strip():

@@ -14,11 +14,12 @@ class SpeculationMethod(StrEnum):
     """Where drafts come from. All but `none` also use the `prediction` of a request."""
 
     none = "none"
-    auto = "auto"  # grammar, ngram and history
+    auto = "auto"  # grammar, ngram, history, and `speculation.model` if there is one
     grammar = "grammar"  # tokens that the grammar of a structured output forces
     ngram = "ngram"  # what followed the last tokens earlier in the same prompt and output
     history = "history"  # what followed them in earlier answers with the same cache salt
     draft = "draft"  # a second, smaller model: `speculation.model`
+    eagle3 = "eagle3"  # an EAGLE-3 head, which reads the model's hidden states: the same
 
     @property
     def uses_grammar(self) -> bool:
@@ -36,9 +37,9 @@ class SpeculationMethod(StrEnum):
         return self in (SpeculationMethod.auto, SpeculationMethod.history)
 
     @property
-    def uses_model(self) -> bool:
-        """Whether a second model draws the drafts."""
-        return self is SpeculationMethod.draft
+    def needs_model(self) -> bool:
+        """Whether a second model draws the drafts: a draft model, or a head."""
+        return self in (SpeculationMethod.draft, SpeculationMethod.eagle3)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,10 +49,13 @@ class SpeculationConfig(Section):
     key = "speculation"
     method: SpeculationMethod = setting(
         SpeculationMethod.none,
-        "where drafts come from; auto = grammar, ngram and history; none = no drafts",
+        "where drafts come from; auto = grammar, ngram, history, and the model if there is one; "
+        "none = no drafts",
     )
     model: str = setting(
-        "", "the draft model of method=draft: a local directory, a GGUF file or a hub id"
+        "",
+        "the draft model of method=draft, the head of method=eagle3, or either for auto: a local "
+        "directory, a GGUF file or a hub id",
     )
     max_tokens: int = setting(7, "draft tokens of one sequence in one step", at_least=1, at_most=31)
     adaptive: bool = setting(
@@ -70,10 +74,19 @@ class SpeculationConfig(Section):
 
     def __post_init__(self) -> None:
         Section.__post_init__(self)
-        if self.method.uses_model and not self.model:
-            refuse("speculation.model", "set with speculation.method=draft", self.model)
-        if self.model and not self.method.uses_model:
-            refuse("speculation.model", "left out unless speculation.method=draft", self.model)
+        if self.method.needs_model and not self.model:
+            refuse("speculation.model", f"set with speculation.method={self.method}", self.model)
+        if self.model and not (self.method.needs_model or self.method is SpeculationMethod.auto):
+            refuse(
+                "speculation.model",
+                "left out unless speculation.method is draft, eagle3 or auto",
+                self.model,
+            )
+
+    @property
+    def uses_model(self) -> bool:
+        """Whether there is a draft model or a head."""
+        return bool(self.model)
 
     @property
     def max_drafts(self) -> int:

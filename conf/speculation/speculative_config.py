@@ -9,7 +9,13 @@ from typing import cast
 __all__ = ("speculation_settings",)
 
 # vLLM's method -> ours. Suffix decoding searches the request and earlier answers.
-_METHODS = {"ngram": "ngram", "ngram_gpu": "ngram", "suffix": "auto", "draft_model": "draft"}
+_METHODS = {
+    "ngram": "ngram",
+    "ngram_gpu": "ngram",
+    "suffix": "auto",
+    "draft_model": "draft",
+    "eagle3": "eagle3",
+}
 _KEYS = {
     "model": "speculation.model",
     "num_speculative_tokens": "speculation.max_tokens",

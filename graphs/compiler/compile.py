@@ -14,6 +14,7 @@ Inductor.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -58,15 +59,17 @@ def compile_model(
 
     Args:
         model: its code and its weights' shapes and layouts are traced. The values of the weights do
-            not matter, so tracing can run while they are loaded.
+            not matter, so tracing can run while they are loaded. It has the layers of all stages,
+            so that every stage finds its programs.
         form: whole model or layer by layer.
         example: a batch of at least 2 tokens and 2 sequences (Dynamo takes the sizes 0 and 1 for
             constants). It is traced, not run.
-        kv_cache: a cache of any number of blocks. It is traced, not written.
+        kv_cache: a cache of any number of blocks, of a stage's layers. It is traced, not written.
         store: where compiled functions of an earlier start may be, and where these are put.
 
     Returns:
-        A function from a loaded model to a program with the results of that model's `forward`. The
+        A function from a loaded model, or a stage of it if the form is layer by layer, to a program
+        with the results of that model's `forward`. The
         program reads the weights at every call and never copies them; they must be in their final
         place when it is bound.
     """
@@ -110,44 +113,87 @@ def _compile_layers(
     def layer_inputs() -> tuple[Tensor, StepInputs]:
         return model.begin(example_batch(example))
 
+    on_gpu = example.token_ids.device.type == "cuda"
     compiled: dict[tuple[object, ...], Function] = {}
+    few: dict[tuple[object, ...], Function] = {}
     pieces = PieceCompiler()
     last = len(model.layers) - 1
     for index, layer in enumerate(model.layers):
         key = (index == last, *_static_key(layer))
-        if key not in compiled:
-            compiled[key] = _compile_layer(
-                layer,
-                layer_inputs,
-                kv_cache[index],
-                store,
-                f"layer-{index}",
-                pieces,
-                is_last=index == last,
-            )
+        if key in compiled:
+            continue
+        # The caches of all layers have one shape.
+        name, is_last = f"layer-{index}", index == last
+        traced = _Traced(layer, layer_inputs, kv_cache[0], name, is_last)
+        compiled[key] = traced.compile(store, pieces)
+        fused = _few_rows(layer) if on_gpu else None
+        if fused is not None:
+            name = f"{name}-few-rows"
+            traced = _Traced(fused, layer_inputs, kv_cache[0], name, is_last)
+            few[key] = traced.compile(store, pieces, calls_own_ops=True)
 
     def bind(model: LanguageModel) -> Program:
+        last = len(model.layers) - 1 if model.stage.is_last else None
+        keys = [(index == last, *_static_key(layer)) for index, layer in enumerate(model.layers)]
         calls = [
-            (compiled[(index == last, *_static_key(layer))], list(module_tensors(layer).values()))
-            for index, layer in enumerate(model.layers)
+            (compiled[key], list(module_tensors(layer).values()))
+            for key, layer in zip(keys, model.layers, strict=True)
         ]
-        return LayeredProgram(model, calls)
+        few_calls = [
+            (few[key], list(module_tensors(fused).values()))
+            if key in few and (fused := _few_rows(layer)) is not None
+            else call
+            for key, layer, call in zip(keys, model.layers, calls, strict=True)
+        ]
+        return LayeredProgram(model, calls, few_calls if few else None)
 
     return bind
 
 
-def _compile_layer(
-    layer: nn.Module,
-    example: Callable[[], tuple[Tensor, StepInputs]],
-    cache: tuple[Tensor, Tensor],
-    store: ProgramStore | None,
-    name: str,
-    pieces: PieceCompiler,
-    *,
-    is_last: bool,
-) -> Function:
-    skeleton = without_weights(layer)
-    names = list(module_tensors(layer))
+@dataclass(frozen=True, slots=True)
+class _Traced:
+    """A layer as a function of its parameters and a step, with the arguments to trace it with."""
+
+    layer: nn.Module
+    example: Callable[[], tuple[Tensor, StepInputs]]
+    cache: tuple[Tensor, Tensor]
+    name: str  # in the store
+    is_last: bool  # takes the wanted rows, too
+
+    def compile(
+        self, store: ProgramStore | None, pieces: PieceCompiler, *, calls_own_ops: bool = False
+    ) -> Function:
+        """The stored or compiled function; arguments as for `compile_function`."""
+        skeleton = without_weights(self.layer)
+        stored = stored_function(store, self.name, skeleton)
+        if stored is not None:
+            return stored
+        names = list(module_tensors(self.layer))
+        return compile_function(
+            _layer_call(skeleton, names, is_last=self.is_last),
+            self._arguments(),
+            store,
+            self.name,
+            skeleton,
+            pieces,
+            calls_own_ops=calls_own_ops,
+        )
+
+    def _arguments(self) -> tuple[object, ...]:
+        hidden, step = self.example()
+        mark_layer_inputs(hidden, step)
+        parameters = list(module_tensors(self.layer).values())
+        rows = (step.tensors.logits_indices,) if self.is_last else ()
+        return (parameters, hidden, step, *self.cache, *rows)
+
+
+def _few_rows(layer: nn.Module) -> nn.Module | None:
+    assert isinstance(layer, DecoderLayer), f"{type(layer).__name__} is not a DecoderLayer"
+    return layer.few_rows()
+
+
+def _layer_call(skeleton: nn.Module, names: list[str], *, is_last: bool) -> Function:
+    """A function of a layer's tensors, named `names`, and its inputs."""
 
     def all_tokens(
         parameters: Parameters, hidden: Tensor, step: StepInputs, k_cache: Tensor, v_cache: Tensor
@@ -170,16 +216,7 @@ def _compile_layer(
             (hidden, step, k_cache, v_cache, rows),
         )
 
-    function = stored_function(store, name, skeleton)
-    if function is not None:
-        return function
-    hidden, step = example()
-    mark_layer_inputs(hidden, step)
-    arguments = (list(module_tensors(layer).values()), hidden, step, *cache)
-    if not is_last:
-        return compile_function(all_tokens, arguments, store, name, skeleton, pieces)
-    arguments = (*arguments, step.tensors.logits_indices)
-    return compile_function(wanted_rows, arguments, store, name, skeleton, pieces)
+    return wanted_rows if is_last else all_tokens
 
 
 def _static_key(layer: nn.Module) -> tuple[object, ...]:

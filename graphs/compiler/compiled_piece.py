@@ -32,7 +32,7 @@ _OPTIONS: dict[str, Any] = {
     # Round where the torch ops round, so that the results are the eager model's.
     "emulate_precision_casts": True,
 }
-_MOST_TOKENS = 1 << 20  # of a step that a library is compiled for
+_MOST_TOKENS = 1 << 20  # the largest step that a library is compiled for
 
 _LOG = logging.getLogger(__name__)
 

@@ -65,7 +65,7 @@ class CpuReplay:
         self._hidden_size = hidden_size
         self._gives_rows = gives_rows
         self._get_tensors = attrgetter(*tensor_specs(table))
-        self._bound: ForwardBatch | None = None  # whose addresses are in `_addresses`
+        self._bound: ForwardBatch | None = None  # `_addresses` are the addresses of its tensors
         self._sizes = (0, 0)  # S and R of `_bound`
         self._addresses = (ctypes.c_void_p * 0)()
 
@@ -94,7 +94,7 @@ class CpuReplay:
 
 
 def why_not_captured(layer: LayerCall) -> str | None:
-    """Why a CPU graph can not hold this layer, or None when it can."""
+    """Why a CPU graph cannot hold this layer, or None when it can."""
     program = layer.function.program
     if program.obstacle is not None:
         return program.obstacle
@@ -119,10 +119,10 @@ def capture_layers(
 
     Args:
         layers: in order; `why_not_captured` is None for each.
-        kv_cache: of these layers.
+        kv_cache: the cache of these layers.
         hidden: [T, D] of any step; its type and its constant size are read.
-        step: of the same step.
-        has_last: the last of them is the model's, whose program takes the wanted rows besides.
+        step: the inputs of the same step.
+        has_last: the last layer is the model's last; its program also takes the wanted rows.
     """
     graph = CpuGraph()
     recorder = _Recorder(graph)
@@ -158,7 +158,7 @@ class _Value:
     def view(self, *sizes: int) -> Any:
         return _Value(self._graph, self._graph.view(self.slot, sizes))
 
-    reshape = view  # the source is a kernel's result, which is contiguous
+    reshape = view
 
     def split_with_sizes(self, sizes: Sequence[int], dim: int) -> Any:
         assert dim == 1, "lower_fx lets no other dimension through"
@@ -179,7 +179,7 @@ class _Recorder:
         return _Value(self._graph, self._graph.input(dtype, sizes))
 
     def step_tensor(self, spec: TensorSpec, example: Tensor) -> Any:
-        """The input for a step tensor. Sizes that are the same in all steps are the example's."""
+        """The input for a step tensor. Constant sizes are taken from `example`."""
         sizes = list(example.shape)
         if spec.dynamic_size is not None:
             sizes[0] = _SYMBOLIC_SIZES[spec.dynamic_size]

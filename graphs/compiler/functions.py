@@ -1,7 +1,8 @@
 """Compiled functions: made from a trace by lowering or by Inductor, and kept for the next start.
 
-A traced graph that calls our own ops, which CPU layers have, is lowered to an FX program; torch ops
-between them are compiled. Any other graph goes to Inductor as a whole.
+A traced graph that calls our own ops is lowered to an FX program; torch ops between them are
+compiled. The layers of a CPU are such graphs, and those for few rows on a GPU. Any other graph goes
+to Inductor as a whole.
 """
 
 from __future__ import annotations
@@ -18,7 +19,13 @@ from ostinato.graphs.compiler.compiled_piece import PieceCompiler
 from ostinato.graphs.compiler.dynamo_trace import trace_fx
 from ostinato.graphs.compiler.fx_program import FxFunction, FxProgram
 
-__all__ = ("Function", "ProgramStore", "compile_function", "stored_function")
+__all__ = (
+    "Function",
+    "ProgramStore",
+    "compile_function",
+    "is_portable",
+    "stored_function",
+)
 
 Function = Callable[..., Any]
 
@@ -32,7 +39,7 @@ _INDUCTOR_OPTIONS: dict[str, str | int | bool | Callable[..., object]] = {
     # Trust the processor's flags: compiling and running a probe for each instruction set takes
     # ten seconds of a first start.
     "cpp.vec_isa_ok": True,
-    # Guards are never evaluated, and those on a recorded model's functions can not be stored.
+    # Guards are never evaluated, and those on a recorded model's functions cannot be stored.
     "guard_filter_fn": lambda guards: [False for _ in guards],
 }
 
@@ -64,6 +71,8 @@ def compile_function(
     name: str,
     skeleton: nn.Module,
     pieces: PieceCompiler,
+    *,
+    calls_own_ops: bool = False,
 ) -> Function:
     """Compile for the shapes of `arguments`, for any size that is marked as dynamic.
 
@@ -71,14 +80,15 @@ def compile_function(
         function: takes `arguments` by position and returns one tensor.
         arguments: the first is the list of parameters, which says where the function runs.
         store: keeps the result; None = it is not kept.
-        name: of the result in the store.
+        name: the name of the result in the store.
         skeleton: the module that `function` calls; the store does not keep it.
         pieces: compiles torch ops between our ops.
+        calls_own_ops: whether the function is lowered on any device, not only on a CPU.
 
     Returns:
         A function that runs without Dynamo's guards.
     """
-    if arguments[0][0].device.type == "cpu":
+    if calls_own_ops or arguments[0][0].device.type == "cpu":
         lowered = trace_fx(function, arguments, pieces)
         if lowered.program is not None:
             if store is not None:
@@ -96,6 +106,12 @@ def compile_function(
         except Exception as error:  # torch documents no type, and the engine runs without a store
             _LOG.warning("%s is not kept for the next start: %s", name, error)
     return result.fn
+
+
+def is_portable(data: bytes) -> bool:
+    """Whether data of a store is a program that any machine can load: text without libraries."""
+    kind, content = data[:1], data[1:]
+    return kind == _FX and not msgspec.msgpack.decode(content, type=FxProgram).pieces
 
 
 def stored_function(store: ProgramStore | None, name: str, skeleton: nn.Module) -> Function | None:

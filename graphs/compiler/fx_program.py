@@ -44,7 +44,7 @@ class FxProgram(msgspec.Struct, frozen=True):
     source: str
     names: dict[str, str]  # global name in the source -> "module", "module:attribute", "piece:0"
     pieces: list[bytes] = []  # library files
-    obstacle: str | None = None  # why a CPU graph can not hold it; None = its nodes do not say
+    obstacle: str | None = None  # why a CPU graph cannot hold it; None = no node forbids it
 
 
 class FxFunction:
@@ -172,7 +172,7 @@ class _Run:
         return [node for node in self.nodes if not _is_plain(node)][-1]
 
     def why_not_compiled(self) -> str | None:
-        """Why the run can not be a library, or None."""
+        """Why the run cannot be a library, or None."""
         for node in self.nodes:
             if node.op not in ("call_function", "call_method"):
                 return f"it has a {node.op} node, {node.target}"
@@ -252,7 +252,7 @@ def _is_plain(node: Node) -> bool:
 
 
 def _obstacle(node: Node) -> str | None:
-    """Why a CPU graph can not hold this node, or None; torch ops are compiled and not looked at."""
+    """Why a CPU graph cannot hold this node, or None; torch ops are compiled and not looked at."""
     match node.target:
         case "size":
             return "it reads a size that each step decides"
@@ -262,6 +262,8 @@ def _obstacle(node: Node) -> str | None:
             return "split_with_sizes splits another dimension than 1"
         case F.linear:
             return "torch.nn.functional.linear has no C++ kernel here"
+        case torch.ops.ostinato.rotary_attention.default:
+            return f"attention runs on the backend {node.args[-1]}"
         case torch.ops.ostinato.paged_attention.default if node.args[-1] != "cpu":
             return f"attention runs on the backend {node.args[-1]}"
         case _:

@@ -23,9 +23,10 @@ from ostinato.graphs.compiler.cpu_capture import (
     why_not_captured,
 )
 from ostinato.graphs.compiler.fx_program import FxFunction
-from ostinato.models.base import LanguageModel
+from ostinato.models.base import AuxStates, LanguageModel
 from ostinato.models.kv_cache import KVCache
 from ostinato.models.step_tensors import ForwardBatch, StepInputs
+from ostinato.ops.fused.fused_linear import FEW_ROWS
 
 __all__ = ("Function", "LayerProgram", "LayeredProgram", "Program", "WholeProgram")
 
@@ -33,7 +34,7 @@ Function = Callable[..., Any]
 
 _LOG = logging.getLogger(__name__)
 
-_CAPTURED_TOKENS = 64  # of the largest step that a CPU graph serves
+_CAPTURED_TOKENS = 64  # the largest step that a CPU graph serves
 
 
 class LayerProgram(StrEnum):
@@ -50,12 +51,12 @@ class Program(Protocol):
 
     @property
     def has_loops(self) -> bool:
-        """Whether it may contain OpenMP loops, which torch and Inductor make."""
+        """Whether it may contain OpenMP loops, such as those of torch and Inductor."""
         ...
 
     @property
     def layers_by_program(self) -> dict[LayerProgram, int]:
-        """Number of layers of a small step by how they run."""
+        """How many layers run in each way in a small step."""
         ...
 
     @property
@@ -68,8 +69,14 @@ class Program(Protocol):
         """Record what the program calls while it is run, for later steps."""
         ...
 
-    def __call__(self, batch: ForwardBatch, kv_cache: KVCache) -> Tensor:
-        """Hidden [R, D] of `batch.logits_indices`; writes K and V of all tokens."""
+    def __call__(
+        self, batch: ForwardBatch, kv_cache: KVCache, aux: AuxStates | None = None
+    ) -> Tensor:
+        """Hidden [R, D] of `batch.logits_indices`; writes K and V of all tokens.
+
+        Shows `aux` the hidden states that enter its layers. All calls of a program have the same
+        layers of `aux`.
+        """
         ...
 
 
@@ -92,7 +99,10 @@ class WholeProgram:
     def recording(self) -> Iterator[None]:
         yield
 
-    def __call__(self, batch: ForwardBatch, kv_cache: KVCache) -> Tensor:
+    def __call__(
+        self, batch: ForwardBatch, kv_cache: KVCache, aux: AuxStates | None = None
+    ) -> Tensor:
+        assert aux is None, "one function gives no states between its layers"
         return self._function(self._parameters, batch, kv_cache)
 
 
@@ -107,29 +117,37 @@ class _Part(NamedTuple):
 class LayeredProgram:
     """A model whose layers are functions. The last layer also takes the indices of wanted rows.
 
+    `few_calls` are those of steps of up to `FEW_ROWS` tokens on a GPU; None = the same.
+
     Once captured, consecutive layers are replayed as one CPU graph in steps of up to 64 tokens, of
-    any shape. A layer that can not be captured is called between the replays. In larger steps
+    any shape. A layer that cannot be captured is called between the replays. In larger steps
     Python's share is small, and a graph's results, which stay allocated, would be large.
     """
 
     def __init__(
-        self, model: LanguageModel, calls: Sequence[tuple[Function, list[Tensor]]]
+        self,
+        model: LanguageModel,
+        calls: Sequence[tuple[Function, list[Tensor]]],
+        few_calls: Sequence[tuple[Function, list[Tensor]]] | None = None,
     ) -> None:
         self._model = model
         self._calls = calls
+        # The index of the model's last layer; None = it belongs to a later stage.
+        self._last = len(calls) - 1 if model.stage.is_last else None
+        self._few_calls = few_calls or calls
         self._has_pieces = any(
             isinstance(function, FxFunction) and function.pieces for function, _ in calls
         )
         self._has_loops: bool | None = None  # None = not known yet
         self._called = [_Part(0, len(calls), None)]
         self._captured: list[_Part] | None = None  # None = nothing was recorded yet
-        self._captured_cache: KVCache | None = None  # whose addresses the CPU graphs hold
+        self._captured_cache: KVCache | None = None  # the CPU graphs hold its addresses
         self._is_recording = False
 
     @property
     def has_loops(self) -> bool:
-        # A layer that a CPU graph can hold calls our own kernels alone. Steps larger than that, and
-        # the steps of encoders, call the same kernels without a graph.
+        # A layer that a CPU graph can hold calls only this package's kernels, in every step. Larger
+        # steps and the steps of encoders call these kernels without a graph.
         if self._has_loops is None:
             self._has_loops = self._has_pieces or not all(
                 self._is_capturable(index, {}) for index in range(len(self._calls))
@@ -143,7 +161,7 @@ class LayeredProgram:
             if replay is not None:
                 counts[LayerProgram.captured] += stop - first
             else:
-                counts.update(_form_of(function) for function, _ in self._calls[first:stop])
+                counts.update(_form_of(function) for function, _ in self._few_calls[first:stop])
         return dict(counts)
 
     @property
@@ -158,16 +176,21 @@ class LayeredProgram:
         finally:
             self._is_recording = False
 
-    def __call__(self, batch: ForwardBatch, kv_cache: KVCache) -> Tensor:
+    def __call__(
+        self, batch: ForwardBatch, kv_cache: KVCache, aux: AuxStates | None = None
+    ) -> Tensor:
         hidden, step = self._model.begin(batch)
         if self._is_recording and self._captured is None:
-            self._captured = self._capture(hidden, step, kv_cache)
+            shown = frozenset[int]() if aux is None else aux.layers
+            self._captured = self._capture(hidden, step, kv_cache, shown)
             self._captured_cache = kv_cache
         for part in self._parts_for(kv_cache, hidden):
             if part.replay is not None:
+                if aux is not None:
+                    aux.see(part.first, hidden)
                 hidden = part.replay(hidden, step)
             else:
-                hidden = self._call(part, hidden, step, kv_cache)
+                hidden = self._call(part, hidden, step, kv_cache, aux)
         return self._model.finish(hidden)
 
     def _parts_for(self, kv_cache: KVCache, hidden: Tensor) -> list[_Part]:
@@ -180,21 +203,40 @@ class LayeredProgram:
             return self._called
         return self._captured
 
-    def _call(self, part: _Part, hidden: Tensor, step: StepInputs, kv_cache: KVCache) -> Tensor:
+    def _call(
+        self,
+        part: _Part,
+        hidden: Tensor,
+        step: StepInputs,
+        kv_cache: KVCache,
+        aux: AuxStates | None,
+    ) -> Tensor:
         """hidden [T, D] -> [T, D], or [R, D] of the wanted rows after the model's last layer."""
-        last = len(self._calls) - 1
+        calls = self._few_calls if len(hidden) <= FEW_ROWS else self._calls
         for index in range(part.first, part.stop):
-            function, parameters = self._calls[index]
-            rows = (step.tensors.logits_indices,) if index == last else ()
+            if aux is not None:
+                aux.see(index, hidden)
+            function, parameters = calls[index]
+            rows = (step.tensors.logits_indices,) if index == self._last else ()
             hidden = function(parameters, hidden, step, *kv_cache[index], *rows)
         return hidden.contiguous()
 
-    def _capture(self, hidden: Tensor, step: StepInputs, kv_cache: KVCache) -> list[_Part]:
-        """Record each run of layers that can be captured; the log says why others can not."""
+    def _capture(
+        self, hidden: Tensor, step: StepInputs, kv_cache: KVCache, shown: frozenset[int]
+    ) -> list[_Part]:
+        """Record each run of layers that can be captured; the log says why others cannot.
+
+        A layer whose input is shown to `AuxStates` begins a part, because the states between the
+        layers of a CPU graph are overwritten.
+        """
         reasons: dict[str, list[int]] = {}
         parts: list[_Part] = []
-        for is_captured, indices in groupby(
-            range(len(self._calls)), lambda index: self._is_capturable(index, reasons)
+        for (is_captured, _), indices in groupby(
+            range(len(self._calls)),
+            lambda index: (
+                self._is_capturable(index, reasons),
+                sum(first <= index for first in shown),
+            ),
         ):
             first, *rest = indices
             stop = first + 1 + len(rest)
@@ -205,7 +247,7 @@ class LayeredProgram:
                     LayerCall(f, weights) for f, weights in calls if isinstance(f, FxFunction)
                 ]
                 replay = capture_layers(
-                    layers, kv_cache[first:stop], hidden, step, has_last=stop == len(self._calls)
+                    layers, kv_cache[first:stop], hidden, step, has_last=stop - 1 == self._last
                 )
             parts.append(_Part(first, stop, replay))
         for reason, found in reasons.items():
@@ -213,7 +255,7 @@ class LayeredProgram:
         return parts
 
     def _is_capturable(self, index: int, reasons: dict[str, list[int]]) -> bool:
-        """Whether a CPU graph can hold a layer; else its index is added to those of the reason."""
+        """Whether a CPU graph can hold a layer; if not, the layer's index is added to `reasons`."""
         function, parameters = self._calls[index]
         if isinstance(function, FxFunction):
             reason = why_not_captured(LayerCall(function, parameters))

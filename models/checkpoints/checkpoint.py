@@ -37,7 +37,7 @@ _NOT_WEIGHTS = ["original/*", "consolidated*", "onnx/*", "*/*.safetensors"]
 
 
 class CheckpointError(ValueError):
-    """A checkpoint can not be found, read or fitted to its model; the message is one line."""
+    """A checkpoint cannot be found, read or fitted to its model; the message is one line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ class Checkpoint:
         """The files with the weights: GGUF, or safetensors before pickles, an index before a file.
 
         Raises:
-            CheckpointError: there are none, the index names one that is missing, or one can not be
+            CheckpointError: there are none, the index names one that is missing, or one cannot be
                 opened.
         """
         files = self._weight_files()
@@ -61,7 +61,7 @@ class Checkpoint:
             try:
                 file.open("rb").close()
             except OSError as error:
-                raise CheckpointError(f"{file} can not be read: {_reason(error)}") from error
+                raise CheckpointError(f"{file} cannot be read: {_reason(error)}") from error
         return files
 
     def _weight_files(self) -> list[Path]:
@@ -145,7 +145,7 @@ def resolve_path(
         key: the setting that `path` came from, for messages.
 
     Raises:
-        CheckpointError: there is no such directory, file or hub id, or the hub can not be reached.
+        CheckpointError: there is no such directory, file or hub id, or the hub cannot be reached.
     """
     if not path:
         return Path(__file__).parents[1] / "demo"
@@ -156,7 +156,7 @@ def resolve_path(
             return (None if (local / "config.json").is_file() else find_gguf(local)) or local
         is_there = local.exists()
     except OSError as error:
-        raise CheckpointError(f"{key}={path!r} can not be read: {_reason(error)}") from error
+        raise CheckpointError(f"{key}={path!r} cannot be read: {_reason(error)}") from error
     except GGUFError as error:
         raise CheckpointError(f"{key}={path!r}: {error}") from error
     if is_there and is_gguf_path(local):
@@ -223,7 +223,7 @@ def _read_json(file: Path) -> dict[str, Any]:
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
-        raise CheckpointError(f"{file} can not be read: {_reason(error)}") from error
+        raise CheckpointError(f"{file} cannot be read: {_reason(error)}") from error
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise CheckpointError(f"{file} is not readable as JSON: {error}") from error
     if not isinstance(value, dict):

@@ -35,10 +35,35 @@ def interleaved_rope(num_heads: int, head_dim: int, rotary_dim: int) -> Tensor:
     """Each head's rotary pairs stored side by side: GLM-4, Cohere, GPT-J, DeepSeek, Ernie 4.5.
 
     Args:
-        num_heads: of the stored matrix.
+        num_heads: heads of the stored matrix.
         head_dim: rows of a head.
         rotary_dim: how many of them are rotated, the first ones; even.
     """
     rotated = torch.arange(rotary_dim).view(-1, 2).t().reshape(-1)
     head = torch.cat([rotated, torch.arange(rotary_dim, head_dim)])
     return (torch.arange(num_heads)[:, None] * head_dim + head).view(-1)
+
+
+def rotated_last(
+    num_heads: int, head_dim: int, rotary_dim: int, *, is_interleaved: bool = True
+) -> Tensor:
+    """Each head's rotated rows stored after the others: DeepSeek.
+
+    Args:
+        num_heads: of the stored matrix.
+        head_dim: rows of a head.
+        rotary_dim: how many of them are rotated, the last ones; even.
+        is_interleaved: their pairs are stored side by side.
+    """
+    rotated = torch.arange(rotary_dim)
+    if is_interleaved:
+        rotated = rotated.view(-1, 2).t().reshape(-1)
+    first = head_dim - rotary_dim
+    head = torch.cat([first + rotated, torch.arange(first)])
+    return (torch.arange(num_heads)[:, None] * head_dim + head).view(-1)
+
+
+def per_head_pairs(num_heads: int, first: int, second: int) -> Tensor:
+    """Stored as [heads, (first, second) rows]: keys and values of DeepSeek."""
+    rows = torch.arange(num_heads * (first + second)).view(num_heads, first + second)
+    return torch.cat([rows[:, :first].reshape(-1), rows[:, first:].reshape(-1)])

@@ -24,11 +24,19 @@ from ostinato.models.weight_methods.weight_method import FLOATS, Part, StoredTen
 __all__ = ("MatrixSlot", "Slot", "find_slots", "matrix_parts", "stored_modules")
 
 
+_INTEGERS = (torch.int64, torch.int32)
+
+
 class Slot(Protocol):
     """The place of one stored tensor."""
 
-    def fill(self, stored_name: str, tensor: Tensor) -> None:
+    def fill(self, stored_name: str, tensor: Tensor, matrices: range | None = None) -> None:
         """Take the tensor. Its values are copied before its file is closed.
+
+        Args:
+            stored_name: for messages.
+            tensor: as stored.
+            matrices: of a stack those that are to be taken; None = all.
 
         Raises:
             CheckpointError: its dtype or shape is not what the model needs.
@@ -49,7 +57,7 @@ def find_slots(model: LanguageModel, layout: CheckpointLayout) -> dict[str, Slot
 
     Args:
         model: as `build_model` made it.
-        layout: of the checkpoint: the model's own, or that of its GGUF files.
+        layout: the checkpoint's: the model's own layout, or that of its GGUF files.
 
     Returns:
         By the tensors' stored names without prefix.
@@ -79,6 +87,8 @@ def matrix_parts(name: str, module: LinearBase, layout: CheckpointLayout) -> lis
 
 def _stacked(name: str, module: LinearBase, layout: CheckpointLayout) -> tuple[str, ...] | None:
     """Last name parts of the stored modules that `module` stacks; None = it is stored itself."""
+    if isinstance(module, ExpertLinear) and name.endswith(layout.stacked):
+        return None
     own = name.rpartition(".")[2]
     return dict(layout.merged).get(own) if len(module.outputs) > 1 else None
 
@@ -166,9 +176,10 @@ class _ParameterSlot:
     offset: float  # added to what is stored
     span: Span | None = None  # the elements of a stored vector that the parameter holds; None = all
 
-    def fill(self, stored_name: str, tensor: Tensor) -> None:
+    def fill(self, stored_name: str, tensor: Tensor, matrices: range | None = None) -> None:
         shape = tuple(self.parameter.shape) if self.span is None else (self.span.total,)
-        _check(stored_name, tensor, shape, FLOATS)
+        is_float = self.parameter.is_floating_point()
+        _check(stored_name, tensor, shape, FLOATS if is_float else _INTEGERS)
         if self.span is not None:
             tensor = tensor.narrow(0, self.span.start, self.span.size)
         value = tensor if self.order is None else tensor[self.order]
@@ -186,11 +197,11 @@ class MatrixSlot:
     kind: str  # the tensor's name in the weight method
     stored: StoredTensor
     size: tuple[int, int]  # [out, in] of the stored matrix
-    parts: tuple[Part, ...]  # of this rank: one, one for each expert of a stack, or none
+    parts: tuple[Part, ...]  # this rank's parts: one, one for each expert of a stack, or none
     transposed: bool  # stored as [in, out]
-    experts: Span | None = None  # of a stack: the experts of this rank
+    experts: Span | None = None  # for a stack: the experts of this rank
 
-    def fill(self, stored_name: str, tensor: Tensor) -> None:
+    def fill(self, stored_name: str, tensor: Tensor, matrices: range | None = None) -> None:
         value = self._checked(stored_name, tensor)
         try:
             if self.experts is None:
@@ -198,7 +209,9 @@ class MatrixSlot:
                     self.module.load(self.kind, value, part)
                 return
             for part in self.parts:
-                self.module.load(self.kind, value[self.experts.start + part.expert], part)
+                expert = self.experts.start + part.expert
+                if matrices is None or expert in matrices:
+                    self.module.load(self.kind, value[expert], part)
         except ValueError as error:
             raise CheckpointError(f"{stored_name}: {error}") from error
 

@@ -7,14 +7,14 @@ that is missing or left over is an error that names it.
 
 from __future__ import annotations
 
-import itertools
 import pickle
 import re
 import zipfile
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from rich.console import Console
@@ -36,7 +36,7 @@ from ostinato.models.sharding import Span
 __all__ = ("file_tensors", "init_dummy_weights", "load_weights")
 
 # Mapped pages count as memory of this process, so a file is mapped anew after this many bytes.
-_REOPEN_BYTES = 1 << 26
+_REOPEN_BYTES = 1 << 23
 _MAX_NAMED = 5
 # Dummy weights repeat this many random numbers. It is a prime, so the rows of a matrix differ.
 _POOL_SIZE = 1_048_583
@@ -49,6 +49,7 @@ def load_weights(
     checkpoint: Checkpoint,
     *,
     progress: str = "",
+    whole: LanguageModel | None = None,
 ) -> None:
     """Load a checkpoint's tensors into the model.
 
@@ -59,31 +60,37 @@ def load_weights(
         model: as `build_model` made it, on its device.
         checkpoint: with a path.
         progress: the label of a progress bar on stderr; empty = no bar.
+        whole: the model with the layers of all stages, without memory, if `model` is a stage: the
+            tensors of other stages are not read. None = `model` is whole.
 
     Raises:
-        CheckpointError: a file can not be read; a tensor is missing, unexpected or misshapen.
-        NativeBuildError: the kernels of a weight method can not be built on this machine.
+        CheckpointError: a file cannot be read; a tensor is missing, unexpected or misshapen.
+        NativeBuildError: the kernels of a weight method cannot be built on this machine.
     """
     layout = model.checkpoint_layout
     if checkpoint.gguf is not None:
         layout = model.gguf_layout or layout
     slots = find_slots(model, layout)
+    all_slots = slots if whole is None else find_slots(whole, layout)
     files = checkpoint.weight_files()
     ignored = [re.compile(pattern) for pattern in layout.ignored]
     loaded: set[str] = set()
     unexpected: list[str] = []
     with _progress_bar(shown=bool(progress)) as bar:
         task = bar.add_task(progress, total=sum(file.stat().st_size for file in files))
-        for stored_name, tensor, num_bytes in _stored_tensors(model, checkpoint, files, slots):
-            name = _own_name(stored_name, layout, slots)
+        for stored_name, tensor, part in _stored_tensors(model, checkpoint, files, all_slots):
+            name = _own_name(stored_name, layout, all_slots)
             if name in loaded:
                 slots[name].compare(stored_name, tensor)
             elif name in slots:
-                slots[name].fill(stored_name, tensor)
-                loaded.add(name)
+                slots[name].fill(stored_name, tensor, part.matrices)
+                if part.is_last:
+                    loaded.add(name)
+            elif name in all_slots:
+                pass  # another stage has it
             elif not any(pattern.search(stored_name) for pattern in ignored):
                 unexpected.append(stored_name)
-            bar.advance(task, num_bytes)
+            bar.advance(task, part.num_bytes)
     prefix = layout.prefixes[0] if layout.prefixes else ""
     missing = [prefix * (name != layout.head) + name for name in slots if name not in loaded]
     for what, names in (("lacks", missing), ("has unexpected", unexpected)):
@@ -92,24 +99,31 @@ def load_weights(
 
 
 @torch.no_grad()
-def init_dummy_weights(model: LanguageModel, seed: int, *, progress: str = "") -> None:
+def init_dummy_weights(
+    model: LanguageModel, seed: int, *, progress: str = "", whole: LanguageModel | None = None
+) -> None:
     """Fill a model with random weights, for benchmarks.
 
     Matrices get normal numbers with deviation 0.02, the weights of norms 1, all other vectors 0.
-    Every rank of a group takes its part of the same matrices.
+    Every rank takes its part of the same matrices.
 
     Args:
         model: as `build_model` made it.
         seed: same seed, same weights, on every device.
         progress: as in `load_weights`.
+        whole: as in `load_weights`.
     """
     numbers = _Numbers(seed)
+    held = dict(model.named_modules())
     with _progress_bar(shown=bool(progress)) as bar:
         total = sum(parameter.nbytes for parameter in model.parameters())
         task = bar.add_task(progress, total=total)
-        for module in model.modules():
-            if isinstance(module, LinearBase):
-                _load_dummy(module, numbers)
+        for name, shown in (whole or model).named_modules():
+            module = held.get(name)
+            if isinstance(shown, LinearBase):
+                _load_dummy(shown, module if isinstance(module, LinearBase) else None, numbers)
+            if module is None:
+                continue
             is_norm = isinstance(module, LayerNorm | RMSNorm)
             for kind, parameter in module.named_parameters(recurse=False):
                 if is_norm:
@@ -119,24 +133,30 @@ def init_dummy_weights(model: LanguageModel, seed: int, *, progress: str = "") -
                 bar.advance(task, parameter.nbytes)
 
 
-def _load_dummy(module: LinearBase, numbers: _Numbers) -> None:
-    """Load stored tensors of random content, as from a checkpoint."""
-    (part,) = module.parts()
-    if module.method.is_in_place and part.is_all:
-        for parameter in module.parameters(recurse=False):
+def _load_dummy(shown: LinearBase, module: LinearBase | None, numbers: _Numbers) -> None:
+    """Load stored tensors of random content, as from a checkpoint.
+
+    Args:
+        shown: the module, or one like it without memory.
+        module: gets the numbers; None = they are only drawn, because another stage gets them.
+        numbers: the random numbers.
+    """
+    (part,) = shown.parts()
+    if shown.method.is_in_place and part.is_all:
+        for parameter in (module or shown).parameters(recurse=False):
             numbers.fill(parameter)
         return
-    experts = module.experts if isinstance(module, ExpertLinear) else Span.of(1)
-    stored = dict(module.method.stored) | ({"bias": BIAS} if module.has_bias else {})
+    experts = shown.experts if isinstance(shown, ExpertLinear) else Span.of(1)
+    stored = dict(shown.method.stored) | ({"bias": BIAS} if shown.has_bias else {})
     for expert in range(experts.total):
         for kind, tensor in stored.items():
-            dtype = module.spec.dtype if tensor.converted else tensor.dtypes[0]
+            dtype = shown.spec.dtype if tensor.converted else tensor.dtypes[0]
             shape = tensor.shape(*part.stored)
-            value = module.method.dummy(kind, shape)
+            value = shown.method.dummy(kind, shape)
             if value is None:
-                value = torch.empty(shape, dtype=dtype, device=module.spec.device)
+                value = torch.empty(shape, dtype=dtype, device=(module or shown).spec.device)
                 numbers.fill(value)
-            if experts.start <= expert < experts.start + experts.size:
+            if module is not None and experts.start <= expert < experts.start + experts.size:
                 module.load(kind, value, replace(part, expert=expert - experts.start))
 
 
@@ -150,9 +170,16 @@ class _Numbers:
         self._start = 0
 
     def fill(self, value: Tensor) -> None:
-        """Write the next numbers; random bits into a tensor of integers."""
+        """Write the next numbers; random bits into a tensor of integers.
+
+        Of a tensor without memory the numbers are drawn and dropped.
+        """
         if not value.dtype.is_floating_point:
-            value.random_(generator=self._generator)
+            drawn = torch.empty_like(value, device="cpu") if value.is_meta else value
+            drawn.random_(generator=self._generator)
+            return
+        if value.is_meta:
+            self._start = (self._start + value.numel()) % _POOL_SIZE
             return
         key = (value.dtype, value.device)
         if key not in self._pools:
@@ -172,15 +199,29 @@ def _own_name(stored_name: str, layout: CheckpointLayout, slots: Mapping[str, Sl
     return layout.embedding if stored_name == layout.head not in slots else stored_name
 
 
+class _Part(NamedTuple):
+    """What is to be taken of a tensor now."""
+
+    num_bytes: int  # in the file
+    matrices: range | None = None  # of a stack; None = the whole tensor
+    is_last: bool = True
+
+
 def _stored_tensors(
     model: LanguageModel, checkpoint: Checkpoint, files: list[Path], slots: Mapping[str, Slot]
-) -> Iterator[tuple[str, Tensor, int]]:
-    """Names, tensors and their bytes in the files."""
+) -> Iterator[tuple[str, Tensor, _Part]]:
+    """Names and tensors; a stack of matrices comes once for each of its parts."""
     if checkpoint.gguf is not None:
-        yield from _gguf(checkpoint.gguf, model, slots)
+        for name, tensor, num_bytes in _gguf(checkpoint.gguf, model, slots):
+            yield name, tensor, _Part(num_bytes)
         return
-    for name, tensor in itertools.chain.from_iterable(map(file_tensors, files)):
-        yield name, tensor, tensor.nbytes
+
+    def is_stack(name: str) -> bool:
+        slot = slots.get(_own_name(name, model.checkpoint_layout, slots))
+        return isinstance(slot, MatrixSlot) and slot.experts is not None
+
+    for file in files:
+        yield from _file_parts(file, is_stack)
 
 
 def _gguf(
@@ -202,24 +243,46 @@ def _gguf(
 
 def file_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
     """Names and tensors of one file; the tensors are views of the mapped file where possible."""
-    read = _safetensors if file.suffix == ".safetensors" else _pickle
+    for name, tensor, _ in _file_parts(file, lambda name: False):
+        yield name, tensor
+
+
+def _file_parts(file: Path, is_stack: Callable[[str], bool]) -> Iterator[tuple[str, Tensor, _Part]]:
+    """As `file_tensors`; a stack of matrices comes in parts, so that few pages are mapped."""
     try:
-        yield from read(file)
+        if file.suffix == ".safetensors":
+            yield from _safetensors(file, is_stack)
+        else:
+            yield from ((name, tensor, _Part(tensor.nbytes)) for name, tensor in _pickle(file))
     except (SafetensorError, OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
         reason = first_line(error)
         raise CheckpointError(f"{file} is truncated or not a weights file: {reason}") from error
 
 
-def _safetensors(file: Path) -> Iterator[tuple[str, Tensor]]:
+def _safetensors(
+    file: Path, is_stack: Callable[[str], bool]
+) -> Iterator[tuple[str, Tensor, _Part]]:
     with safe_open(file, framework="pt") as opened:
         names = deque(opened.keys())
+    first = 0  # matrix of the first name's stack that was not taken yet
     while names:
         read = 0
         with safe_open(file, framework="pt") as opened:
             while names and read < _REOPEN_BYTES:
-                tensor = opened.get_tensor(names[0])
-                read += tensor.nbytes
-                yield names.popleft(), tensor
+                tensor = opened.get_tensor(names[0])  # maps it; its pages are read when it is used
+                part = _Part(tensor.nbytes)
+                if tensor.dim() and tensor.nbytes and is_stack(names[0]):
+                    size = tensor.nbytes // len(tensor)
+                    last = min(first + max(1, (_REOPEN_BYTES - read) // size), len(tensor))
+                    matrices = range(first, last)
+                    part = _Part(size * len(matrices), matrices, last == len(tensor))
+                read += part.num_bytes
+                yield names[0], tensor, part
+                first = 0
+                if part.is_last:
+                    names.popleft()
+                elif part.matrices is not None:
+                    first = part.matrices.stop
 
 
 def _pickle(file: Path) -> Iterator[tuple[str, Tensor]]:

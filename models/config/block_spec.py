@@ -31,8 +31,9 @@ class QKNorm(StrEnum):
     """An RMS norm of queries and keys before they are rotated (arXiv:2010.04245)."""
 
     none = "none"
-    head = "head"  # of each head by itself
-    full = "full"  # of all heads of a token together
+    head = "head"  # each head by itself
+    full = "full"  # all heads of a token together
+    unit = "unit"  # of each head by itself, without weights, in layers that rotate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +43,7 @@ class BlockSpec:
     norm: NormKind = NormKind.rms
     residual: Residual = Residual.sequential
     qkv_bias: bool = False
-    out_bias: bool = False  # of the attention's output projection
+    out_bias: bool = False  # the attention's output projection has a bias
     qk_norm: QKNorm = QKNorm.none
     has_sinks: bool = False  # each head's softmax has a learned logit more (arXiv:2309.17453)
     is_gated: bool = True  # the MLP is a gated linear unit (arXiv:2002.05202)

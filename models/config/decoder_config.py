@@ -55,7 +55,7 @@ class DecoderKeys:
     default_activation: str = "silu"
     is_tied: bool = False  # where tie_word_embeddings is not stated
     has_rope: bool = True
-    rotary_fraction: float = 1.0  # of each head, where partial_rotary_factor is not stated
+    rotary_fraction: float = 1.0  # share of a head, where partial_rotary_factor is not stated
 
 
 _LLAMA_KEYS = DecoderKeys()

@@ -17,7 +17,7 @@ class HFModelSource:
     """
 
     config: str  # config.json as JSON text
-    digest: str  # of the modelling code and of transformers' version
+    digest: str  # digest of the modelling code and of transformers' version
 
     @property
     def hf_config(self) -> dict[str, Any]:

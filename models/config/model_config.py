@@ -13,7 +13,9 @@ import torch
 
 from ostinato.conf.schema import CacheDType, DType
 from ostinato.models.config.block_spec import LLAMA_BLOCK, BlockSpec, QKNorm
+from ostinato.models.config.head_spec import HeadSpec
 from ostinato.models.config.hf_source import HFModelSource
+from ostinato.models.config.latent_spec import LatentSpec
 from ostinato.models.config.model_kind import DECODER, ModelKind
 from ostinato.models.config.moe_spec import MoESpec
 from ostinato.models.kv_cache import KVCacheSpec
@@ -22,12 +24,29 @@ from ostinato.models.step_tensors import DEFAULT_ROPE
 from ostinato.ops.attention import AttentionSpec
 from ostinato.ops.rope import Rope
 
-__all__ = ("DTYPES", "HFConfig", "ModelConfig", "resolve_cache_dtype", "resolve_dtype")
+__all__ = (
+    "DTYPES",
+    "HFConfig",
+    "ModelConfig",
+    "QueryTemperature",
+    "resolve_cache_dtype",
+    "resolve_dtype",
+)
 
 HFConfig = Mapping[str, Any]
 """A config.json as parsed."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueryTemperature:
+    """Queries of layers that rotate nothing are multiplied by a factor that grows with the
+    position p: log(floor((p + 1) / floor) + 1) * scale + 1 (arXiv:2501.19399, Llama 4).
+    """
+
+    scale: float
+    floor: float  # tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +60,7 @@ class ModelConfig:
     num_layers: int
     num_heads: int
     num_kv_heads: int
-    head_dim: int
+    head_dim: int  # of queries and keys
     max_model_len: int  # tokens of context that the model states, rotary scaling included
     norm_eps: float
     activation: str  # a key of ops.activation.ACTIVATIONS
@@ -53,25 +72,29 @@ class ModelConfig:
     bos_token_id: int | None
     kind: ModelKind = DECODER
     block: BlockSpec = LLAMA_BLOCK  # what decoder blocks are made of
+    value_dim: int = 0  # of a head of values; 0 = head_dim
+    latent: LatentSpec | None = None  # of a model with multi-head latent attention
     moe: MoESpec | None = None  # the experts of a mixture-of-experts model
     position_offset: int = 0  # the learned position of a sequence's first token
     local_rope: Rope | None = None  # a second rotary embedding
     rope_kinds: tuple[str | None, ...] = ()  # per layer, see `rope_kind`
-    attention_scale: float | None = None  # of attention logits; None = head_dim ** -0.5
+    attention_scale: float | None = None  # factor of attention logits; None = head_dim ** -0.5
+    query_temperature: QueryTemperature | None = None
     attention_soft_cap: float = 0.0  # logits = cap * tanh(logits / cap); 0 = none
     alibi_slopes: tuple[float, ...] = ()  # per head (ops/alibi.py); empty = no ALiBi
     qkv_clip: float = 0.0  # the largest magnitude of queries, keys and values; 0 = any
     embedding_scale: float = 1.0
     rounds_embedding_scale: bool = False  # to the dtype of hidden states, before it is applied
     has_embedding_norm: bool = False
-    head_bias: bool = False  # of the output head
+    head_bias: bool = False  # the output head has a bias
     logit_scale: float = 1.0
     logit_soft_cap: float = 0.0  # applied after the scale; 0 = none
     num_segments: int = 0  # segment embeddings of an encoder; 0 = none
-    num_labels: int = 0  # of a classification head; 0 = there is none
-    max_encoder_tokens: int = 0  # that cross attention can read; 0 = there is no cross attention
-    recorded: HFModelSource | None = None  # of a model that runs through transformers
-    has_recorded_experts: bool = False  # of such a model; `moe` describes only those of others
+    num_labels: int = 0  # outputs of a classification head; 0 = there is none
+    max_encoder_tokens: int = 0  # cross attention can read so many; 0 = there is none
+    recorded: HFModelSource | None = None  # set if the model runs through transformers
+    head: HeadSpec | None = None  # set for an EAGLE-3 head, which continues another model's text
+    has_recorded_experts: bool = False  # the model is recorded and has experts
 
     @property
     def has_experts(self) -> bool:
@@ -94,8 +117,15 @@ class ModelConfig:
             return None
         return self.rope_kinds[layer] if self.rope_kinds else DEFAULT_ROPE
 
+    def qkv_size(self, shard: Shard = WHOLE) -> int:
+        """Values of one token between the projections and the attention, on one rank."""
+        num_heads = shard.span(self.num_heads, "num_attention_heads").size
+        num_kv_heads = shard.kv_heads(self.num_kv_heads).size
+        value_dim = self.value_dim or self.head_dim
+        return (num_heads + num_kv_heads) * self.head_dim + num_kv_heads * value_dim
+
     def why_unshardable(self, ranks: int) -> str | None:
-        """Why so many tensor-parallel ranks can not compute the model together, in one line.
+        """Why so many tensor-parallel ranks cannot compute the model together, in one line.
 
         None if they can. The line names the numbers of ranks that can be used.
         """
@@ -118,6 +148,24 @@ class ModelConfig:
                 sizes["intermediate size of the shared expert"] = self.moe.shared_size
         return why_indivisible(ranks, self.num_kv_heads, sizes)
 
+    def why_unstageable(self, stages: int) -> str | None:
+        """Why so many stages cannot compute the model one after the other, in one line.
+
+        None if they can.
+        """
+        if stages == 1:
+            return None
+        for what, is_so in (
+            ("models through transformers", self.recorded is not None),
+            ("encoders", not self.kind.generates),
+            ("models with cross attention", bool(self.max_encoder_tokens)),
+        ):
+            if is_so:
+                return f"{what} are not divided into stages; set parallel.pipeline to 1"
+        if stages > self.num_layers:
+            return f"the model has {self.num_layers} layers; set parallel.pipeline to at most that"
+        return None
+
     def kv_cache_spec(
         self, block_size: int, dtype: torch.dtype, *, shard: Shard = WHOLE
     ) -> KVCacheSpec:
@@ -125,14 +173,15 @@ class ModelConfig:
 
         Args:
             block_size: tokens per block.
-            dtype: of keys and values.
-            shard: the rank whose heads are cached.
+            dtype: the dtype of keys and values.
+            shard: the rank whose heads are cached, in its layers.
         """
         num_kv_heads = shard.kv_heads(self.num_kv_heads).size if self.kind.needs_kv_cache else 0
         return KVCacheSpec(
-            num_layers=self.num_layers,
+            num_layers=shard.layers(self.num_layers).size,
             num_kv_heads=num_kv_heads,
             head_dim=self.head_dim,
+            value_dim=self.value_dim,
             block_size=block_size,
             dtype=dtype,
         )
@@ -150,15 +199,16 @@ class ModelConfig:
 
         Args:
             block_size: tokens per block.
-            dtype: of queries, keys and values.
+            dtype: the dtype of queries, keys and values.
             device: where they are.
-            cache_dtype: of the KV cache; None = `dtype`.
+            cache_dtype: the dtype of the KV cache; None = `dtype`.
             shard: the rank whose heads are computed.
         """
         return AttentionSpec(
             num_heads=shard.span(self.num_heads, "num_attention_heads").size,
             num_kv_heads=shard.kv_heads(self.num_kv_heads).size,
             head_dim=self.head_dim,
+            value_dim=self.value_dim,
             block_size=block_size,
             dtype=dtype,
             device=device,

@@ -18,7 +18,7 @@ class ModelKind:
     generates: bool  # tokens are sampled from its logits, one step after the other
     needs_kv_cache: bool  # later steps read the keys and values of earlier steps
     takes_whole_prompts: bool  # one step computes all tokens of a sequence
-    default_pooling: str  # of embeddings, when neither user nor checkpoint names one
+    default_pooling: str  # for embeddings, if neither user nor checkpoint names one
 
 
 DECODER = ModelKind(

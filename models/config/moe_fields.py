@@ -83,8 +83,22 @@ def sparse_layers(hf_config: HFConfig, num_layers: int) -> tuple[bool, ...]:
     return tuple((layer + 1) % step == 0 and layer not in dense for layer in range(num_layers))
 
 
-def read_deepseek_experts(hf_config: HFConfig, num_layers: int) -> MoESpec:
+def read_deepseek_experts(
+    hf_config: HFConfig,
+    num_layers: int,
+    *,
+    scoring: Scoring = Scoring.sigmoid,
+    renormalize: bool | None = None,
+    group_top: int | None = 2,
+) -> MoESpec:
     """The experts of DeepSeek-V3 (arXiv:2412.19437) and of models that took its routing over.
+
+    Args:
+        hf_config: the parsed config.json.
+        num_layers: of the model.
+        scoring: sigmoid; DeepSeek-V2 has softmax, and no bias.
+        renormalize: as in `RouteSpec`; None = as the config says.
+        group_top: the same.
 
     Raises:
         ValueError: a number is missing or does not fit the others; the text names its key.
@@ -94,14 +108,16 @@ def read_deepseek_experts(hf_config: HFConfig, num_layers: int) -> MoESpec:
     return MoESpec(
         route=read_route(
             hf_config,
-            scoring=Scoring.sigmoid,
-            renormalize=bool(hf_config.get("norm_topk_prob", True)),
+            scoring=scoring,
+            renormalize=bool(hf_config.get("norm_topk_prob", True))
+            if renormalize is None
+            else renormalize,
             scale=float(hf_config.get("routed_scaling_factor", 1.0)),
-            group_top=2,
+            group_top=group_top,
         ),
         intermediate_size=size,
         layers=tuple(layer >= num_dense for layer in range(num_layers)),
-        has_score_bias=True,
+        has_score_bias=scoring is Scoring.sigmoid,
         float32_router=True,
         shared_size=size * read_integer(hf_config, "n_shared_experts"),
     )

@@ -1,4 +1,4 @@
-"""The experts of a mixture-of-experts model, as data (models/moe.py builds them)."""
+"""The experts of a mixture-of-experts model, as data (models/block_parts/moe.py builds them)."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ class MoESpec:
     """The experts that replace the MLP in some or all blocks."""
 
     route: RouteSpec
-    intermediate_size: int  # of one expert
+    intermediate_size: int  # the intermediate size of one expert
     layers: tuple[bool, ...]  # for each block, whether it has experts
     has_score_bias: bool = False  # experts are chosen by score + bias (arXiv:2408.15664)
     has_bias: bool = False  # the router and the experts
     float32_router: bool = False  # logits are not rounded to the activations' dtype
+    scales_input: bool = False  # the weights multiply what an expert reads, not what it gives
     shared_size: int = 0  # intermediate size of an MLP that all tokens pass besides; 0 = none
-    shared_gate: bool = False  # which is weighted by the sigmoid of a logit of its own
+    shared_gate: bool = False  # the shared expert is weighted by the sigmoid of a logit of its own

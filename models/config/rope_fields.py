@@ -15,14 +15,14 @@ from ostinato.ops.rope import (
     YarnScaling,
 )
 
-__all__ = ("read_rope", "rope_by_layer_type", "stretched_context")
+__all__ = ("read_rope", "rope_by_layer_type", "stretched_context", "temperature_of")
 
 _EVERY = {"rope_type", "rope_theta", "partial_rotary_factor"}
 _STRETCHED = _EVERY | {"factor", "original_max_position_embeddings"}
 _KEYS = {
-    "default": _STRETCHED,  # of which `factor` must be 1
-    # Its frequencies change with a sequence that is longer than the stated context; up to there
-    # they are the default ones, and no longer context is offered.
+    "default": _STRETCHED,  # only with `factor` 1
+    # Its frequencies change with the length of a sequence that exceeds the stated context. Such
+    # sequences are not served, and up to the stated context the frequencies are the default ones.
     "dynamic": _STRETCHED,
     "linear": _STRETCHED,
     "llama3": _STRETCHED | {"low_freq_factor", "high_freq_factor"},
@@ -42,7 +42,7 @@ def read_rope(
         hf_config: the parsed config.json.
         head_dim: elements of a head.
         max_positions: as the config states them, before scaling.
-        default_fraction: of each head that is rotated, where the config does not state it.
+        default_fraction: the part of each head that is rotated, where the config does not state it.
 
     Raises:
         ValueError: its type or a key is unknown, or one of its parameters is missing.
@@ -124,13 +124,13 @@ def rope_by_layer_type(
     """The rotary keys of layers without a window and those of layers with one, each as a config
     for `read_rope`.
 
-    Newer configs have `rope_parameters` by layer type. Older ones have one theta and a scaling that
-    windows do without.
+    Newer configs have `rope_parameters` by layer type. Older ones have one theta and one scaling;
+    the scaling does not apply to layers with a window.
 
     Args:
         hf_config: the parsed config.json.
-        theta: of layers without a window, where it is not stated.
-        local_theta: of layers with a window, in older configs.
+        theta: the base of layers without a window, where it is not stated.
+        local_theta: the base of layers with a window, in older configs.
 
     Raises:
         ValueError: `rope_parameters` lacks a layer type.
@@ -166,7 +166,7 @@ def _rope_parameters(hf_config: HFConfig) -> dict[str, Any]:
 
 
 def _typed(parameters: HFConfig | None) -> dict[str, Any]:
-    """Without nulls, and with its type under `rope_type`; older configs call it `type`."""
+    """The fields without nulls, with the type as `rope_type`; older configs call it `type`."""
     stated = {key: value for key, value in (parameters or {}).items() if value is not None}
     if stated:
         stated.setdefault("rope_type", stated.pop("type", "default"))
@@ -204,13 +204,25 @@ def _longrope_attention(factor: float, original: float) -> float:
 def _yarn_attention(parameters: HFConfig, factor: float) -> float:
     """YaRN's factor on cosines and sines when the config does not state it (section 3.4)."""
 
-    def magnitude(weight: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
-
     one, all_dims = parameters.get("mscale"), parameters.get("mscale_all_dim")
     if one and all_dims:
-        return magnitude(one) / magnitude(all_dims)
-    return magnitude(1.0)
+        return _yarn_magnitude(one, factor) / _yarn_magnitude(all_dims, factor)
+    return _yarn_magnitude(1.0, factor)
+
+
+def _yarn_magnitude(weight: float, factor: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+
+def temperature_of(hf_config: HFConfig) -> float:
+    """What DeepSeek multiplies the scale of attention by: YaRN's temperature for all dimensions of
+    a head, the rotated ones and the others. `read_rope` gives the rest of it.
+    """
+    parameters = _rope_parameters(hf_config)
+    weight = parameters.get("mscale_all_dim")
+    if parameters.get("rope_type", "default") == "default" or not weight:
+        return 1.0
+    return _yarn_magnitude(float(weight), float(parameters.get("factor", 1.0))) ** 2
 
 
 def stretched_context(rope: Rope | None, max_positions: int) -> int:

@@ -22,7 +22,7 @@ _KEYS = DecoderKeys(
     is_tied=True,
     has_rope=False,
 )
-# Of the published models 350M alone differs: it normalises afterwards and projects its embeddings.
+# Among the published models, only 350M normalises afterwards and projects its embeddings.
 _MUST_BE = {
     "do_layer_norm_before": True,
     "_remove_final_layer_norm": False,

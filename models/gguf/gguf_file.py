@@ -49,7 +49,7 @@ _MAX_HEADER = 1 << 28
 _MAX_KEYS = 65_536
 _MAX_TENSORS = 1_000_000
 _MAX_NAME = 65_535  # bytes of a key or of a tensor's name
-_MAX_STRINGS = 1 << 24  # of one array
+_MAX_STRINGS = 1 << 24  # strings of one array
 _MAX_DIMS = 4
 
 _STRING, _ARRAY, _BOOL = 8, 9, 7
@@ -110,7 +110,7 @@ _Value = TypeVar("_Value", str, bool, list[str], int, float)
 
 
 class GGUFError(ValueError):
-    """A GGUF file can not be read or is not supported; the message is one line."""
+    """A GGUF file cannot be read or is not supported; the message is one line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,8 +130,8 @@ class GGUFFile:
 
     Args:
         path: its first or only file.
-        metadata: by key; arrays of numbers are NumPy arrays, of strings lists.
-        tensors: by name, in the order of the files.
+        metadata: values by key; an array of numbers is a NumPy array, one of strings is a list.
+        tensors: the tensors by name, in the order of the files.
         files: all files of the model.
     """
 
@@ -220,7 +220,7 @@ def open_gguf(path: Path) -> GGUFFile:
         path: the file; of a split model any of its files.
 
     Raises:
-        GGUFError: a file is missing, can not be read, or is not a sound GGUF file.
+        GGUFError: a file is missing, cannot be read, or is not a sound GGUF file.
     """
     files = _all_files(path)
     first = files[0]
@@ -278,7 +278,7 @@ class _Header:
         file: its path.
 
     Raises:
-        GGUFError: the file can not be read, or is not a sound GGUF file.
+        GGUFError: the file cannot be read, or is not a sound GGUF file.
     """
 
     def __init__(self, file: Path) -> None:
@@ -293,7 +293,7 @@ class _Header:
                 self._data = mmap.mmap(opened.fileno(), mapped, access=mmap.ACCESS_READ)
         except OSError as error:
             reason = "it is a directory" if error.errno == errno.EISDIR else error.strerror
-            raise GGUFError(f"{file} can not be read: {reason}") from error
+            raise GGUFError(f"{file} cannot be read: {reason}") from error
         self._place = 4
         with self._data:
             self._check_version()

@@ -106,7 +106,7 @@ def read_tensors(
 
     Args:
         file: the opened model.
-        dtype: that quantised tensors are dequantised to.
+        dtype: quantised tensors are dequantised to it.
         types_of: gives, for a module's name in a Hugging Face checkpoint, the types of its matrix.
             The module gets integers and scales in the `common_format` of these types. () = it gets
             floats.

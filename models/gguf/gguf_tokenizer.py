@@ -291,7 +291,7 @@ def _byte_level(vocabulary: _Vocabulary) -> dict[str, Any]:
 def _sentencepiece(vocabulary: _Vocabulary) -> dict[str, Any]:
     is_gemma = vocabulary.file.architecture.startswith("gemma")
     tokens = vocabulary.tokens
-    if is_gemma:  # files spell runs of spaces with spaces; normalised texts have _UNDERSCORE
+    if is_gemma:  # files write spaces as spaces; normalised texts have _UNDERSCORE instead
         tokens = [
             _UNDERSCORE * len(each) if each and not each.strip(" ") else each for each in tokens
         ]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ostinato.models.quantize.rounding import Rounded
-from ostinato.models.quantized_checkpoints.awq import AWQ_ORDER
+from ostinato.ops.quantized import AWQ_ORDER
 
 __all__ = ("FORMATS", "pack", "settings_of")
 
@@ -22,7 +22,7 @@ def pack(name: str, rounded: Rounded, form: str, *, symmetric: bool) -> dict[str
     """The stored tensors of a matrix.
 
     Args:
-        name: of the module in the checkpoint.
+        name: the name of the module in the checkpoint.
         rounded: the matrix; its sizes are multiples of 8.
         form: one of FORMATS.
         symmetric: it has no zero points of its own.

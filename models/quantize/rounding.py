@@ -65,9 +65,9 @@ def choose_grid(
 
     Args:
         weight: [N, K] float32.
-        bits: of an integer.
+        bits: the size of an integer.
         group_size: columns that share a scale; it divides K.
-        dtype: of stored scales.
+        dtype: the dtype of stored scales.
         symmetric: zero is the middle of the integers.
         importance: [K] float32, of the columns.
     """
@@ -117,7 +117,7 @@ def round_by_hessian(weight: Tensor, grid: Grid, hessian: Tensor) -> Rounded:
 
     Args:
         weight: [N, K] float32.
-        grid: of the same matrix.
+        grid: the grid of the same matrix.
         hessian: [K, K] float32, the mean of x x^T over the calibration text.
     """
     columns = weight.shape[1]

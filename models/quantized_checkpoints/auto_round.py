@@ -27,7 +27,7 @@ _PACKINGS = {
     "auto_round:auto_awq": None,
 }
 _FLOAT_BITS = 16  # a module of `extra_config` with this many bits or more is a float
-# How the checkpoint was made, or how another library is to run it.
+# Keys that say how the checkpoint was made, or how another library should run it.
 _MADE_WITH = (
     "amp",
     "autoround_version",

@@ -21,7 +21,6 @@ from ostinato.models.quantized_checkpoints.policy import CheckpointPolicy, Heade
 from ostinato.models.quantized_checkpoints.stored_groups import (
     StoredGroups,
     stored_dtype,
-    unpack_words,
 )
 from ostinato.models.weight_methods.weight_method import (
     FLOATS,
@@ -32,19 +31,16 @@ from ostinato.models.weight_methods.weight_method import (
     StoredTensor,
     WeightMethod,
 )
+from ostinato.ops.quantized import Packing, unpack_words
 
-__all__ = ("AWQ_ORDER", "Awq", "from_checkpoint")
+__all__ = ("Awq", "from_checkpoint")
 
-AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-"""The output that each place of a word has, from the lowest bits up."""
 _WORDS = (torch.int32,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Awq(StoredGroups):
     """`qweight`, `qzeros` and `scales`; 4 bits."""
-
-    is_transposed: ClassVar[bool] = True
 
     @property
     def stored(self) -> Mapping[str, StoredTensor]:
@@ -60,8 +56,8 @@ class Awq(StoredGroups):
 
     def unpacked(self, name: str, value: Tensor, part: Part) -> tuple[str, Tensor]:
         if name == "scales":
-            return "scales", value
-        integers = unpack_words(value, self.bits, 1, AWQ_ORDER)[:, : part.stored[0]]
+            return "scales", value.T
+        integers = unpack_words(value, self.bits, Packing.awq)[: part.stored[0]]
         return ("values", integers) if name == "qweight" else ("zeros", integers.to(torch.int16))
 
     def dummy(self, name: str, size: tuple[int, ...]) -> Tensor | None:

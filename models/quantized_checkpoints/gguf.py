@@ -1,7 +1,7 @@
 """The weight methods of GGUF files: integers and scales are multiplied as they are stored.
 
 On a CPU a quantised matrix is laid out for the kernels of ops/quantized.py without rounding
-(models/gguf/stored_formats.py). Where those kernels can not be used, and for a matrix that stacks
+(models/gguf/stored_formats.py). Where those kernels cannot be used, and for a matrix that stacks
 quantised and float ones, tensors are dequantised while they are loaded.
 """
 
@@ -40,7 +40,7 @@ __all__ = ("AsStored", "from_checkpoint")
 class AsStored(QuantizedMatrix):
     """Tensors of these types: `values`, `scales` and, in some formats, `minimums`."""
 
-    types: tuple[str, ...]  # of the stacked matrices, sorted
+    types: tuple[str, ...]  # types of the stacked matrices, sorted
 
     def form(self, spec: MatrixSpec) -> QuantFormat:
         return common_format(self.types)
@@ -75,7 +75,7 @@ class AsStored(QuantizedMatrix):
 class _GGUFPolicy:
     """`AsStored` for matrices all of whose parts are quantised."""
 
-    types: Mapping[str, Collection[str]]  # of the matrices by their modules in a checkpoint
+    types: Mapping[str, Collection[str]]  # types of matrices, by their module in a checkpoint
     unquantized: WeightMethod
     ignored: tuple[str, ...] = ()
     has_cache_scales: bool = False
@@ -119,7 +119,7 @@ def from_checkpoint(
 
     Args:
         stated: `types` of the matrices, by their modules' names in a Hugging Face checkpoint.
-        unquantized: of float matrices; packed weights where the CPU kernels can be used.
+        unquantized: the method of float matrices; packed weights where the CPU kernels run.
         headers: empty, as a GGUF file has none.
     """
     is_invariant = unquantized.is_batch_invariant

@@ -26,7 +26,6 @@ from ostinato.models.quantized_checkpoints.stored_groups import (
     G_IDX,
     StoredGroups,
     stored_dtype,
-    unpack_words,
 )
 from ostinato.models.weight_methods.weight_method import (
     FLOATS,
@@ -36,12 +35,13 @@ from ostinato.models.weight_methods.weight_method import (
     StoredTensor,
     WeightMethod,
 )
+from ostinato.ops.quantized import Packing, unpack_words
 
 __all__ = ("GPTQ_MADE_WITH", "Gptq", "from_checkpoint", "gptq_method")
 
 _WORDS = (torch.int32,)
 GPTQ_GROUPS = (-1, 16, 32, 64, 128, 256, 512, 1024)
-# How the checkpoint was made, or how another library is to run it.
+# Keys that say how the checkpoint was made, or how another library should run it.
 GPTQ_MADE_WITH = (
     "act_group_aware",
     "backend",
@@ -74,8 +74,6 @@ GPTQ_MADE_WITH = (
 class Gptq(StoredGroups):
     """`qweight`, `qzeros`, `scales` and perhaps `g_idx`."""
 
-    is_transposed: ClassVar[bool] = True
-
     version: int = 1
     has_g_idx: bool = True
 
@@ -92,14 +90,14 @@ class Gptq(StoredGroups):
 
     def unpacked(self, name: str, value: Tensor, part: Part) -> tuple[str, Tensor]:
         if name == "qweight":
-            return "values", unpack_words(value, self.bits, 0)
+            return "values", unpack_words(value, self.bits, Packing.columns)
         if name == "scales":
             if str(value.dtype) != f"torch.{self.scale_dtype}":
                 raise ValueError(f"scales are {value.dtype}, others {self.scale_dtype}")
-            return "scales", value
+            return "scales", value.T
         if name == "g_idx":
             return "g_idx", value
-        zeros = unpack_words(value, self.bits, 1)[:, : part.stored[0]].to(torch.int16)
+        zeros = unpack_words(value, self.bits, Packing.rows)[:, : part.stored[0]].T.to(torch.int16)
         middle = 1 << (self.bits - 1)
         if not self.symmetric:
             return "zeros", zeros + 1 if self.version == 1 else zeros

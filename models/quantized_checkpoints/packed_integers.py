@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ostinato.models.quantized_checkpoints.stored_groups import G_IDX, StoredGroups, unpack_words
+from ostinato.models.quantized_checkpoints.stored_groups import G_IDX, StoredGroups
 from ostinato.models.weight_methods.weight_method import (
     FLOATS,
     IN,
@@ -36,6 +36,7 @@ from ostinato.models.weight_methods.weight_method import (
     Part,
     StoredTensor,
 )
+from ostinato.ops.quantized import Packing, unpack_words
 
 __all__ = ("PackedIntegers",)
 
@@ -74,18 +75,19 @@ class PackedIntegers(StoredGroups):
     def unpacked(self, name: str, value: Tensor, part: Part) -> tuple[str, Tensor]:
         rows, columns = part.stored
         if name == "weight_packed":
-            return "values", unpack_words(value, self.bits, 1)[:, :columns]
+            return "values", unpack_words(value, self.bits, Packing.rows)[:, :columns]
         if name == "weight":
             if self.bits == 4 and bool((value.abs() > 8).any()):
                 raise ValueError("an integer of the weight is not one of 4 bits")
-            return "values", (value.to(torch.int16) + (1 << (self.bits - 1))).to(torch.uint8)
+            return "values", value.view(torch.uint8) + (1 << (self.bits - 1))  # modulo 256
         if name == "weight_scale":
             return "scales", value.expand(rows, 1) if self.has_one_scale else value
         if name == "weight_g_idx":
             return "g_idx", value
         if name == "weight_zero_point":
             if self.is_packed:
-                return "zeros", unpack_words(value, self.bits, 0)[:rows].to(torch.int16)
+                zeros = unpack_words(value, self.bits, Packing.columns)[:, :rows]
+                return "zeros", zeros.T.to(torch.int16)
             return "zeros", value.to(torch.int16) + (1 << (self.bits - 1))
         if name == "weight_shape" and tuple(value.tolist()) != part.stored:
             raise ValueError(f"weight_shape is {value.tolist()}, the model needs {[rows, columns]}")

@@ -48,7 +48,7 @@ class CheckpointPolicy(ABC):
         _CACHE_SCALES,
     )
 
-    unquantized: WeightMethod  # of the modules that are floats
+    unquantized: WeightMethod  # the method of modules that are floats
     headers: Headers = field(repr=False, compare=False)
 
     @property
@@ -61,7 +61,7 @@ class CheckpointPolicy(ABC):
         """What the settings say of a module.
 
         Args:
-            name: of the module in the checkpoint.
+            name: the name of the module in the checkpoint.
 
         Returns:
             Its weight method. None = it is a float, unless the checkpoint's tensors say otherwise.
@@ -124,7 +124,7 @@ def names_module(pattern: str, name: str) -> bool:
 
     Args:
         pattern: successive parts of the name, such as `mlp.gate`; `*` stands for anything.
-        name: of the module in the checkpoint.
+        name: the name of the module in the checkpoint.
     """
     if "*" in pattern:
         return fnmatch(name, pattern) or fnmatch(name, f"{pattern}.*")

@@ -27,6 +27,7 @@ from ostinato.models.weight_methods.weight_method import (
     Part,
     StoredTensor,
 )
+from ostinato.ops.quantized import unpack_halves
 
 __all__ = ("Float4", "Float8")
 
@@ -45,9 +46,9 @@ class Float8(StoredGroups):
     symmetric: bool = True
     scale_dtype: str = "float32"
     scale_name: str = "weight_scale"
-    scale_dims: int = 1  # of a scale for the whole matrix
+    scale_dims: int = 1  # dimensions of a scale for the whole matrix
     strategy: str = "tensor"  # or "channel", "block"
-    block_rows: int = 128  # of "block"; group_size is its columns
+    block_rows: int = 128  # rows of a "block"; group_size is its columns
 
     @property
     def name(self) -> str:
@@ -72,7 +73,7 @@ class Float8(StoredGroups):
     def unpacked(self, name: str, value: Tensor, part: Part) -> tuple[str, Tensor]:
         if name == "weight":
             values = value.contiguous().view(torch.uint8)
-            if bool(((values & _NAN) == _NAN).any()):
+            if int((values & _NAN).amax()) == _NAN:
                 raise ValueError("a weight is NaN; the file is damaged")
             return "values", values
         scales = value.float()
@@ -121,7 +122,7 @@ class Float4(StoredGroups):
 
     def unpacked(self, name: str, value: Tensor, part: Part) -> tuple[str, Tensor]:
         if name in ("blocks", "weight", "weight_packed"):
-            return "values", torch.stack((value & 15, value >> 4), -1).flatten(1)
+            return "values", unpack_halves(value.flatten(1))
         if name == "scales":
             return "scales", torch.ldexp(torch.ones(()), value.int() - 127)
         if name == "weight_scale":

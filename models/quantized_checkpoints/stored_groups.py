@@ -2,8 +2,8 @@
 
 The formats differ in how they pack integers into words. Each brings its tensors into one form:
 
-    values  integers from 0 to 2**bits - 1, uint8, [out, in], or [in, out] if `is_transposed`
-    scales  [out, groups] or [groups, out], in the checkpoint's dtype
+    values  integers from 0 to 2**bits - 1, uint8, [out, in]
+    scales  [out, groups], in the checkpoint's dtype
     zeros   the integers that stand for zero, of the scales' shape, int16; none if symmetric
     g_idx   [in] int32, the group of each column; none if the columns are in the groups' order
 
@@ -36,7 +36,7 @@ from ostinato.models.weight_methods.weight_method import (
 from ostinato.ops.quantized import pack_quantized_weight
 from ostinato.ops.quantized_reference import QuantFormat
 
-__all__ = ("G_IDX", "StoredGroups", "check_scales", "unpack_words")
+__all__ = ("G_IDX", "StoredGroups", "check_scales", "stored_dtype")
 
 _MOST = 256  # values in the largest group that the kernels take
 G_IDX = StoredTensor((IN,), dtypes=(torch.int32, torch.int64), converted=False)
@@ -46,8 +46,7 @@ G_IDX = StoredTensor((IN,), dtypes=(torch.int32, torch.int64), converted=False)
 class StoredGroups(QuantizedMatrix):
     """Integers with a scale for each group of a row; on a CPU."""
 
-    is_transposed: ClassVar[bool] = False
-    kind: ClassVar[str] = "steps"  # of QuantFormat
+    kind: ClassVar[str] = "steps"  # the `kind` of QuantFormat
 
     bits: int
     group_size: int  # -1 = a row is one group
@@ -90,7 +89,7 @@ class StoredGroups(QuantizedMatrix):
     def why_indivisible(self, columns: Span) -> str | None:
         if self.has_order and not columns.is_whole:
             return (
-                "the columns of a group lie apart (act-order), so they can not be divided among "
+                "the columns of a group lie apart (act-order), so they cannot be divided among "
                 "ranks; set parallel.tensor to 1"
             )
         return None if self.group_size == -1 else why_cut(columns, self.group_size)
@@ -118,10 +117,7 @@ class StoredGroups(QuantizedMatrix):
         assert scales is not None, "all stored tensors are there"
         order = self._order(tensors.get("g_idx"), spec)
         if order is not None:
-            values = values.index_select(0 if self.is_transposed else 1, order)
-        if self.is_transposed:
-            values, scales = values.T, scales.T
-            zeros = None if zeros is None else zeros.T
+            values = values.index_select(1, order)
         form = self.form(spec)
         packed = pack_quantized_weight(
             values,
@@ -142,7 +138,7 @@ class StoredGroups(QuantizedMatrix):
         if entry == "g_idx":
             return G_IDX
         axes = (OUT, IN if entry == "values" else self.groups_axis())
-        return StoredTensor(axes[::-1] if self.is_transposed else axes, converted=False)
+        return StoredTensor(axes, converted=False)
 
     def _spread(self, factors: Tensor, form: QuantFormat, spec: MatrixSpec) -> Tensor:
         """[out, stored groups] -> [out, groups of the kernel] float32."""
@@ -192,29 +188,6 @@ def check_scales(scales: Tensor) -> None:
             f"scale {index} is {value}; scales must be finite and not zero: the file is damaged, "
             "or was made with a calibration that failed"
         )
-
-
-def unpack_words(words: Tensor, bits: int, dim: int, order: tuple[int, ...] = ()) -> Tensor:
-    """Unsigned integers that lie in 32-bit words, the first in the lowest bits.
-
-    Args:
-        words: [rows, columns] int32.
-        bits: of an integer, 4 or 8.
-        dim: the dimension along which a word's integers follow each other.
-        order: the integer of each place of a word; () = ascending.
-
-    Returns:
-        uint8, with 32 // bits times as many elements in that dimension.
-    """
-    rows, columns = words.shape
-    parts = words.contiguous().view(torch.uint8).view(rows, columns, 4)
-    if bits == 4:
-        parts = torch.stack((parts & 15, parts >> 4), -1).view(rows, columns, 8)
-    if order:
-        parts = parts[:, :, [order.index(place) for place in range(len(order))]]
-    if dim == 1:
-        return parts.reshape(rows, -1)
-    return parts.transpose(1, 2).reshape(-1, columns)
 
 
 def stored_dtype(headers: Mapping[str, object], suffix: str, default: str) -> str:

@@ -96,7 +96,7 @@ class Assembly:
         """[R, D] -> logits [R, vocab_size] float32.
 
         Args:
-            embedding: of the tokens, which is the head if the two are tied.
+            embedding: the tokens' embedding, which is also the head if the two are tied.
         """
         parts = self._parts
         name = str(parts.head.args[2])

@@ -51,7 +51,7 @@ def fuse(
     """Rewrite a graph in place.
 
     Args:
-        graph: of a part, with an output.
+        graph: a part's graph, with an output.
         leaves: the modules that it calls, by target.
         has_equal_halves: whether the second half of each row of a table repeats the first.
         rows: the input with the wanted rows; None = the part has none.
@@ -257,7 +257,7 @@ def _is_slice(node: Any, x: Node, begin: int, end: int) -> bool:
     """Whether the node is x[..., begin:end] of a tensor [H, T, d]."""
     if not isinstance(node, Node):
         return False
-    if node.target is operator.getitem:  # of two equal halves
+    if node.target is operator.getitem:  # the tensor is split into two equal halves
         split, index = node.args
         assert isinstance(split, Node), "it is a value of the graph"
         if split.target != "split_with_sizes" or split.args[0] is not x:

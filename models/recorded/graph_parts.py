@@ -50,7 +50,7 @@ class PartBuilder:
 
     Args:
         recording: the recorded run.
-        prefix: of names of modules and parameters, which is dropped.
+        prefix: is dropped from the names of modules and parameters.
         device: where the part runs.
     """
 

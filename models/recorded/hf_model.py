@@ -82,10 +82,10 @@ def hf_model(source: HFModelSource, dtype: torch.dtype) -> Any:
 
     Args:
         source: from `find_source`.
-        dtype: of the parameters.
+        dtype: the dtype of the parameters.
 
     Raises:
-        ValueError: the model can not be built from its config.
+        ValueError: the model cannot be built from its config.
     """
     config = _config_of(source.hf_config)
     model_class = _class_of(source.hf_config, config)
@@ -94,7 +94,7 @@ def hf_model(source: HFModelSource, dtype: torch.dtype) -> Any:
             model = model_class._from_config(config, attn_implementation=ATTENTION, dtype=dtype)
     except Exception as error:  # a model's code may raise anything for a config that it refuses
         raise ValueError(
-            f"transformers can not build {model_class.__name__}: {first_line(error)}"
+            f"transformers cannot build {model_class.__name__}: {first_line(error)}"
         ) from error
     model.eval()
     _compute_buffers(model)
@@ -132,7 +132,9 @@ def _class_of(stated: Mapping[str, Any], config: Any) -> Any:
     if not name.endswith(("ForCausalLM", "LMHeadModel")):
         raise ValueError("it is not a causal language model")
     if not found.is_backend_compatible():
-        raise ValueError("its class has attention of its own, without an interface for another")
+        raise ValueError(
+            "its class computes attention itself and has no interface for another implementation"
+        )
     return found
 
 
@@ -149,7 +151,7 @@ def _refuse_unknown_keys(stated: Mapping[str, Any], config: Any, files: list[Pat
     Args:
         stated: the parsed config.json.
         config: the config that transformers made of it.
-        files: of the model's code.
+        files: the files of the model's code.
     """
     from transformers import PreTrainedConfig
 

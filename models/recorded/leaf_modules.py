@@ -67,7 +67,7 @@ def find_leaves(model: nn.Module, activation: str | None) -> dict[str, Leaf]:
 
     Args:
         model: a transformers model whose parameters are on the meta device.
-        activation: under `hidden_act` in its config.
+        activation: the value of `hidden_act` in its config.
 
     Raises:
         ValueError: it has experts that are not the usual gated MLPs.

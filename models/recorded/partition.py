@@ -46,7 +46,7 @@ class Partition:
     head: Node  # the output head's call
     logits: tuple[Node, ...]  # after the head
     result: Node
-    tables: tuple[Node, ...]  # of all layers
+    tables: tuple[Node, ...]  # tables that all layers read
 
 
 def partition(recording: Recording) -> Partition:

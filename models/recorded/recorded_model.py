@@ -67,6 +67,7 @@ class RecordedCausalLM(CausalLM):
             num_heads=first.num_heads,
             num_kv_heads=first.num_kv_heads,
             head_dim=first.head_dim,
+            value_dim=first.value_dim,
             max_model_len=length,
             norm_eps=0.0,
             activation="silu",

@@ -43,7 +43,7 @@ __all__ = (
 
 
 class RecordedGraph(nn.Module):
-    """A graph as a module. It is no `GraphModule`, whose class a stored program can not refer to.
+    """A graph as a module. It is no `GraphModule`, whose class a stored program cannot refer to.
 
     Args:
         graph: calls modules and reads tensors by their names.
@@ -129,7 +129,7 @@ class RecordedAttention(nn.Module):
         k_cache: Tensor,
         v_cache: Tensor,
     ) -> Tensor:
-        """q [T, Hq, d], k and v [T, Hkv, d] -> [T, Hq, d]."""
+        """q [T, Hq, d], k [T, Hkv, d], v [T, Hkv, e] -> [T, Hq, e]."""
         return paged_attention(
             q,
             k,
@@ -185,7 +185,7 @@ def build_leaf(leaf: Leaf, options: BuildOptions, *, num_experts: int = 0) -> nn
     Args:
         leaf: what the module computes.
         options: dtype and device.
-        num_experts: of the layer; a linear layer with as many outputs is their router.
+        num_experts: experts of the layer; a linear layer with as many outputs is their router.
     """
     match leaf:
         case LinearLeaf(in_features, out_features, has_bias):

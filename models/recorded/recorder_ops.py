@@ -42,4 +42,4 @@ dtype of the result."""
 recorded_attention = register_op(
     "recorded_attention", {"CompositeExplicitAutograd": _attention}, fake=_attention_fake
 )
-"""q [1, Hq, T, d], k and v [1, Hkv, T, d], number of the call -> [1, T, Hq, d]."""
+"""q [1, Hq, T, d], k [1, Hkv, T, d], v [1, Hkv, T, e], number of the call -> [1, T, Hq, e]."""

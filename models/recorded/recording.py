@@ -45,7 +45,7 @@ from ostinato.models.recorded.recorder_ops import recorded_attention, recorded_m
 
 __all__ = ("AttentionCall", "Recording", "record")
 
-_NUM_TOKENS = 23  # of the recorded run; a number that is unlikely to be a size of the model
+_NUM_TOKENS = 23  # tokens of the recorded run; unlikely to be a size of the model
 _MATRIX_DIMS = 2
 _MASK_SPAN = 64  # positions at which mask functions are evaluated, besides those of the window
 
@@ -62,7 +62,8 @@ class AttentionCall:
     module: str  # the name of the attention module
     num_heads: int
     num_kv_heads: int
-    head_dim: int
+    head_dim: int  # of queries and keys
+    value_dim: int  # of values
     scale: float
     sliding_window: int  # tokens that a row sees, itself included; 0 = all
     soft_cap: float
@@ -79,7 +80,7 @@ class Recording:
     leaves: dict[str, Leaf]
     calls: tuple[AttentionCall, ...]  # in order
     layers: tuple[str, ...]  # names of the modules with one attention call each, in order
-    # By name of a node: 0 = before the layers, 2 i + 1 = in layer i, 2 i + 2 = after it.
+    # Name of a node -> its place: 0 = before the layers, 2 i + 1 = in layer i, 2 i + 2 = after it.
     sections: dict[str, int]
 
 
@@ -88,7 +89,7 @@ class _Run:
     """What the recording functions note while the model runs."""
 
     model: Any
-    names: dict[int, str]  # of modules, by id
+    names: dict[int, str]  # names of modules, by id
     head: str  # the output head
     masks: dict[int, int] = field(default_factory=dict)  # id of a mask -> its window
     kept: list[Any] = field(default_factory=list)  # so that ids stay unique
@@ -105,10 +106,10 @@ def record(source: HFModelSource, dtype: torch.dtype) -> Recording:
 
     Args:
         source: its code and sizes.
-        dtype: of weights and activations.
+        dtype: the dtype of weights and activations.
 
     Raises:
-        ValueError: the model does something that this engine can not repeat exactly; the text says
+        ValueError: the model does something that this engine cannot repeat exactly; the text says
             what.
     """
     _register()
@@ -127,7 +128,7 @@ def record(source: HFModelSource, dtype: torch.dtype) -> Recording:
     except Exception as error:  # whatever a model's code raises for tensors without data
         text = str(error).strip().splitlines()
         raise ValueError(
-            f"{type(model).__name__} can not be recorded: {type(error).__name__}: "
+            f"{type(model).__name__} cannot be recorded: {type(error).__name__}: "
             f"{text[0] if text else ''}"
         ) from error
     finally:
@@ -140,7 +141,7 @@ def record(source: HFModelSource, dtype: torch.dtype) -> Recording:
 
 
 class _Unfit(Exception):
-    """The model does something that the engine can not repeat."""
+    """The model does something that the engine cannot repeat."""
 
 
 def _register() -> None:
@@ -179,10 +180,11 @@ def _check_calls(model: Any, layers: tuple[str, ...], calls: list[AttentionCall]
             )
     if len(calls) != len(layers):
         raise ValueError(f"{kind} makes attention calls outside its {len(layers)} layers")
-    shapes = {(call.num_heads, call.num_kv_heads, call.head_dim) for call in calls}
+    shapes = {(call.num_heads, call.num_kv_heads, call.head_dim, call.value_dim) for call in calls}
     if len(shapes) != 1:
         raise ValueError(
-            f"{kind}: layers differ in (heads, key and value heads, head size): {sorted(shapes)}"
+            f"{kind}: layers differ in (heads, key and value heads, sizes of a key and a value): "
+            f"{sorted(shapes)}"
         )
 
 
@@ -216,7 +218,7 @@ class _MatrixFunctions(TorchFunctionMode):
 
     Args:
         run: gets the modules that are found.
-        names: of weights, by id.
+        names: the names of weights, by id.
     """
 
     def __init__(self, run: _Run, names: dict[int, str]) -> None:
@@ -386,10 +388,6 @@ def _attend(  # noqa: PLR0913 - transformers' signature
         raise _Unfit(f"{name} is not causal")
     if sliding_window is not None and window != sliding_window and window != 0:
         raise _Unfit(f"{name} has a window of {sliding_window}, and its mask one of {window}")
-    if key.shape[-1] != value.shape[-1]:
-        raise _Unfit(
-            f"{name} has keys of {key.shape[-1]} and values of {value.shape[-1]} elements a head"
-        )
     head_dim = int(query.shape[-1])
     run.calls.append(
         AttentionCall(
@@ -397,6 +395,7 @@ def _attend(  # noqa: PLR0913 - transformers' signature
             int(query.shape[1]),
             int(key.shape[1]),
             head_dim,
+            int(value.shape[-1]),
             float(head_dim**-0.5 if scaling is None else scaling),
             window,
             float(softcap or 0.0),

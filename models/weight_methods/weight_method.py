@@ -58,7 +58,7 @@ class MatrixSpec(NamedTuple):
 
     out_features: int
     in_features: int
-    dtype: torch.dtype  # of activations
+    dtype: torch.dtype  # the dtype of activations
     device: torch.device
 
 
@@ -78,7 +78,7 @@ class Axis(NamedTuple):
 
     features: str  # "out", "in", or "" for a fixed size
     per_element: int = 1  # features of one element, as in a word of eight 4-bit weights
-    size: int = 0  # of a dimension that runs over neither
+    size: int = 0  # size of a dimension that runs over neither
 
     def length(self, out_features: int, in_features: int) -> int:
         """Elements of this dimension in the tensor of a matrix of this size."""
@@ -96,7 +96,7 @@ class StoredTensor:
     """One of the tensors that a checkpoint keeps of a matrix."""
 
     axes: tuple[Axis, ...]
-    dtypes: tuple[torch.dtype, ...] = FLOATS  # that are accepted
+    dtypes: tuple[torch.dtype, ...] = FLOATS  # the accepted dtypes
     converted: bool = True  # to the activations' dtype, when it is copied
 
     def shape(self, out_features: int, in_features: int) -> tuple[int, ...]:
@@ -109,13 +109,13 @@ class Part:
     """A stored matrix and its place in a module's matrix, which may stack several of them."""
 
     index: int  # among the module's parts
-    count: int  # of the module's parts
+    count: int  # the number of the module's parts
     stored: tuple[int, int]  # [out, in] of the stored matrix
-    rows: Tensor | slice  # of the stored matrix: those that this module holds, in its order
+    rows: Tensor | slice  # rows of the stored matrix that this module holds, in its order
     columns: Span  # the same
-    first_row: int  # of the module's matrix
+    first_row: int  # where the part begins in the module's matrix
     num_rows: int
-    expert: int = 0  # of a module with a matrix per expert: which of those on this rank
+    expert: int = 0  # index among this rank's experts, if the module has any
 
     @property
     def is_all(self) -> bool:
@@ -137,7 +137,7 @@ class Part:
                 start, size, _ = self.columns
                 if start % axis.per_element or size % axis.per_element:
                     raise ValueError(
-                        f"columns {start} to {start + size} can not be cut out of elements of "
+                        f"columns {start} to {start + size} cannot be cut out of elements of "
                         f"{axis.per_element} columns"
                     )
                 tensor = tensor.narrow(dim, start // axis.per_element, size // axis.per_element)
@@ -150,11 +150,11 @@ class Part:
                 return tensor
             if start % per_element or stop % per_element:
                 raise ValueError(
-                    f"rows {start} to {stop} can not be cut out of elements of {per_element} rows"
+                    f"rows {start} to {stop} cannot be cut out of elements of {per_element} rows"
                 )
             return tensor.narrow(dim, start // per_element, (stop - start) // per_element)
         if per_element != 1:
-            raise ValueError(f"rows can not be reordered in elements of {per_element} rows")
+            raise ValueError(f"rows cannot be reordered in elements of {per_element} rows")
         return tensor.index_select(dim, self.rows.to(tensor.device))
 
 
@@ -189,7 +189,7 @@ class WeightMethod(ABC):
         return None
 
     def why_indivisible(self, columns: Span) -> str | None:
-        """Why a rank can not hold these columns of a matrix, in one line; None if it can."""
+        """Why a rank cannot hold these columns of a matrix, in one line; None if it can."""
         return None
 
     @abstractmethod
@@ -216,7 +216,7 @@ class WeightMethod(ABC):
             spec: the module's matrix.
 
         Raises:
-            ValueError: the value can not be cut as `part` says.
+            ValueError: the value cannot be cut as `part` says.
         """
         self.place(tensors, name, value, self.stored[name], part, spec)
 
@@ -236,7 +236,7 @@ class WeightMethod(ABC):
             stored: the dimensions of `value`.
 
         Raises:
-            ValueError: the value can not be cut as `part` says.
+            ValueError: the value cannot be cut as `part` says.
         """
         value = part.cut(value, stored)
         dtype = spec.dtype if stored.converted else value.dtype
@@ -264,7 +264,7 @@ class WeightMethod(ABC):
 
         Args:
             name: a key of `stored`.
-            size: of that tensor.
+            size: the size of that tensor.
         """
         return None
 
@@ -273,7 +273,7 @@ class WeightMethod(ABC):
         """The parameters of a matrix whose stored tensors have all been loaded.
 
         Raises:
-            NativeBuildError: the kernels can not be built on this machine.
+            NativeBuildError: the kernels cannot be built on this machine.
         """
 
     @abstractmethod
@@ -315,7 +315,7 @@ class WeightMethod(ABC):
 
         Args:
             weights: the parameters by name, [experts, ...].
-            spec: of one expert's matrix.
+            spec: describes one expert's matrix.
             x, ids, bias, routing_weights, residual: as for `moe_linear`.
 
         Raises:

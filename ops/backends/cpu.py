@@ -1,7 +1,7 @@
 """The CPU attention backend: this package's C++ kernel (ops/native/attention/attention.cpp).
 
 The kernel has its own order of keys and values within a block, which ops/native/attention/tile.h
-describes. So a cache that it has written can not be read by another backend.
+describes. So a cache that it has written cannot be read by another backend.
 
 Loading the library makes the kernel the op's CPU implementation, so a call runs no Python. `run`
 serves only the first call of a process that has not loaded the library.
@@ -38,8 +38,9 @@ class CpuBackend:
                 f"it keeps keys and values in the model's type {spec.dtype} or in int8, "
                 f"cache.dtype asks for {spec.cache_dtype}"
             )
-        if spec.head_dim % 8 or not 8 <= spec.head_dim <= _MAX_HEAD_DIM:
-            return f"head_dim must be a multiple of 8 up to {_MAX_HEAD_DIM}, not {spec.head_dim}"
+        for size in (spec.head_dim, spec.value_dim or spec.head_dim):
+            if size % 8 or not 8 <= size <= _MAX_HEAD_DIM:
+                return f"head_dim must be a multiple of 8 up to {_MAX_HEAD_DIM}, not {size}"
         if spec.block_size % 8:
             return f"block_size must be a multiple of 8, not {spec.block_size}"
         return None

@@ -45,7 +45,9 @@ def load_library() -> Library:
 
 
 def why_shape_unsupported(spec: AttentionSpec) -> str | None:
-    """The reason the kernels can not take `spec`'s shapes and type, whatever the device."""
+    """The reason the kernels cannot take `spec`'s shapes and type, whatever the device."""
+    if spec.has_two_head_sizes:
+        return f"needs keys and values of one size, the model has {spec.head_dim}, {spec.value_dim}"
     if spec.dtype not in _DTYPES:
         return f"needs float16 or bfloat16, the model has {spec.dtype}"
     if spec.converts_cache:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ostinato.ops.attention import AttentionMetadata, AttentionSpec
+from ostinato.ops.rope import rotate_heads
 
 __all__ = ("BACKEND",)
 
@@ -23,6 +24,35 @@ class ReferenceBackend:
         self, spec: AttentionSpec, *, num_tokens: int, num_seqs: int, max_model_len: int
     ) -> int:
         return 0  # not in the memory plan: this backend is for tests, and it holds whole contexts
+
+    def run_projected(
+        self,
+        qkv: Tensor,
+        cos: Tensor | None,
+        sin: Tensor | None,
+        q_weight: Tensor | None,
+        k_weight: Tensor | None,
+        eps: float,
+        num_heads: int,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        metadata: AttentionMetadata,
+        scale: float,
+        sliding_window: int,
+        soft_cap: float,
+        alibi_slopes: Tensor | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        num_kv = k_cache.shape[1]
+        heads = qkv.unflatten(1, (num_heads + 2 * num_kv, -1))
+        queries_keys, v = heads.split_with_sizes((num_heads + num_kv, num_kv), 1)
+        if cos is not None and sin is not None:
+            queries_keys = rotate_heads(
+                queries_keys, cos, sin, num_heads, q_weight=q_weight, k_weight=k_weight, eps=eps
+            )
+        q, k = queries_keys.split_with_sizes((num_heads, num_kv), 1)
+        more = (scale, sliding_window, soft_cap, alibi_slopes, sinks)
+        return self.run(q, k, v, k_cache, v_cache, metadata, *more)
 
     def run(
         self,
@@ -43,7 +73,7 @@ class ReferenceBackend:
         for cache, tensor in ((k_cache, k), (v_cache, v)):
             # One-byte dtypes are indexed as bytes: torch lacks these operations for them.
             _stored(cache)[block, :, offset] = _stored(_to_cache(tensor, cache.dtype))
-        out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+        out = torch.zeros((*q.shape[:2], v.shape[2]), dtype=q.dtype, device=q.device)
         starts = metadata.query_start_loc.tolist()
         group = q.shape[1] // k.shape[1]
         for row, length in enumerate(metadata.seq_lens.tolist()):
@@ -53,10 +83,10 @@ class ReferenceBackend:
             blocks = metadata.block_table[row, : -(-length // block_size)].long()
             # [num_blocks, Hkv, block_size, D] -> [Hkv, length, D]
             keys, values = (
-                _from_cache(_stored(cache)[blocks].view(cache.dtype), q.shape[2])
+                _from_cache(_stored(cache)[blocks].view(cache.dtype), size)
                 .transpose(0, 1)
                 .flatten(1, 2)[:, :length]
-                for cache in (k_cache, v_cache)
+                for cache, size in ((k_cache, k.shape[2]), (v_cache, v.shape[2]))
             )
             queries = q[begin:end].float().transpose(0, 1)  # [Hq, rows, D]
             logits = queries @ keys.repeat_interleave(group, 0).transpose(1, 2) * scale

@@ -1,10 +1,10 @@
 """The `triton` attention backend: picks tile shapes and launches the Triton kernels.
 
-A step is at most four launches: write K and V; attend for sequences with few query rows (decode),
-their keys split into partitions; combine those partitions; attend for sequences with many query
-rows (prefill). The device decides which sequence belongs to which launch. So the launches depend on
-shapes alone, and a captured CUDA graph serves any mix of lengths. A row's result depends on its own
-sequence only, not on its batch.
+A step is at most four launches: write K and V, and rotate the heads if the projection is given;
+attend for sequences with few query rows (decode), their keys split into partitions; combine those
+partitions; attend for sequences with many query rows (prefill). The device decides which sequence
+belongs to which launch. So the launches depend on shapes alone, and a captured CUDA graph serves
+any mix of lengths. A row's result depends on its own sequence only, not on its batch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ostinato.ops.attention import AttentionMetadata, AttentionSpec, HostMetadata, PlanKey
-from ostinato.ops.backends.triton_cache_write import write_kv_kernel
+from ostinato.ops.backends.triton_cache_write import rotary_write_kernel, write_kv_kernel
 from ostinato.ops.backends.triton_kernels import attention_kernel, combine_kernel
 from ostinato.ops.backends.triton_tiles import (
     MAX_TILE_ROWS,
@@ -24,6 +24,7 @@ from ostinato.ops.backends.triton_tiles import (
     attention_constants,
     ceil_div,
     combine_constants,
+    rotary_constants,
     write_constants,
 )
 
@@ -53,13 +54,30 @@ def _shared_memory(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
+def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.stride(2) != 1:
             raise ValueError(
                 f"paged_attention: {name} has strides {tensor.stride()}, its last dimension must "
                 f"be contiguous; call .contiguous() on it"
             )
+
+
+def _check_projection(qkv: Tensor, cos: Tensor | None, sin: Tensor | None) -> None:
+    if qkv.stride(1) != 1:
+        raise ValueError(
+            f"rotary_attention: qkv has strides {qkv.stride()}, its last dimension must be "
+            "contiguous; call .contiguous() on it"
+        )
+    for name, table in (("cos", cos), ("sin", sin)):
+        if table is not None and not table.is_contiguous():
+            raise ValueError(
+                f"rotary_attention: {name} has strides {table.stride()}, must be contiguous; call "
+                ".contiguous() on it"
+            )
+
+
+def _check_caches(k_cache: Tensor, v_cache: Tensor) -> None:
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         if not cache.is_contiguous():
             raise ValueError(
@@ -79,7 +97,7 @@ def write_kv(
         v: like `k`.
         k_cache: [num_blocks, Hkv, block_size, D] contiguous.
         v_cache: like `k_cache`.
-        metadata: of the step; reads `query_start_loc` and `slot_mapping`.
+        metadata: the step's; `query_start_loc` and `slot_mapping` are read.
     """
     num_tokens, num_kv_heads, head_dim = k.shape
     constants = write_constants(out.shape[1], num_kv_heads, head_dim, k_cache.shape[2])
@@ -168,43 +186,117 @@ class TritonBackend:
         alibi_slopes: Tensor | None,
         sinks: Tensor | None,
     ) -> Tensor:
-        _check(q, k, v, k_cache, v_cache)
+        _check(q, k, v)
+        _check_caches(k_cache, v_cache)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if q.shape[0] == 0:
             return out
         write_kv(out, k, v, k_cache, v_cache, metadata)
-        shape = KernelShape(
-            num_heads=q.shape[1],
-            num_kv_heads=k.shape[1],
-            head_dim=q.shape[2],
-            block_size=k_cache.shape[2],
-            itemsize=q.element_size(),
-            max_context=metadata.block_table.shape[1] * k_cache.shape[2],
-            converts_cache=k_cache.dtype != k.dtype,
-            shared_memory=_shared_memory(q.device),
+        more = (scale, sliding_window, soft_cap, alibi_slopes, sinks)
+        _attend(out, q, k_cache, v_cache, metadata, *more)
+        return out
+
+    def run_projected(
+        self,
+        qkv: Tensor,
+        cos: Tensor | None,
+        sin: Tensor | None,
+        q_weight: Tensor | None,
+        k_weight: Tensor | None,
+        eps: float,
+        num_heads: int,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        metadata: AttentionMetadata,
+        scale: float,
+        sliding_window: int,
+        soft_cap: float,
+        alibi_slopes: Tensor | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        _check_projection(qkv, cos, sin)
+        _check_caches(k_cache, v_cache)
+        num_tokens, num_kv_heads = qkv.shape[0], k_cache.shape[1]
+        shape = (num_tokens, num_heads, qkv.shape[1] // (num_heads + 2 * num_kv_heads))
+        out, q = (torch.empty(shape, dtype=qkv.dtype, device=qkv.device) for _ in range(2))
+        if num_tokens == 0:
+            return out
+        constants = rotary_constants(
+            num_heads,
+            num_kv_heads,
+            shape[2],
+            0 if cos is None else cos.shape[1],
+            k_cache.shape[2],
         )
-        launch = _Launch(
-            shape,
+        rows = ceil_div(num_heads + 2 * num_kv_heads, constants["BLOCK_H"])
+        rotary_write_kernel[(num_tokens, rows)](
             out,
             q,
+            qkv,
+            cos,
+            sin,
+            q_weight,
+            k_weight,
             k_cache,
             v_cache,
-            metadata,
-            scale,
-            sliding_window,
-            soft_cap,
-            alibi_slopes,
-            sinks,
+            metadata.query_start_loc,
+            metadata.slot_mapping,
+            metadata.seq_lens.shape[0],
+            qkv.stride(0) if num_tokens > 1 else qkv.shape[1],
+            eps,
+            **constants,
         )
-        launch.short()
-        max_query = int(metadata.plan[0]) or q.shape[0]
-        if max_query > shape.max_short_query:
-            launch.long()
+        more = (scale, sliding_window, soft_cap, alibi_slopes, sinks)
+        _attend(out, q, k_cache, v_cache, metadata, *more)
         return out
 
 
+def _attend(
+    out: Tensor,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    metadata: AttentionMetadata,
+    scale: float,
+    sliding_window: int,
+    soft_cap: float,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+) -> None:
+    """Attend to the caches, which have the step's keys and values; fills the rows of sequences."""
+    shape = KernelShape(
+        num_heads=q.shape[1],
+        num_kv_heads=k_cache.shape[1],
+        head_dim=q.shape[2],
+        block_size=k_cache.shape[2],
+        itemsize=q.element_size(),
+        max_context=metadata.block_table.shape[1] * k_cache.shape[2],
+        converts_cache=k_cache.dtype != q.dtype,
+        shared_memory=_shared_memory(q.device),
+    )
+    launch = _Launch(
+        shape,
+        out,
+        q,
+        k_cache,
+        v_cache,
+        metadata,
+        scale,
+        sliding_window,
+        soft_cap,
+        alibi_slopes,
+        sinks,
+    )
+    launch.short()
+    max_query = int(metadata.plan[0]) or q.shape[0]
+    if max_query > shape.max_short_query:
+        launch.long()
+
+
 def why_shape_unsupported(spec: AttentionSpec) -> str | None:
-    """The reason the kernels can not take `spec`'s shapes and type, whatever the device."""
+    """The reason the kernels cannot take `spec`'s shapes and type, whatever the device."""
+    if spec.has_two_head_sizes:
+        return f"needs keys and values of one size, the model has {spec.head_dim}, {spec.value_dim}"
     if spec.dtype not in _DTYPES:
         return f"needs float16, bfloat16 or float32, the model has {spec.dtype}"
     if spec.converts_cache and spec.cache_dtype is not torch.float8_e4m3fn:

@@ -37,7 +37,7 @@ _METADATA = ["query_start_loc", "seq_lens", "block_table"]
 
 @triton.jit
 def _load_tile(pointers, rows_ok, columns_ok, MASK_ROWS: tl.constexpr, MASK_COLUMNS: tl.constexpr):
-    """A [N, D] tile; what is masked reads as 0."""
+    """A [N, D] tile; masked elements are read as 0."""
     if MASK_ROWS and MASK_COLUMNS:
         tile = tl.load(pointers, mask=rows_ok[:, None] & columns_ok[None, :], other=0.0)
     elif MASK_ROWS:
@@ -65,7 +65,7 @@ def _logits(dots, scale, SOFT_CAP: tl.constexpr):
 def _cache_rows(
     table, start, end, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """Row [N] int64 in the cache as [rows, D], at KV head 0, of each key of the tile."""
+    """For each key of the tile, its row [N] int64 in the cache seen as [rows, D], at KV head 0."""
     key = start + tl.arange(0, BLOCK_N)
     if BLOCK_SIZE >= BLOCK_N:  # the tile lies in one block
         block = tl.load(table + start // BLOCK_SIZE, mask=start < end, other=0)
@@ -78,15 +78,15 @@ def _cache_rows(
 def _attend(
     state,
     queries,  # [M, D]
-    position,  # [M] of each row in its sequence
+    position,  # [M] position of each row in its sequence
     k_head,  # the cache, advanced to this KV head
     v_head,
     table,  # the sequence's row of the block table
-    begin,  # KV range [begin, end), begin a multiple of BLOCK_N
+    begin,  # the KV range is [begin, end); begin is a multiple of BLOCK_N
     end,
-    lowest,  # the least key that a row of the tile sees
+    lowest,  # the first key that any row of the tile sees
     scale,
-    slopes,  # [M] of ALiBi in units of log2, or None
+    slopes,  # [M] ALiBi slopes in units of log2, or None
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -137,12 +137,12 @@ def _attend_item(
     pointers,  # (out, partial_out, partial_lse, q, k_cache, v_cache)
     strides,  # (q_stride_token, q_stride_head)
     table,  # the sequence's row of the block table
-    begin,  # the sequence's first query row, its number of query rows, its number of keys
-    query_len,
-    seq_len,
+    begin,  # the sequence's first query row
+    query_len,  # its number of query rows
+    seq_len,  # its number of keys
     kv_head,
-    local,  # which tile (or partition, where there are several) of the sequence
-    split_row,  # row of the partial results that the sequence's first query row has
+    local,  # index of the tile; with several partitions, of the partition
+    split_row,  # the row of partial results for the sequence's first query row
     scale,
     alibi_slopes,  # [H] float32 or None
     sinks,  # [H] float32 or None
@@ -350,7 +350,7 @@ def _combine_item(
 @triton.jit(do_not_specialize=["num_seqs"], do_not_specialize_on_alignment=_METADATA)
 def combine_kernel(
     out,  # [T, H, D] contiguous
-    partial_out,  # as attention_kernel left them
+    partial_out,  # as attention_kernel has written them
     partial_lse,
     query_start_loc,
     seq_lens,

@@ -15,15 +15,17 @@ __all__ = (
     "attention_constants",
     "ceil_div",
     "combine_constants",
+    "rotary_constants",
     "write_constants",
 )
 
 MAX_TILE_ROWS = 128  # query rows of the largest tile, and so query heads per KV head
-_MIN_PARTITION = 256  # keys; shorter partitions cost more in their combination than they win
-_SEQUENCES_PER_CHUNK = 256  # of the work list; a constant, so that no shape needs another program
+_MIN_PARTITION = 256  # keys; combining shorter partitions costs more than it saves
+_SEQUENCES_PER_CHUNK = 256  # a constant, so that no shape needs another program
 _ANY_QUERY = 1 << 30
 _COMBINED_ELEMENTS = 4096  # partial results that a program of the combination holds
-_WRITTEN_ELEMENTS = 2048  # of K, and as many of V, that a program of the write holds
+_ROTATED_ELEMENTS = 1024  # elements of the projection that a program of the rotation holds
+_WRITTEN_ELEMENTS = 2048  # elements of K, and of V, that a program of the write holds
 
 
 def ceil_div(dividend: int, divisor: int) -> int:
@@ -83,7 +85,7 @@ class KernelShape:
         """The tile for sequences whose rows all fit into it: the least that tensor cores take."""
         block_m = max(16, _power_of_two(self.group))
         num_warps = 4 if block_m <= 64 else 8
-        # Keys that are widened in registers leave room for 64 of them at a time.
+        # Keys are widened in registers, which have room for 64 of them at a time.
         most = 64 if self.converts_cache else 128
         block_n = 16 if self.itemsize == 4 else {128: 64, 256: 32}.get(self.block_d, most)
         return self._deepest(TileShape(block_m, block_n, num_warps, stages) for stages in (3, 2))
@@ -201,6 +203,25 @@ def write_constants(
         "HEAD_DIM": head_dim,
         "BLOCK_SIZE": block_size,
         "BLOCK_H": min(_power_of_two(num_kv_heads), block_h),
+        "BLOCK_D": block_d,
+        "num_warps": 4,
+        "enable_fp_fusion": True,
+    }
+
+
+def rotary_constants(
+    num_heads: int, num_kv_heads: int, head_dim: int, num_pairs: int, block_size: int
+) -> dict[str, int]:
+    """What `rotary_write_kernel` is specialised to, launch options included."""
+    block_d = _power_of_two(head_dim)
+    block_h = max(1, _ROTATED_ELEMENTS // block_d)
+    return {
+        "NUM_HEADS": num_heads,
+        "NUM_KV_HEADS": num_kv_heads,
+        "HEAD_DIM": head_dim,
+        "HALF": num_pairs,
+        "BLOCK_SIZE": block_size,
+        "BLOCK_H": min(_power_of_two(num_heads + 2 * num_kv_heads), block_h),
         "BLOCK_D": block_d,
         "num_warps": 4,
         "enable_fp_fusion": True,

@@ -13,12 +13,14 @@ ops/linear.py. So on a CPU the bits of a token's result do not depend on other t
 Nothing has a size that depends on data, and the host reads no result.
 
 The CPU kernels are ops/native/moe/moe_linear.cpp, over packed weights, and
-quantized_moe_linear.cpp. Until they are loaded the same ops run as plain torch.
+quantized_moe_linear.cpp. Until they are loaded the same ops run as plain torch. On a GPU weights
+are plain, and `moe_linear` runs the kernels of triton_moe_linear.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 
 import torch
 from torch import Tensor
@@ -95,7 +97,7 @@ def quantized_moe_linear(
         x, ids, bias, routing_weights, residual: as for `moe_linear`; x is float32 or bfloat16.
         weight: [experts, ...] of what `quantize_linear_weight` made of each matrix [N, K].
         out_features: N; the weight is padded beyond it.
-        form: of the weight.
+        form: the format of the weight.
 
     Raises:
         ValueError: a shape, dtype or stride is not as above, or an id is not an expert.
@@ -160,6 +162,18 @@ def _moe_linear_reference(
         return torch.nn.functional.linear(rows.float(), weight[expert].float(), added)
 
     return _sum_over_experts(x, ids, len(weight), multiply, routing_weights, residual)
+
+
+def _moe_linear_on_cuda(
+    x: Tensor,
+    ids: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    routing_weights: Tensor | None,
+    residual: Tensor | None,
+) -> Tensor:
+    kernels = import_module("ostinato.ops.moe.triton_moe_linear")
+    return kernels.moe_linear_on_cuda(x, ids, weight, bias, routing_weights, residual)
 
 
 def _packed_moe_linear_reference(
@@ -245,7 +259,9 @@ def _quantized_moe_linear_fake(
 
 
 _moe_linear = register_op(
-    "moe_linear", {"CompositeExplicitAutograd": _moe_linear_reference}, fake=_moe_linear_fake
+    "moe_linear",
+    {"CompositeExplicitAutograd": _moe_linear_reference, "CUDA": _moe_linear_on_cuda},
+    fake=_moe_linear_fake,
 )
 _packed_moe_linear = register_op(
     "packed_moe_linear",

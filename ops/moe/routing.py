@@ -28,7 +28,7 @@ class Scoring(StrEnum):
     """How logits become scores."""
 
     softmax = "softmax"  # over all experts (arXiv:2006.16668)
-    sigmoid = "sigmoid"  # of each expert by itself (DeepSeek-V3, arXiv:2412.19437)
+    sigmoid = "sigmoid"  # each expert by itself (DeepSeek-V3, arXiv:2412.19437)
     top_softmax = "top_softmax"  # over the chosen experts (arXiv:1701.06538)
 
 
@@ -50,9 +50,9 @@ class RouteSpec(NamedTuple):
 def route(logits: Tensor, spec: RouteSpec, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The experts of each token, and how much each of them counts.
 
-    The `top_k` experts with the greatest scores are chosen, the greatest first. Of equal scores the
-    expert of the lower number wins. With a bias, and with groups, they are chosen by score + bias,
-    but weighted by the score alone.
+    The `top_k` experts with the greatest scores are chosen, the greatest first. If scores are
+    equal, the expert with the lower number wins. With a bias, and with groups, they are chosen by
+    score + bias, but weighted by the score alone.
 
     A token whose logits have a NaN, or no softmax, gets the first experts and weights of NaN: its
     own result shows the error, and those of other tokens are untouched.

@@ -90,6 +90,7 @@ LIBRARIES: dict[str, tuple[tuple[str, ...], ...]] = {
             "quantized/quantized",
             "quantized/pack",
             "quantized/repack",
+            "quantized/unpack",
             "moe/quantized_moe_linear",
         ),
     ),
@@ -113,7 +114,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class NativeBuildError(RuntimeError):
-    """The C++ kernels can not be built here; the text names the command and the remedy."""
+    """The C++ kernels cannot be built here; the text names the command and the remedy."""
 
 
 def build(library: str, isa: str) -> Path:
@@ -122,7 +123,7 @@ def build(library: str, isa: str) -> Path:
     Several processes and threads may call this at the same time: one builds, the others wait.
 
     Raises:
-        NativeBuildError: no compiler was found, or it failed, or the cache can not be written.
+        NativeBuildError: no compiler was found, or it failed, or the cache cannot be written.
     """
     directory = _directory(library, isa)
     try:
@@ -137,7 +138,7 @@ def build(library: str, isa: str) -> Path:
             return found or _build(library, isa, directory)
     except OSError as error:  # the lock's timeout is one too
         raise NativeBuildError(
-            f"the CPU kernels can not be built in {directory}: {error}; set OSTINATO_CACHE_DIR "
+            f"the CPU kernels cannot be built in {directory}: {error}; set OSTINATO_CACHE_DIR "
             f"to a writable directory, or graphs.attention=reference graphs.pack_weights=false"
         ) from error
 
@@ -223,7 +224,7 @@ def _build(library: str, isa: str, directory: Path) -> Path:
     """Compile each unit in a process of its own, link, move the result in with one rename."""
     compiler = find_compiler()
     torch_dir = _torch_directory()
-    for scratch in directory.glob("build-*/"):  # of builds that were killed
+    for scratch in directory.glob("build-*/"):  # left by builds that were killed
         shutil.rmtree(scratch, ignore_errors=True)
     include = (f"-I{_SOURCE_DIR}", f"-I{torch_dir / 'include'}")
     flags = (*_FLAGS, *instruction_set(isa).flags, *include)

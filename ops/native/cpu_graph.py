@@ -22,7 +22,7 @@ __all__ = ("CompiledLibrary", "CpuGraph", "Slot", "why_not_callable", "why_not_c
 Slot = int
 """A tensor of a graph: an input, a constant, or the result of a call."""
 
-# Of `ostinato_graph_replay`: graph, T, S, R, whether a profiler is on, input addresses, output.
+# `ostinato_graph_replay` takes: graph, T, S, R, whether a profiler is on, input addresses, output.
 _REPLAY_ARGUMENTS = (
     ctypes.c_void_p,
     *(3 * (ctypes.c_int64,)),
@@ -56,14 +56,14 @@ class CompiledLibrary(Protocol):
 
 
 def why_not_constant(tensor: Tensor) -> str | None:
-    """Why a graph can not hold this tensor, or None when it can."""
+    """Why a graph cannot hold this tensor, or None when it can."""
     if tensor.dim() > MAX_RANK or tensor.dtype not in DTYPE_CODES or tensor.device.type != "cpu":
         return f"a CPU graph holds no {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
     return None
 
 
 def why_not_callable(op: torch._ops.OpOverload) -> str | None:
-    """Why a graph can not hold a call of this op, or None when it can."""
+    """Why a graph cannot hold a call of this op, or None when it can."""
     name = op._schema.name
     if not name.startswith("ostinato::"):
         return f"{name} is not an op of this package"

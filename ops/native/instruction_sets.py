@@ -31,8 +31,8 @@ __all__ = (
 class InstructionSet(NamedTuple):
     """The flags that a library is compiled with, and the processor features that it needs."""
 
-    flags: tuple[str, ...]  # of the compiler
-    features: frozenset[str]  # that /proc/cpuinfo must name
+    flags: tuple[str, ...]  # the compiler's flags
+    features: frozenset[str]  # /proc/cpuinfo must name all of them
 
 
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
@@ -112,7 +112,7 @@ def check_runnable(isa: str) -> None:
 
 
 def why_no_tiles() -> str | None:
-    """Why this process can not use the tile registers of AMX; None if it can.
+    """Why this process cannot use the tile registers of AMX; None if it can.
 
     Linux lets a process use them after one system call (arch_prctl(2)), which this function makes.
     The permission holds for all threads, also later ones, and for child processes until they exec.

@@ -64,7 +64,7 @@ def use_isa(isa: str) -> None:
     """Choose the instruction set behind `torch.ops.ostinato`, before its kernels are loaded.
 
     It holds for the rest of the process. Without this call, `load` uses the best that the machine
-    runs, or the next one if that can not be built.
+    runs, or the next one if that cannot be built.
 
     Args:
         isa: a level of ISA_LEVELS.
@@ -182,7 +182,7 @@ def _define_aliases(library: ctypes.CDLL, namespace: str) -> None:
 def _open_default(name: str) -> tuple[str, Path, ctypes.CDLL]:
     """A library for the process's instruction set, and which that is.
 
-    While none is chosen, it is the best that the machine runs. If that one can not be built, as by
+    While none is chosen, it is the best that the machine runs. If that one cannot be built, as by
     a compiler that is older than the processor, it is the next one.
     """
     if (isa := _default_isa()) is not None:

@@ -71,7 +71,7 @@ class ParallelGroup:
 
         Args:
             fd: from `create_segment`, of this or another process.
-            rank: of this process.
+            rank: the rank of this process.
             world: ranks of the group.
             spin_us: microseconds for which a waiting rank keeps its processor before it sleeps;
                 0 where ranks share a processor.
@@ -81,7 +81,7 @@ class ParallelGroup:
             ValueError: the descriptor is not that of a group of `world` ranks, or there is no such
                 rank.
             OSError: the system does not map the segment.
-            NativeBuildError: the kernels can not be built on this machine.
+            NativeBuildError: the kernels cannot be built on this machine.
         """
         if not 0 <= rank < world:
             raise ValueError(f"rank {rank} is not in a group of {world}")
@@ -104,7 +104,7 @@ class ParallelGroup:
             or 0
         )
         if not self.handle:
-            raise OSError(f"{size} bytes of shared memory can not be mapped for a group of ranks")
+            raise OSError(f"{size} bytes of shared memory cannot be mapped for a group of ranks")
 
     def abort(self) -> None:
         """End all present and later collectives of all ranks with an error; from any thread."""

@@ -15,13 +15,14 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 
 import msgspec
-import zmq.asyncio
 
 from ostinato.conf.root import RunConfig
 from ostinato.runtime.client.completion import PromptCompletions
 from ostinato.runtime.client.pooling import make_pooling_request
 from ostinato.runtime.client.requests import (
+    ALONE,
     PreparedParts,
+    RequestShare,
     bad_words_token_ids,
     make_requests,
     resolve,
@@ -32,6 +33,7 @@ from ostinato.runtime.engine.flight_recorder import StepRecord
 from ostinato.runtime.errors import DeadlineError, EngineDeadError, StartupError
 from ostinato.runtime.fair_queue import FairQueue
 from ostinato.runtime.grammar.compiler import GrammarCompiler
+from ostinato.runtime.nodes.engine_hosts import EngineHosts
 from ostinato.runtime.process.ipc import UtilityName
 from ostinato.runtime.replicas.replica import Reader, Replica
 from ostinato.runtime.replicas.replica_set import ReplicaSet
@@ -59,7 +61,7 @@ class EngineClient:
         startup_seconds: finished phases of the first start, so far.
 
     Raises:
-        StartupError: no temporary directory can be made, or the machine has not enough GPUs.
+        StartupError: no temporary directory can be made, or a machine has not enough GPUs.
     """
 
     model: ServedModel
@@ -73,9 +75,9 @@ class EngineClient:
         self._remove_directory = weakref.finalize(
             self, shutil.rmtree, self._directory, ignore_errors=True
         )
-        self._context = zmq.asyncio.Context()
+        self._hosts = EngineHosts(config.engine, config.server, self._directory)
         self._set = ReplicaSet(
-            config.engine, config.parallel, config.server, self._context, self._directory
+            self._hosts.launchers, config.server, config.parallel, config.cache.block_size
         )
         self.replicas = self._set.replicas
         self._counter = itertools.count()
@@ -153,8 +155,9 @@ class EngineClient:
         """Start the engine processes. It returns at once; they load the model meanwhile.
 
         Raises:
-            StartupError: the system can not start another process or open its socket.
+            StartupError: the system cannot start another process or open its socket.
         """
+        await self._hosts.start()
         for replica in self.replicas:
             await replica.spawn()
 
@@ -167,7 +170,7 @@ class EngineClient:
             on_phase: called with each finished phase of the first replica's start and its seconds.
 
         Raises:
-            StartupError: an engine can not start; one line that says why.
+            StartupError: an engine cannot start; one line that says why.
         """
 
         def note(name: str, seconds: float) -> None:
@@ -219,7 +222,7 @@ class EngineClient:
         *,
         priority: int = 0,
         cache_salt: str = "",
-        place: int = 0,
+        share: RequestShare = ALONE,
         trace: bool = False,
         deadline: float | None = None,
         prepared: PreparedParts | None = None,
@@ -230,13 +233,12 @@ class EngineClient:
         one output, at its end. No outputs arrive while a dead engine is started again.
 
         Args:
-            place: sequences of earlier prompts of the same HTTP request.
-            prepared: parts of the request; then the prompt and the parameters are results of
-                `requests.resolve`. None = they are made here.
+            share: of an HTTP request.
+            prepared: its parts, if `requests.resolve` gave the prompt and the parameters.
 
         Raises:
             DeadlineError: the deadline came before the first output.
-            InvalidRequestError: the request can not be served; raised before the first output.
+            InvalidRequestError: the request cannot be served; raised before the first output.
             EngineDeadError: the engine ended and is not started again.
         """
         if prepared is None:
@@ -249,7 +251,7 @@ class EngineClient:
             self.model,
             priority=priority,
             cache_salt=cache_salt,
-            place=place,
+            share=share,
             parts=prepared,
         )
         if trace:
@@ -301,7 +303,7 @@ class EngineClient:
             place: texts of the same HTTP request before this one.
 
         Raises:
-            InvalidRequestError: the request can not be served.
+            InvalidRequestError: the request cannot be served.
             EngineDeadError: the engine ended and is not started again.
         """
         request = make_pooling_request(
@@ -421,8 +423,7 @@ class EngineClient:
         if self._grammars is not None:
             self._grammars.close()
         await asyncio.gather(*(replica.close() for replica in self.replicas))
-        if not self._context.closed:
-            self._context.term()
+        await self._hosts.close()
         self._remove_directory()
 
     def _unique(self, request_id: str) -> str:

@@ -29,7 +29,7 @@ class CompletionStream:
         """
         Args:
             request: what was sent to the engine.
-            index: which of the n completions it is.
+            index: its place among the n completions.
             tokenizer: None = no text, token ids only.
         """
         self._request = request
@@ -254,7 +254,7 @@ class _Candidate:
     Its outputs are joined as they come: joining those of 128 candidates at the end would take long.
 
     Args:
-        sampling: of the request; without `logprobs` the joined output has none.
+        sampling: the request's parameters; without `logprobs` the joined output has none.
     """
 
     def __init__(self, sampling: SamplingParams) -> None:

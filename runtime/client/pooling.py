@@ -38,7 +38,7 @@ _WHERE = {
 
 
 def require_task(model: ServedModel, task: ServedTask) -> None:
-    """Raises InvalidRequestError if the model can not do `task`; the text says what it can do."""
+    """Raises InvalidRequestError if the model cannot do `task`; the text says what it can do."""
     if task in model.tasks:
         return
     verbs = {"generate": "generate text", "embed": "give embeddings", "classify": "classify"}
@@ -56,7 +56,7 @@ def check_pooling(
     """Check a text and its pooling parameters against the model.
 
     Raises:
-        InvalidRequestError: a value can not be served; names parameter, value, range and remedy.
+        InvalidRequestError: a value cannot be served; names parameter, value, range and remedy.
     """
     require_task(model, ServedTask.classify if params.classify else ServedTask.embed)
     length = len(prompt_token_ids)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import reprlib
 import secrets
 import time
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -16,7 +17,9 @@ from ostinato.runtime.types.params import MAX_BAD_WORD_TOKENS, SamplingParams
 from ostinato.runtime.types.request import Request
 
 __all__ = (
+    "ALONE",
     "PreparedParts",
+    "RequestShare",
     "TextEncoder",
     "bad_words_token_ids",
     "make_requests",
@@ -34,6 +37,17 @@ class PreparedParts(msgspec.Struct, frozen=True):
     grammar: str = ""  # what `GrammarCompiler` made of the constraint; empty without one
     bad_words_token_ids: list[list[int]] = []
     prediction_token_ids: list[int] = []  # a guess of the output
+
+
+class RequestShare(NamedTuple):
+    """The part of an HTTP request that a prompt is."""
+
+    place: int = 0  # sequences of the prompts before it
+    group: int = 0  # number of the HTTP request; 0 = there is none
+    size: int = 1  # sequences of all its prompts
+
+
+ALONE = RequestShare()  # a prompt that is not a part of an HTTP request
 
 
 class TextEncoder(Protocol):
@@ -102,7 +116,7 @@ def resolve_sampling(
     """Check a prompt and its parameters against the model; fill in `max_tokens`.
 
     Raises:
-        InvalidRequestError: a value can not be served; names parameter, value, range and remedy.
+        InvalidRequestError: a value cannot be served; names parameter, value, range and remedy.
     """
     length = len(prompt_token_ids)
     if length == 0:
@@ -179,7 +193,7 @@ def make_requests(
     *,
     priority: int = 0,
     cache_salt: str = "",
-    place: int = 0,
+    share: RequestShare = ALONE,
     parts: PreparedParts = PreparedParts(),  # noqa: B008 - it is frozen
 ) -> list[Request]:
     """The engine's requests for one prompt: one per candidate, which share the prompt's cached
@@ -189,7 +203,7 @@ def make_requests(
 
     Args:
         prompt_token_ids: as `resolve` returns them, and `sampling` too.
-        place: how many sequences the earlier prompts of the same HTTP request have.
+        share: the part of an HTTP request that the prompt is.
         parts: computed from `sampling`.
     """
     seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
@@ -214,7 +228,9 @@ def make_requests(
         eos_token_ids=model.eos_token_ids,
         arrival_time=time.monotonic(),
         priority=priority,
-        place=place,
+        place=share.place,
+        group=share.group,
+        group_size=share.size,
         cache_salt=cache_salt,
         bad_words_token_ids=parts.bad_words_token_ids,
         prediction_token_ids=parts.prediction_token_ids,
@@ -228,12 +244,17 @@ def make_requests(
             msgspec.structs.replace(
                 first,
                 request_id=f"{request_id}:{index}",
-                place=place + index,
+                place=share.place + index,
                 # An odd multiplier spreads neighbouring seeds apart.
-                sampling=msgspec.structs.replace(
-                    each, seed=(seed + index * 0x9E3779B97F4A7C15) & _MASK
-                ),
+                sampling=_with_seed(each, (seed + index * 0x9E3779B97F4A7C15) & _MASK),
             )
             for index in range(1, count)
         ),
     ]
+
+
+def _with_seed(sampling: SamplingParams, seed: int) -> SamplingParams:
+    """A copy with another seed. Unlike `replace` it does not check all parameters again."""
+    other = copy.copy(sampling)
+    msgspec.structs.force_setattr(other, "seed", seed)
+    return other

@@ -7,10 +7,10 @@ blocks that no sequence holds yet.
 Token ids are random: equal tokens would all go to the same experts, and their steps would read
 fewer weights than those of service.
 
-Steps that verify drafts are timed without context, for a few numbers of sequences and tokens, if
-there is a drafter: what such a step takes more than a decode.
+If there is a drafter, steps that verify drafts are timed without context, for a few numbers of
+sequences and tokens. The table has the difference between such a step and a decode.
 
-Log-probabilities of prompts are timed once: what a step with them takes more than one without.
+Log-probabilities of prompts are timed once, as the difference between a step with and without them.
 
 Only some lines of the grid are measured: prompts of one sequence and decodes of several, each
 without and with context. The other points are derived from them. A line is measured upwards with
@@ -45,7 +45,7 @@ _SHARES = ((0.4, 0.65), (0.75, 0.9), (0.95, 1.0))
 _RUNS_UP, _RUNS_DOWN = 1, 2
 _SCORED_TOKENS = 64  # prompt tokens of the step whose log-probabilities are timed
 _SCORED_RUNS = 3
-_VERIFY_SHARE = 0.25  # of the budget, in addition to it
+_VERIFY_SHARE = 0.25  # verification gets this share of the budget in addition
 _VERIFY_RUNS = 3
 _VERIFY_SEQS = (1, 4, 16, 64)  # numbers of sequences of measured verifications, at most
 
@@ -279,7 +279,7 @@ def _line(
         clock: a monotonic clock in seconds.
     """
     seconds: dict[int, list[float]] = {}
-    total = 0.0  # of one run of each size
+    total = 0.0  # seconds of one run of each size
     for size in sizes:
         expected = _expected(seconds, size) if seconds else guess
         end = clock() + (_RUNS_UP + _RUNS_DOWN) * expected + _RUNS_DOWN * total

@@ -51,10 +51,10 @@ class CostTable(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     contexts: tuple[int, ...]  # C axis, rising
     seconds: tuple[float, ...]  # [T, S, C], contexts fastest
     decode: tuple[float, ...]  # [S, C], steps in which every sequence decodes
-    # Seconds that one log-probability of a prompt adds; None = not measured, then as a token.
+    # Seconds that one log-probability of a prompt adds; None = not measured: it counts as a token.
     scored_seconds: float | None = None
-    # Steps that verify drafts: seconds that they add to a decode of the same sequences, [Q, S] by
-    # the tokens of each sequence (from 2 on) and the number of sequences. Empty = not measured.
+    # `verify` has the seconds that verifying drafts adds to a decode: [Q, S], for each number of
+    # tokens per sequence (from 2 on) and each number of sequences. Empty = not measured.
     verify_tokens: tuple[int, ...] = ()
     verify_seqs: tuple[int, ...] = ()
     verify: tuple[float, ...] = ()
@@ -165,7 +165,8 @@ class CostTable(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def verify_surcharge(self, seqs: int, num_drafts: int) -> float:
         """Seconds that verifying `num_drafts` draft tokens adds to a decode of `seqs` sequences.
 
-        Without a measurement: what as many tokens add to a step whose last tokens are sampled.
+        If verification was not measured, the draft tokens count like tokens of a prompt: only the
+        last token of each sequence is sampled.
         """
         if not self.verify:
             plain = self.step_seconds(seqs, seqs, 0)
@@ -252,7 +253,7 @@ class _Place(NamedTuple):
     """Where a value lies on an axis: between points `below` and `below + 1`."""
 
     below: int
-    fraction: float  # of the way from `below` to the next point; 0 at and past the last one
+    fraction: float  # share of the way from `below` to the next point; 0 at the last
     excess: float  # distance past the last point, in units of the axis
 
 
@@ -309,5 +310,6 @@ def _end_slopes(values: Sequence[float], axes: Sequence[tuple[int, ...]], axis: 
     else:
         slopes = [values[i] / max(1, end) if axis != len(axes) - 1 else 0.0 for i in last]
     others = [size for index, size in enumerate(shape) if index != axis]
-    # The envelope of the negated, reversed slopes raises each slope to the largest before it.
+    # Raise each slope to the largest one before it. `_envelope` lowers each value to the least one
+    # after it, so the slopes are negated and reversed for the call.
     return [-value for value in reversed(_envelope([-v for v in reversed(slopes)], others))]

@@ -56,7 +56,7 @@ def upper_limits(
     """The limits that buffers, memory plan and buckets are sized for: the set ones or upper bounds.
 
     Args:
-        config: which limits are set.
+        config: the limits that are set.
         is_cpu: the device is a CPU.
         max_drafts: guesses that a step verifies for one sequence; 0 = there is no drafter.
     """

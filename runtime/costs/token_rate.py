@@ -8,9 +8,9 @@ from __future__ import annotations
 
 __all__ = ("TokenRate",)
 
-_UNKNOWN_TOKENS = 256  # of a step before the first one was measured
+_UNKNOWN_TOKENS = 256  # assumed for a step before the first one was measured
 _LEAST_TOKENS = 64  # smaller steps spend much of their time on other things than tokens
-_WEIGHT = 0.25  # of a new step in the moving average
+_WEIGHT = 0.25  # weight of a new step in the moving average
 
 
 class TokenRate:
@@ -22,7 +22,7 @@ class TokenRate:
 
     def __init__(self, target_s: float) -> None:
         self._target_s = target_s
-        self._seconds: float | None = None  # of one token
+        self._seconds: float | None = None  # seconds for one token
 
     @property
     def max_num_tokens(self) -> int:
@@ -35,7 +35,7 @@ class TokenRate:
         """Take a finished step into account.
 
         Args:
-            num_tokens: of the step; fewer than 64 are ignored.
+            num_tokens: tokens of the step; fewer than 64 are ignored.
             seconds: from its launch to its result.
         """
         if num_tokens < _LEAST_TOKENS:

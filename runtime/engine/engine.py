@@ -17,6 +17,7 @@ from ostinato.runtime.engine.engine_counters import EngineCounters
 from ostinato.runtime.engine.engine_state import EngineState, describe_engine
 from ostinato.runtime.engine.grammar_queue import GrammarQueue
 from ostinato.runtime.engine.step_observer import StepObserver
+from ostinato.runtime.errors import RankFailedError
 from ostinato.runtime.execution.executor import Executor, Pending, StartProfile, StopProfile
 from ostinato.runtime.kv.kv_cache_manager import KVCacheManager
 from ostinato.runtime.scheduling.scheduler import Scheduler
@@ -65,6 +66,7 @@ class Engine:
         self._observer = observer or StepObserver()
         self._counters = EngineCounters()
         self._in_flight: deque[tuple[SchedulerOutput, Pending]] = deque()
+        self._failure: RankFailedError | None = None  # why no further step can run
 
     @property
     def has_work(self) -> bool:
@@ -81,7 +83,15 @@ class Engine:
         """Queue a request that was validated before; `step` returns its outputs.
 
         A request with a grammar is queued when the grammar is built; steps go on meanwhile.
+
+        Raises:
+            RankFailedError: an earlier step failed because a rank had ended.
         """
+        if self._failure is not None:
+            raise RankFailedError(
+                f"the engine has ended and a new one must be made: {self._failure}",
+                self._failure.reason,
+            )
         self._observer.add(request)
         self._counters.add(request)
         if request.grammar:
@@ -120,7 +130,17 @@ class Engine:
 
         Returns:
             The outputs of the step that was read; empty when no step was read.
+
+        Raises:
+            RankFailedError: a rank has ended. No further step can run.
         """
+        try:
+            return self._step(announce)
+        except RankFailedError as error:
+            self._failure = error
+            raise
+
+    def _step(self, announce: Announce | None) -> list[SequenceOutput]:
         begin = time.perf_counter()
         outputs = self._take_grammars() if self._grammars.num_waiting else []
         scheduled = self._schedule()
@@ -205,7 +225,7 @@ class Engine:
             directory: where the trace is written, one file for each rank.
 
         Raises:
-            InvalidRequestError: a profile is being recorded, or the directory can not be written.
+            InvalidRequestError: a profile is being recorded, or the directory cannot be written.
         """
         self._executor.call(StartProfile(directory))
 

@@ -28,7 +28,7 @@ class EngineCounters:
         self.num_admitted = 0
         self.queue_seconds = 0.0
         self._num_requests = 0
-        self._num_prompt_tokens = 0  # of all requests
+        self._num_prompt_tokens = 0  # prompt tokens of all requests
         self._busy_until: float | None = None  # end of the last step; None = no work was left
 
     def add(self, request: Request) -> None:

@@ -13,7 +13,7 @@ import msgspec
 
 from ostinato.runtime.engine.flight_recorder import StepRecord
 from ostinato.runtime.kv.kv_cache_manager import KVCacheManager
-from ostinato.runtime.scheduling.sequence import Sequence
+from ostinato.runtime.scheduling.sequences.sequence import Sequence
 from ostinato.runtime.types.engine_info import EngineStats
 
 __all__ = ("BlockMap", "EngineState", "RowState", "WaitingState", "describe_engine")

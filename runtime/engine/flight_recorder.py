@@ -72,7 +72,7 @@ class FlightRecorder:
         num_steps: number of slots, at least 1.
 
     Raises:
-        OSError: the file can not be made, or the file system has no room for it.
+        OSError: the file cannot be made, or the file system has no room for it.
         ValueError: `num_steps` is less than 1.
     """
 
@@ -119,7 +119,7 @@ def read_flight(path: Path) -> list[StepRecord]:
     """Read the steps from a recorder's file, oldest first. Its process may run or have ended.
 
     A slot that is being written at the same time may be left out. The result is empty if the file
-    can not be read or is not a recorder's.
+    cannot be read or is not a recorder's.
     """
     try:
         data = path.read_bytes()
@@ -156,7 +156,7 @@ def dump_flight(records: Sequence[StepRecord], directory: Path, reason: str) -> 
         The path of the file.
 
     Raises:
-        OSError: the file can not be written.
+        OSError: the file cannot be written.
     """
     directory.mkdir(parents=True, exist_ok=True)
     now = time.time()

@@ -161,7 +161,7 @@ class BatchBuilder:
         host = self._buffers.host
         sampled_rows: list[int] = []
         sampled_positions: list[int] = []
-        drafts: list[list[int]] = []  # of each sequence that samples
+        drafts: list[list[int]] = []  # the drafts of each sequence that samples
         begin = 0
         for index, entry in enumerate(scheduled):
             end = begin + entry.num_new_tokens

@@ -39,16 +39,16 @@ class Pending(NamedTuple):
 
 
 class ExecutorStats(msgspec.Struct, array_like=True, gc=False):
-    """Counters of the ranks, from zero at the engine's start. Of several ranks, the leader's."""
+    """Counters from zero at the engine's start. With several ranks, they are the leader's."""
 
     steps_by_kind: dict[str, int]  # captured | compiled | eager
-    layers_by_program: dict[str, int]  # of small steps: captured | fx | inductor | eager
+    layers_by_program: dict[str, int]  # how small steps run: captured | fx | inductor | eager
     num_padding_tokens: int  # computed to fill captured buckets
     model_seconds: float  # in the model and the sampler, waiting for the device included
     device_seconds_by_kind: dict[str, float]  # seconds of finished steps on the device's clock
     grammar_seconds: float  # making the masks of grammars, within steps
     grammar_build_seconds: float  # building grammars, beside the steps
-    late_compiles: list[LateCompile]  # of all ranks
+    late_compiles: list[LateCompile]  # late compiles of all ranks
     decode_buckets: list[int]  # sequences of each captured decode bucket, ascending
     bucket_tokens: list[int]  # token counts of all captured buckets, ascending
 
@@ -91,7 +91,16 @@ class Executor(Protocol):
 
     @property
     def max_in_flight(self) -> int:
-        """Steps that may be launched and not read: 1, or 2 to schedule while the device works."""
+        """Steps that may be launched and not read: 1, 2 to schedule while the device works, or the
+        number of stages of a pipeline.
+        """
+        ...
+
+    @property
+    def has_lanes(self) -> bool:
+        """Whether no token may be scheduled that follows from a step in flight, because the stages
+        of a pipeline work on different steps. Otherwise a step takes such tokens from the device.
+        """
         ...
 
     def launch(self, output: SchedulerOutput) -> Pending:

@@ -65,6 +65,10 @@ class InlineExecutor:
     def max_in_flight(self) -> int:
         return self._max_in_flight
 
+    @property
+    def has_lanes(self) -> bool:
+        return False
+
     def launch(self, output: SchedulerOutput) -> Pending:
         if output.transfers:
             raise NotImplementedError(

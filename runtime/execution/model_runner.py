@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from ostinato.graphs.buffers import StaticBuffers
-from ostinato.graphs.capture import GraphRunner
+from ostinato.graphs.capture import GraphRunner, RunStep
 from ostinato.graphs.threads import StepThreads
 from ostinato.runtime.execution.batch_builder import BatchBuilder, StepShape
+from ostinato.runtime.execution.hidden_states import HiddenStates
 from ostinato.runtime.execution.pooler import PendingVectors, Pooler
 from ostinato.runtime.execution.prompt_logprobs import PromptScorer
 from ostinato.runtime.sampling.grammar_masks import MASKS_S
@@ -26,17 +27,21 @@ __all__ = ("ModelRunner", "PendingStep")
 # Rows of logits that are computed at once for prompt log-probabilities. More would take more memory
 # than a draw; fewer would take longer.
 _SCORED_ROWS = 16
-_MAX_MASKS_S = 0.05  # of a step whose model takes long
+_MAX_MASKS_S = 0.05  # the limit in a step whose model takes long
 
 
 class PendingStep:
     """A launched step whose result has not been read."""
 
-    __slots__ = ("logits", "prompt_logprobs", "tokens", "vectors")
+    __slots__ = ("launched_at", "logits", "prompt_logprobs", "tokens", "vectors")
 
     def __init__(
-        self, prompt_logprobs: list[list[TokenLogprobs]] | None, vectors: PendingVectors | None
+        self,
+        launched_at: float,
+        prompt_logprobs: list[list[TokenLogprobs]] | None,
+        vectors: PendingVectors | None,
     ) -> None:
+        self.launched_at = launched_at  # seconds, time.perf_counter()
         self.prompt_logprobs = prompt_logprobs
         self.vectors = vectors  # None when no prompt is pooled
         self.tokens: PendingTokens | VerifiedTokens | None = None  # None when no sequence samples
@@ -57,6 +62,7 @@ class ModelRunner:
         sampler: Sampler | None,
         threads: StepThreads | None = None,
         pooler: Pooler | None = None,
+        hidden_states: HiddenStates | None = None,
     ) -> None:
         """
         Args:
@@ -65,7 +71,12 @@ class ModelRunner:
             sampler: picks the tokens; None = another rank does.
             threads: switches the CPU thread pools around a step; None = no switching.
             pooler: makes vectors; None = one for a model without a classification head.
+            hidden_states: takes what `graphs.aux` has kept of each step; None = nothing is kept.
         """
+        # By row, what is added to the position of each draw. The head of a model
+        # (runtime/execution/draft_head.py) has positions of its own. None = nothing is added.
+        self.draw_offsets: dict[int, int] | None = None
+        self.hidden_states = hidden_states
         self.graphs = graphs
         self._threads = threads
         self._sampler = sampler
@@ -108,6 +119,17 @@ class ModelRunner:
         """Take in the last tokens of rows, which another rank has drawn."""
         self._batch.last_token[rows] = token_ids
 
+    def foresee(self, output: SchedulerOutput) -> RunStep:
+        """How a step without drafts will be run."""
+        num_rows = sum(entry.num_logits for entry in output.scheduled)
+        return self.graphs.foresee(
+            output.num_tokens,
+            output.num_seqs,
+            num_rows,
+            tokens_per_seq=int(output.num_tokens == output.num_seqs == num_rows),
+            with_hidden=output.num_prompt_logits > 0 or output.num_pooled > 0,
+        )
+
     def reset_counters(self) -> None:
         """Reset the counters, after steps that served no request."""
         self.model_seconds = 0.0
@@ -139,15 +161,20 @@ class ModelRunner:
         begin = time.perf_counter()
         sampler = self._sampler
         if step.sampled_rows and sampler is not None:
-            sampler.stage(step.sampled_rows, step.sampled_positions, step.drafts)
+            positions = step.sampled_positions
+            if (offsets := self.draw_offsets) is not None:
+                rows = zip(step.sampled_rows, positions, strict=True)
+                positions = [position + offsets.get(row, 0) for row, position in rows]
+            sampler.stage(step.sampled_rows, positions, step.drafts)
         prompt_logprobs, vectors = None, None
         if output.num_prompt_logits or output.num_pooled:
             logits, hidden = self.graphs.run_with_hidden(
                 step.num_tokens, step.num_seqs, len(step.sampled_rows)
             )
-            if output.num_prompt_logits:
+            is_last = self.graphs.is_last_stage
+            if output.num_prompt_logits and is_last:
                 prompt_logprobs = self._scorer.score(hidden, output.scheduled)
-            if output.num_pooled:
+            if output.num_pooled and is_last:
                 vectors = self._pooler.pool(hidden, output.scheduled)
         else:
             logits = self.graphs.run(
@@ -156,7 +183,10 @@ class ModelRunner:
                 len(step.sampled_rows),
                 tokens_per_seq=step.tokens_per_seq,
             )
-        pending = PendingStep(prompt_logprobs, vectors)
+        if self.hidden_states is not None:
+            assert self.graphs.aux is not None, "the runner is told to keep them"
+            self.hidden_states.store(output.scheduled, self.graphs.aux.states)
+        pending = PendingStep(begin, prompt_logprobs, vectors)
         if step.sampled_rows and sampler is not None:
             assert logits is not None, "rows that sample have logits"
             if sampler.waits_for_tokens:
@@ -165,8 +195,9 @@ class ModelRunner:
             else:
                 # Where the model has taken long, masks may take half as long. Otherwise the rows of
                 # a batch would take turns although its other rows wait for the model anyway.
-                seconds = (time.perf_counter() - begin) / 2
-                self._draw(sampler, pending, logits, min(max(MASKS_S, seconds), _MAX_MASKS_S))
+                seconds = time.perf_counter() - begin
+                masks_s = min(max(MASKS_S, seconds / 2), _MAX_MASKS_S)
+                self._draw(sampler, pending, logits, seconds, masks_s)
         return pending
 
     def read(self, pending: PendingStep) -> StepResult:
@@ -183,18 +214,24 @@ class ModelRunner:
         undrawn, self._undrawn = self._undrawn, None
         if undrawn is not None and undrawn.logits is not None and self._sampler is not None:
             with torch.inference_mode(), self._hold_threads(0):
-                self._draw(self._sampler, undrawn, undrawn.logits)
+                seconds = time.perf_counter() - undrawn.launched_at
+                self._draw(self._sampler, undrawn, undrawn.logits, seconds)
             undrawn.logits = None
         self.model_seconds += time.perf_counter() - begin
         return result
 
     def _draw(
-        self, sampler: Sampler, pending: PendingStep, logits: Tensor, masks_s: float = MASKS_S
+        self,
+        sampler: Sampler,
+        pending: PendingStep,
+        logits: Tensor,
+        model_s: float,
+        masks_s: float = MASKS_S,
     ) -> None:
         # The sampling op uses no threads of OpenMP or MKL; torch's operations do.
         reports = sampler.reports_logprobs
         with self._hold_for_logits(logits.numel()) if reports else nullcontext():
-            pending.tokens = sampler.launch(logits, masks_s)
+            pending.tokens = sampler.launch(logits, masks_s, model_s)
         self._buffers.store_last_tokens(pending.tokens.last_tokens)
 
     def _hold_threads(

@@ -22,7 +22,7 @@ class Profiler:
         directory: where the trace is written; created if it does not exist.
 
     Raises:
-        InvalidRequestError: the directory can not be written.
+        InvalidRequestError: the directory cannot be written.
     """
 
     def __init__(self, directory: str) -> None:
@@ -33,10 +33,10 @@ class Profiler:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise InvalidRequestError(
-                f"server.profile_dir={directory} can not be made: {error.strerror or error}"
+                f"server.profile_dir={directory} cannot be made: {error.strerror or error}"
             ) from error
         if not os.access(folder, os.W_OK):
-            raise InvalidRequestError(f"server.profile_dir={directory} can not be written")
+            raise InvalidRequestError(f"server.profile_dir={directory} cannot be written")
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
@@ -47,13 +47,13 @@ class Profiler:
         """End the recording and write it; returns the trace's path. Steps wait meanwhile.
 
         Raises:
-            InvalidRequestError: the trace can not be written; the recording is lost.
+            InvalidRequestError: the trace cannot be written; the recording is lost.
         """
         self._profile.stop()
         try:
             self._profile.export_chrome_trace(str(self._file))
         except (OSError, RuntimeError) as error:  # the C++ part of torch raises RuntimeError
             raise InvalidRequestError(
-                f"the profile {self._file} can not be written: {first_line(error)}"
+                f"the profile {self._file} cannot be written: {first_line(error)}"
             ) from error
         return str(self._file)

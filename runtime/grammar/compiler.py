@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 from collections import OrderedDict
+from typing import NamedTuple
 
 import msgspec
 
@@ -18,11 +20,13 @@ __all__ = ("GrammarAnswer", "GrammarCompiler", "GrammarModel")
 _LOG = logging.getLogger(__name__)
 
 LIMITS = Limits(cpu_s=3, wall_s=30.0, memory_bytes=1 << 30, answer_bytes=8 << 20)
-MAX_BYTES = 4 << 20  # of a constraint, as JSON
+MAX_BYTES = 4 << 20  # the largest constraint, as JSON
 MAX_CACHED = 1024
 MAX_CACHED_BYTES = 64 << 20
 _NUM_PROCESSES = 2  # so that a slow grammar does not delay the next one
-_NUM_TRIES = 2  # of a job whose process was killed from outside
+# Tries of a job whose process was killed from outside. When all processes were killed, the last try
+# starts one.
+_NUM_TRIES = 1 + _NUM_PROCESSES
 
 
 class GrammarModel(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,6 +43,19 @@ class GrammarAnswer(msgspec.Struct, frozen=True, kw_only=True):
     grammar: str = ""
     error: str = ""
     code: str = "invalid_value"
+
+
+class _Job(NamedTuple):
+    """A constraint as a grammar process gets it."""
+
+    data: bytes  # JSON of up to 4 MiB
+    key: bytes  # a hash of it, by which the cache knows it
+
+    @classmethod
+    def of(cls, params: StructuredOutputsParams) -> _Job:
+        """Raises InvalidRequestError for a constraint that is too large."""
+        data = _encoded(params)
+        return cls(data, hashlib.sha256(data).digest())
 
 
 class GrammarCompiler:
@@ -66,7 +83,7 @@ class GrammarCompiler:
         self._idle = list(self._processes)
         self._turn = asyncio.Semaphore(_NUM_PROCESSES)
         self._checks: set[asyncio.Task[GrammarAnswer | None]] = set()
-        self._cache: OrderedDict[bytes, GrammarAnswer] = OrderedDict()
+        self._cache: OrderedDict[bytes, GrammarAnswer] = OrderedDict()  # by `_Job.key`
         self._cached_bytes = 0
         self.num_hits = 0
         self.num_misses = 0
@@ -75,17 +92,17 @@ class GrammarCompiler:
         """The checked grammar of a constraint; blocks.
 
         Raises:
-            InvalidRequestError: the constraint is not valid, can not be enforced, or exceeds a
+            InvalidRequestError: the constraint is not valid, cannot be enforced, or exceeds a
                 limit.
             HelperProcessError: no process could check the constraint.
         """
-        job = _job(params)
+        job = _Job.of(params)
         answer = self._cached(job)
         for number in range(_NUM_TRIES):
             if answer is not None:
                 break
             try:
-                answer = msgspec.json.decode(self._processes[0].call(job), type=GrammarAnswer)
+                answer = msgspec.json.decode(self._processes[0].call(job.data), type=GrammarAnswer)
             except SandboxError as error:
                 answer = self._refusal(job, error, is_last=number + 1 == _NUM_TRIES)
             else:
@@ -98,13 +115,13 @@ class GrammarCompiler:
         Cancelling the call gives up its place in the queue for a process. A check that has begun
         goes on, because ending it would end a process that takes seconds to start.
         """
-        job = _job(params)
+        job = _Job.of(params)
         answer = self._cached(job)
         if answer is not None:
             return _grammar(answer)
         for number in range(_NUM_TRIES):
             await self._turn.acquire()
-            answer = self._cache.get(job)
+            answer = self._cache.get(job.key)
             if answer is not None:  # another request compiled the same constraint
                 self._turn.release()
                 break
@@ -116,11 +133,11 @@ class GrammarCompiler:
                 break
         return _grammar(answer)
 
-    async def _check(self, job: bytes, *, is_last: bool) -> GrammarAnswer | None:
+    async def _check(self, job: _Job, *, is_last: bool) -> GrammarAnswer | None:
         """Check a constraint in an idle process; raises and returns as `_refusal`."""
         process = self._idle.pop()
         try:
-            data = await call(process, job)
+            data = await call(process, job.data)
         except SandboxError as error:
             return self._refusal(job, error, is_last=is_last)
         finally:
@@ -140,25 +157,25 @@ class GrammarCompiler:
         for process in self._processes:
             process.close()
 
-    def _cached(self, job: bytes) -> GrammarAnswer | None:
-        answer = self._cache.get(job)
+    def _cached(self, job: _Job) -> GrammarAnswer | None:
+        answer = self._cache.get(job.key)
         if answer is None:
             self.num_misses += 1
             return None
         self.num_hits += 1
-        self._cache.move_to_end(job)
+        self._cache.move_to_end(job.key)
         return answer
 
-    def _keep(self, job: bytes, answer: GrammarAnswer) -> None:
-        if job in self._cache:
+    def _keep(self, job: _Job, answer: GrammarAnswer) -> None:
+        if job.key in self._cache:
             return
-        self._cache[job] = answer
-        self._cached_bytes += len(job) + len(answer.grammar)
+        self._cache[job.key] = answer
+        self._cached_bytes += len(answer.grammar)
         while len(self._cache) > MAX_CACHED or self._cached_bytes > MAX_CACHED_BYTES:
-            old, dropped = self._cache.popitem(last=False)
-            self._cached_bytes -= len(old) + len(dropped.grammar)
+            _, dropped = self._cache.popitem(last=False)
+            self._cached_bytes -= len(dropped.grammar)
 
-    def _refusal(self, job: bytes, error: SandboxError, *, is_last: bool) -> GrammarAnswer | None:
+    def _refusal(self, job: _Job, error: SandboxError, *, is_last: bool) -> GrammarAnswer | None:
         """The error of a job without an answer; None = try again.
 
         Raises:
@@ -169,11 +186,11 @@ class GrammarCompiler:
             if not is_last:
                 return None
             raise HelperProcessError(
-                "structured_outputs can not be checked now: the process for it "
+                "structured_outputs cannot be checked now: the process for it "
                 f"{error.reason.text}; try again later"
             )
         answer = GrammarAnswer(
-            error="structured_outputs can not be used: checking it takes "
+            error="structured_outputs cannot be used: checking it takes "
             f"{error.reason.text}; make it simpler",
             code="constraint_too_complex",
         )
@@ -181,12 +198,12 @@ class GrammarCompiler:
         return answer
 
 
-def _job(params: StructuredOutputsParams) -> bytes:
+def _encoded(params: StructuredOutputsParams) -> bytes:
     try:
         job = msgspec.json.encode(params)  # msgpack has at most 64 bits
     except ValueError as error:  # Python writes numbers of at most 4300 digits
         raise InvalidRequestError(
-            f"structured_outputs can not be written as JSON: {error}", param="structured_outputs"
+            f"structured_outputs cannot be written as JSON: {error}", param="structured_outputs"
         ) from error
     if len(job) > MAX_BYTES:
         raise InvalidRequestError(

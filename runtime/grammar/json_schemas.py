@@ -28,7 +28,7 @@ from ostinato.runtime.grammar.schema_numbers import (
 
 __all__ = ("MAX_OPTIONAL_OF_SOME", "MAX_OPTIONAL_PROPERTIES", "JsonForm", "prepare")
 
-MAX_OPTIONAL_PROPERTIES = 1000  # of an object; the time of a mask grows with their number
+MAX_OPTIONAL_PROPERTIES = 1000  # in one object; the time of a mask grows with their number
 MAX_OPTIONAL_OF_SOME = 64  # if minProperties requires some; the time grows with the square
 
 # A space, or a line end and indentation. JSON allows any amount, and an unsure model would then
@@ -68,7 +68,7 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
 class JsonForm(NamedTuple):
     """How the JSON of a constraint is written and checked."""
 
-    strict: bool = True  # False: what can not be enforced is left to the model
+    strict: bool = True  # False: what cannot be enforced is left to the model
     white_space: str | None = _WHITE_SPACE  # regex of the optional white space; None = none
     closed: bool = False  # objects have no properties but those that are listed
 
@@ -77,7 +77,7 @@ def prepare(schema: object, form: JsonForm) -> dict[str, Any]:
     """The schema for llguidance, with its options in `x-guidance`.
 
     Raises:
-        ValueError: the value is not a schema, or has a keyword that can not be enforced.
+        ValueError: the value is not a schema, or has a keyword that cannot be enforced.
     """
     if schema is False:
         raise ValueError("the schema false allows no answer")
@@ -104,7 +104,7 @@ class _Preparation:
         draft = root.get("$schema")
         self._is_old = isinstance(draft, str) and any(name in draft for name in _OLD_DRAFTS)
         self._form = form
-        # What can not be enforced is left to the model, unless the request is strict.
+        # What cannot be enforced is left to the model, unless the request is strict.
         self._refused = () if form.strict else (NotEnforcedError,)
         self._multiples = Multiples()
         self._has_open_names = False
@@ -143,7 +143,7 @@ class _Preparation:
         """
         if self._has_open_names and self._control:
             raise ValueError(
-                f"{self._control} has a control character, which can not be enforced while an "
+                f"{self._control} has a control character, which cannot be enforced while an "
                 "object of the schema is open for other properties; set its additionalProperties "
                 "to false"
             )
@@ -156,7 +156,7 @@ class _Preparation:
             place: its JSON pointer in the whole schema.
 
         Raises:
-            ValueError: the value of a keyword is wrong, or can not be enforced.
+            ValueError: the value of a keyword is wrong, or cannot be enforced.
         """
         if isinstance(schema, bool):
             return schema
@@ -234,7 +234,7 @@ class _Preparation:
             )
 
     def _check_fewest(self, schema: dict[str, Any], place: str) -> None:
-        """Check `minProperties`. A grammar can not see that two names are equal and count once."""
+        """Check `minProperties`. A grammar cannot see that two names are equal and count once."""
         fewest = schema.get("minProperties", 0)
         is_open = schema.get("additionalProperties") is not False or "patternProperties" in schema
         if is_open and fewest > len(set(schema.get("required", ()))) + 1:

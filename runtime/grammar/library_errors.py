@@ -36,7 +36,7 @@ _CLASSES = (
     _of(
         r"Unimplemented keys: \[(.*?)\]",
         lambda found: (
-            f"the schema has {found[1]}, which can not be enforced; leave it out, or set strict to "
+            f"the schema has {found[1]}, which cannot be enforced; leave it out, or set strict to "
             "false to leave it to the model"
         ),
     ),
@@ -108,7 +108,7 @@ _CLASSES = (
     ),
     _of(
         r"Failed to generate regex for \w+ range",
-        "the bounds of a number can not be enforced; give bounds with fewer digits",
+        "the bounds of a number cannot be enforced; give bounds with fewer digits",
     ),
     # Limits of work.
     _of(
@@ -143,7 +143,7 @@ _CLASSES = (
     ),
     _of(
         r"failed to compile JSON schema: (.*?)(?: 1 \||$)",
-        lambda found: f"a schema in it can not be used: {explain(found[1])}",
+        lambda found: f"a schema in it cannot be used: {explain(found[1])}",
     ),
     _of(
         r"^(?:at )?(\d+)\((\d+)\): (.*?)(?: 1 \|.*)?$",
@@ -178,7 +178,7 @@ def explain(text: str) -> str:
 
 
 def tokenizer_problem(text: str) -> str:
-    """Why llguidance can not use a `tokenizer.json`: one line, cut after 80 characters."""
+    """Why llguidance cannot use a `tokenizer.json`: one line, cut after 80 characters."""
     if "decoder type" in text:
         return "its decoder has neither ByteLevel nor ByteFallback"
     return _short(" ".join(text.split()))

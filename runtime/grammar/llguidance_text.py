@@ -22,7 +22,7 @@ def grammar_text(params: StructuredOutputsParams, special_tokens: Mapping[str, i
         special_tokens: text -> id of the special tokens, which plain text does not match.
 
     Raises:
-        ValueError: the constraint can not be written as a grammar; the text says why.
+        ValueError: the constraint cannot be written as a grammar; the text says why.
     """
     text = _text(params, special_tokens)
     return text if params.preamble is None else behind(params.preamble, text, special_tokens)

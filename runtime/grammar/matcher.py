@@ -37,7 +37,7 @@ def read_tokenizer_json(path: str) -> str:
     text = TokenizerFiles(path).tokenizer_json() if path else None
     if text is None:
         raise InvalidRequestError(
-            "structured_outputs can not be used: the model has no tokenizer.json; leave it out, or "
+            "structured_outputs cannot be used: the model has no tokenizer.json; leave it out, or "
             "start the server with model.tokenizer=DIRECTORY",
             param="structured_outputs",
             code="no_tokenizer",
@@ -51,7 +51,7 @@ def load_grammar_tokenizer(
     """The model's vocabulary as a trie of bytes.
 
     Raises:
-        InvalidRequestError: the model has no tokenizer.json, or one that grammars can not use.
+        InvalidRequestError: the model has no tokenizer.json, or one that grammars cannot use.
     """
     from llguidance import LLTokenizer
 
@@ -64,8 +64,8 @@ def load_grammar_tokenizer(
         )
     except ValueError as error:
         raise InvalidRequestError(
-            "structured_outputs can not be used: the vocabulary of this model's tokenizer.json can "
-            f"not be read as bytes ({tokenizer_problem(str(error))}); leave it out",
+            "structured_outputs cannot be used: the vocabulary of this model's tokenizer.json "
+            f"cannot be read as bytes ({tokenizer_problem(str(error))}); leave it out",
             param="structured_outputs",
             code="no_tokenizer",
         ) from error

@@ -4,7 +4,7 @@
 
 A client's regular expression, schema or grammar may need unbounded time and memory. This process
 builds it first, with the engine's tokenizer and limits, and tries it on random tokens. A constraint
-that exceeds a limit, or that can not be enforced, is refused before it reaches the engine.
+that exceeds a limit, or that cannot be enforced, is refused before it reaches the engine.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class GrammarBuilder:
             error = "it is nested too deeply; make it flatter"
         except ValueError as refusal:
             error = str(refusal)
-        return GrammarAnswer(error=f"structured_outputs can not be used: {error}")
+        return GrammarAnswer(error=f"structured_outputs cannot be used: {error}")
 
     def _compile(self, params: StructuredOutputsParams) -> str:
         from ostinato.runtime.grammar.llguidance_text import grammar_text

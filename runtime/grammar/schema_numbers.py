@@ -35,7 +35,7 @@ _MAX_MULTIPLE = 100_000
 
 
 class NotEnforcedError(ValueError):
-    """A keyword is valid, but a grammar can not enforce it."""
+    """A keyword is valid, but a grammar cannot enforce it."""
 
 
 def count(value: Any, place: str) -> int | None:
@@ -147,7 +147,7 @@ def check_interval(schema: dict[str, Any], place: str) -> None:
             end == end // 1 and end < sign * other < end + 1 for end in ends for other in others
         ):
             raise NotEnforcedError(
-                f"{place}/exclusive{lower} can not be enforced together with a bound that is less "
+                f"{place}/exclusive{lower} cannot be enforced together with a bound that is less "
                 "than 1 away; give the first number that is allowed instead, as in minimum: 0.001"
             )
 

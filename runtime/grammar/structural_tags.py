@@ -62,7 +62,7 @@ def behind(preamble: Preamble, grammar: str, special_tokens: Mapping[str, int]) 
 
     Args:
         preamble: the markers.
-        grammar: of the answer, as Lark or as llguidance's JSON.
+        grammar: the grammar of the answer, as Lark or as llguidance's JSON.
         special_tokens: as in `tags_to_lark`.
     """
     is_lark = not grammar.startswith("{")

@@ -269,7 +269,7 @@ class BlockPool:
         for block in self._blocks:
             _check(block.ref_count >= 0, f"{block!r} was freed too often")
             if block.block_hash is not None:
-                _check(self._cached.get(block.block_hash) is block, f"{block!r} can not be found")
+                _check(self._cached.get(block.block_hash) is block, f"{block!r} cannot be found")
         for block in self._cached.values():
             _check(block.block_hash is not None, f"{block!r} is found by a hash that it lost")
         for block in held:

@@ -19,7 +19,7 @@ class BlockTable:
     Args:
         root: the parent hash of the first block; see `hash_root`. Tables share blocks only with
             tables of an equal root.
-        extras: by block index, what the block's contents depend on besides its tokens (for
+        extras: for each block index, what the contents depend on besides the tokens (for
             example the digest of an image whose placeholder tokens lie in the block).
 
     Attributes:

@@ -176,7 +176,7 @@ class KVCacheManager:
         self._pool.touch(match.block_ids)
         table.block_ids = match.block_ids[:]
         taken = self.allocate(table, num_tokens)
-        assert taken is not None, "blocks that were counted free can not be allocated"
+        assert taken is not None, "blocks that were counted free cannot be allocated"
         table.num_registered = len(match.block_ids)
         return True
 

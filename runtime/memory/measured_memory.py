@@ -49,7 +49,7 @@ class CudaMemory:
         before = torch.cuda.memory_reserved()
         run()
         torch.cuda.synchronize()
-        # Reserved, not allocated: the KV cache can not use fragments either.
+        # Reserved, not allocated: the KV cache cannot use fragments either.
         return torch.cuda.max_memory_reserved() - before
 
 

@@ -39,7 +39,7 @@ __all__ = (
 
 GIB = 1 << 30
 CPU_KV_BYTES = 4 * GIB
-CUDA_GRAPH_BYTES = 4 << 20  # of driver state for one captured graph, next to the shared pool
+CUDA_GRAPH_BYTES = 4 << 20  # driver state of one captured graph, beside the shared pool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,8 +57,8 @@ class ModelFootprint:
     weights_bytes: int  # all parameters and buffers, in the form that the device holds
     kv_bytes_per_token: int  # keys and values of all layers
     hidden_size: int
-    intermediate_size: int  # of the widest MLP, see `ModelConfig.widest_mlp`
-    qkv_size: int  # (num_heads + 2 * num_kv_heads) * head_dim
+    intermediate_size: int  # the size of the widest MLP, see `ModelConfig.widest_mlp`
+    qkv_size: int  # of one token: queries, keys and values
     dtype_bytes: int  # bytes of one activation
     max_model_len: int  # tokens; the model's own limit
     num_fixed_groups: int = 0  # KV groups that do not grow, for example of cross attention
@@ -83,12 +83,12 @@ class MemoryPlan:
 
     free_bytes: int  # before the weights are loaded
     budget_bytes: int  # the part of `free_bytes` that the plan may use
-    weights_bytes: int  # of the model and of the draft model
+    weights_bytes: int  # weights of the model and of the draft model
     activation_bytes: int
     graph_bytes: int
     kv_bytes: int  # num_blocks * bytes_per_block
     block_size: int  # tokens
-    bytes_per_block: int  # of the model's KV cache and of the draft model's
+    bytes_per_block: int  # a block in the KV caches of the model and the draft model
     num_blocks: int  # to allocate, the null block included
     fixed_blocks_per_seq: int  # blocks of one sequence in the fixed KV groups, at most
     max_model_len: int  # tokens; may be less than the model's own limit
@@ -108,6 +108,20 @@ class MemoryPlan:
     def num_full_sequences(self) -> float:
         """How many sequences of max_model_len fit at once."""
         return (self.num_blocks - 1) / self.sequence_blocks(self.max_model_len)
+
+    def limited(self, num_blocks: int, max_model_len: int) -> MemoryPlan:
+        """The plan of a rank if other ranks of its engine have room for less.
+
+        Args:
+            num_blocks: blocks of the rank with the fewest.
+            max_model_len: the length of the rank with the shortest.
+        """
+        return replace(
+            self,
+            num_blocks=num_blocks,
+            kv_bytes=num_blocks * self.bytes_per_block,
+            max_model_len=max_model_len,
+        )
 
     def sequence_blocks(self, num_tokens: int) -> int:
         """Blocks of a sequence of `num_tokens`, in all its groups."""

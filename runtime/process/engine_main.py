@@ -67,9 +67,16 @@ _STATS_S = 0.05  # least time between two statistics in the outputs of steps
 
 
 class _Connection:
-    """The ZeroMQ socket to the client."""
+    """The ZeroMQ socket to the client.
 
-    def __init__(self, address: str) -> None:
+    Args:
+        address: of the socket.
+        clock_offset_s: `StartEngine.clock_offset_s`. Times in messages are those of the client's
+            clock, and times in this process those of this machine's.
+    """
+
+    def __init__(self, address: str, clock_offset_s: float = 0.0) -> None:
+        self._clock_offset_s = clock_offset_s
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.PAIR)
         self._socket.setsockopt(zmq.SNDHWM, 0)  # a slow client must not stop the engine
@@ -79,6 +86,9 @@ class _Connection:
         self._grammar = ""  # received last
 
     def send(self, message: EngineMessage) -> None:
+        if self._clock_offset_s and isinstance(message, EngineOutputs):
+            for output in message.outputs:
+                output.shift_times(self._clock_offset_s)
         self._socket.send(self._encoder.encode(message), copy=True)
 
     def receive(self, timeout_s: float, step_s: float = 0.0) -> Iterator[ClientMessage]:
@@ -97,6 +107,10 @@ class _Connection:
             except zmq.Again:
                 return
             decoded, self._grammar = with_repetition(client_decoder.decode(message), self._grammar)
+            if self._clock_offset_s and isinstance(decoded, AddRequest):
+                request = decoded.request
+                arrival = request.arrival_time - self._clock_offset_s
+                decoded = AddRequest(msgspec.structs.replace(request, arrival_time=arrival))
             yield decoded
             if time.monotonic() > end:
                 return
@@ -195,18 +209,18 @@ def _read_start() -> StartEngine:
 
 def _start_ranks(start: StartEngine) -> RankProcesses | None:
     """Start the processes of the other ranks, so that they import torch while this one does."""
-    if start.config.parallel.tensor == 1:
+    if start.config.parallel.num_ranks == 1:
         return None
     # At level info all ranks would log the same lines. This process alone logs them.
     level = "warning" if start.log_level == "info" else start.log_level
     log = RankLog(level, start.log_format, f"{start.name} ")
-    return RankProcesses(start.config.parallel.tensor, log)
+    return RankProcesses(start.config.parallel.num_ranks, log)
 
 
 def _flight_recorder(num_steps: int, address: str) -> FlightRecorder | None:
     """A recorder whose file lies beside the socket, where the client reads it after a crash.
 
-    None if it is switched off. None and a warning in the log if the file can not be made.
+    None if it is switched off. None and a warning in the log if the file cannot be made.
     """
     if not num_steps:
         return None
@@ -215,7 +229,7 @@ def _flight_recorder(num_steps: int, address: str) -> FlightRecorder | None:
         return FlightRecorder(path, num_steps)
     except OSError as error:
         _LOG.warning(
-            "the flight recorder is off: %s can not be written: %s",
+            "the flight recorder is off: %s cannot be written: %s",
             path,
             error.strerror or error,
         )
@@ -226,7 +240,7 @@ def main(address: str) -> int:
     """Build the engine, report each phase and run the loop.
 
     Args:
-        address: of the client's ZeroMQ socket, `ipc://PATH`.
+        address: the address of the client's ZeroMQ socket, `ipc://PATH`.
 
     Returns:
         The exit code.
@@ -246,7 +260,7 @@ def main(address: str) -> int:
     config = start.config
     configure_logging(start.log_level, start.log_format, start.name)
     _exit_with_client(address)
-    connection = _Connection(address)
+    connection = _Connection(address, start.clock_offset_s)
     at_start = True
     engine: Engine | None = None
     try:

@@ -44,11 +44,13 @@ class StartEngine(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     config: EngineConfig
-    name: str  # of the process, in its log
+    name: str  # the name of the process in its log
     log_level: str
     log_format: str  # text | json
     flight_recorder_steps: int  # steps that the flight recorder keeps; 0 = no recorder
     profile_dir: str  # where profiles are written; empty = profiling is refused
+    # Seconds to add to this machine's time.monotonic() to get that of the client's machine.
+    clock_offset_s: float = 0.0
 
 
 class AddRequest(msgspec.Struct, frozen=True, array_like=True, tag=1, gc=False):
@@ -66,7 +68,7 @@ def without_repetition(message: ClientMessage, grammar: str) -> tuple[ClientMess
     """The message to send, and the grammar that was sent last after that.
 
     Args:
-        grammar: that was sent last; empty = none.
+        grammar: the grammar that was sent last; empty = none.
     """
     if not isinstance(message, AddRequest) or not message.request.grammar:
         return message, grammar

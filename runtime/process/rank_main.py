@@ -52,9 +52,9 @@ def main(
         socket_fd: descriptor of the socket to rank 0.
         stack_fd: descriptor of the file for the stacks of threads, written on SIGUSR1 or a crash.
         parent: process id of rank 0 if the system shall kill this process with it; 0 = else.
-        log_level: of this process.
+        log_level: the log level of this process.
         log_format: text or json.
-        name: of this process, in its log.
+        name: the name of this process, in its log.
     """
     for number in (signal.SIGINT, signal.SIGTERM):  # rank 0 ends this process
         signal.signal(number, signal.SIG_IGN)
@@ -69,6 +69,8 @@ def main(
         _run(channel)
     except EOFError:
         pass
+    except ConnectionError:  # the rank of another stage has ended; rank 0 finds out why
+        channel.wait_for_end()
     except StartupError as error:
         code = 1
         channel.send(RankFailed(str(error), ""))
@@ -98,11 +100,11 @@ def _run(channel: Channel) -> None:
     # Imported now, while rank 0 reads the configuration.
     from ostinato.runtime.startup.rank_group import build_other_rank
 
-    segment_fd = channel.receive_descriptor()
+    descriptors = channel.receive_descriptors()
     start = channel.receive()
     assert isinstance(start, StartRank), f"{start} came first"
     with ExitStack() as undo:
-        _serve(channel, build_other_rank(start, segment_fd, channel.meet, undo))
+        _serve(channel, build_other_rank(start, descriptors, channel.meet, undo))
 
 
 def _serve(channel: Channel, rank: RankParts) -> None:

@@ -8,6 +8,7 @@ Imports no torch.
 
 from __future__ import annotations
 
+import contextlib
 import socket
 
 import msgspec
@@ -40,14 +41,14 @@ __all__ = (
 )
 
 _LENGTH_BYTES = 4
+_MOST_DESCRIPTORS = 8  # that a rank is sent
 
 
 class StartRank(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """What a rank is built from. The descriptor of the shared segment travels before it."""
+    """What a rank is built from. The descriptors of its links travel before it."""
 
     config: EngineConfig  # with this rank's share of threads and memory
     rank: int
-    size: int  # ranks of the engine
     max_drafts: int  # draft tokens of one sequence in one step, at most
 
 
@@ -62,7 +63,7 @@ class Step(msgspec.Struct, frozen=True, array_like=True, tag=3, gc=False):
     """Run a step."""
 
     output: SchedulerOutput  # from `for_other_ranks`
-    # The last tokens of the entries that name no token, in their order: other ranks draw none.
+    # For entries without token ids, in order: the last token, which only the sampling rank knows.
     last_tokens: list[int]
 
 
@@ -118,7 +119,10 @@ rank_decoder = msgspec.msgpack.Decoder(RankMessage)
 
 
 def for_other_ranks(output: SchedulerOutput) -> SchedulerOutput:
-    """A step without what only the rank that samples needs: a prompt of 8,192 tokens halves it."""
+    """A step without what only the sampling rank needs.
+
+    This halves the message of a step that admits a prompt of 8,192 tokens.
+    """
     if not output.admitted:
         return output
     admitted = [
@@ -129,7 +133,7 @@ def for_other_ranks(output: SchedulerOutput) -> SchedulerOutput:
 
 
 def _bare(request: Request) -> Request:
-    """The part of a request that scoring a prompt, pooling it or its encoder needs."""
+    """What a rank that does not sample needs of a request: to score or pool it, or to encode."""
     scored = request.sampling.prompt_logprobs
     is_read = scored is not None or request.pooling is not None
     return Request(
@@ -170,7 +174,7 @@ class Frames:
 
 
 class Channel:
-    """A rank's side of the socket to rank 0. Another rank than 0 has one."""
+    """The socket to rank 0, on the side of another rank."""
 
     def __init__(self, connection: socket.socket) -> None:
         """
@@ -209,8 +213,8 @@ class Channel:
         """Wait until all ranks are at this point.
 
         Args:
-            name: of the meeting, the same on all ranks.
-            numbers: of this rank.
+            name: the name of the meeting, the same on all ranks.
+            numbers: the numbers of this rank.
 
         Returns:
             The numbers of all ranks, in rank order.
@@ -224,13 +228,19 @@ class Channel:
         assert message.name == name, f"the meeting {message.name} came instead of {name}"
         return message.numbers
 
-    def receive_descriptor(self) -> int:
-        """The file descriptor that comes before the first message.
+    def receive_descriptors(self) -> list[int]:
+        """The file descriptors that come before the first message.
 
         Raises:
             EOFError: rank 0 has ended.
         """
-        data, descriptors, _, _ = socket.recv_fds(self._socket, 1, 1)
+        data, descriptors, _, _ = socket.recv_fds(self._socket, 1, _MOST_DESCRIPTORS)
         if not data:
             raise EOFError("rank 0 has closed the socket")
-        return descriptors[0]
+        return descriptors
+
+    def wait_for_end(self) -> None:
+        """Wait until rank 0 ends this process or has ended, and drop what it sends."""
+        with contextlib.suppress(EOFError):
+            while True:
+                self.receive()

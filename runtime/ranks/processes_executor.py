@@ -1,23 +1,30 @@
 """The executor of an engine whose model is divided among several processes (ranks).
 
 Rank 0 runs in the engine's process, on its thread, and draws the tokens. Each step is sent to the
-other ranks first and then run here, so all ranks compute it at the same time. They meet in the
-collectives of the model. The result comes from rank 0 alone.
+other ranks first. The result comes from rank 0 alone.
+
+In one stage, all ranks compute the step at the same time and meet in the collectives of the model.
+Rank 0 runs it when it is launched.
+
+In a pipeline, rank 0 belongs to the last stage. It runs a step when it is read, and waits there for
+the hidden states of the stage before. As many steps as stages are in flight, and each stage works
+on another one.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections import deque
 
 import msgspec
 
-from ostinato.ops.parallel.group import ParallelGroup
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.execution.executor import ExecutorStats, Pending, RankCall
 from ostinato.runtime.execution.inline_executor import InlineExecutor
 from ostinato.runtime.execution.model_runner import ModelRunner
 from ostinato.runtime.grammar.store import GrammarBuilt
 from ostinato.runtime.ranks.messages import Call, Idle, Step, for_other_ranks
+from ostinato.runtime.ranks.rank_links import RankLinks
 from ostinato.runtime.ranks.rank_processes import RankProcesses
 from ostinato.runtime.types.step import SchedulerOutput, StepResult
 
@@ -32,35 +39,61 @@ class ProcessesExecutor:
         first: InlineExecutor,
         runner: ModelRunner,
         ranks: RankProcesses,
-        group: ParallelGroup,
+        links: RankLinks,
+        num_stages: int,
     ) -> None:
         """
         Args:
             first: rank 0's executor, closed with this one; it reads each step before the next.
             runner: rank 0's runner.
             ranks: the other ranks' processes, built and waiting for steps; ended with this object.
-            group: rank 0's membership; closed after the processes have ended.
+            links: of rank 0 to the others; closed after the processes have ended.
+            num_stages: stages of the pipeline; 1 = there is none.
         """
         self._first = first
         self._runner = runner
         self._ranks = ranks
-        self._end = weakref.finalize(self, _end, ranks, group)
+        self._num_stages = num_stages
+        self._end = weakref.finalize(self, _end, ranks, links)
         self._is_working = False
+        self._num_launched = 0
+        # Steps of a pipeline that rank 0 has not run, each with the requests that ended meanwhile.
+        self._waiting: deque[tuple[SchedulerOutput, list[str]]] = deque()
 
     @property
     def max_in_flight(self) -> int:
-        return 1  # the tokens of a step travel with the next one
+        return self._num_stages  # the tokens of a step travel with the next one
+
+    @property
+    def has_lanes(self) -> bool:
+        return self._num_stages > 1
 
     def launch(self, output: SchedulerOutput) -> Pending:
         self._is_working = True
         rows = [entry.row for entry in output.scheduled if not entry.token_ids]
-        last_tokens = self._runner.last_tokens(rows)
-        with self._ranks.step():
-            self._ranks.send(Step(for_other_ranks(output), last_tokens))
-            return self._first.launch(output)
+        step = Step(for_other_ranks(output), self._runner.last_tokens(rows))
+        if self._num_stages == 1:
+            with self._ranks.step():
+                self._ranks.send(step)
+                return self._first.launch(output)
+        self._ranks.send(step)
+        self._num_launched += 1
+        self._waiting.append((output, []))
+        run = self._runner.foresee(output)
+        return Pending(self._num_launched, run.kind.value, run.num_tokens)
 
     def read(self, pending: Pending) -> StepResult:
-        return self._first.read(pending)
+        if self._num_stages == 1:
+            return self._first.read(pending)
+        output, ended = self._waiting[0]
+        with self._ranks.step():
+            launched = self._first.launch(output)
+            assert launched.number == pending.number, f"{launched.number} before {pending.number}"
+            result = self._first.read(launched)
+        self._waiting.popleft()
+        for request_id in ended:
+            self._first.release_grammar(request_id)
+        return result
 
     def idle(self) -> None:
         self._ranks.check()
@@ -77,7 +110,10 @@ class ProcessesExecutor:
         return self._first.take_built_grammars(timeout_s)
 
     def release_grammar(self, request_id: str) -> None:
-        self._first.release_grammar(request_id)
+        if self._waiting:  # one of these steps may admit it
+            self._waiting[-1][1].append(request_id)
+        else:
+            self._first.release_grammar(request_id)
 
     def call(self, call: RankCall) -> list[str]:
         answers = self._first.call(call)  # what it refuses is not sent
@@ -96,9 +132,10 @@ class ProcessesExecutor:
 
     def close(self) -> None:
         self._end()
+        self._waiting.clear()
         self._first.close()
 
 
-def _end(ranks: RankProcesses, group: ParallelGroup) -> None:
+def _end(ranks: RankProcesses, links: RankLinks) -> None:
     ranks.close()
-    group.close()
+    links.close()

@@ -17,7 +17,7 @@ __all__ = ("Activity", "HangRule", "read_activity")
 
 _STATE, _UTIME, _STIME = 0, 11, 12  # places in /proc/PID/stat after the name
 _LONGEST_TICK_S = 0.5  # a longer tick counts as this long: this process was suspended
-_COMPUTING_SHARE = 0.05  # of one core; less is waking up to look for the others
+_COMPUTING_SHARE = 0.05  # share of one core; a rank that only looks for the others uses less
 _CLOCK_S = 0.02  # two ticks of the system's clock, the resolution of processor times
 
 
@@ -33,7 +33,7 @@ def read_activity(pid: int, ignored_thread: int | None = None) -> Activity | Non
     """What a process does now; None if it has ended.
 
     Args:
-        pid: of the process.
+        pid: the process's id.
         ignored_thread: id of a thread whose state does not count: the caller's, in its own process.
     """
     try:
@@ -75,7 +75,7 @@ class HangRule:
         Args:
             elapsed_s: since the last tick.
             step: number of the step that runs; None = none does, and ranks wait for the next one.
-            activities: of each rank that lives.
+            activities: what each living rank does.
 
         Returns:
             None, or the rank that hangs (None if they wait for each other) and how it shows.

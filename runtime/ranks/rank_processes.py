@@ -128,10 +128,12 @@ class RankProcesses:
             log: how they write their logs.
 
         Raises:
-            StartupError: the system can not start another process, or is not Linux.
+            StartupError: the system cannot start another process, or is not Linux.
         """
         if not hasattr(os, "memfd_create"):
-            raise StartupError("several ranks need Linux; set parallel.tensor=1")
+            raise StartupError(
+                "several ranks need Linux; set parallel.tensor=1 and parallel.pipeline=1"
+            )
         self.size = size
         self.failure: RankFailedError | None = None
         self._ranks: list[_Rank] = []
@@ -149,7 +151,7 @@ class RankProcesses:
                 self._ranks.append(_Rank(number, log or RankLog()))
         except OSError as error:
             self.close()
-            raise StartupError(f"a rank's process can not be started: {error}") from error
+            raise StartupError(f"a rank's process cannot be started: {error}") from error
         self._thread.start()
 
     @property
@@ -165,7 +167,7 @@ class RankProcesses:
     def start(
         self,
         messages: list[LeaderMessage],
-        segment_fd: int,
+        descriptors: list[list[int]],
         *,
         hang_limit_s: float,
         on_failure: Callable[[], object],
@@ -174,7 +176,7 @@ class RankProcesses:
 
         Args:
             messages: one for each rank after the first.
-            segment_fd: a descriptor that each rank gets a copy of.
+            descriptors: those that each rank gets copies of.
             hang_limit_s: seconds that a rank may be stopped, or that no rank may do anything,
                 within a step.
             on_failure: called by another thread when a rank ends: it lets this rank's waits end.
@@ -186,9 +188,9 @@ class RankProcesses:
         self._on_failure.append(on_failure)
         if self.failure is not None:
             on_failure()
-        for rank, message in zip(self._ranks, messages, strict=True):
+        for rank, message, passed in zip(self._ranks, messages, descriptors, strict=True):
             with self._sending():
-                socket.send_fds(rank.socket, [b"\0"], [segment_fd])
+                socket.send_fds(rank.socket, [b"\0"], passed)
                 rank.socket.sendall(encode_frame(message))
 
     def send(self, message: LeaderMessage) -> None:
@@ -250,6 +252,8 @@ class RankProcesses:
         try:
             yield
         except Exception as error:
+            if isinstance(error, ConnectionError):  # a link broke; the thread finds out why
+                self._wait_for_failure()
             self.check(error)
             raise
 
@@ -286,10 +290,13 @@ class RankProcesses:
         try:
             yield
         except OSError as error:
-            with self._changed:  # the thread is about to find out why
-                self._changed.wait_for(lambda: self.failure is not None, _CLOSE_S)
+            self._wait_for_failure()  # the thread is about to find out why
             self.check(error)
             raise
+
+    def _wait_for_failure(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self.failure is not None, _CLOSE_S)
 
     def _take(self) -> Iterator[Arrived | Answer]:
         for rank in self._ranks:

@@ -17,7 +17,7 @@ def share_of_rank(config: EngineConfig) -> EngineConfig:
     """The configuration with one rank's part of this machine's cores and free memory."""
     device = divide_device(
         config.device,
-        config.parallel.tensor,
+        config.parallel.num_ranks,
         cores=available_cores(),
         free_bytes=free_host_memory().free_bytes,
     )
@@ -32,7 +32,7 @@ def divide_device(
     Args:
         device: `threads` and `memory_gib` are those of all ranks together; None = all there is.
         num_ranks: at least 1.
-        cores: that this process may use.
+        cores: the cores that this process may use.
         free_bytes: free memory of the host.
     """
     free_gib = free_bytes / _GIB

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import msgspec
 import zmq
-import zmq.asyncio
 
+from ostinato.conf.engine_config import EngineConfig
 from ostinato.conf.schema import InstructionSetName
 from ostinato.conf.server_schema import ServerConfig
 from ostinato.runtime.errors import StartupError
+from ostinato.runtime.process.engine_child import EngineChild
 from ostinato.runtime.process.engine_process import EngineProcess
 from ostinato.runtime.process.ipc import EngineReady, StartEngine
-from ostinato.runtime.replicas.placement import Placement
 from ostinato.runtime.types.engine_info import ServedModel
 
 __all__ = ("EngineLauncher",)
@@ -33,11 +33,12 @@ class EngineLauncher:
     """Starts engine processes, one at a time.
 
     Args:
-        name: of the replica's processes, in messages and logs.
-        placement: the engine's configuration and its part of the machine.
+        name: the name of the replica's processes, in messages and logs.
+        config: the engine's configuration.
         server: the settings for logs and profiles.
-        context: makes the sockets; it outlives this object.
         path: the beginning of the paths of the sockets' files.
+        make_child: makes a process that has not been started, whose socket's file has the given
+            path.
 
     Attributes:
         name: as above.
@@ -46,26 +47,25 @@ class EngineLauncher:
     def __init__(
         self,
         name: str,
-        placement: Placement,
+        config: EngineConfig,
         server: ServerConfig,
-        context: zmq.asyncio.Context,
         path: Path,
+        make_child: Callable[[Path], EngineChild],
     ) -> None:
         self.name = name
-        self._config = placement.config
-        self._gpu = placement.gpu
+        self._config = config
         self._server = server
-        self._context = context
         self._path = path
+        self._make_child = make_child
         self._counter = itertools.count()
         self._limit_s = _SHORTEST_START_LIMIT_S
-        self._model: ServedModel | None = None  # of the first process
+        self._model: ServedModel | None = None  # the model of the first process
 
     async def spawn(self) -> EngineProcess:
         """Start a process. It returns at once; the process loads the model meanwhile.
 
         Raises:
-            StartupError: the system can not start another process or open its socket.
+            StartupError: the system cannot start another process or open its socket.
         """
         path = self._path.with_name(f"{self._path.name}-{next(self._counter)}")
         server = self._server
@@ -78,10 +78,10 @@ class EngineLauncher:
             profile_dir=server.profile_dir,
         )
         try:
-            engine = EngineProcess(self._context, path, self._gpu)
+            engine = EngineProcess(self._make_child(path))
             await engine.spawn(msgspec.json.encode(start))
         except (OSError, zmq.ZMQError) as error:
-            raise StartupError(f"the {self.name} process can not be started: {error}") from error
+            raise StartupError(f"the {self.name} process cannot be started: {error}") from error
         return engine
 
     async def wait_for_first(
@@ -97,7 +97,7 @@ class EngineLauncher:
             on_phase: called with each finished phase of the start and its seconds.
 
         Raises:
-            StartupError: the engine can not start; one line that says why.
+            StartupError: the engine cannot start; one line that says why.
         """
         begin = time.monotonic()
         ready = await engine.wait_until_ready(on_phase)
@@ -115,7 +115,7 @@ class EngineLauncher:
         """Wait until a further process serves. If it fails or takes too long, it is killed.
 
         Raises:
-            StartupError: the engine can not start, takes too long, or has another kind of model;
+            StartupError: the engine cannot start, takes too long, or has another kind of model;
                 one line that says why.
         """
         try:

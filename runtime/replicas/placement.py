@@ -2,7 +2,7 @@
 
 On a CPU every replica plans with an equal part of the cores and of the memory that was free before
 the first one started, so that all have the same limits, now and after a restart. On a machine with
-GPUs every replica has one of its own.
+GPUs every replica has a GPU of its own.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Placement:
     """The part of the machine that one replica has."""
 
     config: EngineConfig
-    gpu: str | None = None  # the only one that its process sees; None = those of this process
+    gpu: str | None = None  # the only GPU that its process sees; None = this process's GPUs
 
 
 def place_replicas(config: EngineConfig, num_replicas: int) -> list[Placement]:
@@ -51,9 +51,9 @@ def divide(
     """The placements of several replicas on a machine with the given resources.
 
     Args:
-        config: of every replica; `device.threads` and `device.memory_gib` count for each.
+        config: the engines' configuration; `device.threads` and `device.memory_gib` count for each.
         num_replicas: at least 1.
-        cores: that this process may use.
+        cores: the cores that this process may use.
         free_bytes: free memory of the host.
         gpus: by index or UUID; empty = the replicas run on the CPU.
 

@@ -41,7 +41,7 @@ from ostinato.runtime.replicas.inspection import Inspector
 from ostinato.runtime.replicas.launcher import EngineLauncher
 from ostinato.runtime.replicas.pending_calls import PendingCalls
 from ostinato.runtime.replicas.restarts import Death, DeathReason, RestartPolicy, death_of
-from ostinato.runtime.replicas.watchdog import TICK_S, Watchdog
+from ostinato.runtime.replicas.watchdog import TICK_S, HangLimits, Watchdog
 from ostinato.runtime.types.engine_info import (
     EngineStats,
     ReplicaState,
@@ -76,13 +76,15 @@ class Replica:
         launcher: EngineLauncher,
         server: ServerConfig,
         on_change: Callable[[Replica], Awaitable[None]],
+        stop_limit_s: float | None = None,
     ) -> None:
         """
         Args:
-            number: of this replica, from 0.
+            number: the number of this replica, from 0.
             launcher: starts its engine processes.
             server: the settings for the watchdog and restarts.
             on_change: called when the engine has died, serves again, or is not started again.
+            stop_limit_s: how long its process may be stopped with requests; None = as in a hang.
         """
         self.number = number
         self.name = launcher.name
@@ -90,6 +92,7 @@ class Replica:
         self._launcher = launcher
         self._server = server
         self._on_change = on_change
+        self._stop_limit_s = stop_limit_s
         self._engine: EngineProcess | None = None
         self._requests: InFlightRequests[Reader] = InFlightRequests()
         self._calls = PendingCalls()
@@ -144,6 +147,7 @@ class Replica:
             num_unfinished=len(self._requests),
             num_restarts=sum(self.restarts.values()),
             pid=self.pid,
+            node=None if self._engine is None else self._engine.node,
             ranks=self.model.ranks if self.is_alive else (),
         )
 
@@ -171,7 +175,7 @@ class Replica:
         """Start the engine process. It returns at once; the process loads the model meanwhile.
 
         Raises:
-            StartupError: the system can not start another process or open its socket.
+            StartupError: the system cannot start another process or open its socket.
         """
         self._engine = await self._launcher.spawn()
 
@@ -182,7 +186,7 @@ class Replica:
             on_phase: called with each finished phase of the start and its seconds.
 
         Raises:
-            StartupError: the engine can not start; one line that says why.
+            StartupError: the engine cannot start; one line that says why.
         """
         assert self._engine is not None, "spawned"
         ready = await self._launcher.wait_for_first(self._engine, on_phase)
@@ -222,7 +226,7 @@ class Replica:
         The requests of the old process continue in the new one.
 
         Raises:
-            StartupError: the new one can not start; it is tried again as after a death.
+            StartupError: the new one cannot start; it is tried again as after a death.
             EngineDeadError: the engine does not run.
         """
         self._check_alive()
@@ -362,21 +366,19 @@ class Replica:
             self._inspector.answer(message.state)
 
     async def _watch_engine(self) -> None:
-        """Kill the engine when it completes no step for `server.hang_timeout_s`."""
-        limit_s = self._server.hang_timeout_s
+        """Kill the engine when it completes no step for `server.hang_timeout_s`, or is stopped."""
+        limits = HangLimits(self._server.hang_timeout_s, self._stop_limit_s)
         then, cpu_s = time.monotonic(), 0.0
         while True:
             await asyncio.sleep(TICK_S)
             now = time.monotonic()
             if self.is_alive and self._engine is not None:
                 before_s, cpu_s = cpu_s, self._engine.cpu_seconds
-                self._watchdog.tick(now - then, cpu_s - before_s)
-                is_overdue = limit_s is not None and self._watchdog.seconds_overdue > limit_s
-                if is_overdue and self._hang is None:
-                    self._hang = (
-                        f"it completed no step for {self._watchdog.seconds_stalled:.0f} s and was "
-                        f"killed, by server.hang_timeout_s={limit_s:g}"
-                    )
+                is_stopped = len(self._requests) > 0 and self._engine.is_stopped
+                self._watchdog.tick(now - then, cpu_s - before_s, is_stopped=is_stopped)
+                reason = self._watchdog.why_killed(limits)
+                if reason is not None and self._hang is None:
+                    self._hang = reason
                     self._engine.kill()
             then = now
 

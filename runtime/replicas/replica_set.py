@@ -1,7 +1,7 @@
 """All replicas of a server: routes requests to them, moves requests, drains and reloads replicas.
 
 When an engine dies, its requests go on in the other replicas at once, with the tokens that they
-have. Suspects (in_flight.py) stay with their replica, so that one request can not end all engines.
+have. Suspects (in_flight.py) stay with their replica, so that one request cannot end all engines.
 """
 
 from __future__ import annotations
@@ -9,15 +9,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
-import zmq.asyncio
-
-from ostinato.conf.engine_config import EngineConfig
 from ostinato.conf.server_schema import ParallelConfig, ServerConfig
 from ostinato.runtime.errors import EngineDeadError, InvalidRequestError, StartupError
 from ostinato.runtime.replicas.launcher import EngineLauncher
-from ostinato.runtime.replicas.placement import place_replicas
 from ostinato.runtime.replicas.replica import Reader, Replica
 from ostinato.runtime.replicas.router import make_router
 from ostinato.runtime.types.request import Request
@@ -31,38 +26,28 @@ class ReplicaSet:
     """The replicas of one model behind a router.
 
     Args:
-        config: of every replica's engine.
-        parallel: the number of replicas and the router.
-        server: of the server.
-        context: makes the sockets; it outlives this object.
-        directory: for the sockets' files.
+        launchers: start the engine processes of each replica.
+        server: the section `server` of the configuration.
+        parallel: the section `parallel` of the configuration.
+        block_size: tokens of a block of the KV cache.
 
     Attributes:
         replicas: in the order of their numbers.
-
-    Raises:
-        StartupError: the machine has not enough GPUs.
     """
 
     def __init__(
         self,
-        config: EngineConfig,
-        parallel: ParallelConfig,
+        launchers: Sequence[EngineLauncher],
         server: ServerConfig,
-        context: zmq.asyncio.Context,
-        directory: Path,
+        parallel: ParallelConfig,
+        block_size: int,
     ) -> None:
-        count = parallel.data
-
-        def replica(number: int) -> Replica:
-            name = "engine" if count == 1 else f"engine {number}"
-            path = directory / f"engine-{number}"
-            launcher = EngineLauncher(name, placements[number], server, context, path)
-            return Replica(number, launcher, server, self._on_change)
-
-        placements = place_replicas(config, count)
-        self.replicas = [replica(number) for number in range(count)]
-        self._router = make_router(parallel.router.value, count, config.cache.block_size)
+        stop_limit_s = parallel.rank_timeout_s if parallel.num_ranks > 1 else None
+        self.replicas = [
+            Replica(number, launcher, server, self._on_change, stop_limit_s)
+            for number, launcher in enumerate(launchers)
+        ]
+        self._router = make_router(parallel.router.value, parallel.data, block_size)
         self._reloads = asyncio.Lock()
 
     async def submit(self, requests: Sequence[Request], reader: Reader) -> None:
@@ -93,7 +78,7 @@ class ReplicaSet:
         go on in the other replicas.
 
         Args:
-            number: of the replica.
+            number: the number of the replica.
             timeout_s: seconds that its requests may still take.
 
         Returns:
@@ -105,7 +90,7 @@ class ReplicaSet:
         replica = self._get(number)
         if all(other is replica for other in self._open()):
             raise InvalidRequestError(
-                f"{replica.name} can not be drained: no other engine takes requests",
+                f"{replica.name} cannot be drained: no other engine takes requests",
                 code="call_refused",
                 status=409,
             )

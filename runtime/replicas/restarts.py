@@ -57,10 +57,10 @@ def death_of(
     """The reason for the end of an engine process.
 
     Args:
-        return_code: of the process; negative for a signal, as `subprocess` has it.
+        return_code: the exit status of the process; negative for a signal, as `subprocess` has it.
         reported_error: the error that the engine reported before it ended; None = none.
         hang: why the watchdog killed it; None = it did not.
-        reason: of the end that it reported: that of one of its ranks, or error.
+        reason: why it ended, if it reported that: the reason of one of its ranks, or error.
     """
     if hang is not None:
         return Death(DeathReason.hang, hang)
@@ -93,7 +93,7 @@ class RestartPolicy:
         self._window_s = window_s
         self._backoff_s = backoff_s
         self._recent: deque[float] = deque()
-        self.counts: Counter[str] = Counter()  # of all restarts, by `DeathReason`
+        self.counts: Counter[str] = Counter()  # all restarts, by `DeathReason`
 
     @property
     def limit_text(self) -> str:

@@ -5,186 +5,46 @@ row, the second step's draw waits until the first step has been read. Its model 
 
 The masks of a step take a limited time. Rows whose masks do not fit draw no token in this step, and
 have the first turns in the next one, which computes their position again.
+
+Masks of some grammars take a hundred times as long as those of others. They are made last. If other
+rows of the step do not need such masks, these masks together take a limited share of the time.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ostinato.ops.sample_rows import rows_at_once
 from ostinato.ops.sampling import apply_token_bitmask
-from ostinato.runtime.grammar.matcher import problem
-from ostinato.runtime.sampling.thinking_budget import ThinkingBudget
+from ostinato.runtime.sampling.grammar_rows import DEAR_S, SLOW_S, GrammarRow, MaskCost
 from ostinato.runtime.types.request import Request
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
 
-__all__ = ("MASKS_S", "GrammarMasks", "GrammarRow", "MatcherSource", "forced_tokens")
+__all__ = ("MASKS_S", "GrammarMasks", "MatcherSource")
 
 # Seconds of a step after which no further masks are begun. Masks that are being made then are
-# completed. As many are made at once as the time is enough for, if they take as long as the last
-# ones did, and one for each thread at least.
+# completed. One call makes as many masks as fit into the time that is left, judged by the last
+# masks, but at least one for each thread.
 MASKS_S = 0.01
 _MOST_ROWS_PER_THREAD = 64
-# The limits of matcher.py do not bound ambiguous grammars, such as `s: s s | "a"`: their
-# masks take longer with each token. A row whose mask takes `_SLOW_S` is made alone from then on. A
-# row whose mask or token takes `_MAX_S` of processor time ends with an error.
-_SLOW_S = 0.005
-_MAX_S = 0.03
 _MAX_THREADS = 32
+# While a step has other rows, masks of dear grammars get a share of the model's time: `_DEAR_SHARE`
+# for each request that needs them, divided by the number of the other rows, and `_LEAST_DEAR_SHARE`
+# at least. What they do not use adds up to `_MOST_CREDIT_S`.
+_DEAR_SHARE = 0.5
+_LEAST_DEAR_SHARE = 0.05
+_MOST_CREDIT_S = 0.01
 
 MatcherSource = Callable[[Request], "LLMatcher"]
-_NOTHING_LEFT = (
-    "the grammar allows no token that allowed_token_ids leave; allow more tokens or change the "
-    "grammar"
-)
-
-
-class GrammarRow:
-    """The state of a running sequence's grammar and thinking budget.
-
-    Attributes:
-        matcher: the grammar's matcher; None = the row has no grammar.
-        position: of the token that the next mask is for, in the sequence.
-        is_slow: its last mask took long, perhaps because of others that were made with it.
-        num_turns: steps that the row has waited for its mask.
-        num_unread: tokens that were drawn for the row and have not been read yet.
-        ending: None while the answer continues; "" = the grammar is complete; else the error.
-    """
-
-    __slots__ = (
-        "_banned",
-        "_early",
-        "_is_drafted",
-        "_kept",
-        "_thinking",
-        "ending",
-        "is_slow",
-        "matcher",
-        "min_position",
-        "num_turns",
-        "num_unread",
-        "position",
-    )
-
-    def __init__(
-        self,
-        matcher: LLMatcher | None,
-        request: Request,
-        output_token_ids: list[int],
-        vocab_size: int,
-    ) -> None:
-        params = request.sampling
-        self.matcher = matcher
-        self.position = len(request.prompt_token_ids) + len(output_token_ids)
-        self.is_slow = False
-        self.num_turns = 0
-        self.num_unread = 0
-        self.ending: str | None = None
-        self._kept = None
-        if params.allowed_token_ids is not None:
-            self._kept = _bits(params.allowed_token_ids, vocab_size)
-        # With ignore_eos the answer continues until the grammar is complete.
-        self._banned = ~_bits(request.eos_token_ids if params.ignore_eos else (), vocab_size)
-        self.min_position = len(request.prompt_token_ids) + params.min_tokens
-        eos_token_ids = () if params.ignore_eos else request.eos_token_ids
-        self._early = ~_bits((*eos_token_ids, *params.stop_token_ids), vocab_size)
-        self._is_drafted = params.speculation
-        self._thinking: ThinkingBudget | None = None
-        if params.thinking is not None:
-            self._thinking = ThinkingBudget(params.thinking, output_token_ids)
-        if (
-            matcher is not None
-            and output_token_ids
-            and not matcher.consume_tokens(output_token_ids)
-        ):
-            self.ending = problem(matcher) or "the grammar does not allow the output so far"
-
-    @property
-    def is_free(self) -> bool:
-        """Whether nothing is masked any more: it has no grammar and its reasoning is over."""
-        return self.matcher is None and (self._thinking is None or self._thinking.is_over)
-
-    def limit(self, bits: np.ndarray, position: int) -> None:
-        """Apply the request's other limits to its mask, [W] int32; sets `ending` on a conflict."""
-        error = None if self.matcher is None else problem(self.matcher)
-        if error is not None and self.ending is None:
-            self.ending = f"structured_outputs can not go on: {error}"
-        bits &= self._banned
-        if self._kept is not None:
-            bits &= self._kept
-        if position < self.min_position and (bits & self._early).any():
-            bits &= self._early  # if this left no token, the answer would end before min_tokens
-        if self._thinking is not None and self._thinking.is_spent:
-            end = self._thinking.end_token_id
-            word, bit = divmod(end, 32)
-            if bits[word] >> bit & 1:  # else another limit forbids it
-                bits[:] = 0
-                bits[word] = np.uint32(1 << bit).view(np.int32)
-        if self.ending is None and not bits.any():
-            self.ending = _NOTHING_LEFT
-        if self.ending is not None:
-            bits[:] = -1  # allow all; the drawn token is dropped
-
-    def forced_token_ids(self) -> list[int]:
-        """The tokens that the grammar forces after those taken in, such as the keys of an object.
-
-        They are guesses: a grammar forces bytes, and other tokens may have the same bytes.
-        """
-        if self.matcher is None or self.ending is not None or not self._is_drafted:
-            return []
-        return self.matcher.compute_ff_tokens()
-
-    def take(self, token_id: int) -> str | None:
-        """Take in the row's next token.
-
-        Returns:
-            None if the answer continues; "" if the grammar is complete with this token; else an
-            error, and the token is not part of the answer.
-        """
-        self.num_unread -= 1
-        self.position += 1
-        if self.ending is not None:
-            return self.ending
-        if self._thinking is not None:
-            self._thinking.take(token_id)
-        if self.matcher is None:
-            return None
-        begin = time.thread_time()
-        is_allowed = self.matcher.consume_token(token_id)
-        self.spend(time.thread_time() - begin)
-        if not is_allowed:
-            self.ending = problem(self.matcher) or "the grammar does not allow the drawn token"
-        elif self.matcher.is_stopped():
-            self.ending = problem(self.matcher) or ""
-        return self.ending
-
-    def spend(self, seconds: float) -> None:
-        """Note the processor time of a mask or token; sets `ending` if it is too long."""
-        self.is_slow = self.is_slow or seconds > _SLOW_S
-        if seconds > _MAX_S and self.ending is None:
-            self.ending = (
-                "structured_outputs can not go on: computing which tokens may follow takes"
-                f" {seconds * 1e3:.0f} ms, at most {_MAX_S * 1e3:.0f} ms are allowed; make it"
-                " simpler, and in a grammar write each text in one way only"
-            )
-
-
-def forced_tokens(rows: Iterable[GrammarRow | None]) -> dict[int, list[int]]:
-    """The tokens that grammars force next, by index of their row; only of rows that have some."""
-    forced: dict[int, list[int]] = {}
-    for index, row in enumerate(rows):
-        if row is not None and (token_ids := row.forced_token_ids()):
-            forced[index] = token_ids
-    return forced
 
 
 class GrammarMasks:
@@ -200,7 +60,7 @@ class GrammarMasks:
         """
         Args:
             vocab_size: V.
-            device: of the logits.
+            device: the device of the logits.
             matchers: gives a request a matcher of its own; None = no request has a grammar.
         """
         self._vocab_size = vocab_size
@@ -209,7 +69,10 @@ class GrammarMasks:
         self._num_threads = min(len(os.sched_getaffinity(0)), _MAX_THREADS)
         self._executor: LLExecutor | None = None
         self._seconds_left = MASKS_S  # of the present step
-        self._mask_s = _SLOW_S  # of one mask, in those that were made together last
+        self._model_s = 0.0  # of the present step
+        self._credit_s = 0.0  # for masks of dear grammars; negative after a long one
+        self._mask_s = SLOW_S  # of one mask, in those that were made together last
+        self._costs: WeakValueDictionary[str, MaskCost] = WeakValueDictionary()  # by grammar
         self.seconds = 0.0
 
     def admit(self, request: Request, output_token_ids: list[int]) -> GrammarRow | None:
@@ -220,11 +83,18 @@ class GrammarMasks:
         if request.grammar:
             assert self._matchers is not None, "a grammar was sent to a sampler without matchers"
             matcher = self._matchers(request)
-        return GrammarRow(matcher, request, output_token_ids, self._vocab_size)
+        cost = self._costs.setdefault(request.grammar, MaskCost())
+        return GrammarRow(matcher, request, output_token_ids, self._vocab_size, cost)
 
-    def begin_step(self, seconds: float = MASKS_S) -> None:
-        """Set how many seconds the masks of the next calls of `apply` may take together."""
+    def begin_step(self, seconds: float = MASKS_S, model_s: float = MASKS_S) -> None:
+        """Begin a step, whose masks the next calls of `apply` make.
+
+        Args:
+            seconds: that the masks may take together.
+            model_s: that the model has taken.
+        """
         self._seconds_left = seconds
+        self._model_s = model_s
 
     def apply(
         self, logits: Tensor, rows: Sequence[GrammarRow | None], positions: Sequence[int]
@@ -252,7 +122,7 @@ class GrammarMasks:
                 continue
             where.append(index)
             states.append(row)
-        bits, waiting = self._fill(states)
+        bits, waiting = self._fill(states, len(rows) - len(states))
         array = bits.numpy()
         for place, (index, state) in enumerate(zip(where, states, strict=True)):
             if place in waiting:
@@ -277,8 +147,12 @@ class GrammarMasks:
         for some, their_bits in zip(indices.split(at_once), bits.split(at_once), strict=True):
             apply_token_bitmask(logits, some, their_bits)
 
-    def _fill(self, states: Sequence[GrammarRow]) -> tuple[Tensor, set[int]]:
+    def _fill(self, states: Sequence[GrammarRow], num_free: int) -> tuple[Tensor, set[int]]:
         """The masks of the rows that have grammars, and all bits of the others.
+
+        Args:
+            states: of the rows.
+            num_free: further rows of the step, which need no mask.
 
         Returns:
             [C, W] int32, and the indices of the rows for whose masks there was no time.
@@ -288,29 +162,66 @@ class GrammarMasks:
         bits = torch.empty(
             (len(states), words), dtype=torch.int32, pin_memory=self._device.type == "cuda"
         )
-        waiting: list[int] = []
+        cheap: list[int] = []
+        dear: list[int] = []
         for place, state in enumerate(states):
             if state.matcher is None:
                 bits[place] = -1
             elif state.ending is None:
-                waiting.append(place)
+                (dear if state.cost.is_dear else cheap).append(place)
+        held = self._make_all(cheap, states, bits)
+        if dear:
+            self._seconds_left = self._dear_seconds(
+                [states[place] for place in dear], num_free + len(states) - len(dear)
+            )
+            begin = time.perf_counter()
+            held += self._make_all(dear, states, bits)
+            self._credit_s -= time.perf_counter() - begin
+        return bits, set(held)
+
+    def _dear_seconds(self, rows: Sequence[GrammarRow], num_others: int) -> float:
+        """Seconds that masks of dear grammars may take in this step.
+
+        Args:
+            rows: that need them.
+            num_others: rows of the step that do not.
+        """
+        if not num_others:
+            self._credit_s = 0.0
+            return self._seconds_left
+        num_requests = len({row.group or id(row) for row in rows})
+        share = max(_LEAST_DEAR_SHARE, _DEAR_SHARE * num_requests / num_others)
+        self._credit_s = min(self._credit_s + share * self._model_s, _MOST_CREDIT_S)
+        self._model_s = 0.0  # later draws of the step add nothing
+        return self._credit_s
+
+    def _make_all(
+        self, waiting: list[int], states: Sequence[GrammarRow], bits: Tensor
+    ) -> list[int]:
+        """Make masks while there is time; returns the places of those that were not made."""
         at_once = self._at_once()
         has_slow = any(states[place].is_slow for place in waiting)
-        if len(waiting) > at_once or has_slow:
-            waiting.sort(key=lambda place: (-states[place].num_turns, states[place].is_slow))
+        has_suspects = any(states[place].cost.is_suspect for place in waiting)
+        if len(waiting) > at_once or has_slow or has_suspects:
+            waiting.sort(key=lambda place: _turn(states[place]))
         begin = time.perf_counter()
         while waiting and self._seconds_left > 0:
             slow = (index for index, place in enumerate(waiting) if states[place].is_slow)
             count = min(at_once, next(slow, at_once) if has_slow else at_once)
+            if has_suspects and states[waiting[0]].cost.is_suspect:
+                count = 1  # to find out whether it is dear
             some = waiting[: max(1, count)]
             del waiting[: len(some)]
+            cpu = time.process_time()
             self._make([(states[place], place) for place in some], bits)
+            cpu_s = time.process_time() - cpu
             now = time.perf_counter()
             self._seconds_left -= now - begin
             self._mask_s = (now - begin) * self._num_threads / len(some)
+            _note_costs([states[place].cost for place in some], cpu_s / len(some))
             at_once = self._at_once()
             begin = now
-        return bits, set(waiting)
+        return waiting
 
     def _at_once(self) -> int:
         """How many masks to make with one call."""
@@ -332,17 +243,34 @@ class GrammarMasks:
             from llguidance import LLExecutor
 
             self._executor = LLExecutor(self._num_threads)
-        begin = time.perf_counter()
+        begin, cpu = time.perf_counter(), time.process_time()
         matchers = [(row.matcher, place) for row, place in rows if row.matcher is not None]
         self._executor.unsafe_compute_mask_ptr(matchers, bits.data_ptr(), num_bytes, len(bits))
         num_rounds = -(-len(rows) // self._num_threads)
-        if time.perf_counter() - begin > _SLOW_S * num_rounds:
+        is_slow = time.perf_counter() - begin > SLOW_S * num_rounds
+        if is_slow and time.process_time() - cpu > SLOW_S:
             for row, _ in rows:  # it is not known which of them took so long
                 row.is_slow = True
 
 
-def _bits(token_ids: Sequence[int], vocab_size: int) -> np.ndarray:
-    """[W] int32 with one bit for each token, lowest first."""
-    flags = np.zeros(-(-vocab_size // 32) * 32, dtype=np.uint8)
-    flags[list(token_ids)] = 1
-    return np.packbits(flags, bitorder="little").view(np.int32)
+def _turn(row: GrammarRow) -> tuple[bool, int, bool]:
+    """The key by which rows are sorted that do not all get their masks in a step."""
+    return not row.cost.is_suspect, -row.num_turns, row.is_slow
+
+
+def _note_costs(costs: Sequence[MaskCost], seconds: float) -> None:
+    """Note how long masks took that were made together.
+
+    Args:
+        costs: of the grammars.
+        seconds: of processor time of one mask on average.
+    """
+    kinds = set(costs)
+    if len(kinds) == 1:
+        costs[0].note(seconds)
+    elif seconds > DEAR_S:
+        for cost in kinds:
+            cost.is_suspect = cost.is_suspect or not cost.is_dear
+    else:
+        for cost in kinds:
+            cost.note(seconds)

@@ -21,13 +21,8 @@ from torch import Tensor
 from ostinato.graphs.sampling_graph import EagerSampler, TokenSampler
 from ostinato.ops.sample_rows import RowSampling, SamplePath, sample_path, sampling_workspace_bytes
 from ostinato.ops.sampling import uniform_number
-from ostinato.runtime.sampling.grammar_masks import (
-    MASKS_S,
-    GrammarMasks,
-    GrammarRow,
-    MatcherSource,
-    forced_tokens,
-)
+from ostinato.runtime.sampling.grammar_masks import MASKS_S, GrammarMasks, MatcherSource
+from ostinato.runtime.sampling.grammar_rows import GrammarRow, forced_tokens
 from ostinato.runtime.sampling.logits_processors import make_processors
 from ostinato.runtime.sampling.token_logprobs import (
     LogprobRequest,
@@ -123,7 +118,7 @@ class PendingTokens:
             token_ids = list(compress(token_ids, counts))
             logprobs = None if logprobs is None else list(compress(logprobs, counts))
         result = StepResult(token_ids, logprobs, counts=counts)
-        place = 0  # of the row's token in the result
+        place = 0  # index of the row's token in the result
         for index, grammar in enumerate(self._grammars):
             if index in self._held:
                 continue
@@ -144,7 +139,7 @@ class VerifiedTokens(NamedTuple):
         token_ids: the tokens of all sequences, flat.
         counts: the number of tokens of each sequence.
         endings: as in `StepResult`.
-        logprobs: of the tokens; None = no row reports any.
+        logprobs: log-probabilities of the tokens; None = no row reports any.
         forced_token_ids: as in `StepResult`.
     """
 
@@ -187,7 +182,7 @@ class Sampler:
         Args:
             max_num_seqs: number of rows.
             vocab_size: V.
-            device: of the logits.
+            device: the device of the logits.
             token_sampler: samples the tokens; None = row by row, as is faster on a CPU.
             matchers: gives a request's grammar matcher; None = no request has a grammar.
             reports_forced: results have the tokens that grammars force.
@@ -247,15 +242,18 @@ class Sampler:
         grammars = (state.grammar for state in self._staged)
         return any(grammar is not None and grammar.num_unread for grammar in grammars)
 
-    def launch(self, logits: Tensor, masks_s: float = MASKS_S) -> PendingTokens | VerifiedTokens:
+    def launch(
+        self, logits: Tensor, masks_s: float = MASKS_S, model_s: float = MASKS_S
+    ) -> PendingTokens | VerifiedTokens:
         """Pick the tokens of the staged rows; without drafts it does not wait for the device.
 
         Args:
             logits: [R, V] float32; changed in place.
             masks_s: seconds after which no further masks of grammars are begun. Their rows get no
                 token: `StepResult.counts`.
+            model_s: seconds that the model has taken for the step.
         """
-        self.grammars.begin_step(masks_s)
+        self.grammars.begin_step(masks_s, model_s)
         if self._drafts is not None:
             return self._verify(logits, self._drafts)
         states = self._staged

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ostinato.ops.logprobs.row_logprobs import RowLogprobs, row_logprobs
 from ostinato.ops.sample_rows import rows_at_once
-from ostinato.runtime.scheduling.beam_search import num_candidates
+from ostinato.runtime.scheduling.sequences.beam_search import num_candidates
 from ostinato.runtime.types.outputs import TokenLogprobs
 from ostinato.runtime.types.request import Request
 
@@ -44,7 +44,7 @@ class LogprobRequest:
 class PendingLogprobs(NamedTuple):
     """Log-probabilities on their way to the host."""
 
-    columns: RowLogprobs  # of the rows in `asking`; the first token of each is the drawn one
+    columns: RowLogprobs  # for the rows in `asking`; each begins with the drawn token
     asking: list[int]  # indices of the rows that report log-probabilities
     requests: Sequence[LogprobRequest]  # one per row of the step
 

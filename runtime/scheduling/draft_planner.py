@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from ostinato.runtime.costs.cost_table import Chunk, CostTable
 from ostinato.runtime.kv.kv_cache_manager import KVCacheManager
-from ostinato.runtime.scheduling.sequence import Sequence
+from ostinato.runtime.scheduling.sequences.sequence import Sequence
 from ostinato.runtime.scheduling.step_plan import StepPlan
 from ostinato.runtime.speculation.depth import (
     Candidate,
@@ -103,7 +103,8 @@ class DraftPlanner:
         """
         if self._model is not None:
             for admitted in step.admitted:
-                self._model.admit(admitted.row)
+                self._model.admit(admitted.row, admitted.request)
+            self._follow(self._model, step)
         decodes = [entry.start for entry in step.scheduled if not entry.token_ids]
         if not decodes:
             return
@@ -217,6 +218,13 @@ class DraftPlanner:
         draft = self.proposer.propose(request, sequence.token_ids, most)
         if draft is None or not draft.token_ids:
             return None
+        if self._model is not None and draft.source in (DraftSource.ngram, DraftSource.history):
+            own = self._model.guess(request, sequence.token_ids, most)
+            record = sequence.draft_record or DraftRecord()
+            if own is not None and self._depth.is_better(
+                Candidate(own, record), Candidate(draft, record), len(sequence.token_ids)
+            ):
+                return own
         return draft._replace(token_ids=draft.token_ids[:most])
 
     def _take(
@@ -233,6 +241,17 @@ class DraftPlanner:
             return None
         step.take_drafts(count, entry.start + 1)
         return _Place(index, draft, count, new_block_ids)
+
+    def _follow(self, model: BatchProposer, step: StepPlan) -> None:
+        """Let the draft model compute what the sequences of the step need it to."""
+        begin = time.perf_counter()
+        model.follow(
+            [
+                DraftJob(entry.row, sequence.request, sequence.token_ids, sequence.block_table, 1)
+                for entry, sequence in zip(step.scheduled, step.sequences, strict=True)
+            ]
+        )
+        self.stats.drafting_seconds += time.perf_counter() - begin
 
     def _draw(self, model: BatchProposer, step: StepPlan, taken: list[_Place]) -> list[_Place]:
         """The places with the tokens that the draft model draws for those that have none yet."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ostinato.runtime.costs.cost_table import Chunk, CostTable
-from ostinato.runtime.scheduling.sequence import Sequence
+from ostinato.runtime.scheduling.sequences.sequence import Sequence
 
 __all__ = ("ItlBound", "StepAllowance")
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from ostinato.runtime.kv.block_pool import BlockHash
 from ostinato.runtime.kv.block_table import BlockTable
 from ostinato.runtime.kv.kv_cache_manager import KVCacheManager, PrefixMatch
-from ostinato.runtime.scheduling.sequence import Sequence, SequenceStatus
+from ostinato.runtime.scheduling.sequences.sequence import Sequence, SequenceStatus
 from ostinato.runtime.types.step import BlockTransfer
 
 __all__ = ("BlockLoads",)
@@ -97,7 +97,7 @@ class BlockLoads:
         cache.hold_places(match.places)  # first: allocating blocks may replace places
         blocks = table.fork()
         admitted = cache.admit(blocks, match, num_tokens)
-        assert admitted, "blocks that were counted free can not be allocated"
+        assert admitted, "blocks that were counted free cannot be allocated"
         self._num_begun += 1
         transfer = BlockTransfer(
             self._num_begun, True, blocks.block_ids[len(match.block_ids) :], match.places

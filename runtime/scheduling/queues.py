@@ -18,8 +18,8 @@ from operator import attrgetter
 
 from ostinato.runtime.kv.block_table import BlockTable
 from ostinato.runtime.kv.kv_cache_manager import KVCacheManager
-from ostinato.runtime.scheduling.beam_groups import is_parked
-from ostinato.runtime.scheduling.sequence import Sequence, SequenceStatus
+from ostinato.runtime.scheduling.sequences.beam_groups import is_parked
+from ostinato.runtime.scheduling.sequences.sequence import Sequence, SequenceStatus
 
 __all__ = ("SequenceQueues", "by_order")
 
@@ -139,6 +139,11 @@ class SequenceQueues:
         heappush(self._free_rows, sequence.row)
         if sequence.status is _PREEMPTED:
             self.wait(sequence)
+
+    def sort(self) -> None:
+        """Put the queues into order again after orders have changed."""
+        self.waiting.sort(key=by_order)
+        self.running.sort(key=by_order)
 
     def remove_ended(self) -> None:
         """Remove the sequences that no longer run from `running`."""

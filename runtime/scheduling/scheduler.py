@@ -22,12 +22,18 @@ from ostinato.runtime.costs.step_limits import StepLimits, upper_limits
 from ostinato.runtime.costs.token_rate import TokenRate
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.kv.kv_cache_manager import KVCacheManager
-from ostinato.runtime.scheduling.beam_groups import BeamGroups
+from ostinato.runtime.scheduling.decode_shares import DecodeShares
 from ostinato.runtime.scheduling.draft_planner import DraftPlanner
 from ostinato.runtime.scheduling.itl_bound import ItlBound
 from ostinato.runtime.scheduling.loads import BlockLoads
 from ostinato.runtime.scheduling.queues import SequenceQueues, by_order, check
-from ostinato.runtime.scheduling.sequence import Sequence, SequenceStatus, check_prompt_length
+from ostinato.runtime.scheduling.sequences.beam_groups import BeamGroups
+from ostinato.runtime.scheduling.sequences.request_levels import RequestLevels
+from ostinato.runtime.scheduling.sequences.sequence import (
+    Sequence,
+    SequenceStatus,
+    check_prompt_length,
+)
 from ostinato.runtime.scheduling.step_plan import StepPlan
 from ostinato.runtime.scheduling.step_planner import StepPlanner
 from ostinato.runtime.scheduling.ttft_forecast import QueueLoad, queue_load
@@ -42,7 +48,8 @@ __all__ = ("Scheduler",)
 _RUNNING = SequenceStatus.running
 _FINISHED = SequenceStatus.finished
 
-# A policy is the first part of a sequence's order. The second is its turn (`Scheduler.add`).
+# A policy is the first part of a sequence's order. The second is its level (`RequestLevels`), the
+# third its turn (`Scheduler.add`).
 _POLICY_RANKS = {
     SchedulingPolicy.fcfs: lambda request: 0,
     SchedulingPolicy.priority: lambda request: request.priority,
@@ -64,10 +71,13 @@ class Scheduler:
         bound: limits the prompt tokens of steps with decodes; None = no limit.
         whole_prompts: compute each prompt in one step, as encoders need it.
         max_in_flight: steps that may be scheduled before `update` is called for the oldest.
+        has_lanes: the steps in flight are those of a pipeline's stages. A sequence is decoded again
+            after its last token has arrived, and each step decodes an equal part of the sequences.
         proposer: the drafter; None = no drafts.
         score_tokens: tokens of a step's budget that one log-probability of a prompt takes.
         draft_costs: the step-cost table that chooses the number of drafts; None = all are verified.
         rate: limits steps of whole prompts to a time, and learns from them; None = no limit.
+        shares: lets decodes of large requests rest; None = none rests.
 
     Attributes:
         queues: the sequences by status.
@@ -87,10 +97,12 @@ class Scheduler:
         bound: ItlBound | None = None,
         whole_prompts: bool = False,
         max_in_flight: int = 2,
+        has_lanes: bool = False,
         proposer: Proposer | None = None,
         score_tokens: float = 1.0,
         draft_costs: CostTable | None = None,
         rate: TokenRate | None = None,
+        shares: DecodeShares | None = None,
     ) -> None:
         needed = -(-max_model_len // cache.block_size)
         if cache.num_blocks < needed:
@@ -121,6 +133,7 @@ class Scheduler:
         self._num_arrivals = 0
         self._num_ended = 0  # sequences that ended without an abort
         self._num_ended_tokens = 0  # output tokens of these
+        self._levels = RequestLevels()
         self._sequences: dict[str, Sequence] = {}  # those without a terminal output yet
         self._in_flight: deque[StepPlan] = deque()
         self._last_read: StepPlan | None = None
@@ -135,6 +148,8 @@ class Scheduler:
             whole_prompts=whole_prompts,
             score_tokens=score_tokens,
             rate=rate,
+            num_lanes=max_in_flight if has_lanes else 1,
+            shares=shares,
         )
 
     @property
@@ -166,7 +181,7 @@ class Scheduler:
         """The work ahead of a request that would be added now. O(sequences)."""
         queues = self.queues
         mean_output = self._num_ended_tokens / self._num_ended if self._num_ended else None
-        next_order = (0, self._num_turns + 1, self._num_arrivals)
+        next_order = (0, 0, self._num_turns + 1, self._num_arrivals)
         num_yielding = len(queues.running) - bisect_left(queues.running, next_order, key=by_order)
         return queue_load(
             queues.running,
@@ -186,6 +201,8 @@ class Scheduler:
         one at place k is queued like the k-th request that arrives later. So a request of many
         sequences uses rows that are free, and loses one for each new request. This is fair queueing
         (Demers, Keshav and Shenker, 1989) with the number of arrivals as the virtual time.
+        Sequences of an HTTP request that are far behind its first ones come after those of all
+        others (`RequestLevels`).
 
         Raises:
             InvalidRequestError: its id is in use, its prompt is empty or leaves no room for output.
@@ -199,13 +216,15 @@ class Scheduler:
         self._check_encoder_tokens(request)
         if not request.place:
             self._num_turns += 1
-        order = (self._rank(request), self._num_turns + request.place, self._num_arrivals)
+        order = (self._rank(request), 0, self._num_turns + request.place, self._num_arrivals)
         self._num_arrivals += 1
         tables = self._cache.new_tables(request.cache_salt, request.cache_keys)
         sequence = Sequence(request, order, self.max_model_len, tables)
         self._sequences[request.request_id] = sequence
         if request.sampling.use_beam_search:
             self._beams.begin(sequence, self.max_model_len)
+        elif self._levels.add(sequence):
+            self.queues.sort()
         self.queues.wait(sequence)
 
     def abort(self, request_id: str) -> SequenceOutput | None:
@@ -416,6 +435,7 @@ class Scheduler:
 
     def _forget(self, request_id: str) -> None:
         """Drop the state of a request that has its last output."""
-        del self._sequences[request_id]
+        if self._levels.remove(self._sequences.pop(request_id)):
+            self.queues.sort()
         if self.drafts is not None:
             self.drafts.proposer.forget(request_id)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from ostinato.runtime.kv.kv_cache_manager import PrefixMatch
 from ostinato.runtime.scheduling.loads import BlockLoads
 from ostinato.runtime.scheduling.queues import SequenceQueues
-from ostinato.runtime.scheduling.sequence import Sequence, SequenceStatus
+from ostinato.runtime.scheduling.sequences.sequence import Sequence, SequenceStatus
 from ostinato.runtime.scheduling.step_plan import StepPlan
 
 __all__ = ("Admission",)

@@ -6,7 +6,7 @@ import math
 
 from ostinato.runtime.costs.cost_table import Chunk
 from ostinato.runtime.scheduling.itl_bound import StepAllowance
-from ostinato.runtime.scheduling.sequence import Sequence, SequenceStatus
+from ostinato.runtime.scheduling.sequences.sequence import Sequence, SequenceStatus
 from ostinato.runtime.speculation.depth import StepLoad
 from ostinato.runtime.types.outputs import FinishReason, SequenceOutput
 from ostinato.runtime.types.step import (
@@ -27,6 +27,7 @@ class StepPlan:
         "admitted",
         "allowance",
         "block_copies",
+        "decodes_left",
         "is_closed",
         "is_stalled",
         "load",
@@ -47,12 +48,17 @@ class StepPlan:
     )
 
     def __init__(
-        self, num_tokens: int, allowance: StepAllowance | None, score_tokens: float = 1.0
+        self,
+        num_tokens: int,
+        allowance: StepAllowance | None,
+        score_tokens: float = 1.0,
+        max_decodes: int | None = None,
     ) -> None:
         self.num_tokens = num_tokens  # the budget
         self.num_tokens_left = num_tokens  # negative if the first prompt exceeds the budget
         self.score_tokens = score_tokens  # budget tokens for one log-probability of a prompt
         self.num_score_tokens = 0.0  # budget tokens for all log-probabilities of prompts so far
+        self.decodes_left = max_decodes  # decodes that the step may still take; None = all
         self.allowance = allowance  # limits prompt tokens beside decodes; None = no such limit
         self.num_grown = 0  # the first sequences of `running` that are planned
         self.num_samples = 0  # entries that sample
@@ -64,7 +70,7 @@ class StepPlan:
         self.is_closed = False  # no further sequence is admitted
         self.is_stalled = False  # a sequence waits for blocks that a step in flight will free
         self.scheduled: list[ScheduledSequence] = []
-        self.sequences: list[Sequence] = []  # of `scheduled`, in its order
+        self.sequences: list[Sequence] = []  # the sequences of `scheduled`, in its order
         self.admitted: list[AdmittedSequence] = []
         self.block_copies: list[tuple[int, int]] = []
         self.transfers: list[BlockTransfer] = []

@@ -7,23 +7,27 @@ in that order is planned before them, and may take their rows and blocks.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import TypeVar
 
 from ostinato.runtime.costs.cost_table import Chunk
 from ostinato.runtime.costs.token_rate import TokenRate
+from ostinato.runtime.scheduling.decode_shares import DecodeShares
 from ostinato.runtime.scheduling.draft_planner import DraftPlanner
 from ostinato.runtime.scheduling.itl_bound import ItlBound
 from ostinato.runtime.scheduling.loads import BlockLoads
 from ostinato.runtime.scheduling.queues import SequenceQueues, by_order
-from ostinato.runtime.scheduling.sequence import Sequence, SequenceStatus
 from ostinato.runtime.scheduling.sequence_admission import Admission
+from ostinato.runtime.scheduling.sequences.sequence import Sequence, SequenceStatus
 from ostinato.runtime.scheduling.step_plan import StepPlan
 from ostinato.runtime.types.step import AdmittedSequence, ScheduledSequence
 
 __all__ = ("StepPlanner",)
 
 _RUNNING = SequenceStatus.running
+# Sequences that one step with decodes admits, beyond the first of each request. Setting up a row
+# takes up to a millisecond, and the decodes wait for it.
+_MOST_FURTHER = 16
 T = TypeVar("T")
 
 
@@ -39,12 +43,15 @@ class StepPlanner:
         whole_prompts: compute each prompt in one step.
         score_tokens: tokens of the budget that one log-probability of a prompt takes.
         rate: limits the tokens of steps of whole prompts by their time; None = no limit.
+        num_lanes: steps that decode different sequences at the same time; 1 = a step may decode
+            a sequence whose last token a step in flight draws.
+        shares: lets decodes of large requests rest; None = none rests.
 
     Attributes:
         num_prompt_tokens: prompt tokens planned, prefix hits excluded, recomputation included.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the limits of a step
         self,
         queues: SequenceQueues,
         loads: BlockLoads,
@@ -55,6 +62,8 @@ class StepPlanner:
         whole_prompts: bool,
         score_tokens: float,
         rate: TokenRate | None,
+        num_lanes: int,
+        shares: DecodeShares | None,
     ) -> None:
         self.num_prompt_tokens = 0
         self._queues = queues
@@ -65,16 +74,25 @@ class StepPlanner:
         self._drafts = drafts
         self._score_tokens = score_tokens
         self._rate = rate
+        self._num_lanes = num_lanes
+        # A lane has a part of the decodes only. If the others rested, it might have none.
+        self._shares = shares if num_lanes == 1 else None
+        self._resting: Set[Sequence] = frozenset()  # decodes that are not part of this step
         self._admission = Admission(queues, loads, whole_prompts=whole_prompts)
 
     def plan(self) -> StepPlan:
         """Plan the next step and count its tokens as computed."""
         queues = self._queues
-        allowance = None if self._bound is None else self._bound.open(queues.running)
+        decoding = queues.running
+        if self._shares is not None:
+            self._resting = self._shares.resting(decoding)
+            if self._resting:
+                decoding = [one for one in decoding if one not in self._resting]
+        allowance = None if self._bound is None else self._bound.open(decoding)
         budget = self._max_num_tokens
         if self._rate is not None:
             budget = min(budget, self._rate.max_num_tokens)
-        step = StepPlan(budget, allowance, self._score_tokens)
+        step = StepPlan(budget, allowance, self._score_tokens, self._max_decodes())
         self._grow_running(step)
         while self._admit_waiting(step):
             self._grow_running(step)
@@ -82,17 +100,33 @@ class StepPlanner:
             self._drafts.add(step, len(queues.running))
         return step
 
+    def _max_decodes(self) -> int | None:
+        """An equal part of the sequences that decode for each lane; None without lanes.
+
+        So each stage of a pipeline has a step to compute, and no sequence waits for more than the
+        steps of the other lanes.
+        """
+        if self._num_lanes == 1:
+            return None
+        decoding = sum(
+            sequence.num_computed_tokens >= sequence.num_prefill_tokens
+            for sequence in self._queues.running
+        )
+        return -(-decoding // self._num_lanes)
+
     def _grow_running(self, step: StepPlan) -> None:
         """Plan the next tokens of running sequences that come before the first waiting one."""
         running, waiting = self._queues.running, self._queues.waiting
         begin, end = step.num_grown, len(running)
         if begin < end and waiting and not step.is_closed and waiting[0].order < running[-1].order:
             end = bisect_left(running, waiting[0].order, lo=begin, key=by_order)
-        block_size, drafts = self._cache.block_size, self._drafts
+        block_size, drafts, resting = self._cache.block_size, self._drafts, self._resting
         scheduled, sequences = step.scheduled, step.sequences
         for index, sequence in enumerate(running[begin:end], begin):
             if sequence.status is not _RUNNING:
                 break  # it and all after it were preempted
+            if resting and sequence in resting:
+                continue
             start = sequence.num_computed_tokens
             if sequence.is_held and sequence.num_in_flight:
                 continue  # a step in flight was planned as if it had its next token
@@ -107,6 +141,8 @@ class StepPlanner:
                 continue  # a beam that waits for the other beams of its search
             if start + 1 >= sequence.max_num_tokens:
                 continue  # its last token has not arrived
+            if step.decodes_left is not None and (sequence.num_in_flight or not step.decodes_left):
+                continue  # it is in another lane, or this one is full
             if drafts is not None and sequence.num_in_flight and drafts.waits_for(sequence):
                 continue  # its last token is needed for its next draft
             new_block_ids: list[int] | None = []
@@ -118,6 +154,8 @@ class StepPlanner:
             sequence.num_in_flight += 1
             step.num_samples += 1
             step.num_tokens_left -= 1
+            if step.decodes_left is not None:
+                step.decodes_left -= 1
             scheduled.append(ScheduledSequence(sequence.row, start, 1, [], new_block_ids, 1))
             sequences.append(sequence)
         step.num_grown = min(end, len(running))
@@ -175,6 +213,7 @@ class StepPlanner:
             other sequence is admitted.
         """
         running, waiting = self._queues.running, self._queues.waiting
+        has_decodes, num_further = step.num_samples > 0, 0
         if waiting and not step.is_closed:
             step.is_closed = not step.takes_prompts
         while waiting and not step.is_closed:
@@ -189,7 +228,9 @@ class StepPlanner:
             self._announce(sequence, step)
             self._take_chunk(sequence, limit, step)
             self._plan_chunk(sequence, limit, sequence.block_table.block_ids[:], step)
-            step.is_closed = not step.takes_prompts
+            num_further += sequence.request.place > 0
+            is_full = has_decodes and num_further >= _MOST_FURTHER
+            step.is_closed = is_full or not step.takes_prompts
         return step.num_grown < len(running)
 
     @staticmethod

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from ostinato.runtime.costs.cost_table import Chunk, CostTable
 from ostinato.runtime.costs.step_limits import StepLimits
 from ostinato.runtime.scheduling.itl_bound import ItlBound
-from ostinato.runtime.scheduling.sequence import Sequence
+from ostinato.runtime.scheduling.sequences.sequence import Sequence
 
 __all__ = ("QueueLoad", "predict_ttft", "queue_load")
 
@@ -23,7 +23,7 @@ class QueueLoad(NamedTuple):
     num_waiting: int  # sequences without a row
     num_waiting_tokens: int  # tokens of these
     num_free_rows: int
-    expected_steps: list[int]  # of each running sequence until it ends
+    expected_steps: list[int]  # for each running sequence, the steps until it ends
 
 
 def queue_load(

@@ -44,8 +44,8 @@ class AnswerHistory:
         self._distance = array("i", [0]) * size  # to the place before with the same hash; 0 = none
         self._table = array("q", [-1]) * size  # by hash: the latest place
         self._end = 0  # number of tokens so far; places count from the first token ever
-        self._begins: list[int] = []  # of the answers, rising
-        self._partitions: list[Hashable] = []  # of the answers
+        self._begins: list[int] = []  # where each answer begins, rising
+        self._partitions: list[Hashable] = []  # the partition of each answer
 
     def learn(
         self, partition: Hashable, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]
@@ -73,7 +73,7 @@ class AnswerHistory:
         """Find the last tokens of a sequence in an answer of its partition; return what followed.
 
         Args:
-            partition: of the sequence.
+            partition: the partition of the sequence.
             token_ids: the sequence.
             most: the largest number of tokens to return.
 

@@ -57,7 +57,7 @@ class StepLoad(NamedTuple):
     num_decodes: int
     context: float  # mean number of cached tokens of the decodes
     prompt_seconds: float = 0.0  # predicted for the prompts beside the decodes
-    drafting_seconds: float = 0.0  # that a draft model took before the step
+    drafting_seconds: float = 0.0  # time that a draft model took before the step
 
 
 class Candidate(NamedTuple):
@@ -92,13 +92,13 @@ class DepthChooser:
         self._surcharges: dict[int, list[float]] = {}  # by decodes: seconds by draft tokens
         self._max_drafts = max_drafts
         self._num_paused = 0  # steps that the pause still lasts
-        self._predicted_drafting = 0.0  # of the last choice, relative to uncorrected step costs
+        self._predicted_drafting = 0.0  # for the last choice, relative to uncorrected step costs
         self._plain = 1.0  # observed / predicted seconds of steps without drafts
         self._drafted = 1.0  # a further factor for the seconds of steps with drafts
         self._drafting = 1.0  # observed / predicted seconds of drafting
         self._num_steps = 0  # steps with drafts since the last check of their gain
-        self._seconds = 0.0  # that these steps took
-        self._plain_seconds = 0.0  # that steps without drafts would have taken for the same tokens
+        self._seconds = 0.0  # time that these steps took
+        self._plain_seconds = 0.0  # predicted for the same tokens without drafts
 
     def choose(self, load: StepLoad, candidates: Sequence[Candidate]) -> list[int]:
         """How many draft tokens of each candidate the step verifies.
@@ -141,10 +141,34 @@ class DepthChooser:
                 one.record.num_idle = 0
         return counts
 
+    def is_better(self, model: Candidate, text: Candidate, context: float) -> bool:
+        """Whether a draft of the model is expected to give more tokens a second than one from text.
+
+        Args:
+            model: a draft whose tokens the draft model has yet to draw.
+            text: the other draft.
+            context: tokens of the sequence.
+        """
+        if self._costs is None or self._model_costs is None:
+            return False
+        load = StepLoad(1, context)
+        plain, surcharges = self._plain_prediction(load), self._surcharges_of(1)
+        rounds = self._round_costs(load, [model])
+        best: list[float] = []
+        for one, drawn_s in ((model, rounds[1]), (text, 0.0)):
+            expected, rates = 1.0, [0.0]
+            for count, chance in enumerate(self._rates.survival(one.draft, one.record.own), 1):
+                expected += chance
+                seconds = (plain + surcharges[count]) * self._drafted + count * drawn_s
+                rates.append(expected / seconds)
+            best.append(max(rates))
+        return best[0] > best[1]
+
     def _round_costs(self, load: StepLoad, candidates: Sequence[Candidate]) -> list[float]:
         """Seconds of one round of drafting, by its sequences from 0 on; empty without a model.
 
-        They are relative to the step's, which the prediction of plain steps gives uncorrected.
+        The seconds are divided by the correction of plain steps, because the prediction of the step
+        is not corrected either.
         """
         if self._model_costs is None:
             return []

@@ -22,8 +22,8 @@ from collections.abc import Callable, Sequence
 from ostinato.runtime.costs.cost_table import CostTable
 from ostinato.runtime.kv.block_pool import BlockHash
 from ostinato.runtime.kv.block_table import BlockTable
-from ostinato.runtime.speculation.proposer import Draft, DraftJob, DraftSource, Proposer
-from ostinato.runtime.types.params import SamplingParams
+from ostinato.runtime.speculation.guessing_drafter import GuessingDrafter, draft_request
+from ostinato.runtime.speculation.proposer import DraftJob, Proposer
 from ostinato.runtime.types.request import Request
 from ostinato.runtime.types.step import (
     AdmittedSequence,
@@ -44,7 +44,7 @@ class _Row:
         self.num_whole = num_whole  # leading blocks that are full and noted as computed
         self.num_computed = num_whole * block_size  # positions with tokens of the sequence
         self.guesses: Sequence[int] = ()  # drafts that were computed after these
-        self.num_sent_blocks = 0  # of the table, in the draft model's step buffers
+        self.num_sent_blocks = 0  # blocks of the table that are in the draft model's step buffers
 
     def settle(self, token_ids: Sequence[int]) -> int:
         """Keep the guesses that were right; returns the first position to be computed.
@@ -60,7 +60,7 @@ class _Row:
         return min(self.num_computed, len(token_ids) - 1)
 
 
-class ModelDrafter:
+class ModelDrafter(GuessingDrafter):
     """Implements `BatchProposer`.
 
     Args:
@@ -89,43 +89,27 @@ class ModelDrafter:
         idle: Callable[[], object] = lambda: None,
         close: Callable[[], object] = lambda: None,
     ) -> None:
+        super().__init__(max_drafts, texts)
         self._execute = execute
         self._block_size = block_size
-        self._max_drafts = max_drafts
         self._max_num_tokens = max_num_tokens
         self._max_model_len = max_model_len
         self._max_blocks = -(-max_model_len // block_size)
-        self._texts = texts
         self.costs = costs
         self._idle = idle
         self._close = close
         self._rows: dict[int, _Row] = {}
         self._whole: dict[int, BlockHash] = {}  # by block id: the contents that were computed
-        self._placeholders = [0] * max_drafts
 
-    @property
-    def max_drafts(self) -> int:
-        return self._max_drafts
-
-    def propose(self, request: Request, token_ids: Sequence[int], most: int) -> Draft | None:
-        draft = self._texts.propose(request, token_ids, most)
-        if draft is not None:
-            return draft
+    def _room(self, request: Request, num_tokens: int) -> int:
         # The last draft token is drawn, but not computed.
-        most = min(most, self._max_model_len - len(token_ids) + 1)
-        return Draft(self._placeholders[:most], DraftSource.model) if most > 0 else None
+        return self._max_model_len - num_tokens + 1
 
-    def learn(self, request: Request, token_ids: Sequence[int]) -> None:
-        self._texts.learn(request, token_ids)
-
-    def forget(self, request_id: str) -> None:
-        self._texts.forget(request_id)
-
-    def reset(self) -> None:
-        self._texts.reset()
-
-    def admit(self, row: int) -> None:
+    def admit(self, row: int, request: Request) -> None:
         self._rows.pop(row, None)
+
+    def follow(self, jobs: Sequence[DraftJob]) -> None:
+        """A draft model computes a sequence when drafts of it are wanted."""
 
     def idle(self) -> None:
         self._idle()
@@ -172,7 +156,7 @@ class ModelDrafter:
             if row is None:
                 num_whole = self._count_whole(job.table)
                 row = self._rows[job.row] = _Row(num_whole, self._block_size)
-                admitted.append(AdmittedSequence(job.row, _draft_request(job.request), []))
+                admitted.append(AdmittedSequence(job.row, draft_request(job.request), []))
             starts.append(row.settle(job.token_ids))
         limits = self._chunk_limits(jobs, starts, most_tokens)
         scheduled: list[ScheduledSequence] = []
@@ -248,25 +232,3 @@ class ModelDrafter:
         for index in range(row.num_whole, num_full):
             self._whole[table.block_ids[index]] = table.hashes[index]
         row.num_whole = max(row.num_whole, num_full)
-
-
-def _draft_request(request: Request) -> Request:
-    """The request as the draft model's sampler sees it.
-
-    What depends on the tokens drawn before is left out, because drafts that are refused would have
-    to be taken back.
-    """
-    sampling = request.sampling
-    return Request(
-        request_id=request.request_id,
-        prompt_token_ids=[],
-        cache_salt=request.cache_salt,
-        sampling=SamplingParams(
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            min_p=sampling.min_p,
-            seed=sampling.seed,
-            logit_bias=sampling.logit_bias,
-        ),
-    )

@@ -27,7 +27,7 @@ class PredictionFollower:
         self._predicted = predicted
         self._num_prompt_tokens = num_prompt_tokens
         self._index = TextIndex(predicted, min_match)
-        self._place = 0  # of the token that should follow
+        self._place = 0  # index of the token that should follow
         self._num_seen = num_prompt_tokens  # tokens of the sequence when `_place` was set
         self._num_equal = MAX_MATCH  # tokens before `_place` that were as predicted
 

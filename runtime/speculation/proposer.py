@@ -116,8 +116,16 @@ class BatchProposer(Proposer, Protocol):
         """
         ...
 
-    def admit(self, row: int) -> None:
+    def admit(self, row: int, request: Request) -> None:
         """A sequence takes the row, or takes it again after a preemption."""
+        ...
+
+    def follow(self, jobs: Sequence[DraftJob]) -> None:
+        """Compute what has to be computed of the sequences of a step, whether drafted or not."""
+        ...
+
+    def guess(self, request: Request, token_ids: Sequence[int], most: int) -> Draft | None:
+        """As `propose`, without the drafts of a drafter that goes first."""
         ...
 
     def draw(self, jobs: Sequence[DraftJob], most_tokens: int) -> list[list[int]]:

@@ -33,7 +33,7 @@ class TextDrafter:
     """Implements `Proposer`.
 
     Args:
-        config: which texts are searched.
+        config: the section that says which texts are searched.
     """
 
     def __init__(self, config: SpeculationConfig) -> None:

@@ -20,8 +20,7 @@ from ostinato.conf.speculation.speculation_schema import SpeculationConfig
 from ostinato.graphs.bundle import Bundle
 from ostinato.graphs.compile_monitor import CompileMonitor
 from ostinato.graphs.recorder import is_out_of_memory
-from ostinato.models.sharding import Shard
-from ostinato.ops.native.library import loaded_isa
+from ostinato.models.sharding import shard_of_rank
 from ostinato.runtime.costs.cost_table import CostTable
 from ostinato.runtime.directories import ensure_cache
 from ostinato.runtime.engine.engine import Engine
@@ -34,16 +33,15 @@ from ostinato.runtime.ranks.processes_executor import ProcessesExecutor
 from ostinato.runtime.ranks.rank_processes import RankProcesses
 from ostinato.runtime.ranks.rank_share import share_of_rank
 from ostinato.runtime.scheduling.scheduler import Scheduler
-from ostinato.runtime.speculation.model_drafter import ModelDrafter
 from ostinato.runtime.speculation.proposer import Proposer
 from ostinato.runtime.speculation.text_drafter import TextDrafter
-from ostinato.runtime.startup.bundles import add_kernels
-from ostinato.runtime.startup.calibrate import calibrate, make_scheduler
-from ostinato.runtime.startup.device import choose_isa, set_threads
-from ostinato.runtime.startup.engine_plan import EnginePlan, make_plan
+from ostinato.runtime.startup.calibrate import make_scheduler
+from ostinato.runtime.startup.drafting import finish_rank, make_drafter
 from ostinato.runtime.startup.isa_trial import build_levels, try_levels
 from ostinato.runtime.startup.model_cache import LoadedModelCache
 from ostinato.runtime.startup.phases import PhaseTimer, Report
+from ostinato.runtime.startup.plan.device import choose_isa, set_threads
+from ostinato.runtime.startup.plan.engine_plan import EnginePlan, make_plan
 from ostinato.runtime.startup.rank import RankParts, build_rank
 from ostinato.runtime.startup.rank_group import agree, join
 from ostinato.runtime.types.engine_info import IsaTrial
@@ -74,11 +72,16 @@ def build_engine(
         model_cache: keeps the loaded model for later engines; None = load the model.
         proposer: the drafter; None = as configured.
         ranks: the processes of the other ranks, if they have been started; they are ended if the
-            engine can not start. None = they are started here if the configuration asks for any.
+            engine cannot start. None = they are started here if the configuration asks for any.
 
     Raises:
-        StartupError: the engine can not start as configured; one line with the remedy.
+        StartupError: the engine cannot start as configured; one line with the remedy.
     """
+    if proposer is not None and config.parallel.pipeline > 1:
+        raise StartupError(
+            f"a drafter is for a model in one stage, and parallel.pipeline="
+            f"{config.parallel.pipeline}; leave it out or set parallel.pipeline=1"
+        )
     return _build(config, report, observer, model_cache, proposer, ranks)[0]
 
 
@@ -93,7 +96,7 @@ def compile_bundle(config: EngineConfig, report: Report) -> Bundle | None:
         The bundle; None if the configuration saves none.
 
     Raises:
-        StartupError: the engine can not start as configured; one line with the remedy.
+        StartupError: the engine cannot start as configured; one line with the remedy.
     """
     engine, bundle = _build(config, report, None, None, None, None, compiles_levels=True)
     engine.close()
@@ -111,7 +114,7 @@ def _build(
     compiles_levels: bool = False,
 ) -> tuple[Engine, Bundle | None]:
     phase = PhaseTimer(report)
-    if proposer is not None and config.speculation.method.uses_model:
+    if proposer is not None and config.speculation.uses_model:
         config = dataclasses.replace(config, speculation=SpeculationConfig())
     if proposer is None and config.speculation.max_drafts:
         proposer = TextDrafter(config.speculation)
@@ -120,30 +123,31 @@ def _build(
         with ExitStack() as undo:
             monitor = CompileMonitor()
             undo.callback(monitor.close)
-            if config.parallel.tensor > 1:
-                ranks = ranks or RankProcesses(config.parallel.tensor)
+            parallel = config.parallel
+            if parallel.num_ranks > 1:
+                ranks = ranks or RankProcesses(parallel.num_ranks)
                 undo.callback(ranks.close)
                 config = share_of_rank(config)
                 model_cache = None  # a loaded model belongs to its group of ranks
             threads = set_threads(config.device)
             with phase("open"):
                 max_drafts = 0 if proposer is None else proposer.max_drafts
-                shard = Shard(0, config.parallel.tensor)
+                shard = shard_of_rank(0, parallel.tensor, parallel.pipeline)
                 plan = make_plan(config, threads, max_drafts=max_drafts, shard=shard)
                 plan = _with_trial(plan, compiles_levels=compiles_levels)
             choose_isa(plan.config.device, is_cpu=plan.is_cpu)
             if ranks is None:
                 rank = build_rank(plan, phase, monitor, undo, model_cache)
-                costs = _finish(rank, rank.executor, phase)
+                costs = finish_rank(rank, rank.executor, phase)
                 if plan.draft is not None:
                     assert proposer is not None, "predicted outputs have a drafter"
                     with phase("draft model"):
-                        proposer = _make_drafter(plan, proposer, monitor, undo)
+                        proposer = make_drafter(plan, rank, proposer, monitor, undo)
                 engine = _lead(rank, rank.executor, costs, observer, proposer)
             else:
                 with ranks.explained():
                     rank, executor = _build_first_rank(plan, ranks, phase, monitor, undo)
-                    costs = _finish(rank, executor, phase)
+                    costs = finish_rank(rank, executor, phase)
                     engine = _lead(rank, executor, costs, observer, proposer)
                     ranks.send(Serve())
             monitor.mark_ready()
@@ -160,7 +164,7 @@ def _build(
         raise StartupError(str(error)) from error
     except OSError as error:  # a file, a process or a lock that the system refused
         _LOG.debug("the engine was not built", exc_info=True)
-        raise StartupError(f"the engine can not start: {error}") from error
+        raise StartupError(f"the engine cannot start: {error}") from error
 
 
 def _with_trial(plan: EnginePlan, *, compiles_levels: bool) -> EnginePlan:
@@ -188,57 +192,13 @@ def _build_first_rank(
     undo: ExitStack,
 ) -> tuple[RankParts, Executor]:
     """Build this process's rank while the others build theirs."""
-    group = join(plan, ranks, undo)
+    links = join(plan, ranks, undo)
     with phase("plan"):
         plan, infos = agree(plan, ranks.meet)
-    rank = build_rank(plan, phase, monitor, undo, None, group=group, meet=ranks.meet)
+    rank = build_rank(plan, phase, monitor, undo, None, links=links, meet=ranks.meet)
     rank = dataclasses.replace(rank, model=msgspec.structs.replace(rank.model, ranks=infos))
-    return rank, ProcessesExecutor(rank.executor, rank.runner, ranks, group)
-
-
-def _finish(rank: RankParts, executor: Executor, phase: PhaseTimer) -> CostTable | None:
-    """Measure step costs, unless an earlier start did, and save the bundle."""
-    plan, costs = rank.plan, rank.costs
-    if costs is None and rank.cost_store.is_wanted and plan.source.config.kind.generates:
-        with phase("cost table"):
-            costs = calibrate(
-                rank.cost_store, executor, plan.memory, rank.model, is_cpu=plan.is_cpu
-            )
-    if rank.bundle is not None:
-        with phase("save bundle"):
-            if (isa := loaded_isa()) is not None and plan.is_cpu:
-                add_kernels(rank.bundle, plan.config.model, isa)
-            rank.bundle.save()
-    return costs
-
-
-def _make_drafter(
-    plan: EnginePlan, texts: Proposer, monitor: CompileMonitor, undo: ExitStack
-) -> ModelDrafter:
-    """Load the draft model, compile its programs and measure its steps.
-
-    Args:
-        plan: of the engine.
-        texts: the drafter of predicted outputs.
-        monitor: counts compilations.
-        undo: gets the callbacks that release resources if the start fails.
-    """
-    assert plan.draft is not None, "the engine has a draft model"
-    timer = PhaseTimer(lambda name, seconds: _LOG.info("draft model: %s %.2f s", name, seconds))
-    rank = build_rank(plan.draft, timer, monitor, undo, None)
-    executor = rank.executor
-    costs = _finish(rank, executor, timer)
-    return ModelDrafter(
-        lambda output: executor.read(executor.launch(output)),
-        block_size=plan.config.cache.block_size,
-        max_drafts=plan.config.speculation.max_drafts,
-        max_num_tokens=plan.draft.source.limits.max_num_batched_tokens,
-        max_model_len=plan.draft.memory.max_model_len,
-        texts=texts,
-        costs=costs,
-        idle=executor.idle,
-        close=executor.close,
-    )
+    num_stages = plan.source.shard.stage.count
+    return rank, ProcessesExecutor(rank.executor, rank.runner, ranks, links, num_stages)
 
 
 def _lead(
@@ -253,12 +213,12 @@ def _lead(
     if reason := plan.why_batch_dependent:
         level = logging.WARNING if plan.is_cpu else logging.INFO  # on a GPU no setting helps
         _LOG.log(level, "a seed may give other tokens in another batch: %s", reason)
-    cache, scheduler = _make_scheduler(plan, costs, executor.max_in_flight, proposer)
+    cache, scheduler = _make_scheduler(plan, costs, executor, proposer)
     return Engine(scheduler, cache, executor, rank.model, cost_table=costs, observer=observer)
 
 
 def _make_scheduler(
-    plan: EnginePlan, costs: CostTable | None, max_in_flight: int, proposer: Proposer | None
+    plan: EnginePlan, costs: CostTable | None, executor: Executor, proposer: Proposer | None
 ) -> tuple[KVCacheManager, Scheduler]:
     """The KV cache manager and the scheduler."""
     config, kind = plan.config, plan.source.config.kind
@@ -275,7 +235,8 @@ def _make_scheduler(
         plan.source.limits,
         costs,
         whole_prompts=kind.takes_whole_prompts,
-        max_in_flight=max_in_flight,
+        max_in_flight=executor.max_in_flight,
+        has_lanes=executor.has_lanes,
         proposer=proposer,
         adaptive_drafts=config.speculation.adaptive,
         text_step_s=_TEXT_STEP_S if kind.takes_whole_prompts and plan.is_cpu else None,

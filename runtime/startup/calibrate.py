@@ -28,6 +28,7 @@ from ostinato.runtime.execution.executor import (
 from ostinato.runtime.kv.kv_cache_manager import KVCacheManager
 from ostinato.runtime.machine_info import cpu_name
 from ostinato.runtime.memory.memory_plan import MemoryPlan
+from ostinato.runtime.scheduling.decode_shares import DecodeShares
 from ostinato.runtime.scheduling.itl_bound import ItlBound
 from ostinato.runtime.scheduling.scheduler import Scheduler
 from ostinato.runtime.speculation.proposer import Proposer
@@ -52,6 +53,7 @@ class CostStore:
     graphs: GraphConfig
     limits: StepLimits  # the limits that buffers are sized for
     threads: int  # threads of the model on a CPU
+    num_stages: int  # stages of the pipeline
     bundle: Bundle | None  # the caller saves it; None = tables are not stored
 
     @property
@@ -81,7 +83,8 @@ class CostStore:
         graphs = self.graphs
         kind = (
             *CostTable.__struct_fields__,
-            *(cpu_name(), self.threads, graphs.mode.value, graphs.capture_sizes),
+            *(cpu_name(), self.threads, self.num_stages),
+            *(graphs.mode.value, graphs.capture_sizes),
             *self.limits,
         )
         return f"step-costs-{hashlib.sha256(repr(kind).encode()).hexdigest()[:12]}.msgpack"
@@ -143,6 +146,7 @@ def make_scheduler(  # noqa: PLR0913 - the parts of a scheduler
     *,
     whole_prompts: bool = False,
     max_in_flight: int,
+    has_lanes: bool = False,
     proposer: Proposer | None = None,
     adaptive_drafts: bool = True,
     text_step_s: float | None = None,
@@ -157,6 +161,7 @@ def make_scheduler(  # noqa: PLR0913 - the parts of a scheduler
         costs: the step-cost table; None = not measured.
         whole_prompts: compute each prompt in one step.
         max_in_flight: steps that may be launched before one is read.
+        has_lanes: they are those of a pipeline's stages.
         proposer: the drafter that `upper` was made for; None = no drafts.
         adaptive_drafts: choose the number of drafts by step costs.
         text_step_s: seconds that a step of whole prompts should take at most, unless
@@ -187,12 +192,15 @@ def make_scheduler(  # noqa: PLR0913 - the parts of a scheduler
         bound = ItlBound(costs, target_ms / 1e3, least_chunk=cache.block_size)
         if (alone_ms := costs.decode_seconds(1, 0) * 1e3) > target_ms:
             _LOG.warning(
-                "scheduler.itl_target_ms=%g can not be kept: a step of one sequence takes %.1f ms; "
+                "scheduler.itl_target_ms=%g cannot be kept: a step of one sequence takes %.1f ms; "
                 "beside decodes, prompts advance by %d tokens a step",
                 target_ms,
                 alone_ms,
                 cache.block_size,
             )
+    shares = None
+    if costs is not None and config.max_slowdown is not None:
+        shares = DecodeShares(costs, config.max_slowdown)
     rate = None
     if text_step_s is not None and config.max_num_batched_tokens is None:
         rate = TokenRate(text_step_s)
@@ -204,8 +212,10 @@ def make_scheduler(  # noqa: PLR0913 - the parts of a scheduler
         bound=bound,
         whole_prompts=whole_prompts,
         max_in_flight=max_in_flight,
+        has_lanes=has_lanes,
         proposer=proposer,
         score_tokens=score_tokens,
         draft_costs=costs if adaptive_drafts else None,
         rate=rate,
+        shares=shares,
     )

@@ -34,7 +34,7 @@ from ostinato.ops.native.instruction_sets import runnable_levels
 from ostinato.ops.native.library import load, loaded_isa
 from ostinato.runtime.machine_info import cpu_name
 from ostinato.runtime.startup.bundles import bundle_root
-from ostinato.runtime.startup.planning import ModelSource
+from ostinato.runtime.startup.plan.model_source import ModelSource
 from ostinato.runtime.types.engine_info import IsaTrial
 
 __all__ = ("build_levels", "describe_times", "fastest", "stored_trial", "time_levels", "try_levels")
@@ -70,7 +70,7 @@ def try_levels(config: EngineConfig, source: ModelSource, *, anew: bool = False)
     if (used := loaded_isa()) is not None:  # a process uses one instruction set only
         return IsaTrial(used, {})
     if not anew and (stored := stored_trial(config, source)) is not None:
-        return stored  # also from a directory that can not be written
+        return stored  # also from a directory that cannot be written
     root = bundle_root(config.graphs)
     try:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -84,7 +84,7 @@ def try_levels(config: EngineConfig, source: ModelSource, *, anew: bool = False)
             bundle.save()
             return trial
     except OSError as error:
-        _LOG.warning("instruction sets are not compared: %s can not be written: %s", root, error)
+        _LOG.warning("instruction sets are not compared: %s cannot be written: %s", root, error)
         return None
 
 
@@ -108,7 +108,7 @@ def time_levels(levels: Sequence[str], config: ModelConfig) -> dict[str, dict[st
     They are CPU time of one thread, because other programs on the machine change it little.
 
     Args:
-        levels: of ISA_LEVELS; their libraries are loaded, and built first where they are missing.
+        levels: some of ISA_LEVELS. Their libraries are loaded; a missing one is built first.
         config: gives the shapes.
     """
     ops = {level: getattr(torch.ops, load("core", level).namespace) for level in levels}
@@ -211,10 +211,10 @@ def _read(bundle: Bundle) -> IsaTrial | None:
 
 def _shapes(config: ModelConfig) -> list[tuple[int, int]]:
     """[out_features, in_features] of a layer's products, cut to `_MOST_WEIGHTS`."""
-    hidden, heads = config.hidden_size, config.num_heads * config.head_dim
+    hidden, heads = config.hidden_size, config.num_heads * (config.value_dim or config.head_dim)
     mlp = config.widest_mlp
     whole = [
-        (heads + 2 * config.num_kv_heads * config.head_dim, hidden),
+        (config.qkv_size(), hidden),
         (hidden, heads),
         (2 * mlp, hidden),
         (hidden, mlp),

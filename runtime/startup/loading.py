@@ -18,21 +18,23 @@ from ostinato.conf.schema import GraphMode, LoadFormat, Quantization
 from ostinato.graphs.buffers import StaticBuffers
 from ostinato.graphs.bundle import Bundle
 from ostinato.graphs.compiler.compile import Binder, compile_model
+from ostinato.graphs.kernel_archive import adopt_triton_kernels
 from ostinato.models.base import LanguageModel
 from ostinato.models.checkpoints.checkpoint import CheckpointError
 from ostinato.models.checkpoints.weights import init_dummy_weights, load_weights
 from ostinato.models.kv_cache import KVCache
 from ostinato.models.linear_layers import join_group
 from ostinato.models.registry import build_model
+from ostinato.models.sharding import Shard
 from ostinato.ops.native import library as native
 from ostinato.ops.native.build import NativeBuildError
 from ostinato.ops.native.instruction_sets import detect_isa
 from ostinato.ops.parallel.group import ParallelGroup, create_segment
 from ostinato.runtime.errors import StartupError
 from ostinato.runtime.startup.bundles import bundle_root, kernel_libraries, planned_isa
-from ostinato.runtime.startup.engine_plan import EnginePlan
 from ostinato.runtime.startup.model_cache import LoadedModel, LoadedModelCache
 from ostinato.runtime.startup.phases import PhaseTimer
+from ostinato.runtime.startup.plan.engine_plan import EnginePlan
 from ostinato.runtime.startup.served_model import model_name
 
 __all__ = ("begin_model", "open_bundle")
@@ -81,7 +83,7 @@ def _prototype(plan: EnginePlan, model: LanguageModel, undo: ExitStack) -> Langu
     """
     if not plan.is_cpu:
         return model
-    prototype = _build(plan)
+    prototype = _build_all_stages(plan, plan.source.device)
     if plan.source.shard.size > 1:  # one rank traces while the others load
         segment = create_segment(1)
         alone = undo.enter_context(closing(ParallelGroup(segment, 0, 1)))
@@ -91,21 +93,34 @@ def _prototype(plan: EnginePlan, model: LanguageModel, undo: ExitStack) -> Langu
 
 
 def _build(plan: EnginePlan) -> LanguageModel:
+    return _build_shard(plan, plan.source.shard, plan.source.device)
+
+
+def _build_all_stages(plan: EnginePlan, device: torch.device) -> LanguageModel:
+    """The model with the layers of all stages."""
+    shard = plan.source.shard
+    return _build_shard(plan, Shard(shard.rank, shard.size), device)
+
+
+def _build_shard(plan: EnginePlan, shard: Shard, device: torch.device) -> LanguageModel:
     source = plan.source
     return build_model(
         source.config,
         dtype=source.dtype,
-        device=source.device,
+        device=device,
         attention_backend=plan.backend,
         max_model_len=plan.memory.max_model_len,
         weights=source.weights,
-        shard=source.shard,
+        shard=shard,
     )
 
 
 def _load(plan: EnginePlan, model: LanguageModel, phase: PhaseTimer) -> None:
     """Give the model its weights in their final form, and load the kernels that it calls."""
     config, source = plan.config, plan.source
+    whole = None
+    if source.shard.stage.count > 1:
+        whole = _build_all_stages(plan, torch.device("meta"))
     try:
         if source.weights.uses_cpu_kernels or plan.backend == "cpu":
             with phase("native kernels"):
@@ -116,16 +131,16 @@ def _load(plan: EnginePlan, model: LanguageModel, phase: PhaseTimer) -> None:
                 # Making random weights is fast, but quantising them needs a progress bar.
                 is_quantized = config.model.quantization is not Quantization.none
                 progress = _progress_of(plan) if is_quantized else ""
-                init_dummy_weights(model, config.model.seed, progress=progress)
+                init_dummy_weights(model, config.model.seed, progress=progress, whole=whole)
             else:
-                load_weights(model, source.checkpoint, progress=_progress_of(plan))
+                load_weights(model, source.checkpoint, progress=_progress_of(plan), whole=whole)
     except (CheckpointError, NativeBuildError) as error:
         raise StartupError(str(error)) from error
 
 
 def _progress_of(plan: EnginePlan) -> str:
     """The text of the progress bar; empty = none, on ranks after the first."""
-    if plan.source.shard.rank:
+    if not plan.source.shard.is_leader:
         return ""
     kind = plan.config.model.quantization
     return "weights" if kind is Quantization.none else f"weights, quantised to {kind}"
@@ -160,7 +175,7 @@ def open_bundle(plan: EnginePlan) -> Bundle | None:
     device, isa = "cpu", planned_isa(config.device)
     if source.device.type == "cuda":
         device, isa = torch.cuda.get_device_name(source.device), ""
-    return Bundle(
+    bundle = Bundle(
         bundle_root(graphs),
         f"{name}-{device}",
         {
@@ -178,3 +193,6 @@ def open_bundle(plan: EnginePlan) -> Bundle | None:
             "ranks": str(source.shard.size),
         },
     )
+    if source.device.type == "cuda":
+        adopt_triton_kernels(bundle)
+    return bundle

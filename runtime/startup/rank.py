@@ -29,29 +29,30 @@ from ostinato.graphs.recorder import CpuRecorder, CudaRecorder
 from ostinato.graphs.sampling_graph import GraphSampler
 from ostinato.graphs.threads import StepThreads
 from ostinato.graphs.timing import make_timer
-from ostinato.models.base import EncoderModel, LanguageModel
-from ostinato.models.linear_layers import join_group
+from ostinato.models.base import AuxStates, EncoderModel, LanguageModel
 from ostinato.models.step_tensors import StepSizes
 from ostinato.ops.attention import AttentionPlanner, PlannedBackend, load_backend
+from ostinato.ops.fused.fused_linear import FEW_ROWS
 from ostinato.ops.native.library import loaded_isa
-from ostinato.ops.parallel.group import ParallelGroup
 from ostinato.runtime.costs.cost_table import CostTable
 from ostinato.runtime.errors import StartupError
+from ostinato.runtime.execution.hidden_states import HiddenStates
 from ostinato.runtime.execution.inline_executor import InlineExecutor
 from ostinato.runtime.execution.model_runner import ModelRunner
 from ostinato.runtime.execution.pooler import Pooler
 from ostinato.runtime.grammar.store import GrammarStore
 from ostinato.runtime.kv.page_mapper import map_ahead
 from ostinato.runtime.memory.measured_memory import CudaMemory, compare_with_plan
+from ostinato.runtime.ranks.rank_links import RankLinks
 from ostinato.runtime.sampling.sampler import Sampler
 from ostinato.runtime.startup.calibrate import CostStore
-from ostinato.runtime.startup.engine_plan import EnginePlan
 from ostinato.runtime.startup.isa_trial import describe_times
 from ostinato.runtime.startup.loading import begin_model, open_bundle
 from ostinato.runtime.startup.model_cache import LoadedModelCache
 from ostinato.runtime.startup.phases import PhaseTimer
-from ostinato.runtime.startup.planning import bucket_table, plan_measured
-from ostinato.runtime.startup.served_model import describe_model
+from ostinato.runtime.startup.plan.engine_plan import EnginePlan
+from ostinato.runtime.startup.plan.planning import bucket_table, plan_measured
+from ostinato.runtime.startup.served_model import describe_model, tokenizer_and_ends
 from ostinato.runtime.types.engine_info import ServedModel
 
 __all__ = ("Meet", "RankParts", "build_rank")
@@ -67,6 +68,7 @@ class RankParts:
     """A rank that is ready to run steps."""
 
     plan: EnginePlan  # on CUDA with measured memory
+    network: LanguageModel
     executor: InlineExecutor
     runner: ModelRunner
     monitor: CompileMonitor
@@ -82,8 +84,10 @@ def build_rank(
     monitor: CompileMonitor,
     undo: ExitStack,
     model_cache: LoadedModelCache | None,
-    group: ParallelGroup | None = None,
+    links: RankLinks | None = None,
     meet: Meet = lambda name, numbers: [numbers],
+    *,
+    has_grammars: bool = True,
 ) -> RankParts:
     """Load the model, compile and capture its programs.
 
@@ -93,33 +97,25 @@ def build_rank(
         monitor: counts compilations; closed with the executor.
         undo: gets the callbacks that release resources if the start fails.
         model_cache: keeps the loaded model for later engines; None = load the model.
-        group: the ranks that compute the model together; None = this one alone.
+        links: to the ranks that compute the model together; None = this one alone.
         meet: waits for the other ranks.
+        has_grammars: its requests may have grammars.
 
     Raises:
-        StartupError: the weights can not be loaded, or do not fit into the memory.
+        StartupError: the weights cannot be loaded, or do not fit into the memory.
     """
     config, source = plan.config, plan.source
+    grammars = _make_grammars(plan, undo, is_needed=has_grammars)
     with torch.inference_mode(), ThreadPoolExecutor(1, "load") as loader:
         model, finish = begin_model(plan, loader, phase, model_cache)
-        if group is not None:
-            join_group(model, group)
+        if links is not None:
+            links.join(model)
         buffers = _make_buffers(plan, model)
         planner = _make_planner(plan, buffers, undo)
         cuda_recorder, token_sampler = _make_cuda_recorder(plan)
         if token_sampler is not None:
             with phase("measure"):
-                memory = plan_measured(
-                    config,
-                    source,
-                    plan.memory,
-                    plan.buckets,
-                    model,
-                    buffers,
-                    planner,
-                    token_sampler,
-                )
-                plan = dataclasses.replace(plan, memory=memory)
+                plan = _with_measured_memory(plan, model, buffers, planner, token_sampler)
         kv_cache = plan.kv_cache_spec.allocate(plan.memory.num_blocks, source.device)
         pages = map_ahead(kv_cache, plan.kv_cache_spec)
         if pages is not None:
@@ -127,7 +123,9 @@ def build_rank(
         bundle, bind = _open_programs(
             plan, undo, meet, lambda bundle: finish(kv_cache, buffers, bundle)
         )
-        cost_store = CostStore(config.graphs, source.limits, plan.threads, bundle)
+        cost_store = CostStore(
+            config.graphs, source.limits, plan.threads, source.shard.stage.count, bundle
+        )
         costs = cost_store.load()
         program = None if bind is None else bind(model)
         graphs = GraphRunner(
@@ -139,6 +137,7 @@ def build_rank(
             recorder=cuda_recorder or CpuRecorder(program),
             planner=planner,
             timer=make_timer(source.device),
+            aux=AuxStates(plan.aux_layers) if plan.aux_layers else None,
         )
         meet("weights", [])
         _prepare_graphs(plan, graphs, token_sampler, phase)
@@ -149,13 +148,15 @@ def build_rank(
             _LOG.info("CPU kernels: %s", describe_times(isa, times))
         served = describe_model(plan, phase.seconds, isa)
         served = msgspec.structs.replace(served, isa_microseconds=times)
-        grammars = GrammarStore(served)
         runner = _make_runner(plan, model, graphs, buffers, token_sampler, grammars)
         executor = InlineExecutor(
             runner, kv_cache, grammars, monitor, pages=pages, overlap=plan.overlap
         )
+    with phase("grammar vocabulary"):
+        grammars.wait_until_loaded()
     return RankParts(
         plan=plan,
+        network=model,
         executor=executor,
         runner=runner,
         monitor=monitor,
@@ -166,6 +167,27 @@ def build_rank(
     )
 
 
+def _with_measured_memory(
+    plan: EnginePlan,
+    model: LanguageModel,
+    buffers: StaticBuffers,
+    planner: AttentionPlanner | None,
+    token_sampler: GraphSampler,
+) -> EnginePlan:
+    """The plan with the memory of a CUDA device as measured."""
+    memory = plan_measured(
+        plan.config,
+        plan.source,
+        plan.memory,
+        plan.buckets,
+        model,
+        buffers,
+        planner,
+        token_sampler,
+    )
+    return dataclasses.replace(plan, memory=memory)
+
+
 def _open_programs(
     plan: EnginePlan,
     undo: ExitStack,
@@ -173,7 +195,7 @@ def _open_programs(
     finish: Callable[[Bundle | None], Binder | None],
 ) -> tuple[Bundle | None, Binder | None]:
     """Compile or load the program and wait for the weights; rank 0 compiles for all ranks."""
-    is_first = plan.source.shard.rank == 0
+    is_first = plan.source.shard.is_leader
     if not is_first:
         meet("programs", [])
     bundle = open_bundle(plan)
@@ -187,10 +209,21 @@ def _open_programs(
             meet("programs", [])
     bind = finish(bundle)
     if is_first and not is_complete:
-        if bundle is not None and plan.source.shard.size > 1:
+        if bundle is not None and plan.source.shard.num_ranks > 1:
             bundle.save()
         meet("programs", [])
     return bundle, bind
+
+
+def _make_grammars(plan: EnginePlan, undo: ExitStack, *, is_needed: bool) -> GrammarStore:
+    """The store of grammars, which begins to load the vocabulary if it is needed."""
+    tokenizer, eos_token_ids = tokenizer_and_ends(plan)
+    grammars = GrammarStore(tokenizer, plan.source.config.vocab_size, eos_token_ids)
+    undo.callback(grammars.close)
+    # The leader samples for all.
+    if is_needed and plan.source.shard.is_leader and plan.source.config.kind.generates:
+        grammars.begin_loading()
+    return grammars
 
 
 def _make_buffers(plan: EnginePlan, model: LanguageModel) -> StaticBuffers:
@@ -252,7 +285,7 @@ def _make_runner(
 ) -> ModelRunner:
     source = plan.source
     sampler = None  # rank 0 draws for all
-    if source.shard.rank == 0:
+    if source.shard.is_leader:
         sampler = Sampler(
             max_num_seqs=source.limits.max_num_seqs,
             vocab_size=source.config.vocab_size,
@@ -265,7 +298,8 @@ def _make_runner(
     switches = plan.config.graphs.mode is not GraphMode.eager and source.weights.uses_cpu_kernels
     threads = StepThreads(plan.threads) if switches else None
     pooler = Pooler(model.classify if isinstance(model, EncoderModel) else None)
-    return ModelRunner(graphs, buffers, sampler, threads, pooler)
+    hidden_states = None if graphs.aux is None else HiddenStates()
+    return ModelRunner(graphs, buffers, sampler, threads, pooler, hidden_states)
 
 
 def _prepare_graphs(
@@ -274,9 +308,11 @@ def _prepare_graphs(
     """Run every kind of step once, and capture the buckets that fit into the memory."""
     config, limits = plan.config.graphs, plan.source.limits
     with phase("warm-up"):
-        # The larger step runs first, because GPU kernels are tuned for the first shape.
+        # The larger step runs first, because GPU kernels are tuned for the first shape. A GPU has a
+        # program for more than 64 rows, and one with tiles of 64 and of 16 rows.
+        sizes = (64, 1) if plan.is_cpu else (2 * FEW_ROWS, FEW_ROWS, 1)
         graphs.warm_up(
-            [StepSizes(min(64, limits.max_num_batched_tokens), 1, 1), StepSizes(1, 1, 1)]
+            [StepSizes(min(size, limits.max_num_batched_tokens), 1, 1) for size in sizes]
         )
     if config.mode is not GraphMode.captured:
         return
@@ -287,10 +323,10 @@ def _prepare_graphs(
         free = 0 if memory is None else memory.free()
         left_out = graphs.capture()
         draws = [] if token_sampler is None else token_sampler.capture()
-    if left_out and plan.source.shard.size > 1:
+    if left_out and plan.source.shard.num_ranks > 1:
         raise StartupError(  # the others have captured them, and would wait for this rank
-            f"rank {plan.source.shard.rank} ran out of memory during capture; set cache.memory_gib "
-            "or scheduler.max_num_seqs to less"
+            "a rank ran out of memory during capture; set cache.memory_gib or "
+            "scheduler.max_num_seqs to less"
         )
     if left_out or draws:
         _LOG.warning("%s", _capture_warning(left_out, len(draws)))
@@ -308,7 +344,7 @@ def _count_layers(graphs: GraphRunner) -> str:
 def _capture_warning(left_out: list[GraphKey], num_draws: int) -> str:
     """A warning that names the buckets that did not fit into the memory, and the remedies."""
     parts = [name_buckets(left_out)] if left_out else []
-    parts += [f"{num_draws} of the sampler's"] if num_draws else []
+    parts += [f"{num_draws} buckets of the sampler"] if num_draws else []
     return (
         f"out of memory during capture, buckets left out: {'; '.join(parts)}. Their steps run in "
         "larger buckets or uncaptured, and take longer; lower cache.memory_gib, "

@@ -13,95 +13,95 @@ import os
 from contextlib import ExitStack, closing
 
 from ostinato.graphs.compile_monitor import CompileMonitor
-from ostinato.models.sharding import Shard
-from ostinato.ops.parallel.group import ParallelGroup, create_segment
+from ostinato.models.sharding import shard_of_rank
 from ostinato.runtime.directories import ensure_cache
-from ostinato.runtime.errors import StartupError
-from ostinato.runtime.host_resources import available_cores
 from ostinato.runtime.ranks.messages import StartRank
+from ostinato.runtime.ranks.rank_links import RankLinks, close_all, create_links
 from ostinato.runtime.ranks.rank_processes import RankProcesses
-from ostinato.runtime.startup.device import choose_isa, set_threads
-from ostinato.runtime.startup.engine_plan import EnginePlan, make_plan
 from ostinato.runtime.startup.phases import PhaseTimer
+from ostinato.runtime.startup.plan.device import choose_isa, set_threads
+from ostinato.runtime.startup.plan.engine_plan import EnginePlan, make_plan
 from ostinato.runtime.startup.rank import Meet, RankParts, build_rank
 from ostinato.runtime.types.engine_info import RankInfo
 
 __all__ = ("agree", "build_other_rank", "join")
 
-# The processes are watched, so that no wait needs a limit. This one ends a wait that the watch
-# does not recognise, after a time that no step takes.
-_LONGEST_WAIT_S = 1800.0
 
-
-def join(plan: EnginePlan, ranks: RankProcesses, undo: ExitStack) -> ParallelGroup:
-    """Rank 0's part: make the group, and send the other ranks what they are built from.
+def join(plan: EnginePlan, ranks: RankProcesses, undo: ExitStack) -> RankLinks:
+    """Rank 0's part: make the links, and send the other ranks what they are built from.
 
     Args:
-        plan: of rank 0.
+        plan: the plan of rank 0.
         ranks: the processes of the others.
         undo: gets the callbacks that release resources if the start fails.
 
     Raises:
-        StartupError: the system has no memory for the group.
+        StartupError: the system has no memory for the links.
         RankFailedError: a rank has ended.
     """
-    size, config = ranks.size, plan.config
-    segment = create_segment(size)
+    config, source = plan.config, plan.source
+    shape = source.handoff_shape
+    own, *others = create_links(config.parallel.tensor, config.parallel.pipeline, shape)
     try:
-        group = _open(segment, 0, size, plan.threads)
-        undo.callback(group.close)
-        undo.callback(ranks.close)  # before the group is closed
-        max_drafts = plan.source.limits.rows_per_seq - 1
+        links = RankLinks(source.shard, shape, plan.threads, own)
+        undo.callback(links.close)
+        undo.callback(ranks.close)  # before the links are closed
+        max_drafts = source.limits.rows_per_seq - 1
         ranks.start(
-            [StartRank(config, rank, size, max_drafts) for rank in range(1, size)],
-            segment,
+            [StartRank(config, rank, max_drafts) for rank in range(1, ranks.size)],
+            others,
             hang_limit_s=config.parallel.rank_timeout_s,
-            on_failure=group.abort,
+            on_failure=links.abort,
         )
     finally:
-        os.close(segment)
-    return group
+        close_all(others)
+    return links
 
 
-def build_other_rank(start: StartRank, segment: int, meet: Meet, undo: ExitStack) -> RankParts:
+def build_other_rank(
+    start: StartRank, descriptors: list[int], meet: Meet, undo: ExitStack
+) -> RankParts:
     """Build a rank after the first, in its own process.
 
     Args:
         start: from rank 0.
-        segment: descriptor of the group's memory; closed.
+        descriptors: those of its links to other ranks; closed.
         meet: waits for the other ranks.
         undo: gets the callbacks that release resources if the start fails.
 
     Raises:
-        StartupError: the rank can not be built; one line that says why.
+        StartupError: the rank cannot be built; one line that says why.
     """
     config = start.config
     ensure_cache()
     monitor = undo.enter_context(closing(CompileMonitor()))
     threads = set_threads(config.device)
     choose_isa(config.device, is_cpu=True)
-    shard = Shard(start.rank, start.size)
+    parallel = config.parallel
+    shard = shard_of_rank(start.rank, parallel.tensor, parallel.pipeline)
     plan = make_plan(config, threads, max_drafts=start.max_drafts, shard=shard)
-    group = _open(segment, start.rank, start.size, threads)
-    os.close(segment)
+    source = plan.source
+    links = RankLinks(source.shard, source.handoff_shape, threads, descriptors)
     plan, _ = agree(plan, meet)
     phase = PhaseTimer(lambda name, seconds: None)
-    return build_rank(plan, phase, monitor, undo, None, group=group, meet=meet)
+    return build_rank(plan, phase, monitor, undo, None, links=links, meet=meet)
 
 
 def agree(plan: EnginePlan, meet: Meet) -> tuple[EnginePlan, tuple[RankInfo, ...]]:
     """The plan with the fewest KV blocks that a rank has room for, and what each rank takes.
 
     Args:
-        plan: of this rank.
+        plan: the plan of this rank.
         meet: exchanges numbers with the other ranks.
     """
     memory = plan.memory
+    layers = plan.source.shard.layers(plan.source.config.num_layers)
     rows = meet(
         "plan",
         [
             *(memory.num_blocks, memory.max_model_len, os.getpid(), plan.threads),
             *(memory.weights_bytes, memory.activation_bytes, memory.bytes_per_block),
+            *(layers.start, layers.size),
         ],
     )
     num_blocks, max_model_len = min(row[0] for row in rows), min(row[1] for row in rows)
@@ -112,22 +112,9 @@ def agree(plan: EnginePlan, meet: Meet) -> tuple[EnginePlan, tuple[RankInfo, ...
             threads=row[3],
             weights_bytes=row[4],
             memory_bytes=row[4] + row[5] + num_blocks * row[6],
+            first_layer=row[7],
+            num_layers=row[8],
         )
         for rank, row in enumerate(rows)
     )
-    memory = dataclasses.replace(
-        memory,
-        num_blocks=num_blocks,
-        kv_bytes=num_blocks * memory.bytes_per_block,
-        max_model_len=max_model_len,
-    )
-    return dataclasses.replace(plan, memory=memory), infos
-
-
-def _open(segment: int, rank: int, size: int, threads: int) -> ParallelGroup:
-    # A waiting rank must not take the processor of a rank that it waits for.
-    spin_us = 50 if size * threads <= available_cores() else 0
-    try:
-        return ParallelGroup(segment, rank, size, spin_us=spin_us, timeout_s=_LONGEST_WAIT_S)
-    except (RuntimeError, ValueError, OSError) as error:
-        raise StartupError(f"rank {rank} can not join the others: {error}") from error
+    return dataclasses.replace(plan, memory=memory.limited(num_blocks, max_model_len)), infos

@@ -14,14 +14,15 @@ from ostinato.models.checkpoints.checkpoint import resolve_path
 from ostinato.models.gguf.gguf_file import GGUF_ENDING, is_gguf_path
 from ostinato.ops.native.build import content_key
 from ostinato.runtime.startup.bundles import kernel_libraries
-from ostinato.runtime.startup.engine_plan import EnginePlan
-from ostinato.runtime.startup.planning import ModelSource
+from ostinato.runtime.startup.plan.engine_plan import EnginePlan
+from ostinato.runtime.startup.plan.model_source import ModelSource
+from ostinato.runtime.text.tokenizer_files import TokenizerFiles
 from ostinato.runtime.types.engine_info import ServedModel, ServedTask
 from ostinato.runtime.types.params import PoolingKind
 
-__all__ = ("describe_model", "model_name")
+__all__ = ("describe_model", "model_name", "tokenizer_and_ends")
 
-_END_BYTES = 4096  # of each file with weights, in the fingerprint
+_END_BYTES = 4096  # the end of each file with weights that the fingerprint covers
 # generation_config.json's fields that are defaults of a request.
 _SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
@@ -30,7 +31,7 @@ def describe_model(plan: EnginePlan, phases: dict[str, float], isa: str) -> Serv
     """The facts about the model that the API shows, and checks requests against.
 
     Args:
-        plan: of the engine.
+        plan: the engine's plan.
         phases: seconds of the start's parts; still grows while the engine is built.
         isa: instruction set of the CPU kernels; empty = none are used.
     """
@@ -44,18 +45,14 @@ def describe_model(plan: EnginePlan, phases: dict[str, float], isa: str) -> Serv
     }
     if generation.get("do_sample") is False:
         defaults = {"temperature": 0.0}
-    # Dummy weights without a path use the demo model's tokenizer: resolve_path("").
-    tokenizer = path
-    if section.tokenizer or path is None:
-        tokenizer = resolve_path(
-            section.tokenizer, section.revision, weights=False, key="model.tokenizer"
-        )
+    tokenizer, eos_token_ids = tokenizer_and_ends(plan)
     return ServedModel(
         name=model_name(section, path),
         max_model_len=plan.memory.max_model_len,
         vocab_size=source.config.vocab_size,
-        eos_token_ids=source.config.eos_token_ids,
-        tokenizer=str(tokenizer),
+        eos_token_ids=eos_token_ids,
+        tokenizer=tokenizer,
+        architecture=source.config.architecture,
         default_sampling=defaults,
         created=int(time.time()),
         startup_seconds=phases,
@@ -71,6 +68,33 @@ def describe_model(plan: EnginePlan, phases: dict[str, float], isa: str) -> Serv
         num_segments=source.config.num_segments,
         speculates=source.limits.rows_per_seq > 1,
     )
+
+
+def tokenizer_and_ends(plan: EnginePlan) -> tuple[str, tuple[int, ...]]:
+    """The directory or GGUF file of the tokenizer, and the tokens that end a sequence."""
+    section, path = plan.config.model, plan.source.checkpoint.path
+    # Dummy weights without a path use the demo model's tokenizer: resolve_path("").
+    tokenizer = path
+    has_tokenizer = bool(section.tokenizer) or path is not None
+    if section.tokenizer or path is None:
+        tokenizer = resolve_path(
+            section.tokenizer, section.revision, weights=False, key="model.tokenizer"
+        )
+    ends = _eos_token_ids(plan.source, tokenizer if has_tokenizer else None)
+    return str(tokenizer), ends
+
+
+def _eos_token_ids(source: ModelSource, tokenizer: Path | None) -> tuple[int, ...]:
+    """The tokens that end a sequence: those of the model's configuration, and the tokenizer's own.
+
+    A chat model that was trained further may end its turns with a token that only its tokenizer
+    names. If the model has no tokenizer of its own, only the tokens of its configuration count.
+    """
+    stated = source.config.eos_token_ids
+    own = None if tokenizer is None else TokenizerFiles(tokenizer).eos_token_id()
+    if own is None or own in stated or own >= source.config.vocab_size:
+        return stated
+    return (*stated, own)
 
 
 def _fingerprint(plan: EnginePlan, isa: str) -> str:

@@ -128,7 +128,7 @@ class ChatTemplate:
         for name in variables or {}:
             if name in _RESERVED or name in self._special_tokens:
                 raise InvalidRequestError(
-                    f"chat_template_kwargs can not set {name}, which the server sets",
+                    f"chat_template_kwargs cannot set {name}, which the server sets",
                     param="chat_template_kwargs",
                 )
         if continue_final_message:
@@ -173,7 +173,7 @@ def _cut_at_end(text: str) -> str:
     end = text.rfind(_END_OF_MESSAGE.rstrip())
     if end < 0:
         raise InvalidRequestError(
-            "the model's chat template drops the last message, so it can not be continued",
+            "the model's chat template drops the last message, so it cannot be continued",
             param="continue_final_message",
         )
     return text[:end] if text.startswith(_END_OF_MESSAGE, end) else text[:end].rstrip()

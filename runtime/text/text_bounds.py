@@ -1,6 +1,6 @@
 """Bounds the number of tokens of a text, and cuts long texts, before they are tokenised.
 
-Tokenising takes about a microsecond a character. With these bounds, a text that can not fit into
+Tokenising takes about a microsecond a character. With these bounds, a text that cannot fit into
 the context is refused by its length alone, and only a part of a text that is truncated is
 tokenised. Both results are exact. They exist only for the kinds of tokenizers that are known here.
 
@@ -75,7 +75,7 @@ class TextCutter:
     """
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
-        # Whether the part after a cut begins with the space; None = the text can not be cut.
+        # Whether the part after a cut begins with the space; None = the text cannot be cut.
         self._keeps_space = _keeps_space(backend)
 
     def window(self, text: str, num_tokens: int, side: Literal["left", "right"]) -> Window:

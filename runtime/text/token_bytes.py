@@ -1,7 +1,7 @@
 """The bytes of each token, for tokenizers whose text is the joined bytes of its tokens.
 
 That holds for byte-level BPE (GPT-2, Llama 3, Qwen) and for SentencePiece-style vocabularies with
-byte fallback (Llama 1 and 2, Mistral, Gemma): together nearly every model in use. With it,
+byte fallback (Llama 1 and 2, Mistral, Gemma): together nearly every model in use. With this table,
 incremental detokenisation is a table look-up and an incremental UTF-8 decoder, and
 log-probabilities can name a token that is half a character by its bytes.
 """
@@ -74,7 +74,7 @@ class TokenPieces:
         return piece
 
     def shown_piece(self, token_id: int) -> bytes:
-        """As `piece`, but empty for special tokens."""
+        """Like `piece`, but empty for special tokens."""
         return b"" if token_id in self._special else self.piece(token_id)
 
     def _make(self, token_id: int) -> bytes:

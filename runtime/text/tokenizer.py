@@ -76,7 +76,7 @@ class Tokenizer:
                 own.
 
         Raises:
-            StartupError: there is no tokenizer, or a file can not be read; the text names the file.
+            StartupError: there is no tokenizer, or a file cannot be read; the text names the file.
         """
         files = TokenizerFiles(path)
         special_tokens = _special_tokens({**files.special_tokens_map, **files.config})
@@ -140,8 +140,8 @@ class Tokenizer:
         self, text: str, limit: int, *, side: Literal["left", "right"], add_special_tokens: bool
     ) -> list[tuple[int, int]]:
         """The `token_offsets` of the tokens of `encode_truncated`."""
-        # One token more: where a cut drops a space, as the tokenizer adds one, the first token's
-        # offset lacks it.
+        # One token more is encoded and dropped. A cut may drop a space that the tokenizer then adds
+        # itself, and the offset of the first token after the cut would lack it.
         encoding, begin = self._encode_part(
             text, limit + 1, side, add_special_tokens=add_special_tokens
         )
@@ -237,7 +237,7 @@ class Tokenizer:
         """
         if self.chat_template is None:
             raise InvalidRequestError(
-                "this model has no chat template, so it can not chat: use /v1/completions, or start"
+                "this model has no chat template, so it cannot chat: use /v1/completions, or start"
                 " the server with model.chat_template=FILE",
                 param="messages",
                 code="no_chat_template",
@@ -255,7 +255,7 @@ def tokenizer_facts(path: str | Path, tokenizer: Tokenizer) -> dict[str, Any]:
     """The configuration of a tokenizer for clients: its tokenizer_config.json, completed.
 
     Raises:
-        StartupError: the file can not be read.
+        StartupError: the file cannot be read.
     """
     config = TokenizerFiles(path).config
     template = tokenizer.chat_template
@@ -275,7 +275,7 @@ def _load_backend(files: TokenizerFiles) -> tokenizers.Tokenizer:
         return tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # the library's own type for any broken file
         where = files.path if is_gguf_path(files.path) else files.path / "tokenizer.json"
-        raise StartupError(f"{where} can not be read: {error}") from error
+        raise StartupError(f"{where} cannot be read: {error}") from error
 
 
 def _convert_with_transformers(directory: Path) -> tokenizers.Tokenizer:
@@ -294,7 +294,7 @@ def _convert_with_transformers(directory: Path) -> tokenizers.Tokenizer:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise StartupError(
-            f"{directory}: {type(tokenizer).__name__} can not be converted to a tokenizer.json;"
+            f"{directory}: {type(tokenizer).__name__} cannot be converted to a tokenizer.json;"
             " give model.tokenizer=DIRECTORY with a converted one"
         )
     return backend

@@ -10,11 +10,26 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from ostinato.models.gguf.gguf_file import GGUFError, GGUFFile, is_gguf_path, open_gguf
 from ostinato.models.gguf.gguf_tokenizer import gguf_tokenizer_config, gguf_tokenizer_json
 from ostinato.runtime.errors import StartupError
 
 __all__ = ("TokenizerFiles",)
+
+
+class _AddedToken(msgspec.Struct):
+    """An entry of `added_tokens` in a tokenizer.json."""
+
+    id: int
+    content: str
+
+
+class _AddedTokens(msgspec.Struct):
+    """The part of a tokenizer.json that has the special tokens."""
+
+    added_tokens: list[_AddedToken] = []
 
 
 class TokenizerFiles:
@@ -31,7 +46,7 @@ class TokenizerFiles:
         """The tokenizer.json; None if the directory has none.
 
         Raises:
-            StartupError: it can not be read.
+            StartupError: it cannot be read.
         """
         if self._gguf is None:
             return _read_text(self.path / "tokenizer.json")
@@ -45,7 +60,7 @@ class TokenizerFiles:
         """The tokenizer_config.json; {} if there is none.
 
         Raises:
-            StartupError: it can not be read.
+            StartupError: it cannot be read.
         """
         if self._gguf is None:
             return _read_json(self.path / "tokenizer_config.json")
@@ -59,9 +74,32 @@ class TokenizerFiles:
         """The special_tokens_map.json of an older directory; {} if there is none.
 
         Raises:
-            StartupError: it can not be read.
+            StartupError: it cannot be read.
         """
         return _read_json(self.path / "special_tokens_map.json") if self._gguf is None else {}
+
+    def eos_token_id(self) -> int | None:
+        """The id of the end-of-sequence token that the directory names.
+
+        None if it names none, and for a GGUF file: the model's configuration has its id.
+
+        Raises:
+            StartupError: a file cannot be read.
+        """
+        if self._gguf is not None:
+            return None
+        token = {**self.special_tokens_map, **self.config}.get("eos_token")
+        text = token.get("content") if isinstance(token, dict) else token
+        if not isinstance(text, str):
+            return None
+        for token_id, entry in (self.config.get("added_tokens_decoder") or {}).items():
+            if entry.get("content") == text:
+                return int(token_id)
+        try:  # the vocabulary is skipped, so this takes milliseconds
+            found = msgspec.json.decode(self.tokenizer_json() or "{}", type=_AddedTokens)
+        except msgspec.DecodeError:
+            return None  # loading the tokenizer says what is wrong with it
+        return next((added.id for added in found.added_tokens if added.content == text), None)
 
     def template_source(self, user_file: str) -> str | None:
         """The chat template from the first place that has one: the user's file, then the model's.
@@ -70,7 +108,7 @@ class TokenizerFiles:
             user_file: a Jinja file; "" = none is given.
 
         Raises:
-            StartupError: a file can not be read, or the user's is not there.
+            StartupError: a file cannot be read, or the user's is not there.
         """
         for file in (Path(user_file),) if user_file else (self.path / "chat_template.jinja",):
             text = None if self._gguf is not None and not user_file else _read_text(file)
@@ -117,6 +155,6 @@ def _read_text(file: Path) -> str | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise StartupError(f"{file} can not be read: {error.strerror or error}") from error
+        raise StartupError(f"{file} cannot be read: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
         raise StartupError(f"{file} is not UTF-8: {error}") from error

@@ -24,7 +24,7 @@ def vocabulary_difference(draft: Path, target: Path) -> str | None:
         target: the same. A directory without tokenizer.json is not compared.
 
     Raises:
-        StartupError: a file can not be read.
+        StartupError: a file cannot be read.
     """
     texts = [TokenizerFiles(path).tokenizer_json() for path in (draft, target)]
     if texts[0] is None or texts[1] is None or texts[0] == texts[1]:

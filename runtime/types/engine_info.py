@@ -40,7 +40,7 @@ class IsaTrial(msgspec.Struct, frozen=True):
     """Which instruction set the CPU kernels use, and the times that decided it."""
 
     isa: str
-    # Of one layer's products: instruction set -> rows -> time. Empty = not measured.
+    # Times of one layer's products: instruction set -> rows -> time. Empty = not measured.
     microseconds: dict[str, dict[str, float]]
 
 
@@ -49,9 +49,11 @@ class RankInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     rank: int
     pid: int
-    threads: int  # of the model
+    threads: int  # threads that the model's kernels use
     weights_bytes: int
     memory_bytes: int  # planned: weights, activations and KV cache
+    first_layer: int  # the first layer of its stage, from 0
+    num_layers: int
 
 
 class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,6 +64,7 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     tokenizer: str  # directory with the tokenizer's files; empty = none, token ids only
+    architecture: str = ""  # the class that config.json names
     default_sampling: dict[str, int | float] = {}  # from generation_config.json
     created: int = 0  # unix seconds
     startup_seconds: dict[str, float] = {}  # phase -> seconds, in order
@@ -73,8 +76,8 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     system_fingerprint: str = ""
     tasks: tuple[ServedTask, ...] = (ServedTask.generate,)
     embedding_size: int = 0  # numbers of a vector
-    pooling: PoolingKind = PoolingKind.last  # of requests that name none
-    normalize: bool = True  # of requests that do not say
+    pooling: PoolingKind = PoolingKind.last  # for requests that name none
+    normalize: bool = True  # for requests that do not say
     num_labels: int = 0  # labels of the classification head; 0 = no head
     has_kv_cache: bool = True  # False = no keys and values are kept between steps
     num_segments: int = 0  # token types of an encoder; 0 = not an encoder
@@ -103,8 +106,8 @@ class EngineStats(msgspec.Struct, array_like=True, gc=False):
     device_seconds_by_kind: dict[str, float] = {}
     max_num_seqs: int = 0  # as set, or as chosen from measured step costs
     max_num_batched_tokens: int = 0  # as set, or as chosen from measured step costs
-    predicted_step_seconds: float = 0.0  # of a decode of all running sequences; 0 = not known
-    predicted_ttft_seconds: float = 0.0  # of a request of mean length that is added now
+    predicted_step_seconds: float = 0.0  # for one decode of all running sequences; 0 = unknown
+    predicted_ttft_seconds: float = 0.0  # for a request of mean length that is added now
     num_evictions: int = 0  # cached blocks that were reused for other contents
     num_admitted: int = 0  # sequences that left the queue for the first time
     queue_seconds: float = 0.0  # time that these waited in the queue, summed
@@ -144,13 +147,19 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
     reason: str | None = None  # why it does not serve
     num_unfinished: int  # requests that it has
     num_restarts: int
-    pid: int | None  # of the engine process; None = there is none
+    pid: int | None  # the engine process; None = there is none
+    node: str | None = None  # the other machine that the engine runs on; None = this one
     ranks: tuple[RankInfo, ...] = ()  # empty = the model is not divided, or the engine does not run
 
     @property
-    def rank_pids(self) -> list[int]:
-        """Process ids of the ranks after the first."""
-        return [rank.pid for rank in self.ranks[1:]]
+    def local_pid(self) -> int | None:
+        """Process id of the engine if it runs on this machine."""
+        return self.pid if self.node is None else None
+
+    @property
+    def local_rank_pids(self) -> list[int]:
+        """Process ids of the ranks after the first if they run on this machine."""
+        return [rank.pid for rank in self.ranks[1:]] if self.node is None else []
 
 
 # What an engine has now; the other figures grow.
@@ -195,7 +204,7 @@ def continued(before: EngineStats | None, now: EngineStats) -> EngineStats:
 
     Args:
         before: the last figures of the engine before; None = there was none.
-        now: of the engine that runs.
+        now: the facts of the engine that runs.
     """
     if before is None:
         return now

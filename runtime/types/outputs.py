@@ -36,7 +36,7 @@ class FinishReason(StrEnum):
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Natural-log probabilities at one position, from the raw logits."""
 
-    logprob: float  # of the token at that position
+    logprob: float  # the log-probability of the token at that position
     rank: int  # 1 = the likeliest token
     top_ids: list[int]
     top_logprobs: list[float]
@@ -57,12 +57,12 @@ class TimelineEvent(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     name: str  # grammar_built | scheduled | prefill | first_token | preempted | resumed
     at: float  # seconds, monotonic clock
-    seconds: float = 0.0  # of a prefill: from the step's launch until its tokens were there
-    start: int = 0  # of a prefill: its first position; those before were computed or cached
-    num_tokens: int = 0  # of a prefill
-    step: int = 0  # of a prefill: the engine's number of the step
-    kind: str = ""  # of a prefill: captured | compiled | eager
-    num_seqs: int = 0  # of a prefill: sequences in that step
+    seconds: float = 0.0  # prefill: from the step's launch until its tokens were there
+    start: int = 0  # prefill: its first position; earlier ones were computed or cached
+    num_tokens: int = 0  # prefill: its tokens
+    step: int = 0  # prefill: the engine's number of the step
+    kind: str = ""  # prefill: captured | compiled | eager
+    num_seqs: int = 0  # prefill: sequences in that step
 
 
 class SequenceOutput(msgspec.Struct, array_like=True, gc=False):
@@ -80,22 +80,31 @@ class SequenceOutput(msgspec.Struct, array_like=True, gc=False):
     beams: list[BeamOutput] | None = None  # at the end of a beam search: the n best, best first
     pooled: bytes | None = None  # little-endian float32, of a pooled request
     is_complete: bool = False  # its grammar ended it; the last token is not a stop token
-    is_refusal: bool = False  # the request caused the error: its grammar can not continue
+    is_refusal: bool = False  # the request caused the error: its grammar cannot continue
     scheduled_time: float = 0.0  # when it first had a row, monotonic; with its first output
     num_preemptions: int = 0  # with its finish reason
     events: list[TimelineEvent] | None = None  # since the last output, of a traced request
     # It has only log-probabilities of the prompt or beams, which belong to the request's next
     # output that is no part.
     is_part: bool = False
-    num_before: int = 0  # of a part: log-probabilities or beams in the parts before it
-    speculation: SpeculationReport | None = None  # of this step; None = it had no draft
+    num_before: int = 0  # in a part: log-probabilities or beams of earlier parts
+    speculation: SpeculationReport | None = None  # for this step; None = it had no draft
+
+    def shift_times(self, seconds: float) -> None:
+        """Add seconds to its times: those of another machine's clock become this one's."""
+        if self.scheduled_time:
+            self.scheduled_time += seconds
+        if self.events:
+            self.events = [
+                msgspec.structs.replace(event, at=event.at + seconds) for event in self.events
+            ]
 
 
 class RequestOutput(msgspec.Struct, kw_only=True):
     """One completion's output, client -> API, with text that can be streamed."""
 
     request_id: str
-    index: int  # which of the n completions
+    index: int  # index among the n completions
     text_delta: str
     new_token_ids: list[int]
     logprobs: list[TokenLogprobs] | None = None  # one per new token
@@ -126,7 +135,7 @@ class PooledOutput(msgspec.Struct, frozen=True, kw_only=True):
     error: str | None = None  # text, with finish_reason error
     scheduled_time: float = 0.0  # when it first had a row, monotonic
     num_preemptions: int = 0
-    events: list[TimelineEvent] | None = None  # of a traced request
+    events: list[TimelineEvent] | None = None  # the events of a traced request
 
 
 class EmbeddingOutput(msgspec.Struct, frozen=True, kw_only=True):
@@ -156,5 +165,5 @@ class GenerationOutput(msgspec.Struct, kw_only=True):
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     num_cached_tokens: int = 0
-    prompt_logprobs: list[TokenLogprobs] | None = None  # of the prompt's tokens after the first
+    prompt_logprobs: list[TokenLogprobs] | None = None  # for the prompt's tokens after the first
     metrics: dict[str, Any] = {}

@@ -35,3 +35,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=Fal
     cache_keys: tuple[str, ...] = ()
     num_encoder_tokens: int = 0  # encoder tokens that cross attention reads
     prediction_token_ids: list[int] = []  # a guess of its output
+    # Sequences of one HTTP request have the same number. It limits how much time they take together
+    # while sequences of other requests run. Without an HTTP request it is 0.
+    group: int = 0
+    group_size: int = 1  # sequences of the HTTP request

@@ -18,7 +18,7 @@ class SpeculationStats(msgspec.Struct, array_like=True, gc=False):
     num_accepted_tokens: int = 0
     accepted_per_position: list[int] = []  # accepted tokens by their place in the draft
     num_pauses: int = 0  # times that drafts paused because steps with them were slower
-    drafting_seconds: float = 0.0  # that a draft model took
+    drafting_seconds: float = 0.0  # time that a draft model took
 
     def copy(self) -> SpeculationStats:
         """The counters of now."""

@@ -103,13 +103,13 @@ class StepResult(msgspec.Struct, array_like=True):
     # One list per entry with `num_prompt_logits`, in that order.
     prompt_logprobs: list[list[TokenLogprobs]] | None = None
     pooled: list[bytes] | None = None  # one per entry that is the end of a pooled prompt
-    # By index of a token after which a sequence's grammar ended: "" = the grammar is complete and
-    # the token is kept; else the error, and the token is dropped.
+    # Keys are indices of tokens after which a sequence's grammar ended. The value "" says that the
+    # grammar is complete; the token is kept. Any other value is the error; the token is dropped.
     endings: dict[int, str] = {}
     # Tokens of each entry that samples, 0 to `num_logits`; None = one each. 0: the step had no time
     # for the mask of the row's grammar, so a later step computes its last position again.
     counts: list[int] | None = None
     # (transfer_id, number of leading blocks that were loaded) of each load that has ended.
     finished_loads: list[tuple[int, int]] = []
-    # By index of an entry that samples: tokens that its grammar forces after those in `token_ids`.
+    # For entries that sample, by index: tokens that the grammar forces after those in `token_ids`.
     forced_token_ids: dict[int, list[int]] = {}

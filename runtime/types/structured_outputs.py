@@ -53,7 +53,7 @@ class StructuredOutputsParams(
     disable_any_whitespace: bool = False  # JSON without optional white space
     disable_additional_properties: bool = False  # objects have only the listed properties
     whitespace_pattern: str | None = None  # a regex: the optional white space of JSON
-    # False = keywords of a JSON schema that can not be enforced are ignored.
+    # False = keywords of a JSON schema that cannot be enforced are ignored.
     strict: bool = True
     preamble: Preamble | None = None  # set for chats with a model that reasons
 
@@ -157,7 +157,7 @@ def arrange_calls(
     """The format tree of an answer with calls; arguments and errors as `constrain_tool_calls`.
 
     Args:
-        tags: of each tool, from `ToolCallFormat.tag`.
+        tags: the tags of each tool, from `ToolCallFormat.tag`.
     """
     if not tags:
         raise ValueError("tools must be at least one tool, got none")

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Sequence
 
-from ostinato.runtime.client.requests import PreparedParts
+from ostinato.runtime.client.requests import ALONE, PreparedParts, RequestShare
 from ostinato.runtime.engine.engine_state import EngineState
 from ostinato.runtime.engine.flight_recorder import StepRecord
 from ostinato.runtime.errors import EngineDeadError, InvalidRequestError
@@ -132,7 +132,7 @@ class FakeClient:
         *,
         priority: int = 0,
         cache_salt: str = "",
-        place: int = 0,
+        share: RequestShare = ALONE,
         trace: bool = False,
         deadline: float | None = None,
         prepared: PreparedParts | None = None,

@@ -69,7 +69,7 @@ class Body(NamedTuple):
 
     path: str
     pair: Pair
-    page: str  # of the documents
+    page: str  # the page of the documents
     smallest: dict[str, Any]
 
 

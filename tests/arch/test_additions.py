@@ -1,4 +1,4 @@
-"""An attention backend and a decoder family are added to a copy of the package, which then serves with them.
+"""Backends, model families and more are added to a copy of the package, which then serves with them.
 
 The changed files are those that CONTRIBUTING.md counts.
 """
@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from tests.arch.tree import FOLDERS, ROOT
+from tests.models.random_checkpoints import VARIANTS, reference_model, save
 from tests.runtime.tiny import MODEL
 
 BACKEND = '''
@@ -64,6 +66,42 @@ class PlainBackend:
 
 
 BACKEND = PlainBackend()
+'''
+LIKE_LLAMA = '''
+"""Llama that reads its positions from a step tensor of its own."""
+
+from dataclasses import replace
+
+from ostinato.models.families.llama import LlamaForCausalLM
+
+
+class DoubledForCausalLM(LlamaForCausalLM):
+    def begin(self, batch):
+        return super().begin(replace(batch, positions=batch.doubled_positions // 2))
+'''
+FORMAT = '''
+"""Checkpoints whose matrices are stored as halves of their values."""
+
+from dataclasses import dataclass
+
+from ostinato.models.choose_weights import WeightsByRole
+from ostinato.models.weight_methods.plain import Plain
+
+
+@dataclass(frozen=True, slots=True)
+class Halved(Plain):
+    is_in_place = False
+
+    @property
+    def name(self):
+        return "halves"
+
+    def finish(self, tensors, spec):
+        return {"weight": 2 * tensors["weight"]}
+
+
+def from_checkpoint(stated, unquantized, headers):
+    return WeightsByRole(layers=Halved(), router=Plain(), head=Plain(), embedding=Plain())
 '''
 FAMILY = '''
 """A decoder whose layers compute the MLP before attention, with layers of its own."""
@@ -117,37 +155,81 @@ class MlpFirstForCausalLM(CausalLM):
 '''
 
 
-class Addition(NamedTuple):
-    """The new file and the changed line of an addition."""
+class Edit(NamedTuple):
+    """Lines that are added to a file that exists."""
 
-    path: str  # of the new file
+    file: str
+    before: str  # the line that the new lines precede
+    lines: str
+
+
+class Addition(NamedTuple):
+    """A new file, if any, and the changed ones."""
+
+    path: str | None
     text: str
-    changed: str  # the file that exists and is changed
-    before: str  # the line of that file that the new line precedes
-    line: str
+    edits: tuple[Edit, ...]
     most_files: int
 
     @property
     def files(self) -> set[str]:
-        return {self.path, self.changed}
+        return {edit.file for edit in self.edits} | ({self.path} if self.path else set())
 
 
 ADDITIONS = {
     "attention backend": Addition(
         "ops/backends/plain.py",
         BACKEND,
-        "conf/schema.py",
-        '    triton = "triton"\n',
-        '    plain = "plain"\n',
+        (Edit("conf/schema.py", '    triton = "triton"\n', '    plain = "plain"\n'),),
+        most_files=2,
+    ),
+    "model like Llama": Addition(
+        "models/families/doubled.py",
+        LIKE_LLAMA,
+        (
+            Edit(
+                "models/registry.py",
+                '    "FalconForCausalLM":',
+                '    "DoubledForCausalLM": "ostinato.models.families.doubled:DoubledForCausalLM",\n',
+            ),
+        ),
         most_files=2,
     ),
     "decoder family with layers of its own": Addition(
         "models/families/mlp_first.py",
         FAMILY,
-        "models/registry.py",
-        '    "MistralForCausalLM":',
-        '    "MlpFirstForCausalLM": "ostinato.models.families.mlp_first:MlpFirstForCausalLM",\n',
+        (
+            Edit(
+                "models/registry.py",
+                '    "MistralForCausalLM":',
+                '    "MlpFirstForCausalLM": "ostinato.models.families.mlp_first:MlpFirstForCausalLM",\n',
+            ),
+        ),
         most_files=3,
+    ),
+    "step tensor": Addition(
+        None,
+        "",
+        (
+            Edit(
+                "models/step_tensors.py",
+                "    # [1]; handle of the host state of a planned attention kernel",
+                "    doubled_positions: Annotated[Array, _PER_TOKEN]\n",
+            ),
+            Edit(
+                "runtime/execution/batch_builder.py",
+                "        for tensor in self._group_tensors:\n",
+                "        self._buffers.host.doubled_positions[: output.num_tokens] = [\n"
+                "            2 * position\n"
+                "            for entry in output.scheduled\n"
+                "            for position in range(entry.start, entry.start + entry.num_new_tokens)\n"
+                "        ]\n",
+            ),
+        ),
+        most_files=2,
+    ),
+    "format of quantised checkpoints, with its weight method": Addition(
+        "models/quantized_checkpoints/halved.py", FORMAT, (), most_files=1
     ),
 }
 SCRIPT = """
@@ -155,43 +237,75 @@ import json, sys
 from ostinato import LLM, SamplingParams
 from ostinato.conf.compose import load_config
 
-def scores(*overrides):
-    overrides = ["model.load_format=dummy", "graphs.bundle=false", "cache.memory_gib=0.01", *overrides]
-    model = json.loads(sys.argv[1])
-    with LLM(config=load_config(overrides, values={"model.config": model})) as llm:
+model, tokenizer, stored, halved = json.loads(sys.argv[1])
+
+def scores(architecture, *overrides):
+    config = model | {"architectures": [architecture]}
+    overrides = ["graphs.bundle=false", "cache.memory_gib=0.01", *overrides]
+    values = {}
+    if architecture:
+        overrides.append("model.load_format=dummy")
+        values["model.config"] = config
+    with LLM(config=load_config(overrides, values=values)) as llm:
         params = SamplingParams(max_tokens=6, temperature=0.0, logprobs=0, ignore_eos=True)
         outputs = llm.generate([[3, 1, 4, 1, 5, 9, 2, 6], [5, 3, 5]], params, use_progress=False)
         return [[each.logprob for each in one.outputs[0].logprobs] for one in outputs]
 
-print(json.dumps([
-    scores("graphs.mode=eager"),
-    scores("graphs.mode=captured"),
-    scores("graphs.mode=eager", "graphs.attention=plain"),
-]))
+eager = "graphs.mode=eager"
+from_disk = (eager, "graphs.pack_weights=false", f"model.tokenizer={tokenizer}")
+print(json.dumps({
+    "family": scores("MlpFirstForCausalLM", eager),
+    "family, captured": scores("MlpFirstForCausalLM", "graphs.mode=captured"),
+    "backend": scores("MlpFirstForCausalLM", eager, "graphs.attention=plain"),
+    "llama": scores("LlamaForCausalLM", eager),
+    "like llama": scores("DoubledForCausalLM", eager),
+    "stored": scores("", *from_disk, f"model.path={stored}"),
+    "halved": scores("", *from_disk, f"model.path={halved}"),
+}))
 """
 
 
 @pytest.fixture(scope="module")
 def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a copy of the package `ostinato` that has both additions."""
+    """A folder with a copy of the package `ostinato` that has all additions."""
     root = tmp_path_factory.mktemp("copy")
     no_weights = shutil.ignore_patterns("__pycache__", "*.safetensors")
     shutil.copytree(ROOT / "ostinato", root / "ostinato", ignore=no_weights)
     for folder in FOLDERS:
         shutil.copytree(ROOT / folder, root / "ostinato" / folder, ignore=no_weights)
     for addition in ADDITIONS.values():
-        (root / "ostinato" / addition.path).write_text(addition.text.lstrip())
-        file = root / "ostinato" / addition.changed
-        text = file.read_text()
-        assert text.count(addition.before) == 1, f"{addition.changed} has another form now"
-        file.write_text(text.replace(addition.before, addition.line + addition.before))
+        if addition.path:
+            (root / "ostinato" / addition.path).write_text(addition.text.lstrip())
+        for edit in addition.edits:
+            file = root / "ostinato" / edit.file
+            text = file.read_text()
+            assert text.count(edit.before) == 1, f"{edit.file} has another form now"
+            file.write_text(text.replace(edit.before, edit.lines + edit.before))
     return root
 
 
-def test_the_copy_serves_with_them(package: Path) -> None:
-    model = {**MODEL, "architectures": ["MlpFirstForCausalLM"]}
+def write_checkpoints(directory: Path) -> tuple[str, str]:
+    """A Llama as a checkpoint, and the same one with its layers' matrices stored as halves."""
+    variant = VARIANTS["llama3"].as_one_file()
+    stored = save(reference_model(variant), variant, directory / "stored")
+    halved = Path(shutil.copytree(stored, directory / "halved"))
+    tensors = load_file(halved / "model.safetensors")
+    halves = {
+        name: value / 2 if name.endswith("_proj.weight") else value
+        for name, value in tensors.items()
+    }
+    assert any(name.endswith("_proj.weight") for name in halves)
+    save_file(halves, halved / "model.safetensors", {"format": "pt"})
+    config = json.loads((halved / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "halved"}
+    (halved / "config.json").write_text(json.dumps(config))
+    return str(stored), str(halved)
+
+
+def test_the_copy_serves_with_them(package: Path, tmp_path: Path) -> None:
+    inputs = [MODEL, str(ROOT / "models/demo"), *write_checkpoints(tmp_path)]
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, json.dumps(model)],
+        [sys.executable, "-c", SCRIPT, json.dumps(inputs)],
         cwd=package,
         env={**os.environ, "PYTHONPATH": str(package)},
         capture_output=True,
@@ -200,11 +314,13 @@ def test_the_copy_serves_with_them(package: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    eager, captured, plain = json.loads(done.stdout.splitlines()[-1])
-    assert [len(scores) for scores in eager] == [6, 6]
-    assert captured == eager
-    for ours, theirs in zip(plain, eager, strict=True):
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert [len(scores) for scores in found["family"]] == [6, 6]
+    assert found["family, captured"] == found["family"]
+    for ours, theirs in zip(found["backend"], found["family"], strict=True):
         assert ours == pytest.approx(theirs, abs=1e-4)
+    assert found["like llama"] == found["llama"]
+    assert found["halved"] == found["stored"]
 
 
 def test_they_touch_the_files_that_contributing_counts(package: Path) -> None:

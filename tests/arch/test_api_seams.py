@@ -17,7 +17,7 @@ from tests.arch.tree import name_of, source_files
 
 MAX_FILES = 5
 # Parameters of the sampler that no answer of the API depends on. `n`, `seed`, `stop` and the like are words
-# of other things too, so their files can not be counted.
+# of other things too, so their files cannot be counted.
 PARAMETERS = (
     "allowed_token_ids",
     "frequency_penalty",

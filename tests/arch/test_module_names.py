@@ -13,8 +13,8 @@ MAX_MODULES = 12
 # Folders with more modules, each with its reason.
 FULL_FOLDERS = {
     "api/cli": "one module for each command, and what they share",
-    "runtime/startup": "13: the parts of a start, from the configuration to the first step",
-    "runtime/scheduling": "13: what decides a step, from the queues to its plan",
+    "benchmarks/micro": "one module for each measurement",
+    "models/config": "13: one module for each part of a configuration, and what they share",
     "models/families": "one module for each family of models",
     "models/quantized_checkpoints": "13: one module for each format, and what they share",
 }

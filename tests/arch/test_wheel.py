@@ -102,7 +102,7 @@ def test_the_wheel_has_the_command_and_the_licence(wheel: zipfile.ZipFile):
 
 
 def test_the_wheel_is_small(wheel: zipfile.ZipFile):
-    """With the libraries of all levels, which are of similar size; the demo model takes 9 MiB."""
+    """The wheel has the libraries of all levels, of similar sizes. The demo model takes 9 MiB."""
     total = sum(entry.compress_size for entry in wheel.infolist())
     libraries = sum(e.compress_size for e in wheel.infolist() if e.filename.endswith(".so"))
     assert total + libraries * (len(ISA_LEVELS) - 1) <= 16 << 20

@@ -14,7 +14,7 @@ import torch
 from ostinato.benchmarks.gpu.__main__ import _run_apart
 from ostinato.benchmarks.machine.roofline import Machine, ModelSizes, sizes_of
 from ostinato.conf.compose import load_config
-from ostinato.runtime.startup.planning import open_model
+from ostinato.runtime.startup.plan.model_source import open_model
 
 ROOT = Path(__file__).parents[2]
 

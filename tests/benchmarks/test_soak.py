@@ -13,6 +13,7 @@ from ostinato.benchmarks.soak.hostile.hostile_requests import (
     huge_number,
 )
 from ostinato.benchmarks.soak.libraries.client_libraries import command
+from ostinato.benchmarks.soak.request_phases import GoodRequest, slowest
 from ostinato.benchmarks.soak.soak_run import Observations, SoakPlan
 from ostinato.benchmarks.soak.traffic import OPTIONS, Traffic
 from ostinato.runtime.types.params import SamplingParams
@@ -33,7 +34,7 @@ def test_a_client_sends_the_same_again() -> None:
 
 def test_every_sampling_parameter_is_sent() -> None:
     searches = {"best_of", "early_stopping", "length_penalty", "use_beam_search"}  # not in the soak
-    reasoning = {"thinking"}  # of models that reason
+    reasoning = {"thinking"}  # only for models that reason
     fields = set(SamplingParams.__struct_fields__) - searches - reasoning
     assert fields - OTHER_FIELDS - OPTIONS.keys() == set()
     traffic = Traffic(0, 0, range(500), 256)
@@ -79,6 +80,14 @@ def test_a_soak_of_seconds() -> None:
     groups = {"hard constraints", "hard templates", "many parts", "large HTTP"}
     assert record["hostile"]["groups"].keys() == groups | {"broken HTTP", "huge numbers"}
     assert record["libraries"]["openai"]["calls"] > 0
+    assert len(record["slowest"]) == 10
+    for row in record["slowest"]:
+        assert row["phases"][row["phase"]] == max(
+            seconds
+            for name, seconds in row["phases"].items()
+            if name not in ("grammar", "preemptions")
+        )
+    assert any("first token" in row["phases"] for row in record["slowest"])
     assert record["health"]["storm"]["polls"] > 0
     assert record["engine"]["steps_total kind=captured"] > 0
     assert record["engine"]["steps_total kind=compiled"] > 0
@@ -92,6 +101,43 @@ def test_restarts_are_the_spans_in_which_health_says_so() -> None:
     polls = [poll(1.0, 200), poll(2.0, 200), poll(2.1, 503), poll(3.0, 503), poll(3.5, 200)]
     seen = Observations(polls=[*polls, poll(9.0, 200)], kills=[1.9, 8.0])
     assert seen.restarts == [(1.9, 3.51), (8.0, 8.0)]
+
+
+def test_the_phases_of_slow_requests_come_from_the_log() -> None:
+    lines = [
+        "2026-11-21 17:38:52 INFO cmpl-good-1-2 done prompt=61 preparation=40ms queue=240ms ttft=1240ms"
+        " e2e=1300ms finish=stop preemptions=2 endpoint=/v1/completions",
+        "2026-11-21 17:38:53 INFO resp_17 done prompt=9 preparation=2010ms queue=2012ms ttft=2020ms"
+        " e2e=2100ms preemptions=0 grammar=2000ms x_request_id=openai-7",
+        "2026-11-21 17:38:53 INFO ignored disconnected phase=preparation",
+    ]
+    requests = [
+        GoodRequest("good-1-2", "good", "completions", 103.0, 1.5),
+        GoodRequest("openai-7", "openai", "response", 110.0, 2.2),
+        GoodRequest("gone", "good", "completions", 120.0, 1.0),
+        GoodRequest("quick", "good", "completions", 120.0, 0.1),
+    ]
+    rows = slowest(requests, lines, 100.0, [(104.0, 105.0)], count=3)
+    assert [row["client"] for row in rows] == ["openai", "good", "good"]
+    assert [row["phase"] for row in rows] == ["preparation", "first token", "outside"]
+    assert [row["in_restart"] for row in rows] == [False, True, False]
+    assert rows[0]["phases"]["grammar"] == 2.0
+    assert rows[1] == {
+        "client": "good",
+        "kind": "completions",
+        "at": 3.0,
+        "seconds": 1.5,
+        "in_restart": True,
+        "phase": "first token",
+        "phases": {
+            "preparation": 0.04,
+            "queue": 0.2,
+            "first token": 1.0,
+            "further tokens": 0.06,
+            "preemptions": 2.0,
+            "outside": 0.2,
+        },
+    }
 
 
 def test_a_library_that_is_not_there_is_skipped_with_the_reason(tmp_path: Path) -> None:

@@ -201,7 +201,7 @@ def test_a_file_that_is_no_study_is_named(tmp_path: Path):
     file.write_text("this is no journal\n")
     with pytest.raises(ConfigError, match=r"tune\.storage=.*is not a study file"):
         open_storage(file)
-    with pytest.raises(ConfigError, match=r"tune\.storage=/proc/none/x can not be written"):
+    with pytest.raises(ConfigError, match=r"tune\.storage=/proc/none/x cannot be written"):
         open_storage(Path("/proc/none/x"))
 
 
@@ -209,7 +209,7 @@ def test_an_impossible_goal_is_named_with_what_the_machine_needs(tmp_path: Path)
     goals = make_goals(itl_ms=1.0, ttft_ms=10_000.0)
     _, forecast, config = make_search(tmp_path, goals)
     [line] = impossible_goals(config, forecast, goals)
-    assert line.startswith("slo.itl_ms=1 can not be met: with one request at a time p95 is 2.")
+    assert line.startswith("slo.itl_ms=1 cannot be met: with one request at a time p95 is 2.")
     assert impossible_goals(config, forecast, hard_goals()) == []
 
 
@@ -284,7 +284,7 @@ def test_the_plot_is_a_png(tmp_path: Path):
         (["tune.keys=[cache.block_sizes]"], "tune.keys must be one of scheduler.max_num_seqs"),
         (["tune.percentile=100"], "tune.percentile must be in (0, 99.9], got 100"),
         (["tune.nothing=1"], "there is no key 'tune.nothing'"),
-        (["workload=trace", "workload.path=/no/such/trace"], "/no/such/trace can not be read"),
+        (["workload=trace", "workload.path=/no/such/trace"], "/no/such/trace cannot be read"),
     ],
 )
 def test_what_can_not_be_tuned_is_one_line(
@@ -317,4 +317,4 @@ def test_tune_on_a_real_server(tmp_path: Path):
     assert (tmp_path / "tuned" / "tuned.png").read_bytes().startswith(b"\x89PNG")
     done = invoke("slo.itl_ms=0.01")
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "slo.itl_ms=0.01 can not be met" in " ".join(done.stdout.split())
+    assert "slo.itl_ms=0.01 cannot be met" in " ".join(done.stdout.split())

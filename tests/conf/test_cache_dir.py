@@ -1,4 +1,4 @@
-"""A cache directory that can not be written: each case in a process of its own."""
+"""A cache directory that cannot be written: each case in a process of its own."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_a_temporary_directory_is_used_and_removed(tmp_path, name):
     (scratch := tmp_path / "scratch").mkdir()
     found = prepare(prefix, TMPDIR=str(scratch), **environment)
     assert Path(found["cache"]).parent == scratch
-    assert f"the cache directory {found['wanted']} can not be used ({reason})" in found["line"]
+    assert f"the cache directory {found['wanted']} cannot be used ({reason})" in found["line"]
     assert "set OSTINATO_CACHE_DIR to a directory that can be written" in found["line"]
     assert found["again"] is None
     for path in found["libraries"].values():
@@ -136,6 +136,6 @@ def test_a_result_that_can_not_be_written_is_refused_at_once(tmp_path):
     with pytest.raises(ConfigError) as raised:
         require_writable(tmp_path / "file" / "x.json", "bench.output")
     assert str(raised.value) == (
-        f"bench.output: {tmp_path}/file/x.json can not be written (File exists); name a file that "
+        f"bench.output: {tmp_path}/file/x.json cannot be written (File exists); name a file that "
         "can"
     )

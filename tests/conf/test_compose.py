@@ -113,7 +113,7 @@ def test_home_is_expanded():
         ),
         (
             "~cache.block_size",
-            "~cache.block_size: cache.block_size can not be deleted; set it to its default instead",
+            "~cache.block_size: cache.block_size cannot be deleted; set it to its default instead",
         ),
         (
             "hydra.verbose=true",

@@ -83,7 +83,8 @@ def test_no_default_value_is_lost_in_silence(name: str):
             {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"},
             {"parallel.tensor": 2, "parallel.executor": "processes"},
         ),
-        ({"pipeline_parallel_size": 1, "swap_space": 0, "trust_remote_code": False}, {}),
+        ({"pipeline_parallel_size": 2}, {"parallel.pipeline": 2}),
+        ({"enable_expert_parallel": False, "swap_space": 0, "trust_remote_code": False}, {}),
     ],
 )
 def test_arguments_become_settings(arguments: dict[str, object], settings: dict[str, object]):
@@ -98,14 +99,14 @@ def test_arguments_become_settings(arguments: dict[str, object], settings: dict[
     ("arguments", "message"),
     [
         (
-            {"pipeline_parallel_size": 2},
-            "pipeline_parallel_size=2: a model is divided by tensor_parallel_size only, experts "
-            "too; leave it out, or set data_parallel_size for more engines",
+            {"enable_expert_parallel": True},
+            "enable_expert_parallel=True: experts are divided by tensor_parallel_size as all other "
+            "weights; leave it out",
         ),
         (
-            {"distributed_executor_backend": "ray"},
-            "distributed_executor_backend=ray: the ranks of an engine run on one machine; "
-            "supported: mp, uni",
+            {"distributed_executor_backend": "external_launcher"},
+            "distributed_executor_backend=external_launcher: the ranks of an engine run on one "
+            "machine; supported: mp, uni, ray",
         ),
         (
             {"quantization": "awq"},
@@ -134,7 +135,7 @@ def test_arguments_become_settings(arguments: dict[str, object], settings: dict[
         ({"hf_overrides": "{"}, "hf_overrides={: it must be JSON"),
         (
             {"speculative_config": {"method": "medusa"}},
-            "the method must be one of ngram, ngram_gpu, suffix, draft_model, got 'medusa'",
+            "the method must be one of ngram, ngram_gpu, suffix, draft_model, eagle3, got 'medusa'",
         ),
         (
             {"speculative_config": '{"method": "ngram", "quantization": "fp8"}'},

@@ -7,10 +7,13 @@ import transformers
 from ostinato.conf.compose import group_options, load_config
 from ostinato.models.checkpoints.checkpoint import open_checkpoint
 from ostinato.models.registry import build_model, read_model_config
-from ostinato.runtime.startup.planning import open_model, plan_engine
+from ostinato.runtime.startup.plan.model_source import open_model
+from ostinato.runtime.startup.plan.planning import plan_engine
 
 # Parameters as the models' authors state them, tied weights counted once, and tokens of context.
 KNOWN = {
+    "deepseek-v2-lite": (15_706_484_224, 163_840),
+    "deepseek-v3": (671_026_419_200, 163_840),
     "falcon-40b": (41_303_293_952, 2_048),
     "falcon-7b": (6_921_720_704, 2_048),
     "falcon3-10b": (10_305_653_760, 32_768),
@@ -22,6 +25,7 @@ KNOWN = {
     "gemma3-1b": (999_885_952, 32_768),
     "gemma3-270m": (268_098_176, 32_768),
     "glm-4.5-air": (106_852_251_264, 131_072),
+    "gpt-j-6b": (6_050_882_784, 2_048),
     "gpt-oss-20b": (20_914_757_184, 131_072),
     "gpt2": (124_439_808, 1_024),
     "granite-3b-a800m": (3_298_793_472, 131_072),
@@ -89,7 +93,11 @@ def test_the_plan_holds_the_weights_and_the_cache(option: str):
     if "num_key_value_heads" in given and "layer_types" not in given:
         heads, layers = given["num_key_value_heads"], given["num_hidden_layers"]
         head_dim = given.get("head_dim") or given["hidden_size"] // given["num_attention_heads"]
-        width = 2 * layers * heads * head_dim * source.cache_dtype.itemsize
+        values = head_dim
+        if "qk_nope_head_dim" in given:
+            head_dim = given["qk_nope_head_dim"] + given["qk_rope_head_dim"]
+            values = given["v_head_dim"]
+        width = layers * heads * (head_dim + values) * source.cache_dtype.itemsize
         assert plan.bytes_per_block == width * plan.block_size
 
 

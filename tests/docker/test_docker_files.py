@@ -42,7 +42,7 @@ def instructions(name: str) -> list[Instruction]:
 
 
 def final_stage(name: str) -> dict[str, str]:
-    """The last instruction of each word in the stage that becomes the image."""
+    """The last instruction of each kind, such as USER, in the stage that becomes the image."""
     lines = instructions(name)
     begin = max(number for number, line in enumerate(lines) if line.word == "FROM")
     return {line.word: line.text for line in lines[begin:]}
@@ -94,7 +94,7 @@ def test_nothing_that_the_wheel_needs_is_left_out():
 
 @pytest.mark.parametrize("image", IMAGES)
 def test_the_requirements_are_those_of_the_project(image: str):
-    """The line of the Dockerfile that writes them, run as it stands."""
+    """Runs, unchanged, the line of the Dockerfile that writes them."""
     (line,) = [one.text for one in instructions(image) if "tomllib" in one.text]
     command, _, file = line.rpartition(" > ")
     words = shlex.split(command)

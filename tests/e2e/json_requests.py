@@ -22,7 +22,7 @@ __all__ = (
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
-MODEL = "ostinato-demo"  # of the shared server
+MODEL = "ostinato-demo"  # the model of the shared server
 HI: Any = [{"role": "user", "content": "What is a list?"}]
 GREEDY = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
 

@@ -27,7 +27,7 @@ class Site(NamedTuple):
     server: ServerProcess
     authority: Path  # certificate of the authority that signed the server's
     traces: list[bytes]
-    dumps: Path  # of the flight recorder
+    dumps: Path  # the flight recorder's files
 
     @property
     def trust(self) -> ssl.SSLContext:

@@ -1,7 +1,7 @@
-"""A server that can not start says why in one clear line, and its exit code is not 0.
+"""A server that cannot start says why in one clear line, and its exit code is not 0.
 
 A signal during a start ends the server at once, without leftovers. Other commands print the same
-lines about models that can not be opened: tests/api/cli/test_terminal_commands.py.
+lines about models that cannot be opened: tests/api/cli/test_terminal_commands.py.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ DEMO = Path(__file__).parents[2] / "models" / "demo"
 
 
 class Case(NamedTuple):
-    """A start that can not succeed."""
+    """A start that cannot succeed."""
 
     override: str
-    prefix: Callable[[], list[str]] = list  # of the command; it may skip the test
+    prefix: Callable[[], list[str]] = list  # words before the command; the call may skip the test
 
 
 def write_models(root: Path) -> dict[str, str]:
@@ -104,7 +104,7 @@ def ends(cases: dict[str, Case]) -> Iterator[dict[str, End]]:
     ("name", "words"),
     [
         ("truncated", ["model.safetensors is truncated"]),
-        ("locked", ["model.path=", "locked' can not be read: Permission denied for user id"]),
+        ("locked", ["model.path=", "locked' cannot be read: Permission denied for user id"]),
         ("memory", ["not enough memory", "cache.memory_gib"]),
         ("port", ["server.port=", "is in use", "choose another port"]),
         ("files", ["the limit of open files is 20", "ulimit -n"]),

@@ -87,7 +87,7 @@ def test_a_batch_is_answered_and_goes_on_after_an_interruption(tmp_path):
 
 def test_files_are_named_when_they_are_missing(tmp_path):
     for arguments, message in (
-        (["in.jsonl"], "run batch takes 2 files, got 1: run batch INPUT OUTPUT"),
+        (["in.jsonl"], "run batch takes 2 words, got 1: run batch INPUT OUTPUT"),
         ([str(tmp_path / "no"), str(tmp_path / "out")], "No such file"),
     ):
         done = subprocess.run(

@@ -48,7 +48,7 @@ def test_load_then_its_trace_again(server: ServerProcess, trace: Path, tmp_path:
         assert found["prefix_hit_rate"] > 0.2
         assert found["ttft_p50"] <= found["ttft_p99"] <= found["e2e_p99"]
         assert found["steps"] > 0
-        steps = point.details["steps"]  # of the flight recorder, without the warm-up
+        steps = point.details["steps"]  # from the flight recorder, without the warm-up
         assert 0 < len(steps["seconds"]) <= found["steps"]
         assert min(steps["begin_s"]) >= 0
         assert sum(steps["decode_tokens"]) > 0

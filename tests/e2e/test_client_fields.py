@@ -308,4 +308,4 @@ class TestMessagesDialect:
             json={**body, "chat_template_kwargs": {"messages": []}},
             timeout=60,
         )
-        assert "chat_template_kwargs can not set messages" in error.json()["error"]["message"]
+        assert "chat_template_kwargs cannot set messages" in error.json()["error"]["message"]

@@ -1,6 +1,6 @@
 """The official clients against a real server process: tools, streams, parsed answers, errors.
 
-The bundled model can not call tools by itself. A grammar writes the required calls.
+The bundled model cannot call tools by itself. A grammar writes the required calls.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A server in a container: a read-only cache, no home, a user without a name, few open files.
 
-One server has all these limits at once. test_bad_start.py tests servers that can not start.
+One server has all these limits at once. test_bad_start.py tests servers that cannot start.
 """
 
 from __future__ import annotations

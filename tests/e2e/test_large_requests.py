@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import select
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -41,7 +42,7 @@ BODIES = {
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ServerProcess]:
-    with ServerProcess() as process:
+    with ServerProcess("model.max_model_len=2048") as process:
         yield process
 
 
@@ -60,7 +61,7 @@ def test_a_text_that_can_not_fit_is_refused_by_its_length(server, path, body, pa
     error = post(server, path, body).json()["error"]
     assert (error["param"], error["code"]) == (param, "context_length_exceeded")
     assert "7000" in error["message"]  # the number of its characters
-    assert "512 tokens of at most" in error["message"]
+    assert "2048 tokens of at most" in error["message"]
 
 
 def test_of_a_text_that_is_truncated_the_end_is_taken(server):
@@ -81,7 +82,7 @@ def test_a_large_request_is_answered_as_a_small_one(server):
 
 
 def test_what_it_has_allocated_goes_back(server):
-    """After 20 MB of large bodies and answers the API process has little more memory than before."""
+    """After large bodies and answers the API process has little more memory than before."""
     process = psutil.Process(server.pid)
     messages = [
         {"role": ("user", "assistant")[index % 2], "content": "x"} for index in range(50_000)
@@ -117,6 +118,26 @@ def test_a_request_of_many_sequences_leaves_a_row_to_others(server):
         assert post(server, COMPLETIONS, {"prompt": "Hi", "max_tokens": 4}).status_code == 200
         assert server.metrics()["ostinato_requests_running"] > 0
         assert next(lines) is not None
+
+
+def test_a_prompt_is_scored_in_pieces_beside_a_stream(server):
+    """The stream gets tokens while 2,000 log-probabilities are computed. One step would give one."""
+    fields = {"prompt": [300 + index * 7 % 2000 for index in range(2000)], "max_tokens": 1}
+    scored = fields | {"prompt_logprobs": 20}
+    endless = {"prompt": "Once", "max_tokens": 2000, "ignore_eos": True, "stream": True}
+    with (
+        HTTP.stream("POST", server.url + COMPLETIONS, json=endless) as stream,
+        connect(server, COMPLETIONS, scored, "scored") as connection,
+    ):
+        during = 0
+        for line in stream.iter_lines():
+            if select.select([connection], [], [], 0)[0]:
+                break
+            during += line.startswith("data: ")
+        assert b"prompt_logprobs" in connection.recv(1 << 20) + connection.recv(1 << 20)
+    tokens = server.log_of("cmpl-scored ")
+    assert " prompt=2000 " in tokens
+    assert during >= 10
 
 
 def connect(server: ServerProcess, path: str, body: dict, request_id: str) -> socket.socket:
@@ -161,6 +182,18 @@ def test_a_client_that_leaves_while_its_body_is_prepared(server):
     for number in range(2):
         assert "disconnected phase=preparation" in server.log_of(f"works-{number} ")
     assert server.metrics()["ostinato_requests_running"] == 0
+
+
+def test_templates_leave_the_processes_to_other_requests(server):
+    """Endless templates take 2 processes at a time, so that ordinary requests do not wait for them."""
+    endless = ENDLESS | {"messages": [{"role": "user", "content": "Hi " * 2000}]}
+    sent = [connect(server, CHAT, endless, f"endless-{number}") for number in range(12)]
+    until(lambda: len(large_forks(server)) == 2, "no two templates are rendered at once")
+    assert post(server, "/tokenize", {"prompt": PROSE[:12_000]}).status_code == 200
+    ended, _, _ = select.select(sent, [], [], 0)
+    assert len(ended) < 5  # with 8 processes for all, the request would have waited for 5 of them
+    for connection in sent:
+        connection.close()
 
 
 def test_a_client_that_leaves_before_the_end_of_its_body(server):

@@ -310,8 +310,9 @@ class TestTheWayDown:
             assert server.wait() == 0
             assert not engine.is_running()
 
-    def test_a_signal_while_it_starts(self):
-        server = ServerProcess()
+    def test_a_signal_while_it_starts(self, tmp_path):
+        # Without a bundle the start compiles, so it takes seconds.
+        server = ServerProcess(f"graphs.bundle_dir={tmp_path}")
         try:
             url = server.wait_for_line("answers 503 until").split()[2]
             server.wait_for_line("imports")
@@ -346,7 +347,7 @@ class TestTheWayDown:
             with HTTP.stream(
                 "POST",
                 f"{server.url}/v1/chat/completions",
-                json={"messages": QUESTION, **LONG, "stream": True},
+                json={"messages": QUESTION, **LONG, "n": 64, "stream": True},  # seconds, also here
                 timeout=30,
             ) as response:
                 lines = response.iter_lines()

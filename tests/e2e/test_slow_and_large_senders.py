@@ -189,6 +189,24 @@ class TestTime:
             assert one.answer()[0] == 200
 
 
+class TestLeaving:
+    @pytest.mark.parametrize("stream", [False, True])
+    @pytest.mark.parametrize("count", [1, 2000])
+    def test_with_requests_behind_the_body(self, server, stream, count):
+        """While an answer is sent, what follows the request is not read. The end is seen anyway."""
+        name = f"left-{count}-{stream}"
+        fields = {"prompt": "Hi", "max_tokens": 400, "ignore_eos": True, "stream": stream}
+        body = json.dumps(fields).encode()
+        server.engine.suspend()  # so that there is no answer
+        try:
+            with Connection(server) as one:
+                one.send(head(f"X-Request-Id: {name}", length=len(body)) + body)
+                one.send(b"GET /health HTTP/1.1\r\n\r\n" * count)
+            assert f"{name} disconnected" in server.log_of(f"{name} ")
+        finally:
+            server.engine.resume()
+
+
 class TestMuchAtOnce:
     def test_pipelined_requests_are_all_answered_in_order(self, server):
         requests = [

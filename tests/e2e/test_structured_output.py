@@ -231,7 +231,7 @@ class TestRefusals:
             assert answer.status_code == 400, answer.text
             error = answer.json()["error"]
             assert error.get("param", "tools") == "tools"
-            text = 'tools can not be used: the schema has "uniqueItems", which can not be enforced'
+            text = 'tools cannot be used: the schema has "uniqueItems", which cannot be enforced'
             assert error["message"].startswith(text)
 
     def test_two_constraints(self, server):

@@ -25,7 +25,7 @@ from ostinato.runtime.types.structured_outputs import MAX_CHOICES
 from tests.e2e.server_process import HTTP, ServerProcess
 from tests.e2e.structured_requests import HI, complete, refused
 
-END_IDS = (0, 2)  # of the demo model
+END_IDS = (0, 2)  # the demo model's ids that end an answer
 PREPARATION = "ostinato.api.server.preparation_main"
 
 
@@ -174,7 +174,7 @@ class TestProcess:
             assert [one.result(120)["text"] for one in answers] == ["hold 0", "hold 1"]
 
     def test_none_can_be_started(self, server, python):
-        """The server can not start a process, so it answers 503, not 400."""
+        """The server cannot start a process, so it answers 503, not 400."""
         complete(server, structured_outputs={"choice": ["known"]})
         target = python.readlink()
         python.unlink()
@@ -195,7 +195,7 @@ class TestProcess:
             assert int(answer.headers["retry-after"]) > 0
             error = answer.json()["error"]
             assert (error["type"], error["code"]) == ("server_error", "helper_process")
-            assert "can not be started (No such file" in error["message"]
+            assert "cannot be started (No such file" in error["message"]
         # A constraint that was compiled before is still served.
         assert complete(server, structured_outputs={"choice": ["known"]})["text"] == "known"
         python.symlink_to(target)

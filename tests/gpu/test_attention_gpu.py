@@ -68,7 +68,7 @@ def make_spec(shape: Shape) -> AttentionSpec:
 def engine_of(
     name: str, shape: Shape, keys: tuple[GraphKey, ...] = ()
 ) -> tuple[AttentionBackend, AttentionPlanner, Engine]:
-    """A backend, its planner and the static buffers; skips where the backend can not serve."""
+    """A backend, its planner and the static buffers; skips where the backend cannot serve."""
     backend = load_backend(name)
     reason = backend.why_unsupported(make_spec(shape))
     if reason is not None:

@@ -90,12 +90,12 @@ def make_graphs(
     """Graphs of the same model over the same cache contents, whatever the arguments.
 
     Args:
-        dtype: of weights, activations and cache.
+        dtype: the dtype of weights, activations and cache.
         captured: with a table of buckets that `runner.capture` goes through.
         form: None = eager.
         device: None = the CUDA device.
         recorder: None = CUDA graphs.
-        vocab_size: of the model; prompts stay below VOCAB_SIZE.
+        vocab_size: the size of the model's vocabulary; prompts stay below VOCAB_SIZE.
     """
     device = device or torch.device("cuda", torch.cuda.current_device())
     config = LlamaForCausalLM.read_config({**MODEL, "vocab_size": vocab_size}, {})

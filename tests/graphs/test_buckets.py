@@ -1,4 +1,4 @@
-"""The bucket table rounds up, prefers the decode bucket, and misses legally."""
+"""The bucket table rounds up, prefers the decode bucket, and finds none for too large steps."""
 
 import pytest
 
@@ -90,7 +90,7 @@ def test_default_sizes_cover_the_largest_batch() -> None:
         ),
         (
             [8, 32],
-            "graphs.capture_sizes=[8, 32]: 32 can not occur with scheduler.max_num_seqs=8 and is "
+            "graphs.capture_sizes=[8, 32]: 32 cannot occur with scheduler.max_num_seqs=8 and is "
             "left out",
         ),
     ],

@@ -1,4 +1,4 @@
-"""Bundles: kept, moved, damaged, foreign, stale, in directories that can not be trusted or written."""
+"""Bundles: kept, moved, damaged, foreign, stale, in directories that cannot be trusted or written."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_one_altered_byte_anywhere_sets_it_aside(
     file.write_bytes(content)
     caplog.clear()
     bundle = Bundle(tmp_path, "tiny on a CPU", IDENTITY)
-    if contents(bundle) == FILES:  # white space of the manifest
+    if contents(bundle) == FILES:  # only white space of the manifest was changed
         assert file.name == "manifest.json"
         assert (
             bytes(content).split()
@@ -190,7 +190,7 @@ def test_a_full_disk_gives_one_warning_and_leaves_nothing(tmp_path: Path) -> Non
         [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True
     )
     assert done.stdout == "False []\n"
-    assert "can not be written: File too large" in done.stderr
+    assert "cannot be written: File too large" in done.stderr
 
 
 def test_two_processes_that_save_at_once_leave_a_whole_one(tmp_path: Path) -> None:

@@ -171,7 +171,7 @@ CLOSED_AFTER.__context__ = OUT_OF_MEMORY
 @pytest.mark.parametrize("error", [OUT_OF_MEMORY, CLOSED_AFTER])
 @torch.inference_mode()
 def test_buckets_that_lack_memory_are_left_out(error: Exception) -> None:
-    """Their steps run in the next larger bucket, or uncaptured; the tokens are the same."""
+    """Steps of these buckets run in the next larger one or uncaptured; the tokens are the same."""
     recorder = ScarceRecorder({4, 1}, error)  # not the mixed one of 6 rows, nor 2
     captured, eager = make_runner(recorder)
     assert captured.captured_keys == [GraphKey(4, 4, 1), GraphKey(1, 1, 1)]

@@ -89,8 +89,8 @@ def make_buffers() -> StaticBuffers:
 def fill(buffers: StaticBuffers, sequences: list[tuple[int, list[int]]]) -> tuple[int, int]:
     """Put (context already computed, new token ids) per sequence into the buffers.
 
-    Sequence i owns a table's worth of blocks, those of sequence 0 begin with block 1. Returns
-    (num_tokens, num_seqs).
+    Each sequence owns as many blocks as its table holds. The first sequence's begin with block 1.
+    Returns (num_tokens, num_seqs).
     """
     host, begin = buffers.host, 0
     block_size, max_blocks = buffers.block_size, host.block_table.shape[1]

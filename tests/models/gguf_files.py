@@ -114,7 +114,7 @@ def encode(value: Array, kind: GGMLQuantizationType) -> tuple[Array, Array]:
 
 
 def _random_blocks(shape: tuple[int, ...], kind: GGMLQuantizationType) -> Array:
-    """Random blocks of a type that the package can not quantise to; their scales are small."""
+    """Random blocks of a type that the package cannot quantise to; their scales are small."""
     block_values, block_bytes = gguf.GGML_QUANT_SIZES[kind]
     generator = np.random.default_rng(math.prod(shape))
     count = math.prod(shape) // block_values
@@ -251,7 +251,7 @@ def add_tokenizer(writer: gguf.GGUFWriter, tokenizer: dict[str, Any], **keys: An
     """Add the vocabulary of a tokenizer.json, as the converter writes it.
 
     Args:
-        writer: of the file.
+        writer: the writer of the file.
         tokenizer: the parsed tokenizer.json: byte-level BPE if `keys` have `pre`, else a BPE
             with fallback to bytes.
         keys: further keys below `tokenizer.ggml`, such as `eos_token_id`.

@@ -36,6 +36,31 @@ FALCON = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
 }
 GEMMA = {**SHARED, "num_key_value_heads": 2, "head_dim": 32, "tie_word_embeddings": True}
+GPTJ = {
+    "vocab_size": 199,
+    "n_embd": 64,
+    "n_layer": 3,
+    "n_head": 4,
+    "n_positions": 256,
+    "rotary_dim": 8,
+    "initializer_range": 0.15,
+    "bos_token_id": 7,
+    "eos_token_id": 7,
+}
+LLAMA4 = {
+    **SHARED,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 32,
+    "intermediate_size_mlp": 80,
+    "num_local_experts": 4,
+    "interleave_moe_layer_step": 2,
+    "no_rope_layers": [1, 0, 1],
+    "attention_chunk_size": 128,
+    "floor_scale": 16,
+    "attn_scale": 0.4,
+    "rope_parameters": LLAMA3,
+}
 QWEN3_MOE = {
     **SHARED,
     "num_key_value_heads": 2,
@@ -44,12 +69,28 @@ QWEN3_MOE = {
     "num_experts_per_tok": 3,
     "moe_intermediate_size": 32,
 }
+DEEPSEEK = {
+    **SHARED,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 32,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+}
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 1000.0,
     "factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+DEEPSEEK_YARN = {**YARN, "mscale": 0.7, "mscale_all_dim": 0.9}
 
 
 @dataclass(frozen=True)
@@ -60,7 +101,7 @@ class Variant:
     settings: dict[str, Any]
     shard_size: str = "1GB"
     pickled: bool = False
-    attention: str = "eager"  # of transformers
+    attention: str = "eager"  # the attention that transformers uses
 
     def as_one_file(self) -> Variant:
         """The same model in one safetensors file."""
@@ -72,8 +113,27 @@ VARIANTS = {
         "bloom",
         {**SHARED, "num_attention_heads": 6, "hidden_size": 48, "tie_word_embeddings": True},
     ),
+    "codegen": Variant("codegen", {**GPTJ, "n_inner": 96}),
     "cohere": Variant("cohere", {**SHARED, "num_key_value_heads": 2, "attention_bias": True}),
     "cohere2": Variant("cohere2", {**SHARED, "num_key_value_heads": 2, "sliding_window": 13}),
+    "deepseek-v2": Variant("deepseek_v2", {**DEEPSEEK, "q_lora_rank": None}),
+    "deepseek-v2-groups": Variant(
+        "deepseek_v2",
+        {**DEEPSEEK, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},
+        "60KB",
+    ),
+    "deepseek-v3": Variant("deepseek_v3", {**DEEPSEEK, "n_group": 4, "topk_group": 2}),
+    "deepseek-v3-yarn": Variant(
+        "deepseek_v3",
+        {
+            **DEEPSEEK,
+            "v_head_dim": 16,
+            "n_group": 2,
+            "topk_group": 1,
+            "rope_interleave": False,
+            "rope_parameters": DEEPSEEK_YARN,
+        },
+    ),
     "falcon-7b": Variant("falcon", {**FALCON, "num_attention_heads": 3, "hidden_size": 48}),
     "falcon-11b": Variant(
         "falcon", {**FALCON, "new_decoder_architecture": True, "num_ln_in_parallel_attn": 1}
@@ -137,6 +197,9 @@ VARIANTS = {
             "use_qk_norm": True,
         },
     ),
+    "glm4-moe-lite": Variant(
+        "glm4_moe_lite", {**DEEPSEEK, "mlp_layer_types": ["dense", "sparse", "sparse"]}
+    ),
     "gpt-oss": Variant(
         "gpt_oss",
         {
@@ -179,6 +242,7 @@ VARIANTS = {
             "eos_token_id": 7,
         },
     ),
+    "gptj": Variant("gptj", GPTJ),
     "gpt-neox": Variant("gpt_neox", SHARED),
     "gpt-neox-sequential": Variant(
         "gpt_neox", {**SHARED, "use_parallel_residual": False, "rotary_pct": 1.0}
@@ -214,6 +278,18 @@ VARIANTS = {
             "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0},
         },
         pickled=True,
+    ),
+    "llama4": Variant("llama4_text", LLAMA4),
+    "llama4-two-experts": Variant(
+        "llama4_text",
+        {
+            **LLAMA4,
+            "num_experts_per_tok": 2,
+            "use_qk_norm": False,
+            "attn_temperature_tuning": False,
+            "moe_layers": [0, 1],
+        },
+        "60KB",
     ),
     "llama-yarn": Variant("llama", {**SHARED, "rope_parameters": YARN}),
     "llama-dynamic": Variant(

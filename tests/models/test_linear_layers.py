@@ -10,7 +10,13 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from ostinato.models.base import CheckpointLayout, LanguageModel
-from ostinato.models.checkpoints.row_orders import interleaved_rope, per_group_qkv, per_head_qkv
+from ostinato.models.checkpoints.row_orders import (
+    interleaved_rope,
+    per_group_qkv,
+    per_head_pairs,
+    per_head_qkv,
+    rotated_last,
+)
 from ostinato.models.checkpoints.slots import find_slots
 from ostinato.models.linear_layers import (
     BuildOptions,
@@ -189,6 +195,18 @@ def test_interleaved_pairs_become_halves() -> None:
     left, right = ours[:, : rotary // 2], ours[:, rotary // 2 : rotary]
     halves = [left * angle.cos() - right * angle.sin(), right * angle.cos() + left * angle.sin()]
     torch.testing.assert_close(torch.cat([*halves, ours[:, rotary:]], 1), rotated)
+
+
+def test_rotated_rows_that_are_stored_last_come_first() -> None:
+    stored = torch.arange(2 * 7)
+    order = rotated_last(2, 7, 4)
+    assert stored[order].tolist() == [3, 5, 4, 6, 0, 1, 2, 10, 12, 11, 13, 7, 8, 9]
+    order = rotated_last(2, 7, 4, is_interleaved=False)
+    assert stored[order].tolist() == [3, 4, 5, 6, 0, 1, 2, 10, 11, 12, 13, 7, 8, 9]
+
+
+def test_pairs_that_are_stored_by_head_become_two_parts() -> None:
+    assert per_head_pairs(2, 1, 2).tolist() == [0, 3, 1, 2, 4, 5]
 
 
 def test_orders_reach_separate_parts_and_the_norms_beside_them() -> None:

@@ -168,7 +168,7 @@ CASES = [
     ("gpt-oss", 2),
     ("phi3", 2),
     ("cohere", 2),
-    ("bloom", 3),  # slopes of ALiBi for each head; three ranks can not divide the vocabulary
+    ("bloom", 3),  # slopes of ALiBi for each head; three ranks cannot divide the vocabulary
     ("llama-mqa", 4),
 ]
 

@@ -26,6 +26,7 @@ class Shape:
     num_heads: int = 8
     num_kv_heads: int = 2
     head_dim: int = 32
+    value_dim: int = 0  # 0 = head_dim
     block_size: int = 16
     dtype: torch.dtype = torch.float32
     cache_dtype: torch.dtype | None = None  # None = dtype
@@ -79,9 +80,10 @@ def make_step(lengths: list[tuple[int, int]], shape: Shape, seed: int = 0) -> St
     free = (torch.randperm(num_blocks - 1, generator=generator) + 1).tolist()
     num_rows = shape.num_rows or len(lengths)
     block_table = torch.full((num_rows, shape.max_blocks or max(counts)), STALE_BLOCK)
+    value_dim = shape.value_dim or shape.head_dim
     k_cache, v_cache = (
-        torch.randn(num_blocks, shape.num_kv_heads, size, shape.head_dim, generator=generator)
-        for _ in range(2)
+        torch.randn(num_blocks, shape.num_kv_heads, size, head_size, generator=generator)
+        for head_size in (shape.head_dim, value_dim)
     )
     starts, slots = [0], []
     for row, (query_len, context) in enumerate(lengths):
@@ -99,8 +101,12 @@ def make_step(lengths: list[tuple[int, int]], shape: Shape, seed: int = 0) -> St
     seq_lens = [context for _, context in lengths] + [0] * (num_rows - len(lengths))
     rows = num_tokens + shape.num_padding
     q, k, v = (
-        torch.randn(rows, heads, shape.head_dim, generator=generator)
-        for heads in (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
+        torch.randn(rows, heads, head_size, generator=generator)
+        for heads, head_size in (
+            (shape.num_heads, shape.head_dim),
+            (shape.num_kv_heads, shape.head_dim),
+            (shape.num_kv_heads, value_dim),
+        )
     )
     q, k, v = (tensor.to(shape.device, shape.dtype) for tensor in (q, k, v))
     k_cache, v_cache = (
@@ -174,9 +180,10 @@ class CpuOrder:
 
 def run(backend: AttentionBackend, step: Step, shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
     """(output, k_cache, v_cache) after the call, caches by token; `step` is left as it was."""
-    order = CpuOrder(step.k_cache) if backend.name == "cpu" else None
-    k_cache = order.keys(step.k_cache) if order else step.k_cache.clone()
-    v_cache = order.values(step.v_cache) if order else step.v_cache.clone()
+    k_cache, v_cache = step.k_cache.clone(), step.v_cache.clone()
+    key_order, value_order = CpuOrder(k_cache), CpuOrder(v_cache)
+    if backend.name == "cpu":
+        k_cache, v_cache = key_order.keys(k_cache), value_order.values(v_cache)
     out = backend.run(
         step.q,
         step.k,
@@ -189,8 +196,9 @@ def run(backend: AttentionBackend, step: Step, shape: Shape) -> tuple[Tensor, Te
         shape.soft_cap,
         *shape.per_head(),
     )
-    if order:
-        k_cache, v_cache = order.keys_by_token(k_cache), order.values_by_token(v_cache)
+    if backend.name == "cpu":
+        k_cache = key_order.keys_by_token(k_cache)
+        v_cache = value_order.values_by_token(v_cache)
     return out, k_cache, v_cache
 
 
@@ -223,7 +231,7 @@ def check(backend: AttentionBackend, lengths: list[tuple[int, int]], shape: Shap
     expected, _, _ = run(REFERENCE, widened, wide)
     _, k_expected, v_expected = run(REFERENCE, step, shape)
     real = slice(0, step.num_tokens)
-    assert out.shape == step.q.shape
+    assert out.shape == (*step.q.shape[:2], step.v.shape[2])
     assert out.dtype == shape.dtype
     assert out.is_contiguous()
     tolerance = TOLERANCE[shape.dtype]

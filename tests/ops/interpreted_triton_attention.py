@@ -20,6 +20,7 @@ from ostinato.ops.attention import AttentionMetadata
 from ostinato.ops.backends.reference import BACKEND as REFERENCE
 from ostinato.ops.backends.triton import BACKEND, write_kv
 from tests.ops.attention_steps import Shape, Step, check, make_step, run
+from tests.ops.exact_fp8 import FP8, convert_exactly
 
 FLOAT32, FLOAT16 = torch.float32, torch.float16
 
@@ -87,7 +88,6 @@ def test_matches_reference(lengths: list[tuple[int, int]], shape: Shape) -> None
     assert (out[-3:] == 0).all(), "padding rows are zeros"
 
 
-FP8 = torch.float8_e4m3fn
 FP8_GRID = [
     (MIXED, shape(4, 1, 64, 16, FLOAT16)),
     (MIXED, shape(2, 2, 32, 8, FLOAT32)),
@@ -97,22 +97,9 @@ FP8_GRID = [
 
 @pytest.fixture
 def exact_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Convert to 8 bits as torch does, which equals the hardware within the dtype's range.
-
-    The interpreter rounds without carry into the exponent, and has no NaN there.
-    """
-    convert = interpreter._convert_float
-
-    def exact(data: np.ndarray, source: tl.dtype, target: tl.dtype, mode: object) -> np.ndarray:
-        if source == tl.float8e4nv:
-            wide = torch.from_numpy(data.view(np.uint8)).view(FP8).float().numpy()
-            return wide.astype(np.float16 if target == tl.float16 else np.float32)
-        if target == tl.float8e4nv:
-            wide = torch.from_numpy(np.ascontiguousarray(data).astype(np.float32))
-            return wide.to(FP8).view(torch.uint8).numpy()
-        return convert(data, source, target, mode)
-
-    monkeypatch.setattr(interpreter, "_convert_float", exact)
+    """Convert to 8 bits as torch and the hardware do, which the interpreter does not."""
+    convert = convert_exactly(interpreter._convert_float)
+    monkeypatch.setattr(interpreter, "_convert_float", convert)
 
 
 @pytest.mark.usefixtures("exact_fp8")

@@ -17,7 +17,8 @@ Choice pick(std::mt19937_64& random, std::initializer_list<Choice> choices) {
   return choices.begin()[random() % choices.size()];
 }
 
-// Flat, peaked, with ties, clusters, one outlier, a ramp, values that are not numbers; a part of it may be impossible.
+// A row of logits of a random kind: flat, peaked, with ties, clusters, one outlier, a ramp or NaN. Some tokens may be
+// impossible.
 std::vector<float> make_row(std::mt19937_64& random) {
   const int count = pick(random, {513, 600, 1000, 4096, 5001, 20000});
   const int kind = static_cast<int>(random() % 8);

@@ -124,7 +124,7 @@ def test_products_of_bytes_are_the_processors(multiply: Callable[[int, bytes], b
 
 
 def _rounded(exact: Fraction) -> Fraction:
-    """To the nearest of 24 binary digits, ties to even, without a limit of exponents."""
+    """Rounded to 24 binary digits, ties to even, without a limit of exponents."""
     if exact == 0:
         return exact
     exponent = abs(exact.numerator).bit_length() - exact.denominator.bit_length()

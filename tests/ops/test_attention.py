@@ -125,8 +125,9 @@ def dense(step: Step, shape: Shape, row: int) -> Tensor:
     added = added.masked_fill(~seen, float("-inf"))
     if sinks is not None:
         # A key of zeros, whose logit is the sink and whose value is zero.
-        none = torch.zeros(1, *keys.shape[1:])
-        keys, values = torch.cat((keys, none)), torch.cat((values, none))
+        keys, values = (
+            torch.cat((side, torch.zeros(1, *side.shape[1:]))) for side in (keys, values)
+        )
         added = torch.cat((added, sinks[:, None, None].expand(-1, num_queries, 1)), -1)
     out = F.scaled_dot_product_attention(
         step.q[starts[row] : starts[row + 1]].transpose(0, 1),
@@ -138,7 +139,9 @@ def dense(step: Step, shape: Shape, row: int) -> Tensor:
     return out.transpose(0, 1)
 
 
-@pytest.mark.parametrize("extras", [{}, {"has_alibi": True}, {"has_sinks": True}], ids=str)
+@pytest.mark.parametrize(
+    "extras", [{}, {"has_alibi": True}, {"has_sinks": True}, {"value_dim": 24}], ids=str
+)
 @pytest.mark.parametrize("window", [0, 1, 19])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), HEADS)
 def test_reference_is_dense_attention(
@@ -198,6 +201,37 @@ def test_alibi_and_sinks(level: LevelBackend, dtype: torch.dtype, extras: dict[s
     check(
         level, MIXED, Shape(dtype=dtype, num_heads=7, num_kv_heads=1, sliding_window=90, **extras)
     )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(24, 16), (192, 128), (40, 72)])
+@pytest.mark.parametrize("cache_dtype", [None, torch.int8], ids=["plain", "int8"])
+def test_keys_and_values_of_two_sizes(
+    level: LevelBackend,
+    dtype: torch.dtype,
+    head_dim: int,
+    value_dim: int,
+    cache_dtype: torch.dtype | None,
+) -> None:
+    """Multi-head latent attention (DeepSeek) has keys of 192 and values of 128 elements."""
+    shape = Shape(
+        head_dim=head_dim,
+        value_dim=value_dim,
+        num_heads=3,
+        num_kv_heads=3,
+        dtype=dtype,
+        cache_dtype=cache_dtype,
+    )
+    check(level, MIXED, shape)
+
+
+def test_values_of_another_size_have_the_bits_of_padded_ones() -> None:
+    """The result is that of values padded with zeros to the size of keys, without the padding."""
+    shape = Shape(head_dim=48, value_dim=32, dtype=torch.bfloat16)
+    step = make_step(MIXED, shape)
+    padded = step._replace(v=F.pad(step.v, (0, 16)), v_cache=F.pad(step.v_cache, (0, 16)))
+    out, _, _ = run(CPU, step, shape)
+    assert torch.equal(out, run(CPU, padded, shape)[0][..., :32])
 
 
 def test_a_sink_far_above_all_logits_takes_all_weight() -> None:

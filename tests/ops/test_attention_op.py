@@ -107,7 +107,7 @@ def test_tensors_that_do_not_fit_are_refused() -> None:
         run(CPU, step._replace(k=step.k.double()), shape)
     with pytest.raises(ValueError, match="last dimension must be contiguous"):
         run(CPU, step._replace(q=step.q.repeat(1, 1, 2)[..., ::2]), shape)
-    with pytest.raises(ValueError, match="with q's T and D"):
+    with pytest.raises(ValueError, match="the caches need the head_dim of k and of v"):
         run(CPU, step._replace(v=step.v[..., :16]), shape)
     with pytest.raises(ValueError, match=r"sinks must be float32 \[8\], contiguous"):
         CPU.run(*step[:5], step.metadata, 1.0, 0, 0.0, None, torch.zeros(7))

@@ -25,7 +25,7 @@ _KINDS = sorted(set(activation.ACTIVATIONS.values()))
 def kernels(request: pytest.FixtureRequest) -> SimpleNamespace:
     """The ops at one instruction set."""
     assert all(hasattr(module, "__all__") for module in (activation, norm, rope))  # ops are defined
-    names = ("rms_norm", "layer_norm", "rotate_heads", "activation")
+    names = ("rms_norm", "layer_norm", "rotate_heads", "join_heads", "activation")
     return ops_of("core", request.param, **{name: name for name in names})
 
 
@@ -117,6 +117,18 @@ def test_no_rows(kernels: SimpleNamespace) -> None:
     assert kernels.activation(x, "relu", True).shape == (0, 4)
 
 
+@pytest.mark.parametrize("dtype", _DTYPES, ids=name_of)
+@pytest.mark.parametrize(("tokens", "heads", "shared", "own"), [(1, 3, 8, 16), (70, 128, 64, 128)])
+def test_joined_heads(
+    kernels: SimpleNamespace, dtype: torch.dtype, tokens: int, heads: int, shared: int, own: int
+) -> None:
+    first = _random(tokens, 1, shared, dtype=dtype)
+    second = _random(tokens, heads, own, dtype=dtype, seed=1)
+    result = kernels.join_heads(first, second)
+    assert result.is_contiguous()
+    assert torch.equal(result, torch.cat((first.expand(-1, heads, -1), second), -1))
+
+
 def test_wrong_arguments_are_named(kernels: SimpleNamespace) -> None:
     x = torch.ones(2, 8)
     with pytest.raises(
@@ -134,3 +146,5 @@ def test_wrong_arguments_are_named(kernels: SimpleNamespace) -> None:
     table = torch.ones(2, 5)
     with pytest.raises(ValueError, match="cos and sin must be float32"):
         kernels.rotate_heads(x.view(2, 1, 8), table, table, None, None, 1, 0.0)
+    with pytest.raises(ValueError, match="shared must be"):
+        kernels.join_heads(x.view(2, 2, 4), x.view(2, 2, 4))

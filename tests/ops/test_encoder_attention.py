@@ -61,7 +61,7 @@ def test_every_row_sees_its_sequence_and_no_other(level: str, dtype: torch.dtype
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 def test_bits_of_a_sequence_depend_on_it_alone(level: str, dtype: torch.dtype) -> None:
-    """Over several partitions of keys, tiles of queries and numbers of threads."""
+    """Sequences have several partitions of keys and tiles of queries; numbers of threads differ."""
     attend = ops_of("core", level, attend=OP).attend
     lengths = [5, 300, 1, 64, 517]
     q, k, v = inputs(sum(lengths), dtype, 32)

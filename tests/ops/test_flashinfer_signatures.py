@@ -148,7 +148,7 @@ def flashinfer() -> Library:
     try:
         return load_library()
     except ImportError as error:
-        pytest.skip(f"flashinfer is an optional dependency and can not be imported: {error}")
+        pytest.skip(f"flashinfer is an optional dependency and cannot be imported: {error}")
 
 
 def test_every_call_binds_to_flashinfer(

@@ -22,7 +22,7 @@ library.load("small")
 
 @pytest.fixture
 def nothing_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a process that has loaded no kernels."""
+    """Makes the process look as if it had loaded no kernels."""
     monkeypatch.setattr(library, "_loaded", {})
     monkeypatch.setattr(library, "_chosen", {})
 

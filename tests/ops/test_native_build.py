@@ -150,7 +150,7 @@ def test_a_cache_that_can_not_be_written_is_named(tmp_path: Path) -> None:
     process = start(BUILD, cache=cache)
     _, err = process.communicate(timeout=120)
     assert process.returncode != 0
-    assert f"NativeBuildError: the CPU kernels can not be built in {cache}/native/" in err
+    assert f"NativeBuildError: the CPU kernels cannot be built in {cache}/native/" in err
     assert "set OSTINATO_CACHE_DIR to a writable directory" in err
 
 

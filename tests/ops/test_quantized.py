@@ -309,7 +309,7 @@ def test_bad_arguments_are_refused() -> None:
     for wrong in (QuantFormat(5, 32, True), QuantFormat(8, 12, True), QuantFormat(8, 512, True)):
         with pytest.raises(ValueError, match="8 or 4 bits and groups of 8 to 256 values"):
             quantize_linear_weight(torch.zeros(40, 8), wrong)
-    with pytest.raises(ValueError, match="can not be quantised: the CPU's matrix kernels take"):
+    with pytest.raises(ValueError, match="cannot be quantised: the CPU's matrix kernels take"):
         quantize_linear_weight(torch.zeros(4, 4, dtype=torch.float16), form)
     message = r"ids\[1\] is 40, not a row of the weight: 0 to 39"
     with pytest.raises(ValueError, match=message):

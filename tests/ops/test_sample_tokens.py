@@ -116,7 +116,7 @@ def test_a_draw_is_that_of_plain_torch(
 def test_top_p_over_many_candidates_is_that_of_plain_torch(
     isa: str, seed: int, vocabulary: int, form: str, top_p: float, min_p: float
 ) -> None:
-    """As the test above, but compares the logits of the drawn tokens instead of their ids.
+    """Like the test above, but the logits of the drawn tokens are compared instead of their ids.
 
     Plain torch may sort tokens with equal logits in another order.
     """

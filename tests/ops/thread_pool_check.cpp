@@ -81,7 +81,7 @@ void a_forked_process(ostinato::ThreadPool& pool) {
   if (child == 0) _exit(is_done_once(pool, 4, 100) ? 0 : 1);  // its pool threads stayed in the parent
   int status = 0;
   check(waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == 0,
-        "a forked process can not do its work alone");
+        "a forked process cannot do its work alone");
 }
 
 double cpu_seconds() { return static_cast<double>(std::clock()) / CLOCKS_PER_SEC; }

@@ -7,13 +7,14 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from ostinato.runtime.fork_server import BeginPart, serve_forks
 
 
 def begin(first: bytes):
     if first == b"fail":
-        raise RuntimeError("it can not begin")
+        raise RuntimeError("it cannot begin")
     if first == b"alone":
         os.fork = no_fork
     loaded = [first] * 1000
@@ -24,6 +25,8 @@ def begin(first: bytes):
             return JOBS[job](begin_part)
         if job.startswith(b"j"):
             return str(len(job)).encode()
+        if job.startswith(b"meet "):
+            meet(job)
         loaded.append(job)  # seen by no other fork
         return b"%d %s %d %d" % (len(loaded), loaded[0], os.getpid(), os.getppid())
 
@@ -32,6 +35,14 @@ def begin(first: bytes):
 
 def no_fork() -> int:
     raise BlockingIOError("Resource temporarily unavailable")  # as with too many processes
+
+
+def meet(job: bytes) -> None:
+    """Waits until as many forks as the job says have made a file in the folder that it names."""
+    _, count, folder = job.decode().split(" ", 2)
+    (Path(folder) / str(os.getpid())).touch()
+    while len(os.listdir(folder)) < int(count):
+        time.sleep(0.01)
 
 
 def spin(begin_part: BeginPart) -> bytes:

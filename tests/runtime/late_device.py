@@ -355,7 +355,7 @@ class LateDevice:
 
         def tensor(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Tensor:
             made = make(*args, **kwargs)
-            if pin_memory:  # which torch.tensor refuses before any op is called
+            if pin_memory:  # torch.tensor refuses pinned memory before any op is called
                 self.pin(made)
             return made
 

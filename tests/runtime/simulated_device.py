@@ -3,9 +3,9 @@
 The model has two layers. A token's first-layer entry is (token, position, salt). Its second-layer
 entry is a digest of all first-layer entries that its row sees, read through the block table, and
 its output is a digest of all second-layer entries read the same way. As in the real op, a layer
-writes all entries of a step before any row reads. So a table that shares the wrong block, a block
-that is reused too early, a position that is computed twice or never, a block that crosses salts:
-each changes a digest, and with it a token.
+writes all entries of a step before any row reads. The tests look for a table that shares the wrong
+block, a block that is reused too early, a position that is computed twice or never, and a block
+that is shared between salts. Each of these mistakes changes a digest, and with it a token.
 
 `reference_output` gives the same tokens from a plain list, without blocks, batches or steps.
 """
@@ -16,7 +16,7 @@ import math
 import random
 from dataclasses import dataclass, field
 
-from ostinato.runtime.scheduling.beam_search import BeamSearch, num_candidates
+from ostinato.runtime.scheduling.sequences.beam_search import BeamSearch, num_candidates
 from ostinato.runtime.types.outputs import BeamOutput, FinishReason, TokenLogprobs
 from ostinato.runtime.types.request import Request
 from ostinato.runtime.types.step import (
@@ -33,7 +33,7 @@ EOS = 0
 
 
 def mix(digest: int, entry: object) -> int:
-    """One step of a rolling digest; stable between processes for what is made of integers."""
+    """One step of a rolling digest. Entries made of integers give the same digest in any process."""
     return hash((digest, entry))
 
 
@@ -48,12 +48,12 @@ def to_token(digest: int) -> int:
 
 
 def to_score(digest: int, next_token: int) -> TokenLogprobs:
-    """What stands for the log-probability of a prompt token after an output digest."""
+    """A made-up log-probability of a prompt token, computed from the output digest before it."""
     return TokenLogprobs(float(digest % 1000), next_token, [], [])
 
 
 def reference_prompt_scores(request: Request) -> list[TokenLogprobs] | None:
-    """The scores of all prompt tokens after the first, from a plain list; None = not wanted."""
+    """The scores of all prompt tokens after the first, from a plain list; None = not requested."""
     if request.sampling.prompt_logprobs is None:
         return None
     first = second = 0
@@ -67,7 +67,7 @@ def reference_prompt_scores(request: Request) -> list[TokenLogprobs] | None:
 
 
 def to_candidates(digest: int, count: int) -> TokenLogprobs:
-    """What stands for the likeliest tokens after an output digest, log-probabilities that add up."""
+    """Made-up likeliest tokens after an output digest; all tokens' probabilities add up to 1."""
     weights = [(mix(digest, token) >> 5) % 97 + 1 for token in range(VOCAB_SIZE)]
     logprobs = [math.log(weight / sum(weights)) for weight in weights]
     ids = sorted(range(VOCAB_SIZE), key=lambda token: -logprobs[token])[:count]
@@ -118,7 +118,7 @@ def reference_output(
 
 @dataclass
 class Row:
-    """The device's state of one row."""
+    """What the device stores for one row."""
 
     request_id: str
     salt: int
@@ -126,10 +126,10 @@ class Row:
     num_computed_tokens: int | None = None  # None until the first step after its admission
     last_token: int | None = None
     prompt_token_ids: list[int] = field(default_factory=list)
-    num_candidates: int = 0  # of a beam
+    num_candidates: int = 0  # the likeliest tokens that a beam search asks for
     encoder_slots: list[int] = field(default_factory=list)  # first slots of its encoder's blocks
     held_at: int | None = None  # the position that gave no token and is to be computed again
-    num_holds: int = 0  # in a row
+    num_holds: int = 0  # consecutive steps without a token
 
 
 class SimulatedDevice:
@@ -137,8 +137,8 @@ class SimulatedDevice:
 
     Loads end when `finish_loads` is called; until then no step may touch their blocks.
 
-    With `hold_seed`, rows get no token at random steps, at most twice in a row, as rows that wait for
-    the masks of their grammars.
+    With `hold_seed`, rows get no token at random steps, at most at two consecutive ones. They behave
+    like rows that wait for the masks of their grammars.
     """
 
     def __init__(self, total_blocks: int, block_size: int, hold_seed: int | None = None) -> None:
@@ -146,8 +146,9 @@ class SimulatedDevice:
         self.total_blocks = total_blocks
         self.block_size = block_size
         self.rows: dict[int, Row] = {}
-        self.loads: list[BlockTransfer] = []  # that have not ended
-        self._tier: dict[int, tuple[list[_First], list[int | None]]] = {}  # by place
+        self.loads: list[BlockTransfer] = []  # loads that have not ended
+        # The contents of each place in the tier.
+        self._tier: dict[int, tuple[list[_First], list[int | None]]] = {}
         self._first: list[_First] = [None] * (total_blocks * block_size)
         self._second: list[int | None] = [None] * (total_blocks * block_size)
 
@@ -312,15 +313,15 @@ class SimulatedDevice:
         return digest
 
     def _sample(self, entry: ScheduledSequence) -> list[int]:
-        """The tokens of the entry: up to the first that is not the guess for its position."""
+        """The entry's tokens, up to and with the first that differs from the draft for its position."""
         row, tokens = self.rows[entry.row], []
         if row.held_at is not None:
-            return []  # it was planned as if the step before had given a token
+            return []  # the step was planned as if the step before had given a token
         if self._holds is not None and not row.num_candidates:
             row.num_holds = (row.num_holds + 1) * (self._holds.random() < 0.3) % 3
             if row.num_holds:
                 row.held_at = entry.start + entry.num_new_tokens - 1 - entry.num_drafts
-                row.last_token = -5  # of no sequence
+                row.last_token = -5  # an id that no sequence has
                 return []
         first = entry.num_new_tokens - 1 - entry.num_drafts
         for index in range(first, entry.num_new_tokens):

@@ -21,6 +21,7 @@ from tests.runtime.simulated_device import (
     reference_prompt_scores,
 )
 from tests.runtime.speculation.draft_device import SimulatedDrafter
+from tests.runtime.speculation.head_device import SimulatedEagle
 
 
 class SimulatedEngine:
@@ -41,13 +42,19 @@ class SimulatedEngine:
         prefix_caching: bool = True,
         costs: CostTable | None = None,
         target_s: float = 0.0,
-        drafter: OracleDrafter | SimulatedDrafter | None = None,
+        drafter: OracleDrafter | SimulatedDrafter | SimulatedEagle | None = None,
         num_tier_places: int = 0,
         num_cross_groups: int = 0,
         score_tokens: float = 0.0,
         hold_seed: int | None = None,
+        num_lanes: int = 1,
     ) -> None:
-        """With `costs`, no step with decodes may take longer than `target_s`."""
+        """With `costs`, no step with decodes may take longer than `target_s`.
+
+        With several lanes, as many steps are in flight, and they decode different sequences.
+        """
+        self._num_lanes = num_lanes
+        self.max_in_flight = 2 if num_lanes == 1 else num_lanes
         self._has_holds = hold_seed is not None
         self.config = SchedulerConfig(
             max_num_seqs=max_num_seqs,
@@ -74,6 +81,8 @@ class SimulatedEngine:
             bound=bound,
             proposer=drafter,
             score_tokens=score_tokens,
+            max_in_flight=self.max_in_flight,
+            has_lanes=num_lanes > 1,
         )
         self.device = SimulatedDevice(total_blocks, block_size, hold_seed)
         self.requests: dict[str, Request] = {}
@@ -99,12 +108,14 @@ class SimulatedEngine:
 
     def launch(self) -> SchedulerOutput | None:
         """Schedule a step and run it on the device."""
+        num_running = self.scheduler.num_running
         output = self.scheduler.schedule()
         if output is None:
             can_go_on = self._in_flight or self.device.loads or not self.scheduler.has_work
             assert can_go_on, "work, but nothing can ever run"
             return None
         self._check_limits(output)
+        self._check_lanes(output, num_running)
         self._in_flight.append((output, self.device.execute(output)))
         self._check_target(output)
         self._check_ends(output)
@@ -154,12 +165,14 @@ class SimulatedEngine:
         last_step = self.num_steps + 4 * sum(lengths) + 10 + 2 * len(lengths)
         if self._has_holds:
             last_step *= 4  # each token may wait for two steps, with one in flight after each
+        last_step *= self._num_lanes
         while self.scheduler.has_work:
             assert self.num_steps <= last_step, f"{list(self.scheduler.requests())} starve"
             launched = self.launch()
             if launched is None or self.num_steps % 3 == 0:
                 self.finish_loads()
-            if self._in_flight and (not lookahead or launched is None or self.num_in_flight == 2):
+            is_full = self.num_in_flight == self.max_in_flight
+            if self._in_flight and (not lookahead or launched is None or is_full):
                 self.land()
 
     def check_drained(self) -> None:
@@ -217,6 +230,18 @@ class SimulatedEngine:
         num_score_tokens = self.score_tokens * output.num_prompt_logits
         over = num_tokens + num_score_tokens - self.config.max_num_batched_tokens
         assert not output.num_prompt_logits or over <= self.score_tokens + 1e-6
+
+    def _check_lanes(self, output: SchedulerOutput, num_running: int) -> None:
+        """With lanes, no token follows from one that a step in flight draws.
+
+        A step decodes at most its part of the sequences that ran before it.
+        """
+        if self._num_lanes == 1:
+            return
+        rows = {entry.row for one, _ in self._in_flight for entry in one.scheduled}
+        decoded = [entry.row for entry in output.scheduled if not entry.token_ids]
+        assert not rows & set(decoded), "a sequence is in two lanes"
+        assert len(decoded) <= -(-num_running // self._num_lanes)
 
     def _check_target(self, output: SchedulerOutput) -> None:
         """A step of decodes and prompts keeps the target, or has one block's worth of a prompt.

@@ -89,9 +89,9 @@ def test_it_can_be_started_before_its_first_job():
 SHARED = LIMITS._replace(is_shared=True)
 
 
-def test_shared_jobs_follow_each_other_in_one_process():
-    async def pid_of(server, limits=SHARED):
-        return int((await server.call(b"a", limits)).split()[2])
+def test_shared_jobs_follow_each_other_in_one_process(tmp_path):
+    async def pid_of(server, limits=SHARED, job=b"a"):
+        return int((await server.call(job, limits)).split()[2])
 
     async def test(server):
         first = await pid_of(server)
@@ -99,9 +99,10 @@ def test_shared_jobs_follow_each_other_in_one_process():
         assert await pid_of(server, LIMITS) != first  # it has a process of its own
         assert await pid_of(server) == first
         assert (await server.call(b"a", SHARED)).startswith(b"1004 hello")  # the fourth there
-        # A process that has done its job may be given a second one meanwhile.
-        at_once = await asyncio.gather(*(pid_of(server) for _ in range(12)))
-        assert len(set(at_once)) > 4
+        # Each of six jobs goes on until all have begun, so no process can do two of them.
+        meet = b"meet 6 " + bytes(tmp_path)
+        at_once = await asyncio.gather(*(pid_of(server, job=meet) for _ in range(6)))
+        assert len(set(at_once)) == 6
         forks = psutil.Process(server.pid).children()
         kept = await asyncio.gather(*(pid_of(server) for _ in range(4)))
         assert set(kept) < set(at_once)  # four have stayed
@@ -137,12 +138,41 @@ def test_a_shared_job_has_its_own_processor_time():
     async def test(server):
         for _ in range(3):  # each takes 0.6 s, and no part more than its limit
             assert await server.call(b"parts", SHARED) == b"done"
-        (fork,) = psutil.Process(server.pid).children()
-        fork.kill()  # while it waits
+
+    run(test)
+
+
+def test_forks_that_are_killed_while_they_wait_fail_no_job():
+    async def test(server):
+        await asyncio.gather(*(server.call(b"parts", SHARED) for _ in range(4)))
+        forks = psutil.Process(server.pid).children()
+        assert len(forks) == 4
+        for fork in forks:
+            fork.kill()
+        for answer in await asyncio.gather(*(server.call(b"a", SHARED) for _ in forks)):
+            assert answer.startswith(b"1001 hello")
         with pytest.raises(JobError, match="ended with signal 9") as caught:
-            await server.call(b"a", SHARED)
+            await server.call(b"killed", SHARED)  # it ends a new one as well
         assert caught.value.reason.fault is Fault.unknown
-        assert (await server.call(b"a", SHARED)).startswith(b"1001 hello")
+
+    run(test)
+
+
+def test_when_all_processes_were_killed_the_second_try_starts_one(monkeypatch):
+    """However many forks waited: the next error is that of the start."""
+
+    async def test(server):
+        await asyncio.gather(*(server.call(b"parts", SHARED) for _ in range(4)))
+        process = psutil.Process(server.pid)
+        monkeypatch.setattr(sys, "executable", "/no/such/python")
+        for one in (*process.children(), process):
+            one.kill()
+        with contextlib.suppress(JobError):  # the server's process may not have ended yet
+            await server.call(b"a", SHARED)
+        for _ in range(2):
+            with pytest.raises(JobError, match="cannot be started") as caught:
+                await server.call(b"a", SHARED)
+            assert caught.value.reason.fault is Fault.start
 
     run(test)
 
@@ -238,14 +268,14 @@ def test_a_server_process_that_can_not_start(monkeypatch, capfd):
             assert caught.value.reason.fault is Fault.start
 
     async def without_forks(server):
-        with pytest.raises(JobError, match="can not be forked") as caught:
+        with pytest.raises(JobError, match="cannot be forked") as caught:
             await server.call(b"a", LIMITS)
         assert caught.value.reason.fault is Fault.start
 
     run(without_forks, first=b"alone")
     run(test, module="tests.runtime.no_such_module")
     run(test, first=b"fail")
-    assert "it can not begin" in capfd.readouterr().err
+    assert "it cannot begin" in capfd.readouterr().err
     monkeypatch.setattr(sys, "executable", "/no/such/python")
     run(test)
 

@@ -104,7 +104,7 @@ def test_a_seed_makes_a_run_repeatable(llm: LLM):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"pipeline_parallel_size": 2}, "divided by tensor_parallel_size only"),
+        ({"enable_expert_parallel": True}, "experts are divided by tensor_parallel_size"),
         (
             {"tensor_parallel_size": 2, "distributed_executor_backend": "uni"},
             "parallel.executor must be auto or processes with parallel.tensor=2, got 'inline'",

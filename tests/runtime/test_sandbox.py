@@ -80,7 +80,7 @@ def test_a_process_that_can_not_start(monkeypatch):
 
     failed("tests.runtime.no_such_module", "ended at its start with exit code 1")
     monkeypatch.setattr(sys, "executable", "/no/such/python")
-    failed("tests.runtime.sandbox_child", r"can not be started \(No such file")
+    failed("tests.runtime.sandbox_child", r"cannot be started \(No such file")
 
 
 def test_a_server_with_a_limit_of_memory():

@@ -225,7 +225,7 @@ class ShapedBody:
         return Calls([ToolCall(name=name, arguments=arguments.lstrip())], done)
 
     def _raw(self, name: str, text: str, length: int) -> Begun | Calls:
-        """The call of a custom tool whose text stands as it is; `length` of the body."""
+        """The call of a custom tool with verbatim text; `length` is the length of the body."""
         end = RAW_END + self._shape.end
         position = text.find(end)
         if position < 0:

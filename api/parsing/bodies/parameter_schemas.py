@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
 
 from ostinato.runtime.errors import InvalidRequestError
 
-__all__ = ("Parameter", "allowed_types", "parameters_of", "types_of_parameters")
+__all__ = ("Parameter", "allowed_types", "listed", "parameters_of", "types_of_parameters")
 
 _ALL = ("string", "integer", "number", "boolean", "null", "array", "object")
 _MAX_DEPTH = 16
@@ -56,7 +56,7 @@ def parameters_of(
         limits_text: strings can be held to keywords such as `pattern`.
 
     Raises:
-        InvalidRequestError: `strict`, and the schema asks for what such a format can not enforce.
+        InvalidRequestError: `strict`, and the schema asks for what such a format cannot enforce.
     """
     root = schema or {"properties": {}}
     unknown = sorted(set(root) - _OF_OBJECTS)
@@ -84,7 +84,7 @@ def parameters_of(
 
 def _refuse(function: str, what: str) -> None:
     raise InvalidRequestError(
-        f"tools: {what} can not be enforced in the format in which this model writes calls; remove"
+        f"tools: {what} cannot be enforced in the format in which this model writes calls; remove"
         f" it from the parameters of {function!r}, or leave out strict",
         param="tools",
         code="invalid_value",
@@ -161,3 +161,34 @@ def _type_of(value: Any) -> str:
         if isinstance(value, kind):
             return name
     return "object"
+
+
+def listed(
+    parameters: list[Parameter],
+    argument: Callable[[Parameter, str], dict[str, Any]],
+    separator: str,
+) -> dict[str, Any]:
+    """The format tree of arguments with a separator between them, of which some may be missing.
+
+    Args:
+        parameters: those that are required come first in the text.
+        argument: the tree of one argument, with what stands before it.
+        separator: between two arguments.
+    """
+    required = [one for one in parameters if one.is_required]
+    others = [one for one in parameters if not one.is_required]
+    nothing = {"type": "const_string", "value": ""}
+
+    def sequence(first: Parameter, following: list[Parameter]) -> dict[str, Any]:
+        elements = [argument(first, "")]
+        for one in following:
+            tree = argument(one, separator)
+            elements.append(
+                tree if one.is_required else {"type": "or", "elements": [tree, nothing]}
+            )
+        return {"type": "sequence", "elements": elements}
+
+    if required:
+        return sequence(required[0], required[1:] + others)
+    ways = [sequence(one, others[at + 1 :]) for at, one in enumerate(others)]
+    return {"type": "or", "elements": [*ways, nothing]} if ways else nothing

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from ostinato.api.parsing.bodies.body_reader import Begun, Calls, NotACall, json_text
-from ostinato.api.parsing.bodies.parameter_schemas import Parameter, parameters_of
+from ostinato.api.parsing.bodies.parameter_schemas import Parameter, listed, parameters_of
 from ostinato.api.parsing.bodies.python_values import ValueEnd, ValueScanner, literal
 from ostinato.api.parsing.custom_tools import RAW_BEGIN, RAW_END, raw_arguments
 from ostinato.api.parsing.events import ToolCall
@@ -39,7 +39,7 @@ class PythonLayout(msgspec.Struct, frozen=True, kw_only=True):
         """The format tree of the arguments of a function.
 
         Raises:
-            InvalidRequestError: `strict`, and the schema asks for what can not be enforced, or a
+            InvalidRequestError: `strict`, and the schema asks for what cannot be enforced, or a
                 parameter's name is no name in Python.
         """
         parameters = parameters_of(function, schema, strict=strict, limits_text=True)
@@ -53,16 +53,7 @@ class PythonLayout(msgspec.Struct, frozen=True, kw_only=True):
                     param="tools",
                     code="invalid_value",
                 )
-        required = [one for one in parameters if one.is_required]
-        others = [one for one in parameters if not one.is_required]
-        nothing = {"type": "const_string", "value": ""}
-        if required:
-            return _sequence([_argument(required[0], ""), *_following(required[1:] + others)])
-        ways = [
-            _sequence([_argument(one, ""), *_following(others[at + 1 :])])
-            for at, one in enumerate(others)
-        ]
-        return {"type": "or", "elements": [*ways, nothing]} if ways else nothing
+        return listed(parameters, _argument, ", ")
 
     def raw_ends(self, key: str) -> tuple[str, str]:
         """What stands around a text that a grammar of its own enforces."""
@@ -74,15 +65,6 @@ def _any_arguments() -> dict[str, Any]:
     value = {"type": "json_schema", "json_schema": True}
     one = {"type": "tag", "begin": "", "content": _sequence([key, value]), "end": ""}
     return {"type": "tags_with_separator", "tags": [one], "separator": ", ", "at_least_one": False}
-
-
-def _following(parameters: list[Parameter]) -> list[dict[str, Any]]:
-    nothing = {"type": "const_string", "value": ""}
-    return [
-        argument if one.is_required else {"type": "or", "elements": [argument, nothing]}
-        for one in parameters
-        for argument in [_argument(one, ", ")]
-    ]
 
 
 def _argument(one: Parameter, separator: str) -> dict[str, Any]:
@@ -265,7 +247,7 @@ class OnePythonBody:
         return body.index("(") + 1
 
     def _raw(self, name: str, body: str) -> Begun | Calls:
-        """The call of a custom tool whose text stands as it is."""
+        """The call of a custom tool whose text is written verbatim."""
         begin = self._begin(body) + len(RAW_BEGIN)
         end = RAW_END + ")"
         position = body.find(end, begin)

@@ -37,6 +37,9 @@ class TagLayout(msgspec.Struct, frozen=True, kw_only=True):
     It is `function_begin` NAME `name_end`, then for each parameter `key_begin` KEY `key_end`
     `value_begin` VALUE `value_end`, then `function_end`. White space may stand between the parts.
     White space next to a value is part of the value.
+
+    With `json_key_end` the tag of a key says what its value is: a string behind `key_end`, JSON
+    behind `json_key_end`. Else the function's schema says it.
     """
 
     before: tuple[str, ...] = ()  # texts before `function_begin`, each of which may be missing
@@ -44,6 +47,7 @@ class TagLayout(msgspec.Struct, frozen=True, kw_only=True):
     name_end: str = ""
     key_begin: str
     key_end: str
+    json_key_end: str = ""
     value_begin: str = ""
     value_end: str
     function_end: str
@@ -57,15 +61,15 @@ class TagLayout(msgspec.Struct, frozen=True, kw_only=True):
             for _, value in given
         )
         return "".join(
-            f"{self._head(key)}{text}{self._tail}"
-            for (key, _), text in zip(given, texts, strict=True)
+            f"{self._head(key, is_text=isinstance(value, str))}{text}{self._tail}"
+            for (key, value), text in zip(given, texts, strict=True)
         )
 
     def part(self, function: str, schema: dict[str, Any] | None, *, strict: bool) -> dict[str, Any]:
         """The format tree of the parameters of a function.
 
         Raises:
-            InvalidRequestError: `strict`, and the schema asks for what can not be enforced.
+            InvalidRequestError: `strict`, and the schema asks for what cannot be enforced.
         """
         parameters = parameters_of(function, schema, strict=strict, limits_text=False)
         if parameters is None:
@@ -78,10 +82,11 @@ class TagLayout(msgspec.Struct, frozen=True, kw_only=True):
         """What stands around the text of a parameter that a grammar of its own enforces."""
         return self._head(key), self._tail
 
-    def _head(self, key: str) -> str:
+    def _head(self, key: str, *, is_text: bool = True) -> str:
+        key_end = self.key_end if is_text else self.json_key_end or self.key_end
         line = "\n" if self.own_lines else ""
         between = "\n" if self.value_begin else ""
-        return f"{self.key_begin}{key}{self.key_end}{between}{self.value_begin}{line}"
+        return f"{self.key_begin}{key}{key_end}{between}{self.value_begin}{line}"
 
     @property
     def _tail(self) -> str:
@@ -92,7 +97,8 @@ class TagLayout(msgspec.Struct, frozen=True, kw_only=True):
         if one.choices:
             texts = [{"type": "const_string", "value": text} for text in one.choices]
             content = {"type": "or", "elements": texts}
-        tag = {"type": "tag", "begin": self._head(one.name), "content": content, "end": self._tail}
+        head = self._head(one.name, is_text=bool(one.choices))
+        tag = {"type": "tag", "begin": head, "content": content, "end": self._tail}
         if one.may_be_text and not one.choices:
             tag = self._text(self._head(one.name))
         if one.is_required:
@@ -100,7 +106,7 @@ class TagLayout(msgspec.Struct, frozen=True, kw_only=True):
         return {"type": "or", "elements": [tag, {"type": "const_string", "value": ""}]}
 
     def _text(self, head: str) -> dict[str, Any]:
-        """A parameter of free text, which ends where its tag does, as for the reader."""
+        """A parameter of free text. Like the reader, the grammar ends it at the closing tag."""
         text = {
             "type": "tag",
             "begin": head,
@@ -112,6 +118,11 @@ class TagLayout(msgspec.Struct, frozen=True, kw_only=True):
     def _any_parameters(self) -> dict[str, Any]:
         key = {"type": "regex", "pattern": r"[A-Za-z_][A-Za-z0-9_]{0,63}"}
         value = self._text(self._head("").removeprefix(self.key_begin))
+        if self.json_key_end:
+            head = self._head("", is_text=False).removeprefix(self.key_begin)
+            any_json = {"type": "json_schema", "json_schema": True}
+            other = {"type": "tag", "begin": head, "content": any_json, "end": self._tail}
+            value = {"type": "or", "elements": [value, other]}
         content = {"type": "sequence", "elements": [key, value]}
         one = {"type": "tag", "begin": self.key_begin, "content": content, "end": ""}
         return {
@@ -127,7 +138,7 @@ class TaggedBody:
 
     Args:
         opening: the marker before the body; it may be the beginning of the function's tag.
-        types: of the functions' parameters.
+        types: the types of the functions' parameters.
         streams: a grammar enforces the shape, so the arguments are certain as they arrive.
     """
 
@@ -140,7 +151,8 @@ class TaggedBody:
         self._position = 0
         self._name = ""
         self._own_types: Mapping[str, tuple[str, ...]] = {}
-        self._key: str | None = None  # of the parameter whose value is being read
+        self._key: str | None = None  # the parameter whose value is being read
+        self._is_json = False  # its tag says that the value is not a string
         self._searched = 0  # there is no end of the value before this position
         self._keys: set[str] = set()
         self._arguments: list[str] = []  # `"key": value` of each complete parameter
@@ -208,10 +220,11 @@ class TaggedBody:
             may_come = any(one.startswith(rest) for one in ends)
             return NotACall.unfinished if may_come else NotACall.malformed
         begin = self._position + len(layout.key_begin)
-        end = body.find(layout.key_end, begin, begin + _MAX_KEY)
+        end, key_end = self._find_key_end(body, begin)
         if end < 0:
             return NotACall.malformed if len(body) > begin + _MAX_KEY else NotACall.unfinished
-        position = end + len(layout.key_end)
+        self._is_json = bool(layout.json_key_end) and key_end == layout.json_key_end
+        position = end + len(key_end)
         if layout.value_begin:
             text = body[position : position + 80].lstrip()
             if not text.startswith(layout.value_begin):
@@ -224,6 +237,19 @@ class TaggedBody:
         self._key, self._position, self._searched = key, position, position
         return None
 
+    def _find_key_end(self, body: str, begin: int) -> tuple[int, str]:
+        """Where a key ends, -1 = nowhere yet, and the text behind it."""
+        layout = self._layout
+        texts = filter(None, (layout.key_end, layout.json_key_end))
+        found = [(body.find(text, begin, begin + _MAX_KEY), text) for text in texts]
+        return min((one for one in found if one[0] >= 0), default=(-1, ""))
+
+    def _types_of_key(self, key: str) -> tuple[str, ...]:
+        """The types that the value of a key may have; empty = any."""
+        if self._layout.json_key_end and not self._is_json:
+            return ("string",)
+        return self._own_types.get(key, ())
+
     def _read_value(self, body: str) -> NotACall | None:
         assert self._key is not None, "a key was read"
         value_end = self._layout.value_end
@@ -234,7 +260,7 @@ class TaggedBody:
         text = body[self._position : position]
         if self._layout.own_lines:
             text = text.removeprefix("\n").removesuffix("\n")
-        value = value_of_text(text, self._own_types.get(self._key, ()))
+        value = value_of_text(text, self._types_of_key(self._key))
         key, written = json_text(self._key), json_text(value)
         if key is None or written is None:
             return NotACall.malformed
@@ -246,7 +272,7 @@ class TaggedBody:
 
     def _open_text(self, body: str) -> str:
         """The JSON of the parameter that is being read as far as it is certain."""
-        is_text = self._key is not None and self._own_types.get(self._key) == ("string",)
+        is_text = self._key is not None and self._types_of_key(self._key) == ("string",)
         if self._key is None or not is_text or self._key in self._keys:
             return ""
         text = body[self._position :]

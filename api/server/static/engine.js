@@ -90,10 +90,11 @@ export class EngineView {
   }
 
   engineButton(one) {
-    const { engine, state, num_unfinished, num_restarts, reason } = one.status;
+    const { engine, node, state, num_unfinished, num_restarts, reason } = one.status;
     const memory = one.resident_bytes === null ? "" : `, ${short(one.resident_bytes / 2 ** 30)} GiB`;
     const restarts = num_restarts ? `, ${count(num_restarts, "restart")}` : "";
-    const facts = `${number(one.num_running)} run, ${number(num_unfinished)} in all, ${percent(one.kv_cache_usage)} of blocks${memory}${restarts}`;
+    const place = node ? `on ${node}, ` : "";
+    const facts = `${place}${number(one.num_running)} run, ${number(num_unfinished)} in all, ${percent(one.kv_cache_usage)} of blocks${memory}${restarts}`;
     const button = make(
       "button",
       "",
@@ -174,7 +175,7 @@ export class EngineView {
     const limit = engine.max_num_seqs;
     const shown = rows.slice(0, SHOWN_ROWS);
     byId("rows").replaceChildren(
-      ...(shown.length ? shown.map(rowItem) : [make("li", "empty", "Nothing runs.")]),
+      ...(shown.length ? shown.map(rowItem) : [make("li", "empty", "No request runs.")]),
     );
     const some = engine.num_rows > shown.length ? `, ${number(shown.length)} shown` : "";
     byId("batch-note").textContent = `${number(engine.num_rows)} of ${number(limit)} rows${some}`;
@@ -190,7 +191,7 @@ export class EngineView {
         make("span", "age", `${count(one.num_prompt_tokens, "token")}, ${age} ${unit}`),
       ]);
     });
-    byId("queue").replaceChildren(...(items.length ? items : [make("li", "empty", "Nobody waits.")]));
+    byId("queue").replaceChildren(...(items.length ? items : [make("li", "empty", "The queue is empty.")]));
   }
 
   blocks(engine) {
@@ -210,11 +211,12 @@ export class EngineView {
 /** The list of ranks, where the shown engine has several. */
 function showRanks(ranks) {
   byId("ranks-card").hidden = !ranks.length;
-  byId("ranks-note").textContent = `${number(ranks.length)} processes, each with a part of every weight`;
+  byId("ranks-note").textContent = `${number(ranks.length)} processes, each with a part of the model`;
   const gib = (bytes) => `${short(bytes / 2 ** 30)} GiB`;
   const items = ranks.map(({ plan, resident_bytes }) => {
     const memory = resident_bytes === null ? "does not run" : `${gib(resident_bytes)} of memory`;
-    const facts = `${gib(plan.weights_bytes)} of weights, ${gib(plan.memory_bytes)} planned, ${count(plan.threads, "thread")}`;
+    const layers = `layers ${plan.first_layer} to ${plan.first_layer + plan.num_layers - 1}`;
+    const facts = `${layers}: ${gib(plan.weights_bytes)} of weights, ${gib(plan.memory_bytes)} planned, ${count(plan.threads, "thread")}`;
     return make("li", "rank", [
       make("span", "", `rank ${plan.rank}`),
       make("span", "", memory),

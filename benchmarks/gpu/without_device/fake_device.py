@@ -21,7 +21,7 @@ from ostinato.benchmarks.machine.device_guard import install_device_guard
 
 __all__ = ("fake_device", "replaced")
 
-_REGISTERS = 64 * 1024  # of a multiprocessor
+_REGISTERS = 64 * 1024  # registers of a multiprocessor
 
 
 @contextmanager
@@ -61,6 +61,7 @@ def fake_device(device: DescribedDevice) -> Iterator[None]:
         "get_device_properties": lambda *arguments: properties,
         "get_device_capability": lambda *arguments: device.capability,
         "get_device_name": lambda *arguments: device.name,
+        "mem_get_info": lambda *arguments: (device.memory_bytes, device.memory_bytes),
         "get_rng_state": lambda *arguments: torch.zeros(16, dtype=torch.uint8),
         "set_rng_state": lambda *arguments: None,
         "_lazy_init": lambda: None,

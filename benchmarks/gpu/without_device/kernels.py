@@ -15,7 +15,7 @@ from triton.runtime.jit import JITFunction, MockTensor
 from ostinato.benchmarks.gpu.without_device.fake_device import replaced
 from ostinato.benchmarks.machine.kernel_resources import Resources, read_resources
 
-__all__ = ("OwnLaunch", "compile_inductor_kernel", "recorded_launches")
+__all__ = ("OwnLaunch", "compile_inductor_kernel", "inductor_resources", "recorded_launches")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +25,13 @@ class OwnLaunch:
     name: str
     num_programs: int
     constants: Mapping[str, Any]
-    resources: Resources
+    compiled: Any  # Triton's kernel
+    arch: int
+
+    @property
+    def resources(self) -> Resources:
+        """What its assembler reports. A kernel from a bundle has no text to assemble."""
+        return _resources(self.compiled, self.arch)
 
 
 @contextmanager
@@ -49,7 +55,8 @@ def recorded_launches(arch: int) -> Iterator[list[OwnLaunch]]:
                 name=kernel.fn.__name__,
                 num_programs=programs,
                 constants=constants,
-                resources=_resources(compiled, arch),
+                compiled=compiled,
+                arch=arch,
             )
         )
         return compiled
@@ -58,19 +65,32 @@ def recorded_launches(arch: int) -> Iterator[list[OwnLaunch]]:
         yield launches
 
 
-def compile_inductor_kernel(name: str, source: str, arch: int) -> list[Resources]:
+def inductor_resources(name: str, source: str, arch: int) -> list[Resources]:
     """The resources of a kernel that Inductor wrote, for each configuration that it may choose.
 
     Args:
-        name: of the kernel.
+        name: the name of the kernel.
         source: its module.
         arch: the compute capability as one number.
+    """
+    return [_resources(compiled, arch) for compiled in compile_inductor_kernel(name, source)]
+
+
+def compile_inductor_kernel(name: str, source: str) -> list[Any]:
+    """Compile a kernel that Inductor wrote, for each configuration that it may choose.
+
+    Args:
+        name: the name of the kernel.
+        source: its module.
+
+    Returns:
+        Triton's kernels.
     """
     # Kernels of the static launcher do not keep their compiled text.
     with inductor_config.patch(use_static_triton_launcher=False):
         kernel: Any = getattr(PyCodeCache.load(source), name)
         kernel.precompile(warm_cache_only=True)
-    return [_resources(result.kernel, arch) for result in kernel.compile_results]
+    return [result.kernel for result in kernel.compile_results]
 
 
 def _resources(compiled: Any, arch: int) -> Resources:

@@ -49,7 +49,7 @@ class Launch:
     name: str
     num_bytes: sympy.Expr  # read and written, each element once; 0 of our ops, which count it
     input_bytes: sympy.Expr  # the part that is read
-    num_flop: sympy.Expr  # of matrix products
+    num_flop: sympy.Expr  # floating point operations of matrix products
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +59,7 @@ class Lowered:
     launches: tuple[Launch, ...]
     waits: tuple[str, ...]  # lines at which the host would wait for the device
     copies: tuple[str, ...]  # lines at which torch would copy a whole tensor
-    sources: Mapping[str, str]  # of each Triton kernel by name
+    sources: Mapping[str, str]  # the source of each Triton kernel, by name
     hints: Mapping[sympy.Symbol, int]  # what each size was in the example
     wrapper: str
 
@@ -145,8 +145,8 @@ def _launches(node: Any) -> bool:
 def _bytes_of(graph: GraphLowering, node: Any) -> tuple[sympy.Expr, sympy.Expr]:
     """Bytes that a node reads and writes in global memory, each element once.
 
-    Buffers that live within a fused node are not counted. Of a table that is read at indices that
-    the device computes, the rows that are read count.
+    Buffers that live within a fused node are not counted. If the device computes the indices at
+    which a table is read, only the rows that are read count.
     """
     inner = {
         name

@@ -13,23 +13,43 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ostinato.benchmarks.gpu.without_device.kernels import OwnLaunch, recorded_launches
 from ostinato.benchmarks.gpu.without_device.lowering import By, Launch, Lowered, lowered_graphs
 from ostinato.conf.compose import load_config
 from ostinato.conf.schema import GraphForm
 from ostinato.graphs.compiler.compile import compile_model
-from ostinato.models.base import CausalLM
+from ostinato.graphs.compiler.functions import ProgramStore
+from ostinato.models.base import CausalLM, DecoderLayer
+from ostinato.models.choose_weights import PLAIN, WeightPolicy
 from ostinato.models.config.model_config import ModelConfig
-from ostinato.models.kv_cache import KVCache
+from ostinato.models.kv_cache import KVCache, KVCacheSpec
 from ostinato.models.registry import build_model
 from ostinato.models.step_tensors import ForwardBatch, Size, StepSizes, tensor_specs
-from ostinato.runtime.startup.planning import open_model
+from ostinato.ops.backends.triton_tiles import ceil_div
+from ostinato.ops.fused import triton_fused_linear
+from ostinato.runtime.startup.plan.model_source import open_model
 
-__all__ = ("BLOCK_SIZE", "MAX_MODEL_LEN", "ModelPrograms", "fake_batch", "lower_model")
+__all__ = (
+    "BLOCK_SIZE",
+    "MAX_MODEL_LEN",
+    "FusedLaunch",
+    "ModelPrograms",
+    "lower_config",
+    "lower_model",
+)
 
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 16_384
-_NUM_BLOCKS = 65_536  # of the cache: a copy of it would be seen in the bytes of a launch
+_NUM_BLOCKS = 65_536  # so large that a copied cache would show in a launch's bytes
 _EXAMPLE = StepSizes(16, 2, 2)  # as at an engine's start (runtime/startup/loading.py)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FusedLaunch:
+    """A launch of a layer for few rows."""
+
+    launch: Launch
+    kernel: OwnLaunch | None  # None of attention, which makes several launches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,9 +57,12 @@ class ModelPrograms:
     """A model's launches; those of its layers are counted once."""
 
     config: ModelConfig
+    dtype: torch.dtype  # of weights and activations
+    block_size: int
+    max_model_len: int
     layer: Lowered  # every layer but the last
     last: Lowered
-    model: CausalLM  # of fake tensors
+    model: CausalLM  # its tensors are fake
     kv_cache: KVCache
     mode: FakeTensorMode
 
@@ -53,16 +76,54 @@ class ModelPrograms:
 
         They run uncompiled: each torch op that is not a view is one launch.
         """
-        batch = fake_batch(self.model, sizes, self.mode)
+        batch = self.batch(sizes)
         with self.mode, torch.inference_mode():
             hidden = torch.empty(
-                sizes.num_rows, self.config.hidden_size, dtype=torch.bfloat16, device="cuda"
+                sizes.num_rows, self.config.hidden_size, dtype=self.dtype, device="cuda"
             )
             with _counted() as begin:
                 self.model.begin(batch)
             with _counted() as finish:
                 self.model.compute_logits(self.model.finish(hidden))
         return begin, finish
+
+    def batch(self, sizes: StepSizes) -> ForwardBatch:
+        """Step tensors of a shape, without contents."""
+        return _fake_batch(
+            self.model, sizes, ceil_div(self.max_model_len, self.block_size), self.mode
+        )
+
+    @property
+    def has_few_rows(self) -> bool:
+        """Whether the layers have a form for few rows."""
+        return self._few_rows(0) is not None
+
+    def fused_launches(
+        self, sizes: StepSizes, arch: int, *, is_last: bool = False
+    ) -> list[FusedLaunch]:
+        """The launches of a layer for few rows, our matrix kernels compiled.
+
+        Args:
+            sizes: of the step.
+            arch: the compute capability as one number.
+            is_last: of the last layer, which computes the wanted rows only.
+        """
+        index = len(self.model.layers) - 1 if is_last else 0
+        block = self._few_rows(index)
+        assert block is not None, "the model's layers have no form for few rows"
+        batch = self.batch(sizes)
+        found: list[FusedLaunch] = []
+        with self.mode, torch.inference_mode():
+            hidden, step = self.model.begin(batch)
+            rows = batch.logits_indices if is_last else None
+            with _Fused(found, arch):
+                block(hidden, step, *self.kv_cache[index], rows)
+        return found
+
+    def _few_rows(self, index: int) -> torch.nn.Module | None:
+        layer = self.model.layers[index]
+        assert isinstance(layer, DecoderLayer), f"{type(layer).__name__} is not a DecoderLayer"
+        return layer.few_rows()
 
 
 def lower_model(name: str) -> ModelPrograms:
@@ -78,30 +139,69 @@ def lower_model(name: str) -> ModelPrograms:
     config = open_model(run).config
     if config.has_experts:
         raise ValueError(f"{name} has experts: the CUDA path runs them uncompiled")
+    return lower_config(
+        config,
+        torch.bfloat16,
+        config.kv_cache_spec(BLOCK_SIZE, torch.bfloat16),
+        min(MAX_MODEL_LEN, config.max_model_len),
+    )
+
+
+def lower_config(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    cache: KVCacheSpec,
+    max_model_len: int,
+    *,
+    weights: WeightPolicy = PLAIN,
+    form: GraphForm = GraphForm.layer,
+    store: ProgramStore | None = None,
+) -> ModelPrograms:
+    """Lower a model with the triton backend, inside `fake_device`.
+
+    Args:
+        config: its hyperparameters.
+        dtype: of weights and activations.
+        cache: the shapes of its KV cache.
+        max_model_len: tokens of the longest context.
+        weights: the weight method of each matrix.
+        form: what is one program.
+        store: where compiled functions are put; None = nowhere.
+    """
     device = torch.device("cuda", 0)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode, torch.inference_mode():
         model = build_model(
             config,
-            dtype=torch.bfloat16,
+            dtype=dtype,
             device=device,
             attention_backend="triton",
-            max_model_len=min(MAX_MODEL_LEN, config.max_model_len),
+            max_model_len=max_model_len,
+            weights=weights,
         )
-        cache = config.kv_cache_spec(BLOCK_SIZE, torch.bfloat16).allocate(_NUM_BLOCKS, device)
-    assert isinstance(model, CausalLM), f"{name} generates no tokens"
-    example = fake_batch(model, _EXAMPLE, mode)
+        kv_cache = cache.allocate(_NUM_BLOCKS, device)
+    assert isinstance(model, CausalLM), f"{config.architecture} generates no tokens"
+    num_blocks = ceil_div(max_model_len, cache.block_size)
+    example = _fake_batch(model, _EXAMPLE, num_blocks, mode)
     with lowered_graphs() as found, torch.inference_mode():
-        compile_model(model, GraphForm.layer, example, cache)
-    first, last = found[0], found[-1]
+        compile_model(model, form, example, kv_cache, store)
     return ModelPrograms(
-        config=config, layer=first, last=last, model=model, kv_cache=cache, mode=mode
+        config=config,
+        dtype=dtype,
+        block_size=cache.block_size,
+        max_model_len=max_model_len,
+        layer=found[0],
+        last=found[-1],
+        model=model,
+        kv_cache=kv_cache,
+        mode=mode,
     )
 
 
-def fake_batch(model: CausalLM, sizes: StepSizes, mode: FakeTensorMode) -> ForwardBatch:
-    """Step tensors of a shape, without contents."""
-    fixed = {Size.blocks: MAX_MODEL_LEN // BLOCK_SIZE, Size.encoder_blocks: 1}
+def _fake_batch(
+    model: CausalLM, sizes: StepSizes, num_blocks: int, mode: FakeTensorMode
+) -> ForwardBatch:
+    fixed = {Size.blocks: num_blocks, Size.encoder_blocks: 1}
     with mode:
         tensors: dict[str, Tensor] = {
             name: torch.empty(
@@ -136,22 +236,68 @@ class _Counting(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if not isinstance(result, Tensor) or func.is_view:
-            return result
-        inputs = [one for one in args if isinstance(one, Tensor)]
-        name = str(func)
-        read = sum(one.nbytes for one in inputs)
-        if name.startswith("aten.embedding"):
-            read = result.nbytes + inputs[1].nbytes  # the rows alone
-        is_product = name.startswith(("aten.mm", "aten.addmm"))
-        flop = 2 * result.numel() * inputs[-1].shape[0] if is_product else 0
-        self._launches.append(
-            Launch(
-                by=By.cublas if is_product else By.torch,
-                name=name,
-                num_bytes=sympy.Integer(read + result.nbytes),
-                input_bytes=sympy.Integer(read),
-                num_flop=sympy.Integer(flop),
-            )
-        )
+        if isinstance(result, Tensor) and not func.is_view:
+            self._launches.append(_torch_launch(func, args, result))
         return result
+
+
+class _Fused(TorchDispatchMode):
+    """Adds the launches of our ops, and one for each op of torch that is not a view."""
+
+    def __init__(self, launches: list[FusedLaunch], arch: int) -> None:
+        super().__init__()
+        self._launches = launches
+        self._arch = arch
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.ostinato.fused_linear.default:
+            with recorded_launches(self._arch) as kernels:
+                triton_fused_linear.launch(*args)
+            self._launches.append(FusedLaunch(launch=_linear(args, result), kernel=kernels[0]))
+        elif func is torch.ops.ostinato.rotary_attention.default:
+            launch = _launch(By.own, "rotary_attention", 0, 0, 0)
+            self._launches.append(FusedLaunch(launch=launch, kernel=None))
+        elif isinstance(result, Tensor) and not func.is_view:
+            launch = _torch_launch(func, args, result)
+            self._launches.append(FusedLaunch(launch=launch, kernel=None))
+        return result
+
+
+def _torch_launch(func: Any, args: tuple[Any, ...], result: Tensor) -> Launch:
+    """An op of torch that runs by itself."""
+    inputs = [one for one in args if isinstance(one, Tensor)]
+    name = str(func)
+    read = sum(one.nbytes for one in inputs)
+    if name.startswith("aten.embedding"):
+        read = result.nbytes + inputs[1].nbytes  # the rows alone
+    is_product = name.startswith(("aten.mm", "aten.addmm"))
+    flop = 2 * result.numel() * inputs[-1].shape[0] if is_product else 0
+    return _launch(By.cublas if is_product else By.torch, name, read, result.nbytes, flop)
+
+
+def _linear(args: tuple[Any, ...], result: Tensor) -> Launch:
+    """A call of `fused_linear`, named by its parts."""
+    x, weight, _, norm_weight, _, activation, residual = args
+    parts = ["norm"] * (norm_weight is not None)
+    parts.append(f"{weight.shape[0]} x {weight.shape[1]}")
+    parts += [activation] * bool(activation) + ["residual"] * (residual is not None)
+    read = sum(one.nbytes for one in args if isinstance(one, Tensor))
+    flop = 2 * x.shape[0] * weight.numel()
+    return _launch(By.own, ", ".join(parts), read, result.nbytes, flop)
+
+
+def _launch(by: By, name: str, read: int, written: int, flop: int) -> Launch:
+    return Launch(
+        by=by,
+        name=name,
+        num_bytes=sympy.Integer(read + written),
+        input_bytes=sympy.Integer(read),
+        num_flop=sympy.Integer(flop),
+    )

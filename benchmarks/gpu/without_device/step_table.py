@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ostinato.benchmarks.gpu.without_device.fake_device import fake_device
-from ostinato.benchmarks.gpu.without_device.kernels import compile_inductor_kernel
+from ostinato.benchmarks.gpu.without_device.kernels import inductor_resources
 from ostinato.benchmarks.gpu.without_device.lowering import By
 from ostinato.benchmarks.gpu.without_device.model_programs import ModelPrograms, lower_model
 from ostinato.benchmarks.gpu.without_device.steps import (
@@ -22,6 +22,7 @@ from ostinato.benchmarks.gpu.without_device.steps import (
 )
 from ostinato.benchmarks.machine.described_device import DescribedDevice, described_device
 from ostinato.benchmarks.machine.kernel_resources import Resources
+from ostinato.ops.fused.fused_linear import FEW_ROWS
 
 __all__ = ("MODELS", "describe_steps", "section_of")
 
@@ -38,7 +39,7 @@ class _Kernel:
     by: str
     num_choices: int  # configurations that Inductor times before it keeps one
     worst: Resources  # the choice with the most registers
-    spill_bytes: int  # of all choices together
+    spill_bytes: int  # summed over all choices
 
     def row(self, device: DescribedDevice) -> dict[str, Any]:
         worst = self.worst
@@ -63,7 +64,7 @@ def describe_steps(
     Args:
         device_name: a file of benchmarks/machine/gpus/.
         models: files of conf/model/.
-        steps: which steps.
+        steps: the steps to describe.
 
     Returns:
         What `section_of` writes; plain numbers and texts.
@@ -73,7 +74,11 @@ def describe_steps(
     with fake_device(device):
         for model in models:
             programs = lower_model(model)
-            counted = [count_step(programs, step, device) for step in steps]
+            counted = [
+                count_step(programs, step, device, is_fused=is_fused)
+                for step in steps
+                for is_fused in _forms(programs, step)
+            ]
             record["models"][model] = {
                 "steps": [_step_row(one) for one in counted],
                 "kernels": [one.row(device) for one in _kernels(programs, steps, device)],
@@ -83,9 +88,17 @@ def describe_steps(
     return record
 
 
+def _forms(programs: ModelPrograms, step: Step) -> tuple[bool, ...]:
+    """Whether a step's layers are those for few rows. Both forms of small steps are counted."""
+    is_small = programs.has_few_rows and step.sizes.num_tokens <= FEW_ROWS
+    return (True, False) if is_small else (False,)
+
+
 def _step_row(counted: CountedStep) -> dict[str, Any]:
     return {
         "step": counted.step.name,
+        "is_fused": counted.is_fused,
+        "is_taken": counted.is_fused or counted.step.sizes.num_tokens > FEW_ROWS,
         "launches": len(counted.layer),
         **{str(by): counted.count(by) for by in By},
         "num_bytes": counted.num_bytes,
@@ -103,9 +116,15 @@ def _kernels(
 ) -> list[_Kernel]:
     found: dict[str, _Kernel] = {}
     for name, source in {**programs.layer.sources, **programs.last.sources}.items():
-        choices = compile_inductor_kernel(name, source, device.arch)
+        choices = inductor_resources(name, source, device.arch)
         found[name] = _kernel(name, By.inductor, choices)
     for step in steps:
+        if _forms(programs, step)[0]:
+            for fused in programs.fused_launches(step.sizes, device.arch):
+                if fused.kernel is not None:
+                    rows = "16" if step.sizes.num_tokens <= 16 else str(FEW_ROWS)
+                    name = f"{fused.kernel.name}, {rows} rows, {fused.launch.name}"
+                    found[name] = _kernel(name, By.own, [fused.kernel.resources])
         for launch in own_attention(programs, step, device.arch):
             name = launch.name
             if name == "attention_kernel":
@@ -128,8 +147,8 @@ def section_of(records: Mapping[str, dict[str, Any]], versions: str) -> str:
     """The Markdown of a file's described devices; the first device has its kernels listed.
 
     Args:
-        records: by name of the device, from `describe_steps`.
-        versions: of torch and Triton.
+        records: what `describe_steps` returned, by the name of the device.
+        versions: the versions of torch and Triton.
     """
     first, *others = records
     lines = [
@@ -145,6 +164,9 @@ def section_of(records: Mapping[str, dict[str, Any]], versions: str) -> str:
         f"prediction: each launch takes the longest of its bytes at {MEMORY_SHARE:.0%} of the "
         f"nominal memory rate, its operations at {MATRIX_SHARE:.0%} of the nominal matrix rate, "
         f"and {KERNEL_SECONDS * 1e6:.0f} µs.",
+        "",
+        f"Steps of up to {FEW_ROWS} tokens run layers of fused kernels (models/few_rows.py). The "
+        "rows *by Inductor* show the same step by the program of larger steps.",
         "",
         f"### {records[first]['device']}",
         "",
@@ -171,7 +193,7 @@ def _step_lines(record: dict[str, Any]) -> list[str]:
         for row in found["steps"]:
             cells = [
                 model,
-                row["step"],
+                row["step"] if row["is_taken"] else f"{row['step']}, by Inductor",
                 row["launches"],
                 *(row[str(by)] for by in (By.own, By.inductor, By.cublas, By.torch)),
                 f"{row['num_bytes'] / 1e6:.1f}",
@@ -223,12 +245,19 @@ def _wait_lines(records: Mapping[str, dict[str, Any]]) -> list[str]:
 def _goal_line(models: Iterable[dict[str, Any]]) -> str:
     """How far decode steps are from what the project wants of them."""
     rows = [row for found in models for row in found["steps"] if row["step"].startswith("decode ")]
-    launches = max(row["launches"] for row in rows)
-    share = max(row["bytes_of_ideal"] for row in rows)
-    return (
-        f"A decode step has {launches} launches a layer and moves at most {share:.3f} of the ideal "
-        f"bytes; the goals are {_MOST_LAUNCHES} and {_MOST_BYTES}."
-    )
+    lines = []
+    for name, chosen in (
+        (f"of up to {FEW_ROWS} sequences", [row for row in rows if row["is_fused"]]),
+        ("of more sequences", [row for row in rows if row["is_taken"] and not row["is_fused"]]),
+    ):
+        if chosen:
+            launches = max(row["launches"] for row in chosen)
+            share = max(row["bytes_of_ideal"] for row in chosen)
+            lines.append(
+                f"A decode step {name} has {launches} launches a layer and moves at most "
+                f"{share:.3f} of the ideal bytes."
+            )
+    return " ".join([*lines, f"The goals are {_MOST_LAUNCHES} and {_MOST_BYTES}."])
 
 
 def _device_lines(records: Mapping[str, dict[str, Any]]) -> list[str]:
@@ -239,6 +268,8 @@ def _device_lines(records: Mapping[str, dict[str, Any]]) -> list[str]:
     ]
     for model, found in first["models"].items():
         for index, row in enumerate(found["steps"]):
+            if not row["is_taken"]:
+                continue
             times = (
                 f"{record['models'][model]['steps'][index]['step_ms']:.2f}"
                 for record in records.values()

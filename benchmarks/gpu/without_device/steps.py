@@ -15,12 +15,10 @@ import torch
 
 from ostinato.benchmarks.gpu.without_device.kernels import OwnLaunch, recorded_launches
 from ostinato.benchmarks.gpu.without_device.lowering import By, Launch, Lowered
-from ostinato.benchmarks.gpu.without_device.model_programs import (
-    BLOCK_SIZE,
-    MAX_MODEL_LEN,
-    ModelPrograms,
-)
+from ostinato.benchmarks.gpu.without_device.model_programs import ModelPrograms
 from ostinato.benchmarks.machine.described_device import DescribedDevice
+from ostinato.models.decoder import DecoderBlock
+from ostinato.models.layers import Attention
 from ostinato.models.step_tensors import StepSizes
 from ostinato.ops.attention import AttentionMetadata
 from ostinato.ops.backends.triton import BACKEND
@@ -38,9 +36,9 @@ __all__ = (
     "own_attention",
 )
 
-MEMORY_SHARE = 0.85  # of the nominal rate that a kernel that only moves data reaches
-MATRIX_SHARE = 0.7  # of the nominal rate that a large matrix product reaches
-KERNEL_SECONDS = 2e-6  # of the shortest kernel in a captured graph, with the gap before it
+MEMORY_SHARE = 0.85  # a kernel that only moves data reaches this share of the nominal rate
+MATRIX_SHARE = 0.7  # a large matrix product reaches this share of the nominal rate
+KERNEL_SECONDS = 2e-6  # the shortest kernel in a captured graph, with the gap before it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +55,7 @@ class Step:
 
     @property
     def most_query_rows(self) -> int:
-        """As the planner of the backend says: 1 if no sequence has more, else 0."""
+        """What the backend's planner says: 1 if no sequence has more, else 0."""
         return int(all(new == 1 for _, new, _ in self.seqs))
 
 
@@ -84,11 +82,12 @@ class CountedStep:
     """A step in numbers; bytes and launches are those of one layer."""
 
     step: Step
+    is_fused: bool  # by the layers for few rows
     layer: tuple[TimedLaunch, ...]
     ideal_bytes: int  # weights, cache, and each product's and the attention's operands once
     copies_cache: bool
     waits: tuple[str, ...]
-    seconds: float  # of the whole step
+    seconds: float  # duration of the whole step
     outside: int  # launches before and after the layers
 
     @property
@@ -99,11 +98,28 @@ class CountedStep:
         return sum(launch.by is by for launch in self.layer)
 
 
-def count_step(programs: ModelPrograms, step: Step, device: DescribedDevice) -> CountedStep:
-    """Count a step, inside `fake_device`."""
+def count_step(
+    programs: ModelPrograms, step: Step, device: DescribedDevice, *, is_fused: bool = False
+) -> CountedStep:
+    """Count a step, inside `fake_device`.
+
+    Args:
+        programs: the model's.
+        step: the shape.
+        device: whose rates count.
+        is_fused: whether the layers are those for few rows, which the engine takes up to `FEW_ROWS`
+            tokens; else those that Inductor lowers.
+    """
     attention = _attention_launches(programs, step, device)
     layer, ideal, copies = _count(programs, programs.layer, step, attention, device)
     last, _, _ = _count(programs, programs.last, step, attention, device)
+    waits = programs.layer.waits + programs.last.waits
+    if is_fused:
+        layer, last = (
+            _count_fused(programs, step, attention, device, is_last=is_last)
+            for is_last in (False, True)
+        )
+        copies, waits = False, ()
     begin, finish = programs.eager_launches(step.sizes)
     around = [_timed(one.by, one.name, *_numbers(one, {}), device) for one in (*begin, *finish)]
     num_layers = programs.config.num_layers
@@ -112,13 +128,33 @@ def count_step(programs: ModelPrograms, step: Step, device: DescribedDevice) -> 
     )
     return CountedStep(
         step=step,
+        is_fused=is_fused,
         layer=tuple(layer),
         ideal_bytes=ideal,
         copies_cache=copies,
-        waits=programs.layer.waits + programs.last.waits,
+        waits=waits,
         seconds=(num_layers - 1) * layer_s + last_s + around_s,
         outside=len(around),
     )
+
+
+def _count_fused(
+    programs: ModelPrograms,
+    step: Step,
+    attention: list[TimedLaunch],
+    device: DescribedDevice,
+    *,
+    is_last: bool,
+) -> list[TimedLaunch]:
+    """The launches of a layer for few rows."""
+    launches: list[TimedLaunch] = []
+    for one in programs.fused_launches(step.sizes, device.arch, is_last=is_last):
+        launch = one.launch
+        if launch.by is By.own and one.kernel is None:
+            launches += attention
+        else:
+            launches.append(_timed(launch.by, launch.name, *_numbers(launch, {}), device))
+    return launches
 
 
 def _count(
@@ -174,23 +210,45 @@ def _timed(
 def own_attention(programs: ModelPrograms, step: Step, arch: int) -> list[OwnLaunch]:
     """The launches that the backend makes for a step, compiled."""
     config, sizes = programs.config, step.sizes
+    block = programs.model.layers[0]
+    assert isinstance(block, DecoderBlock), f"{type(block).__name__} has no attention of ours"
+    attention = block.self_attn
+    assert isinstance(attention, Attention), f"{type(attention).__name__} has another kernel"
+    q_norm, k_norm = attention.q_norm, attention.k_norm
     with programs.mode, recorded_launches(arch) as launches:
-        q, k = (
-            torch.empty(
-                sizes.num_tokens, heads, config.head_dim, dtype=torch.bfloat16, device="cuda"
-            )
-            for heads in (config.num_heads, config.num_kv_heads)
-        )
+        width = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+        qkv = torch.empty(sizes.num_tokens, width, dtype=programs.dtype, device="cuda")
+        half = 0 if config.rope is None else config.rope.rotary_dim // 2
+        angles = torch.empty(sizes.num_tokens, half, dtype=torch.float32, device="cuda")
         seqs = torch.empty(sizes.num_seqs + 1, dtype=torch.int32, device="cuda")
         table = torch.empty(
-            sizes.num_seqs, MAX_MODEL_LEN // BLOCK_SIZE, dtype=torch.int32, device="cuda"
+            sizes.num_seqs,
+            ceil_div(programs.max_model_len, programs.block_size),
+            dtype=torch.int32,
+            device="cuda",
         )
         slots = torch.empty(sizes.num_tokens, dtype=torch.int64, device="cuda")
         # The plan is a tensor on the host, whose contents a fake tensor does not have.
         plan = [step.most_query_rows]
         metadata = AttentionMetadata(seqs, seqs[:-1], table, slots, plan)  # type: ignore[arg-type]
         k_cache, v_cache = programs.kv_cache[0]
-        BACKEND.run(q, k, k, k_cache, v_cache, metadata, 1.0, 0, 0.0, None, None)
+        BACKEND.run_projected(
+            qkv,
+            angles if half else None,
+            angles if half else None,
+            None if q_norm is None else q_norm.weight,
+            None if k_norm is None else k_norm.weight,
+            config.norm_eps,
+            config.num_heads,
+            k_cache,
+            v_cache,
+            metadata,
+            1.0,
+            0,
+            0.0,
+            None,
+            None,
+        )
     return launches
 
 
@@ -204,9 +262,9 @@ def _attention_launches(
     for launch in own_attention(programs, step, device.arch):
         constants, num_bytes, num_flop = launch.constants, 0, 0
         tokens = step.sizes.num_tokens
-        if launch.name == "write_kv_kernel":
-            num_bytes = tokens * kv_row * 2 * 2
-            timed.append(_timed(By.own, "write K and V", num_bytes, 0, device))
+        if launch.name == "rotary_write_kernel":
+            num_bytes = tokens * ((row + kv_row) * 2 * 2 + constants["HALF"] * 2 * 4)
+            timed.append(_timed(By.own, "rotate, write K and V", num_bytes, 0, device))
             continue
         if launch.name == "combine_kernel":
             for count, new, context in step.seqs:

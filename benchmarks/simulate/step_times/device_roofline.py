@@ -2,22 +2,39 @@
 
     seconds = max(operations / rate, bytes / bandwidth) of layers + attention + fixed cost of a step
 
-Of a mixture of experts, a token is multiplied with the experts that it is routed to, and a step
-reads the experts that some token of it has. Routing counts as uniform and independent.
+In a mixture of experts, a token is multiplied with the experts that it is routed to. A step reads
+all experts that its tokens are routed to. Routing counts as uniform and independent.
+
+An engine on several devices adds the time of exchanges between them: two sums over all ranks of a
+stage in each layer (in two phases, each of one latency, as reduce-scatter and all-gather), and one
+hand-off of hidden states between two stages. A step has the fixed cost once in each stage.
+
 Rates and bandwidth are the shares of the peak that good kernels reach. A measured step-cost table
 is better. The roofline model is that of Williams, Waterman and Patterson, "Roofline: an insightful
 visual performance model for multicore architectures", CACM 2009. Peak rates are those of the
-vendors' data sheets (dense, without sparsity).
+vendors' data sheets (dense, without sparsity), and so are the bandwidths of links. Latencies are
+estimates; that of NVLink gives the 7 to 11 us for sums of 0.5 MB over 2 to 8 H100 that users of
+custom kernels report (vllm-project/vllm#24111).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ostinato.conf.tuning_schema import LinkName
 from ostinato.runtime.costs.cost_table import CostTable
 from ostinato.runtime.costs.step_limits import StepLimits
 
-__all__ = ("ACCELERATORS", "Accelerator", "ModelShape", "roofline_table")
+__all__ = (
+    "ACCELERATORS",
+    "LINKS",
+    "ONE_DEVICE",
+    "Accelerator",
+    "Division",
+    "Link",
+    "ModelShape",
+    "roofline_table",
+)
 
 _GIB = 1 << 30
 _COMPUTE_SHARE, _MEMORY_SHARE = 0.7, 0.85  # shares of the peaks that large kernels reach
@@ -47,17 +64,63 @@ ACCELERATORS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """What connects two devices."""
+
+    gb_s: float  # in one direction
+    latency_us: float  # time of a small message
+
+
+LINKS = {
+    LinkName.nvlink: Link(gb_s=450.0, latency_us=4.0),  # the fourth generation
+    LinkName.pcie: Link(gb_s=64.0, latency_us=8.0),  # 5.0, 16 lanes
+    LinkName.infiniband: Link(gb_s=50.0, latency_us=10.0),  # 400 Gb/s
+    LinkName.ethernet: Link(gb_s=12.5, latency_us=40.0),  # 100 Gb/s
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Division:
+    """How an engine's model is divided among devices."""
+
+    tensor: int = 1  # ranks of each stage
+    pipeline: int = 1  # stages
+    link: Link = LINKS[LinkName.nvlink]
+
+    def sum_seconds(self, num_bytes: float) -> float:
+        """A sum over the ranks of a stage, whose result all of them have."""
+        if self.tensor == 1:
+            return 0.0
+        moved = 2 * (self.tensor - 1) / self.tensor * num_bytes
+        return 2 * self.link.latency_us / 1e6 + moved / self._bandwidth
+
+    def hand_off_seconds(self, num_bytes: float) -> float:
+        """All hand-offs of hidden states on the way through the stages."""
+        return (self.pipeline - 1) * (self.link.latency_us / 1e6 + num_bytes / self._bandwidth)
+
+    @property
+    def _bandwidth(self) -> float:
+        return self.link.gb_s * 1e9 * _MEMORY_SHARE
+
+
+ONE_DEVICE = Division()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
     """The sizes of a model that determine a step's work."""
 
-    # Multiplied with a token, the output layer excluded; of the experts, those of one token.
+    # Parameters that one token is multiplied with. Only its own experts count, and the output layer
+    # does not.
     num_parameters: int
-    num_logit_parameters: int  # of the output layer, multiplied with every row that samples
+    num_logit_parameters: int  # parameters of the output layer; rows that sample use them
     weight_bytes: int  # bytes of all parameters of the layers and the output layer
     expert_bytes: int = 0  # those of experts that tokens are routed to
-    expert_share: float = 1.0  # of the experts, how many a token has
+    expert_share: float = 1.0  # the share of the experts that a token has
     kv_bytes_per_token: int  # keys and values of all layers
     attention_width: int  # layers x query heads x head dimension
+    num_layers: int = 0
+    hidden_bytes: int = 0  # one token's hidden state, which ranks and stages exchange
 
     def read_bytes(self, tokens: int) -> float:
         """The bytes of weights that a step of so many tokens reads."""
@@ -65,18 +128,24 @@ class ModelShape:
 
 
 def roofline_table(
-    device: Accelerator, model: ModelShape, limits: StepLimits, max_model_len: int
+    device: Accelerator,
+    model: ModelShape,
+    limits: StepLimits,
+    max_model_len: int,
+    division: Division = ONE_DEVICE,
 ) -> CostTable:
-    """The step costs of a model on a device.
+    """The step costs of a model on a device, or on several: the time through all stages.
 
     Args:
         device: the device's peak rates.
         model: the model's sizes.
         limits: the largest step.
         max_model_len: tokens of a sequence, at most.
+        division: how the model is divided among devices of this kind.
     """
-    rate = device.tflops * 1e12 * _COMPUTE_SHARE
-    bandwidth = device.bandwidth_gb_s * 1e9 * _MEMORY_SHARE
+    # Of the ranks of one stage together; the stages take turns.
+    rate = division.tensor * device.tflops * 1e12 * _COMPUTE_SHARE
+    bandwidth = division.tensor * device.bandwidth_gb_s * 1e9 * _MEMORY_SHARE
 
     def seconds(tokens: int, seqs: int, context: int) -> float:
         operations = 2.0 * (tokens * model.num_parameters + seqs * model.num_logit_parameters)
@@ -85,7 +154,10 @@ def roofline_table(
         length = context + tokens / seqs / 2
         read = seqs * (context + tokens / seqs) * model.kv_bytes_per_token
         attention = max(4.0 * tokens * length * model.attention_width / rate, read / bandwidth)
-        return layers + attention + device.step_us / 1e6
+        hidden = tokens * model.hidden_bytes
+        exchanges = 2 * model.num_layers * division.sum_seconds(hidden)
+        exchanges += division.hand_off_seconds(hidden)
+        return layers + attention + exchanges + division.pipeline * device.step_us / 1e6
 
     tokens = _doubling(limits.max_num_batched_tokens)
     seqs = _doubling(limits.max_num_seqs)

@@ -158,7 +158,7 @@ def _add_requests(seen: _Seen, recording: Recording) -> None:
         for request_id, start, tokens in step.entries:
             # The engine's id is the client's with a number appended.
             entries[request_id.partition("#")[0]].append((number, start + tokens))
-    delays: dict[int, list[float]] = defaultdict(list)  # of each step's tokens
+    delays: dict[int, list[float]] = defaultdict(list)  # the delays of each step's tokens
     pairs = zip(recording.job.requests, report.requests, strict=False)
     for place, (request, times) in enumerate(pairs):
         found = entries.get(times.request_id, [])

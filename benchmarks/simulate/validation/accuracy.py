@@ -50,7 +50,7 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 def classify(point: Point, figure: str, tolerance: float) -> Accuracy:
     """Compare the prediction of a figure with the measurements of the rounds.
 
-    If the interval of the measured median is wider than the tolerance, it can not confirm a
+    If the interval of the measured median is wider than the tolerance, it cannot confirm a
     prediction. It still refutes a prediction that is too far from the whole interval.
     """
     measured = point.metrics[figure]

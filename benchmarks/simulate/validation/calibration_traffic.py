@@ -1,9 +1,9 @@
 """Sends calibration traffic to a running server and records step times and client times.
 
-Two kinds of traffic take turns: a closed loop, which is as fast as the server, and requests with a
-rate that rises from a small one to almost that. So there are batches of all sizes, with and without
-prompts, and requests of very different lengths. The traffic does not depend on the workload that is
-to be predicted.
+Two kinds of traffic take turns: a closed loop, which is as fast as the server, and requests whose
+rate rises to almost the rate of the closed loop. So there are batches of all sizes, with and
+without prompts, and requests of very different lengths. The traffic does not depend on the workload
+that is to be predicted.
 """
 
 from __future__ import annotations

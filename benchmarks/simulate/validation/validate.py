@@ -139,7 +139,7 @@ def validate(config: RunConfig) -> int:
     """Predict, measure, compare; returns 1 if a figure misses by more than `simulate.tolerance`.
 
     Raises:
-        StartupError: the engine can not start.
+        StartupError: the engine cannot start.
         EngineError: the load client or the server ended early.
     """
     section, context = config.simulate, BenchContext()

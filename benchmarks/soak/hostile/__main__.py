@@ -41,7 +41,7 @@ __all__ = ("main",)
 
 _NICENESS = 5  # hostile clients must not take processor time from the other clients
 _WORDS = ("A", "melody", "that", "is", "learned", "once", "can", "be", "repeated")
-_SHARE_OF_NUMBERS = 0.3  # of the light acts
+_SHARE_OF_NUMBERS = 0.3  # share of the light acts that are _HUGE_NUMBERS
 _BROKEN_HTTP, _HUGE_NUMBERS = "broken HTTP", "huge numbers"  # the groups of light acts
 _PART = 1 << 20  # bytes of an answer that are read at once
 
@@ -59,7 +59,7 @@ class _Rotation:
 
     Args:
         groups: the acts by the name of their group; none is empty.
-        seed: of the order.
+        seed: the seed of these orders.
     """
 
     def __init__(self, groups: Mapping[str, Sequence[_Heavy]], seed: str) -> None:
@@ -87,9 +87,9 @@ class _Hostile:
     """The acts of the connections, and counts of their outcomes.
 
     Args:
-        url: of the server.
+        url: the URL of the server.
         rotation: the heavy acts, for all connections.
-        rates: of light and of heavy acts, per second of one connection.
+        rates: the rates of light and of heavy acts, per second of one connection.
     """
 
     def __init__(self, url: str, rotation: _Rotation, rates: tuple[float, float]) -> None:

@@ -2,7 +2,8 @@
 //
 //     node calls.mjs openai http://127.0.0.1:8000 60
 //
-// Ends with one line of JSON: how many calls there were, which were wrong, and the version.
+// Ends with one line of JSON: each call with its request id, when it was sent and its seconds; which
+// were wrong; and the version.
 
 import assert from "node:assert/strict";
 import { createRequire } from "node:module";
@@ -33,33 +34,39 @@ async function openai(url) {
   return {
     version: version("openai"),
     calls: {
-      async whole() {
-        const answer = await client.chat.completions.create({ model: MODEL, messages, max_tokens: 16 });
+      async whole(headers) {
+        const answer = await client.chat.completions.create(
+          { model: MODEL, messages, max_tokens: 16 }, { headers },
+        );
         assert.ok(["stop", "length"].includes(answer.choices[0].finish_reason));
       },
-      async stream() {
-        const stream = await client.chat.completions.create({
-          model: MODEL, messages, max_tokens: 16, stream: true,
-        });
+      async stream(headers) {
+        const stream = await client.chat.completions.create(
+          { model: MODEL, messages, max_tokens: 16, stream: true }, { headers },
+        );
         let end = null;
         for await (const chunk of stream) end = chunk.choices[0]?.finish_reason ?? end;
         assert.ok(["stop", "length"].includes(end));
       },
-      async tool() {
+      async tool(headers) {
         const tool = { type: "function", function: { name: "get_weather", parameters: PARAMETERS } };
-        const answer = await client.chat.completions.create({
-          model: MODEL, messages, tools: [tool], tool_choice: "required", max_tokens: 64,
-        });
+        const answer = await client.chat.completions.create(
+          { model: MODEL, messages, tools: [tool], tool_choice: "required", max_tokens: 64 }, { headers },
+        );
         if (answer.choices[0].finish_reason !== "length") {
           JSON.parse(answer.choices[0].message.tool_calls[0].function.arguments);
         }
       },
-      async response() {
-        const answer = await client.responses.create({ model: MODEL, input: QUESTION, max_output_tokens: 16 });
+      async response(headers) {
+        const answer = await client.responses.create(
+          { model: MODEL, input: QUESTION, max_output_tokens: 16 }, { headers },
+        );
         assert.ok(["completed", "incomplete"].includes(answer.status));
-        const stream = await client.responses.create({
-          model: MODEL, input: QUESTION, max_output_tokens: 16, stream: true,
-        });
+      },
+      async events(headers) {
+        const stream = await client.responses.create(
+          { model: MODEL, input: QUESTION, max_output_tokens: 16, stream: true }, { headers },
+        );
         let last = "";
         for await (const event of stream) last = event.type;
         assert.ok(["response.completed", "response.incomplete"].includes(last));
@@ -76,18 +83,18 @@ async function aiSdk(url) {
   return {
     version: version("ai"),
     calls: {
-      async whole() {
-        const answer = await generateText({ model, prompt: QUESTION, maxOutputTokens: 16 });
+      async whole(headers) {
+        const answer = await generateText({ model, prompt: QUESTION, maxOutputTokens: 16, headers });
         assert.ok(["stop", "length"].includes(answer.finishReason));
       },
-      async stream() {
-        const answer = streamText({ model, prompt: QUESTION, maxOutputTokens: 16 });
+      async stream(headers) {
+        const answer = streamText({ model, prompt: QUESTION, maxOutputTokens: 16, headers });
         for await (const part of answer.textStream) assert.equal(typeof part, "string");
         assert.ok(["stop", "length"].includes(await answer.finishReason));
       },
-      async tool() {
+      async tool(headers) {
         const answer = await generateText({
-          model, prompt: QUESTION, tools, toolChoice: "required", maxOutputTokens: 64,
+          model, prompt: QUESTION, tools, toolChoice: "required", maxOutputTokens: 64, headers,
         });
         if (answer.finishReason !== "length") assert.equal(answer.toolCalls[0].toolName, "get_weather");
       },
@@ -99,17 +106,21 @@ const [name, url, seconds] = process.argv.slice(2);
 const { version: found, calls } = await { openai, "ai-sdk": aiSdk }[name](url);
 const names = Object.keys(calls);
 const wrong = [];
-let count = 0;
+const made = [];
 const until = performance.now() + 1000 * Number(seconds);
 while (performance.now() < until) {
-  const call = names[count % names.length];
+  const call = names[made.length % names.length];
+  const requestId = `node-${name}-${made.length}`;
+  const [sent, begin] = [Date.now() / 1000, performance.now()];
   try {
-    await calls[call]();
+    await calls[call]({ "X-Request-Id": requestId });
   } catch (error) {
     wrong.push(`${name}: ${call}: ${error}`.slice(0, 1000));
   }
-  count += 1;
+  made.push([requestId, call, sent, (performance.now() - begin) / 1000]);
   await new Promise((resolve) => setTimeout(resolve, REST_MS));
 }
-console.log(JSON.stringify({ calls: count, wrong: wrong.slice(0, 20), version: found }));
+console.log(
+  JSON.stringify({ calls: made.length, made, wrong: wrong.slice(0, 20), version: found }),
+);
 process.exit(0);

@@ -3,7 +3,8 @@
     python calls.py openai http://127.0.0.1:8000 60
 
 Imports nothing of this project, because the library may be in an environment of its own. Ends with
-one line of JSON: how many calls there were, which were wrong, and the library's version.
+one line of JSON: each call with its request id, when it was sent and its seconds; which were wrong;
+and the library's version.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ _SCHEMA = {
     "required": ["count"],
     "additionalProperties": False,
 }
-Call = Callable[[], object]
+Headers = dict[str, str]
+Call = Callable[[Headers], object]
+"""Makes a call; the headers have its request id."""
 
 
 def _check(holds: object, what: str) -> None:
@@ -51,41 +54,56 @@ def _openai(url: str) -> Iterator[Call]:
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=_ANSWER_S)
     messages: Any = [{"role": "user", "content": _QUESTION}]
 
-    def whole() -> None:
-        answer = client.chat.completions.create(model=_MODEL, messages=messages, max_tokens=16)
+    def whole(headers: Headers) -> None:
+        answer = client.chat.completions.create(
+            model=_MODEL, messages=messages, max_tokens=16, extra_headers=headers
+        )
         _check(answer.choices[0].finish_reason in ("stop", "length"), str(answer))
 
-    def stream() -> None:
+    def stream(headers: Headers) -> None:
         chunks = client.chat.completions.create(
-            model=_MODEL, messages=messages, max_tokens=16, stream=True
+            model=_MODEL, messages=messages, max_tokens=16, stream=True, extra_headers=headers
         )
         ends = [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices]
         _check(ends[-1] in ("stop", "length"), str(ends))
 
-    def tool() -> None:
+    def tool(headers: Headers) -> None:
         tools: Any = [{"type": "function", "function": _WEATHER}]
         answer = client.chat.completions.create(
-            model=_MODEL, messages=messages, tools=tools, tool_choice="required", max_tokens=64
+            model=_MODEL,
+            messages=messages,
+            tools=tools,
+            tool_choice="required",
+            max_tokens=64,
+            extra_headers=headers,
         )
         (call, *_) = answer.choices[0].message.tool_calls or [None]
         if answer.choices[0].finish_reason != "length":
             _check(call and call.type == "function" and json.loads(call.function.arguments), "call")
 
-    def response() -> None:
-        answer = client.responses.create(model=_MODEL, input=_QUESTION, max_output_tokens=16)
+    def response(headers: Headers) -> None:
+        answer = client.responses.create(
+            model=_MODEL, input=_QUESTION, max_output_tokens=16, extra_headers=headers
+        )
         _check(answer.status in ("completed", "incomplete"), str(answer))
-        with client.responses.stream(model=_MODEL, input="Hi", max_output_tokens=16) as events:
+
+    def events(headers: Headers) -> None:
+        with client.responses.stream(
+            model=_MODEL, input="Hi", max_output_tokens=16, extra_headers=headers
+        ) as events:
             _check([event.type for event in events][-1].startswith("response."), "events")
 
-    def refused() -> None:
+    def refused(headers: Headers) -> None:
         try:
-            client.completions.create(model=_MODEL, prompt="x", temperature=9)
+            client.completions.create(
+                model=_MODEL, prompt="x", temperature=9, extra_headers=headers
+            )
         except openai.BadRequestError as error:
             _check(error.param == "temperature", str(error))
             return
         raise AssertionError("temperature=9 was taken")
 
-    yield from (whole, stream, tool, response, refused)
+    yield from (whole, stream, tool, response, events, refused)
 
 
 def _anthropic(url: str) -> Iterator[Call]:
@@ -99,20 +117,27 @@ def _anthropic(url: str) -> Iterator[Call]:
     }
     ends = ("end_turn", "max_tokens")
 
-    def whole() -> None:
-        _check(client.messages.create(**fields).stop_reason in ends, "stop_reason")
+    def whole(headers: Headers) -> None:
+        _check(
+            client.messages.create(**fields, extra_headers=headers).stop_reason in ends,
+            "stop_reason",
+        )
 
-    def stream() -> None:
-        with client.messages.stream(**fields) as events:
+    def stream(headers: Headers) -> None:
+        with client.messages.stream(**fields, extra_headers=headers) as events:
             _check(events.get_final_message().stop_reason in ends, "stop_reason")
 
-    def tool() -> None:
+    def tool(headers: Headers) -> None:
         schema: Any = {"name": _WEATHER["name"], "input_schema": _WEATHER["parameters"]}
-        answer = client.messages.create(**fields, tools=[schema], tool_choice={"type": "any"})
+        answer = client.messages.create(
+            **fields, tools=[schema], tool_choice={"type": "any"}, extra_headers=headers
+        )
         _check(answer.stop_reason in ("tool_use", "max_tokens"), str(answer))
 
-    def count() -> None:
-        found = client.messages.count_tokens(model=_MODEL, messages=fields["messages"])
+    def count(headers: Headers) -> None:
+        found = client.messages.count_tokens(
+            model=_MODEL, messages=fields["messages"], extra_headers=headers
+        )
         _check(found.input_tokens > 0, "input_tokens")
 
     yield from (whole, stream, tool, count)
@@ -130,21 +155,23 @@ def _langchain(url: str) -> Iterator[Call]:
     }
     model = ChatOpenAI(**fields)
 
-    def invoke() -> None:
-        _check(model.invoke(_QUESTION).response_metadata["finish_reason"], "finish_reason")
+    def invoke(headers: Headers) -> None:
+        answer = model.invoke(_QUESTION, extra_headers=headers)
+        _check(answer.response_metadata["finish_reason"], "finish_reason")
 
-    def stream() -> None:
-        _check(list(model.stream(_QUESTION)), "chunks")
+    def stream(headers: Headers) -> None:
+        _check(list(model.stream(_QUESTION, extra_headers=headers)), "chunks")
 
-    def tool() -> None:
+    def tool(headers: Headers) -> None:
         bound = model.bind_tools([{"type": "function", "function": _WEATHER}], tool_choice="any")
-        answer: Any = bound.invoke(_QUESTION)
+        answer: Any = bound.invoke(_QUESTION, extra_headers=headers)
         if answer.response_metadata["finish_reason"] != "length":
             _check(answer.tool_calls[0]["name"] == _WEATHER["name"], str(answer))
 
-    def structured() -> None:
+    def structured(headers: Headers) -> None:
         schema = {"title": "count", **_SCHEMA}
-        found = model.with_structured_output(schema, method="json_schema").invoke(_QUESTION)
+        constrained = model.with_structured_output(schema, method="json_schema")
+        found = constrained.invoke(_QUESTION, extra_headers=headers)
         _check(isinstance(found, dict) and 0 <= found["count"] <= 99, str(found))
 
     yield from (invoke, stream, tool, structured)
@@ -162,15 +189,17 @@ def _litellm(url: str) -> Iterator[Call]:
         "timeout": _ANSWER_S,
     }
 
-    def whole() -> None:
-        _check(litellm.completion(**fields).choices[0].finish_reason, "finish_reason")
+    def whole(headers: Headers) -> None:
+        answer = litellm.completion(**fields, extra_headers=headers)
+        _check(answer.choices[0].finish_reason, "finish_reason")
 
-    def stream() -> None:
-        _check(list(litellm.completion(**fields, stream=True)), "chunks")
+    def stream(headers: Headers) -> None:
+        _check(list(litellm.completion(**fields, stream=True, extra_headers=headers)), "chunks")
 
-    def structured() -> None:
+    def structured(headers: Headers) -> None:
         form = {"type": "json_schema", "json_schema": {"name": "count", "schema": _SCHEMA}}
-        answer = litellm.completion(**{**fields, "max_tokens": 64}, response_format=form)
+        more: Any = {"max_tokens": 64, "response_format": form, "extra_headers": headers}
+        answer = litellm.completion(**{**fields, **more})
         if answer.choices[0].finish_reason == "stop":
             _check("count" in json.loads(answer.choices[0].message.content), str(answer))
 
@@ -190,18 +219,22 @@ def main(arguments: list[str]) -> int:
     name, url, seconds = arguments
     calls = list(_LIBRARIES[name](url))
     wrong: list[str] = []
-    count, until = 0, time.monotonic() + float(seconds)
+    made: list[tuple[str, str, float, float]] = []
+    until = time.monotonic() + float(seconds)
     while time.monotonic() < until:
-        call = calls[count % len(calls)]
+        call = calls[len(made) % len(calls)]
+        kind = getattr(call, "__name__", "call")
+        request_id = f"{name}-{len(made)}"
+        sent, begin = time.time(), time.perf_counter()
         try:
-            call()
+            call({"X-Request-Id": request_id})
         except Exception as error:  # whatever a library raises
-            text = f"{name}: {getattr(call, '__name__', call)}: {type(error).__name__}: {error}"
-            wrong.append(text[:1000])
-        count += 1
+            wrong.append(f"{name}: {kind}: {type(error).__name__}: {error}"[:1000])
+        made.append((request_id, kind, sent, time.perf_counter() - begin))
         time.sleep(_REST_S)
     version = importlib.metadata.version(name)
-    print(json.dumps({"calls": count, "wrong": wrong[:20], "version": version}), flush=True)
+    result = {"calls": len(made), "made": made, "wrong": wrong[:20], "version": version}
+    print(json.dumps(result), flush=True)
     return 0
 
 

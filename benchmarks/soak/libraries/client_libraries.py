@@ -21,8 +21,8 @@ class _Library(NamedTuple):
 
     Attributes:
         argument: its name for the script.
-        packages: of PyPI or npm.
-        module: that a Python library is imported as; empty = it is one of npm.
+        packages: names of packages on PyPI or npm.
+        module: the module to import from a Python library; empty = the library is one of npm.
     """
 
     argument: str
@@ -69,13 +69,13 @@ def install(directory: Path) -> None:
 
 
 def command(name: str, url: str, seconds: float, directory: Path | None) -> list[str] | str:
-    """The command that makes a library's traffic, or why it can not run.
+    """The command that makes a library's traffic, or why it cannot run.
 
     Args:
-        name: of LIBRARIES.
-        url: of the server.
+        name: one of LIBRARIES.
+        url: the URL of the server.
         seconds: how long it runs.
-        directory: of `install`, which is also the working directory of the command; None = only
+        directory: what `install` returned, and the working directory of the command; None = only
             what this interpreter can import.
     """
     library = LIBRARIES[name]

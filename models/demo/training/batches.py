@@ -28,7 +28,7 @@ IM_END: Final = "<|im_end|>"
 SPLIT: Final = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 VOCAB_SIZE: Final = 3072
 MAX_POSITIONS: Final = 2048
-QUESTION_WEIGHT: Final = 0.1  # in the loss, of all but the assistant's words and plain text
+QUESTION_WEIGHT: Final = 0.1  # the loss's weight of all but the assistant's words and plain text
 
 
 class Batch(NamedTuple):

@@ -16,7 +16,7 @@
 
 namespace ostinato::attention {
 
-constexpr int kUnits = 16;                               // of two elements, in a row of a tile A
+constexpr int kUnits = 16;                               // units of two elements in a row of a tile A
 constexpr int kKeyVectors = kTile / amx::kTileColumns;  // tiles B side by side
 
 struct TileLayout {
@@ -30,7 +30,7 @@ struct TileLayout {
   using Unit = uint32_t;
   static constexpr bool kWidens = false;
   static constexpr bool kHasMatrixTiles = true;
-  static constexpr int kRows = amx::kTileRows;  // of a block
+  static constexpr int kRows = amx::kTileRows;  // rows of a block
 
   static void queries(const BFloat16* row, int head_dim, uint32_t* out) {
     std::memcpy(out, row, head_dim * sizeof(BFloat16));
@@ -41,7 +41,8 @@ struct TileLayout {
   }
 };
 
-// The registers of one worker: 0 to 3 hold C, 4 A, 5 B, 6 and 7 A and B of the last dimensions of a score.
+// The registers of one worker: 0 to 3 hold tiles C, 4 a tile A and 5 a tile B. For the last dimensions of a score, which may
+// be fewer, 6 holds A and 7 holds B.
 class TileRegisters {
  public:
   TileRegisters() = default;
@@ -138,24 +139,24 @@ void add_value_tiles(const uint32_t* weights, const uint32_t* values, int stride
 }
 
 // The values of a tile's first `count` tokens, side by side: out [kTile / 2][stride], zero elsewhere.
-inline void copy_values(const TileGroups<uint32_t>& groups, int tokens, int count, int head_dim, int stride, uint32_t* out) {
+inline void copy_values(const TileGroups<uint32_t>& groups, int tokens, int count, int value_dim, int stride, uint32_t* out) {
   for (int token = 0; token < kTile; token += 2, out += stride) {
     if (token >= count) {
       std::memset(out, 0, stride * 4);
       continue;
     }
-    const int64_t offset = static_cast<int64_t>(token % tokens / 2) * head_dim;
+    const int64_t offset = static_cast<int64_t>(token % tokens / 2) * value_dim;
     const uint32_t* from = groups.values[token / tokens] + offset;
     if (token + 1 < count) {
       int d = 0;
-      for (; d + kWidth <= head_dim; d += kWidth) {
+      for (; d + kWidth <= value_dim; d += kWidth) {
         store(reinterpret_cast<float*>(out + d), load(reinterpret_cast<const float*>(from + d)));
       }
-      if (d < head_dim) std::memcpy(out + d, from + d, (head_dim - d) * 4);
+      if (d < value_dim) std::memcpy(out + d, from + d, (value_dim - d) * 4);
     } else {
-      for (int d = 0; d < head_dim; ++d) out[d] = from[d] & 0xffff;
+      for (int d = 0; d < value_dim; ++d) out[d] = from[d] & 0xffff;
     }
-    if (head_dim < stride) std::memset(out + head_dim, 0, (stride - head_dim) * 4);
+    if (value_dim < stride) std::memset(out + value_dim, 0, (stride - value_dim) * 4);
   }
 }
 

@@ -36,7 +36,7 @@ void attend(const Problem& p) {
         split.offsets[item.tile] = floats;
       }
       floats += (item.last_partition - item.first_partition) *
-                state_floats(tile.num_tokens * p.group, padded_dim(p.head_dim));
+                state_floats(tile.num_tokens * p.group, padded_dim(p.value_dim));
     }
     if (split.states.size() < floats) split.states.resize(floats);
   }
@@ -83,7 +83,7 @@ inline void attend_in(DType dtype, const Problem& p) {
 
 // Zeros for the rows past the last sequence.
 inline void zero_padding(const Problem& p) {
-  const int64_t row_bytes = static_cast<int64_t>(p.num_heads) * p.head_dim * p.element_bytes;
+  const int64_t row_bytes = static_cast<int64_t>(p.num_heads) * p.value_dim * p.element_bytes;
   const int64_t used = p.query_start_loc[p.num_seqs];
   std::memset(p.out + used * row_bytes, 0, (p.num_tokens - used) * row_bytes);
 }

@@ -55,21 +55,25 @@ void check_tensors(const Tensor& q, const Tensor& k, const Tensor& v, const Tens
   OSTINATO_CHECK(q.dtype == k.dtype && q.dtype == v.dtype && (has_bytes || q.dtype == k_cache.dtype) &&
                      v_cache.dtype == k_cache.dtype,
                  "paged_attention: q, k, v and the caches must have one dtype, or the caches int8");
-  const int64_t head_dim = q.sizes[2], place = head_dim + (has_bytes ? kScaleBytes : 0);
-  OSTINATO_CHECK(head_dim % 8 == 0 && head_dim >= 8 && head_dim <= kMaxHeadDim,
-                 "paged_attention: head_dim must be a multiple of 8 up to 256, got " +
-                     std::to_string(head_dim));
+  const int64_t head_dim = q.sizes[2], value_dim = v.sizes[2], scale_bytes = has_bytes ? kScaleBytes : 0;
+  for (const int64_t size : {head_dim, value_dim}) {
+    OSTINATO_CHECK(size % 8 == 0 && size >= 8 && size <= kMaxHeadDim,
+                   "paged_attention: head_dim must be a multiple of 8 up to 256, got " + std::to_string(size));
+  }
   OSTINATO_CHECK(k_cache.sizes[2] % kMinGroup == 0, "paged_attention: block_size must be a multiple of 8, got " +
                                                      std::to_string(k_cache.sizes[2]));
   for (const Tensor* x : {&k, &v}) {
-    OSTINATO_CHECK(x->sizes[0] == q.sizes[0] && x->sizes[1] == k_cache.sizes[1] && x->sizes[2] == head_dim,
-                   "paged_attention: k and v must be [T, Hkv, D] with q's T and D and the cache's Hkv");
+    OSTINATO_CHECK(x->sizes[0] == q.sizes[0] && x->sizes[1] == k_cache.sizes[1],
+                   "paged_attention: k and v must be [T, Hkv, D] with q's T and the cache's Hkv");
   }
-  for (int i = 0; i < 4; ++i) {
+  OSTINATO_CHECK(k.sizes[2] == head_dim, "paged_attention: k needs q's head_dim");
+  for (int i = 0; i < 3; ++i) {
     OSTINATO_CHECK(k_cache.sizes[i] == v_cache.sizes[i], "paged_attention: the caches differ in shape");
   }
-  OSTINATO_CHECK(k_cache.sizes[3] == place && q.sizes[1] % k.sizes[1] == 0,
-                 "paged_attention: the caches need q's head_dim (int8: 4 more), and q's heads a multiple of k's");
+  OSTINATO_CHECK(k_cache.sizes[3] == head_dim + scale_bytes && v_cache.sizes[3] == value_dim + scale_bytes &&
+                     q.sizes[1] % k.sizes[1] == 0,
+                 "paged_attention: the caches need the head_dim of k and of v (int8: 4 more), and q's heads a "
+                 "multiple of k's");
   for (const Tensor* x : {&q, &k, &v, &k_cache, &v_cache}) {
     OSTINATO_CHECK(x->strides[x->dim - 1] == 1, "paged_attention: the last dimension must be contiguous");
   }
@@ -79,7 +83,7 @@ void check_tensors(const Tensor& q, const Tensor& k, const Tensor& v, const Tens
     }
   }
   for (const Tensor* x : {&k_cache, &v_cache}) {
-    OSTINATO_CHECK(x->strides[2] == place, "paged_attention: a head's part of a block must be contiguous");
+    OSTINATO_CHECK(x->strides[2] == x->sizes[3], "paged_attention: a head's part of a block must be contiguous");
   }
 }
 
@@ -100,10 +104,13 @@ Problem describe_problem(const Tensor& q, const Tensor& k, const Tensor& v, cons
   p.num_kv_heads = static_cast<int>(k.sizes[1]);
   p.group = p.num_heads / p.num_kv_heads;
   p.head_dim = static_cast<int>(q.sizes[2]);
+  p.value_dim = static_cast<int>(v.sizes[2]);
   p.block_size = static_cast<int>(k_cache.sizes[2]);
   p.element_bytes = q.dtype == DType::float32 ? 4 : 2;
   p.has_byte_cache = k_cache.dtype == DType::int8;
-  p.place_bytes = p.has_byte_cache ? p.head_dim + kScaleBytes : p.head_dim * p.element_bytes;
+  const int unit = p.has_byte_cache ? 1 : p.element_bytes, scale = p.has_byte_cache ? kScaleBytes : 0;
+  p.key_bytes = p.head_dim * unit + scale;
+  p.value_bytes = p.value_dim * unit + scale;
   p.q = rows_of(q);
   p.k = rows_of(k);
   p.v = rows_of(v);
@@ -165,7 +172,8 @@ void paged_attention(Call& call) {
   p.threads = call.threads();
   p.window = window > kMaxWindow ? 0 : static_cast<int>(window);
   check_metadata(p, block_table.sizes[1]);
-  const Tensor out = call.empty(q.sizes, 3, q.dtype);
+  const int64_t out_sizes[] = {q.sizes[0], q.sizes[1], v.sizes[2]};
+  const Tensor out = call.empty(out_sizes, 3, q.dtype);
   p.out = out.as<char>();
 
   OSTINATO_CHECK(q.dtype == DType::float32 || q.dtype == DType::float16 || q.dtype == DType::bfloat16,

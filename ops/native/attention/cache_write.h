@@ -13,7 +13,7 @@ constexpr int64_t kParallelWriteBytes = 1 << 18;  // with fewer bytes, one threa
 struct Run {
   int64_t first;  // row of k and v
   int count;
-  int place;      // in the group
+  int place;      // index of the first token in the group
 };
 
 // Keys become columns of the group, in units of four bytes; whole vectors of columns are transposed in registers.
@@ -39,24 +39,24 @@ inline void write_keys(const uint32_t* rows, int64_t row_stride, const Run& run,
 }
 
 // A row of a group holds the 16-bit values of two tokens, interleaved. If both are in the step, they are stored together.
-inline void write_pairs(const uint16_t* rows, int64_t row_stride, const Run& run, int head_dim, uint16_t* group) {
+inline void write_pairs(const uint16_t* rows, int64_t row_stride, const Run& run, int value_dim, uint16_t* group) {
   for (int i = 0; i < run.count;) {
     const int place = run.place + i;
     const uint16_t* row = rows + i * row_stride;
-    uint16_t* into = group + place / 2 * 2 * head_dim + place % 2;
+    uint16_t* into = group + place / 2 * 2 * value_dim + place % 2;
     if (place % 2 != 0 || i + 1 == run.count) {
-      for (int d = 0; d < head_dim; ++d) into[2 * d] = row[d];
+      for (int d = 0; d < value_dim; ++d) into[2 * d] = row[d];
       ++i;
       continue;
     }
     const uint16_t* odd = row + row_stride;
     int d = 0;
-    for (; d + kWidth <= head_dim; d += kWidth) {  // a load of BFloat16 moves any 16 bits unchanged
+    for (; d + kWidth <= value_dim; d += kWidth) {  // a load of BFloat16 moves any 16 bits unchanged
       const F32 pairs = pair_up(load(reinterpret_cast<const BFloat16*>(row + d)),
                                 load(reinterpret_cast<const BFloat16*>(odd + d)));
       store(reinterpret_cast<float*>(into + 2 * d), pairs);
     }
-    for (; d < head_dim; ++d) {
+    for (; d < value_dim; ++d) {
       into[2 * d] = row[d];
       into[2 * d + 1] = odd[d];
     }
@@ -66,21 +66,21 @@ inline void write_pairs(const uint16_t* rows, int64_t row_stride, const Run& run
 
 // One token's keys or values as whole numbers from -127 to 127, and their scale: the largest magnitude / 127.
 template <class T>
-float quantise(const T* row, int head_dim, int8_t* out) {
+float quantise(const T* row, int size, int8_t* out) {
   float values[kMaxHeadDim];
   float largest = 0.0f;
-  for (int d = 0; d < head_dim; ++d) {
+  for (int d = 0; d < size; ++d) {
     values[d] = to_float(row[d]);
     largest = std::fmax(largest, std::fabs(values[d]));
   }
   const float scale = largest / 127.0f;
   if (!(scale > 0.0f)) {
-    std::memset(out, 0, head_dim);
+    std::memset(out, 0, size);
     return scale;
   }
   alignas(64) float rounded[kWidth];
-  for (int d = 0; d < head_dim; d += kWidth) {
-    const int count = head_dim - d < kWidth ? head_dim - d : kWidth;
+  for (int d = 0; d < size; d += kWidth) {
+    const int count = size - d < kWidth ? size - d : kWidth;
     std::memcpy(rounded, values + d, count * sizeof(float));
     // The bounds matter where the scale is subnormal, and so not exact.
     const F32 quotient = min(max(load(rounded) / broadcast(scale), broadcast(-127.0f)), broadcast(127.0f));
@@ -96,22 +96,23 @@ void write_byte_run(const Problem& p, const Run& run, int64_t block, int64_t off
   const auto row_of = [&](const Rows& rows, int head, int i) {
     return reinterpret_cast<const T*>(rows.data) + (run.first + i) * rows.token_stride + head * rows.head_stride;
   };
-  const auto group_of = [&](const Cache& cache, int head) {
+  const auto group_of = [&](const Cache& cache, int head, int place_bytes) {
     return reinterpret_cast<int8_t*>(cache.data + block * cache.block_stride + head * cache.head_stride +
-                                     offset * p.place_bytes);
+                                     offset * place_bytes);
   };
   int8_t bytes[kMaxHeadDim];
   for (int head = 0; head < p.num_kv_heads; ++head) {
-    int8_t* keys = group_of(p.k_cache, head);
-    int8_t* values = group_of(p.v_cache, head);
-    const auto set_scale = [&](int8_t* group, int place, float scale) {
-      std::memcpy(group + tokens * p.head_dim + place * kScaleBytes, &scale, kScaleBytes);
+    int8_t* keys = group_of(p.k_cache, head, p.key_bytes);
+    int8_t* values = group_of(p.v_cache, head, p.value_bytes);
+    const auto set_scale = [&](int8_t* group, int size, int place, float scale) {
+      std::memcpy(group + tokens * size + place * kScaleBytes, &scale, kScaleBytes);
     };
     for (int i = 0; i < run.count; ++i) {
       const int place = run.place + i;
-      set_scale(keys, place, quantise(row_of(p.k, head, i), p.head_dim, bytes));
+      set_scale(keys, p.head_dim, place, quantise(row_of(p.k, head, i), p.head_dim, bytes));
       for (int d = 0; d < p.head_dim; ++d) keys[d * tokens + place] = bytes[d];
-      set_scale(values, place, quantise(row_of(p.v, head, i), p.head_dim, values + place * p.head_dim));
+      set_scale(values, p.value_dim, place,
+                quantise(row_of(p.v, head, i), p.value_dim, values + place * p.value_dim));
     }
   }
 }
@@ -121,20 +122,20 @@ inline void write_run(const Problem& p, const Run& run, int64_t block, int64_t o
   const auto row_of = [&](const Rows& rows, int head) {
     return rows.data + (run.first * rows.token_stride + head * rows.head_stride) * p.element_bytes;
   };
-  const auto group_of = [&](const Cache& cache, int head) {
-    return cache.data + block * cache.block_stride + head * cache.head_stride + offset * p.place_bytes;
+  const auto group_of = [&](const Cache& cache, int head, int place_bytes) {
+    return cache.data + block * cache.block_stride + head * cache.head_stride + offset * place_bytes;
   };
-  const int units = 4 / p.element_bytes;  // elements of one
+  const int units = 4 / p.element_bytes;  // elements of one unit
   for (int head = 0; head < p.num_kv_heads; ++head) {
     write_keys(reinterpret_cast<const uint32_t*>(row_of(p.k, head)), p.k.token_stride / units, run, tokens,
-               p.head_dim / units, reinterpret_cast<uint32_t*>(group_of(p.k_cache, head)));
-    char* values = group_of(p.v_cache, head);
+               p.head_dim / units, reinterpret_cast<uint32_t*>(group_of(p.k_cache, head, p.key_bytes)));
+    char* values = group_of(p.v_cache, head, p.value_bytes);
     if (p.element_bytes == 2) {
-      write_pairs(reinterpret_cast<const uint16_t*>(row_of(p.v, head)), p.v.token_stride, run, p.head_dim,
+      write_pairs(reinterpret_cast<const uint16_t*>(row_of(p.v, head)), p.v.token_stride, run, p.value_dim,
                   reinterpret_cast<uint16_t*>(values));
       continue;
     }
-    const size_t row_bytes = static_cast<size_t>(p.head_dim) * p.element_bytes;
+    const size_t row_bytes = static_cast<size_t>(p.value_dim) * p.element_bytes;
     for (int i = 0; i < run.count; ++i) {
       std::memcpy(values + (run.place + i) * row_bytes, row_of(p.v, head) + i * p.v.token_stride * p.element_bytes,
                   row_bytes);
@@ -159,7 +160,7 @@ void write_tokens(const Problem& p, int64_t begin, int64_t end, const Write& wri
 }
 
 inline void write_cache(const Problem& p, DType dtype) {
-  const int64_t bytes = 2 * p.num_tokens * p.num_kv_heads * p.head_dim * p.element_bytes;
+  const int64_t bytes = p.num_tokens * p.num_kv_heads * (p.head_dim + p.value_dim) * p.element_bytes;
   const int workers = bytes < kParallelWriteBytes ? 1 : p.threads.count();
   p.threads.run(workers, [&](int worker) {
     const int64_t begin = p.num_tokens * worker / workers;

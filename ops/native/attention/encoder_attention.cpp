@@ -10,7 +10,7 @@
 namespace ostinato::attention {
 namespace {
 
-constexpr int kHeadMultiple = 8;  // of the head sizes that the worker takes
+constexpr int kHeadMultiple = 8;  // the worker takes head sizes that are multiples of this
 
 void check_encoder_tensors(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& query_start_loc) {
   for (const Tensor* x : {&q, &k, &v}) {
@@ -82,8 +82,8 @@ Places place_tokens(Call& call, const int32_t* starts, int64_t num_seqs, int64_t
   return places;
 }
 
-Cache cache_in(Call& call, const Problem& p) {
-  const int64_t head_stride = static_cast<int64_t>(p.block_size) * p.place_bytes;
+Cache cache_in(Call& call, const Problem& p, int place_bytes) {
+  const int64_t head_stride = static_cast<int64_t>(p.block_size) * place_bytes;
   const int64_t block_stride = p.num_kv_heads * head_stride;
   return {call.workspace<char>(p.num_blocks * block_stride), block_stride, head_stride};
 }
@@ -91,7 +91,7 @@ Cache cache_in(Call& call, const Problem& p) {
 // The output [T, H, padded head size] without its padding.
 void copy_unpadded(const Problem& p, int64_t head_bytes, char* out) {
   for (int64_t row = 0; row < p.num_tokens * p.num_heads; ++row) {
-    std::memcpy(out + row * head_bytes, p.out + row * p.head_dim * p.element_bytes, head_bytes);
+    std::memcpy(out + row * head_bytes, p.out + row * p.value_bytes, head_bytes);
   }
 }
 
@@ -106,10 +106,10 @@ void encoder_attention(Call& call) {
   const int64_t longest = longest_of(p.query_start_loc, p.num_seqs, q.sizes[0]);
   p.num_heads = p.num_kv_heads = static_cast<int>(q.sizes[1]);
   p.group = 1;
-  p.head_dim = static_cast<int>((q.sizes[2] + kHeadMultiple - 1) / kHeadMultiple * kHeadMultiple);
+  p.head_dim = p.value_dim = static_cast<int>((q.sizes[2] + kHeadMultiple - 1) / kHeadMultiple * kHeadMultiple);
   p.block_size = kMaxGroup;
   p.element_bytes = static_cast<int>(element_size(q.dtype));
-  p.place_bytes = p.head_dim * p.element_bytes;
+  p.key_bytes = p.value_bytes = p.head_dim * p.element_bytes;
   p.q = rows_for_worker(call, q, p.head_dim);
   p.k = rows_for_worker(call, k, p.head_dim);
   p.v = rows_for_worker(call, v, p.head_dim);
@@ -119,9 +119,9 @@ void encoder_attention(Call& call) {
   p.seq_lens = places.seq_lens;
   p.block_table = places.block_table;
   p.slot_mapping = places.slot_mapping;
-  p.k_cache = cache_in(call, p);
-  p.v_cache = cache_in(call, p);
-  p.scaling = {static_cast<float>(scale * 1.4426950408889634), 0.0f};  // of logits to base 2, without a cap
+  p.k_cache = cache_in(call, p, p.key_bytes);
+  p.v_cache = cache_in(call, p, p.value_bytes);
+  p.scaling = {static_cast<float>(scale * 1.4426950408889634), 0.0f};  // logits to base 2, without a cap
   p.is_bidirectional = true;
   p.threads = call.threads();
   p.num_tokens = p.query_start_loc[p.num_seqs];
@@ -130,8 +130,8 @@ void encoder_attention(Call& call) {
   p.num_tokens = q.sizes[0];
   const Tensor out = call.empty(q.sizes, 3, q.dtype);
   const int64_t head_bytes = q.sizes[2] * p.element_bytes;
-  const bool is_padded = head_bytes < p.place_bytes;
-  p.out = is_padded ? call.workspace<char>(p.num_tokens * p.num_heads * p.place_bytes) : out.as<char>();
+  const bool is_padded = head_bytes < p.value_bytes;
+  p.out = is_padded ? call.workspace<char>(p.num_tokens * p.num_heads * p.value_bytes) : out.as<char>();
   zero_padding(p);
   attend_in(q.dtype, p);
   if (is_padded) copy_unpadded(p, head_bytes, out.as<char>());

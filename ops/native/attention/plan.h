@@ -17,7 +17,7 @@ constexpr int kPartition = 256;      // keys per partition, a multiple of kTile
 constexpr int kRowsPerItem = 128;    // query rows that share a tile in cache
 constexpr double kTileCost = 2.0;    // cost of fetching a key and value, in rows that use it
 constexpr double kWorkerCost = 5e4;  // multiply-adds that are worth waking a thread for
-constexpr int kScaleBytes = 4;       // of a token in a cache of 8 bits
+constexpr int kScaleBytes = 4;       // the scale of a token in a cache of 8 bits
 constexpr int kItemsPerWorker = 4;   // an item is at most 1 / kItemsPerWorker of a worker's part
 
 struct Cache {  // within a head's part of a block: groups, see tile.h
@@ -32,9 +32,11 @@ struct Rows {
 
 struct Problem {
   int64_t num_tokens, num_seqs, num_blocks;
-  int num_heads, num_kv_heads, group, head_dim, block_size, element_bytes;
+  int num_heads, num_kv_heads, group, block_size, element_bytes;
+  int head_dim;         // elements of a head of queries and keys
+  int value_dim;        // elements of a head of values and of the output
   bool has_byte_cache;  // keys and values of 8 bits with scales
-  int place_bytes;      // bytes of a token's keys, or values, of one head in the cache
+  int key_bytes, value_bytes;  // of a token's key, and of its value, of one head in the cache
   Rows q, k, v;
   Cache k_cache, v_cache;
   char* out;
@@ -56,7 +58,7 @@ struct QueryTile {
   int seq, kv_head;
   int64_t first_token;  // row of q
   int num_tokens;
-  int first_position;   // of first_token in its sequence
+  int first_position;   // the position of first_token in its sequence
   int first_key, last_key;
   int first_partition, last_partition;
 };
@@ -109,7 +111,7 @@ inline void make_plan(const Problem& p, int threads, Plan& plan) {
   }
   double total = 0.0;
   for (const QueryTile& tile : plan.tiles) total += cost_of(p, tile);
-  const double workers = total * p.head_dim / kWorkerCost;
+  const double workers = total * (p.head_dim + p.value_dim) / 2 / kWorkerCost;
   plan.num_workers = workers < 1.0 ? 1 : workers < threads ? static_cast<int>(workers) : threads;
   const double limit = plan.num_workers == 1 ? total : total / (plan.num_workers * kItemsPerWorker);
   for (int i = 0; i < static_cast<int>(plan.tiles.size()); ++i) {

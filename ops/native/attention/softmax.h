@@ -16,7 +16,7 @@ constexpr float kLog2E = 1.4426950408889634f;
 // ALiBi of one row: the key at `place` of a tile adds slope * (place + distance) to the row's base-2 logit.
 struct Alibi {
   float slope;
-  float distance;  // of the tile's first key from the query
+  float distance;  // from the query to the tile's first key
 };
 
 struct Places {

@@ -4,9 +4,9 @@
 // elements, as one multiply-accumulate instruction takes them per lane. Groups of 16 consecutive tokens of a
 // head (8 where the block size is no multiple of 16) hold
 //   keys   [head_dim / elements][tokens][elements]  and
-//   values [tokens / elements][head_dim][elements].
+//   values [tokens / elements][value_dim][elements].
 // A cache of 8 bits has one element in a step, and after those of each group a float32 scale for each token:
-//   keys [head_dim][tokens], scales [tokens]  and  values [tokens][head_dim], scales [tokens].
+//   keys [head_dim][tokens], scales [tokens]  and  values [tokens][value_dim], scales [tokens].
 // So the lanes of a vector are 16 keys in the product with a query, and 16 dimensions in the sum of values.
 // Keys are transposed once, when they are written. Every later step reads them as they are.
 //
@@ -102,11 +102,11 @@ void score(const typename S::Factor* queries, int num_steps, const typename S::S
 template <class S>
 struct ValueRows {
   const typename S::Factor* weights;        // [rows][num_factors(kTile)]
-  const typename S::Step* const* groups;    // [tokens / elements][head_dim] each
-  const typename S::Step* const* next;      // of the next tile, or null
-  int tokens;                               // of a group
-  int num_keys;                             // of the tile; the values of other tokens count as zeros
-  int head_dim;
+  const typename S::Step* const* groups;    // [tokens / elements][value_dim] each
+  const typename S::Step* const* next;      // the steps of the next tile, or null
+  int tokens;                               // tokens of a group
+  int num_keys;                             // keys of the tile; the values of other tokens count as zeros
+  int value_dim;
 };
 
 // out [kRows][kVectors] = scale[row] * out + weights times values, for the columns from `column` on. The last vector
@@ -146,11 +146,11 @@ void add_values(const ValueRows<S>& values, int column, float* out, int out_stri
     const typename S::Step* row = values.groups[group] + column;
     const typename S::Step* next = values.next == nullptr ? nullptr : values.next[group] + column;
     const int whole = remaining < per_group ? remaining : per_group;
-    for (int step = 0; step < whole; ++step, row += values.head_dim) {
+    for (int step = 0; step < whole; ++step, row += values.value_dim) {
       if (next != nullptr) {
 #pragma GCC unroll 8
         for (int c = 0; c < kVectors; ++c) prefetch_line(next + c * kWidth, c);
-        next += values.head_dim;
+        next += values.value_dim;
       }
       add(row, std::false_type{});
     }
@@ -227,13 +227,13 @@ void score_keys(int num_rows, int num_vectors, const typename S::Factor* queries
 template <class S>
 void add_all_values(int num_rows, const ValueRows<S>& values, float* out, int padded_dim,
                     const float* scale) {
-  const int whole = values.head_dim / kWidth;
+  const int whole = values.value_dim / kWidth;
   with_rows(num_rows, [&]<int kRows>(std::integral_constant<int, kRows>) {
     for_columns<kRows, 4>(whole, [&]<int kVectors>(std::integral_constant<int, kVectors>, int c) {
       add_values<S, kRows, kVectors, false>(values, c * kWidth, out + c * kWidth, padded_dim, scale);
     });
     if constexpr (kWidth > 8) {
-      if (whole * kWidth < values.head_dim) {
+      if (whole * kWidth < values.value_dim) {
         add_values<S, kRows, 1, true>(values, whole * kWidth, out + whole * kWidth, padded_dim, scale);
       }
     }
@@ -248,14 +248,14 @@ constexpr int kPadding = 16;  // columns of a matrix tile
 constexpr int kPadding = kWidth;
 #endif
 
-inline int padded_dim(int head_dim) { return (head_dim + kPadding - 1) / kPadding * kPadding; }
+inline int padded_dim(int value_dim) { return (value_dim + kPadding - 1) / kPadding * kPadding; }
 
-// accumulator [padded_dim] times factor -> T [head_dim]
+// accumulator [padded_dim] times factor -> T [value_dim]
 template <class T>
-void write_output_row(const float* accumulator, float factor, int head_dim, T* out) {
+void write_output_row(const float* accumulator, float factor, int value_dim, T* out) {
   alignas(64) T rounded[kMaxHeadDim + kWidth];
-  for (int d = 0; d < head_dim; d += kWidth) store(rounded + d, load(accumulator + d) * broadcast(factor));
-  std::memcpy(out, rounded, head_dim * sizeof(T));
+  for (int d = 0; d < value_dim; d += kWidth) store(rounded + d, load(accumulator + d) * broadcast(factor));
+  std::memcpy(out, rounded, value_dim * sizeof(T));
 }
 
 // Queries and the softmax's weights in float32.
@@ -325,18 +325,18 @@ struct FloatLayout : FloatFactors<T> {
   }
 
   // The groups of a tile's first `count` tokens as floats: keys [groups][head_dim][tokens], values
-  // [groups][tokens][head_dim].
+  // [groups][tokens][value_dim].
   static void widen_tile(const TileGroups<uint32_t>& groups, const TileGroups<uint32_t>* next, int tokens, int count,
-                         int head_dim, float* keys, float* values, TileGroups<float>& out) {
-    const int size = tokens * head_dim;
+                         int head_dim, int value_dim, float* keys, float* values, TileGroups<float>& out) {
+    const int key_size = tokens * head_dim, value_size = tokens * value_dim;
     for (int i = 0; i < kTile / tokens; ++i) {
       const bool is_read = i * tokens < count;
-      out.keys[i] = keys + (is_read ? i * size : 0);
-      out.values[i] = values + (is_read ? i * size : 0);
+      out.keys[i] = keys + (is_read ? i * key_size : 0);
+      out.values[i] = values + (is_read ? i * value_size : 0);
       if (!is_read) continue;
-      widen_rows(groups.keys[i], next == nullptr ? nullptr : next->keys[i], head_dim / 2, tokens, keys + i * size);
-      widen_rows(groups.values[i], next == nullptr ? nullptr : next->values[i], tokens / 2, head_dim,
-                 values + i * size);
+      widen_rows(groups.keys[i], next == nullptr ? nullptr : next->keys[i], head_dim / 2, tokens, keys + i * key_size);
+      widen_rows(groups.values[i], next == nullptr ? nullptr : next->values[i], tokens / 2, value_dim,
+                 values + i * value_size);
     }
   }
 };

@@ -104,7 +104,7 @@ class Worker {
   Worker(const Problem& problem, Scratch& scratch, int max_rows)
       : p_(problem),
         tokens_(group_tokens(problem.block_size)),
-        padded_dim_(padded_dim(problem.head_dim)),
+        padded_dim_(padded_dim(problem.value_dim)),
         num_steps_(problem.head_dim / Multiply::elements),
         num_factors_(num_factors<Multiply>(problem.head_dim)) {
     scratch.lay_out([&] {
@@ -116,7 +116,7 @@ class Worker {
       whole_ = scratch.take<float>(state_floats(max_rows, padded_dim_));
       if (Layout::kWidens) {
         keys_ = scratch.take<float>(static_cast<size_t>(kTile) * problem.head_dim);
-        values_ = scratch.take<float>(static_cast<size_t>(kTile) * problem.head_dim);
+        values_ = scratch.take<float>(static_cast<size_t>(kTile) * problem.value_dim);
       }
 #if OSTINATO_AMX
       if (Layout::kHasMatrixTiles) {
@@ -190,9 +190,9 @@ class Worker {
     for (int i = 0; i < kTile / tokens_; ++i) {
       const int position = i * tokens_ < count ? first_key + i * tokens_ : first_key;
       const int64_t block = blocks[position / p_.block_size];
-      const int64_t offset = static_cast<int64_t>(position % p_.block_size) * p_.place_bytes;
-      groups.keys[i] = group_at(p_.k_cache, block, tile.kv_head, offset);
-      groups.values[i] = group_at(p_.v_cache, block, tile.kv_head, offset);
+      const int64_t offset = position % p_.block_size;
+      groups.keys[i] = group_at(p_.k_cache, block, tile.kv_head, offset * p_.key_bytes);
+      groups.values[i] = group_at(p_.v_cache, block, tile.kv_head, offset * p_.value_bytes);
     }
     return groups;
   }
@@ -230,7 +230,8 @@ class Worker {
       this->run_matrix_blocks(tile, first_key, groups, next, rows, state);
     } else if constexpr (Layout::kWidens) {
       TileGroups<float> widened;
-      Layout::widen_tile(groups, next, tokens_, count_keys(tile, first_key), p_.head_dim, keys_, values_, widened);
+      Layout::widen_tile(groups, next, tokens_, count_keys(tile, first_key), p_.head_dim, p_.value_dim, keys_, values_,
+                         widened);
       run_blocks(tile, first_key, widened, nullptr, rows, state);
     } else {
       if constexpr (kHasScales) collect_scales(groups);
@@ -239,10 +240,11 @@ class Worker {
   }
 
   void collect_scales(const TileGroups<Unit>& groups) {
-    const int64_t size = static_cast<int64_t>(tokens_) * p_.head_dim;
+    const int64_t key_size = static_cast<int64_t>(tokens_) * p_.head_dim;
+    const int64_t value_size = static_cast<int64_t>(tokens_) * p_.value_dim;
     for (int i = 0; i < kTile / tokens_; ++i) {
-      std::memcpy(scales_.keys + i * tokens_, groups.keys[i] + size, tokens_ * sizeof(float));
-      std::memcpy(scales_.values + i * tokens_, groups.values[i] + size, tokens_ * sizeof(float));
+      std::memcpy(scales_.keys + i * tokens_, groups.keys[i] + key_size, tokens_ * sizeof(float));
+      std::memcpy(scales_.values + i * tokens_, groups.values[i] + value_size, tokens_ * sizeof(float));
     }
   }
 
@@ -262,7 +264,7 @@ class Worker {
   // run_blocks by matrix tiles.
   void run_matrix_blocks(const QueryTile& tile, int first_key, const TileGroups<uint32_t>& groups,
                          const TileGroups<uint32_t>* next, int rows, State state) {
-    copy_values(groups, tokens_, count_keys(tile, first_key), p_.head_dim, padded_dim_, joined_values_);
+    copy_values(groups, tokens_, count_keys(tile, first_key), p_.value_dim, padded_dim_, joined_values_);
     const bool joins = tokens_ == kMinGroup;
     if (joins) join_keys(groups, num_steps_, joined_keys_);
     const uint32_t* keys[kKeyVectors];
@@ -342,7 +344,7 @@ class Worker {
     softmax_block<Layout>(count, visible, p_.alibi_slopes == nullptr ? nullptr : alibi, p_.scaling,
                           kHasScales ? &scales_ : nullptr, scores_, weights_, state.maximum + row,
                           totals_ + row * kWidth, rescale);
-    const ValueRows<Multiply> rows{weights_, values, next_values, tokens_, last_seen, p_.head_dim};
+    const ValueRows<Multiply> rows{weights_, values, next_values, tokens_, last_seen, p_.value_dim};
     add_all_values<Multiply>(count, rows, state.accumulator + static_cast<size_t>(row) * padded_dim_, padded_dim_,
                              rescale);
   }
@@ -359,17 +361,17 @@ class Worker {
   void write_output(const QueryTile& tile, State state) const {
     for (int r = 0; r < tile.num_tokens * p_.group; ++r) {
       const int64_t head = static_cast<int64_t>(tile.kv_head) * p_.group + r % p_.group;
-      const int64_t offset = ((tile.first_token + r / p_.group) * p_.num_heads + head) * p_.head_dim;
+      const int64_t offset = ((tile.first_token + r / p_.group) * p_.num_heads + head) * p_.value_dim;
       const float factor = p_.sinks != nullptr         ? factor_with_sink(p_.sinks[head], state.maximum[r], state.total[r])
                            : state.total[r] > 0.0f ? 1.0f / state.total[r]
                                                    : 0.0f;
-      write_output_row(state.accumulator + static_cast<size_t>(r) * padded_dim_, factor, p_.head_dim,
+      write_output_row(state.accumulator + static_cast<size_t>(r) * padded_dim_, factor, p_.value_dim,
                        reinterpret_cast<T*>(p_.out) + offset);
     }
   }
 
   const Problem& p_;
-  const int tokens_;  // of a group
+  const int tokens_;  // tokens of a group
   const int padded_dim_;
   const int num_steps_;
   const int num_factors_;
@@ -380,8 +382,8 @@ class Worker {
   float* local_;             // State
   float* whole_;             // State
   float* keys_ = nullptr;    // [groups][head_dim][tokens], widened
-  float* values_ = nullptr;  // [groups][tokens][head_dim], widened
-  TileScales scales_;        // of the tile at hand, if the cache has scales
+  float* values_ = nullptr;  // [groups][tokens][value_dim], widened
+  TileScales scales_;        // scales of the present tile, if the cache has scales
   const QueryTile* upcoming_ = nullptr;
 };
 

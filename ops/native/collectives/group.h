@@ -91,8 +91,8 @@ class Group {
 
   void publish() {
     Header::Rank& own = header_->ranks[rank_];
-    // Sequentially consistent, as the loads and stores of a rank that is about to sleep: either this rank sees that it
-    // sleeps, or that rank sees the new number.
+    // These operations, and those of a rank that is about to sleep, are sequentially consistent. So either this rank
+    // sees that the other one sleeps, or the other one sees the new number and stays awake.
     own.published.store(sequence_);
     if (own.num_sleeping.load() != 0) wake(own.published);
   }
@@ -142,7 +142,7 @@ class Group {
 #endif
   }
 
-  // At most 20 ms, so that `aborted` and the time are looked at.
+  // Sleeps for at most 20 ms. Then the caller checks `aborted` and the time, and may call again.
   static void sleep_on(std::atomic<uint32_t>& word, uint32_t seen) {
     const timespec most{0, 20'000'000};
     syscall(SYS_futex, &word, FUTEX_WAIT, seen, &most, nullptr, 0);
@@ -154,7 +154,7 @@ class Group {
   int rank_;
   std::chrono::microseconds spin_;
   std::chrono::milliseconds timeout_;
-  uint32_t sequence_;  // of the last piece; the same on all ranks
+  uint32_t sequence_;  // the number of the last piece; the same on all ranks
 };
 
 }  // namespace ostinato::collectives

@@ -23,8 +23,8 @@
 namespace ostinato::amx {
 
 constexpr int kTileRows = 16;   // at most, of every tile
-constexpr int kTileBytes = 64;  // of a row at most
-constexpr int kTileColumns = 16;  // of B and C
+constexpr int kTileBytes = 64;  // the most bytes of a row
+constexpr int kTileColumns = 16;  // columns of B and C
 
 // The shapes of the registers, in the layout that the processor reads.
 struct alignas(64) TileShapes {

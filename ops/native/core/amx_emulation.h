@@ -85,7 +85,8 @@ inline float widen(const unsigned char* bfloat16) {
 }
 
 // a * b + c with one rounding to nearest even. The result is zero if it is subnormal before it is rounded to the
-// spacing of subnormal numbers. Scaling finds that out: the rounding alone can give the smallest normal number.
+// spacing of subnormal numbers. That rounding can give the smallest normal number, which does not show whether the
+// value before it was smaller. So the product is computed again with scaled arguments, where nothing is subnormal.
 inline float fused(float a, float b, float c) {
   const float x = std::fma(a, b, c);
   if (!(std::fabs(x) <= 0x1p-126f)) return x;

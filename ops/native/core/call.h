@@ -18,7 +18,7 @@ namespace ostinato {
 struct Argument {
   enum Kind : int64_t { none, tensor, integer, number, text };
   Kind kind;
-  int64_t integer_value;  // of a tensor its slot; of a boolean 0 or 1
+  int64_t integer_value;  // a tensor's slot; a boolean as 0 or 1
   double number_value;
   const char* text_value;
 };

@@ -91,7 +91,7 @@ class CpuGraph {
     return step.result;
   }
 
-  // A contiguous tensor with other sizes, one of which may be -1.
+  // A tensor with other sizes, one of which may be -1. Rows that lie apart are copied if their number changes.
   int64_t add_view(int64_t source, const int64_t* sizes, int64_t dim) {
     Step step{Step::view};
     step.source = source;
@@ -242,25 +242,36 @@ class CpuGraph {
     AtenRecordFunctionHandle handle = nullptr;
   };
 
-  static bool is_contiguous(const Tensor& x) {
+  static bool is_contiguous(const Tensor& x, int64_t from_dimension = 0) {
     int64_t stride = 1;
-    for (int64_t i = x.dim - 1; i >= 0; --i) {
+    for (int64_t i = x.dim - 1; i >= from_dimension; --i) {
       if (x.sizes[i] > 1 && x.strides[i] != stride) return false;
       stride *= x.sizes[i];
     }
     return true;
   }
 
-  static void view(const Tensor& source, const Step& step, OwnedTensor& result) {
-    OSTINATO_CHECK(is_contiguous(source), "a CPU graph views contiguous tensors only");
+  void view(const Tensor& source, const Step& step, OwnedTensor& result) {
     int64_t sizes[kMaxRank];
     int64_t known = 1;
     for (int64_t d = 0; d < step.dim; ++d) known *= step.sizes[d] < 0 ? 1 : step.sizes[d];
     for (int64_t d = 0; d < step.dim; ++d) {
       sizes[d] = step.sizes[d] < 0 ? source.num_elements() / known : step.sizes[d];
     }
-    result.set_contiguous(sizes, step.dim, source.dtype);
+    const int64_t num_bytes = result.set_contiguous(sizes, step.dim, source.dtype);
     result.tensor.data = source.data;
+    if (is_contiguous(source)) return;
+    OSTINATO_CHECK(is_contiguous(source, 1), "a CPU graph views tensors whose rows are contiguous");
+    if (sizes[0] == source.sizes[0]) {
+      result.strides[0] = source.strides[0];
+      return;
+    }
+    const int64_t row_bytes = source.num_bytes() / source.sizes[0];
+    result.tensor.data = arenas_[arena_].allocate(num_bytes);
+    for (int64_t row = 0; row < source.sizes[0]; ++row) {
+      std::memcpy(result.tensor.as<char>() + row * row_bytes,
+                  source.as<char>() + row * source.strides[0] * element_size(source.dtype), row_bytes);
+    }
   }
 
   static void slice(const Tensor& source, const Step& step, OwnedTensor& result) {
@@ -292,7 +303,7 @@ class CpuGraph {
   std::deque<std::string> texts_;
   std::vector<int64_t> compiled_inputs_;  // slots
   Arena arenas_[2];
-  std::vector<AtenTensorHandle> handles_[2];  // of results of compiled libraries, released as the arenas are
+  std::vector<AtenTensorHandle> handles_[2];  // results of compiled libraries, released like the arenas
   int arena_ = 0;
   int64_t result_ = 0;
 };

@@ -72,7 +72,7 @@ struct Tensor {
   int64_t num_bytes() const { return num_elements() * element_size(dtype); }
 };
 
-constexpr int kMaxRank = 5;  // of the results of kernels and of the tensors of a CpuGraph
+constexpr int kMaxRank = 5;  // for results of kernels and tensors of a CpuGraph
 
 // A tensor that holds its own sizes and strides.
 struct OwnedTensor {

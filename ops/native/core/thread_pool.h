@@ -55,8 +55,8 @@ class ThreadPool {
 
  private:
   using Clock = std::chrono::steady_clock;
-  // How long a pool thread spins before it sleeps. Longer than the time between two kernels of a step, and longer than
-  // the last part of another thread (a tenth of a millisecond).
+  // How long a pool thread spins before it sleeps. This is longer than the time between two kernels of a step, and longer
+  // than the last part of another thread (a tenth of a millisecond).
   static constexpr std::chrono::microseconds kWorkerSpinTimeout{500};
   // How long the caller spins for pool threads that are in the middle of a part. Then it sleeps, which gives them its
   // core if another program has taken theirs.

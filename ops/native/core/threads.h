@@ -17,7 +17,7 @@ namespace ostinato {
 // One per process: every loaded library uses that of the library that was loaded first (ostinato_share_threads).
 struct ThreadState {
   ThreadPool* pool;            // never deleted, because its threads use it
-  int& (*num_pool_threads)();  // of the calling thread; 0 = its kernel calls run on torch's threads
+  int& (*num_pool_threads)();  // the calling thread's; 0 = its kernel calls run on torch's threads
 };
 
 inline ThreadState*& thread_state() {

@@ -5,8 +5,8 @@
 // tiles C hold their sums. If many blocks share a panel, K is walked in parts, each for all blocks, so that the part of
 // the panel stays in the first level cache.
 //
-// Order of a sum: K is cut at multiples of 32. Of each part the products with even k are summed from zero in ascending
-// order, so are those with odd k, the two sums are added, and their sum is added to the result. Every step is rounded to
+// Order of a sum: K is cut at multiples of 32. In each part, the products with even k are summed from zero in ascending
+// order, and so are those with odd k. The two sums are added, and their sum is added to the result. Every step is rounded to
 // float32, and subnormal numbers count as zeros. The sum contains no other row, so the bits of a row do not depend on
 // other rows.
 #pragma once
@@ -16,12 +16,12 @@
 
 namespace ostinato::linear {
 
-constexpr int kTileSteps = 16;  // of two values of K
+constexpr int kTileSteps = 16;  // steps of two values of K
 constexpr int64_t kTileValues = 2 * kTileSteps;
 constexpr int kTileSize = kTileSteps * kPanel;             // units of a panel's tiles B
 constexpr int64_t kTileGroupBytes = 1 << 20;               // packed activations of a group of rows: half of the cache
-constexpr int64_t kPassTiles = 8;                          // of K at a time, where a panel serves many blocks: 16 KiB
-constexpr int kLines = kTileSize / 16;                     // of 64 bytes, of a panel's tiles B
+constexpr int64_t kPassTiles = 8;                          // tiles of K at a time if a panel serves many blocks: 16 KiB
+constexpr int kLines = kTileSize / 16;                     // cache lines of 64 bytes in a panel's tiles B
 
 // Blocks of the rows [0, rows), one tile A each. All blocks but the last have one height. Groups have nearly equal sizes.
 struct TileBlocks {
@@ -41,7 +41,7 @@ struct TileBlocks {
   int64_t rows;
   int64_t count;
   int height;
-  int64_t tiles;  // of K
+  int64_t tiles;  // tiles along K
   int64_t groups;
 };
 

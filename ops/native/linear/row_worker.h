@@ -7,7 +7,7 @@
 
 namespace ostinato::linear {
 
-constexpr int64_t kStepsPerPass = 512;         // of K at a time, hence terms that one float sums up
+constexpr int64_t kStepsPerPass = 512;         // steps of K at a time, and so the terms that one float sums up
 
 // Lays `rows` rows out as a tile reads them. The missing odd index of K is zero.
 template <class Kind>

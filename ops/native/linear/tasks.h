@@ -29,7 +29,7 @@ namespace ostinato::linear {
 
 constexpr int64_t kGroupBytes = 384 << 10;     // packed activations of a group
 constexpr int64_t kMaxGroupRows = 256;
-constexpr int64_t kBytesPerWorker = 96 << 10;  // of cache traffic that pay for waking one more thread
+constexpr int64_t kBytesPerWorker = 96 << 10;  // so much cache traffic pays for waking one more thread
 
 // While several row blocks are multiplied by one part of the weights, each prefetches a share of the next part. Without that
 // the first block waits for the memory: with AVX2, 126 rows of float32 ran at 83 % of the processor's rate, now at 96 %.

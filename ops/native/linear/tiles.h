@@ -59,7 +59,7 @@ OSTINATO_INLINE void add_products(F32 (&sum)[R][V], const float* x, const F32 (&
 // float32 weights: a unit is one float.
 struct Float32 {
   using Element = float;
-  static constexpr int kElements = 1;  // of K in a unit of the weight
+  static constexpr int kElements = 1;  // elements of K in a unit of the weight
   static constexpr int kFloats = 1;    // four-byte values of a packed activation row for each unit of the weight
 
   template <int R, int V>

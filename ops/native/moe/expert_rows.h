@@ -99,7 +99,7 @@ inline void allocate(Call& call, ExpertCall& c) {
   c.out = call.empty(sizes, 2, c.x.dtype);
 }
 
-// The product of one expert's rows with its matrix. Rows that do not lie at one distance from each other are copied to
+// The product of one expert's rows with its matrix. Rows that are not evenly spaced in memory are copied to
 // `gathered`, where the expert's first row has the number `first`.
 inline Problem expert_problem(const ExpertCall& c, const ExpertRows& rows, const ExpertRows::Expert& expert, char* gathered) {
   const int32_t* pairs = rows.pairs.data() + expert.first;
@@ -132,7 +132,7 @@ inline Problem expert_problem(const ExpertCall& c, const ExpertRows& rows, const
 // The problems of all experts.
 inline std::vector<Problem> expert_problems(Call& call, const ExpertCall& c, const ExpertRows& rows) {
   const int64_t bytes = c.ids.num_elements() * c.in_features() * element_size(c.x.dtype);
-  // With as many experts as pairs, every row lies where it is.
+  // With as many experts as pairs, each expert has one row, and no row needs copying.
   char* gathered = rows.experts.size() < rows.pairs.size() ? call.workspace<char>(bytes) : nullptr;
   std::vector<Problem> problems(rows.experts.size());
   const auto count = static_cast<int64_t>(problems.size());

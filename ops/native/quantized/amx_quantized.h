@@ -221,15 +221,15 @@ class QuantizedTileWorker {
   const QuantizedWeight& weight_;
   const TileBlocks& blocks_;
   const int64_t chunk_;   // steps of a tile
-  const int64_t chunks_;  // of a group
-  const int64_t steps_;   // of all groups; every group has whole steps
+  const int64_t chunks_;  // chunks of a group
+  const int64_t steps_;   // steps of all groups; every group has whole steps
   const amx::TileScope registers_;
   int64_t packed_group_ = -1;
   uint8_t* panel_ = nullptr;
   int8_t* values_ = nullptr;
   float* scales_ = nullptr;
   float* sums_ = nullptr;
-  std::vector<const uint8_t*> tiles_;  // of each group of the panel
+  std::vector<const uint8_t*> tiles_;  // the tiles of each group of the panel
 };
 
 template <Widening Bits, class In, class Out>

@@ -44,7 +44,7 @@ struct QuantFormat {
   int bits;  // 8 or 4
   int64_t group_size;  // values of K that share a scale
   bool symmetric;
-  DType factors;  // of scales, zero points and minimums
+  DType factors;  // the dtype of scales, zero points and minimums
   bool has_minimums;
   bool is_e2m1;
   bool is_e4m3;
@@ -128,8 +128,8 @@ struct QuantizedShape {
 
   QuantFormat format;
   int64_t panels;
-  int64_t steps;        // of 4 values of K, an even number
-  int64_t group_steps;  // of every group but the last
+  int64_t steps;        // steps of 4 values of K; their number is even
+  int64_t group_steps;  // steps of every group but the last
   int64_t groups;
   int64_t panel_bytes;
 };

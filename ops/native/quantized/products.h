@@ -18,7 +18,7 @@ namespace ostinato::linear {
 #if OSTINATO_ISA >= 2 && defined(__AVX512VNNI__)
 
 // One instruction multiplies and adds four bytes a lane: unsigned weights, signed activations.
-constexpr int kQuantRows = 12;  // of the tallest tile
+constexpr int kQuantRows = 12;  // rows of the tallest tile
 constexpr int quant_units(Widening) { return 1; }    // four-byte units of a row's activations for each step of 4 values
 constexpr int quant_vectors(int) { return 2; }  // vectors of columns in a tile of that many rows
 using Bytes = __m512i;

@@ -2,6 +2,7 @@
 // quantised checkpoint, quantized_rows reads rows back, so that an embedding tied to the output layer needs no second
 // copy. Layout in layout.h.
 #include "linear/tasks.h"
+#include "quantized/bytes.h"
 #include "quantized/layout.h"
 
 #include <algorithm>
@@ -30,6 +31,40 @@ struct Stored {
   }
 };
 
+// The first values of a group whose rows lie in one piece, 8 of each row at a time; returns how many of `count` it stored.
+int64_t pack_eights(const QuantFormat& format, const uint8_t* values, int64_t row_stride, int64_t count, int columns,
+                    uint8_t* data) {
+  const int64_t whole = count / 8 * 8;
+  for (int64_t k = 0; k < whole; k += 8) {
+    if (format.is_e4m3) {
+      for (int c = 0; c + 8 <= columns; c += 8) {
+        uint64_t block[8];
+        for (int i = 0; i < 8; ++i) std::memcpy(&block[i], values + (c + i) * row_stride + k, 8);
+        transpose_bytes(block);
+        for (int i = 0; i < 8; ++i) std::memcpy(data + (k + i) * kPanel + c, &block[i], 8);
+      }
+      for (int c = columns / 8 * 8; c < columns; ++c) {
+        for (int i = 0; i < 8; ++i) data[(k + i) * kPanel + c] = values[c * row_stride + k + i];
+      }
+      continue;
+    }
+    uint8_t* out = data + k * kPanel * format.bits / 8;
+    for (int c = 0; c < columns; ++c) {
+      uint64_t eight;
+      std::memcpy(&eight, values + c * row_stride + k, 8);
+      if (format.bits == 4) {
+        const uint32_t joined = join_halves(eight);
+        std::memcpy(out + c * 4, &joined, 4);
+      } else {
+        std::memcpy(out + c * 4, &eight, 4);
+        const uint32_t second = static_cast<uint32_t>(eight >> 32);
+        std::memcpy(out + (kPanel + c) * 4, &second, 4);
+      }
+    }
+  }
+  return whole;
+}
+
 // One panel; `columns` rows of the matrix from `row` on, zero past them.
 void pack_panel(const Stored& stored, int64_t row, int columns, const QuantizedShape& shape, uint8_t* panel) {
   const QuantFormat& format = shape.format;
@@ -49,7 +84,8 @@ void pack_panel(const Stored& stored, int64_t row, int columns, const QuantizedS
     data += format.header_bytes();
     const int64_t begin = group * format.group_size;
     const int64_t count = std::min(format.group_size, in_features - begin);
-    for (int64_t k = 0; k < count; ++k) {
+    const int64_t done = stride == 1 ? pack_eights(format, values + begin, row_stride, count, columns, data) : 0;
+    for (int64_t k = done; k < count; ++k) {
       const uint8_t* source = values + (begin + k) * stride;
       const int64_t step = k / 4;
       if (format.is_e4m3) {

@@ -9,7 +9,8 @@
 
 namespace ostinato::linear {
 
-constexpr int64_t kPassBytes = 16 << 10;  // of a panel that stay in the first level cache while all rows are multiplied by them
+// So many bytes of a panel stay in the first level cache while all rows are multiplied by them.
+constexpr int64_t kPassBytes = 16 << 10;
 
 // Four values of K as the tile multiplies them.
 template <int Units>
@@ -30,7 +31,7 @@ struct RowLayout {
       : units(shape.steps * quant_units(shape.format.widening())), groups(shape.groups), row(units + 2 * groups) {}
   int64_t units;
   int64_t groups;
-  int64_t row;  // of a packed row: units, scales, sums
+  int64_t row;  // bytes of a packed row: units, scales, sums
 
   QuantizedRows block(const uint32_t* first_row, int64_t offset_rows, int64_t rows) const {
     const uint32_t* begin = first_row + offset_rows * row;

@@ -18,11 +18,12 @@ struct QuantizedRows {
   const float* sums;      // [groups][R], minus the sum of the group's values
 };
 
-// Weights that a tile prefetches while it is computed. With each group it prefetches the `per_group` bytes from
-// begin + column * per_column + group * per_group on; `column` is the first of the columns that it sums then.
+// Weights that a tile prefetches while it is computed. For each group, and each range of columns that is summed
+// together, the tile prefetches `per_group` bytes. They begin at begin + column * per_column + group * per_group, where
+// `column` is the first column of the range.
 struct GroupFetch {
-  // The part that block number `block` of `blocks` prefetches of the `bytes` at `next`. The weights at `next` are used
-  // after the `groups` groups that the blocks are multiplied by now.
+  // Divides `bytes` of the next weights, at `next`, among `blocks` blocks, and returns the part of block number `block`.
+  // The blocks prefetch them while they are multiplied by the `groups` groups of the present weights.
   static GroupFetch share(const uint8_t* next, int64_t bytes, int64_t groups, int64_t block, int64_t blocks, int rows) {
     const int64_t share = bytes / blocks;
     const int64_t columns = quant_vectors(rows) * F32::width;

@@ -9,7 +9,7 @@
 namespace ostinato::elementwise {
 namespace {
 
-constexpr int64_t kBytesPerWorker = 64 << 10;  // of rows that pay for waking one more thread
+constexpr int64_t kBytesPerWorker = 64 << 10;  // rows with so many bytes pay for waking one more thread
 constexpr int kMaxHeadDim = 1024;
 
 // Calls body(row) for every row, on as many threads as the rows' bytes are worth.
@@ -249,6 +249,31 @@ void rotate_heads(Call& call) {
   call.give(out);
 }
 
+// Each head's elements after those that all heads share.
+// join_heads(Tensor shared, Tensor heads) -> Tensor
+void join_heads(Call& call) {
+  const Tensor shared = call.tensor();
+  const Tensor heads = call.tensor();
+  check_element(shared);
+  OSTINATO_CHECK(shared.dim == 3 && heads.dim == 3 && shared.dtype == heads.dtype && shared.sizes[1] == 1 &&
+                     shared.sizes[0] == heads.sizes[0] && (shared.sizes[2] <= 1 || shared.strides[2] == 1) &&
+                     (heads.sizes[2] <= 1 || heads.strides[2] == 1),
+                 "shared must be [T, 1, A] and heads [T, H, B], of one dtype, with contiguous heads");
+  const int64_t sizes[] = {heads.sizes[0], heads.sizes[1], shared.sizes[2] + heads.sizes[2]};
+  const Tensor out = call.empty(sizes, 3, heads.dtype);
+  const int64_t element = element_bytes(heads.dtype);
+  const int64_t first = shared.sizes[2] * element, second = heads.sizes[2] * element;
+  for_each_row(call.threads(), sizes[0], out.num_bytes(), [&](int64_t token) {
+    const char* common = shared.as<char>() + token * shared.strides[0] * element;
+    char* to = out.as<char>() + token * sizes[1] * (first + second);
+    for (int64_t head = 0; head < sizes[1]; ++head, to += first + second) {
+      std::memcpy(to, common, first);
+      std::memcpy(to + first, heads.as<char>() + (token * heads.strides[0] + head * heads.strides[1]) * element, second);
+    }
+  });
+  call.give(out);
+}
+
 // ---- activation ------------------------------------------------------------------------------------------
 
 constexpr float kLog2E = 1.442695041f;
@@ -260,7 +285,7 @@ OSTINATO_INLINE F32 sigmoid(F32 x) {
 
 enum class Activation { silu, gelu_tanh, quick_gelu, gelu, relu, swigluoai };
 
-constexpr float kGateLimit = 7.0f;  // of swigluoai, for gates and factors
+constexpr float kGateLimit = 7.0f;  // the limit of swigluoai, for gates and factors
 
 template <class Function>
 OSTINATO_INLINE void apply(float* x, int64_t count, const Function& function) {
@@ -361,6 +386,7 @@ void activation(Call& call) {
 OSTINATO_KERNEL(rms_norm, rms_norm);
 OSTINATO_KERNEL(layer_norm, layer_norm);
 OSTINATO_KERNEL(rotate_heads, rotate_heads);
+OSTINATO_KERNEL(join_heads, join_heads);
 OSTINATO_KERNEL(activation, activation);
 
 }  // namespace ostinato::elementwise

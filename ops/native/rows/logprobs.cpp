@@ -23,7 +23,7 @@ constexpr int64_t kLogitsPerWorker = 16 << 10;  // with fewer, waking one more t
 // The results of one row.
 struct Places {
   float* logprobs;      // [W]
-  int64_t* rank;        // of the first token
+  int64_t* rank;        // the rank of the first token
   int64_t* top_ids;     // [top]
   float* top_logprobs;  // [top]
 };

@@ -20,7 +20,7 @@ using logit_rows::kNever;
 using logit_rows::Row;
 
 constexpr int64_t kFirstCandidates = 512;
-constexpr int64_t kLogitsPerWorker = 16 << 10;  // that pay for waking one more thread
+constexpr int64_t kLogitsPerWorker = 16 << 10;  // so many logits pay for waking one more thread
 
 enum class Path { greedy = 0, full = 1, narrow = 2, wide = 3 };  // as in ops/sample_rows.py
 

@@ -17,7 +17,8 @@ def test_flags_are_settings_and_the_rest_stays_in_order():
         [
             *("some/model", "--max-model-len", "4096", "--dtype=bfloat16", "cache.block_size=32"),
             *("--cfg", "job", "--enforce-eager", "--no-enable-prefix-caching", "--port", "9000"),
-            *("--api-key", "k1", "k2", "--max_num_seqs", "8", "-tp", "2", "--help"),
+            *("--api-key", "k1", "k2", "--max_num_seqs", "8", "-tp", "2", "-pp", "3"),
+            "--help",
         ],
         OWN,
     )
@@ -30,6 +31,7 @@ def test_flags_are_settings_and_the_rest_stays_in_order():
         "server.api_keys": ["k1", "k2"],
         "scheduler.max_num_seqs": "8",
         "parallel.tensor": "2",
+        "parallel.pipeline": "3",
     }
     assert flags.rest == ["some/model", "cache.block_size=32", "--cfg", "job", "--help"]
     line = flags.explain()
@@ -47,7 +49,7 @@ def test_flags_are_settings_and_the_rest_stays_in_order():
         (["--port"], "--port needs a value"),
         (["--api-key", "--port", "1"], "--api-key needs a value"),
         (["--enforce-eager=1"], "--enforce-eager=1: this flag takes no value"),
-        (["-pp", "2"], "pipeline_parallel_size=2: a model is divided by tensor_parallel_size only"),
+        (["--enable-expert-parallel"], "experts are divided by tensor_parallel_size as all other"),
         (["--enable-lora"], "enable_lora=True: LoRA adapters are not served yet"),
         (["-O3"], "compilation_config=3: set graphs.mode"),
         (["--no-dtype"], "--no-dtype: there is no such argument"),

@@ -27,7 +27,7 @@ def test_equal_beginnings_have_equal_numbers(tmp_path: Path):
 
 
 def test_a_place_that_can_not_be_written(tmp_path: Path):
-    with pytest.raises(StartupError, match=r"server.record_trace=.* can not be written"):
+    with pytest.raises(StartupError, match=r"server.record_trace=.* cannot be written"):
         TraceRecorder(str(tmp_path / "no" / "such" / "folder"), 16)
 
 
@@ -39,6 +39,6 @@ def test_a_disk_that_becomes_full_ends_the_recording(caplog: pytest.LogCaptureFi
     recorder.close()
     (record,) = caplog.records
     assert record.getMessage() == (
-        "server.record_trace=/dev/full can not be written any more, recording has ended: No space "
+        "server.record_trace=/dev/full cannot be written any more, recording has ended: No space "
         "left on device"
     )

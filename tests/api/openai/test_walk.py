@@ -1,4 +1,7 @@
-"""The number of API calls between a route and the engine's client."""
+"""How many calls and modules of the API lie between a route and the engine's client.
+
+tests/runtime/client/test_client.py counts the modules between the client and the socket.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from tests.api.fake_client import FakeClient
 
 API = (Path(__file__).parents[3] / "api").as_posix()
 MAX_CALLS = 4
+MAX_MODULES = 3  # such as the server-sent events, the reply and the runner of requests
 
 
 class WatchingClient(FakeClient):
@@ -23,12 +27,15 @@ class WatchingClient(FakeClient):
     def __init__(self, *args: Any, **fields: Any) -> None:
         super().__init__(*args, **fields)
         self.walk: list[str] = []
+        self.modules: set[str] = set()
 
     def generate(self, *args: Any, **fields: Any) -> AsyncIterator[RequestOutput]:
         frame = sys._getframe(1)
         while frame is not None:
-            if Path(frame.f_code.co_filename).resolve().as_posix().startswith(API):
+            file = Path(frame.f_code.co_filename).resolve().as_posix()
+            if file.startswith(API):
                 self.walk.insert(0, frame.f_code.co_name)
+                self.modules.add(file)
             frame = frame.f_back
         return super().generate(*args, **fields)
 
@@ -50,6 +57,7 @@ def test_a_reply_asks_the_engine_in_a_few_calls(make_app, monkeypatch, path, bod
     assert reply.status_code == 200, reply.text
     assert app.engine.walk[-1] == "generate"
     assert len(app.engine.walk) <= MAX_CALLS, app.engine.walk
+    assert len(app.engine.modules) <= MAX_MODULES, app.engine.modules
 
 
 @pytest.mark.parametrize(

@@ -186,6 +186,55 @@ ANSWERS = [
         thinks="think",
         is_open=True,
     ),
+    Recorded(  # DeepSeek V3.2: the tag of a parameter says whether it is a string
+        template='<｜DSML｜invoke name="$FUNCTION_NAME"> {{ \'</think>\' }}',
+        text='Two calls.</think>I look.\n\n<｜DSML｜function_calls>\n<｜DSML｜invoke name="get_weather">\n<｜DSML｜parameter name="city" '
+        'string="true">Oslo</｜DSML｜parameter>\n<｜DSML｜parameter name="days" string="false">3</｜DSML｜parameter>\n'
+        '</｜DSML｜invoke>\n<｜DSML｜invoke name="search-web">\n<｜DSML｜parameter name="query" string="true">5</｜DSML｜parameter>\n'
+        '<｜DSML｜parameter name="list" string="false">["a", {"b": null}]</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+        "</｜DSML｜function_calls>",
+        calls=[OSLO_3, ("search-web", {"query": "5", "list": ["a", {"b": None}]})],
+        content="I look.",
+        reasoning="Two calls.",
+        call_format="deepseek_v32",
+        thinks="think",
+        is_open=True,
+    ),
+    Recorded(  # DeepSeek V4
+        template='<｜DSML｜tool_calls>\n<｜DSML｜invoke name="$TOOL_NAME">',
+        text='<｜DSML｜tool_calls>\n<｜DSML｜invoke name="get_weather">\n<｜DSML｜parameter name="city" string="true">Oslo'
+        '</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>',
+        calls=[OSLO],
+        call_format="deepseek_v4",
+    ),
+    Recorded(  # FunctionGemma: keys without quotes, strings between marks
+        template="<start_function_declaration>declaration:get_weather<end_function_declaration><start_function_call>call:",
+        text="<start_function_call>call:get_weather{city:<escape>Oslo<escape>,days:3,hourly:true,places:[<escape>a<escape>,"
+        "<escape>it's, {b}<escape>]}<end_function_call><start_function_call>call:search-web{query:{all:[],not:None,text:<escape>"
+        "x: 1<escape>}}<end_function_call>",
+        calls=[
+            ("get_weather", {"city": "Oslo", "days": 3, "hourly": True, "places": ["a", "it's, {b}"]}),
+            ("search-web", {"query": {"all": [], "not": None, "text": "x: 1"}}),
+        ],
+        call_format="functiongemma",
+    ),
+    Recorded(  # LFM2
+        template="List of tools: <|tool_list_start|>[{{ tool }}]<|tool_list_end|>",
+        text='<|tool_call_start|>[get_weather(city="Oslo"), get_weather(city="Rome")]<|tool_call_end|>Checking both cities.',
+        calls=[OSLO, ROME],
+        content="Checking both cities.",
+        call_format="lfm2",
+    ),
+    Recorded(  # Step 3.5 Flash
+        template="<tool_call>\n<function=example_function_name>\n<parameter=example_parameter_1>\nvalue_1\n</parameter> {{ '</think>' }}",
+        text="<think>\nLook it up.\n</think>\n<tool_call>\n<function=get_weather>\n<parameter=city>\nOslo\n</parameter>\n"
+        "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=get_weather>\n<parameter=city>\n"
+        "Rome\n</parameter>\n</function>\n</tool_call>",
+        calls=[OSLO_3, ROME],
+        reasoning="Look it up.",
+        call_format="qwen3_coder",
+        thinks="think",
+    ),
     Recorded(  # Kimi K2
         template="<|tool_calls_section_begin|>",
         text="I will look.<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>"
@@ -314,14 +363,14 @@ def test_what_the_answer_has(recorded):
 
 def test_every_format_has_an_answer():
     named = {recorded.call_format for recorded in ANSWERS}
-    assert set(FORMATS) - named == {"json"}  # of models without a format of their own
+    assert set(FORMATS) - named == {"json"}  # "json" is for models without a format of their own
     assert {recorded.thinks for recorded in ANSWERS} == {"", *REASONING}
 
 
 @given(data=st.data(), recorded=st.sampled_from(ANSWERS), constrained=st.booleans())
 @settings(max_examples=300, deadline=None)
 def test_the_pieces_of_an_answer_do_not_matter(data, recorded, constrained):
-    """Also for an answer that ends anywhere."""
+    """This holds for complete answers and for answers that are cut anywhere."""
     form = msgspec.structs.replace(form_of(recorded), is_constrained=constrained)
     text = recorded.text[: data.draw(st.integers(0, len(recorded.text)))]
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=10)))
@@ -333,6 +382,19 @@ def test_the_pieces_of_an_answer_do_not_matter(data, recorded, constrained):
 
     pieces = [text[begin:end] for begin, end in pairwise([0, *cuts, len(text)])]
     assert parse(*pieces) == parse(text) == parse(*text)
+
+
+def test_a_template_without_marks_has_the_format_of_the_architecture():
+    def found(template: str, architecture: str) -> str | None:
+        calls = traits(template, *AUTO, architecture).calls
+        return None if calls is None else calls.name
+
+    assert found("{{ tools }}", "Lfm2ForCausalLM") == "lfm2"
+    assert found("{{ tools }}", "DeepseekV32ForCausalLM") == "deepseek_v32"
+    assert found("{{ tools }} <arg_key>", "Lfm2ForCausalLM") == "glm45"  # what the template shows
+    assert found("{{ tools }}", "LlamaForCausalLM") is None  # its models have several formats
+    assert found("{{ tools }}", "") is None
+    assert found("no functions", "Lfm2ForCausalLM") == "json"  # the prompt describes that one
 
 
 def test_an_explicit_choice_of_mistral_writes_the_layout_of_the_template():

@@ -225,6 +225,6 @@ def test_one_log_line_per_request_without_its_text(app, caplog):
         app.chat(request_id="me", messages=[{"role": "user", "content": "confidential"}])
     (line,) = [record.getMessage() for record in caplog.records if "me" in record.getMessage()]
     assert line.startswith("chatcmpl-me done prompt=")
-    assert "cached=2 output=3 ttft=" in line
+    assert "cached=2 output=3 preparation=" in line
     assert "confidential" not in caplog.text
     assert "Hel" not in caplog.text

@@ -82,7 +82,7 @@ class TestKeys:
             with_keys(ServerConfig(api_key_file=str(path)))
         assert str(path) in str(caught.value)
         assert "two words" not in str(caught.value)
-        with pytest.raises(StartupError, match="can not be read"):
+        with pytest.raises(StartupError, match="cannot be read"):
             with_keys(ServerConfig(api_key_file=str(tmp_path / "missing")))
 
     def test_a_ring_finds_places_and_keeps_no_text(self):

@@ -162,7 +162,7 @@ def test_a_file_that_is_no_result(tmp_path: Path, content: str, message: str):
     ("words", "line"),
     [
         (["history"], "run: bench.files names no result: "),
-        (["history", "bench.files=[/no/such]"], "run: /no/such can not be read: No such file"),
+        (["history", "bench.files=[/no/such]"], "run: /no/such cannot be read: No such file"),
         (["compare"], "run: bench.engines needs two or more, "),
         (["compare", "bench.engines=['', 'cache.blok=1']"], "run: cache.blok=1: there is no key"),
         (["serv"], "run: run bench has no 'serv'; did you mean run bench serve?"),

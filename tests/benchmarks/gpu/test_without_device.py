@@ -58,19 +58,25 @@ def describe(device: str, folder: Path) -> dict[str, Any]:
 
 
 def check(found: dict[str, Any]) -> None:
-    decode, prefill = found["steps"]
-    assert (decode["step"], prefill["step"]) == ("decode 8", "prefill 512")
-    # Two norms, queries, keys, the gate; write, attend, combine; four matrix products.
-    assert (decode["Inductor"], decode["ours"], decode["cuBLAS"], decode["torch"]) == (5, 3, 4, 0)
+    fused, decode, prefill = found["steps"]
+    assert [row["step"] for row in found["steps"]] == ["decode 8", "decode 8", "prefill 512"]
+    assert [row["is_taken"] for row in found["steps"]] == [True, False, True]
+    # Four matrix products; rotate and write, attend, combine.
+    assert (fused["launches"], fused["ours"]) == (7, 7)
+    # Two norms and the gate; rotate and write, attend, combine; four matrix products.
+    assert (decode["Inductor"], decode["ours"], decode["cuBLAS"], decode["torch"]) == (3, 3, 4, 0)
     assert prefill["launches"] == decode["launches"] + 1, "long query ranges have their own launch"
     weights = 2 * (4096 * 1024 + 1024 * 2048 + 6144 * 1024 + 1024 * 3072)
     cached = 8 * 2048 * 2 * 8 * 128 * 2
-    assert weights + cached < decode["num_bytes"] < 1.05 * (weights + cached)
-    assert 1 < decode["bytes_of_ideal"] < 1.05
+    for row in (fused, decode):
+        assert weights + cached < row["num_bytes"] < 1.05 * (weights + cached)
+        assert row["bytes_of_ideal"] < 1.05
+    assert fused["step_ms"] < decode["step_ms"]
     assert found["waits"] == [] == found["copies"]
     assert not any(row["copies_cache"] for row in found["steps"])
     kernels = {row["kernel"]: row for row in found["kernels"]}
-    assert {"write_kv_kernel", "combine_kernel", "attention_kernel, short"} <= set(kernels)
+    assert {"rotary_write_kernel", "combine_kernel", "attention_kernel, short"} <= set(kernels)
+    assert "fused_linear_kernel, 16 rows, norm, 6144 x 1024, silu" in kernels
     assert [name for name, row in kernels.items() if row["spill_bytes"]] == []
     assert all(0 < row["occupancy"] <= 1 for row in kernels.values())
 

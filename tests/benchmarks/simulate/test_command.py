@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from ostinato.benchmarks.report.record import read_records
-from ostinato.benchmarks.simulate.specs import model_shape, without_weights
+from ostinato.benchmarks.simulate.specs import model_shape, planned_spec, without_weights
 from ostinato.benchmarks.simulate.step_times.device_roofline import (
     ACCELERATORS,
+    LINKS,
+    Division,
     ModelShape,
     roofline_table,
 )
 from ostinato.commands import run
 from ostinato.conf.compose import load_config
 from ostinato.runtime.costs.step_limits import StepLimits
-from ostinato.runtime.startup.planning import open_model
+from ostinato.runtime.errors import StartupError
+from ostinato.runtime.startup.plan.model_source import open_model
 
 LLAMA_8B = ModelShape(
     num_parameters=7_500_000_000,
@@ -44,6 +48,31 @@ def test_a_small_batch_on_an_h100_is_bound_by_its_memory():
     table = roofline_table(ACCELERATORS["h100"], LLAMA_8B, StepLimits(256, 8192), 8192)
     # 16.05 GB at 85 % of 3350 GB/s, and a step's own 0.25 ms.
     assert table.decode_seconds(1, 0) == pytest.approx(16.05e9 / (0.85 * 3350e9) + 250e-6, rel=1e-3)
+
+
+def test_ranks_divide_the_work_and_add_their_exchanges():
+    device, limits = ACCELERATORS["h100"], StepLimits(256, 8192)
+    shape = replace(LLAMA_8B, num_layers=32, hidden_bytes=8192)
+    alone = roofline_table(device, shape, limits, 8192).decode_seconds(1, 0) - 250e-6
+    for name, link in LINKS.items():
+        two = roofline_table(device, shape, limits, 8192, Division(tensor=2, link=link))
+        # Two sums of a hidden state in each layer: two latencies each, and half of it twice.
+        exchanges = 64 * (2e-6 * link.latency_us + 8192 / (0.85e9 * link.gb_s))
+        assert two.decode_seconds(1, 0) == pytest.approx(alone / 2 + 250e-6 + exchanges), name
+        stages = roofline_table(device, shape, limits, 8192, Division(pipeline=3, link=link))
+        hops = 2 * (1e-6 * link.latency_us + 8192 / (0.85e9 * link.gb_s))
+        assert stages.decode_seconds(1, 0) == pytest.approx(alone + 750e-6 + hops), name
+
+
+def test_a_model_that_needs_several_devices_is_planned_for_them():
+    settings = ["model=llama-70b", "simulate.device=h100"]
+    with pytest.raises(StartupError, match="not enough memory"):
+        planned_spec(load_config(settings), None, "h100")
+    spec = planned_spec(load_config([*settings, "parallel.tensor=4"]), None, "h100")
+    assert spec.num_stages == 1
+    staged = planned_spec(load_config([*settings, "parallel.pipeline=4"]), None, "h100")
+    assert staged.num_stages == staged.max_in_flight == 4
+    assert staged.num_blocks > 0.8 * spec.num_blocks
 
 
 def shape_of(option: str) -> ModelShape:
@@ -125,7 +154,7 @@ def test_rounds_and_a_saved_table(tmp_path: Path):
     ("overrides", "message"),
     [
         (["simulate.device=h1000"], "simulate.device must be one of a10g, a100"),
-        (["simulate.costs=/no/such/file"], "simulate.costs=/no/such/file can not be read"),
+        (["simulate.costs=/no/such/file"], "simulate.costs=/no/such/file cannot be read"),
         (["simulate.router=random"], "simulate.router must be one of round_robin, least_load"),
         (["parallel.data=2"], "a fleet is simulated with simulate.replicas=2"),
         (["simulate.replicas=0"], "simulate.replicas must be in [1, 100000], got 0"),

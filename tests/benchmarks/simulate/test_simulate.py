@@ -85,6 +85,29 @@ def test_one_request_by_hand():
     assert (seconds * counts).sum() == pytest.approx(sum(decodes))
 
 
+def test_stages_work_at_the_same_time_and_one_sequence_does_not_gain():
+    alone = [Arrival(0.0, range(20), 30)]
+    whole, staged = (
+        simulate_open(make_spec(num_stages=stages), lambda: iter(alone)) for stages in (1, 2)
+    )
+    assert list(staged.last_s) == pytest.approx(list(whole.last_s))
+
+    # Steps of four sequences take nearly as long as steps of eight, and two run at once.
+    many = [Arrival(0.0, range(100 * key, 100 * key + 20), 40) for key in range(8)]
+    whole, staged = (
+        simulate_open(make_spec(num_stages=stages), lambda: iter(many)) for stages in (1, 2)
+    )
+    assert len(staged.last_s) == 8
+    before = max(whole.last_s)
+    assert 0.5 * before <= max(staged.last_s) < 1.1 * before
+    # With prompts in chunks that follow each other, both stages have work all the time.
+    long = [Arrival(0.0, range(1000 * key, 1000 * key + 190), 1) for key in range(8)]
+    whole, staged = (
+        simulate_open(make_spec(num_stages=stages), lambda: iter(long)) for stages in (1, 2)
+    )
+    assert max(staged.last_s) < 0.65 * max(whole.last_s)
+
+
 def step_ratios(*seqs: tuple[int, float], tokens: float = 1.0) -> StepRatios:
     """Step times that do not vary, by (number of decoding sequences plus one, ratio)."""
     curve = tuple((number, math.log(ratio)) for number, ratio in seqs)

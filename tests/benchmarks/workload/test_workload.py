@@ -136,5 +136,5 @@ def test_a_missing_file_ends_the_command_with_code_2(
     path = tmp_path / "absent.json"
     assert run(["bench", "workload=tokens", f"workload.path={path}"]) == 2
     assert capsys.readouterr().err == (
-        f"run: workload.path={path} can not be read: No such file or directory\n"
+        f"run: workload.path={path} cannot be read: No such file or directory\n"
     )

@@ -304,7 +304,7 @@ def test_any_file_is_a_workload_or_one_line(
 
 @pytest.mark.parametrize("kind", ["sharegpt", "trace", "tokens"])
 def test_a_file_that_is_missing_or_not_named(tmp_path: Path, kind: str):
-    with pytest.raises(ConfigError, match=r"workload\.path=.* can not be read: No such file"):
+    with pytest.raises(ConfigError, match=r"workload\.path=.* cannot be read: No such file"):
         only(kind=kind, path=str(tmp_path / "absent"))
     with pytest.raises(ConfigError, match=f"workload={kind} needs a file: workload.path=FILE"):
         only(kind=kind)

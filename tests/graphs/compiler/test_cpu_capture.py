@@ -20,7 +20,7 @@ from ostinato.models.checkpoints.weights import init_dummy_weights
 from ostinato.models.decoder import DecoderBlock
 from ostinato.models.registry import build_model
 from ostinato.models.step_tensors import StepInputs
-from ostinato.runtime.startup.planning import open_model
+from ostinato.runtime.startup.plan.model_source import open_model
 from tests.graphs.compiler.test_fx_program import Store, make_buffers, run
 from tests.graphs.toy import fill
 from tests.runtime.tiny import MODEL, tiny_config

@@ -16,7 +16,7 @@ from ostinato.graphs.compiler.compile import compile_model
 from ostinato.graphs.compiler.fx_program import FxProgram
 from ostinato.models.checkpoints.weights import init_dummy_weights
 from ostinato.models.registry import build_model
-from ostinato.runtime.startup.planning import open_model
+from ostinato.runtime.startup.plan.model_source import open_model
 from tests.graphs.toy import ToyModel, fill, make_buffers, make_cache
 from tests.runtime.tiny import tiny_config
 
@@ -85,7 +85,7 @@ def test_a_packed_layer_becomes_calls_of_our_ops_and_nothing_else() -> None:
         names = (".view(", ".split_with_sizes(", ".reshape(")
         views = [line for line in calls if any(name in line for name in names)]
         lookups = [line for line in calls if "embedding" in line]
-        assert len(ops) == 9, stored.source
+        assert len(ops) == 8, stored.source
         assert len(lookups) == (0 if content == store.files["layer-0"] else 2), stored.source
         assert len(ops) + len(views) + len(lookups) == len(calls), stored.source
 

@@ -176,7 +176,7 @@ def test_files_without_permission_are_named(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.stderr == ""
     reason = (
-        f"can not be read: Permission denied for user id {os.geteuid()}; change the permissions, or "
+        f"cannot be read: Permission denied for user id {os.geteuid()}; change the permissions, or "
         "run as the owner of the files"
     )
     assert done.stdout.splitlines() == [

@@ -97,5 +97,5 @@ def test_the_heads_of_a_rank() -> None:
     assert config.kv_cache_spec(16, torch.float32, shard=shard).num_kv_heads == 1
     spec = config.attention_spec(16, torch.float32, CPU, shard=shard)
     assert (spec.num_heads, spec.num_kv_heads) == (1, 1)
-    with pytest.raises(ValueError, match="num_attention_heads=4 can not be divided among 3"):
+    with pytest.raises(ValueError, match="num_attention_heads=4 cannot be divided among 3"):
         config.attention_spec(16, torch.float32, CPU, shard=Shard(0, 3))

@@ -42,7 +42,7 @@ class Saved:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Saved]:
-    """By variant."""
+    """The directory of each variant's checkpoint."""
     everything = {}
     for name in ("gpt2", "llama-tied", "qwen2", "qwen3"):
         directory = tmp_path_factory.mktemp(name)

@@ -34,6 +34,22 @@ EXPERTS = {
     "shared_expert_intermediate_size": 48,
     "n_shared_experts": 1,
 }
+LATENT = EXPERTS | {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+}
+OF_FAMILY = {
+    "CodeGenForCausalLM": {"rotary_dim": 8},
+    "DeepseekV2ForCausalLM": LATENT,
+    "DeepseekV3ForCausalLM": LATENT,
+    "GPT2LMHeadModel": {"n_positions": 2048},
+    "GPTJForCausalLM": {"rotary_dim": 8},
+    "Glm4MoeLiteForCausalLM": LATENT,
+    "Llama4ForCausalLM": EXPERTS | {"intermediate_size_mlp": 64},
+}
 GPT2 = {"architectures": ["GPT2LMHeadModel"], "n_positions": 8}
 
 
@@ -292,9 +308,8 @@ def test_kv_cache_and_attention_specs() -> None:
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_built_on_meta_without_memory(architecture: str) -> None:
-    more = {"n_positions": 2048} if architecture == "GPT2LMHeadModel" else {}
-    if any(part in architecture for part in ("Moe", "moe", "Mixtral", "GptOss")):
-        more = EXPERTS
+    has_experts = any(part in architecture for part in ("Moe", "moe", "Mixtral", "GptOss"))
+    more = OF_FAMILY.get(architecture, EXPERTS if has_experts else {})
     config = read(architectures=[architecture], **more)
     model = build_model(
         config,

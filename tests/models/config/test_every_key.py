@@ -24,6 +24,10 @@ NEUTRAL = {
     "return_dict", "router_aux_loss_coef", "router_jitter_noise", "transformers_version",
     "use_cache",
 }  # fmt: skip
+_LATENT = {
+    "head_dim": "qk_rope_head_dim and qk_nope_head_dim say more",
+    "qk_head_dim": "qk_rope_head_dim and qk_nope_head_dim say more",
+}
 # Family or variant -> keys that change nothing there, and why.
 NEUTRAL_IN = {
     "bloom": {
@@ -34,14 +38,27 @@ NEUTRAL_IN = {
     "falcon-rw": {"rope_parameters.rope_theta": "it has ALiBi"},
     "falcon": {
         "intermediate_size": "no key of Falcon, which has ffn_hidden_size",
-        "multi_query": "of the new architecture",
-        "num_kv_heads": "without the new architecture",
-        "num_ln_in_parallel_attn": "without the new architecture",
+        "multi_query": "only read without the new architecture",
+        "num_kv_heads": "only read with the new architecture",
+        "num_ln_in_parallel_attn": "only read with the new architecture",
+    },
+    "codegen": {"n_ctx": "it has no effect in transformers either"},
+    "deepseek_v2": {**_LATENT, "pretraining_tp": "the order of sums only"},
+    "deepseek-v2": {"n_group": "topk_method is greedy", "topk_group": "topk_method is greedy"},
+    "deepseek_v3": {
+        **_LATENT,
+        "num_nextn_predict_layers": "these layers are not used",
+        "pretraining_tp": "the order of sums only",
     },
     "gemma3_text": {"_sliding_window_pattern": "layer_types says more"},
     "glm4_moe": {"num_nextn_predict_layers": "these layers are not used"},
+    "glm4_moe_lite": {
+        **_LATENT,
+        "first_k_dense_replace": "mlp_layer_types says more",
+        "pretraining_tp": "the order of sums only",
+    },
     "gpt2": {
-        "reorder_and_upcast_attn": "float32 logits, as here",
+        "reorder_and_upcast_attn": "float32 logits, which are used anyway",
         "summary_activation": "a head of another task",
         "summary_first_dropout": "a head of another task",
         "summary_proj_to_labels": "a head of another task",
@@ -49,7 +66,17 @@ NEUTRAL_IN = {
         "summary_use_proj": "a head of another task",
     },
     "gpt_neox": {"is_decoder": "it is one"},
-    "llama-dynamic": {"rope_parameters.factor": "of a longer context than is offered"},
+    "llama-dynamic": {"rope_parameters.factor": "only for longer contexts than are served"},
+    "llama4_text": {
+        "interleave_moe_layer_step": "moe_layers says more",
+        "max_position_embeddings": "the context ends with the first chunk",
+        "no_rope_layers": "entries past the last layer",
+        "no_rope_layer_interval": "no_rope_layers says more",
+    },
+    "llama4-two-experts": {
+        "attn_scale": "attn_temperature_tuning is off",
+        "floor_scale": "attn_temperature_tuning is off",
+    },
     "llama": {"pretraining_tp": "the order of sums only"},
     "mpt": {
         "attn_config.architectures": "a general key of transformers",
@@ -57,11 +84,11 @@ NEUTRAL_IN = {
         "attn_config.is_encoder_decoder": "a general key of transformers",
         "attn_config.attn_impl": "one result by several kernels",
         "attn_config.attn_pdrop": "training",
-        "learned_pos_emb": "where there is no ALiBi, which is refused",
+        "learned_pos_emb": "only read without ALiBi, which is refused",
         "norm_type": "its kinds differ in precision only",
     },
     "opt": {"intermediate_size": "no key of OPT, which has ffn_dim"},
-    "phi3": {"original_max_position_embeddings": "of scaled rotary embeddings"},
+    "phi3": {"original_max_position_embeddings": "only for scaled rotary embeddings"},
     "qwen2": {
         "max_window_layers": "layer_types says more",
         "sliding_window": "use_sliding_window is off",

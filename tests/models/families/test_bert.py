@@ -134,7 +134,7 @@ def test_bits_of_a_sequence_do_not_depend_on_its_batch(tiny):
 
 @torch.inference_mode()
 def test_layers_run_on_our_kernels_alone_and_are_captured(tiny):
-    """So no step has an OpenMP loop; a replay in C++ gives the same bits as the calls."""
+    """No step has an OpenMP loop. A replay in C++ gives the same bits as the calls."""
     model, config = load(tiny[1], packed=True)
     cache = no_cache(config)
     program = compile_model(model, GraphForm.layer, pack([[1, 2], [3, 4]]), cache)(model)

@@ -11,12 +11,12 @@ from safetensors.torch import load_file, save_file
 
 from ostinato.conf.schema import ModelSection, Quantization
 from ostinato.models.base import CausalLM
+from ostinato.models.block_parts.moe import MoE
 from ostinato.models.checkpoints.checkpoint import Checkpoint, CheckpointError, open_checkpoint
 from ostinato.models.checkpoints.weights import load_weights
 from ostinato.models.choose_weights import choose_weights
 from ostinato.models.config.model_config import ModelConfig
 from ostinato.models.linear_layers import ExpertLinear, LinearBase
-from ostinato.models.moe import MoE
 from ostinato.models.registry import build_model, model_class, read_model_config
 from tests.live_bytes import LiveBytes
 from tests.models.config.test_every_key import config_of
@@ -138,7 +138,7 @@ def test_a_nan_in_a_router_spoils_its_own_token_alone(
 
 
 @pytest.mark.parametrize("quantization", [Quantization.int8, Quantization.int4])
-@pytest.mark.parametrize("name", [NAME, "glm4-moe"])
+@pytest.mark.parametrize("name", [NAME, "glm4-moe", "deepseek-v3"])
 def test_quantised_experts_are_the_sum_of_their_dense_ones(
     tmp_path: Path, name: str, quantization: Quantization
 ) -> None:

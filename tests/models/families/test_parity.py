@@ -9,16 +9,37 @@ import torch
 
 from ostinato.conf.schema import GraphForm
 from ostinato.graphs.compiler.compile import compile_model
+from ostinato.graphs.compiler.programs import LayerProgram
 from ostinato.models.linear_layers import LinearBase
 from ostinato.models.weight_methods.packed import Packed
+from ostinato.ops.native import library as native
 from tests.models.driver import Driver, Sequence
 from tests.models.parity import NUM_PROMPT, PROMPT, Expected, check_all, expect, load
 from tests.models.random_checkpoints import VARIANTS, reference_model
 
 SLOW = pytest.mark.slow  # another variant covers each part of their layers
-PACKED = ["gpt2", "llama3", "llama-linear-bias", "mixtral", "phi3", "qwen3-moe-mixed", "qwen3-tied"]
+PACKED = [
+    "deepseek-v2",
+    "deepseek-v3",
+    "gpt2",
+    "llama3",
+    "llama-linear-bias",
+    "mixtral",
+    "phi3",
+    "qwen3-moe-mixed",
+    "qwen3-tied",
+]
+# Of several variants of a family, those that differ in their configuration alone.
+SECOND = {
+    "codegen",
+    "deepseek-v2-groups",
+    "deepseek-v3-yarn",
+    "glm4-moe-lite",
+    "llama4-two-experts",
+}
 COMPILED = [
     (GraphForm.layer, "bloom"),
+    pytest.param(GraphForm.layer, "deepseek-v3", marks=SLOW),
     pytest.param(GraphForm.layer, "falcon-40b", marks=SLOW),
     (GraphForm.layer, "gemma3"),
     (GraphForm.layer, "gpt-neox"),
@@ -48,7 +69,9 @@ def expected(tmp_path_factory: pytest.TempPathFactory):
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=SLOW) if name in SECOND else name for name in VARIANTS]
+)
 def test_eager(expected, name: str, backend: str) -> None:
     model, config = load(expected(name).directory, backend)
     check_all(Driver(model, config), expected(name))
@@ -58,8 +81,13 @@ def test_eager(expected, name: str, backend: str) -> None:
 def test_packed(expected, name: str) -> None:
     model, config = load(expected(name).directory, "cpu", pack=True)
     # A layer has 4 matrices, and a router before experts; the output head is one more, tied or not.
+    # Latent attention has a third matrix or a fourth, and shared experts have two.
     matrices = [module for module in model.modules() if isinstance(module, LinearBase)]
     expected_count = 4 * config.num_layers + 1 + sum(config.moe.layers if config.moe else ())
+    if config.moe is not None and config.moe.shared_size:
+        expected_count += 2 * sum(config.moe.layers)
+    if config.latent is not None:
+        expected_count += config.num_layers * (2 if config.latent.query_rank else 1)
     assert sum(module.method == Packed() for module in matrices) == expected_count
     check_all(Driver(model, config), expected(name))
 
@@ -85,4 +113,27 @@ def test_compiled(expected, form: GraphForm, name: str) -> None:
     driver = Driver(model, config)
     example = driver.batch([(Sequence(PROMPT), 5), (Sequence(PROMPT), 7)])
     driver.forward = compile_model(model, form, example, driver.cache)(model)
+    check_all(driver, expected(name))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "deepseek-v3",  # views of slices, and keys that are joined
+        pytest.param("deepseek-v2", marks=SLOW),
+        pytest.param("llama4", marks=SLOW),
+        pytest.param("olmo2", marks=SLOW),
+    ],
+)
+def test_captured(expected, name: str) -> None:
+    """Packed, compiled layer by layer, and recorded as a CPU graph."""
+    native.load("core")
+    model, config = load(expected(name).directory, "cpu", pack=True)
+    driver = Driver(model, config)
+    example = driver.batch([(Sequence(PROMPT), 5), (Sequence(PROMPT), 7)])
+    program = compile_model(model, GraphForm.layer, example, driver.cache)(model)
+    driver.forward = program
+    with program.recording():
+        driver.prefill(Sequence(PROMPT), [len(PROMPT)])
+    assert program.layers_by_program == {LayerProgram.captured: config.num_layers}
     check_all(driver, expected(name))

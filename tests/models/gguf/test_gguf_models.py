@@ -72,7 +72,7 @@ WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1, "h
 
 
 def mixed_types(name: str) -> str:
-    """As in files named Q4_K_M: some parts of a stacked matrix have more bits."""
+    """Types like those of files named Q4_K_M: some parts of a stacked matrix have more bits."""
     return "Q6_K" if "attn_v" in name or name in ("output.weight", "token_embd.weight") else "Q4_K"
 
 

@@ -74,7 +74,7 @@ def test_byte_level_tokenizers_split_words_as_transformers_does(tmp_path: Path, 
     theirs = split_by(GGUF_PRE_TOKENIZER_SPLITS[pre])
     file = write(tmp_path / "t.gguf", theirs, pre=pre, bos_token_id=0, add_bos_token=False)
     ours = Tokenizer.from_path(file)
-    if pre == "qwen2":  # whose own tokenizer composes characters first
+    if pre == "qwen2":  # qwen2's own tokenizer composes characters first
         theirs.normalizer = tokenizers.normalizers.NFC()
     if pre in ("llama-bpe", "tekken"):
         theirs.model.ignore_merges = True

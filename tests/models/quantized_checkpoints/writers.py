@@ -400,7 +400,7 @@ def write(
 
     Args:
         floats: parts of names of modules that are not quantised, besides embeddings and the head.
-        dtype: of the tensors that are not quantised.
+        dtype: the dtype of the tensors that are not quantised.
 
     Returns:
         The float weights that the checkpoint stands for, by their names in `source`.

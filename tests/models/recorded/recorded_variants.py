@@ -7,6 +7,13 @@ from tests.models.random_checkpoints import SHARED, VARIANTS, Variant
 GROUPED = {**SHARED, "num_key_value_heads": 2}
 HEADS = {**GROUPED, "head_dim": 16}
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+LATENT = {
+    "q_lora_rank": 24,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 32,
+}
 WINDOWS = ["sliding_attention", "full_attention", "sliding_attention"]
 
 UNKNOWN = {
@@ -66,14 +73,15 @@ FORCED = ("gemma2", "granite", "llama3", "mistral", "phi", "qwen2", "qwen3", "sm
 """Variants with an implementation here, which `model.implementation=transformers` does not use."""
 
 REFUSED = {
-    "BambaForCausalLM": ("bamba", {}, "has attention of its own"),
-    "CodeGenForCausalLM": ("codegen", {}, "has attention of its own"),
+    "BambaForCausalLM": ("bamba", {}, "computes attention itself"),
     "DiffLlamaForCausalLM": ("diffllama", GROUPED, "makes 2 attention calls, not one"),
-    "GPTJForCausalLM": ("gptj", {}, "has attention of its own"),
     "Gemma4ForCausalLM": ("gemma4_text", HEADS, "layers differ in"),
-    "Llama4ForCausalLM": ("llama4_text", HEADS, "are not plain gated MLPs"),
-    "Mamba2ForCausalLM": ("mamba2", {}, "has attention of its own"),
-    "MiniCPM3ForCausalLM": ("minicpm3", GROUPED, "keys of 96 and values of 16 elements a head"),
+    "Mamba2ForCausalLM": ("mamba2", {}, "computes attention itself"),
+    "MiniCPM3ForCausalLM": (
+        "minicpm3",
+        {**SHARED, "num_key_value_heads": 4, **LATENT},
+        "computes aten.new_empty.default, which has no rule here",
+    ),
     "T5ForConditionalGeneration": ("t5", {}, "is an encoder-decoder"),
 }
 """Architecture -> model type, settings, and a part of the reason why it is not served."""

@@ -148,7 +148,7 @@ def test_families_with_attention_of_their_own_stay_native(name: str) -> None:
         "model_type": variant.model_type,
     }
     assert read(config).recorded is None
-    with pytest.raises(ValueError, match=r"implementation=transformers.*attention of its own"):
+    with pytest.raises(ValueError, match=r"implementation=transformers.*computes attention itself"):
         read(config, TRANSFORMERS)
 
 
@@ -169,7 +169,7 @@ def test_native_alone_refuses_unknown_architectures(expected) -> None:
         ({"is_causal": False}, "not that of causal attention|is not causal"),
         (
             {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
-            "can not be recorded|from the length of a sequence",
+            "cannot be recorded|from the length of a sequence",
         ),
     ],
 )

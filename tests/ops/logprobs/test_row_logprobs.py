@@ -51,7 +51,7 @@ def test_results_are_the_definitions(
 @settings(max_examples=8)
 @given(data=st.data())
 def test_a_row_has_the_same_bits_in_every_batch(isa: str, data: st.DataObject) -> None:
-    """Also of 65,536 logits and more, where `torch.logsumexp` divides few rows between threads."""
+    """With 65,536 logits and more, `torch.logsumexp` would divide few rows between threads."""
     vocabulary = data.draw(st.sampled_from([300, 65_536, 70_001]), label="vocabulary")
     rows = make_rows(data.draw(st.integers(0, 10_000), label="seed"), 33, vocabulary, "normal")
     ids = torch.arange(66).reshape(33, 2) % vocabulary
@@ -90,7 +90,7 @@ def test_a_token_that_is_not_a_number_is_impossible(isa: str) -> None:
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton has wheels for Linux x86-64 only")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the kernel itself here")
 def test_the_triton_kernel_under_the_interpreter() -> None:
-    """In a process of its own: the interpreter is chosen before a kernel is decorated."""
+    """It runs in a process of its own: the interpreter is chosen before a kernel is decorated."""
     options = ["-x", "-q", "-n", "0", "-p", "no:cacheprovider"]
     run = subprocess.run(
         [

@@ -29,7 +29,7 @@ class Reduce(NamedTuple):
 
     seed: int
     shape: tuple[int, int]
-    dtype: torch.dtype  # of the partial sums
+    dtype: torch.dtype  # the dtype of the partial sums
     out: torch.dtype
     has_residual: bool
 

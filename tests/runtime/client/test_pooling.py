@@ -298,7 +298,7 @@ def test_the_door(token_ids, params, param, message):
 
 
 class Model:
-    """Stands for a runner: the vector of a row is the sum of the tokens that the row has seen."""
+    """A runner without a model: a row's vector is the sum of the tokens that the row has seen."""
 
     def __init__(self) -> None:
         self.sums: dict[int, int] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ostinato.runtime.client.requests import make_requests, resolve_sampling
+from ostinato.runtime.client.requests import RequestShare, make_requests, resolve_sampling
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.types.engine_info import ServedModel
 from ostinato.runtime.types.params import SamplingParams
@@ -52,7 +52,7 @@ def test_n_completions_are_n_requests_with_seeds_of_their_own() -> None:
     assert len(set(seeds)) == 3
     assert all(request.sampling.n == 1 and request.priority == 4 for request in requests)
     assert [request.place for request in requests] == [0, 1, 2]
-    later = make_requests("r", [1, 2], SamplingParams(n=3), MODEL, place=6)
+    later = make_requests("r", [1, 2], SamplingParams(n=3), MODEL, share=RequestShare(place=6))
     assert [request.place for request in later] == [6, 7, 8]
     again = make_requests("r", [1, 2], SamplingParams(n=3, seed=7), MODEL)
     assert [request.sampling.seed for request in again] == seeds

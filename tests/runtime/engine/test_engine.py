@@ -67,7 +67,7 @@ def test_small_chunks_equal_whole_prompts(expected: list[list[int]]) -> None:
 
 
 def test_preemption_changes_no_token(llm: LLM) -> None:
-    """14 usable blocks of 8 tokens for 8 rows: sequences are thrown out and computed again."""
+    """8 rows share 14 usable blocks of 8 tokens, so sequences are preempted and computed again."""
     prompts = [prompt[:6] for prompt in make_prompts()]
     long = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     memory_gib = 15 * 8 * 2 * 2 * 2 * 16 * 4 / 2**30  # blocks x the bytes of one
@@ -109,7 +109,7 @@ def test_the_devices_time_is_counted(llm: LLM) -> None:
 def test_a_cache_of_eight_bits_serves(
     dtype: str, bytes_per_16: int, expected: list[list[int]]
 ) -> None:
-    """Half of the memory or less, the same requests: some tokens differ, the first rarely do.
+    """The cache takes half of the memory or less. Some tokens differ, but rarely the first ones.
 
     int8 keeps a scale of 4 bytes for each token and head, here of 16 values.
     """
@@ -146,7 +146,7 @@ def test_a_bucket_list_that_ends_too_early_gives_a_warning(
         record for record in caplog.records if record.name == "ostinato.runtime.startup.rank"
     ]
     assert [record.getMessage() for record in records] == [
-        "graphs.capture_sizes=[1, 2, 16]: 16 can not occur with scheduler.max_num_seqs=8 and is "
+        "graphs.capture_sizes=[1, 2, 16]: 16 cannot occur with scheduler.max_num_seqs=8 and is "
         "left out; decode steps of 3 to 8 sequences have no decode bucket; add 8 to it, or leave "
         "it empty, to capture them"
     ]
@@ -251,7 +251,9 @@ def test_an_engine_that_could_not_start_hides_nothing(llm: LLM) -> None:
     """Compilations during start-up are not counted as late, so start-up must end."""
     with pytest.raises(StartupError, match="memory") as caught:
         LLM(config=tiny_config("cache.memory_gib=0.0000001"))
-    assert caught.value.__traceback__ is not None, "which holds what the start had built"
+    assert caught.value.__traceback__ is not None, (
+        "the traceback keeps alive what the start had built"
+    )
     generate(llm, [[5, 6, 7]])  # a pause between steps counts once
     before = sum(late.count for late in llm.stats().late_compiles)
     torch.compile(lambda x: x * 5, backend="eager")(torch.ones(4))

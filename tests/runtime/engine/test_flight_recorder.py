@@ -140,7 +140,7 @@ def test_old_dumps_are_removed(tmp_path: Path) -> None:
 
 
 def test_a_full_file_system_is_noticed_when_the_file_is_made(tmp_path: Path):
-    """Later a store into the map would end the process with SIGBUS."""
+    """If it were noticed later, a store into the map would end the process with SIGBUS."""
     code = (
         "import sys\n"
         "from pathlib import Path\n"

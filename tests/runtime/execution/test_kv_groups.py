@@ -13,7 +13,7 @@ from ostinato.models.step_tensors import StepTensors, num_kv_groups
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.execution.executor import Pending
 from ostinato.runtime.execution.inline_executor import InlineExecutor
-from ostinato.runtime.startup.engine_plan import make_plan
+from ostinato.runtime.startup.plan.engine_plan import make_plan
 from ostinato.runtime.types.params import SamplingParams
 from ostinato.runtime.types.request import Request
 from ostinato.runtime.types.step import SchedulerOutput

@@ -170,7 +170,7 @@ def random_text(matcher: Any, seed: int) -> str | None:
 def check(schema: dict[str, Any], data: st.DataObject) -> None:
     answer = BUILDER.answer(StructuredOutputsParams(json=schema))
     if answer.error:
-        assert answer.error.startswith("structured_outputs can not be used: ")
+        assert answer.error.startswith("structured_outputs cannot be used: ")
         assume(False)
     matcher = build_matcher(BUILDER.tokenizer, answer.grammar)
     for document in data.draw(st.lists(plausible(schema, schema["$defs"]["shared"]), max_size=6)):
@@ -203,7 +203,7 @@ def test_many_documents(schema, data):
 @given(st.lists(st.text(min_size=1, max_size=6), min_size=1, max_size=8, unique=True))
 @settings(max_examples=60, deadline=None)
 def test_every_choice_can_be_written(words):
-    """Also one that is the beginning of another, and only those."""
+    """A choice can be written even if it is the beginning of another, and nothing else can."""
     words = [*words, words[0] + "x", words[0] + "xy"]
     answer = BUILDER.answer(StructuredOutputsParams(choice=tuple(words)))
     assert not answer.error

@@ -145,7 +145,7 @@ class TestFormats:
         assert '"color"' in error
         assert "date-time" in error
         check({"type": "string", "format": "color"}, ["any"], [1], strict=False)
-        check({"type": "integer", "format": "int64"}, [1], ["1"])  # a format is of strings only
+        check({"type": "integer", "format": "int64"}, [1], ["1"])  # `format` concerns strings only
 
 
 class TestNames:

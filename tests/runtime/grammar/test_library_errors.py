@@ -44,10 +44,10 @@ CONSTRAINTS = [
     ({"grammar": "start: nothing"}, 'line 1, column 8: unknown name: "nothing"'),
     ({"grammar": "root ::= " + "(" * 2000}, "nested too deeply"),
     ({"grammar": "start: " + "(" * 50_000 + '"a"' + ")" * 50_000}, "nested too deeply"),
-    ({"grammar": 'start: %json {"type": "foo"}'}, "a schema in it can not be used"),
+    ({"grammar": 'start: %json {"type": "foo"}'}, "a schema in it cannot be used"),
     ({"grammar": "start: <|foo|>"}, "unknown special token"),
     ({"grammar": "start: @foo"}, "unknown grammar"),
-    ({"json": {"uniqueItems": True}}, 'the schema has "uniqueItems", which can not be enforced'),
+    ({"json": {"uniqueItems": True}}, 'the schema has "uniqueItems", which cannot be enforced'),
     ({"json": {"oneOf": [{"type": "string"}, {"minLength": 2}]}}, "oneOf is enforced only"),
     ({"json": {"$ref": "#"}}, "no text matches it"),
     ({"json": {"$ref": "file:///etc/passwd"}}, "leads to file:///etc/passwd, which is not part"),
@@ -106,7 +106,7 @@ TEXTS = [
 def test_constraints(constraint, part):
     error = BUILDER.answer(StructuredOutputsParams(**constraint)).error
     subject, _, text = error.partition(": ")
-    assert subject == "structured_outputs can not be used"
+    assert subject == "structured_outputs cannot be used"
     assert part in text
     assert not FOREIGN.search(text)
     assert len(error) < 400

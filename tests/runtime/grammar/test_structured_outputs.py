@@ -75,6 +75,15 @@ def answers(llm: LLM, constraint: dict[str, Any], **fields: Any) -> list[Complet
     return output.outputs
 
 
+def test_the_vocabulary_is_loaded_before_the_first_grammar():
+    """Loading it holds the interpreter's lock, so it must not happen beside the steps of others."""
+    with start() as engine:
+        executor: Any = engine._engine._executor
+        assert executor._grammars.is_loaded
+        assert "grammar vocabulary" in engine.model.startup_seconds
+        assert answer(engine, {"choice": ["yes"]}).text == "yes"
+
+
 class TestKinds:
     def test_a_schema_with_several_completions(self, llm):
         for one in answers(llm, {"json": POINT}, n=4, temperature=1.5):

@@ -17,7 +17,7 @@ WORKS = Activity(is_stopped=False, has_work=True, cpu_s=1.0)
 
 
 def ticks(rule: HangRule, step: int | None, *activities: Activity, seconds: float = 0.9) -> object:
-    """What the rule finds in so many seconds, in which the activities do not change."""
+    """What the rule returns after so many seconds in which the activities do not change."""
     found = None
     for _ in range(round(seconds * 10)):
         found = found or rule.tick(0.1, step, dict(enumerate(activities)))

@@ -67,7 +67,7 @@ def wait_for(condition: Callable[[], object]) -> None:
 
 
 def test_all_kinds_of_requests_have_the_tokens_of_one_rank(divided: LLM, whole: LLM) -> None:
-    """In one batch: prompts in chunks, preemption, beams, grammars and scored prompts together."""
+    """One batch has prompts in chunks, preemption, beams, grammars and scored prompts."""
     prompts = [text for text in TEXTS for _ in KINDS]
     params = list(KINDS.values()) * len(TEXTS)
     found = divided.generate(prompts, params, use_progress=False)
@@ -115,7 +115,7 @@ def test_nothing_is_left_of_closed_and_of_failed_ranks() -> None:
         children = {one.pid for one in psutil.Process().children()}
         return len(os.listdir("/proc/self/fd")), children
 
-    with LLM(overrides=SETTINGS):  # what the first engine of a process opens for ever
+    with LLM(overrides=SETTINGS):  # the first engine of a process opens files that stay open
         pass
     before = used()
     with LLM(tensor_parallel_size=2, overrides=SETTINGS) as llm:
@@ -128,13 +128,17 @@ def test_nothing_is_left_of_closed_and_of_failed_ranks() -> None:
             RankFailedError, match=r"^rank 1: its process \d+ was killed by SIGKILL"
         ):
             llm.generate(TEXTS, GREEDY, use_progress=False)
+        with pytest.raises(
+            RankFailedError, match=r"^the engine has ended and a new one must be made: rank 1: "
+        ):
+            llm.generate(TEXTS, GREEDY, use_progress=False)
     assert used() == before
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stops", [False, True])
 def test_no_rank_outlives_a_program_that_is_killed(stops: bool) -> None:
-    """Also not a rank that is stopped, and handles no end of its socket."""
+    """A stopped rank does not either, although it cannot notice that its socket was closed."""
     code = (
         "from ostinato import LLM, SamplingParams\n"
         f"llm = LLM(tensor_parallel_size=2, overrides={SETTINGS!r})\n"

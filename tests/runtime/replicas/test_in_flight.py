@@ -96,7 +96,7 @@ def test_a_request_that_kills_its_engine_twice_does_so_alone() -> None:
     give(made, "a", 6)
     assert submit(made) == [("poison", [])]
     assert names(made.on_engine_death(1)) == ["poison"]
-    # A request that returned tokens since the death before is not held to that one.
+    # `a` returned tokens between the two deaths, so it is not given up for the second one.
     assert submit(made) == [("a", [5, 6])]
     give(made, "a", 7)
     assert submit(made) == [("c", [])]

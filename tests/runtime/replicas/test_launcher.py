@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,9 @@ import pytest
 import zmq.asyncio
 
 from ostinato.runtime.errors import StartupError
+from ostinato.runtime.process.engine_child import LocalChild
 from ostinato.runtime.process.ipc import EngineReady
 from ostinato.runtime.replicas.launcher import EngineLauncher
-from ostinato.runtime.replicas.placement import Placement
 from ostinato.runtime.types.engine_info import EngineStats, ServedModel
 from tests.runtime.tiny import tiny_config
 
@@ -37,10 +38,10 @@ def start(first: ScriptedEngine, second: ScriptedEngine) -> EngineLauncher:
     config = tiny_config()
     launcher = EngineLauncher(
         "engine 1",
-        Placement(config=config.engine),
+        config.engine,
         config.server,
-        zmq.asyncio.Context.instance(),
         Path("unused"),
+        functools.partial(LocalChild, zmq.asyncio.Context.instance()),
     )
 
     async def both() -> None:

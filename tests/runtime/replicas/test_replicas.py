@@ -49,7 +49,7 @@ def run() -> Iterator[Callable[[Scenario], None]]:
 async def tokens_of(
     client: EngineClient, name: str, prompt: list[int], begun: set[str] | None = None
 ) -> list[int]:
-    """The tokens of one request. At the first token its name is added to `begun`."""
+    """The tokens of one request. At the first token the request's name is added to `begun`."""
     tokens: list[int] = []
     async for output in client.generate(name, prompt, LONG):
         tokens += output.new_token_ids
@@ -81,7 +81,7 @@ def test_requests_of_a_killed_engine_go_on_in_the_other_at_once(
         os.kill(first.pid or 0, signal.SIGKILL)
         await until(lambda: not first.is_alive)
         await until(lambda: not len(first.requests))
-        assert not first.is_alive, "its requests waited for it"
+        assert not first.is_alive, "the requests waited for the dead engine"
         assert client.is_alive
         assert client.restart_reason is None
         assert first.status.state == "restarting"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ostinato.runtime.replicas.watchdog import Watchdog
+from ostinato.runtime.replicas.watchdog import HangLimits, Watchdog
 
 
 def pass_time(watchdog: Watchdog, seconds: float, *, cpu_share: float = 0.0) -> None:
@@ -53,7 +53,7 @@ def test_an_announced_step_may_take_its_time() -> None:
 def test_a_second_of_computing_counts_a_fifth() -> None:
     watchdog = Watchdog()
     watchdog.on_step_started(1.0)
-    pass_time(watchdog, 20, cpu_share=0.3)  # of a core that others use too
+    pass_time(watchdog, 20, cpu_share=0.3)  # others use the core too
     assert (watchdog.seconds_stalled, watchdog.seconds_overdue) == (20.0, 0.0)
     pass_time(watchdog, 20, cpu_share=2.0)
     assert round(watchdog.seconds_overdue, 6) == 3.0
@@ -80,3 +80,21 @@ def test_time_in_which_the_machine_stood_still_does_not_count() -> None:
     watchdog.tick(0.25, 0.0)
     watchdog.tick(3600.0, 0.0)
     assert watchdog.seconds_stalled == 1.25
+
+
+def test_a_stopped_process_is_ended_sooner_than_one_that_hangs():
+    watchdog, limits = Watchdog(), HangLimits(60.0, 1.0)
+    for _ in range(4):
+        watchdog.tick(0.25, 0.0, is_stopped=True)
+    assert watchdog.why_killed(limits) is None
+    watchdog.tick(0.25, 0.0)  # it goes on
+    for _ in range(4):
+        watchdog.tick(0.25, 0.0, is_stopped=True)
+    assert watchdog.why_killed(limits) is None
+    watchdog.tick(0.25, 0.0, is_stopped=True)
+    reason = watchdog.why_killed(limits)
+    assert reason is not None
+    assert "it has been stopped for 1.2 s (SIGSTOP)" in reason
+    assert "parallel.rank_timeout_s=1" in reason
+    assert watchdog.why_killed(HangLimits(60.0, None)) is None
+    assert "server.hang_timeout_s=2" in (watchdog.why_killed(HangLimits(2.0, None)) or "")

@@ -28,7 +28,7 @@ __all__ = ("FORMS", "SomeSequences", "check_sequence", "make_llm", "sequence_liv
 
 FORMS = ("float32", "bfloat16", "int8", "int4", "int8-cache")
 BLOCK_SIZE = 8
-LENGTH = 300  # of the sequence: more than a partition of keys
+LENGTH = 300  # length of the sequence: more than one partition of keys
 MAX_NUM_SEQS = 32
 MAX_NUM_TOKENS = 96
 # Wider than a pass of the linear kernels, and with contexts of two partitions.

@@ -12,8 +12,9 @@ import ostinato
 from ostinato import LLM, SamplingParams, StructuredOutputsParams
 from ostinato.runtime.grammar.llguidance_text import grammar_text
 from ostinato.runtime.grammar.matcher import build_matcher, load_grammar_tokenizer
-from ostinato.runtime.sampling import grammar_masks
-from ostinato.runtime.sampling.grammar_masks import GrammarMasks, GrammarRow
+from ostinato.runtime.sampling import grammar_masks, grammar_rows
+from ostinato.runtime.sampling.grammar_masks import GrammarMasks
+from ostinato.runtime.sampling.grammar_rows import GrammarRow
 from ostinato.runtime.types.outputs import CompletionOutput
 from ostinato.runtime.types.request import Request
 from tests.runtime.drafters import ReplayDrafter, make_llm
@@ -106,8 +107,9 @@ AMBIGUOUS = StructuredOutputsParams(grammar='start: s\ns: s s | "a" | " "')
 
 def test_an_ambiguous_grammar_ends_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its masks take longer with each token. Those that take long are made alone, and then end."""
-    monkeypatch.setattr(grammar_masks, "_SLOW_S", 0.001)
-    monkeypatch.setattr(grammar_masks, "_MAX_S", 0.005)
+    for module in (grammar_masks, grammar_rows):
+        monkeypatch.setattr(module, "SLOW_S", 0.001)
+    monkeypatch.setattr(grammar_rows, "_MAX_S", 0.005)
     rows = Rows(4, 6, AMBIGUOUS)
     was_slow = False
     for _ in range(400):
@@ -129,6 +131,51 @@ def test_a_row_is_slow_for_as_long_as_its_masks_are() -> None:
     for _ in range(3):
         rows.step()
     assert rows.step() == set()
+
+
+def test_masks_that_take_long_leave_time_to_other_rows() -> None:
+    """Masks of some ms get half of the model's time, and rows with cheap ones have theirs at once."""
+    names = [f"y{index}" for index in range(60)]
+    rules = [f"{name}: /[a-z ]{{1,{index}}}/" for index, name in enumerate(names, 2)]
+    dear = "\n".join(["start: x", "x: " + " | ".join(f"{one} x?" for one in names), *rules])
+    constraints = {"cheap": WORDS, "dear": StructuredOutputsParams(grammar=dear)}
+    tokenizer = load_grammar_tokenizer(DEMO, VOCAB_SIZE, (EOS,))
+    matchers = {
+        name: build_matcher(tokenizer, grammar_text(one, {})) for name, one in constraints.items()
+    }
+    masks = GrammarMasks(
+        vocab_size=VOCAB_SIZE,
+        device=CPU,
+        matchers=lambda request: matchers[request.grammar].deep_copy(),
+    )
+
+    def admit(grammar: str, group: int) -> GrammarRow:
+        request = Request(
+            request_id="r",
+            prompt_token_ids=[5, 6, 7],
+            sampling=SamplingParams(),
+            grammar=grammar,
+            group=group,
+        )
+        row = masks.admit(request, [])
+        assert row is not None
+        return row
+
+    rows = [*(admit("dear", 1) for _ in range(12)), admit("cheap", 2)]
+    num_dear = num_cheap = 0
+    for _ in range(40):
+        logits = torch.zeros(len(rows), VOCAB_SIZE)
+        masks.begin_step(0.01, 0.001)
+        held = masks.apply(logits, rows, [row.position for row in rows])
+        for index, row in enumerate(rows):
+            if index not in held:
+                row.take(int(logits[index].isfinite().nonzero()[0]))
+        num_dear += 12 - len(held - {12})
+        num_cheap += 12 not in held
+    assert rows[0].cost.is_dear
+    assert not rows[12].cost.is_dear
+    assert num_cheap >= 36  # it is not known at first which of the two takes long
+    assert 1 <= num_dear < 40  # 10 ms a step would be enough for more than one in each
 
 
 def config(*overrides: str) -> object:
@@ -215,10 +262,11 @@ def test_rows_that_wait_change_no_answer(
         return waiting
 
     monkeypatch.setattr(GrammarMasks, "apply", counted)
+    begin = GrammarMasks.begin_step
+    monkeypatch.setattr(GrammarMasks, "begin_step", lambda self, *seconds: begin(self, 1e9, 1e9))
     assert completions(llm) == plain
     assert held == 0
-    begin = GrammarMasks.begin_step
-    monkeypatch.setattr(GrammarMasks, "begin_step", lambda self, seconds=0: begin(self, 1e-9))
+    monkeypatch.setattr(GrammarMasks, "begin_step", lambda self, *seconds: begin(self, 1e-9))
     monkeypatch.setattr(llm._engine._executor._runner._sampler.grammars, "_num_threads", 1)
     assert completions(llm) == plain
     assert held > 50

@@ -1,9 +1,9 @@
 """The logits of a position have the same bits in every step that computes it.
 
-Alone or among 32, as one of 1 or k + 1 positions, in any chunk of a prompt, after a prefix hit or a
-preemption, with 1 or 2 threads. Speculation relies on it, and so does `runtime.determinism`. It holds
-for our own CPU kernels; weights that PyTorch multiplies make no such promise. That a crash changes no
-bit either is tested with real processes in tests/runtime/client/test_recovery.py.
+The steps compute the position alone or among 32 sequences, as one of 1 or k + 1 positions, in any chunk of a
+prompt, after a prefix hit or a preemption, and with 1 or 2 threads. Speculation and
+`runtime.determinism` rely on equal bits. They hold for the project's CPU kernels, and not for weights
+that PyTorch multiplies. tests/runtime/client/test_recovery.py tests the same over crashes of processes.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def test_positions_differ(sequences: SomeSequences) -> None:
 @pytest.mark.slow  # 20 seconds a level; tests/ops compares the kernels of all levels in every run
 @pytest.mark.parametrize("level", LEVELS[1:])
 def test_on_the_other_instruction_sets(level: str) -> None:
-    """In processes of their own, because a process uses one instruction set only."""
+    """Each level has a process of its own, because a process uses one instruction set only."""
     program = [sys.executable, "-m", "tests.runtime.sampling.row_bits", level]
     run = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout + run.stderr

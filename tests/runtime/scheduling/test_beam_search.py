@@ -13,12 +13,13 @@ import torch
 import transformers
 
 from ostinato import LLM, SamplingParams
-from ostinato.runtime.scheduling.beam_search import BeamSearch
+from ostinato.runtime.scheduling.sequences.beam_search import BeamSearch
 from ostinato.runtime.types.outputs import BeamOutput, FinishReason, TokenLogprobs
 from ostinato.runtime.types.request import Request
 from tests.runtime.tiny import MODEL, VOCAB_SIZE, tiny_config
 
 EOS = 1
+ENDS = (EOS, 2)  # the model's, and the one of the demo model's tokenizer
 
 
 def make_prompts(count: int) -> list[list[int]]:
@@ -87,7 +88,7 @@ def beams_of_peer(peer: Any, prompt: list[int], sampling: SamplingParams) -> lis
         min_new_tokens=sampling.min_tokens or None,
         length_penalty=sampling.length_penalty,
         early_stopping=sampling.early_stopping,
-        eos_token_id=None if sampling.ignore_eos else EOS,
+        eos_token_id=None if sampling.ignore_eos else list(ENDS),
         pad_token_id=0,
         renormalize_logits=True,
         return_dict_in_generate=True,
@@ -97,8 +98,9 @@ def beams_of_peer(peer: Any, prompt: list[int], sampling: SamplingParams) -> lis
     for tokens, score in zip(
         result.sequences[:, len(prompt) :].tolist(), result.sequences_scores.tolist(), strict=True
     ):
-        if not sampling.ignore_eos and EOS in tokens:
-            tokens = tokens[: tokens.index(EOS) + 1]
+        if not sampling.ignore_eos:
+            end = next((place for place, token in enumerate(tokens) if token in ENDS), len(tokens))
+            tokens = tokens[: end + 1]
         beams.append((tokens, score))
     return beams
 
@@ -221,7 +223,7 @@ def test_beams_share_the_blocks_of_what_they_share(llm: LLM) -> None:
     finally:
         llm._engine.step = step  # type: ignore[method-assign]
     assert len(outputs) == 8
-    # 5 full blocks shared by all; of its own a beam can have 6 at most (a part of one, 40 tokens).
+    # 5 full blocks shared by all; a beam itself has at most 6 (a part of a block, 40 tokens).
     assert max(held) <= 5 + 8 * 6
     assert max(held) > 5
     assert llm.stats().num_free_blocks == llm.stats().num_blocks
@@ -261,7 +263,7 @@ def test_logprobs_are_those_that_make_the_score(llm: LLM) -> None:
 
 
 def brute_force(table: dict, width: int, length: int, penalty: float) -> list[tuple]:
-    """All sequences of `length` tokens, or that end before, by score."""
+    """All sequences that have `length` tokens or end earlier, sorted by score."""
     found = []
     for size in range(1, length + 1):
         for tokens in itertools.product(sorted(table[()]), repeat=size):

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from ostinato.conf.schema import SchedulerConfig
 from ostinato.runtime.kv.kv_cache_manager import KVCacheManager
-from ostinato.runtime.scheduling.repetition import RepetitionDetector
 from ostinato.runtime.scheduling.scheduler import Scheduler
+from ostinato.runtime.scheduling.sequences.repetition import RepetitionDetector
 from ostinato.runtime.types.outputs import FinishReason, SequenceOutput
 from ostinato.runtime.types.params import RepetitionDetectionParams, SamplingParams
 from ostinato.runtime.types.request import Request

@@ -72,6 +72,8 @@ def engines(draw: st.DrawFn) -> SimulatedEngine:
     max_num_seqs = draw(st.integers(1, 6))
     accuracy = draw(st.sampled_from([None, None, 0.0, 0.5, 1.0]))
     num_cross_groups = draw(st.sampled_from([0, 0, 0, 1, 2]))
+    # Drafts and slower tiers are not used with the stages of a pipeline.
+    num_lanes = draw(st.sampled_from([1, 1, 2, 3])) if accuracy is None else 1
     least_blocks += num_cross_groups * -(-6 // block_size)
     return SimulatedEngine(
         total_blocks=least_blocks + draw(st.integers(0, 20)),
@@ -89,14 +91,15 @@ def engines(draw: st.DrawFn) -> SimulatedEngine:
         score_tokens=draw(st.floats(0.0, 10.0)),
         target_s=draw(st.floats(1e-3, 6e-3)),
         drafter=None if accuracy is None else OracleDrafter(accuracy, VOCAB_SIZE),
-        num_tier_places=draw(st.sampled_from([0, 0, 3, 40])),
+        num_tier_places=draw(st.sampled_from([0, 0, 3, 40])) if num_lanes == 1 else 0,
+        num_lanes=num_lanes,
         num_cross_groups=num_cross_groups,
         hold_seed=draw(st.sampled_from([None, None, 1, 2, 3])),
     )
 
 
 class EngineMachine(RuleBasedStateMachine):
-    """Requests come, go and are aborted at any moment, with none, one or two steps in flight."""
+    """Requests come, go and are aborted at any moment, with none to all steps in flight."""
 
     @initialize(engine=engines())
     def start(self, engine: SimulatedEngine) -> None:
@@ -108,7 +111,7 @@ class EngineMachine(RuleBasedStateMachine):
             request_id = f"r{len(self.engine.requests)}"
             self.engine.add(_rename(request, request_id))
 
-    @precondition(lambda self: self.engine.num_in_flight < 2)
+    @precondition(lambda self: self.engine.num_in_flight < self.engine.max_in_flight)
     @rule()
     def launch(self) -> None:
         self.engine.launch()
@@ -125,7 +128,7 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(num_steps=st.integers(1, 8), lookahead=st.booleans())
     def steps(self, num_steps: int, lookahead: bool) -> None:
         for _ in range(num_steps):
-            while self.engine.num_in_flight > lookahead:
+            while self.engine.num_in_flight > lookahead * (self.engine.max_in_flight - 1):
                 self.engine.land()
             self.engine.launch()
 
@@ -136,7 +139,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         if hasattr(self, "engine"):
-            while self.engine.num_in_flight > 1:
+            while self.engine.num_in_flight == self.engine.max_in_flight:
                 self.engine.land()
             self.engine.run(lookahead=True)
             self.engine.check_drained()
@@ -156,7 +159,7 @@ def test_tokens_are_those_of_a_request_alone(
     for index, (request, num_steps) in enumerate(arrivals):
         engine.add(_rename(request, f"r{index}"))
         for _ in range(num_steps):
-            while engine.num_in_flight > lookahead:
+            while engine.num_in_flight > lookahead * (engine.max_in_flight - 1):
                 engine.land()
             engine.launch()
     while engine.num_in_flight > 1:
@@ -180,6 +183,7 @@ def run_workload(
     accuracy: float | None = None,
     num_tier_places: int = 0,
     hold_seed: int | None = None,
+    num_lanes: int = 1,
 ) -> SimulatedEngine:
     """Forty requests of mixed lengths that share beginnings, arriving over time."""
     generator = random.Random(11)
@@ -196,6 +200,7 @@ def run_workload(
         drafter=None if accuracy is None else OracleDrafter(accuracy, VOCAB_SIZE),
         num_tier_places=num_tier_places,
         hold_seed=hold_seed,
+        num_lanes=num_lanes,
     )
     stems = [[generator.randrange(VOCAB_SIZE) for _ in range(60)] for _ in range(4)]
     for index in range(40):
@@ -218,7 +223,7 @@ def run_workload(
             cache_salt="tenant" if index % 8 == 0 else "",
         )
         engine.add(request)
-        while engine.num_in_flight > lookahead:
+        while engine.num_in_flight > lookahead * (engine.max_in_flight - 1):
             engine.land()
         engine.launch()
     while engine.num_in_flight > 1:
@@ -272,8 +277,9 @@ def test_the_workload_meets_what_it_is_for() -> None:
     assert tight.cache.num_evictions > 100
     assert tight.num_copies > 10
     assert ample.num_copies > 50
-    assert ample.scheduler.num_preemptions < 5  # for rows, which beams take from later arrivals
-    assert ample.cache.prefix_hits > 250  # those who ask for scores take none
+    # Preempted for rows only: a beam takes its row from a later arrival.
+    assert ample.scheduler.num_preemptions < 5
+    assert ample.cache.prefix_hits > 250  # prompts that are scored use no cached blocks
     assert tight.tokens == ample.tokens
 
 
@@ -313,6 +319,71 @@ def test_tokens_do_not_depend_on_rows_that_wait_for_their_masks(
         hold_seed=1,
     )
     assert engine.tokens == plain_tokens()
+
+
+@pytest.mark.parametrize("num_lanes", [2, 4])
+@pytest.mark.parametrize("total_blocks", [25, 200])
+def test_tokens_do_not_depend_on_the_lanes_of_a_pipeline(total_blocks: int, num_lanes: int) -> None:
+    engine = run_workload(
+        lookahead=True,
+        total_blocks=total_blocks,
+        max_num_batched_tokens=19,
+        num_lanes=num_lanes,
+    )
+    assert engine.tokens == plain_tokens()
+
+
+@settings(deadline=None)
+@given(num_lanes=st.integers(2, 4), num_seqs=st.integers(1, 9), max_tokens=st.integers(4, 12))
+def test_lanes_decode_equal_parts_in_turn(num_lanes: int, num_seqs: int, max_tokens: int) -> None:
+    """While all decode, none is more than one token ahead of another, and every lane has a step."""
+    engine = SimulatedEngine(
+        total_blocks=200,
+        block_size=4,
+        max_num_seqs=9,
+        max_num_batched_tokens=64,
+        max_model_len=40,
+        num_lanes=num_lanes,
+    )
+    for index in range(num_seqs):
+        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        engine.add(
+            Request(request_id=f"r{index}", prompt_token_ids=[index + 1, 2, 3], sampling=sampling)
+        )
+    engine.launch()
+    engine.land()  # the prompts
+    while not engine.endings:
+        while engine.num_in_flight < num_lanes and engine.launch() is not None:
+            pass
+        share = -(-num_seqs // num_lanes)
+        assert engine.num_in_flight == -(-num_seqs // share)
+        lengths = sorted(len(tokens) for tokens in engine.tokens.values())
+        assert lengths[-1] - lengths[0] <= 1
+        engine.land()
+    while engine.num_in_flight:
+        engine.land()
+    engine.run(lookahead=True)
+    engine.check_drained()
+
+
+def test_chunks_of_a_prompt_follow_each_other_through_the_stages() -> None:
+    engine = SimulatedEngine(
+        total_blocks=50,
+        block_size=4,
+        max_num_seqs=2,
+        max_num_batched_tokens=8,
+        max_model_len=40,
+        num_lanes=3,
+    )
+    sampling = SamplingParams(max_tokens=2, ignore_eos=True)
+    engine.add(Request(request_id="r0", prompt_token_ids=list(range(21)), sampling=sampling))
+    outputs = [engine.launch() for _ in range(3)]
+    starts = [entry.start for output in outputs if output is not None for entry in output.scheduled]
+    assert starts == [0, 8, 16]
+    engine.land()
+    assert engine.launch() is None, "the first token has not arrived"
+    engine.run(lookahead=True)
+    engine.check_drained()
 
 
 def test_tokens_do_not_depend_on_drafts_beside_a_step_in_flight_and_a_target() -> None:

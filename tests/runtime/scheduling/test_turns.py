@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -68,10 +69,10 @@ def test_beams_give_way_as_well() -> None:
     scheduler = make_scheduler(search)
     group = scheduler._beams._groups["beams"]
     first = group.sequences[0]
-    places = [group.fork(first).order[1] - first.order[1] for _ in range(3)]
+    places = [group.fork(first).order[2] - first.order[2] for _ in range(3)]
     assert places == [1, 2, 3]
     group.free_place(group.fork(first))  # a beam of place 4 that is dropped
-    assert group.fork(first).order[1] - first.order[1] == 4
+    assert group.fork(first).order[2] - first.order[2] == 4
 
 
 def test_a_preempted_text_whose_vector_arrives_is_not_computed_again() -> None:
@@ -116,3 +117,48 @@ def test_every_sequence_ends_however_many_come_later(arrivals: list[tuple[int, i
         ended += run_step(scheduler)[1]
     assert set(ended) == expected
     assert len(ended) == len(expected)
+
+
+class TestLevels:
+    """Sequences of HTTP requests, which have a number: `Request.group`."""
+
+    def parts(self, group: int, count: int, max_tokens: int) -> list[Request]:
+        return [
+            msgspec.structs.replace(one, group=group, group_size=count)
+            for one in many(f"r{group}", count, max_tokens)
+        ]
+
+    def test_a_large_request_never_keeps_later_ones_waiting(self) -> None:
+        """However many have come since: each gets a row at once. It keeps some rows and ends."""
+        scheduler = make_scheduler(
+            *self.parts(1, 30, 30), max_num_seqs=8, num_blocks=200, max_num_batched_tokens=200
+        )
+        run_step(scheduler)
+        ended: list[str] = []
+        for group in range(2, 60):
+            (small,) = self.parts(group, 1, 1)
+            scheduler.add(small)
+            admitted, some = run_step(scheduler)
+            assert small.request_id in admitted
+            running = [one.request.group for one in scheduler.queues.running]
+            if not any(name.startswith("r1:") for name in some):
+                assert running.count(1) >= 4
+            ended += some
+        while scheduler.has_work:
+            ended += run_step(scheduler)[1]
+        assert len(ended) == len(set(ended)) == 30 + 58
+
+    def test_when_the_first_ones_end_the_next_move_up(self) -> None:
+        scheduler = make_scheduler(*self.parts(1, 10, 20), max_num_seqs=10)
+        run_step(scheduler)
+        for place in (0, 2, 3, 4):
+            scheduler.abort(f"r1:{place}")
+            scheduler.check_integrity()
+        levels = {one.request.place: one.order[1] for one in scheduler.requests().values()}
+        assert levels == {1: 0, 5: 0, 6: 0, 7: 0, 8: 1, 9: 1}
+
+    def test_small_requests_are_served_in_their_order(self) -> None:
+        scheduler = make_scheduler(*self.parts(1, 4, 20), *self.parts(2, 4, 20))
+        assert len(run_step(scheduler)[0]) == 4
+        running = sorted(one.request.request_id for one in scheduler.queues.running)
+        assert running == ["r1:0", "r1:1", "r1:2", "r2:0"]

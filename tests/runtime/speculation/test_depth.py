@@ -137,3 +137,20 @@ def test_a_surcharge_grows_with_drafts_and_sequences() -> None:
     assert CostTable.from_bytes(costs.to_bytes()) == costs
     unmeasured = make_table()
     assert unmeasured.verify_surcharge(1, 3) == pytest.approx(0.0003)
+
+
+@pytest.mark.parametrize(
+    ("right", "model_ms", "is_better"),
+    [((6, 1), 0.3, True), ((6, 1), 8.0, False), ((1, 6), 0.3, False)],
+)
+def test_the_drafter_with_more_tokens_a_second_goes_first(
+    right: tuple[int, int], model_ms: float, is_better: bool
+) -> None:
+    """`right`: how many drafts of the model and of the text are right."""
+    chooser = DepthChooser(table(0.1), MAX_DRAFTS, table(0.0, plain_ms=model_ms))
+    model = Candidate(Draft([0] * MAX_DRAFTS, DraftSource.model), DraftRecord())
+    text = Candidate(HALF, DraftRecord())
+    for one, count in zip((model, text), right, strict=True):
+        teach(chooser, one, count)
+    assert chooser.is_better(model, text, 10.0) is is_better
+    assert not DepthChooser(None, MAX_DRAFTS).is_better(model, text, 10.0)

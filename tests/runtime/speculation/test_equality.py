@@ -17,6 +17,7 @@ from tests.runtime.sampling.test_verification import (
     make_prompts,
     seeded,
 )
+from tests.runtime.speculation.eagle_reference import write_head
 from tests.runtime.tiny import MODEL
 
 FORMS = {
@@ -87,6 +88,26 @@ def draft_model(directory: Path, **changes: object) -> str:
     settings = {**MODEL, "vocab_size": VOCAB_SIZE, "eos_token_id": 2, **changes}
     (directory / "config.json").write_text(json.dumps(settings))
     return f"speculation.model={directory}"
+
+
+def test_a_head_changes_neither_tokens_nor_log_probabilities(
+    form: str, plain: list[list[CompletionOutput]], tmp_path: Path
+) -> None:
+    """The head's weights are random, so nearly all of its drafts are refused."""
+    write_head(
+        tmp_path,
+        {**MODEL, "vocab_size": VOCAB_SIZE},
+        draft_vocab_size=VOCAB_SIZE,
+        eagle_aux_hidden_state_layer_ids=[0, 1],
+    )
+    words = ("speculation.method=eagle3", f"speculation.model={tmp_path}")
+    with LLM(config=config("eager", *FORMS[form], *words, "speculation.adaptive=false")) as llm:
+        assert completions(llm) == plain
+        assert completions(llm) == plain
+        llm._engine.check_integrity()
+        stats = llm.stats().speculation
+    assert stats is not None
+    assert stats.num_draft_tokens > 100
 
 
 @pytest.mark.parametrize("name", list(DRAFT_MODELS))

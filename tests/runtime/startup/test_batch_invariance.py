@@ -10,7 +10,7 @@ import torch
 
 from ostinato import LLM, SamplingParams
 from ostinato.runtime.errors import StartupError
-from ostinato.runtime.startup.engine_plan import check_determinism, make_plan
+from ostinato.runtime.startup.plan.engine_plan import check_determinism, make_plan
 from tests.runtime.tiny import MODEL, tiny_config
 
 LINE = "a seed may give other tokens in another batch: "

@@ -18,8 +18,9 @@ from ostinato.graphs.sampling_graph import GraphSampler
 from ostinato.runtime.execution.executor import Pending
 from ostinato.runtime.host_resources import FreeMemory
 from ostinato.runtime.speculation.proposer import Proposer
-from ostinato.runtime.startup import planning, rank
-from ostinato.runtime.startup.engine_plan import EnginePlan
+from ostinato.runtime.startup import rank
+from ostinato.runtime.startup.plan import planning
+from ostinato.runtime.startup.plan.engine_plan import EnginePlan
 from ostinato.runtime.types.step import SchedulerOutput
 from tests.graphs.test_capture import OUT_OF_MEMORY, StaticRecorder
 from tests.runtime.drafters import ReplayDrafter, make_llm
@@ -115,8 +116,8 @@ def test_captures_that_lack_memory_are_one_warning_and_change_no_token(
         record for record in caplog.records if record.name == "ostinato.runtime.startup.rank"
     ]
     assert [record.getMessage() for record in records if record.levelname == "WARNING"] == [
-        "out of memory during capture, buckets left out: decode of 8, 4, 3 sequences; 12 of the "
-        "sampler's. Their steps run in larger buckets or uncaptured, and take longer; lower "
+        "out of memory during capture, buckets left out: decode of 8, 4, 3 sequences; 12 "
+        "buckets of the sampler. Their steps run in larger buckets or uncaptured, and take longer; lower "
         "cache.memory_gib, device.memory_fraction or scheduler.max_num_seqs, or shorten "
         "graphs.capture_sizes"
     ]

@@ -1,4 +1,4 @@
-"""The draft model in the plan: its memory, and one line for each model that can not draft."""
+"""The draft model in the plan: its memory, and one line for each model that cannot draft."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from ostinato.conf.errors import ConfigError
 from ostinato.conf.root import RunConfig
 from ostinato.models.sharding import Shard
 from ostinato.runtime.errors import StartupError
-from ostinato.runtime.startup.engine_plan import make_plan
-from ostinato.runtime.startup.planning import open_model, plan_engine
+from ostinato.runtime.startup.plan.engine_plan import make_plan
+from ostinato.runtime.startup.plan.model_source import open_model
+from ostinato.runtime.startup.plan.planning import plan_engine
 from ostinato.runtime.text.vocabulary import vocabulary_difference
 from tests.runtime.tiny import MODEL, tiny_config
 
@@ -57,7 +58,7 @@ def refusal(config: RunConfig, device: torch.device | None = None) -> str:
 
 def test_another_vocabulary_is_refused(tmp_path: Path) -> None:
     assert refusal(drafting(tmp_path, vocab_size=301)) == (
-        f"speculation.model={tmp_path} can not be the draft model: it has another vocabulary, of "
+        f"speculation.model={tmp_path} cannot be the draft model: it has another vocabulary, of "
         "301 tokens, and the model's has 300"
     )
 
@@ -76,14 +77,14 @@ def test_a_directory_that_is_missing_is_named(tmp_path: Path) -> None:
 
 def test_a_gpu_has_no_draft_model_yet(tmp_path: Path) -> None:
     assert refusal(drafting(tmp_path), torch.device("cuda")) == (
-        "speculation.method=draft needs a CPU, and the model runs on cuda; set "
-        "speculation.method=auto"
+        f"speculation.model={tmp_path} needs a CPU, and the model runs on cuda; set "
+        "speculation.method=auto without a model"
     )
 
 
 def test_several_ranks_have_no_draft_model_yet(tmp_path: Path) -> None:
     config = drafting(tmp_path).engine
-    with pytest.raises(StartupError, match=r"draft runs on one rank, and parallel\.tensor=2; set"):
+    with pytest.raises(StartupError, match=r"runs on one rank, and parallel\.tensor=2; set"):
         open_model(config, shard=Shard(0, 2))
 
 
@@ -96,7 +97,8 @@ def test_several_ranks_have_no_draft_model_yet(tmp_path: Path) -> None:
         ),
         (
             ["speculation=ngram", "speculation.model=x"],
-            "speculation.model must be left out unless speculation.method=draft, got 'x'",
+            "speculation.model must be left out unless speculation.method is draft, eagle3 or "
+            "auto, got 'x'",
         ),
         (["speculation.max_tokens=32"], "speculation.max_tokens must be"),
     ],

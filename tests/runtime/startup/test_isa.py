@@ -12,8 +12,8 @@ from ostinato.ops.native.instruction_sets import ISA_LEVELS, detect_isa, runnabl
 from ostinato.ops.native.library import loaded_isa
 from ostinato.runtime.errors import StartupError
 from ostinato.runtime.startup.bundles import prepare_kernels
-from ostinato.runtime.startup.engine_plan import make_plan
 from ostinato.runtime.startup.loading import open_bundle
+from ostinato.runtime.startup.plan.engine_plan import make_plan
 from tests.runtime.tiny import tiny_config
 
 

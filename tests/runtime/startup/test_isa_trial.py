@@ -16,14 +16,14 @@ from ostinato.conf.schema import InstructionSetName
 from ostinato.ops.native.instruction_sets import runnable_levels
 from ostinato.runtime.startup import isa_trial
 from ostinato.runtime.startup.isa_trial import describe_times, fastest, stored_trial, try_levels
-from ostinato.runtime.startup.planning import open_model
+from ostinato.runtime.startup.plan.model_source import open_model
 from ostinato.runtime.types.engine_info import IsaTrial
 from tests.runtime.tiny import tiny_config
 
 _ROOT = Path(__file__).parents[3]
 _LEVELS = ("avx512bf16", "avx512", "avx2")
 # Prints what an engine runs on. With four arguments the second level is the faster one; with three
-# its times can not be measured.
+# its times cannot be measured.
 _START = """
 import sys
 from ostinato.ops.native.library import loaded_isa

@@ -9,7 +9,7 @@ from ostinato.graphs.buckets import GraphKey
 from ostinato.runtime.errors import StartupError
 from ostinato.runtime.execution.inline_executor import InlineExecutor
 from ostinato.runtime.sampling.sampler import sampling_bytes
-from ostinato.runtime.startup.engine_plan import make_plan
+from ostinato.runtime.startup.plan.engine_plan import make_plan
 from tests.models.families.test_bert import TINY as BERT
 from tests.runtime.drafters import ReplayDrafter, make_llm
 from tests.runtime.tiny import VOCAB_SIZE, tiny_config

@@ -11,7 +11,8 @@ import torch
 from ostinato import LLM, SamplingParams
 from ostinato.runtime.errors import StartupError
 from ostinato.runtime.startup.build_engine import build_engine
-from ostinato.runtime.startup.planning import open_model, plan_engine
+from ostinato.runtime.startup.plan.model_source import open_model
+from ostinato.runtime.startup.plan.planning import plan_engine
 from tests.runtime.tiny import VOCAB_SIZE, tiny_config
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)

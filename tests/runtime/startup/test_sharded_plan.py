@@ -7,8 +7,8 @@ import pytest
 from ostinato.conf.compose import load_config
 from ostinato.models.sharding import WHOLE, Shard
 from ostinato.runtime.errors import StartupError
-from ostinato.runtime.startup.engine_plan import make_plan
 from ostinato.runtime.startup.loading import open_bundle
+from ostinato.runtime.startup.plan.engine_plan import make_plan
 from tests.runtime.tiny import tiny_config
 
 
@@ -36,7 +36,7 @@ def test_ranks_share_a_bundle() -> None:
 
 def test_sizes_that_can_not_be_divided_end_the_start() -> None:
     config = load_config(["model=llama-45m"]).engine
-    with pytest.raises(StartupError, match=r"parallel.tensor=5: num_attention_heads=8 can not"):
+    with pytest.raises(StartupError, match=r"parallel.tensor=5: num_attention_heads=8 cannot"):
         make_plan(config, 1, shard=Shard(0, 5))
     config = load_config(
         ["model=llama-45m", "model.quantization=int4", "model.quantization_group_size=256"]

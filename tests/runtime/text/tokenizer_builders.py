@@ -51,7 +51,7 @@ def _byte_fallback_vocabulary() -> tuple[dict[str, int], list[tuple[str, str]]]:
 
 @cache
 def byte_fallback_bpe(*, strip: bool = True) -> Tokenizer:
-    """As Llama 2 and Mistral (strip) or Gemma (no strip): unknown characters fall back to bytes."""
+    """Like Llama 2, Mistral (strip) or Gemma (no strip): unknown characters fall back to bytes."""
     vocabulary, merges = _byte_fallback_vocabulary()
     tokenizer = Tokenizer(
         models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True)
@@ -72,7 +72,7 @@ def byte_fallback_bpe(*, strip: bool = True) -> Tokenizer:
 
 @cache
 def metaspace_unigram() -> Tokenizer:
-    """As T5: the decoder drops the mark of the first word, so no token has fixed bytes."""
+    """Like T5: the decoder drops the mark of the first word, so no token has fixed bytes."""
     tokenizer = Tokenizer(models.Unigram())
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Metaspace()
@@ -85,7 +85,7 @@ def metaspace_unigram() -> Tokenizer:
 
 @cache
 def wordpiece() -> Tokenizer:
-    """As BERT: spaces come from the decoder."""
+    """Like BERT: spaces come from the decoder."""
     tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece()

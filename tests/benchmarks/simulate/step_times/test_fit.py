@@ -38,7 +38,7 @@ class Truth:
     pause_s: float = 0.0004
     request_s: float = 0.003
     delivery_s: float = 0.0015
-    spread: float = 0.0  # of a step's ratio
+    spread: float = 0.0  # the spread of a step's ratio
 
 
 def record(truth: Truth, *, seed: int = 0, num_requests: int = 60) -> Recording:
@@ -146,7 +146,7 @@ def test_slow_moments_stay_together():
     drawn = [noise.next(0) > 1.5 for _ in range(20_000)]
     assert np.mean(drawn) == pytest.approx(0.25, abs=0.1)
     changes = sum(a != b for a, b in pairwise(drawn))
-    assert changes < len(drawn) / 50  # drawn one by one it were three of eight
+    assert changes < len(drawn) / 50  # single draws would change three of eight
 
 
 def test_a_point_of_the_table_that_was_disturbed_is_put_right():

@@ -10,8 +10,8 @@ from enum import Enum
 
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.kv.block_table import BlockTable
-from ostinato.runtime.scheduling.beam_search import Beam
-from ostinato.runtime.scheduling.repetition import REPETITION_REASON, RepetitionDetector
+from ostinato.runtime.scheduling.sequences.beam_search import Beam
+from ostinato.runtime.scheduling.sequences.repetition import REPETITION_REASON, RepetitionDetector
 from ostinato.runtime.speculation.depth import DraftRecord
 from ostinato.runtime.speculation.proposer import Draft
 from ostinato.runtime.types.outputs import FinishReason, TokenLogprobs
@@ -62,6 +62,7 @@ class Sequence:
         "beam",
         "block_table",
         "block_tables",
+        "decoded_at",
         "draft",
         "draft_record",
         "eos_token_ids",
@@ -110,7 +111,7 @@ class Sequence:
         # Tokens known when the sequence took its row. The host supplies these. Later positions read
         # the row's last sampled token on the device.
         self.num_prefill_tokens = 0
-        self.num_drafts = 0  # draft tokens of its step in flight; with drafts there is only one
+        self.num_drafts = 0  # draft tokens of its step in flight; with drafts, only one step is
         # Whether the log-probabilities of its output are computed.
         self.has_logprobs = sampling.logprobs is not None or sampling.use_beam_search
         self.draft: Draft | None = None  # the draft whose first tokens these are
@@ -118,6 +119,7 @@ class Sequence:
         self.forced_token_ids: list[int] = []  # tokens that its grammar forces after the last one
         self.has_loaded = False  # whether it has loaded blocks from a slower tier
         self.num_in_flight = 0  # steps in flight that include it
+        self.decoded_at = 0  # the last step in which it did not rest, of those in which some rested
         # Whether its last step gave no token. The next one computes its last position again, once
         # no step is in flight that was planned as if there were a token.
         self.is_held = False
@@ -129,7 +131,7 @@ class Sequence:
         )
 
         self.block_tables = (BlockTable(),) if block_tables is None else block_tables
-        self.block_table = self.block_tables[0]  # of the first KV cache group
+        self.block_table = self.block_tables[0]  # the table of the first KV cache group
 
         room = max_model_len - self.num_prompt_tokens
         max_tokens = room if sampling.max_tokens is None else min(sampling.max_tokens, room)

@@ -81,6 +81,10 @@ class MoE(nn.Module):
             residual = self.gated_expert(x, ids, weights, residual)
         logits = self.gate.multiply(x, float32_output=self.spec.float32_router)
         ids, weights = route(logits, self.spec.route, self.score_bias)
+        if self.spec.scales_input:
+            top_k = self.spec.route.top_k
+            rows = x if top_k == 1 else x.repeat_interleave(top_k, 0)
+            x, weights = rows * weights.to(x.dtype).view(-1, 1), torch.ones_like(weights)
         return self.experts(x, ids, weights, residual)
 
     def static_key(self) -> tuple[object, ...]:
@@ -89,6 +93,7 @@ class MoE(nn.Module):
             "mixture of experts",
             self.spec.route,
             self.spec.float32_router,
+            self.spec.scales_input,
             self.score_bias is not None,
             self.gate.static_key,
             *self.experts.static_key(),

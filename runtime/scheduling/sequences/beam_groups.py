@@ -10,8 +10,9 @@ from collections.abc import Callable
 from heapq import heappop, heappush
 
 from ostinato.runtime.kv.kv_cache_manager import KVCacheManager
-from ostinato.runtime.scheduling.beam_search import BeamSearch
-from ostinato.runtime.scheduling.sequence import Sequence, SequenceStatus
+from ostinato.runtime.scheduling.sequences.beam_search import BeamSearch
+from ostinato.runtime.scheduling.sequences.request_levels import level_of
+from ostinato.runtime.scheduling.sequences.sequence import Sequence, SequenceStatus
 from ostinato.runtime.types.outputs import SequenceOutput, TokenLogprobs
 
 __all__ = ("BeamGroups", "is_parked")
@@ -36,18 +37,21 @@ class _Group:
         self.prompt_logprobs: list[TokenLogprobs] | None = None
 
     def fork(self, parent: Sequence) -> Sequence:
-        """A sequence at the first free place: sequences of other requests run before late ones."""
+        """A sequence at the first free place. Late places run after other requests' sequences."""
         self.num_forks += 1
         if self._free_places:
             place = heappop(self._free_places)
         else:
             place, self._num_places = self._num_places, self._num_places + 1
-        rank, turn, *rest = self.order
-        return parent.fork((rank, turn + place, *rest, self.num_forks), self.max_model_len)
+        rank, level, turn, *rest = self.order
+        if parent.request.group:  # it is of an HTTP request
+            level += level_of(place)
+        order = (rank, level, turn + place, *rest, self.num_forks)
+        return parent.fork(order, self.max_model_len)
 
     def free_place(self, sequence: Sequence) -> None:
         """The place of a dropped sequence may be given to the next fork."""
-        heappush(self._free_places, sequence.order[1] - self.order[1])
+        heappush(self._free_places, sequence.order[2] - self.order[2])
 
 
 class BeamGroups:

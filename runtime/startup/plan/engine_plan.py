@@ -20,12 +20,8 @@ from ostinato.ops.attention import AttentionSpec, load_backend, select_backend
 from ostinato.runtime.errors import StartupError
 from ostinato.runtime.kv.kv_cache_manager import KVGroup
 from ostinato.runtime.memory.memory_plan import MemoryPlan
-from ostinato.runtime.startup.planning import (
-    ModelSource,
-    bucket_table,
-    open_model,
-    plan_engine,
-)
+from ostinato.runtime.startup.plan.model_source import ModelSource, open_model
+from ostinato.runtime.startup.plan.planning import bucket_table, plan_engine
 from ostinato.runtime.types.engine_info import IsaTrial
 
 __all__ = ("EnginePlan", "check_determinism", "make_plan")
@@ -43,7 +39,8 @@ class EnginePlan:
     overlap: bool  # whether a step is launched before the previous step is read
     threads: int  # threads of the model on a CPU
     isa_trial: IsaTrial | None = None  # how the instruction set was chosen; None = not by a trial
-    draft: EnginePlan | None = None  # the draft model's, with the same blocks and limits
+    # Of the draft model or the head, with the same blocks and limits.
+    draft: EnginePlan | None = None
 
     @property
     def is_cpu(self) -> bool:
@@ -59,6 +56,12 @@ class EnginePlan:
     def kv_cache_spec(self) -> KVCacheSpec:
         """Shapes of the KV cache."""
         return self.source.kv_cache_spec(self.config.cache.block_size)
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        """The layers whose input the model's head reads; empty without a head."""
+        spec = None if self.draft is None else self.draft.source.config.head
+        return () if spec is None else spec.layers_of(self.source.config.num_layers)
 
     @property
     def kv_groups(self) -> tuple[KVGroup, ...]:
@@ -189,17 +192,11 @@ def _check_graphs(config: EngineConfig, source: ModelSource, backend: str) -> No
         return
     if backend == "reference" and mode is GraphMode.captured:
         raise StartupError(
-            "graphs.attention=reference reads lengths on the host, so its steps can not be "
+            "graphs.attention=reference reads lengths on the host, so its steps cannot be "
             "captured; set graphs.mode=compiled"
         )
-    if model.has_experts:
-        raise StartupError(
-            f"{model.architecture} has experts, which are multiplied by CPU kernels or step by "
-            "step; set device.name=cpu, or graphs.mode=eager"
-        )
     # Compiled GPU kernels index with 32 bits, and no guard checks the sizes when they run.
-    qkv_size = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
-    most = ((1 << 31) - 1) // max(model.hidden_size, 2 * model.widest_mlp, qkv_size)
+    most = ((1 << 31) - 1) // max(model.hidden_size, 2 * model.widest_mlp, model.qkv_size())
     if source.limits.max_num_batched_tokens > most:
         raise StartupError(
             f"scheduler.max_num_batched_tokens={source.limits.max_num_batched_tokens}, but "

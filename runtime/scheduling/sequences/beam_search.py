@@ -1,10 +1,10 @@
 """Beam search: which beams continue with which tokens, and which finished sequences are the best.
 
 This is the search of one request, without blocks, rows or steps. The rules are those of
-`transformers` (`GenerationMixin._beam_search`). Of all beams' continuations, the W * (1 + number of
-stop tokens) likeliest are candidates. A candidate that ends with a stop token is kept as finished
-if it is among the first W. The first W other candidates are the next beams. `early_stopping` has
-the values of transformers: False is the heuristic of Wu et al. 2016.
+`transformers` (`GenerationMixin._beam_search`). The W * (1 + number of stop tokens) likeliest
+continuations of all beams are candidates. A candidate that ends with a stop token is kept as
+finished if it is among the first W. The first W other candidates are the next beams.
+`early_stopping` has the values of transformers: False is the heuristic of Wu et al. 2016.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Beam:
 
     Attributes:
         search: the search that it belongs to.
-        cumulative_logprob: of its output tokens.
+        cumulative_logprob: the sum of the log-probabilities of its output tokens.
         token_ids: its output tokens.
         logprobs: one per output token.
         candidates: its likeliest continuations; None until the step that finds them is read.

@@ -1,0 +1,124 @@
+"""The API as an application of Ray Serve.
+
+    serve run ostinato.api.server.ray_app:build model.path=/models/llama device.threads=8
+
+Each replica of the deployment is an API process with the engines of `parallel.data` beside it. Ray
+Serve does what `run serve` does otherwise: it listens, and starts, scales and ends replicas.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from ostinato.api.server.app import create_app
+from ostinato.api.service.service import Service
+from ostinato.conf.compose import load_config
+from ostinato.conf.root import RunConfig
+from ostinato.conf.schema import DeviceName
+from ostinato.runtime.client.client import EngineClient
+from ostinato.runtime.errors import StartupError
+
+if TYPE_CHECKING:
+    from litestar import Litestar
+
+__all__ = ("LiveApp", "build")
+
+_MOST_REQUESTS = 10_000  # at the same time, of a replica: its own limits refuse earlier
+
+
+def build(settings: Mapping[str, object]) -> Any:
+    """The application, as `serve run` and the file of `serve deploy` name it.
+
+    Args:
+        settings: those of `run serve`, by key.
+
+    Returns:
+        A `ray.serve.Application`.
+
+    Raises:
+        ConfigError: a setting is wrong.
+    """
+    overrides = [f"{key}={value}" for key, value in settings.items()]
+    config = load_config(overrides)
+    engines = config.parallel.data
+    on_gpus = config.device.name is DeviceName.cuda
+    threads = 1 if on_gpus else config.device.threads or config.parallel.num_ranks
+    resources = {"num_cpus": engines * threads, "num_gpus": engines if on_gpus else 0}
+    if not on_gpus and config.device.threads is None:
+        overrides.append(f"device.threads={threads}")
+    serve = import_module("ray.serve")
+
+    def make_app() -> LiveApp:
+        return LiveApp(load_config(overrides))
+
+    class Replica:
+        app: LiveApp
+
+        async def check_health(self) -> None:
+            self.app.check_health()
+
+    deployment = serve.deployment(
+        name="ostinato", ray_actor_options=resources, max_ongoing_requests=_MOST_REQUESTS
+    )
+    return deployment(serve.ingress(make_app)(Replica)).bind()
+
+
+class LiveApp:
+    """An ASGI application whose lifespan is that of its engines.
+
+    Args:
+        config: of the server and the engines.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        self._config = config
+        self._client: EngineClient | None = None
+        self._service: Service | None = None
+        self._app: Litestar | None = None
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "lifespan":
+            await self._live(receive, send)
+            return
+        assert self._app is not None, "a request came before the start"
+        await self._app(scope, receive, send)
+
+    def check_health(self) -> None:
+        """Raise RuntimeError if no engine will serve again; Ray Serve then replaces the replica."""
+        if self._client is not None and (reason := self._client.death_reason):
+            raise RuntimeError(f"the engine does not run: {reason}")
+
+    async def _live(self, receive: Any, send: Any) -> None:
+        await receive()
+        try:
+            await self._start()
+        except StartupError as error:
+            await send({"type": "lifespan.startup.failed", "message": str(error)})
+            return
+        await send({"type": "lifespan.startup.complete"})
+        await receive()
+        await self._stop()
+        await send({"type": "lifespan.shutdown.complete"})
+
+    async def _start(self) -> None:
+        self._client = EngineClient(self._config)
+        try:
+            await self._client.start()
+        except StartupError:
+            await self._client.close()
+            raise
+        self._service = Service(self._client, self._config.server, self._config.sampling)
+        self._app = create_app(self._service)
+        self._service.preparer.start()
+        self._service.admission.phase = None
+
+    async def _stop(self) -> None:
+        assert self._client is not None, "started"
+        assert self._service is not None, "started"
+        self._service.admission.is_draining = True
+        await self._client.drain(self._config.server.drain_timeout_s)
+        await self._client.close()
+        await asyncio.to_thread(self._service.close)

@@ -1,0 +1,102 @@
+"""Where the time of good requests went: what clients measured, joined with the server's log lines.
+
+Every good request has an id of its own in its header `X-Request-Id`, which the server logs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+__all__ = ("GoodRequest", "phases_of", "slowest")
+
+_FIELD = re.compile(r" (\w+)=(\S+)")
+_LINE = re.compile(r"INFO (\S+) done( .*)")
+# The end of each phase in a log line, in their order. The seconds of a phase are its end less the
+# end of the phase before.
+_ENDS = {
+    "preparation": "preparation",
+    "queue": "queue",
+    "first token": "ttft",
+    "further tokens": "e2e",
+}
+
+
+class GoodRequest(NamedTuple):
+    """A request of a good client that was answered."""
+
+    request_id: str
+    client: str  # `good` or a library
+    kind: str  # endpoint and size in words
+    sent: float  # time.time()
+    seconds: float  # until the whole answer was there
+
+
+def phases_of(lines: Iterable[str]) -> dict[str, dict[str, float]]:
+    """The phases of the requests in a server's log, by request id, in seconds.
+
+    `preparation` includes the wait for a grammar, which `grammar` has alone. `preemptions` counts.
+    """
+    found: dict[str, dict[str, float]] = {}
+    for line in lines:
+        match = _LINE.search(line)
+        if match is None:
+            continue
+        fields = dict(_FIELD.findall(match[2]))
+        phases: dict[str, float] = {}
+        before = 0.0
+        for phase, name in _ENDS.items():
+            if name in fields:
+                end = float(fields[name].removesuffix("ms")) / 1e3
+                phases[phase] = round(max(0.0, end - before), 3)
+                before = max(before, end)
+        if "grammar" in fields:
+            phases["grammar"] = float(fields["grammar"].removesuffix("ms")) / 1e3
+        phases["preemptions"] = float(fields.get("preemptions", 0))
+        request_id = fields.get("x_request_id") or match[1].partition("-")[2]
+        found[request_id] = phases
+    return found
+
+
+def slowest(
+    requests: Sequence[GoodRequest],
+    lines: Iterable[str],
+    begin: float,
+    restarts: Sequence[tuple[float, float]],
+    count: int = 10,
+) -> list[dict[str, Any]]:
+    """The requests that took longest, with the phases that the server has logged.
+
+    Args:
+        requests: of all good clients.
+        lines: of the server's log.
+        begin: of the test, time.time().
+        restarts: begin and end of each restart of the engine.
+        count: how many.
+
+    Returns:
+        Rows with `client`, `kind`, `at`, `seconds`, `in_restart`, `phase` (the longest one) and
+        `phases`. `outside` is the time before the server read the request's head and after its last
+        token: connecting, waiting for the event loop, sending.
+    """
+    phases = phases_of(lines)
+    rows: list[dict[str, Any]] = []
+    for one in sorted(requests, key=lambda one: -one.seconds)[:count]:
+        own = dict(phases.get(one.request_id, {}))
+        waits = {name: own[name] for name in _ENDS if name in own}
+        waits["outside"] = round(max(0.0, one.seconds - sum(waits.values())), 3)
+        rows.append(
+            {
+                "client": one.client,
+                "kind": one.kind,
+                "at": round(one.sent - begin, 1),
+                "seconds": round(one.seconds, 3),
+                "in_restart": any(
+                    one.sent <= end and one.sent + one.seconds >= start for start, end in restarts
+                ),
+                "phase": max(waits, key=lambda name: waits[name]),
+                "phases": own | {"outside": waits["outside"]},
+            }
+        )
+    return rows

@@ -1,0 +1,48 @@
+"""`HeadSpec`: the parts of an EAGLE-3 head's configuration that no other model has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ("HeadSpec",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadSpec:
+    """What a head reads of its target model, and what it gives."""
+
+    target_hidden_size: int
+    # Ascending. The hidden states that enter these layers of the target are the head's input. None
+    # = the head does not say: layers 2, n / 2 and n - 3 of n.
+    aux_layers: tuple[int, ...] | None
+    num_aux_layers: int
+    target_num_layers: int | None  # None = the head does not say
+    draft_vocab_size: int  # tokens that the head can draw
+    norm_before_residual: bool  # the residual of the head's layer is the normalised hidden state
+
+    def layers_of(self, num_layers: int) -> tuple[int, ...]:
+        """The aux layers in a target of so many layers."""
+        if self.aux_layers is not None:
+            return self.aux_layers
+        return (2, num_layers // 2, num_layers - 3)
+
+    def why_not_for(self, num_layers: int, hidden_size: int) -> str | None:
+        """Why a target of these sizes cannot have the head; None if it can."""
+        if hidden_size != self.target_hidden_size:
+            return (
+                f"it reads hidden states of {self.target_hidden_size} values "
+                f"(target_hidden_size), and the model's have {hidden_size}"
+            )
+        if self.target_num_layers not in (None, num_layers):
+            return (
+                f"its target has {self.target_num_layers} layers (target_num_hidden_layers), and "
+                f"the model has {num_layers}"
+            )
+        layers = self.layers_of(num_layers)
+        if list(layers) != sorted(set(layers)) or layers[0] < 0 or layers[-1] >= num_layers:
+            named = ", ".join(map(str, layers))
+            return (
+                f"it reads the hidden states that enter layers {named}, which must be ascending "
+                f"and among the {num_layers} layers of the model, 0 to {num_layers - 1}"
+            )
+        return None

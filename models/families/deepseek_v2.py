@@ -1,0 +1,84 @@
+"""DeepSeek-V2, V2-Lite and Coder-V2 (arXiv:2405.04434): latent attention, many small experts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ostinato.models.base import CheckpointLayout
+from ostinato.models.checkpoints.row_orders import per_head_pairs, rotated_last
+from ostinato.models.config.hf_fields import refuse_other_values
+from ostinato.models.config.latent_fields import read_latent_config
+from ostinato.models.config.model_config import HFConfig, ModelConfig
+from ostinato.models.config.moe_fields import read_deepseek_experts
+from ostinato.models.decoder import LLAMA_NAMES, Decoder
+from ostinato.models.linear_layers import BuildOptions
+from ostinato.ops.moe.routing import Scoring
+
+__all__ = ("DeepseekV2ForCausalLM",)
+
+_MUST_BE = {"norm_topk_prob": False, "scoring_func": "softmax"}
+_GROUP_TOP = {"greedy": None, "group_limited_greedy": 1}  # by topk_method, see `RouteSpec`
+_LAYOUT = CheckpointLayout(
+    renamed=(
+        *LLAMA_NAMES,
+        ("q_a_norm.", "q_a_layernorm."),
+        ("kv_a_norm.", "kv_a_layernorm."),
+        ("mlp.score_bias", "mlp.gate.e_score_correction_bias"),
+        ("mlp.shared_expert.", "mlp.shared_experts."),
+    ),
+    ignored=(r"rotary_emb\.inv_freq$",),
+)
+
+
+class DeepseekV2ForCausalLM(Decoder):
+    """Llama with latent attention and experts."""
+
+    @classmethod
+    def read_config(
+        cls, hf_config: HFConfig, generation_config: HFConfig | None = None
+    ) -> ModelConfig:
+        refuse_other_values(hf_config, _MUST_BE)
+        method = hf_config.get("topk_method", "greedy")
+        if method not in _GROUP_TOP:
+            raise ValueError(
+                f"config.json: topk_method={method!r} is not supported; supported are "
+                f"{', '.join(_GROUP_TOP)}"
+            )
+        config = read_latent_config(hf_config, generation_config)
+        moe = read_deepseek_experts(
+            hf_config,
+            config.num_layers,
+            scoring=Scoring.softmax,
+            renormalize=False,
+            group_top=_GROUP_TOP[method],
+        )
+        return replace(config, moe=moe)
+
+    def __init__(self, config: ModelConfig, options: BuildOptions) -> None:
+        super().__init__(config, options)
+        spec, num_heads = config.latent, config.num_heads
+        assert spec is not None, "read_config gives one"
+        queries, shared = (
+            rotated_last(heads, size, spec.rope_dim, is_interleaved=spec.is_interleaved)
+            for heads, size in (
+                (num_heads, config.head_dim),
+                (1, spec.kv_rank + spec.rope_dim),
+            )
+        )
+        plain = config.head_dim - spec.rope_dim
+        # Layers past the last one predict several tokens at once, and are not used here.
+        extra = rf"^model\.layers\.{config.num_layers}\."
+        first = "q_a_proj" if spec.query_rank else "q_proj"
+        self.checkpoint_layout = replace(
+            _LAYOUT,
+            merged=(
+                ("qkv_a_proj", (first, "kv_a_proj_with_mqa")),
+                ("gate_up_proj", ("gate_proj", "up_proj")),
+            ),
+            row_orders=(
+                ("q_b_proj" if spec.query_rank else "q_proj", queries),
+                ("kv_a_proj_with_mqa", shared),
+                ("kv_b_proj", per_head_pairs(num_heads, plain, config.value_dim)),
+            ),
+            ignored=(*_LAYOUT.ignored, extra),
+        )

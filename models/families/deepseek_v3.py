@@ -1,0 +1,27 @@
+"""DeepSeek-V3, R1 and Kimi K2 (arXiv:2412.19437): latent attention, sigmoid routing in groups."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ostinato.models.config.hf_fields import refuse_other_values
+from ostinato.models.config.latent_fields import read_latent_config
+from ostinato.models.config.model_config import HFConfig, ModelConfig
+from ostinato.models.config.moe_fields import read_deepseek_experts
+from ostinato.models.families.deepseek_v2 import DeepseekV2ForCausalLM
+
+__all__ = ("DeepseekV3ForCausalLM",)
+
+_MUST_BE = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+
+
+class DeepseekV3ForCausalLM(DeepseekV2ForCausalLM):
+    """DeepSeek-V2 whose experts are chosen by score + bias, and scored one by one."""
+
+    @classmethod
+    def read_config(
+        cls, hf_config: HFConfig, generation_config: HFConfig | None = None
+    ) -> ModelConfig:
+        refuse_other_values(hf_config, _MUST_BE)
+        config = read_latent_config(hf_config, generation_config)
+        return replace(config, moe=read_deepseek_experts(hf_config, config.num_layers))

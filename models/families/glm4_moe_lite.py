@@ -1,0 +1,32 @@
+"""GLM-4.7-Flash (Z.ai 2026): DeepSeek-V3 in other sizes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ostinato.models.config.model_config import HFConfig, ModelConfig
+from ostinato.models.families.deepseek_v3 import DeepseekV3ForCausalLM
+
+__all__ = ("Glm4MoeLiteForCausalLM",)
+
+
+class Glm4MoeLiteForCausalLM(DeepseekV3ForCausalLM):
+    """DeepSeek-V3 of other sizes."""
+
+    @classmethod
+    def read_config(
+        cls, hf_config: HFConfig, generation_config: HFConfig | None = None
+    ) -> ModelConfig:
+        config = super().read_config({"first_k_dense_replace": 1, **hf_config}, generation_config)
+        kinds = hf_config.get("mlp_layer_types")
+        if kinds is None:
+            return config
+        unknown = set(kinds) - {"dense", "sparse"}
+        if unknown or len(kinds) != config.num_layers:
+            raise ValueError(
+                f"config.json: mlp_layer_types must have dense or sparse for each of the "
+                f"{config.num_layers} layers, got {kinds}"
+            )
+        assert config.moe is not None, "the base class reads the experts"
+        layers = tuple(kind == "sparse" for kind in kinds)
+        return replace(config, moe=replace(config.moe, layers=layers))

@@ -1,0 +1,43 @@
+"""Deals the layers of a model to the stages of a pipeline by their bytes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import nn
+
+from ostinato.models.base import LanguageModel
+from ostinato.models.sharding import Shard, deal_layers
+
+__all__ = ("num_bytes", "with_layers")
+
+
+def with_layers(shard: Shard, whole: LanguageModel) -> Shard:
+    """The shard of a stage with the layers that are dealt to it.
+
+    Args:
+        shard: of one rank.
+        whole: the layers of all stages, as the ranks of this rank's number hold them. They need no
+            memory.
+    """
+    others = {
+        name: num_bytes(module)
+        for name, module in whole.named_children()
+        if module is not whole.layers
+    }
+    others.pop("rotary", None)  # every stage has these tables
+    # A table of embeddings that is the head, too, is held by the first stage and by the last.
+    head = others.pop("lm_head", None) or others.get("embed_tokens", 0)
+    dealt = deal_layers(
+        [num_bytes(layer) for layer in whole.layers],
+        first=sum(others.values()) - others.get("final_norm", 0),
+        last=head + others.get("final_norm", 0),
+        stages=shard.stage.count,
+    )
+    return replace(shard, stage=replace(shard.stage, layers=dealt[shard.stage.number]))
+
+
+def num_bytes(module: nn.Module) -> int:
+    """Bytes of a module's parameters and buffers."""
+    tensors = [*module.parameters(), *module.buffers()]
+    return sum(tensor.numel() * tensor.itemsize for tensor in tensors)

@@ -1,0 +1,109 @@
+"""The op `ostinato::fused_linear`: a linear layer with a norm before it and an epilogue, on CUDA.
+
+A decode step of a few sequences reads every weight for a few rows. Its kernels take microseconds,
+so each launch and each intermediate result counts. On CUDA one Triton kernel computes the RMS norm
+of the input, the product, the gated activation and the residual (triton_fused_linear.py). Elsewhere
+the op runs as plain torch, with which tests compare the kernel.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ostinato.ops.activation import ACTIVATIONS, activate
+from ostinato.ops.norm import plain_rms_norm
+from ostinato.ops.register import register_op
+
+__all__ = ("FEW_ROWS", "FUSED_DTYPES", "fused_linear")
+
+FEW_ROWS = 64
+"""Rows that one tile of the kernel holds. It takes more of them, but reads W for each tile."""
+
+FUSED_DTYPES = (torch.bfloat16, torch.float32)
+"""Dtypes of activations that the kernel takes.
+
+It multiplies x by the norm's weight before it divides by the root mean square, so the sums of both
+need one pass over x. In float16 such a product could overflow.
+"""
+
+
+def fused_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    norm_weight: Tensor | None = None,
+    eps: float = 0.0,
+    activation: str = "",
+    residual: Tensor | None = None,
+) -> Tensor:
+    """activation(rms_norm(x) @ W.T + bias) + residual, each part only if it is there.
+
+    Args:
+        x: [T, K] in bfloat16 or float32, last dimension contiguous.
+        weight: [N, K] in x's dtype, contiguous; with an activation [2 N, K], gate and up.
+        bias: [N] (or [2 N]) in x's dtype.
+        norm_weight: [K] in x's dtype or float32, the scale of an RMS norm of x; None = no norm.
+        eps: of the norm.
+        activation: a key of `ACTIVATIONS`, of a gated linear unit: activation(gate) * up; empty =
+            none.
+        residual: [T, N] in x's dtype, last dimension contiguous.
+
+    Returns:
+        [T, N] contiguous, in x's dtype. On CUDA it is rounded once; plain torch rounds after each
+        part.
+    """
+    kind = ACTIVATIONS[activation] if activation else ""
+    return _op(x, weight, bias, norm_weight, eps, kind, residual)
+
+
+def _plain(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm_weight: Tensor | None,
+    eps: float,
+    activation: str,
+    residual: Tensor | None,
+) -> Tensor:
+    if norm_weight is not None:
+        x = plain_rms_norm(x, norm_weight, eps)
+    result = F.linear(x, weight, bias)
+    if activation:
+        name = next(name for name, kind in ACTIVATIONS.items() if kind == activation)
+        result = activate(result, name, gated=True)
+    return result if residual is None else result + residual
+
+
+def _on_cuda(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm_weight: Tensor | None,
+    eps: float,
+    activation: str,
+    residual: Tensor | None,
+) -> Tensor:
+    kernel = import_module("ostinato.ops.fused.triton_fused_linear")
+    return kernel.launch(x, weight, bias, norm_weight, eps, activation, residual)
+
+
+def _fake(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm_weight: Tensor | None,
+    eps: float,
+    activation: str,
+    residual: Tensor | None,
+) -> Tensor:
+    return x.new_empty((x.shape[0], weight.shape[0] // (2 if activation else 1)))
+
+
+_op = register_op(
+    "fused_linear", {"CompositeExplicitAutograd": _plain, "CUDA": _on_cuda}, fake=_fake
+)

@@ -1,0 +1,201 @@
+"""Hands hidden states from one stage of a pipeline to the next, in another process.
+
+The values lie in shared memory without a name, in slots that are used in turn. Messages on a socket
+say which slots are full and which are free again, so a stage that waits uses no processor, and it
+notices at once when its neighbour's process ends.
+
+Both ends know how many tokens each step has, because both build the same batch. The receiver reads
+the slot itself: nothing is copied on its side.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import socket
+import struct
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = (
+    "HandoffEnd",
+    "HandoffEndedError",
+    "HiddenReceiver",
+    "HiddenSender",
+    "HiddenShape",
+    "create_handoff",
+)
+
+_FULL = struct.Struct("=I")  # tokens in the next slot
+_FREE = b"\0"  # one byte for each slot that is free again
+_PAGE = mmap.PAGESIZE
+
+
+class HandoffEndedError(ConnectionError):
+    """The process of the stage beside this one has ended, or its rank was told to end."""
+
+
+class HandoffEnd(NamedTuple):
+    """One end of a handoff: two file descriptors, which may be passed to another process."""
+
+    memory: int
+    socket: int
+
+    def close(self) -> None:
+        """Close the descriptors."""
+        for descriptor in self:
+            os.close(descriptor)
+
+
+class HiddenShape(NamedTuple):
+    """The largest hidden states that a handoff passes."""
+
+    num_tokens: int
+    size: int  # values of a token
+    dtype: torch.dtype
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a slot, whole pages."""
+        return -(-self.num_tokens * self.size * self.dtype.itemsize // _PAGE) * _PAGE
+
+
+def create_handoff(shape: HiddenShape, num_slots: int) -> tuple[HandoffEnd, HandoffEnd]:
+    """Make a handoff: the sender's end and the receiver's.
+
+    Memory is taken when a slot is first written.
+
+    Args:
+        shape: the shape in the largest step.
+        num_slots: steps that may be under way between the two stages.
+
+    Raises:
+        OSError: the system gives no memory, or no descriptors.
+    """
+    memory = os.memfd_create("ostinato-handoff", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(memory, num_slots * shape.slot_bytes)
+        sender, receiver = socket.socketpair()
+        return HandoffEnd(os.dup(memory), sender.detach()), HandoffEnd(memory, receiver.detach())
+    except OSError:
+        os.close(memory)
+        raise
+
+
+class _End:
+    """The memory and the socket of one end. One thread uses it, except `abort`."""
+
+    def __init__(self, end: HandoffEnd, shape: HiddenShape) -> None:
+        """
+        Args:
+            end: closed with this object.
+            shape: as the handoff was made for.
+
+        Raises:
+            ValueError: the handoff was made for another shape.
+            OSError: the system does not map the memory.
+        """
+        self._socket = socket.socket(fileno=end.socket)
+        self._shape = shape
+        self._num_steps = 0
+        try:
+            size = os.fstat(end.memory).st_size
+            if size == 0 or size % shape.slot_bytes:
+                raise ValueError(f"a handoff of {size} bytes was not made for {shape}")
+            self._num_slots = size // shape.slot_bytes
+            self._memory = torch.frombuffer(mmap.mmap(end.memory, size), dtype=torch.uint8)
+        finally:
+            os.close(end.memory)
+
+    def abort(self) -> None:
+        """End the waits of both ends with an error; from any thread."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close the socket; the memory is unmapped with the last tensor that lies in it."""
+        self._socket.close()
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def _next_slot(self, num_tokens: int) -> Tensor:
+        """[num_tokens, size]: the slot of the next step."""
+        shape = self._shape
+        begin = self._num_steps % self._num_slots * shape.slot_bytes
+        self._num_steps += 1
+        num_bytes = num_tokens * shape.size * shape.dtype.itemsize
+        return self._memory[begin : begin + num_bytes].view(shape.dtype).view(-1, shape.size)
+
+    def _receive(self, num_bytes: int) -> bytes:
+        try:
+            data = self._socket.recv(num_bytes)
+        except OSError:
+            data = b""
+        if not data:
+            raise HandoffEndedError("the rank of the stage beside this one has ended")
+        return data
+
+    def _send(self, data: bytes) -> None:
+        try:
+            self._socket.sendall(data)
+        except OSError as error:
+            raise HandoffEndedError("the rank of the stage beside this one has ended") from error
+
+
+class HiddenSender(_End):
+    """The end in the stage that computed the hidden states."""
+
+    def __init__(self, end: HandoffEnd, shape: HiddenShape) -> None:
+        super().__init__(end, shape)
+        self._num_free = self._num_slots
+
+    def send(self, hidden: Tensor) -> None:
+        """Pass the hidden states of a step to the next stage; waits while all slots are full.
+
+        Args:
+            hidden: [T, size], of the handoff's dtype. It is copied.
+
+        Raises:
+            HandoffEndedError: the other process has ended.
+        """
+        assert hidden.dtype is self._shape.dtype, f"{hidden.dtype} instead of {self._shape.dtype}"
+        while not self._num_free:
+            self._num_free += len(self._receive(self._num_slots))
+        self._num_free -= 1
+        self._next_slot(len(hidden)).copy_(hidden)
+        self._send(_FULL.pack(len(hidden)))
+
+
+class HiddenReceiver(_End):
+    """The end in the stage that goes on with the hidden states."""
+
+    def receive(self, num_tokens: int) -> Tensor:
+        """Wait for the hidden states of the next step.
+
+        Args:
+            num_tokens: T, of the step.
+
+        Returns:
+            [T, size], valid until `release`. The caller does not write to it.
+
+        Raises:
+            HandoffEndedError: the other process has ended.
+            RuntimeError: the stage before has run a step of another size.
+        """
+        data = self._receive(_FULL.size)
+        while len(data) < _FULL.size:
+            data += self._receive(_FULL.size - len(data))
+        (sent,) = _FULL.unpack(data)
+        if sent != num_tokens:
+            raise RuntimeError(f"the stage before computed {sent} tokens, this one {num_tokens}")
+        return self._next_slot(num_tokens)
+
+    def release(self) -> None:
+        """Give the slot of the last `receive` back.
+
+        Raises:
+            HandoffEndedError: the other process has ended.
+        """
+        self._send(_FREE)

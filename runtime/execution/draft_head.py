@@ -1,0 +1,78 @@
+"""Runs the steps of an EAGLE-3 head; implements `DraftHead` (runtime/speculation/eagle_drafter.py).
+
+The head's model, programs and sampler are those of any model. Added here is its input besides the
+tokens: hidden states of the target, or the head's own outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ostinato.models.families.eagle3 import Eagle3Head
+from ostinato.runtime.execution.hidden_states import HiddenStates
+from ostinato.runtime.execution.inline_executor import InlineExecutor
+from ostinato.runtime.execution.model_runner import ModelRunner
+from ostinato.runtime.types.step import SchedulerOutput
+
+__all__ = ("HeadRunner",)
+
+
+class HeadRunner:
+    """An attached head with its executor.
+
+    Args:
+        model: the head.
+        executor: runs its steps.
+        runner: of the executor.
+        hidden_states: of the target's steps.
+    """
+
+    def __init__(
+        self,
+        model: Eagle3Head,
+        executor: InlineExecutor,
+        runner: ModelRunner,
+        hidden_states: HiddenStates,
+    ) -> None:
+        self._model = model
+        self._executor = executor
+        self._states = hidden_states
+        self._offsets = runner.draw_offsets = {}
+
+    def watch(self, row: int) -> None:
+        self._states.watch(row)
+
+    def unwatch(self, row: int) -> None:
+        self._states.unwatch(row)
+
+    def span(self, row: int) -> tuple[int, int]:
+        return self._states.span(row)
+
+    @torch.inference_mode()
+    def compute(self, output: SchedulerOutput, begins: Sequence[int]) -> list[int]:
+        parts: list[torch.Tensor] = []
+        for entry, begin in zip(output.scheduled, begins, strict=True):
+            parts += self._states.take(entry.row, begin, begin + entry.num_new_tokens)
+            # The head's token at p is the sequence's at p + 1.
+            self._offsets[entry.row] = begin - entry.start + 1
+        self._model.read_hidden(torch.cat(parts))
+        return self._run(output)
+
+    @torch.inference_mode()
+    def extend(self, output: SchedulerOutput, kept: Sequence[int]) -> list[int]:
+        outputs = self._model.outputs
+        if len(kept) != len(outputs):
+            outputs = outputs[list(kept)]
+        self._model.read_features(outputs)
+        return self._run(output)
+
+    def idle(self) -> None:
+        self._executor.idle()
+
+    def close(self) -> None:
+        self._executor.close()
+
+    def _run(self, output: SchedulerOutput) -> list[int]:
+        return self._executor.read(self._executor.launch(output)).token_ids

@@ -1,0 +1,101 @@
+"""Hidden states of a model's steps that wait for its EAGLE-3 head."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ostinato.runtime.types.step import ScheduledSequence
+
+__all__ = ("HiddenStates",)
+
+
+class _Waiting(NamedTuple):
+    """Hidden states of consecutive positions of one row."""
+
+    begin: int  # the first position
+    states: list[Tensor]  # each [n, size]
+
+    @property
+    def end(self) -> int:
+        return self.begin + sum(map(len, self.states))
+
+
+class HiddenStates:
+    """Keeps the hidden states of watched rows, by position, until they are taken."""
+
+    def __init__(self) -> None:
+        self._rows: dict[int, _Waiting | None] = {}  # the watched rows
+
+    def watch(self, row: int) -> None:
+        """Keep the states of a row's next steps; what is kept of it is dropped."""
+        self._rows[row] = None
+
+    def unwatch(self, row: int) -> None:
+        """Keep nothing of a row."""
+        self._rows.pop(row, None)
+
+    def store(self, scheduled: Sequence[ScheduledSequence], states: Sequence[Tensor]) -> None:
+        """Keep what a step has computed. It replaces what is kept of the same positions.
+
+        Args:
+            scheduled: the step's entries.
+            states: [T, D] of each aux layer; T may include padding at the end.
+        """
+        if not any(entry.row in self._rows for entry in scheduled):
+            return
+        joined = torch.cat(list(states), 1)
+        first = 0
+        for entry in scheduled:
+            new = joined[first : first + entry.num_new_tokens]
+            first += entry.num_new_tokens
+            if entry.row not in self._rows:
+                continue
+            kept = self._rows[entry.row]
+            if kept is None or not kept.begin <= entry.start <= kept.end:
+                self._rows[entry.row] = _Waiting(entry.start, [new])
+                continue
+            before = _cut(kept, entry.start)
+            self._rows[entry.row] = _Waiting(kept.begin, [*before, new])
+
+    def span(self, row: int) -> tuple[int, int]:
+        """The positions that are kept of a row: the first one, and the end; (0, 0) = none."""
+        kept = self._rows.get(row)
+        return (0, 0) if kept is None else (kept.begin, kept.end)
+
+    def take(self, row: int, begin: int, end: int) -> list[Tensor]:
+        """The states of positions `begin` to `end`, as parts; drops all before `end`.
+
+        The positions must be kept.
+        """
+        kept = self._rows[row]
+        assert kept is not None, f"hidden states of row {row} are kept"
+        assert kept.begin <= begin < end <= kept.end, f"{begin} to {end} of row {row} are kept"
+        until = _cut(kept, end)
+        taken = _after(_Waiting(kept.begin, until), begin)
+        rest = _after(kept, end)
+        self._rows[row] = _Waiting(end, rest) if rest else None
+        return taken
+
+
+def _cut(kept: _Waiting, end: int) -> list[Tensor]:
+    """The states before position `end`."""
+    left, found = end - kept.begin, list[Tensor]()
+    for part in kept.states:
+        if left > 0:
+            found.append(part[:left])
+        left -= len(part)
+    return found
+
+
+def _after(kept: _Waiting, begin: int) -> list[Tensor]:
+    """The states from position `begin` on."""
+    skipped, found = begin - kept.begin, list[Tensor]()
+    for part in kept.states:
+        if skipped < len(part):
+            found.append(part[max(0, skipped) :])
+        skipped -= len(part)
+    return found

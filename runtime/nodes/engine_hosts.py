@@ -1,0 +1,102 @@
+"""`EngineHosts`: where the engine processes of a server run.
+
+    parallel.nodes=1        all on this machine
+    parallel.nodes=N        an equal part on each of N machines; the others join with `run rank`
+    parallel.executor=ray   where Ray places them
+
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+import zmq.asyncio
+
+from ostinato.conf.engine_config import EngineConfig
+from ostinato.conf.server_schema import ExecutorName, ServerConfig
+from ostinato.runtime.nodes.node_hub import NodeHub
+from ostinato.runtime.nodes.ray_nodes import RayNodes
+from ostinato.runtime.process.engine_child import EngineChild, LocalChild
+from ostinato.runtime.replicas.launcher import EngineLauncher
+from ostinato.runtime.replicas.placement import place_replicas
+
+__all__ = ("EngineHosts",)
+
+
+class EngineHosts:
+    """Starts the engine processes of all replicas, each on its machine.
+
+    Args:
+        config: of every replica's engine.
+        server: the settings for logs and profiles.
+        directory: for the sockets' files.
+
+    Attributes:
+        launchers: of each replica; the first ones are on this machine. Used after `start`.
+
+    Raises:
+        StartupError: this machine has not enough GPUs, or the Ray cluster cannot be reached or has
+            not what the engines need.
+    """
+
+    def __init__(self, config: EngineConfig, server: ServerConfig, directory: Path) -> None:
+        parallel = config.parallel
+        self._ray = RayNodes(config) if parallel.executor is ExecutorName.ray else None
+        if self._ray is not None:
+            config = self._ray.config
+        num_places = 1 if self._ray is not None else parallel.engines_per_node
+        num_here = 0 if self._ray is not None else num_places
+        self._context = zmq.asyncio.Context()
+        self._hub: NodeHub | None = None
+        makers: list[tuple[EngineConfig, Callable[[Path], EngineChild]]] = []
+        if num_here:
+            for placement in place_replicas(config, num_here):
+                child = functools.partial(LocalChild, self._context, gpu=placement.gpu)
+                makers.append((placement.config, child))
+        if num_here < parallel.data:
+            self._hub = NodeHub(parallel.host, num_places, asks=self._ray is None)
+            makers += [(config, self._hub.child)] * (parallel.data - num_here)
+        self.launchers = [
+            EngineLauncher(
+                "engine" if parallel.data == 1 else f"engine {number}",
+                config,
+                server,
+                directory / f"engine-{number}",
+                make_child,
+            )
+            for number, (config, make_child) in enumerate(makers)
+        ]
+
+    async def start(self) -> None:
+        """Make it possible for other machines to join; start the actors of Ray.
+
+        Raises:
+            StartupError: `parallel.host` is not an address of this machine, or other jobs of the
+                Ray cluster hold what the engines need.
+        """
+        if self._hub is None:
+            return
+        self._hub.start()
+        if self._ray is not None:
+            loop, refuse = asyncio.get_running_loop(), self._hub.refuse_waiting
+            await asyncio.to_thread(
+                self._ray.start,
+                self._hub.address,
+                self._hub.token,
+                lambda reason: loop.call_soon_threadsafe(refuse, reason),
+            )
+
+    async def close(self) -> None:
+        """Free everything; the engine processes on this machine have ended. Safe to call twice."""
+        if self._ray is not None:
+            await asyncio.to_thread(self._ray.rest)
+        if self._hub is not None:
+            await self._hub.close()
+        if self._ray is not None:
+            await asyncio.to_thread(self._ray.close)
+        if not self._context.closed:
+            self._context.term()

@@ -1,0 +1,61 @@
+"""The connection between a server and another machine: its token, its keys, its loss.
+
+Both sides derive their keys from the token, so that one word is all that a user copies. ZeroMQ's
+CURVE (curvezmq.org) encrypts the connection: a side proves that it has its secret key, and each
+knows the other's public key.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import secrets
+from typing import NamedTuple
+
+import zmq
+import zmq.asyncio
+from zmq.utils import z85
+
+__all__ = ("KeyPair", "find_lost_peers", "leader_keys", "new_token", "node_keys")
+
+_TOKEN_BYTES = 20
+_PING_S, _SILENCE_S = 0.5, 3.0  # between two pings; a side that is silent for longer is lost
+
+
+class KeyPair(NamedTuple):
+    """A Curve25519 key pair, Z85-encoded."""
+
+    public: bytes
+    secret: bytes
+
+
+def new_token() -> str:
+    """A secret word of 32 letters and digits for one run of a server."""
+    return base64.b32encode(secrets.token_bytes(_TOKEN_BYTES)).decode()
+
+
+def leader_keys(token: str) -> KeyPair:
+    """The keys of the server that other machines join."""
+    return _derive(token, b"leader")
+
+
+def node_keys(token: str) -> KeyPair:
+    """The keys of every machine that joins."""
+    return _derive(token, b"node")
+
+
+def find_lost_peers(connection: zmq.asyncio.Socket) -> None:
+    """Let a socket, before it is bound or connected, notice within 3 s that a machine is gone.
+
+    Its queues have no limit, so that no message is dropped and no send waits.
+    """
+    connection.setsockopt(zmq.SNDHWM, 0)
+    connection.setsockopt(zmq.RCVHWM, 0)
+    connection.setsockopt(zmq.IPV6, 1)
+    connection.setsockopt(zmq.HEARTBEAT_IVL, int(_PING_S * 1000))
+    connection.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(_SILENCE_S * 1000))
+
+
+def _derive(token: str, role: bytes) -> KeyPair:
+    secret = z85.encode(hashlib.blake2b(token.encode(), digest_size=32, person=role).digest())
+    return KeyPair(zmq.curve_public(secret), secret)

@@ -1,0 +1,292 @@
+"""`NodeHub`: the machines that have joined a server, and the engines that they run for it.
+
+The API process has one encrypted ZeroMQ socket for all machines. A machine joins with the address
+and the token of the server (`run rank`, node_agent.py). Engines wait here for a machine with room.
+A machine that joins when all engines have one is a spare. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import socket
+import struct
+import time
+from collections import deque
+from pathlib import Path
+
+import msgspec
+import zmq
+import zmq.asyncio
+from zmq.auth.asyncio import AsyncioAuthenticator
+
+from ostinato.runtime.errors import StartupError
+from ostinato.runtime.nodes.node_connection import (
+    find_lost_peers,
+    leader_keys,
+    new_token,
+    node_keys,
+)
+from ostinato.runtime.nodes.node_messages import (
+    Beat,
+    Ended,
+    FromEngine,
+    Join,
+    Kill,
+    LeaderOrder,
+    Leave,
+    Refused,
+    Spawn,
+    Started,
+    ToEngine,
+    Welcome,
+    encode,
+    report_decoder,
+    software,
+)
+from ostinato.runtime.nodes.remote_child import RemoteChild
+
+__all__ = ("NodeHub", "own_address")
+
+_LOG = logging.getLogger(__name__)
+_LINGER_S = 1.0  # for the last messages of a server that ends
+
+
+class _OneKey:
+    """Lets clients connect that have the secret key of a public one."""
+
+    def __init__(self, public: bytes) -> None:
+        self._public = public
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        return key == self._public
+
+
+class _Node:
+    """A machine that has joined."""
+
+    def __init__(self, name: str, num_places: int) -> None:
+        self.name = name
+        self.free_places = list(range(num_places))
+        self.engines: dict[int, tuple[RemoteChild, int]] = {}  # by number, with their places
+
+
+class NodeHub:
+    """Starts engine processes on other machines.
+
+    Args:
+        host: the address of this machine at which others reach it; empty = that of its default
+            route.
+        num_places: engines that each machine runs at the same time.
+        asks: whether a line of the log says how to add machines that are missing.
+
+    Attributes:
+        address: `tcp://HOST:PORT`, from `start` on.
+        token: the secret with which machines join.
+    """
+
+    address: str
+
+    def __init__(self, host: str, num_places: int, *, asks: bool = True) -> None:
+        self._host = host
+        self._num_places = num_places
+        self.token = new_token()
+        self._context = zmq.asyncio.Context()
+        self._authenticator = AsyncioAuthenticator(self._context)
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._nodes: dict[bytes, _Node] = {}  # by the id of their connection
+        self._by_descriptor: dict[int, bytes] = {}
+        self._waiting: deque[tuple[RemoteChild, bytes]] = deque()
+        self._numbers = itertools.count()
+        self._monitor: zmq.asyncio.Socket | None = None
+        self._asks = asks
+        self._is_asking = False  # the line is about to be logged
+        self._tasks: list[asyncio.Task[None]] = []
+        self._software = software()
+
+    @property
+    def nodes(self) -> list[str]:
+        """The names of the machines that have joined."""
+        return [node.name for node in self._nodes.values()]
+
+    def start(self) -> None:
+        """Listen for machines, on a free port.
+
+        Raises:
+            StartupError: the address is not one of this machine.
+        """
+        host = self._host or own_address()
+        keys, allowed = leader_keys(self.token), node_keys(self.token).public
+        self._authenticator.start()
+        self._authenticator.configure_curve_callback("*", _OneKey(allowed))
+        self._socket.setsockopt(zmq.CURVE_SERVER, 1)
+        self._socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
+        self._socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
+        find_lost_peers(self._socket)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        try:
+            port = self._socket.bind_to_random_port(f"tcp://{_bracketed(host)}")
+        except zmq.ZMQError as error:
+            raise StartupError(
+                f"cannot listen on parallel.host={host!r} ({error}): set it to an address of this "
+                "machine that the others can reach"
+            ) from error
+        self.address = f"tcp://{_bracketed(host)}:{port}"
+        self._tasks = [
+            asyncio.create_task(self._receive()),
+            asyncio.create_task(self._watch(self._monitor)),
+        ]
+
+    def child(self, path: Path) -> RemoteChild:
+        """An engine process that will run on one of the machines.
+
+        Args:
+            path: beside it the flight recorder's file is written when the engine has ended.
+        """
+        return RemoteChild(next(self._numbers), path, self._place)
+
+    def refuse_waiting(self, reason: str) -> None:
+        """End the engines that wait for a machine, because none will come."""
+        waiting, self._waiting = self._waiting, deque()
+        for child, _ in waiting:
+            child.lose(reason)
+
+    async def close(self) -> None:
+        """Tell the machines that the server ends. They kill what still runs there."""
+        for peer in self._nodes:
+            self._post(peer, Leave())
+        for task in self._tasks:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+        self._tasks = []
+        if self._socket.closed:
+            return
+        if self._monitor is not None:
+            self._socket.disable_monitor()
+            self._monitor.close()
+            self._authenticator.stop()
+        self._socket.close(linger=int(_LINGER_S * 1000))
+        await asyncio.to_thread(self._context.term)
+
+    def _place(self, child: RemoteChild, start: bytes) -> None:
+        self._waiting.append((child, start))
+        self._assign()
+
+    def _assign(self) -> None:
+        """Start engines that wait, on machines with room."""
+        while self._waiting and self._waiting[0][0].return_code is not None:
+            self._waiting.popleft()  # it was killed while it waited
+        free = ((peer, node) for peer, node in self._nodes.items() if node.free_places)
+        for peer, node in free:
+            while self._waiting and node.free_places:
+                child, start = self._waiting.popleft()
+                if child.return_code is not None:
+                    continue
+                place = node.free_places.pop(0)
+                node.engines[child.number] = child, place
+
+                def post(order: Kill | ToEngine, peer: bytes = peer) -> None:
+                    self._post(peer, order)
+
+                child.begin(node.name, post)
+                self._post(peer, Spawn(child.number, start, place, self._num_places))
+        if self._waiting and self._asks and not self._is_asking:
+            self._is_asking = True
+            asyncio.get_running_loop().call_soon(self._ask)
+
+    def _ask(self) -> None:
+        """Tell how to add the machines that are missing."""
+        self._is_asking = False
+        engines = len(self._waiting)
+        machines = -(-engines // self._num_places)
+        if engines:
+            _LOG.warning(
+                "%d %s for %s; run there: run rank %s %s",
+                engines,
+                "engine waits" if engines == 1 else "engines wait",
+                "another machine" if machines == 1 else f"{machines} more machines",
+                self.address,
+                self.token,
+            )
+
+    def _post(self, peer: bytes, order: LeaderOrder) -> None:
+        # A ROUTER socket without limits sends at once, or drops what is for a peer that is gone.
+        self._socket.send_multipart([peer, encode(order)])
+
+    async def _receive(self) -> None:
+        while True:
+            peer, body = await self._socket.recv_multipart(copy=False)
+            peer_id = bytes(peer.buffer)
+            try:
+                report = report_decoder.decode(body.buffer)
+            except msgspec.DecodeError:
+                _LOG.warning("a machine that runs another version sent a message; it is refused")
+                self._post(peer_id, Refused("it runs another version of ostinato"))
+                continue
+            if isinstance(report, Join):
+                self._join(peer_id, int(body.get(zmq.SRCFD)), report)
+            else:
+                self._take(peer_id, report)
+
+    def _take(self, peer: bytes, report: Started | FromEngine | Ended | Beat) -> None:
+        node = self._nodes.get(peer)
+        if node is None:
+            return  # it was lost, and will join again
+        if isinstance(report, Beat):
+            for child, _ in node.engines.values():
+                child.take(report)
+            return
+        child, place = node.engines.get(report.engine, (None, 0))
+        if child is None:
+            return
+        child.take(report)
+        if child.return_code is not None:
+            del node.engines[report.engine]
+            node.free_places.append(place)
+            self._assign()
+
+    def _join(self, peer: bytes, descriptor: int, join: Join) -> None:
+        for name, ours in self._software.items():
+            theirs = join.software.get(name, "none")
+            if theirs != ours:
+                reason = (
+                    f"machine {join.name} has {name} {theirs}, and the server {ours}; install the "
+                    "same on both"
+                )
+                _LOG.error("%s", reason)
+                self._post(peer, Refused(reason))
+                return
+        self._nodes[peer] = _Node(join.name, self._num_places)
+        self._by_descriptor[descriptor] = peer
+        self._post(peer, Welcome(time.monotonic()))
+        _LOG.info("machine %s has joined", join.name)
+        self._assign()
+
+    async def _watch(self, monitor: zmq.asyncio.Socket) -> None:
+        """Notice connections that end."""
+        while True:
+            event = (await monitor.recv_multipart())[0]
+            _, descriptor = struct.unpack("=Hi", event)
+            peer = self._by_descriptor.pop(descriptor, None)
+            node = self._nodes.pop(peer, None) if peer is not None else None
+            if node is not None:
+                _LOG.error("the connection to machine %s was lost", node.name)
+                for child, _ in node.engines.values():
+                    child.lose(f"the connection to machine {node.name} was lost")
+
+
+def own_address() -> str:
+    """The address of this machine on its default route; 127.0.0.1 if it has none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # sends nothing
+            return probe.getsockname()[0]
+        except OSError:
+            return "127.0.0.1"
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

@@ -1,0 +1,198 @@
+"""`EngineChild`: one engine process and the way its messages take. Imports no torch.
+
+`LocalChild` is a child of this process. runtime/nodes has the one on another machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import sys
+from pathlib import Path
+from typing import Protocol
+
+import zmq
+import zmq.asyncio
+
+from ostinato.conf.environment import with_visible_gpu
+from ostinato.runtime.engine.flight_recorder import flight_path
+from ostinato.runtime.errors import EngineDeadError
+
+__all__ = ("ENGINE_MODULE", "EngineChild", "LocalChild")
+
+# A benchmark of the API process alone runs another one.
+ENGINE_MODULE = "ostinato.runtime.process.engine_main"
+
+
+class EngineChild(Protocol):
+    """An engine process on this or another machine. `spawn` starts it once.
+
+    Attributes:
+        path: beside it lies the file of the flight recorder (`flight_path`), if there is one.
+    """
+
+    path: Path
+
+    @property
+    def pid(self) -> int | None:
+        """The process id on its machine; None before it has one."""
+        ...
+
+    @property
+    def node(self) -> str | None:
+        """The name of the other machine that it runs on; None = this one, or it has none yet."""
+        ...
+
+    @property
+    def cpu_seconds(self) -> float:
+        """Seconds of processor time that all its threads have used; 0 without a process."""
+        ...
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether the process is stopped, as by SIGSTOP."""
+        ...
+
+    @property
+    def return_code(self) -> int | None:
+        """The exit code, negative for a signal; None while it runs."""
+        ...
+
+    async def spawn(self, start: bytes) -> None:
+        """Start the process.
+
+        Args:
+            start: a `StartEngine` as one line of JSON.
+
+        Raises:
+            OSError: the system can not start another process.
+            zmq.ZMQError: the socket can not be bound.
+        """
+        ...
+
+    async def send(self, data: bytes) -> None:
+        """Send a message.
+
+        Raises:
+            EngineDeadError: the process has closed its socket.
+        """
+        ...
+
+    async def receive(self) -> bytes | None:
+        """The next message; None when the process has ended and all its messages were returned."""
+        ...
+
+    def kill(self) -> None:
+        """Send SIGKILL to the process, if it has not ended."""
+        ...
+
+    async def wait(self) -> None:
+        """Wait until the process has ended."""
+        ...
+
+    def close(self) -> None:
+        """Free what belongs to a process that has ended. Safe to call twice."""
+        ...
+
+
+class LocalChild:
+    """An engine process on this machine, with a ZeroMQ socket between it and this process."""
+
+    node = None
+
+    def __init__(self, context: zmq.asyncio.Context, path: Path, gpu: str | None = None) -> None:
+        """
+        Args:
+            context: makes the socket; it outlives this object.
+            path: the path of the socket's file, which does not exist yet.
+            gpu: the only GPU that the process sees; None = those of this process.
+        """
+        self.path = path
+        self._socket = context.socket(zmq.PAIR)
+        self._gpu = gpu
+        self._process: asyncio.subprocess.Process | None = None
+        self._ended: asyncio.Task[int] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    @property
+    def cpu_seconds(self) -> float:
+        import psutil
+
+        try:
+            times = psutil.Process(self.pid).cpu_times() if self.pid is not None else None
+        except psutil.Error:  # it has ended
+            times = None
+        return 0.0 if times is None else times.user + times.system
+
+    @property
+    def is_stopped(self) -> bool:
+        import psutil
+
+        try:
+            return self.pid is not None and (
+                psutil.Process(self.pid).status() == psutil.STATUS_STOPPED
+            )
+        except psutil.Error:  # it has ended
+            return False
+
+    @property
+    def return_code(self) -> int | None:
+        return None if self._process is None else self._process.returncode
+
+    async def spawn(self, start: bytes) -> None:
+        address = f"ipc://{self.path}"
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.bind(address)
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            ENGINE_MODULE,
+            address,
+            stdin=asyncio.subprocess.PIPE,
+            env=with_visible_gpu(self._gpu),
+        )
+        self._ended = asyncio.create_task(self._process.wait())
+        assert self._process.stdin is not None, "stdin=PIPE"
+        with contextlib.suppress(ConnectionError):  # `receive` reports a process that ended
+            self._process.stdin.write(start + b"\n")
+            await self._process.stdin.drain()
+
+    async def send(self, data: bytes) -> None:
+        # The queue has no limit, so a send could only ever wait for a peer that is gone: for ever.
+        try:
+            await self._socket.send(data, flags=zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            raise EngineDeadError("the engine ended: it closed its socket") from error
+
+    async def receive(self) -> bytes | None:
+        assert self._ended is not None, "called after spawn"
+        receive = asyncio.ensure_future(self._socket.recv())
+        try:
+            await asyncio.wait({receive, self._ended}, return_when=asyncio.FIRST_COMPLETED)
+            # The last message of a process that ended may arrive a moment after its end. A process
+            # that was killed wrote none, and its requests wait.
+            if not receive.done():
+                killed = self.return_code == -signal.SIGKILL
+                await asyncio.wait({receive}, timeout=0.02 if killed else 0.2)
+            return receive.result() if receive.done() else None
+        finally:
+            receive.cancel()
+
+    def kill(self) -> None:
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
+
+    async def wait(self) -> None:
+        if self._process is not None:
+            await self._process.wait()
+
+    def close(self) -> None:
+        if not self._socket.closed:
+            self._socket.close(linger=0)
+        self.path.unlink(missing_ok=True)
+        flight_path(self.path).unlink(missing_ok=True)

@@ -1,0 +1,211 @@
+"""What masks the next token of a running sequence: its grammar, its thinking budget, its limits."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ostinato.runtime.grammar.matcher import problem
+from ostinato.runtime.sampling.thinking_budget import ThinkingBudget
+from ostinato.runtime.types.request import Request
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+__all__ = ("DEAR_S", "SLOW_S", "GrammarRow", "MaskCost", "forced_tokens")
+
+# The limits of matcher.py do not bound ambiguous grammars, such as `s: s s | "a"`: their
+# masks take longer with each token. A row whose mask takes `SLOW_S` is made alone from then on. A
+# row whose mask or token takes `_MAX_S` of processor time ends with an error.
+SLOW_S = 0.005
+_MAX_S = 0.03
+# A grammar is dear if its masks take more processor time than this.
+DEAR_S = 0.001
+_WEIGHT = 0.125  # of the last measurement in the moving average
+_NOTHING_LEFT = (
+    "the grammar allows no token that allowed_token_ids leave; allow more tokens or change the "
+    "grammar"
+)
+
+
+class MaskCost:
+    """How long the masks of one grammar take.
+
+    Attributes:
+        seconds: of processor time of a mask: a moving average over masks that were made together
+            with masks of this grammar only, or with masks that took as little time. At first 0.
+        is_suspect: masks of it and of other grammars were made together and took long. It is not
+            known which of the grammars is dear.
+    """
+
+    __slots__ = ("__weakref__", "is_suspect", "seconds")
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.is_suspect = False
+
+    def note(self, seconds: float) -> None:
+        """Add a measurement. Single masks may take a tenth or ten times as long as others."""
+        self.is_suspect = False
+        self.seconds += (seconds - self.seconds) * (_WEIGHT if self.seconds else 1.0)
+
+    @property
+    def is_dear(self) -> bool:
+        """Whether the masks take long, or may do so."""
+        return self.is_suspect or self.seconds > DEAR_S
+
+
+class GrammarRow:
+    """The state of a running sequence's grammar and thinking budget.
+
+    Attributes:
+        matcher: the grammar's matcher; None = the row has no grammar.
+        cost: of the grammar's masks.
+        group: of the request.
+        position: the place in the sequence of the token that the next mask is for.
+        is_slow: its last mask took long, perhaps because of others that were made with it.
+        num_turns: steps that the row has waited for its mask.
+        num_unread: tokens that were drawn for the row and have not been read yet.
+        ending: None while the answer continues; "" = the grammar is complete; else the error.
+    """
+
+    __slots__ = (
+        "_banned",
+        "_early",
+        "_is_drafted",
+        "_kept",
+        "_thinking",
+        "cost",
+        "ending",
+        "group",
+        "is_slow",
+        "matcher",
+        "min_position",
+        "num_turns",
+        "num_unread",
+        "position",
+    )
+
+    def __init__(
+        self,
+        matcher: LLMatcher | None,
+        request: Request,
+        output_token_ids: list[int],
+        vocab_size: int,
+        cost: MaskCost,
+    ) -> None:
+        params = request.sampling
+        self.matcher = matcher
+        self.cost = cost
+        self.group = request.group
+        self.position = len(request.prompt_token_ids) + len(output_token_ids)
+        self.is_slow = False
+        self.num_turns = 0
+        self.num_unread = 0
+        self.ending: str | None = None
+        self._kept = None
+        if params.allowed_token_ids is not None:
+            self._kept = _bits(params.allowed_token_ids, vocab_size)
+        # With ignore_eos the answer continues until the grammar is complete.
+        self._banned = ~_bits(request.eos_token_ids if params.ignore_eos else (), vocab_size)
+        self.min_position = len(request.prompt_token_ids) + params.min_tokens
+        eos_token_ids = () if params.ignore_eos else request.eos_token_ids
+        self._early = ~_bits((*eos_token_ids, *params.stop_token_ids), vocab_size)
+        self._is_drafted = params.speculation
+        self._thinking: ThinkingBudget | None = None
+        if params.thinking is not None:
+            self._thinking = ThinkingBudget(params.thinking, output_token_ids)
+        if (
+            matcher is not None
+            and output_token_ids
+            and not matcher.consume_tokens(output_token_ids)
+        ):
+            self.ending = problem(matcher) or "the grammar does not allow the output so far"
+
+    @property
+    def is_free(self) -> bool:
+        """Whether nothing is masked any more: it has no grammar and its reasoning is over."""
+        return self.matcher is None and (self._thinking is None or self._thinking.is_over)
+
+    def limit(self, bits: np.ndarray, position: int) -> None:
+        """Apply the request's other limits to its mask, [W] int32; sets `ending` on a conflict."""
+        error = None if self.matcher is None else problem(self.matcher)
+        if error is not None and self.ending is None:
+            self.ending = f"structured_outputs cannot go on: {error}"
+        bits &= self._banned
+        if self._kept is not None:
+            bits &= self._kept
+        if position < self.min_position and (bits & self._early).any():
+            bits &= self._early  # if this left no token, the answer would end before min_tokens
+        if self._thinking is not None and self._thinking.is_spent:
+            end = self._thinking.end_token_id
+            word, bit = divmod(end, 32)
+            if bits[word] >> bit & 1:  # else another limit forbids it
+                bits[:] = 0
+                bits[word] = np.uint32(1 << bit).view(np.int32)
+        if self.ending is None and not bits.any():
+            self.ending = _NOTHING_LEFT
+        if self.ending is not None:
+            bits[:] = -1  # allow all; the drawn token is dropped
+
+    def forced_token_ids(self) -> list[int]:
+        """The tokens that the grammar forces after those taken in, such as the keys of an object.
+
+        They are guesses: a grammar forces bytes, and other tokens may have the same bytes.
+        """
+        if self.matcher is None or self.ending is not None or not self._is_drafted:
+            return []
+        return self.matcher.compute_ff_tokens()
+
+    def take(self, token_id: int) -> str | None:
+        """Take in the row's next token.
+
+        Returns:
+            None if the answer continues; "" if the grammar is complete with this token; else an
+            error, and the token is not part of the answer.
+        """
+        self.num_unread -= 1
+        self.position += 1
+        if self.ending is not None:
+            return self.ending
+        if self._thinking is not None:
+            self._thinking.take(token_id)
+        if self.matcher is None:
+            return None
+        begin = time.thread_time()
+        is_allowed = self.matcher.consume_token(token_id)
+        self.spend(time.thread_time() - begin)
+        if not is_allowed:
+            self.ending = problem(self.matcher) or "the grammar does not allow the drawn token"
+        elif self.matcher.is_stopped():
+            self.ending = problem(self.matcher) or ""
+        return self.ending
+
+    def spend(self, seconds: float) -> None:
+        """Note the processor time of a mask or token; sets `ending` if it is too long."""
+        self.is_slow = self.is_slow or seconds > SLOW_S
+        if seconds > _MAX_S and self.ending is None:
+            self.ending = (
+                "structured_outputs cannot go on: computing which tokens may follow takes"
+                f" {seconds * 1e3:.0f} ms, at most {_MAX_S * 1e3:.0f} ms are allowed; make it"
+                " simpler, and in a grammar write each text in one way only"
+            )
+
+
+def forced_tokens(rows: Iterable[GrammarRow | None]) -> dict[int, list[int]]:
+    """The tokens that grammars force next, by index of their row; only of rows that have some."""
+    forced: dict[int, list[int]] = {}
+    for index, row in enumerate(rows):
+        if row is not None and (token_ids := row.forced_token_ids()):
+            forced[index] = token_ids
+    return forced
+
+
+def _bits(token_ids: Sequence[int], vocab_size: int) -> np.ndarray:
+    """[W] int32 with one bit for each token, lowest first."""
+    flags = np.zeros(-(-vocab_size // 32) * 32, dtype=np.uint8)
+    flags[list(token_ids)] = 1
+    return np.packbits(flags, bitorder="little").view(np.int32)

@@ -1,0 +1,107 @@
+"""Keeps requests of many sequences from slowing the decodes of other requests down.
+
+Every decode of a step waits for the whole step. Where each sequence makes a step longer, as on a
+CPU, 128 completions of one request would slow all others down many times. So a step takes at most
+`max_slowdown` times as long as one with an equal number of sequences of each request. The sequences
+beyond that rest in this step, and those of one request take turns. On a GPU, a step of many
+decodes takes hardly longer than a small one, and no sequence rests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence, Set
+
+from ostinato.runtime.costs.cost_table import CostTable
+from ostinato.runtime.scheduling.sequences.sequence import Sequence as RunningSequence
+
+__all__ = ("DecodeShares", "quotas")
+
+_MOST_CACHED = 4096  # answers of the cost table
+_CONTEXT_UNIT = 64  # tokens to which the mean context is rounded
+
+
+class DecodeShares:
+    """Chooses the sequences that rest.
+
+    Args:
+        costs: the step-cost table.
+        max_slowdown: at least 1.
+    """
+
+    def __init__(self, costs: CostTable, max_slowdown: float) -> None:
+        self._costs = costs
+        self._max_slowdown = max_slowdown
+        self._num_steps = 0
+        self._most: dict[tuple[int, int, int], int] = {}  # by base, total and context
+
+    def resting(self, running: Iterable[RunningSequence]) -> Set[RunningSequence]:
+        """The decoding sequences that do not take part in this step.
+
+        At least one sequence of each request takes part. So does one more than an equal number of
+        each, so that every sequence advances.
+
+        Args:
+            running: sequences with a row.
+        """
+        requests: dict[int, list[RunningSequence]] = {}
+        least = 1 << 30
+        for sequence in running:
+            if sequence.is_decoding:
+                requests.setdefault(sequence.request.group, []).append(sequence)
+                least = min(least, sequence.request.group_size)
+        sizes = [len(some) for some in requests.values()]
+        total, base = sum(sizes), sum(min(size, least) for size in sizes)
+        if len(requests) < 2 or total <= base + 1:
+            return frozenset()
+        contexts = (one.num_computed_tokens for some in requests.values() for one in some)
+        most = self._most_decodes(base, total, sum(contexts) // total)
+        if most >= total:
+            return frozenset()
+        self._num_steps += 1
+        resting: set[RunningSequence] = set()
+        for some in requests.values():
+            some.sort(key=lambda one: one.decoded_at)
+        waits = [some[0].decoded_at for some in requests.values()]
+        for some, quota in zip(requests.values(), quotas(sizes, most, waits), strict=True):
+            for sequence in some[:quota]:
+                sequence.decoded_at = self._num_steps
+            resting.update(some[quota:])
+        return resting
+
+    def _most_decodes(self, base: int, total: int, context: int) -> int:
+        """The most decodes whose step is short enough; at least `base` + 1."""
+        key = base, total, context // _CONTEXT_UNIT
+        most = self._most.get(key)
+        if most is not None:
+            return most
+        limit = self._max_slowdown * self._costs.decode_seconds(base, context)
+        most, too_many = base + 1, total + 1
+        while too_many - most > 1:
+            middle = (most + too_many) // 2
+            if self._costs.decode_seconds(middle, context) <= limit:
+                most = middle
+            else:
+                too_many = middle
+        if len(self._most) >= _MOST_CACHED:
+            self._most.clear()
+        self._most[key] = most
+        return most
+
+
+def quotas(sizes: Sequence[int], most: int, waits: Sequence[int]) -> list[int]:
+    """Divide `most` places among requests: none gets two more than another one that wants more.
+
+    Args:
+        sizes: sequences of each request; more than `most` together, which is at least one each.
+        waits: requests with a smaller value get the places that cannot be divided equally.
+    """
+    level, left = 0, most
+    while True:
+        open_ones = [index for index, size in enumerate(sizes) if size > level]
+        if left < len(open_ones):
+            break
+        level, left = level + 1, left - len(open_ones)
+    given = [min(size, level) for size in sizes]
+    for index in sorted(open_ones, key=waits.__getitem__)[:left]:
+        given[index] += 1
+    return given

@@ -1,0 +1,67 @@
+"""Levels of the sequences of one HTTP request: sequences of other requests run before high ones.
+
+A request of many sequences may run for minutes. If it could keep all rows, every request that came
+in this time would wait for one of its sequences to end. So the sequences of a request have levels:
+the first few that have not ended have level 0, as many after them level 1, and so on. A level comes
+before the order of arrival, so a new request takes the rows of sequences with higher levels. A
+request never loses its sequences of level 0 in this way, and the others move up when these end.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+
+from ostinato.runtime.scheduling.sequences.sequence import Sequence
+
+__all__ = ("RequestLevels", "level_of")
+
+# Requests of up to this many sequences are served in the order of their arrival. All completions of
+# a prompt then run at about the same time, and share its cached blocks.
+_PER_LEVEL = 4
+
+
+def level_of(place: int) -> int:
+    """The level of a sequence that has `place` sequences of its request before it."""
+    return place // _PER_LEVEL
+
+
+class RequestLevels:
+    """The unfinished sequences of each HTTP request with several, and their levels."""
+
+    def __init__(self) -> None:
+        self._requests: dict[int, list[Sequence]] = {}  # by `Request.group`, in order of place
+
+    def add(self, sequence: Sequence) -> bool:
+        """Set the level of a new sequence; returns whether levels of others have changed."""
+        request = sequence.request
+        if not request.group or request.group_size == 1:
+            return False
+        sequences = self._requests.setdefault(request.group, [])
+        insort(sequences, sequence, key=lambda one: one.request.place)
+        changed = _set_levels(sequences)
+        return changed > {sequence}
+
+    def remove(self, sequence: Sequence) -> bool:
+        """Forget a sequence that has ended; returns whether levels of others have changed."""
+        group = sequence.request.group
+        sequences = self._requests.get(group)
+        if sequences is None:
+            return False
+        sequences.remove(sequence)
+        if not sequences:
+            del self._requests[group]
+        return bool(_set_levels(sequences))
+
+
+def _set_levels(sequences: list[Sequence]) -> set[Sequence]:
+    """Set the levels by the places in the list; returns the sequences whose level has changed.
+
+    A beam search sets the levels of its beams itself.
+    """
+    changed: set[Sequence] = set()
+    for place, sequence in enumerate(sequences):
+        rank, level, *rest = sequence.order
+        if level != level_of(place) and sequence.beam is None:
+            sequence.order = (rank, level_of(place), *rest)
+            changed.add(sequence)
+    return changed

@@ -1,0 +1,309 @@
+"""The drafter with an EAGLE-3 head, which drafts from the target model's hidden states.
+
+The head's input at position p is the target's hidden state of p and the token at p + 1. So a
+sequence of n tokens gives it the positions 0 to n - 2, and the last of them gives the first draft.
+Each further draft takes one more position, whose input is the head's output at the one before.
+
+The head's KV cache has the target's number of blocks, and a sequence has one block table for both,
+as with a draft model (model_drafter.py). The target's hidden states are there only in the step that
+computes them. So the head computes positions soon after the target has, whether drafts are wanted
+or not. Of blocks that the target finds in its prefix cache, the head may lack some. The sequence
+then begins, for the head, at the first block from which on it has all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+from ostinato.runtime.costs.cost_table import CostTable
+from ostinato.runtime.kv.block_pool import BlockHash
+from ostinato.runtime.speculation.guessing_drafter import GuessingDrafter, draft_request
+from ostinato.runtime.speculation.proposer import DraftJob, Proposer
+from ostinato.runtime.types.request import Request
+from ostinato.runtime.types.step import AdmittedSequence, ScheduledSequence, SchedulerOutput
+
+__all__ = ("DraftHead", "EagleDrafter")
+
+_FEW = 16  # positions of a sequence that wait until they are computed without a draft
+
+
+class DraftHead(Protocol):
+    """A head with its KV cache.
+
+    Positions in its steps are counted from the first block of a sequence that the head has.
+    """
+
+    def watch(self, row: int) -> None:
+        """A new sequence has the row; keep the hidden states that the target computes of it."""
+        ...
+
+    def unwatch(self, row: int) -> None:
+        """Keep no hidden states of the row."""
+        ...
+
+    def span(self, row: int) -> tuple[int, int]:
+        """The positions whose hidden states are kept: the first one, and the end."""
+        ...
+
+    def compute(self, output: SchedulerOutput, begins: Sequence[int]) -> list[int]:
+        """Run a step with the target's hidden states, which are dropped.
+
+        Args:
+            output: the step.
+            begins: for each entry the sequence's position that its first one is.
+
+        Returns:
+            The drawn tokens.
+        """
+        ...
+
+    def extend(self, output: SchedulerOutput, kept: Sequence[int]) -> list[int]:
+        """Run a step of one token for each sequence with the head's outputs of the step before.
+
+        Args:
+            output: the step.
+            kept: for each entry its place among the drawn tokens of the step before.
+        """
+        ...
+
+    def idle(self) -> None:
+        """Allow background work to use the processors."""
+        ...
+
+    def close(self) -> None:
+        """Free its memory and threads."""
+        ...
+
+
+class _Whole(NamedTuple):
+    """A block that the head has computed."""
+
+    contents: BlockHash
+    base: int  # blocks of the sequence before the first one that the head had
+
+
+class _Row:
+    """What the head's cache has of the sequence in a row."""
+
+    __slots__ = ("base", "end", "is_sent", "num_sent_blocks", "num_whole")
+
+    def __init__(self, base: int, begin: int, block_size: int) -> None:
+        self.base = base  # blocks before the first one that the head has
+        self.end = begin  # positions before it are computed, from that block on
+        self.num_whole = begin // block_size  # blocks before it are noted as computed
+        self.num_sent_blocks = base
+        self.is_sent = False  # whether the head's sampler knows the sequence
+
+
+class EagleDrafter(GuessingDrafter):
+    """Implements `BatchProposer`.
+
+    Args:
+        head: the head.
+        block_size: tokens of a block.
+        max_drafts: draft tokens of one sequence in one step, at most.
+        max_num_tokens: tokens of the head's largest step.
+        max_model_len: positions of a sequence that the head can have.
+        texts: a drafter whose drafts go first, such as that of predicted outputs.
+        costs: the head's step-cost table; None = not measured.
+    """
+
+    def __init__(
+        self,
+        head: DraftHead,
+        *,
+        block_size: int,
+        max_drafts: int,
+        max_num_tokens: int,
+        max_model_len: int,
+        texts: Proposer,
+        costs: CostTable | None = None,
+    ) -> None:
+        super().__init__(max_drafts, texts)
+        self._head = head
+        self._block_size = block_size
+        self._max_num_tokens = max_num_tokens
+        self._max_model_len = max_model_len
+        self.costs = costs
+        self._rows: dict[int, _Row] = {}
+        self._watched: dict[str, int] = {}  # request -> row
+        self._whole: dict[int, _Whole] = {}  # by block id
+
+    def _room(self, request: Request, num_tokens: int) -> int:
+        row = self._rows.get(self._watched.get(request.request_id, -1))
+        if row is None:
+            return self._max_drafts
+        return self._context_end(row) - num_tokens + 2  # the last draft token is not computed
+
+    def forget(self, request_id: str) -> None:
+        super().forget(request_id)
+        row = self._watched.pop(request_id, None)
+        if row is not None and row not in self._watched.values():
+            self._head.unwatch(row)
+
+    def admit(self, row: int, request: Request) -> None:
+        self._rows.pop(row, None)
+        for request_id in [one for one, its in self._watched.items() if its == row]:
+            del self._watched[request_id]
+        if request.sampling.speculation and not request.sampling.use_beam_search:
+            self._watched[request.request_id] = row
+            self._head.watch(row)
+        else:
+            self._head.unwatch(row)
+
+    def idle(self) -> None:
+        self._head.idle()
+
+    def close(self) -> None:
+        self._head.close()
+
+    def follow(self, jobs: Sequence[DraftJob]) -> None:
+        """Compute what waits of the sequences, if it is much. Each keeps a position for a draft."""
+        due: list[tuple[DraftJob, int]] = []
+        for job in jobs:
+            if job.request.request_id not in self._watched:
+                continue
+            row = self._row_of(job)
+            computed = self._head.span(job.row)[1]  # of a prompt: the chunks so far
+            stop = min(computed, len(job.token_ids) - 2, self._context_end(row))
+            if stop - row.end >= _FEW:
+                due.append((job, stop))
+        while due:
+            self._compute(due, lambda job, end: 0)
+            due = [(job, stop) for job, stop in due if self._rows[job.row].end < stop]
+
+    def draw(self, jobs: Sequence[DraftJob], most_tokens: int) -> list[list[int]]:
+        drafts: list[list[int]] = [[] for _ in jobs]
+        due: list[tuple[DraftJob, int]] = []
+        chosen: list[int] = []
+        for index, job in enumerate(jobs):
+            row, stop = self._row_of(job), len(job.token_ids) - 1
+            limit = min(self._head.span(job.row)[1], self._context_end(row))
+            if row.end < stop <= limit:
+                due.append((job, stop))
+                chosen.append(index)
+        if not due:
+            return drafts
+        stops = {job.row: stop for job, stop in due}
+        tokens = self._compute(due, lambda job, end: int(end == stops[job.row]))
+        drawing = [
+            index
+            for index, (job, stop) in zip(chosen, due, strict=True)
+            if self._rows[job.row].end == stop
+        ]
+        for index, token in zip(drawing, tokens, strict=True):
+            drafts[index].append(token)
+        self._extend(jobs, drawing, drafts)
+        return drafts
+
+    def _extend(
+        self, jobs: Sequence[DraftJob], drawing: list[int], drafts: list[list[int]]
+    ) -> None:
+        """Draw the further drafts, one of each sequence in a step."""
+        for place in range(1, max((job.count for job in jobs), default=0)):
+            kept: list[int] = []
+            scheduled: list[ScheduledSequence] = []
+            for number, index in enumerate(drawing):
+                job = jobs[index]
+                row = self._rows[job.row]
+                position = row.end + place - 1
+                if job.count > place and position < self._context_end(row):
+                    kept.append(number)
+                    start = position - row.base * self._block_size
+                    scheduled.append(
+                        ScheduledSequence(job.row, start, 1, drafts[index][-1:], [], 1)
+                    )
+            if not kept:
+                return
+            drawing = [drawing[number] for number in kept]
+            tokens = self._head.extend(SchedulerOutput(scheduled, [], len(scheduled)), kept)
+            for index, token in zip(drawing, tokens, strict=True):
+                drafts[index].append(token)
+
+    def _compute(
+        self, due: Sequence[tuple[DraftJob, int]], num_logits: Callable[[DraftJob, int], int]
+    ) -> list[int]:
+        """Compute sequences up to the position beside them, as far as one step has room.
+
+        Args:
+            due: sequences, each with at least one position to compute.
+            num_logits: 1 if a token is drawn after a sequence was computed up to this position.
+
+        Returns:
+            The drawn tokens.
+        """
+        room = self._max_num_tokens
+        scheduled: list[ScheduledSequence] = []
+        admitted: list[AdmittedSequence] = []
+        begins: list[int] = []
+        for job, stop in due:
+            row = self._rows[job.row]
+            begin, end = row.end, min(stop, row.end + room)
+            if begin == end:
+                continue
+            room -= end - begin
+            if not row.is_sent:
+                row.is_sent = True
+                admitted.append(AdmittedSequence(job.row, draft_request(job.request), []))
+            wants = num_logits(job, end)
+            scheduled.append(self._entry(job, row, begin, end, wants))
+            begins.append(begin)
+            row.end = end
+        num_tokens = self._max_num_tokens - room
+        tokens = self._head.compute(SchedulerOutput(scheduled, admitted, num_tokens), begins)
+        for job, _ in due:
+            self._note_whole(self._rows[job.row], job)
+        return tokens
+
+    def _entry(
+        self, job: DraftJob, row: _Row, begin: int, end: int, num_logits: int
+    ) -> ScheduledSequence:
+        size, table = self._block_size, job.table.block_ids
+        written = end + max(0, job.count - 1) if num_logits else end
+        for block_id in table[begin // size : -(-written // size)]:
+            self._whole.pop(block_id, None)
+        last = row.base + -(-self._max_model_len // size)
+        new_blocks = table[row.num_sent_blocks : last]
+        row.num_sent_blocks += len(new_blocks)
+        token_ids = list(job.token_ids[begin + 1 : end + 1])
+        start = begin - row.base * size
+        return ScheduledSequence(job.row, start, end - begin, token_ids, new_blocks, num_logits)
+
+    def _row_of(self, job: DraftJob) -> _Row:
+        """The row of a sequence; a new one if the head lacks positions between."""
+        row, (begin, end) = self._rows.get(job.row), self._head.span(job.row)
+        if row is None or (end > begin and begin > row.end):
+            base = self._base_of(job, begin) if end > begin else len(job.token_ids)
+            first = max(begin, base * self._block_size)
+            row = _Row(base, first, self._block_size)
+            if end > begin:
+                self._rows[job.row] = row
+        return row
+
+    def _base_of(self, job: DraftJob, begin: int) -> int:
+        """The first block of a sequence for the head, if it has no hidden states before `begin`."""
+        size, table = self._block_size, job.table
+        num_before = -(-begin // size)
+        if begin % size or not num_before or len(table.hashes) < num_before:
+            return num_before
+        last = self._whole.get(table.block_ids[num_before - 1])
+        if last is None:
+            return num_before
+        for index in range(last.base, num_before):
+            known = self._whole.get(table.block_ids[index])
+            if known != _Whole(table.hashes[index], last.base):
+                return num_before
+        return last.base
+
+    def _context_end(self, row: _Row) -> int:
+        """The end of the positions of a sequence that the head can have."""
+        return row.base * self._block_size + self._max_model_len
+
+    def _note_whole(self, row: _Row, job: DraftJob) -> None:
+        """Note the blocks that are full. A block that is not hashed yet is noted later."""
+        hashes = job.table.hashes
+        num_full = min(row.end // self._block_size, len(hashes))
+        for index in range(row.num_whole, num_full):
+            self._whole[job.table.block_ids[index]] = _Whole(hashes[index], row.base)
+        row.num_whole = max(row.num_whole, num_full)

@@ -1,0 +1,321 @@
+"""Finds the model of an engine and its draft model, and checks them against the configuration.
+
+Weights are not read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+
+from ostinato.conf.engine_config import EngineConfig, draft_config
+from ostinato.conf.schema import GraphForm, GraphMode, LoadFormat, PoolingChoice
+from ostinato.conf.speculation.speculation_schema import SpeculationMethod
+from ostinato.models.base import LanguageModel
+from ostinato.models.checkpoints.checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    open_checkpoint,
+    resolve_path,
+)
+from ostinato.models.checkpoints.pooling_files import PoolingFiles, read_pooling_files
+from ostinato.models.choose_weights import WeightPolicy, choose_weights
+from ostinato.models.config.model_config import ModelConfig, resolve_cache_dtype, resolve_dtype
+from ostinato.models.decoder import Decoder
+from ostinato.models.families.eagle3 import is_head_config, read_head_config
+from ostinato.models.kv_cache import KVCacheSpec
+from ostinato.models.registry import build_model, class_of, read_model_config
+from ostinato.models.sharding import WHOLE, Shard
+from ostinato.models.stage_layers import with_layers
+from ostinato.models.step_tensors import num_kv_groups
+from ostinato.ops.attention import AttentionSpec
+from ostinato.ops.parallel.handoff import HiddenShape
+from ostinato.runtime.costs.step_limits import StepLimits, upper_limits
+from ostinato.runtime.errors import StartupError
+from ostinato.runtime.startup.plan.device import resolve_device
+from ostinato.runtime.startup.plan.refusals import check_division, check_speculation
+from ostinato.runtime.text.vocabulary import vocabulary_difference
+
+__all__ = ("ModelSource", "model_skeleton", "open_model", "part_of")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSource:
+    """A model whose configuration has been read, and whose weights have not been loaded."""
+
+    checkpoint: Checkpoint
+    config: ModelConfig
+    device: torch.device
+    dtype: torch.dtype  # the dtype of weights and activations
+    cache_dtype: torch.dtype  # the dtype of keys and values in the cache
+    limits: StepLimits  # the limits that buffers, buckets and memory are sized for
+    pooling: PoolingFiles  # the pooling that the checkpoint states
+    weights: WeightPolicy  # how each matrix is stored and multiplied
+    shard: Shard = WHOLE  # the part of the model that this rank holds
+    draft: ModelSource | None = None  # the draft model or the head of speculation.model
+
+    def attention_spec(self, block_size: int) -> AttentionSpec:
+        """The requirements of the model on an attention backend."""
+        return self.config.attention_spec(
+            block_size,
+            self.dtype,
+            self.device,
+            cache_dtype=self.cache_dtype,
+            shard=self.shard,
+        )
+
+    @property
+    def handoff_shape(self) -> HiddenShape:
+        """The hidden states of the largest step, which stages hand on."""
+        return HiddenShape(self.limits.max_num_batched_tokens, self.config.hidden_size, self.dtype)
+
+    def kv_cache_spec(self, block_size: int) -> KVCacheSpec:
+        """The shapes of the KV cache on this rank."""
+        return self.config.kv_cache_spec(block_size, self.cache_dtype, shard=self.shard)
+
+
+def open_model(
+    config: EngineConfig,
+    device: torch.device | None = None,
+    *,
+    max_drafts: int | None = None,
+    shard: Shard = WHOLE,
+) -> ModelSource:
+    """Find the model and read its configuration; loads no weights.
+
+    Args:
+        config: the engine's configuration.
+        device: a device to plan for, which need not exist; None = the configured one.
+        max_drafts: draft tokens of one sequence in one step, at most; 0 = no drafter, None = as
+            configured.
+        shard: the part of the model that this rank holds. The layers of its stage are dealt here.
+
+    Raises:
+        StartupError: there is no such model, it is not supported, or it cannot be divided among
+            so many ranks or stages.
+    """
+    try:
+        checkpoint = open_checkpoint(config.model)
+        model_config = read_model_config(checkpoint, config.model.implementation)
+        pooling = read_pooling_files(checkpoint.path)
+    except ValueError as error:
+        raise StartupError(str(error)) from error
+    if pooling.unsupported is not None and config.model.pooling is PoolingChoice.auto:
+        raise StartupError(f"{pooling.unsupported}; choose one with model.pooling")
+    dtype = resolve_dtype(config.model.dtype, model_config)
+    device = device or resolve_device(config.device.name)
+    is_cpu = device.type == "cpu"
+    check_division(config, device, shard)
+    max_drafts = config.speculation.max_drafts if max_drafts is None else max_drafts
+    limits = upper_limits(config.scheduler, is_cpu=is_cpu, max_drafts=max_drafts)
+    check_speculation(config, model_config, limits)
+    if model_config.kind.takes_whole_prompts:
+        length = config.model.max_model_len or pooling.max_seq_length or model_config.max_model_len
+        limits = _encoder_limits(config, limits, length)
+    weights = _choose_weights(config, checkpoint, device, dtype)
+    cache_dtype = resolve_cache_dtype(config.cache.dtype, dtype)
+    if cache_dtype is torch.float8_e4m3fn and weights.has_cache_scales:
+        raise StartupError(
+            f"cache.dtype={config.cache.dtype}, but the checkpoint has scales of its own for keys "
+            "and values (k_scale, v_scale), which are not supported; set cache.dtype=auto"
+        )
+    source = ModelSource(
+        checkpoint=checkpoint,
+        config=model_config,
+        device=device,
+        dtype=dtype,
+        cache_dtype=cache_dtype,
+        limits=limits,
+        pooling=pooling,
+        weights=weights,
+    )
+    source = part_of(source, shard)
+    if not config.speculation.uses_model:
+        return source
+    return dataclasses.replace(source, draft=_open_draft(config, source))
+
+
+def part_of(source: ModelSource, shard: Shard) -> ModelSource:
+    """The part of a model that a rank holds. The layers of its stage are dealt here.
+
+    Raises:
+        StartupError: the model cannot be divided among so many ranks.
+    """
+    for key, number, reason in (
+        ("tensor", shard.size, source.config.why_unshardable(shard.size)),
+        ("pipeline", shard.stage.count, source.config.why_unstageable(shard.stage.count)),
+    ):
+        if reason is not None:
+            raise StartupError(f"parallel.{key}={number}: {reason}")
+    source = dataclasses.replace(source, shard=Shard(shard.rank, shard.size))
+    if shard.stage.count == 1:
+        return source
+    return dataclasses.replace(source, shard=with_layers(shard, model_skeleton(source)))
+
+
+def _open_draft(config: EngineConfig, target: ModelSource) -> ModelSource:
+    """The draft model, or the head.
+
+    Raises:
+        StartupError: there is none, it is not supported, or it does not fit to the target.
+    """
+    path, method = config.speculation.model, config.speculation.method
+    key, remedy = f"speculation.model={path}", "set speculation.method=auto without a model"
+    if target.device.type != "cpu":
+        raise StartupError(
+            f"{key} needs a CPU, and the model runs on {target.device.type}; {remedy}"
+        )
+    if target.shard != WHOLE:
+        raise StartupError(
+            f"{key} runs on one rank, and parallel.tensor={target.shard.size}; {remedy}, or "
+            "parallel.tensor=1"
+        )
+    own, is_head = draft_config(config), method is SpeculationMethod.eagle3
+    what = "head" if is_head else "draft model"
+    try:
+        resolve_path(path, weights=False, key="speculation.model")
+        if method is SpeculationMethod.auto:
+            is_head = is_head_config(open_checkpoint(own.model).hf_config)
+            what = "head" if is_head else "draft model"
+        draft = _open_head(own, target) if is_head else open_model(own, target.device)
+    except CheckpointError as error:
+        raise StartupError(str(error)) from error
+    except StartupError as error:
+        raise StartupError(f"{key} cannot be the {what}: {error}") from error
+    reason = _why_no_head(config, draft, target) if is_head else _why_no_draft(draft)
+    if reason is None:
+        reason = _why_other_vocabulary(config, draft, target)
+    if reason is not None:
+        raise StartupError(f"{key} cannot be the {what}: {reason}")
+    return draft
+
+
+def _open_head(config: EngineConfig, target: ModelSource) -> ModelSource:
+    """An EAGLE-3 head, which computes in the target's dtype.
+
+    Args:
+        config: from `draft_config`.
+        target: the model.
+
+    Raises:
+        StartupError: it is no head, or a value of its config is not supported.
+    """
+    checkpoint = open_checkpoint(config.model)
+    try:
+        model_config = read_head_config(checkpoint.hf_config)
+        pooling = read_pooling_files(checkpoint.path)
+    except ValueError as error:
+        raise StartupError(str(error)) from error
+    return ModelSource(
+        checkpoint=checkpoint,
+        config=model_config,
+        device=target.device,
+        dtype=target.dtype,
+        cache_dtype=target.cache_dtype,
+        limits=upper_limits(config.scheduler, is_cpu=True, max_drafts=0),
+        pooling=pooling,
+        weights=_choose_weights(config, checkpoint, target.device, target.dtype),
+    )
+
+
+def _why_no_head(config: EngineConfig, head: ModelSource, target: ModelSource) -> str | None:
+    """Why a head cannot draft for the target; None if it can."""
+    spec, model = head.config.head, target.config
+    assert spec is not None, "the head was read as one"
+    if not issubclass(class_of(model), Decoder):
+        return f"{model.architecture} runs through transformers, which shows no hidden states"
+    if config.graphs.form is not GraphForm.layer and config.graphs.mode is not GraphMode.eager:
+        return (
+            f"graphs.form={config.graphs.form} compiles the model as one function, which shows no "
+            "hidden states; set graphs.form=layer"
+        )
+    if (reason := spec.why_not_for(model.num_layers, model.hidden_size)) is not None:
+        return f"it was trained for another model: {reason}"
+    if head.config.hidden_size != model.hidden_size:
+        return (
+            f"its hidden size is {head.config.hidden_size}, and the embeddings of the model, which "
+            f"it reads, have {model.hidden_size} values"
+        )
+    return None
+
+
+def _why_no_draft(draft: ModelSource) -> str | None:
+    """Why a model cannot draft for any other; None if it can."""
+    if not draft.config.kind.generates:
+        return f"{draft.config.architecture} does not generate"
+    if num_kv_groups(class_of(draft.config).step_tensors) > 1:
+        return f"{draft.config.architecture} has an encoder"
+    return None
+
+
+def _why_other_vocabulary(
+    config: EngineConfig, draft: ModelSource, target: ModelSource
+) -> str | None:
+    """How the vocabulary of a draft model differs from the target's; None if it does not."""
+    sizes = draft.config.vocab_size, target.config.vocab_size
+    if sizes[0] != sizes[1]:
+        return f"it has another vocabulary, of {sizes[0]} tokens, and the model's has {sizes[1]}"
+    if config.model.load_format is LoadFormat.dummy or config.model.tokenizer:
+        return None
+    paths = draft.checkpoint.path, target.checkpoint.path
+    if paths[0] is None or paths[1] is None:
+        return None
+    return vocabulary_difference(paths[0], paths[1])
+
+
+def _choose_weights(
+    config: EngineConfig, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype
+) -> WeightPolicy:
+    """Choose the weight method of each matrix.
+
+    Raises:
+        StartupError: no kernel supports the quantization with this device, dtype or setting.
+    """
+    pack = config.graphs.pack_weights
+    try:
+        return choose_weights(config.model, checkpoint, pack=pack, device=device, dtype=dtype)
+    except ValueError as error:
+        raise StartupError(str(error)) from error
+
+
+def _encoder_limits(config: EngineConfig, limits: StepLimits, max_model_len: int) -> StepLimits:
+    """The limits of an encoder's steps, which have room for a whole text.
+
+    Raises:
+        StartupError: the configured step is too small, or scheduler.itl_target_ms is set.
+    """
+    if config.scheduler.itl_target_ms is not None:
+        raise StartupError("scheduler.itl_target_ms is for models that generate; leave it null")
+    if config.scheduler.max_num_batched_tokens is None:
+        most = max(limits.max_num_batched_tokens, max_model_len)
+        return limits._replace(max_num_batched_tokens=most)
+    if limits.max_num_batched_tokens < max_model_len:
+        raise StartupError(
+            f"scheduler.max_num_batched_tokens={limits.max_num_batched_tokens}, but an encoder "
+            f"computes a whole text in one step, up to model.max_model_len={max_model_len} tokens; "
+            "raise the first or lower the second"
+        )
+    return limits
+
+
+def model_skeleton(source: ModelSource) -> LanguageModel:
+    """The model of this rank without memory, for the sizes of its weights.
+
+    Raises:
+        StartupError: a quantised matrix cannot be divided among so many ranks.
+    """
+    try:
+        return build_model(
+            source.config,
+            dtype=source.dtype,
+            device=torch.device("meta"),
+            attention_backend="reference",
+            weights=source.weights,
+            shard=source.shard,
+        )
+    except ValueError as error:
+        if source.shard.size == 1:
+            raise
+        raise StartupError(f"parallel.tensor={source.shard.size}: {error}") from error

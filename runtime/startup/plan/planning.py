@@ -1,0 +1,198 @@
+"""Plans an engine before it is built: the model, its buckets, its memory.
+
+Nothing is allocated, except by `plan_measured`, which runs the largest step once on a CUDA device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from ostinato.conf.engine_config import EngineConfig, draft_config
+from ostinato.conf.schema import GraphMode
+from ostinato.graphs.buckets import (
+    BucketTable,
+    default_decode_sizes,
+    default_mixed_sizes,
+    verified_tokens,
+)
+from ostinato.graphs.buffers import StaticBuffers
+from ostinato.graphs.capture import GraphRunner
+from ostinato.graphs.sampling_graph import GraphSampler, num_sampling_graphs
+from ostinato.models.base import LanguageModel
+from ostinato.models.stage_layers import num_bytes
+from ostinato.models.step_tensors import StepSizes, num_kv_groups
+from ostinato.ops.attention import AttentionPlanner, workspace_bytes
+from ostinato.runtime.costs.cost_table import CostTable
+from ostinato.runtime.costs.step_limits import redundant_sizes
+from ostinato.runtime.memory.measured_memory import CudaMemory, measure
+from ostinato.runtime.memory.memory_plan import (
+    GIB,
+    GraphFootprint,
+    MeasuredMemory,
+    MemoryPlan,
+    ModelFootprint,
+    free_memory,
+    plan_memory,
+)
+from ostinato.runtime.sampling.sampler import sampling_bytes
+from ostinato.runtime.startup.plan.model_source import ModelSource, model_skeleton
+
+__all__ = ("bucket_table", "plan_engine", "plan_measured")
+
+
+def plan_engine(
+    config: EngineConfig,
+    source: ModelSource,
+    *,
+    free_bytes: int | None = None,
+    measured: MeasuredMemory | None = None,
+) -> MemoryPlan:
+    """The memory plan of an engine; allocates nothing.
+
+    Args:
+        config: the engine's configuration.
+        source: from `open_model`.
+        free_bytes: free memory of the machine to plan for; None = the free memory of this one.
+        measured: measured memory of the device; None = plan with estimates.
+
+    Raises:
+        StartupError: the engine does not fit into the memory.
+    """
+    is_cpu = source.device.type == "cpu"
+    keys = bucket_table(config, source).keys
+    limits = source.limits
+    draft = None if source.draft is None else _footprint(draft_config(config), source.draft)
+    return plan_memory(
+        dataclasses.replace(_footprint(config, source), measured=measured, draft=draft),
+        free_bytes=_free_bytes(config, is_cpu=is_cpu) if free_bytes is None else free_bytes,
+        is_cpu=is_cpu,
+        device=config.device,
+        cache=config.cache,
+        scheduler=limits,
+        max_model_len=config.model.max_model_len or source.pooling.max_seq_length,
+        graphs=GraphFootprint(
+            num_graphs=len(keys) + num_sampling_graphs(limits.max_num_rows) if keys else 0,
+            max_tokens=max((key.num_tokens for key in keys), default=0),
+        ),
+    )
+
+
+def _footprint(config: EngineConfig, source: ModelSource) -> ModelFootprint:
+    """The sizes of a model."""
+    model, limits = source.config, source.limits
+    skeleton = model_skeleton(source)
+    stage = source.shard.stage
+    # Each stage after the first has memory for the hidden states of the steps under way.
+    handoff = 0 if stage.is_first else stage.count * source.handoff_shape.slot_bytes
+    return ModelFootprint(
+        weights_bytes=num_bytes(skeleton),
+        kv_bytes_per_token=source.kv_cache_spec(1).bytes_per_block,
+        hidden_size=model.hidden_size,
+        # Some values of experts are as wide as the hidden states. Every rank holds them whole.
+        intermediate_size=model.widest_mlp // (1 if model.has_experts else source.shard.size),
+        qkv_size=model.qkv_size(source.shard),
+        dtype_bytes=source.dtype.itemsize,
+        max_model_len=model.max_model_len,
+        num_fixed_groups=num_kv_groups(type(skeleton).step_tensors) - 1,
+        max_encoder_tokens=model.max_encoder_tokens,
+        sampling_bytes=sampling_bytes(limits.max_num_rows, limits.max_num_seqs, model.vocab_size)
+        if model.kind.generates and stage.is_last
+        else 0,
+        workspace_bytes=handoff
+        + workspace_bytes(
+            config.graphs.attention.value,
+            source.attention_spec(config.cache.block_size),
+            num_tokens=limits.max_num_batched_tokens,
+            num_seqs=limits.max_num_seqs,
+            max_model_len=config.model.max_model_len or model.max_model_len,
+        )
+        if model.kind.needs_kv_cache
+        else 0,
+    )
+
+
+def _free_bytes(config: EngineConfig, *, is_cpu: bool) -> int:
+    """Free memory of this machine, as far as the engine may plan with it."""
+    free, limit_gib = free_memory(is_cpu=is_cpu).free_bytes, config.device.memory_gib
+    return free if limit_gib is None else min(free, int(limit_gib * GIB))
+
+
+def bucket_table(
+    config: EngineConfig, source: ModelSource, costs: CostTable | None = None
+) -> BucketTable:
+    """The buckets to capture.
+
+    The table is empty unless graphs.mode=captured, and for an encoder, whose steps rarely have the
+    same shape twice. On a CPU every number of decodes has a bucket, because buckets cost nothing.
+
+    Args:
+        config: the engine's configuration.
+        source: from `open_model`.
+        costs: step costs from an earlier start; buckets that save no time on a GPU are left out.
+    """
+    graphs, scheduler, is_cpu = config.graphs, source.limits, source.device.type == "cpu"
+    if graphs.mode is not GraphMode.captured or not source.config.kind.generates:
+        return BucketTable(decode_sizes=[], mixed_sizes=[], max_num_seqs=scheduler.max_num_seqs)
+    chosen = [size for size in graphs.capture_sizes if size <= scheduler.max_num_seqs]
+    if not graphs.capture_sizes:
+        chosen = default_decode_sizes(scheduler.max_num_seqs, exact=is_cpu)
+    if costs is not None and not is_cpu:
+        redundant = redundant_sizes(sorted(chosen), costs)
+        chosen = [size for size in chosen if size not in redundant]
+    # On a CPU a mixed bucket would cost time for padding and save no launches.
+    mixed_sizes = [] if is_cpu else default_mixed_sizes(scheduler.max_num_batched_tokens)
+    verify_sizes = {
+        tokens: [size for size in chosen if size * tokens <= scheduler.max_num_batched_tokens]
+        for tokens in verified_tokens(scheduler.rows_per_seq)
+    }
+    return BucketTable(
+        decode_sizes=chosen,
+        mixed_sizes=mixed_sizes,
+        max_num_seqs=scheduler.max_num_seqs,
+        verify_sizes=verify_sizes,
+    )
+
+
+def plan_measured(
+    config: EngineConfig,
+    source: ModelSource,
+    plan: MemoryPlan,
+    table: BucketTable,
+    model: LanguageModel,
+    buffers: StaticBuffers,
+    planner: AttentionPlanner | None,
+    token_sampler: GraphSampler,
+) -> MemoryPlan:
+    """The memory plan with measured sizes, once everything but the KV cache is allocated.
+
+    The weights need not be loaded yet, because a step's allocations do not depend on their values.
+
+    Args:
+        config: the engine's configuration.
+        source: from `open_model`.
+        plan: the plan with estimates.
+        table: the buckets that will be captured.
+        model: the model, with its memory allocated.
+        buffers: the static buffers of the steps.
+        planner: the planner of the attention backend; None if it needs none.
+        token_sampler: samples on the device.
+
+    Raises:
+        StartupError: the engine does not fit into the memory.
+    """
+    spec = source.kv_cache_spec(config.cache.block_size)
+
+    def largest_step() -> None:
+        null_block = spec.allocate(1, source.device)
+        runner = GraphRunner(model, null_block, buffers, table=table, planner=planner)
+        runner.plan_buckets()
+        limits = source.limits
+        runner.warm_up(
+            [StepSizes(limits.max_num_batched_tokens, limits.max_num_seqs, limits.max_num_rows)]
+        )
+        token_sampler.run_largest()
+
+    measured = measure(CudaMemory(), largest_step, free_before=plan.free_bytes)
+    again = plan_engine(config, source, free_bytes=plan.free_bytes, measured=measured)
+    # Static buffers are sized for the first plan's longest sequence.
+    return dataclasses.replace(again, max_model_len=min(plan.max_model_len, again.max_model_len))

@@ -1,0 +1,174 @@
+"""Engines that Ray places, on a cluster of two machines that are processes here, and Ray Serve."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import psutil
+import pytest
+
+from ostinato.conf.compose import load_config
+from ostinato.runtime.errors import StartupError
+from ostinato.runtime.nodes.ray_nodes import RayNodes
+from tests.e2e.machines import lives
+from tests.e2e.server_process import HTTP, ServerProcess
+from tests.e2e.test_crash import COMPLETIONS, Streams, body
+
+ray: Any = pytest.importorskip("ray", reason="the extra ostinato[ray] is not installed")
+cluster_utils: Any = pytest.importorskip("ray.cluster_utils")
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """Two machines with two cores each."""
+    os.makedirs("/tmp/ray", exist_ok=True)
+    try:
+        one = cluster_utils.Cluster(
+            initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False}
+        )
+        one.add_node(num_cpus=2)
+        one.wait_for_nodes()
+    except Exception as error:
+        pytest.skip(f"Ray does not start on this machine: {error}")
+    yield one
+    one.shutdown()
+
+
+def until(condition: Callable[[], object], timeout_s: float = 100) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true in time"
+        time.sleep(0.02)
+
+
+def serve(cluster: Any, *overrides: str) -> ServerProcess:
+    return ServerProcess(
+        *("parallel.executor=ray", f"parallel.ray_address={cluster.address}"),
+        *("server.restart_backoff_s=0.1", "server.max_restarts=50", "parallel.host=127.0.0.1"),
+        *("device.threads=null", *overrides),
+    )
+
+
+def engines(server: ServerProcess) -> list[dict[str, Any]]:
+    return HTTP.get(f"{server.url}/health").json()["engines"]
+
+
+def actor_of(engine: dict[str, Any]) -> psutil.Process:
+    """The process of the actor that has started an engine."""
+    parent = psutil.Process(engine["pid"]).parent()
+    assert parent is not None
+    return parent
+
+
+def test_an_engine_of_two_ranks_is_placed_and_is_started_again_with_its_actor(cluster: Any) -> None:
+    with serve(cluster, "parallel.tensor=2") as server:
+        (before,) = engines(server)
+        assert [one["rank"] for one in before["ranks"]] == [0, 1]
+        assert psutil.Process(before["ranks"][1]["pid"]).ppid() == before["pid"]
+        streams = [(COMPLETIONS, body(number)) for number in range(4)]
+        expected = asyncio.run(Streams(server.url, streams).run())
+
+        async def scenario() -> list[list[Any]]:
+            running = Streams(server.url, streams)
+            task = asyncio.create_task(running.run())
+            while running.num_lines < 4 * 20:
+                await asyncio.sleep(0.01)
+            actor_of(before).kill()
+            begin = time.monotonic()
+            while any(lives(one["pid"]) for one in before["ranks"]):
+                assert time.monotonic() < begin + 10
+                await asyncio.sleep(0.01)
+            return await task
+
+        assert asyncio.run(scenario()) == expected
+        (after,) = engines(server)
+        assert after["state"] == "serving"
+        assert after["pid"] != before["pid"]
+        server.signal(signal.SIGTERM)
+        assert server.wait() == 0, "".join(server.output[-40:])
+        until(lambda: not lives(after["pid"]))
+
+
+def test_engines_are_on_different_machines(cluster: Any) -> None:
+    with serve(cluster, "parallel.data=2", "parallel.tensor=2") as server:
+        nodes = [one["node"] for one in engines(server)]
+        assert len(set(nodes)) == 2
+        pids = [rank["pid"] for one in engines(server) for rank in one["ranks"]]
+        server.signal(signal.SIGKILL)
+        until(lambda: not any(map(lives, pids)))
+
+
+def test_what_the_cluster_can_not_place_is_refused_at_once(cluster: Any) -> None:
+    config = load_config(
+        [
+            *("parallel.executor=ray", "parallel.tensor=4"),
+            f"parallel.ray_address={cluster.address}",
+        ]
+    )
+    begin = time.monotonic()
+    with pytest.raises(StartupError, match="the cluster has room for 0 of them: CPU 2; CPU 2"):
+        RayNodes(config.engine)
+    assert time.monotonic() - begin < 30
+    assert not ray.is_initialized()
+
+
+_SERVE = """
+import sys
+import ray
+from ray import serve
+from ostinato.api.server.ray_app import build
+
+address, port, *words = sys.argv[1:]
+ray.init(address=address)
+serve.start(http_options={"host": "127.0.0.1", "port": int(port)})
+serve.run(build(dict(word.split("=", 1) for word in words)))
+print("it serves", flush=True)
+sys.stdin.read()
+serve.shutdown()
+"""
+
+
+def test_ray_serve_runs_the_api(cluster: Any) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    words = ["graphs.mode=eager", "cache.memory_gib=0.05", "model.max_model_len=512"]
+    with subprocess.Popen(
+        [sys.executable, "-c", _SERVE, cluster.address, str(port), *words],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                sys.stdout.write(line)
+                if "it serves" in line:
+                    break
+            url = f"http://127.0.0.1:{port}/v1/completions"
+            reply = HTTP.post(url, json={"prompt": "Once", "max_tokens": 20})
+            assert reply.status_code == 200, reply.text
+            assert reply.json()["choices"][0]["text"]
+            with HTTP.stream("POST", url, json=body(1)) as stream:
+                lines = [one for one in stream.iter_lines() if one.startswith("data: ")]
+            assert lines[-1] == "data: [DONE]"
+            engines = [
+                one.pid
+                for one in psutil.process_iter(["cmdline"])
+                if "ostinato.runtime.process.engine_main" in (one.info["cmdline"] or [])
+                and any("ray::" in word for each in one.parents()[:1] for word in each.cmdline())
+            ]
+        finally:
+            process.stdin.close()
+            process.wait(60)
+    assert engines
+    until(lambda: not any(map(lives, engines)))

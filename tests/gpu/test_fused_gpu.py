@@ -1,0 +1,85 @@
+"""The fused kernels of small steps on a device: results, rows among others, a captured replay."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from ostinato.models.base import CausalLM, DecoderLayer
+from ostinato.models.checkpoints.weights import init_dummy_weights
+from ostinato.models.families.llama import LlamaForCausalLM
+from ostinato.models.registry import build_model
+from ostinato.ops.fused.fused_linear import FEW_ROWS, fused_linear
+from tests.gpu.tiny_llama import MODEL
+
+pytestmark = pytest.mark.gpu
+
+CUDA = torch.device("cuda")
+# (N, K): QKV and output of an 8B model, gate and up, down, and a size that fills no tile.
+SIZES = [(6144, 4096), (4096, 4096), (14336, 4096), (4096, 14336), (1000, 712)]
+
+
+def random(*shape: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    generator = torch.Generator(CUDA).manual_seed(seed)
+    return torch.randn(shape, generator=generator, device=CUDA).to(dtype)
+
+
+def rounding(expected: Tensor) -> float:
+    """Half a unit in the last place of the largest result, with room for that of the products."""
+    return float(expected.abs().max()) * 2.0**-7
+
+
+@pytest.mark.parametrize("rows", [1, 8, 16, 17, FEW_ROWS, FEW_ROWS + 1])
+@pytest.mark.parametrize(("out_features", "in_features"), SIZES)
+def test_linear_with_a_residual(rows: int, out_features: int, in_features: int) -> None:
+    x = random(rows, in_features, seed=1)
+    weight = random(out_features, in_features, seed=2) * in_features**-0.5
+    residual = random(rows, out_features, seed=3)
+    result = fused_linear(x, weight, residual=residual)
+    expected = x.double() @ weight.double().T + residual.double()
+    assert float((result.double() - expected).abs().max()) <= rounding(expected)
+
+
+@pytest.mark.parametrize("rows", [1, 16, FEW_ROWS])
+@pytest.mark.parametrize(("out_features", "in_features"), SIZES)
+def test_norm_and_gate(rows: int, out_features: int, in_features: int) -> None:
+    x = random(rows, in_features, seed=1) * 30
+    weight = random(2 * out_features, in_features, seed=2) * in_features**-0.5
+    norm_weight = 1 + 0.1 * random(in_features, seed=4)
+    result = fused_linear(x, weight, norm_weight=norm_weight, eps=1e-5, activation="silu")
+    wide = x.double()
+    normal = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5) * norm_weight.double()
+    gate, up = (normal @ weight.double().T).chunk(2, -1)
+    expected = torch.nn.functional.silu(gate) * up
+    assert float((result.double() - expected).abs().max()) <= 2 * rounding(expected)
+
+
+@pytest.mark.parametrize(("count", "fewest"), [(16, 1), (FEW_ROWS, 17)])
+def test_a_row_gets_the_same_bits_among_others(count: int, fewest: int) -> None:
+    x = random(count, 4096, seed=1)
+    weight, norm_weight = random(6144, 4096, seed=2), random(4096, seed=3)
+    together = fused_linear(x, weight, norm_weight=norm_weight, eps=1e-5)
+    alone = fused_linear(x[-fewest:], weight, norm_weight=norm_weight, eps=1e-5)
+    assert torch.equal(alone, together[-fewest:])
+
+
+def test_a_captured_call_reads_new_inputs() -> None:
+    x, weight, residual = (random(*size, seed=7) for size in ((8, 512), (256, 512), (8, 256)))
+    fused_linear(x, weight, residual=residual)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = fused_linear(x, weight, residual=residual)
+    x.copy_(random(8, 512, seed=8))
+    graph.replay()
+    assert torch.equal(result, fused_linear(x, weight, residual=residual))
+
+
+def test_layers_have_a_form_for_few_rows() -> None:
+    """`test_graphs_gpu.py` compares its steps, which take it, with the eager model."""
+    config = LlamaForCausalLM.read_config(MODEL)
+    model = build_model(config, dtype=torch.bfloat16, device=CUDA, attention_backend="triton")
+    init_dummy_weights(model, 0)
+    assert isinstance(model, CausalLM)
+    assert isinstance(layer := model.layers[0], DecoderLayer)
+    assert layer.few_rows() is not None

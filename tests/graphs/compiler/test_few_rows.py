@@ -1,0 +1,122 @@
+"""The program of a layer for few rows: which calls it has, its results, and when it is taken."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ostinato.graphs.buffers import StaticBuffers
+from ostinato.graphs.compiler.compile import _Traced
+from ostinato.graphs.compiler.compiled_piece import PieceCompiler
+from ostinato.graphs.compiler.dynamo_trace import example_batch, module_tensors
+from ostinato.graphs.compiler.functions import is_portable
+from ostinato.graphs.compiler.fx_program import FxFunction
+from ostinato.graphs.compiler.programs import LayeredProgram
+from ostinato.models.base import CausalLM, DecoderLayer
+from ostinato.models.checkpoints.weights import init_dummy_weights
+from ostinato.models.kv_cache import KVCache
+from ostinato.models.registry import build_model, model_class
+from ostinato.ops.fused.fused_linear import FEW_ROWS
+from tests.graphs.compiler.test_fx_program import Store
+from tests.graphs.toy import fill
+from tests.runtime.tiny import MODEL
+
+CPU = torch.device("cpu")
+QWEN3 = {**MODEL, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+
+
+def build(hf_config: dict[str, Any], dtype: torch.dtype = torch.float32) -> tuple[CausalLM, Any]:
+    config = model_class(hf_config["architectures"][0]).read_config(hf_config)
+    model = build_model(config, dtype=dtype, device=CPU, attention_backend="reference")
+    init_dummy_weights(model, 0)
+    assert isinstance(model, CausalLM)
+    return model, config
+
+
+def make_buffers() -> StaticBuffers:
+    return StaticBuffers(
+        max_num_tokens=2 * FEW_ROWS,
+        max_num_seqs=4,
+        max_blocks_per_seq=16,
+        block_size=8,
+        device=CPU,
+    )
+
+
+def few_calls(
+    model: CausalLM, cache: KVCache, store: Store
+) -> list[tuple[FxFunction, list[Tensor]]]:
+    example = make_buffers().batch(16, 2, 2)
+    calls = []
+    last = len(model.layers) - 1
+    for index, layer in enumerate(model.layers):
+        assert isinstance(layer, DecoderLayer)
+        few = layer.few_rows()
+        assert few is not None
+        traced = _Traced(
+            few,
+            lambda: model.begin(example_batch(example)),
+            cache[index],
+            str(index),
+            index == last,
+        )
+        function = traced.compile(store, PieceCompiler(), calls_own_ops=True)
+        assert isinstance(function, FxFunction)
+        calls.append((function, list(module_tensors(few).values())))
+    return calls
+
+
+@pytest.mark.parametrize("hf_config", [MODEL, QWEN3], ids=["llama", "qwen3"])
+@torch.inference_mode()
+def test_a_layer_is_five_calls_of_ops(hf_config: dict[str, Any]) -> None:
+    """The attention op is three kernels, so a layer is seven. Results are those of the model."""
+    model, config = build(hf_config)
+    spec = config.kv_cache_spec(8, torch.float32)
+    cache, expected_cache = spec.allocate(80, CPU), spec.allocate(80, CPU)
+    store = Store()
+    calls = few_calls(model, cache, store)
+    assert all(map(is_portable, store.files.values()))
+    for function, _ in calls:
+        found = re.findall(r"\bop_(\w+)\(", function.program.source)
+        assert found == ["fused_linear", "rotary_attention", *["fused_linear"] * 3]
+        assert function.pieces == []
+
+    def larger(*arguments: Any) -> Tensor:
+        raise AssertionError("the program of larger steps is called")
+
+    program = LayeredProgram(model, [(larger, [])] * len(calls), calls)
+    buffers = make_buffers()
+    steps: list[list[tuple[int, list[int]]]] = [
+        [(0, list(range(3, 43))), (0, [5, 6, 7])],
+        [(40, [9]), (3, [11])],
+        [(41, [2, 3, 4]), (4, [8])],
+    ]
+    for step in steps:
+        num_tokens, num_seqs = fill(buffers, step)
+        batch = buffers.batch(num_tokens, num_seqs, num_seqs)
+        torch.testing.assert_close(
+            program(batch, cache), model(batch, expected_cache), atol=1e-5, rtol=1e-5
+        )
+    num_tokens, num_seqs = fill(buffers, [(0, list(range(FEW_ROWS + 1)))])
+    with pytest.raises(AssertionError, match="the program of larger steps"):
+        program(buffers.batch(num_tokens, num_seqs, num_seqs), cache)
+
+
+@pytest.mark.parametrize(
+    ("hf_config", "dtype"),
+    [
+        (MODEL, torch.float16),
+        ({**MODEL, "architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"}, torch.float32),
+        ({**MODEL, "architectures": ["CohereForCausalLM"], "model_type": "cohere"}, torch.float32),
+    ],
+    ids=["float16", "post-norm", "layer norm"],
+)
+def test_layers_without_such_a_form(hf_config: dict[str, Any], dtype: torch.dtype) -> None:
+    model, _ = build(hf_config, dtype)
+    layer = model.layers[0]
+    assert isinstance(layer, DecoderLayer)
+    assert layer.few_rows() is None

@@ -1,0 +1,316 @@
+"""The fused kernels against plain torch and the reference backend, under Triton's interpreter.
+
+The interpreter must be chosen before a kernel is decorated. So pytest does not collect this module by its
+name, and test_fused_kernels.py runs it in a process of its own with TRITON_INTERPRET=1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import triton.language as tl
+from torch import Tensor
+from triton.runtime import interpreter
+
+from ostinato.models.base import CausalLM, DecoderLayer
+from ostinato.models.checkpoints.weights import init_dummy_weights
+from ostinato.models.config.model_config import ModelConfig
+from ostinato.models.kv_cache import KVCache
+from ostinato.models.registry import build_model, model_class
+from ostinato.models.step_tensors import ForwardBatch
+from ostinato.ops.activation import activate
+from ostinato.ops.backends.reference import BACKEND as REFERENCE
+from ostinato.ops.backends.triton import BACKEND
+from ostinato.ops.fused.triton_fused_linear import choose_tile, launch
+from ostinato.ops.norm import plain_rms_norm
+from tests.models.driver import Driver, Forward, Sequence
+from tests.ops.attention_steps import Shape, known, make_step
+from tests.ops.exact_fp8 import FP8, convert_exactly
+from tests.runtime.tiny import MODEL
+
+# What a CUDA device would call: the op's kernel, also for tensors of a CPU.
+_KERNELS = torch.library.Library("ostinato", "IMPL")
+_KERNELS.impl("fused_linear", launch, "CPU")
+
+
+def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def expected(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm_weight: Tensor | None,
+    eps: float,
+    activation: str,
+    residual: Tensor | None,
+) -> Tensor:
+    """In float64."""
+    x, weight = x.double(), weight.double()
+    if norm_weight is not None:
+        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * norm_weight.double()
+    result = x @ weight.T
+    if bias is not None:
+        result = result + bias.double()
+    if activation:
+        result = activate(result, activation, gated=True)
+    return result if residual is None else result + residual.double()
+
+
+# (rows, N, K, parts): both tiles, one row, more rows than a tile, sizes that fill no tile.
+LINEARS = [
+    (1, 64, 32, {"norm"}),
+    (3, 48, 64, {"norm", "bias"}),
+    (16, 40, 96, {"norm", "silu"}),
+    (17, 64, 64, {"residual"}),
+    (5, 33, 72, {"residual", "bias"}),
+    (64, 48, 128, {"norm", "gelu_pytorch_tanh", "bias"}),
+    (70, 20, 40, {"norm", "gelu", "residual"}),
+    (2, 16, 600, {"norm", "relu"}),
+    (2, 24, 32, {"quick_gelu"}),
+]
+
+
+def arguments(
+    rows: int, out_features: int, in_features: int, parts: set[str], dtype: torch.dtype
+) -> tuple[Any, ...]:
+    activation = next(iter(parts - {"norm", "bias", "residual"}), "")
+    stacked = out_features * (2 if activation else 1)
+    # Rows lie apart, as those of a larger tensor do.
+    x = random(rows, in_features + 8, seed=1, dtype=dtype)[:, :in_features]
+    weight = (random(stacked, in_features, seed=2) * in_features**-0.5).to(dtype)
+    bias = random(stacked, seed=3, dtype=dtype) if "bias" in parts else None
+    norm_weight = 1.0 + 0.1 * random(in_features, seed=4) if "norm" in parts else None
+    residual = None
+    if "residual" in parts:
+        residual = random(rows, out_features + 8, seed=5, dtype=dtype)[:, :out_features]
+    return x, weight, bias, norm_weight, 1e-6, activation, residual
+
+
+def called(found: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments as the kernel takes them, with the activation's other name."""
+    names = {"gelu_pytorch_tanh": "gelu_tanh"}
+    return (*found[:5], names.get(found[5], found[5]), found[6])
+
+
+@pytest.mark.parametrize(("rows", "out_features", "in_features", "parts"), LINEARS, ids=str)
+def test_linear(rows: int, out_features: int, in_features: int, parts: set[str]) -> None:
+    found = arguments(rows, out_features, in_features, parts, torch.float32)
+    result = launch(*called(found))
+    assert result.shape == (rows, out_features)
+    assert result.is_contiguous()
+    torch.testing.assert_close(result.double(), expected(*found), atol=2e-5, rtol=2e-5)
+
+
+def test_linear_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter holds bfloat16 as raw 16-bit integers and multiplies those: widen them."""
+    builder = type(interpreter.interpreter_builder)
+    create_dot = builder.create_dot
+
+    def widen(handle: interpreter.TensorHandle) -> interpreter.TensorHandle:
+        if handle.dtype.scalar != tl.bfloat16:
+            return handle
+        bits = handle.data.astype(np.uint32) << 16
+        return interpreter.TensorHandle(bits.view(np.float32), tl.float32)
+
+    monkeypatch.setattr(
+        builder, "create_dot", lambda self, a, b, *rest: create_dot(self, widen(a), widen(b), *rest)
+    )
+    found = arguments(5, 48, 160, {"norm", "silu", "residual"}, torch.bfloat16)
+    result = launch(*called(found))
+    assert result.dtype == torch.bfloat16
+    torch.testing.assert_close(result.double(), expected(*found), atol=3e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("count", [7, 16, 40])
+def test_a_row_gets_the_same_bits_among_others(count: int) -> None:
+    """Up to 16 rows, and from 17 on: each has its tile."""
+    x, *rest = called(arguments(count, 40, 96, {"norm", "silu"}, torch.float32))
+    together = launch(x, *rest)
+    fewest = 1 if count <= 16 else 17
+    # The same place in the tile: NumPy's products, unlike tensor cores, differ between places.
+    alone = launch(x[:fewest], *rest)
+    assert torch.equal(alone, together[:fewest])
+
+
+def test_tiles() -> None:
+    assert choose_tile(1, 4096, 4096, 2, is_gated=False) == choose_tile(
+        16, 4096, 4096, 2, is_gated=False
+    )
+    assert choose_tile(17, 6144, 4096, 2, is_gated=False).block_m == 64
+    assert choose_tile(1, 6144, 4096, 2, is_gated=False).block_n == 32
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({0: random(2, 16, dtype=torch.float16)}, "x is torch.float16"),
+        ({0: random(16, 2).T}, "x has strides"),
+        ({1: random(16, 8).T}, "the weight has strides"),
+        ({6: random(8, 2).T}, "the residual has strides"),
+    ],
+)
+def test_wrong_tensors_are_named(change: dict[int, Tensor], reason: str) -> None:
+    found = [random(2, 16), random(8, 16), None, None, 0.0, "", None]
+    for index, tensor in change.items():
+        found[index] = tensor
+    with pytest.raises(ValueError, match=reason):
+        launch(*found)
+
+
+MIXED = [(1, 100), (13, 40), (2, 2), (9, 64), (1, 300)]
+
+
+def shape(heads: int, kv_heads: int, dim: int, size: int, **more: Any) -> Shape:
+    return Shape(
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=dim,
+        block_size=size,
+        num_rows=7,
+        num_padding=3,
+        **more,
+    )
+
+
+# (shape, rotated elements, norms of heads)
+PROJECTIONS = [
+    (shape(4, 2, 32, 16), 32, False),
+    (shape(4, 1, 64, 8), 64, True),
+    (shape(3, 1, 80, 64), 20, False),
+    (shape(2, 2, 16, 16, sliding_window=9, soft_cap=5.0), 0, False),
+    (shape(4, 2, 32, 16, has_sinks=True), 16, True),
+    (shape(4, 2, 16, 16, cache_dtype=FP8), 16, True),
+]
+
+
+@pytest.mark.parametrize(("case", "rotated", "has_norms"), PROJECTIONS, ids=lambda x: str(x)[:60])
+def test_projection(
+    case: Shape, rotated: int, has_norms: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One kernel rotates the heads and writes the cache as the reference backend does."""
+    monkeypatch.setattr(interpreter, "_convert_float", convert_exactly(interpreter._convert_float))
+    step = make_step(MIXED, case)
+    qkv = torch.cat([tensor.flatten(1) for tensor in step[:3]], 1)
+    qkv = torch.cat((qkv, qkv), 1)[:, : qkv.shape[1]]  # rows lie apart
+    angles = random(len(qkv), rotated // 2, seed=6)
+    cos, sin = (angles.cos(), angles.sin()) if rotated else (None, None)
+    norms = [1.0 + 0.1 * random(case.head_dim, seed=seed) for seed in (7, 8)]
+    results = []
+    for backend in (BACKEND, REFERENCE):
+        k_cache, v_cache = step.k_cache.clone(), step.v_cache.clone()
+        out = backend.run_projected(
+            qkv,
+            cos,
+            sin,
+            norms[0] if has_norms else None,
+            norms[1] if has_norms else None,
+            1e-6,
+            case.num_heads,
+            k_cache,
+            v_cache,
+            step.metadata,
+            case.head_dim**-0.5,
+            case.sliding_window,
+            case.soft_cap,
+            *case.per_head(),
+        )
+        results.append((out[: step.num_tokens], known(k_cache), known(v_cache)))
+        assert (out[step.num_tokens :] == 0).all(), "padding rows are zeros"
+    (out, k_cache, v_cache), (out_expected, k_expected, v_expected) = results
+    # A last bit of float32 can round to the next number of 8 bits.
+    step_of = {None: 2e-6, FP8: 0.13}[case.cache_dtype]
+    torch.testing.assert_close(k_cache, k_expected, atol=step_of, rtol=step_of)
+    assert torch.equal(v_cache, v_expected), "values are copied"
+    tolerance = 5e-6 if case.cache_dtype is None else 2e-3
+    torch.testing.assert_close(out, out_expected, atol=tolerance, rtol=tolerance)
+
+
+SMALL = {**MODEL, "hidden_size": 48, "num_hidden_layers": 2, "vocab_size": 60}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": SMALL,
+    "qwen2": {**SMALL, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"},
+    "qwen3": {**SMALL, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"},
+    "mistral": {
+        **SMALL,
+        "architectures": ["MistralForCausalLM"],
+        "model_type": "mistral",
+        "sliding_window": 7,
+    },
+    "smollm3": {
+        **SMALL,
+        "architectures": ["SmolLM3ForCausalLM"],
+        "model_type": "smollm3",
+        "no_rope_layers": [1, 0],
+    },
+    "gemma": {
+        **SMALL,
+        "architectures": ["GemmaForCausalLM"],
+        "model_type": "gemma",
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "tie_word_embeddings": True,
+    },
+}
+
+
+def build(hf_config: dict[str, Any], backend: str) -> tuple[CausalLM, ModelConfig]:
+    config = model_class(hf_config["architectures"][0]).read_config(hf_config)
+    model = build_model(
+        config, dtype=torch.float32, device=torch.device("cpu"), attention_backend=backend
+    )
+    init_dummy_weights(model, 3)
+    assert isinstance(model, CausalLM)
+    return model, config
+
+
+def fused(model: CausalLM) -> Forward:
+    """The model's forward with the layers for few rows."""
+
+    def forward(batch: ForwardBatch, kv_cache: KVCache) -> Tensor:
+        hidden, step = model.begin(batch)
+        for index, (layer, cache) in enumerate(zip(model.layers, kv_cache, strict=True)):
+            assert isinstance(layer, DecoderLayer)
+            few = layer.few_rows()
+            assert few is not None
+            rows = batch.logits_indices if index == len(model.layers) - 1 else None
+            hidden = few(hidden, step, *cache, rows)
+        return model.finish(hidden)
+
+    return forward
+
+
+def logits_of(
+    hf_config: dict[str, Any], backend: str, form: Callable[[CausalLM], Forward | None]
+) -> list[Tensor]:
+    """A prompt, a decode of it beside a second prompt in chunks, and a decode of both."""
+    model, config = build(hf_config, backend)
+    driver = Driver(model, config, forward=form(model))
+    generator = torch.Generator().manual_seed(1)
+    first, second = (
+        Sequence(torch.randint(2, 60, (count,), generator=generator).tolist()) for count in (22, 40)
+    )
+    steps = [[(first, 19)], [(first, 1), (second, 30)], [(second, 9), (first, 1)]]
+    steps += [[(first, 1), (second, 1)]]
+    return [torch.cat(driver.step(step)) for step in steps]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_whole_models(name: str) -> None:
+    """Prefill, chunks beside decodes, decode: our kernels in every layer, against the reference."""
+    expected = logits_of(MODELS[name], "reference", lambda model: None)
+    for one, other in zip(logits_of(MODELS[name], "triton", fused), expected, strict=True):
+        torch.testing.assert_close(one, other, atol=2e-5, rtol=2e-4)
+
+
+def test_plain_torch_is_the_same_op() -> None:
+    """The op's other kernel, which other devices run."""
+    found = arguments(4, 24, 32, {"norm", "bias", "silu", "residual"}, torch.float32)
+    normal = plain_rms_norm(found[0], found[3], found[4])
+    plain = activate(normal @ found[1].T + found[2], "silu", gated=True) + found[6]
+    torch.testing.assert_close(plain.double(), expected(*found), atol=2e-5, rtol=2e-5)

@@ -1,0 +1,54 @@
+"""The Triton kernels of `moe_linear` under Triton's interpreter, against the plain torch form.
+
+Not collected by its name: test_moe_linear.py runs this module with TRITON_INTERPRET=1.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from ostinato.ops.moe.moe_linear import _moe_linear_reference
+from ostinato.ops.moe.triton_moe_linear import grouped_constants, moe_linear_on_cuda
+from tests.ops.moe.test_moe_linear import NUM_EXPERTS, OUT, problem
+
+
+def check(got: Tensor, expected: Tensor) -> None:
+    tolerance = 1e-4 if got.dtype == torch.float32 else 0.2  # sums of 140 products
+    torch.testing.assert_close(got.float(), expected.float(), atol=tolerance, rtol=1e-2)
+    assert got.dtype == expected.dtype
+
+
+# The interpreter multiplies no bfloat16.
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("tokens", "slots"), [(1, 1), (1, 3), (7, 2), (90, 3)])
+def test_both_forms(tokens: int, slots: int, dtype: torch.dtype) -> None:
+    p = problem(tokens, slots, dtype, tokens)
+    each = (p.x, p.ids, p.weight, p.bias, None, None)
+    check(moe_linear_on_cuda(*each), _moe_linear_reference(*each))
+    summed = (p.x, p.ids, p.weight, None, p.weights, p.residual)
+    check(moe_linear_on_cuda(*summed), _moe_linear_reference(*summed))
+    rows = (p.x.repeat_interleave(slots, 0), p.ids, p.weight, p.bias, p.weights, None)
+    check(moe_linear_on_cuda(*rows), _moe_linear_reference(*rows))
+
+
+def test_all_tokens_of_one_expert_and_none() -> None:
+    p = problem(40, 2, torch.float32, 1)
+    p.ids[:, 0], p.ids[:, 1] = NUM_EXPERTS - 1, 1
+    arguments = (p.x, p.ids, p.weight, p.bias, None, None)
+    check(moe_linear_on_cuda(*arguments), _moe_linear_reference(*arguments))
+    empty = (p.x[:0], p.ids[:0], p.weight, p.bias, p.weights[:0], None)
+    assert moe_linear_on_cuda(*empty).shape == (0, OUT)
+
+
+def test_a_token_whose_routing_is_not_a_number_spoils_no_other() -> None:
+    p = problem(9, 2, torch.float32, 3)
+    p.weights[4] = torch.nan
+    result = moe_linear_on_cuda(p.x, p.ids, p.weight, p.bias, p.weights, p.residual)
+    assert result.isnan().any(1).nonzero().flatten().tolist() == [4]
+
+
+def test_the_tile_grows_with_the_rows_of_an_expert() -> None:
+    rows = [grouped_constants(n, 128, torch.bfloat16)["BLOCK_M"] for n in (8, 2048, 16384, 65536)]
+    assert rows == [16, 16, 64, 128]

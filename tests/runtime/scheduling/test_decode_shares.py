@@ -1,0 +1,163 @@
+"""Requests of many sequences beside others: how long a step may be, and that all sequences advance."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ostinato.conf.schema import SchedulerConfig
+from ostinato.runtime.costs.cost_table import CostTable
+from ostinato.runtime.kv.kv_cache_manager import KVCacheManager
+from ostinato.runtime.scheduling.decode_shares import DecodeShares, quotas
+from ostinato.runtime.scheduling.scheduler import Scheduler
+from ostinato.runtime.types.params import SamplingParams
+from ostinato.runtime.types.request import Request
+from ostinato.runtime.types.step import SchedulerOutput, StepResult
+
+# A step of n decodes takes 1 + n / 4 ms, as on a CPU; and 1 ms, as on a GPU.
+SIZES = (1, 4, 16, 64)
+LINEAR = CostTable.from_medians(
+    tokens=(1, 256),
+    seqs=SIZES,
+    contexts=(0, 512),
+    seconds=[0.001] * 16,
+    decode=[(1 + size / 4) / 1e3 for size in SIZES for _ in range(2)],
+)
+FLAT = CostTable.from_medians(
+    tokens=(1, 256), seqs=SIZES, contexts=(0, 512), seconds=[0.001] * 16, decode=[0.001] * 8
+)
+
+
+class Run:
+    """A scheduler whose sequences all decode, and the tokens that each request has got.
+
+    Args:
+        sizes: sequences of each request.
+        costs: of its steps.
+        max_slowdown: its limit.
+    """
+
+    def __init__(
+        self, *sizes: int, costs: CostTable = LINEAR, max_slowdown: float = 1.55, in_flight: int = 1
+    ) -> None:
+        self.sizes = sizes
+        self.scheduler = Scheduler(
+            SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=256),
+            KVCacheManager(2000, 4),
+            max_model_len=100,
+            max_in_flight=in_flight,
+            shares=DecodeShares(costs, max_slowdown),
+        )
+        self.tokens: Counter[str] = Counter()
+        for group, size in enumerate(sizes, 1):
+            for place in range(size):
+                self.scheduler.add(
+                    Request(
+                        request_id=f"{group}:{place}",
+                        prompt_token_ids=[group, place + 1],
+                        sampling=SamplingParams(max_tokens=90, ignore_eos=True),
+                        place=place,
+                        group=group,
+                        group_size=size,
+                    )
+                )
+        while self.tokens.total() < sum(sizes):
+            self.update(self.schedule())
+        self.tokens.clear()
+
+    def schedule(self) -> SchedulerOutput:
+        output = self.scheduler.schedule()
+        assert output is not None
+        return output
+
+    def update(self, output: SchedulerOutput) -> None:
+        result = StepResult([7] * len(output.scheduled))
+        for one in self.scheduler.update(output, result):
+            self.tokens[one.request_id] += 1
+        self.scheduler.check_integrity()
+
+    def step(self) -> list[int]:
+        """Run a step; the number of its sequences of each request."""
+        before = self.tokens.copy()
+        self.update(self.schedule())
+        groups = Counter(name.partition(":")[0] for name in self.tokens - before)
+        return [groups[str(group)] for group in range(1, len(self.sizes) + 1)]
+
+
+def test_a_small_request_is_not_slowed_by_a_large_one():
+    """Two sequences take 1.5 ms, so a step may take 2.3 ms: that of five takes 2.25 ms."""
+    run = Run(40, 1)
+    for _ in range(20):
+        assert run.step() == [4, 1]
+    assert run.tokens["2:0"] == 20
+    large = [run.tokens[f"1:{place}"] for place in range(40)]
+    assert set(large) == {2}  # they take turns
+
+
+@pytest.mark.parametrize("sizes", [(40,), (1, 1, 1, 1), (8, 8, 8), (3, 3)])
+def test_equal_requests_share_whole_steps(sizes):
+    run = Run(*sizes)
+    assert run.step() == list(sizes)
+
+
+def test_where_many_sequences_cost_nothing_none_rests():
+    assert Run(50, 1, 1, costs=FLAT).step() == [50, 1, 1]
+
+
+def test_one_more_sequence_runs_even_if_it_takes_too_long():
+    assert Run(10, 1, max_slowdown=1.0).step() == [2, 1]
+
+
+def test_the_large_request_has_whole_steps_when_the_others_have_ended():
+    run = Run(40, 1)
+    assert run.step() == [4, 1]
+    run.scheduler.abort("2:0")
+    assert run.step() == [40, 0]
+
+
+def test_requests_that_were_equal_and_have_ended_in_part():
+    """What counts is how many sequences a request had at first."""
+    run = Run(8, 8)
+    for place in range(6):
+        run.scheduler.abort(f"1:{place}")
+    assert run.step() == [2, 8]
+
+
+def test_steps_ahead_of_their_results():
+    run = Run(20, 1, in_flight=2)
+    first = run.schedule()
+    for _ in range(40):
+        second = run.schedule()
+        run.update(first)
+        first = second
+    assert run.tokens["2:0"] == 40
+    large = [run.tokens[f"1:{place}"] for place in range(20)]
+    assert max(large) - min(large) <= 1
+
+
+@given(st.lists(st.integers(1, 20), min_size=2, max_size=8), st.data())
+def test_places_are_divided_equally(sizes, data):
+    most = data.draw(st.integers(len(sizes), max(len(sizes), sum(sizes) - 1)))
+    waits = data.draw(st.lists(st.integers(0, 5), min_size=len(sizes), max_size=len(sizes)))
+    if most >= sum(sizes):
+        return
+    given_places = quotas(sizes, most, waits)
+    assert sum(given_places) == most
+    assert all(1 <= one <= size for one, size in zip(given_places, sizes, strict=True))
+    for mine, size in zip(given_places, sizes, strict=True):
+        assert mine == size or mine >= max(given_places) - 1
+
+
+@given(st.lists(st.integers(1, 12), min_size=2, max_size=5))
+def test_every_sequence_advances(sizes):
+    run = Run(*sizes, max_slowdown=1.1)
+    steps = 3 * sum(sizes)
+    for _ in range(min(steps, 80)):
+        counts = run.step()
+        assert all(counts)
+    if steps <= 80:
+        assert min(run.tokens.values()) >= 1
+        assert len(run.tokens) == sum(sizes)

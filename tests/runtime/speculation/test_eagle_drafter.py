@@ -1,0 +1,124 @@
+"""The head's cache is right whatever the scheduler does: a perfect head drafts perfectly."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from ostinato.runtime.types.params import SamplingParams
+from ostinato.runtime.types.request import Request
+from tests.runtime.simulated_device import EOS, VOCAB_SIZE
+from tests.runtime.simulated_engine import SimulatedEngine
+from tests.runtime.speculation.head_device import SimulatedEagle, TappedDevice
+
+MAX_MODEL_LEN = 96
+
+
+def run_workload(
+    *,
+    total_blocks: int = 200,
+    max_num_batched_tokens: int = 19,
+    prefix_caching: bool = True,
+    lookahead: bool = False,
+    head_model_len: int = MAX_MODEL_LEN,
+    head_num_tokens: int = 64,
+    seed: int = 5,
+) -> tuple[SimulatedEngine, SimulatedEagle]:
+    """Sixty requests that share beginnings; a third of them go on with an earlier text."""
+    generator = random.Random(seed)
+    drafter = SimulatedEagle(
+        block_size=4, max_model_len=head_model_len, max_num_tokens=head_num_tokens
+    )
+    engine = SimulatedEngine(
+        total_blocks=total_blocks,
+        block_size=4,
+        max_num_seqs=8,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_model_len=MAX_MODEL_LEN,
+        prefix_caching=prefix_caching,
+        drafter=drafter,
+    )
+    engine.device = TappedDevice(total_blocks, 4, drafter.simulated)
+    stems = [[generator.randrange(VOCAB_SIZE) for _ in range(60)] for _ in range(3)]
+    for index in range(60):
+        prompt = generator.choice(stems)[: generator.randint(1, 60 if index % 3 else 12)]
+        ended = [name for name in engine.endings if engine.tokens[name]]
+        if index % 3 == 2 and ended:
+            name = generator.choice(ended)
+            before = engine.requests[name].prompt_token_ids + engine.tokens[name]
+            prompt = [*before, 3][: MAX_MODEL_LEN - 10]
+        sampling = SamplingParams(
+            max_tokens=generator.randint(1, 30),
+            ignore_eos=index % 4 != 0,
+            speculation=index % 6 != 0,
+        )
+        if index % 9 == 4:
+            sampling = SamplingParams(use_beam_search=True, n=2, best_of=3, max_tokens=6)
+        engine.add(
+            Request(
+                request_id=str(index),
+                prompt_token_ids=prompt,
+                sampling=sampling,
+                eos_token_ids=(EOS,),
+                cache_salt="tenant" if index % 8 == 0 else "",
+            )
+        )
+        while engine.num_in_flight > lookahead:
+            engine.land()
+        engine.launch()
+        if index % 13 == 12:
+            engine.abort(str(index - 1))
+    while engine.num_in_flight > 1:
+        engine.land()
+    engine.run(lookahead=lookahead)
+    engine.check_drained()  # every output is that of the request alone
+    return engine, drafter
+
+
+@pytest.mark.parametrize("lookahead", [False, True])
+@pytest.mark.parametrize("prefix_caching", [True, False])
+@pytest.mark.parametrize("total_blocks", [25, 60, 200])
+def test_a_perfect_head_is_always_right(
+    total_blocks: int, prefix_caching: bool, lookahead: bool
+) -> None:
+    """Through prefix hits, preemptions, chunks and reused blocks, its cache has what it reads."""
+    engine, _ = run_workload(
+        total_blocks=total_blocks, prefix_caching=prefix_caching, lookahead=lookahead
+    )
+    assert engine.scheduler.drafts is not None
+    stats = engine.scheduler.drafts.stats
+    assert stats.num_draft_tokens > 100
+    assert stats.num_accepted_tokens == stats.num_draft_tokens
+    if total_blocks == 25:
+        assert engine.scheduler.num_preemptions > 5
+
+
+@pytest.mark.parametrize("head_num_tokens", [8, 16])
+@pytest.mark.parametrize("max_num_batched_tokens", [19, 96])
+def test_a_small_step_catches_up_in_chunks(
+    head_num_tokens: int, max_num_batched_tokens: int
+) -> None:
+    engine, _ = run_workload(
+        head_num_tokens=head_num_tokens, max_num_batched_tokens=max_num_batched_tokens
+    )
+    assert engine.scheduler.drafts is not None
+    stats = engine.scheduler.drafts.stats
+    assert 50 < stats.num_draft_tokens == stats.num_accepted_tokens
+
+
+def test_cached_prompts_are_not_computed_again() -> None:
+    cached, plain = (
+        run_workload(prefix_caching=on, max_num_batched_tokens=96)[1].simulated
+        for on in (True, False)
+    )
+    assert cached.num_tokens < 0.8 * plain.num_tokens
+    assert cached.longest > 60
+
+
+def test_nothing_is_drafted_past_the_heads_context() -> None:
+    engine, drafter = run_workload(head_model_len=24)
+    assert engine.scheduler.drafts is not None
+    stats = engine.scheduler.drafts.stats
+    assert 20 < stats.num_draft_tokens == stats.num_accepted_tokens
+    assert drafter.simulated.longest == 24
