@@ -16,6 +16,7 @@ from ostinato.runtime.types.params import ThinkingLimit
 from ostinato.runtime.types.structured_outputs import StructuredOutputsParams
 from tests.runtime.drafters import ReplayDrafter, make_llm
 from tests.runtime.engine.test_engine import make_prompts
+from tests.runtime.mask_clock import MaskClock
 from tests.runtime.tiny import MODEL, tiny_config
 
 VOCAB_SIZE = 3077  # five ids more than the tokenizer has
@@ -103,8 +104,10 @@ def test_any_drafter_gives_the_same(
     drafter: ReplayDrafter,
     plain: list[list[CompletionOutput]],
     accuracy: float,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """All parameters beside each other in one batch."""
+    MaskClock(monkeypatch)  # a row whose mask waits refuses its drafts
     drafter.accuracy = accuracy
     scheduler = drafting._engine._scheduler
     assert scheduler.drafts is not None
