@@ -294,8 +294,8 @@ class ParallelConfig(Section):
     )
     host: str = setting(
         "",
-        "address of this machine at which other machines reach it; empty = that of its default "
-        "route",
+        "address of this machine at which the server listens for other machines; empty = that of "
+        "its default route, 0.0.0.0 = all",
     )
     ray_address: str = setting(
         "",

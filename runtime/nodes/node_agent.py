@@ -51,6 +51,7 @@ __all__ = ("run_node",)
 
 _LOG = logging.getLogger(__name__)
 _JOIN_S = 60.0  # how long a server may not answer
+_QUIET_S = 3.0  # of these, before a line says what is waited for
 _AGAIN_S = 0.5  # between two attempts to join
 _FAILED_HANDSHAKE = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -68,7 +69,7 @@ async def run_node(
         address: of the server, `tcp://HOST:PORT`.
         token: of the server.
         name: of this machine, which the server shows.
-        say: called with a line when it has joined a server, or lost it.
+        say: called with a line when it waits for a server, has joined one, or lost it.
 
     Raises:
         StartupError: the address or the token is wrong, the server refuses this machine, or it has
@@ -81,7 +82,7 @@ async def run_node(
         while True:
             session = _Session(address, token, name, directory)
             try:
-                await session.join()
+                await session.join(say)
                 say(f"machine {name} has joined {address}")
                 if await session.run():
                     say(f"the server at {address} has ended")
@@ -96,6 +97,14 @@ async def run_node(
             await asyncio.sleep(_AGAIN_S)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
+
+
+async def _first_of(
+    answer: asyncio.Future[bytes], failure: asyncio.Future[list[bytes]], timeout_s: float
+) -> None:
+    """Wait until one of the two is done, or the time is over."""
+    both = {answer, failure}
+    await asyncio.wait(both, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
 
 
 class _ClosedError(StartupError):
@@ -129,8 +138,11 @@ class _Session:
         find_lost_peers(self._socket)
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | _FAILED_HANDSHAKE)
 
-    async def join(self) -> None:
+    async def join(self, say: Callable[[str], object]) -> None:
         """Connect and wait until the server has answered.
+
+        Args:
+            say: as `run_node`.
 
         Raises:
             StartupError: as `run_node`.
@@ -145,9 +157,14 @@ class _Session:
         answer = asyncio.ensure_future(self._socket.recv())
         failure = asyncio.ensure_future(self._monitor.recv_multipart())
         try:
-            await asyncio.wait(
-                {answer, failure}, timeout=_JOIN_S, return_when=asyncio.FIRST_COMPLETED
-            )
+            quiet_s = min(_QUIET_S, _JOIN_S)
+            await _first_of(answer, failure, quiet_s)
+            if not (answer.done() or failure.done()):
+                say(
+                    f"no server has answered at {self._address} for {quiet_s:.0f} s; "
+                    f"this machine tries to join it for {_JOIN_S - quiet_s:.0f} s more"
+                )
+                await _first_of(answer, failure, _JOIN_S - quiet_s)
             if answer.done():
                 order = order_decoder.decode(answer.result())
             elif failure.done():

@@ -48,9 +48,10 @@ from ostinato.runtime.nodes.node_messages import (
 )
 from ostinato.runtime.nodes.remote_child import RemoteChild
 
-__all__ = ("NodeHub", "own_address")
+__all__ = ("NodeHub", "own_address", "reached_at")
 
 _LOG = logging.getLogger(__name__)
+_ANY = ("0.0.0.0", "::", "*")  # all addresses of this machine
 _LINGER_S = 1.0  # for the last messages of a server that ends
 
 
@@ -77,8 +78,9 @@ class NodeHub:
     """Starts engine processes on other machines.
 
     Args:
-        host: the address of this machine at which others reach it; empty = that of its default
-            route.
+        host: the address of this machine at which it listens and others reach it; empty = that of
+            its default route; 0.0.0.0 or :: = it listens at all, and `address` has that of its
+            default route.
         num_places: engines that each machine runs at the same time.
         asks: whether a line of the log says how to add machines that are missing.
 
@@ -133,7 +135,7 @@ class NodeHub:
                 f"cannot listen on parallel.host={host!r} ({error}): set it to an address of this "
                 "machine that the others can reach"
             ) from error
-        self.address = f"tcp://{_bracketed(host)}:{port}"
+        self.address = f"tcp://{_bracketed(reached_at(host))}:{port}"
         self._tasks = [
             asyncio.create_task(self._receive()),
             asyncio.create_task(self._watch(self._monitor)),
@@ -276,6 +278,11 @@ class NodeHub:
                 _LOG.error("the connection to machine %s was lost", node.name)
                 for child, _ in node.engines.values():
                     child.lose(f"the connection to machine {node.name} was lost")
+
+
+def reached_at(host: str) -> str:
+    """The address at which others reach a server that listens at `host`."""
+    return own_address() if host in _ANY else host
 
 
 def own_address() -> str:
