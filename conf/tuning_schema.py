@@ -42,6 +42,9 @@ class SimulateSection(Section):
         LinkName.nvlink,
         "what connects the devices of parallel.tensor and parallel.pipeline, with simulate.device",
     )
+    stage_link: LinkName | None = setting(
+        None, "what connects the stages of parallel.pipeline; null = simulate.link"
+    )
     costs: str = setting(
         "", "a step-cost table that save_costs wrote; empty = measured or computed"
     )

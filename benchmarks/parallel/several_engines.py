@@ -1,15 +1,19 @@
-"""Measures several engines behind one client: throughput, prefix hits, the pause after a crash.
+"""Measures several engines and several ranks: throughput, prefix hits, pauses after a crash.
 
     python -m ostinato.benchmarks.parallel.several_engines
     python -m ostinato.benchmarks.parallel.several_engines --parts throughput,death --json FILE
 
-The engines are real processes with one thread each; requests go through `EngineClient`, without
-HTTP. The machine should have a core for each engine and no other work.
+The engines are real processes with one thread each rank; requests go through `EngineClient`,
+without HTTP. The machine should have two cores and no other work.
 
 throughput  output tokens a second of one and of two engines, in turns
+ranks       output tokens a second of one process with two threads, of two ranks and of two stages,
+            in turns, with 1, 8 and 32 requests in progress
 prefixes    share of prompt tokens found in the cache, for two routers: live, simulated (the same
             requests, cache sizes and router code), and ideal: each prefix is computed once
-death       the longest pause of a stream after SIGKILL of its engine
+death       the longest pause of a stream after SIGKILL of its engine, beside another engine
+rank_death  the longest pause of a stream after SIGKILL of a rank of the only engine, for two ranks
+            and for two stages, beside the time of a start
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ import argparse
 import asyncio
 import itertools
 import json
+import math
 import os
 import random
 import signal
@@ -25,7 +30,7 @@ import statistics
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -53,6 +58,13 @@ _OWN = 32  # tokens of each prompt after its prefix
 _OUTPUT = 8  # tokens of the answers to prompts with a prefix
 _STREAMS = 32  # requests in progress
 _TOKENS = 96  # tokens of each stream
+_COUNTS = (1, 8, 32)  # requests in progress for `ranks`
+# Settings of engines that have two cores each.
+_DIVISIONS = {
+    "one process": (),
+    "two ranks": ("parallel.tensor=2",),
+    "two stages": ("parallel.pipeline=2",),
+}
 _SIMULATED_DEVICE = "l4"  # any device: the speed changes no hits, as requests wait for each other
 
 
@@ -111,27 +123,59 @@ async def throughput(model: str, rounds: int) -> dict[str, Any]:
     """Output tokens a second of one and of two engines, measured in turns."""
     draw = random.Random(1)
     rates: dict[int, list[float]] = {1: [], 2: []}
-
-    async def measure(client: EngineClient) -> float:
-        prompts = [_random_prompt(draw, _OWN) for _ in range(2 * _STREAMS)]
-        room = asyncio.Semaphore(_STREAMS)
-
-        async def one(prompt: list[int]) -> int:
-            async with room:
-                return (await _answer(client, prompt, _TOKENS)).num_output
-
-        begin = time.perf_counter()
-        counts = await asyncio.gather(*map(one, prompts))
-        return sum(counts) / (time.perf_counter() - begin)
-
     async with _started(_config(model, 1)) as single, _started(_config(model, 2)) as double:
-        for client in (single, double):
-            await measure(client)  # the first round maps memory
+        clients = {1: single, 2: double}
+        for client in clients.values():
+            await _rate(client, draw, _STREAMS)  # the first round maps memory
         for _ in range(rounds):
-            rates[1].append(await measure(single))
-            rates[2].append(await measure(double))
+            for count, client in clients.items():
+                rates[count].append(await _rate(client, draw, _STREAMS))
     medians = {count: statistics.median(values) for count, values in rates.items()}
     return {"tokens_per_s": rates, "ratio": medians[2] / medians[1]}
+
+
+async def ranks(model: str, rounds: int) -> dict[str, Any]:
+    """Output tokens a second of an engine with two cores, divided in three ways, in turns."""
+    draw = random.Random(4)
+    rates: dict[str, dict[str, list[float]]] = {
+        name: {str(count): [] for count in _COUNTS} for name in _DIVISIONS
+    }
+    async with AsyncExitStack() as stack:
+        clients = {
+            name: await stack.enter_async_context(
+                _started(_config(model, 1, "device.threads=2", *overrides))
+            )
+            for name, overrides in _DIVISIONS.items()
+        }
+        for client in clients.values():
+            await _rate(client, draw, _STREAMS)
+        for _, count in itertools.product(range(rounds), _COUNTS):
+            for name, client in clients.items():
+                rates[name][str(count)].append(await _rate(client, draw, count))
+    whole = rates["one process"]
+    ratios = {
+        name: {
+            count: statistics.median(values) / statistics.median(whole[count])
+            for count, values in found.items()
+        }
+        for name, found in rates.items()
+        if found is not whole
+    }
+    return {"tokens_per_s": rates, "ratio": ratios}
+
+
+async def _rate(client: EngineClient, draw: random.Random, streams: int) -> float:
+    """Output tokens a second with so many requests in progress."""
+    prompts = [_random_prompt(draw, _OWN) for _ in range(2 * streams)]
+    room = asyncio.Semaphore(streams)
+
+    async def one(prompt: list[int]) -> int:
+        async with room:
+            return (await _answer(client, prompt, _TOKENS)).num_output
+
+    begin = time.perf_counter()
+    counts = await asyncio.gather(*map(one, prompts))
+    return sum(counts) / (time.perf_counter() - begin)
 
 
 def ideal_share(prompts: Sequence[Sequence[int]]) -> float:
@@ -191,38 +235,87 @@ def longest_gap(times: Sequence[float], begin: float, end: float) -> float:
 
 
 async def death(model: str, rounds: int) -> dict[str, Any]:
-    """The longest pause of a stream within two seconds after SIGKILL of an engine."""
-    draw = random.Random(3)
-    gaps: list[float] = []
+    """The longest pause of a stream within two seconds after SIGKILL of one of two engines."""
     config = _config(model, 2, "server.max_restarts=1000", "server.restart_backoff_s=0")
     async with _started(config) as client:
-        victim = client.replicas[0]
-        for _ in range(rounds):
-            times: list[list[float]] = [[] for _ in range(8)]
 
-            def note(stream: list[float]) -> None:
-                stream.append(time.perf_counter())
+        def victim() -> int:
+            assert len(client.replicas[0].requests), "the router left an engine without work"
+            assert client.replicas[0].pid is not None, "it serves"
+            return client.replicas[0].pid
 
-            streams = [
-                asyncio.create_task(
-                    _answer(client, _random_prompt(draw, _OWN), 400, partial(note, stream))
-                )
-                for stream in times
-            ]
-            while not all(times):
-                await asyncio.sleep(0.001)
-            assert len(victim.requests), "the router left an engine without work"
-            assert victim.pid is not None, "it serves"
-            killed = time.perf_counter()
-            os.kill(victim.pid, signal.SIGKILL)
-            await asyncio.gather(*streams)
-            gaps.append(max(longest_gap(stream, killed, killed + 2) for stream in times))
-            while not victim.is_alive:
-                await asyncio.sleep(0.01)
+        gaps = [await _gap_after_kill(client, victim, 2.0) for _ in range(rounds)]
     return {"longest_gap_s": gaps, "median_s": statistics.median(gaps)}
 
 
-PARTS = {"throughput": throughput, "prefixes": prefixes, "death": death}
+async def rank_death(model: str, rounds: int) -> dict[str, Any]:
+    """The longest pause of a stream after SIGKILL of the last rank of the only engine.
+
+    `start_s` are the times of starts with saved programs, of all ranks.
+    """
+    found: dict[str, Any] = {}
+    for name, overrides in _DIVISIONS.items():
+        if not overrides:
+            continue
+        settings = (*overrides, "server.max_restarts=1000", "server.restart_backoff_s=0")
+        config = _config(model, 1, "device.threads=2", *settings)
+        starts: list[float] = []
+        for _ in range(1 + rounds):  # the first one may compile
+            begin = time.perf_counter()
+            async with _started(config):
+                starts.append(time.perf_counter() - begin)
+        async with _started(config) as client:
+
+            def victim(client: EngineClient = client) -> int:
+                return client.replicas[0].status.ranks[-1].pid
+
+            gaps = [await _gap_after_kill(client, victim, math.inf) for _ in range(rounds)]
+        found[name] = {
+            "longest_gap_s": gaps,
+            "median_s": statistics.median(gaps),
+            "start_s": starts[1:],
+            "median_start_s": statistics.median(starts[1:]),
+        }
+    return found
+
+
+async def _gap_after_kill(
+    client: EngineClient, victim: Callable[[], int], within_s: float
+) -> float:
+    """The longest time without a token of one of eight streams, after SIGKILL of a process.
+
+    Args:
+        client: whose engines have no other request. They serve again when this returns.
+        victim: the id of the process, asked for when every stream has a token.
+        within_s: pauses that begin later do not count.
+    """
+    draw = random.Random(3)
+    times: list[list[float]] = [[] for _ in range(8)]
+
+    def note(stream: list[float]) -> None:
+        stream.append(time.perf_counter())
+
+    streams = [
+        asyncio.create_task(_answer(client, _random_prompt(draw, _OWN), 400, partial(note, stream)))
+        for stream in times
+    ]
+    while not all(times):
+        await asyncio.sleep(0.001)
+    killed = time.perf_counter()
+    os.kill(victim(), signal.SIGKILL)
+    await asyncio.gather(*streams)
+    while not all(one.is_alive for one in client.replicas):
+        await asyncio.sleep(0.01)
+    return max(longest_gap(stream, killed, killed + within_s) for stream in times)
+
+
+PARTS = {
+    "throughput": throughput,
+    "ranks": ranks,
+    "prefixes": prefixes,
+    "death": death,
+    "rank_death": rank_death,
+}
 
 
 def _rows(results: dict[str, Any]) -> list[tuple[str, str, str]]:
@@ -232,19 +325,30 @@ def _rows(results: dict[str, Any]) -> list[tuple[str, str, str]]:
         for count, rates in found["tokens_per_s"].items():
             rows.append((f"{count} engine(s), tokens/s", f"{statistics.median(rates):.0f}", ""))
         rows.append(("two engines over one", f"{found['ratio']:.2f}", "1.8"))
+    if found := results.get("ranks"):
+        for name, by_count in found["ratio"].items():
+            goal = "0.90" if name == "two ranks" else ""
+            rows += [
+                (f"{name} over two threads, {count} requests", f"{ratio:.2f}", goal)
+                for count, ratio in by_count.items()
+            ]
     if found := results.get("prefixes"):
         rows.append(("prefix hits, ideal", f"{found['ideal']:.1%}", ""))
         for router, share in found["share"].items():
             goal = f"{0.9 * found['ideal']:.1%}" if router == "prefix_aware" else ""
             rows += [(f"{router}, {how}", f"{share[how]:.1%}", goal) for how in share]
     if found := results.get("death"):
-        rows.append(("longest pause after SIGKILL", f"{found['median_s'] * 1000:.0f} ms", "500 ms"))
+        rows.append(("pause after SIGKILL of an engine", f"{found['median_s']:.2f} s", "0.50 s"))
+    for name, one in results.get("rank_death", {}).items():
+        goal = f"{one['median_start_s'] + 1:.2f} s"
+        rows.append((f"pause after SIGKILL, {name}", f"{one['median_s']:.2f} s", goal))
+        rows.append((f"start of {name}", f"{one['median_start_s']:.2f} s", ""))
     return rows
 
 
 def main() -> int:
     """Measure the parts that the command line names, and print or write them."""
-    parser = argparse.ArgumentParser(description="Measures several engines behind one client.")
+    parser = argparse.ArgumentParser(description="Measures several engines, and several ranks.")
     parser.add_argument("--parts", default=",".join(PARTS), help="some of the parts")
     parser.add_argument("--model", default="demo", help="a preset; its weights are random")
     parser.add_argument("--rounds", type=int, default=5)

@@ -46,7 +46,7 @@ from ostinato.conf.errors import ConfigError
 from ostinato.conf.root import RunConfig
 from ostinato.conf.tuning_schema import SimulateSection
 
-__all__ = ("simulate", "simulated_job")
+__all__ = ("simulate", "simulated_job", "simulated_record")
 
 
 def simulate(config: RunConfig) -> int:
@@ -69,6 +69,19 @@ def simulate(config: RunConfig) -> int:
     path = output_path(section.output, "simulate", "simulate.output")
     if section.save_costs:
         require_writable(expand_user(section.save_costs), "simulate.save_costs")
+    record = simulated_record(config)
+    write_record(record, path)
+    print_record(record, path)
+    return 0
+
+
+def simulated_record(config: RunConfig) -> Record:
+    """The prediction of every point of `load`.
+
+    Raises:
+        ConfigError, StartupError: as `simulate`.
+    """
+    section = config.simulate
     points = load_points(config.load)
     facts = model_facts(
         config if not (section.costs or section.device) else without_weights(config)
@@ -78,15 +91,12 @@ def simulate(config: RunConfig) -> int:
     if section.save_costs:
         save_costs(spec.costs, section.save_costs)
     results = [_point(config, facts, part, spec, point) for point in points]
-    record = Record(
+    return Record(
         kind="simulate",
         conditions=conditions_of(config, engine=describe(spec)),
         points=results,
         notes=[*notes, *_notes(config)],
     )
-    write_record(record, path)
-    print_record(record, path)
-    return 0
 
 
 def simulated_job(load: LoadSection, part: Part, point: LoadPoint, seed: int) -> LoadJob:

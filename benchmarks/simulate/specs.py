@@ -152,6 +152,7 @@ def planned_spec(
             tensor=parallel.tensor,
             pipeline=parallel.pipeline,
             link=LINKS[config.simulate.link],
+            stage_link=LINKS[config.simulate.stage_link or config.simulate.link],
         )
         costs = roofline_table(accelerator, shape, source.limits, plan.max_model_len, division)
     return EngineSpec(

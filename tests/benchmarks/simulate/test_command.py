@@ -59,7 +59,7 @@ def test_ranks_divide_the_work_and_add_their_exchanges():
         # Two sums of a hidden state in each layer: two latencies each, and half of it twice.
         exchanges = 64 * (2e-6 * link.latency_us + 8192 / (0.85e9 * link.gb_s))
         assert two.decode_seconds(1, 0) == pytest.approx(alone / 2 + 250e-6 + exchanges), name
-        stages = roofline_table(device, shape, limits, 8192, Division(pipeline=3, link=link))
+        stages = roofline_table(device, shape, limits, 8192, Division(pipeline=3, stage_link=link))
         hops = 2 * (1e-6 * link.latency_us + 8192 / (0.85e9 * link.gb_s))
         assert stages.decode_seconds(1, 0) == pytest.approx(alone + 750e-6 + hops), name
 
