@@ -317,6 +317,12 @@ class ParallelConfig(Section):
                 f"auto or processes with parallel.{key}={getattr(self, key)}",
                 self.executor.value,
             )
+        if self.nodes > self.data:
+            refuse(
+                "parallel.nodes",
+                f"at most parallel.data={self.data} (an engine has all its ranks on one machine)",
+                self.nodes,
+            )
         if self.data % self.nodes:
             fitting = " or ".join(f"{n}" for n in range(1, self.data + 1) if self.data % n == 0)
             refuse("parallel.nodes", f"{fitting} with parallel.data={self.data}", self.nodes)

@@ -18,7 +18,7 @@ from ostinato.conf.schema import (
     SamplingSection,
     SchedulerConfig,
 )
-from ostinato.conf.server_schema import ServerConfig
+from ostinato.conf.server_schema import ParallelConfig, ServerConfig
 
 
 @pytest.mark.parametrize(
@@ -34,6 +34,17 @@ from ostinato.conf.server_schema import ServerConfig
             CacheConfig,
             {"memory_gib": float("nan")},
             "cache.memory_gib must be null or above 0, got nan",
+        ),
+        (
+            ParallelConfig,
+            {"nodes": 2},
+            "parallel.nodes must be at most parallel.data=1 (an engine has all its ranks on one "
+            "machine), got 2",
+        ),
+        (
+            ParallelConfig,
+            {"nodes": 2, "data": 3},
+            "parallel.nodes must be 1 or 3 with parallel.data=3, got 2",
         ),
         (DeviceConfig, {"threads": 0}, "device.threads must be null or in [1, 1024], got 0"),
         (
