@@ -167,7 +167,7 @@ def choose_weights(
     asked = f"model.quantization={section.quantization}"
     layers = _on_load(section, section.quantization.value)
     reason = layers.why_unusable(device, dtype)
-    if reason is None and not pack:
+    if reason is None and not pack and device.type == "cpu":
         reason = "graphs.pack_weights=false keeps weights as they are; leave out one of the two"
     if reason is not None:
         raise ValueError(f"{asked}, but {reason}")

@@ -218,7 +218,10 @@ class LinearBase(nn.Module):
         tensors: dict[str, Tensor] = {}
         self.method.load(tensors, name, value, part, self.spec)
         finished = self.method.finish(tensors, self.spec)
-        return all(torch.equal(tensor, self.weights[key]) for key, tensor in finished.items())
+        return all(
+            torch.equal(tensor.to(self.spec.device), self.weights[key])
+            for key, tensor in finished.items()
+        )
 
     def multiply(
         self, x: Tensor, residual: Tensor | None = None, *, float32_output: bool = False

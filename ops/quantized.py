@@ -12,11 +12,15 @@ row depend neither on other rows nor on the number of threads.
 
 The kernels are quantized.cpp, pack.cpp, repack.cpp and unpack.cpp in ops/native/quantized/. Until
 they are loaded the same ops run as plain torch (ops/quantized_reference.py).
+
+On CUDA the same bytes are read by the Triton kernels of ops/gpu_quantized/, which do not round
+activations.
 """
 
 from __future__ import annotations
 
 from enum import StrEnum
+from importlib import import_module
 
 import torch
 from torch import Tensor
@@ -112,10 +116,11 @@ def quantized_linear(
     order: Tensor | None = None,
     float32_output: bool = False,
 ) -> Tensor:
-    """x @ W.T + bias + residual with a quantised W; x is quantised too, as described above.
+    """x @ W.T + bias + residual with a quantised W; on a CPU x is quantised too (see above).
 
     Args:
-        x: [T, K] float32 or bfloat16, last dimension contiguous, any row stride.
+        x: [T, K] float32 or bfloat16, on CUDA also float16; last dimension contiguous, any row
+            stride.
         weight: what `quantize_linear_weight` or `pack_quantized_weight` made of W
             [out_features, K].
         bias: [out_features] in x's dtype, added in float32 before rounding, or None.
@@ -154,16 +159,17 @@ def quantized_rows(
         out_features: rows of the table.
         in_features: their length.
         form: the format of the weight.
-        dtype: the dtype of the result, float32 or bfloat16.
+        dtype: the dtype of the result, float32 or bfloat16, on CUDA also float16.
 
     Returns:
         [T, in_features] contiguous.
 
     Raises:
-        ValueError: an id is out of range; its index and value are in the text.
+        ValueError: an id is out of range; its index and value are in the text. CUDA checks none.
     """
-    float32_output = dtype == torch.float32
-    return _quantized_rows(weight, ids, out_features, in_features, float32_output, *form)
+    float32_output = dtype != torch.bfloat16
+    rows = _quantized_rows(weight, ids, out_features, in_features, float32_output, *form)
+    return rows.to(dtype)
 
 
 def unpack_words(words: Tensor, bits: int, packing: Packing) -> Tensor:
@@ -268,6 +274,45 @@ def _rows_fake(
     return weight.new_empty((ids.shape[0], in_features), dtype=dtype)
 
 
+def _linear_on_cuda(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out_features: int,
+    float32_output: bool,
+    residual: Tensor | None,
+    order: Tensor | None,
+    bits: int,
+    group_size: int,
+    symmetric: bool,
+    scales: str,
+    kind: str,
+) -> Tensor:
+    kernels = import_module("ostinato.ops.gpu_quantized.triton_quantized_linear")
+    form = QuantFormat(bits, group_size, symmetric, scales, kind)
+    return kernels.quantized_linear_on_cuda(
+        x, weight, bias, out_features, float32_output, residual, order, form
+    )
+
+
+def _rows_on_cuda(
+    weight: Tensor,
+    ids: Tensor,
+    out_features: int,
+    in_features: int,
+    float32_output: bool,
+    bits: int,
+    group_size: int,
+    symmetric: bool,
+    scales: str,
+    kind: str,
+) -> Tensor:
+    kernels = import_module("ostinato.ops.gpu_quantized.triton_quantized_rows")
+    dtype = torch.float32 if float32_output else torch.bfloat16
+    form = QuantFormat(bits, group_size, symmetric, scales, kind)
+    return kernels.quantized_rows_on_cuda(weight, ids, out_features, in_features, dtype, form)
+
+
 _quantize_linear = register_op(
     "quantize_linear", {"CompositeExplicitAutograd": quantize_linear_reference}, fake=_quantize_fake
 )
@@ -276,11 +321,13 @@ _pack_quantized = register_op(
 )
 _quantized_linear = register_op(
     "quantized_linear",
-    {"CompositeExplicitAutograd": quantized_linear_reference},
+    {"CompositeExplicitAutograd": quantized_linear_reference, "CUDA": _linear_on_cuda},
     fake=_linear_fake,
 )
 _quantized_rows = register_op(
-    "quantized_rows", {"CompositeExplicitAutograd": quantized_rows_reference}, fake=_rows_fake
+    "quantized_rows",
+    {"CompositeExplicitAutograd": quantized_rows_reference, "CUDA": _rows_on_cuda},
+    fake=_rows_fake,
 )
 _unpack_words = register_op(
     "unpack_words",

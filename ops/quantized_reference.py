@@ -177,7 +177,7 @@ def _unpack(
             pairs = data.reshape(len(data), -1, 1, PANEL * 4)
             data = torch.cat((pairs & 15, pairs >> 4), 2)
         if form.kind == "e2m1":
-            data = torch.tensor(_E2M1, dtype=torch.uint8)[data.long()]
+            data = torch.tensor(_E2M1, dtype=torch.uint8, device=data.device)[data.long()]
         if form.kind == "e4m3":
             data = data.contiguous().view(torch.float8_e4m3fn).float()
             values.append(data.view(len(data), size, PANEL).transpose(1, 2).reshape(-1, size))

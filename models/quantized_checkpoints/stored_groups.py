@@ -44,7 +44,7 @@ G_IDX = StoredTensor((IN,), dtypes=(torch.int32, torch.int64), converted=False)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredGroups(QuantizedMatrix):
-    """Integers with a scale for each group of a row; on a CPU."""
+    """Integers with a scale for each group of a row."""
 
     kind: ClassVar[str] = "steps"  # the `kind` of QuantFormat
 

@@ -20,6 +20,7 @@ from ostinato.models.weight_methods.weight_method import (
     OUT,
     MatrixSpec,
     ParameterSpec,
+    Part,
     StoredTensor,
     WeightMethod,
 )
@@ -32,9 +33,10 @@ __all__ = ("GroupQuantized", "QuantizedMatrix")
 
 @dataclass(frozen=True, slots=True)
 class QuantizedMatrix(WeightMethod):
-    """`weight`: bytes that the kernels of ops/quantized.py multiply; on a CPU.
+    """`weight`: bytes that the kernels of ops/quantized.py multiply, on a CPU and on CUDA.
 
-    A parameter `order` [in] int32 says which stored column each column of `weight` is.
+    They are made on the CPU and copied to where they are multiplied. A parameter `order` [in] int32
+    says which stored column each column of `weight` is.
     """
 
     is_quantized: ClassVar[bool] = True
@@ -45,9 +47,11 @@ class QuantizedMatrix(WeightMethod):
         """The format of a matrix in the words of ops/quantized.py."""
 
     def why_unusable(self, device: torch.device, dtype: torch.dtype) -> str | None:
+        if device.type == "cuda":
+            return None
         if device.type != "cpu":
             return (
-                "only the CPU's kernels read quantised weights and the device is "
+                "only kernels of CPUs and of CUDA read quantised weights, and the device is "
                 f"{device.type}; leave it out, or set device.name=cpu"
             )
         if dtype not in (torch.float32, torch.bfloat16):
@@ -56,6 +60,19 @@ class QuantizedMatrix(WeightMethod):
                 f"{str(dtype).removeprefix('torch.')}; set model.dtype=bfloat16"
             )
         return None
+
+    def place(
+        self,
+        tensors: dict[str, Tensor],
+        name: str,
+        value: Tensor,
+        stored: StoredTensor,
+        part: Part,
+        spec: MatrixSpec,
+    ) -> None:
+        if spec.device.type == "cuda":  # the kernels that lay weights out are the CPU's
+            spec = spec._replace(device=torch.device("cpu"))
+        super(QuantizedMatrix, self).place(tensors, name, value, stored, part, spec)
 
     def apply(
         self,
@@ -149,4 +166,7 @@ class GroupQuantized(QuantizedMatrix):
         return {"weight": ParameterSpec(tuple(shape), torch.uint8)}
 
     def finish(self, tensors: dict[str, Tensor], spec: MatrixSpec) -> dict[str, Tensor]:
-        return {"weight": quantize_linear_weight(tensors["weight"], self.form(spec))}
+        weight = tensors["weight"]
+        if weight.dtype == torch.float16:  # of a model for CUDA; the CPU's kernels do not read it
+            weight = weight.float()
+        return {"weight": quantize_linear_weight(weight, self.form(spec))}

@@ -13,8 +13,9 @@ ops/linear.py. So on a CPU the bits of a token's result do not depend on other t
 Nothing has a size that depends on data, and the host reads no result.
 
 The CPU kernels are ops/native/moe/moe_linear.cpp, over packed weights, and
-quantized_moe_linear.cpp. Until they are loaded the same ops run as plain torch. On a GPU weights
-are plain, and `moe_linear` runs the kernels of triton_moe_linear.py.
+quantized_moe_linear.cpp. Until they are loaded the same ops run as plain torch. On a GPU
+`moe_linear` runs the kernels of triton_moe_linear.py, and `quantized_moe_linear` those of
+ops/gpu_quantized/.
 """
 
 from __future__ import annotations
@@ -91,10 +92,11 @@ def quantized_moe_linear(
     routing_weights: Tensor | None = None,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """`moe_linear` over quantised matrices, on a CPU; x is quantised too (ops/quantized.py).
+    """`moe_linear` over quantised matrices; on a CPU x is quantised too (ops/quantized.py).
 
     Args:
-        x, ids, bias, routing_weights, residual: as for `moe_linear`; x is float32 or bfloat16.
+        x, ids, bias, routing_weights, residual: as for `moe_linear`; x is float32 or bfloat16, on
+            CUDA also float16.
         weight: [experts, ...] of what `quantize_linear_weight` made of each matrix [N, K].
         out_features: N; the weight is padded beyond it.
         form: the format of the weight.
@@ -217,6 +219,27 @@ def _quantized_moe_linear_reference(
     return _sum_over_experts(x, ids, len(weight), multiply, routing_weights, residual)
 
 
+def _quantized_moe_linear_on_cuda(
+    x: Tensor,
+    ids: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out_features: int,
+    routing_weights: Tensor | None,
+    residual: Tensor | None,
+    bits: int,
+    group_size: int,
+    symmetric: bool,
+    scales: str,
+    kind: str,
+) -> Tensor:
+    kernels = import_module("ostinato.ops.gpu_quantized.triton_quantized_moe")
+    form = QuantFormat(bits, group_size, symmetric, scales, kind)
+    return kernels.quantized_moe_on_cuda(
+        x, ids, weight, bias, out_features, routing_weights, residual, form
+    )
+
+
 def _packed_moe_linear_fake(
     x: Tensor,
     ids: Tensor,
@@ -270,6 +293,9 @@ _packed_moe_linear = register_op(
 )
 _quantized_moe_linear = register_op(
     "quantized_moe_linear",
-    {"CompositeExplicitAutograd": _quantized_moe_linear_reference},
+    {
+        "CompositeExplicitAutograd": _quantized_moe_linear_reference,
+        "CUDA": _quantized_moe_linear_on_cuda,
+    },
     fake=_quantized_moe_linear_fake,
 )

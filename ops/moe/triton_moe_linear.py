@@ -19,7 +19,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ("combine_slots_kernel", "grouped_constants", "grouped_kernel", "moe_linear_on_cuda")
+__all__ = (
+    "combine_slots",
+    "combine_slots_kernel",
+    "grouped_constants",
+    "grouped_kernel",
+    "moe_linear_on_cuda",
+    "sorted_pairs",
+)
 
 _COMBINED = 1024  # columns that a program of the sum has
 
@@ -147,35 +154,74 @@ def moe_linear_on_cuda(
             f"with strides {weight.stride()} must be contiguous"
         )
     pairs = num_tokens * slots
-    is_summed = routing_weights is not None
-    products = x.new_empty((pairs, width), dtype=torch.float32 if is_summed else x.dtype)
-    out = x.new_empty((num_tokens, width)) if is_summed else products
-    if pairs == 0:
-        return out
+    dtype = x.dtype if routing_weights is None else torch.float32
+    products = x.new_empty((pairs, width), dtype=dtype)
+    if pairs:
+        order, ends = sorted_pairs(ids, num_experts)
+        constants = grouped_constants(pairs, num_experts, x.dtype) | {
+            "N": width,
+            "K": depth,
+            "SLOTS": slots,
+            "IS_SHARED": x.shape[0] == num_tokens,
+            "NUM_EXPERTS": num_experts,
+            "BLOCK_E": triton.next_power_of_2(num_experts),
+        }
+        # The fullest tiles and one begun tile for each expert, but not more than there are pairs.
+        tiles = min(pairs, triton.cdiv(pairs, constants["BLOCK_M"]) + num_experts)
+        grouped_kernel[(tiles, triton.cdiv(width, constants["BLOCK_N"]))](
+            x,
+            weight,
+            None if bias is None else bias.contiguous(),
+            order,
+            ends,
+            products,
+            x.stride(0),
+            **constants,
+        )
+    if routing_weights is None:
+        return products
+    return combine_slots(products, routing_weights, residual, slots, x.dtype)
+
+
+def sorted_pairs(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """Pairs of tokens and slots, sorted by expert.
+
+    Args:
+        ids: [T, k] int32, the experts of each token.
+        num_experts: how many there are.
+
+    Returns:
+        [T * k] int64, pairs (token * k + slot); and [num_experts] int64, where the pairs of each
+        expert end.
+    """
     by_expert, order = ids.reshape(-1).sort(stable=True)
     experts = torch.arange(num_experts, dtype=by_expert.dtype, device=ids.device)
-    ends = torch.searchsorted(by_expert, experts, right=True)
-    constants = grouped_constants(pairs, num_experts, x.dtype) | {
-        "N": width,
-        "K": depth,
-        "SLOTS": slots,
-        "IS_SHARED": x.shape[0] == num_tokens,
-        "NUM_EXPERTS": num_experts,
-        "BLOCK_E": triton.next_power_of_2(num_experts),
-    }
-    # The fullest tiles and one begun tile for each expert, but not more than there are pairs.
-    tiles = min(pairs, triton.cdiv(pairs, constants["BLOCK_M"]) + num_experts)
-    grouped_kernel[(tiles, triton.cdiv(width, constants["BLOCK_N"]))](
-        x,
-        weight,
-        None if bias is None else bias.contiguous(),
-        order,
-        ends,
-        products,
-        x.stride(0),
-        **constants,
-    )
-    if routing_weights is None:
+    return order, torch.searchsorted(by_expert, experts, right=True)
+
+
+def combine_slots(
+    products: Tensor,
+    routing_weights: Tensor,
+    residual: Tensor | None,
+    slots: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """The weighted sum over the slots of each token, plus the residual.
+
+    Args:
+        products: [T * slots, N] float32.
+        routing_weights: [T, slots] float32.
+        residual: [T, N] or None.
+        slots: of a token.
+        dtype: of the result.
+
+    Returns:
+        [T, N]
+    """
+    width = products.shape[1]
+    num_tokens = len(products) // slots
+    out = products.new_empty((num_tokens, width), dtype=dtype)
+    if num_tokens == 0:
         return out
     block = min(_COMBINED, triton.next_power_of_2(width))
     launch: dict[str, Any] = {"N": width, "SLOTS": slots, "BLOCK_N": block, "num_warps": 4}

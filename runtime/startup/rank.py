@@ -295,7 +295,8 @@ def _make_runner(
             reports_forced=plan.config.speculation.method.uses_grammar,
         )
     # Small steps may use several threads in the CPU kernels, but one in torch.
-    switches = plan.config.graphs.mode is not GraphMode.eager and source.weights.uses_cpu_kernels
+    is_eager = plan.config.graphs.mode is GraphMode.eager
+    switches = plan.is_cpu and source.weights.uses_cpu_kernels and not is_eager
     threads = StepThreads(plan.threads) if switches else None
     pooler = Pooler(model.classify if isinstance(model, EncoderModel) else None)
     hidden_states = None if graphs.aux is None else HiddenStates()

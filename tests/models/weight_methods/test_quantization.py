@@ -25,12 +25,14 @@ from ostinato.models.choose_weights import PLAIN, WeightsByRole, choose_weights
 from ostinato.models.config.model_config import ModelConfig
 from ostinato.models.linear_layers import LinearBase
 from ostinato.models.registry import build_model, read_model_config
+from ostinato.models.sharding import Span
 from ostinato.models.vocabulary_layers import Embedding
 from ostinato.models.weight_methods.grouped import GroupQuantized
 from ostinato.models.weight_methods.int4 import Int4
 from ostinato.models.weight_methods.int8 import Int8
 from ostinato.models.weight_methods.packed import Packed
 from ostinato.models.weight_methods.plain import Plain
+from ostinato.models.weight_methods.weight_method import MatrixSpec, Part
 from ostinato.ops.quantized import quantize_linear_weight
 from ostinato.ops.quantized_reference import quantize_rows
 from tests.live_bytes import LiveBytes
@@ -128,6 +130,17 @@ def test_parity_with_the_restored_weights(directory, name: str, kind: str) -> No
     # Without the rounding of activations: the error of that rounding in a random model of 64 features.
     unrounded = logits_of(restored(model, directory(name), round_inputs=False), config)
     assert float((ours - unrounded).norm() / unrounded.norm()) < 0.06
+
+
+def test_matrices_of_cuda_are_laid_out_on_the_cpu() -> None:
+    method, value = Int4(), torch.randn(40, 64)
+    part = Part(0, 1, (40, 64), slice(0, 40), Span.of(64), 0, 40)
+    spec = MatrixSpec(40, 64, torch.float16, torch.device("cuda"))
+    tensors: dict[str, Tensor] = {}
+    method.load(tensors, "weight", value.half(), part, spec)
+    expected = quantize_linear_weight(value.half().float(), method.form(spec))
+    found = method.finish(tensors, spec)
+    assert torch.equal(found["weight"], expected)
 
 
 @pytest.mark.parametrize("kind", BOTH)

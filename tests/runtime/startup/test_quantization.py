@@ -91,10 +91,17 @@ def test_what_has_no_kernel_is_refused(overrides: list[str], message: str) -> No
         open_model(config)
 
 
-def test_a_gpu_is_refused_by_name() -> None:
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_cuda_has_kernels_for_every_dtype(dtype: str) -> None:
+    config = tiny_config("model.quantization=int4", f"model.dtype={dtype}")
+    source = open_model(config, torch.device("cuda"))
+    assert source.weights.quantization == "int4 in groups of 32; head int8 in groups of 128"
+
+
+def test_another_device_is_refused_by_name() -> None:
     config = tiny_config("model.quantization=int4")
-    with pytest.raises(StartupError, match=r"model\.quantization=int4, but only the CPU's kernels"):
-        open_model(config, torch.device("cuda"))
+    with pytest.raises(StartupError, match=r"model\.quantization=int4, but only kernels of CPUs"):
+        open_model(config, torch.device("mps"))
 
 
 @pytest.mark.parametrize(

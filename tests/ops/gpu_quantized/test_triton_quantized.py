@@ -1,0 +1,144 @@
+"""The Triton kernels of quantised weights: under the interpreter, and compiled for a GPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton has wheels for Linux x86-64 only")
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from ostinato.benchmarks.machine.kernel_resources import Resources, read_resources
+from ostinato.ops.gpu_quantized.packed_bytes import format_constants
+from ostinato.ops.gpu_quantized.triton_quantized_linear import (
+    add_parts_kernel,
+    few_rows_kernel,
+    few_rows_launch,
+    many_rows_kernel,
+    many_rows_launch,
+)
+from ostinato.ops.gpu_quantized.triton_quantized_moe import (
+    quantized_experts_constants,
+    quantized_experts_kernel,
+)
+from ostinato.ops.gpu_quantized.triton_quantized_rows import quantized_rows_kernel
+from ostinato.ops.quantized_reference import QuantFormat
+
+ROOT = Path(__file__).parents[3]
+CAPABILITY = 90
+OPTIONS = ("num_warps", "num_stages")
+SLOW = pytest.mark.slow
+FACTORS = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32"}
+GPTQ = QuantFormat(4, 128, False, "float16")
+INT8 = QuantFormat(8, 128, True)
+FP8 = QuantFormat(8, 128, True, "float32", "e4m3")
+MXFP4 = QuantFormat(4, 32, True, "bfloat16", "e2m1")
+NVFP4 = QuantFormat(4, 16, True, "float32", "e2m1")
+Q4_K = QuantFormat(4, 32, False, "float32", "minimums")
+FORMS = [GPTQ, INT8, FP8, MXFP4, NVFP4, Q4_K, QuantFormat(4, 32, True)]
+
+
+def interpreted(*options: str) -> None:
+    """Run interpreted_quantized.py in a process where no kernel is decorated yet."""
+    fixed = ["-x", "-q", "-n", "0", "-p", "no:cacheprovider"]
+    module = "tests/ops/gpu_quantized/interpreted_quantized.py"
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", *fixed, *options, module],
+        cwd=ROOT,
+        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert " passed" in run.stdout
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels themselves run here")
+def test_the_kernels_under_the_interpreter() -> None:
+    interpreted()
+
+
+@SLOW
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels themselves run here")
+def test_every_format_under_the_interpreter() -> None:
+    interpreted("-m", "slow")
+
+
+def compiled(kernel: Any, form: QuantFormat, constants: dict[str, Any], **types: str) -> Resources:
+    options = {name: constants.pop(name) for name in OPTIONS if name in constants}
+    known = {"x": "*bf16", "out": "*bf16", "bias": "*bf16", "residual": "*bf16", "parts": "*fp32"}
+    known |= {"words": "*u8" if form.kind == "e4m3" else "*i32", "factors": FACTORS[form.scales]}
+    known |= {"num_rows": "i32", "x_stride": "i32", "residual_stride": "i32"} | types
+    absent = {"bias", "residual", "order"} & set(kernel.arg_names) - types.keys()
+    constants |= dict.fromkeys(absent)
+    signature = {
+        name: "constexpr" if name in constants else known[name] for name in kernel.arg_names
+    }
+    # As at a launch: data pointers and strides are multiples of 16.
+    attributes = {
+        (index,): [["tt.divisibility", 16]]
+        for index, name in enumerate(kernel.arg_names)
+        if signature[name] != "constexpr" and name != "num_rows"
+    }
+    source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
+    found: Any = triton.compile(source, target=GPUTarget("cuda", CAPABILITY, 32), options=options)
+    warps = options["num_warps"]
+    return read_resources(found.asm["ptx"], found.metadata.shared, warps, CAPABILITY)
+
+
+@pytest.mark.parametrize(
+    ("form", "rows"),
+    [pytest.param(form, rows, marks=SLOW) for form in FORMS for rows in (1, 2, 4)],
+)
+def test_few_rows(form: QuantFormat, rows: int) -> None:
+    constants = few_rows_launch(form, rows, 4096, 4096).constants
+    used = compiled(few_rows_kernel, form, constants, out="*fp32")
+    assert used.spill_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("form", "rows"),
+    [
+        (FP8, 4096),
+        *(pytest.param(form, rows, marks=SLOW) for form in FORMS for rows in (16, 64, 4096)),
+    ],
+)
+def test_many_rows(form: QuantFormat, rows: int) -> None:
+    constants = many_rows_launch(form, rows, 4096, 4096, torch.bfloat16).constants
+    used = compiled(many_rows_kernel, form, constants, order="*i32", bias="*bf16", residual="*bf16")
+    assert used.spill_bytes == 0
+    assert used.shared_bytes <= 227 * 1024
+    assert used.num_wgmma + used.num_mma > 0
+
+
+@SLOW
+@pytest.mark.parametrize("tokens", [1, 8192])
+def test_experts(tokens: int) -> None:
+    size = (32, 5760, 2880)  # gpt-oss-20b
+    constants = quantized_experts_constants(MXFP4, tokens * 4, *size, torch.bfloat16)
+    constants |= {"SLOTS": 4, "IS_SHARED": True}
+    used = compiled(
+        quantized_experts_kernel, MXFP4, constants, bias="*bf16", order="*i64", ends="*i64"
+    )
+    assert used.spill_bytes == 0
+    assert used.num_wgmma + used.num_mma > 0
+
+
+@SLOW
+@pytest.mark.parametrize("form", [INT8, GPTQ, Q4_K], ids=lambda form: form.name)
+def test_rows_and_sums_of_parts(form: QuantFormat) -> None:
+    constants = format_constants(form, 32000, 4096) | {"BLOCK_U": 128, "num_warps": 4}
+    assert compiled(quantized_rows_kernel, form, constants, ids="*i64").spill_bytes == 0
+    constants = {"N": 4096, "SPLIT": 4, "BLOCK_N": 1024, "num_warps": 4}
+    used = compiled(add_parts_kernel, form, constants, bias="*bf16", residual="*bf16")
+    assert used.spill_bytes == 0
