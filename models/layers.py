@@ -175,6 +175,8 @@ class Attention(nn.Module):
 
     Attributes:
         held: for parameters that this rank has a part of, the elements that it holds.
+        cache_scales: [2] float32, by which keys and values are divided when they are stored; None =
+            they are stored as they are.
     """
 
     def __init__(
@@ -211,6 +213,7 @@ class Attention(nn.Module):
         self.is_fused = (
             spec.qk_norm in (QKNorm.none, QKNorm.head)
             and config.query_temperature is None
+            and not options.has_cache_scales
             and takes_projection(self.backend)
         )
         queries, keys = heads.times(self.head_dim), kv_heads.times(self.head_dim)
@@ -243,6 +246,11 @@ class Attention(nn.Module):
         single = replace(options, dtype=torch.float32)
         self.sinks = single.empty(heads.size) if spec.has_sinks else None
         self.held = {"sinks": heads}
+        scales = None
+        if options.has_cache_scales:
+            scales = torch.ones(2, dtype=torch.float32, device=options.device)
+        self.cache_scales: Tensor | None
+        self.register_buffer("cache_scales", scales, persistent=False)
 
     def forward(
         self,
@@ -292,8 +300,15 @@ class Attention(nn.Module):
                 backend=self.backend,
             )
             return out.reshape(-1, self.num_heads * self.head_dim)
+        q, k, v = self._split(qkv, step)
+        if self.cache_scales is not None:
+            # (q * s) . (k / s) = q . k, so no backend has to know the scales.
+            k_scale, v_scale = self.cache_scales.unbind()
+            q, k, v = q * k_scale, k / k_scale, v / v_scale
         out = paged_attention(
-            *self._split(qkv, step),
+            q,
+            k,
+            v,
             k_cache,
             v_cache,
             step.attention,
@@ -304,6 +319,8 @@ class Attention(nn.Module):
             sinks=self.sinks,
             backend=self.backend,
         )
+        if self.cache_scales is not None:
+            out = out * self.cache_scales[1]
         return out.reshape(-1, self.num_heads * self.head_dim)
 
     def _split(self, qkv: Tensor, step: StepInputs) -> tuple[Tensor, Tensor, Tensor]:
@@ -354,6 +371,7 @@ class Attention(nn.Module):
             self.qkv_clip,
             self.alibi_slopes is not None,
             self.sinks is not None,
+            self.cache_scales is not None,
             self.has_temperature,
             self.backend,
             self.qkv_proj.static_key,

@@ -48,6 +48,7 @@ class BuildOptions:
     attention_backend: str  # a name that ops.attention.select_backend returned
     max_model_len: int  # tokens of the longest context
     shard: Shard = WHOLE
+    has_cache_scales: bool = False  # the checkpoint's scales of keys and values are used
 
     def empty(self, *shape: int) -> nn.Parameter:
         """Uninitialised memory for a weight. A CPU maps its pages when the weight is written."""

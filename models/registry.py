@@ -146,6 +146,7 @@ def build_model(
     max_model_len: int | None = None,
     weights: WeightPolicy = PLAIN,
     shard: Shard = WHOLE,
+    has_cache_scales: bool = False,
 ) -> LanguageModel:
     """The model with unset weights: memory is reserved but not yet touched.
 
@@ -158,6 +159,7 @@ def build_model(
         weights: the weight method of each matrix.
         shard: the part of every layer that this rank holds. `join_group` (models/linear_layers.py)
             must follow before the model is run.
+        has_cache_scales: the checkpoint has scales for keys and values, and the cache uses them.
 
     Raises:
         ValueError: the architecture is unknown, `max_model_len` is above what the model states,
@@ -178,6 +180,7 @@ def build_model(
         attention_backend=attention_backend,
         max_model_len=length,
         shard=shard,
+        has_cache_scales=has_cache_scales,
     )
     model = class_of(config)(config, options)
     layout = model.checkpoint_layout

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ostinato.conf.errors import first_line
 from ostinato.models.base import CheckpointLayout, LanguageModel
+from ostinato.models.checkpoints.cache_scales import CacheScales
 from ostinato.models.checkpoints.checkpoint import Checkpoint, CheckpointError
 from ostinato.models.checkpoints.slots import MatrixSlot, Slot, find_slots
 from ostinato.models.gguf.gguf_file import GGUFError, GGUFFile
@@ -76,6 +77,7 @@ def load_weights(
     ignored = [re.compile(pattern) for pattern in layout.ignored]
     loaded: set[str] = set()
     unexpected: list[str] = []
+    scales = CacheScales(model)
     with _progress_bar(shown=bool(progress)) as bar:
         task = bar.add_task(progress, total=sum(file.stat().st_size for file in files))
         for stored_name, tensor, part in _stored_tensors(model, checkpoint, files, all_slots):
@@ -88,9 +90,12 @@ def load_weights(
                     loaded.add(name)
             elif name in all_slots:
                 pass  # another stage has it
+            elif scales.take(name, stored_name, tensor):
+                pass
             elif not any(pattern.search(stored_name) for pattern in ignored):
                 unexpected.append(stored_name)
             bar.advance(task, part.num_bytes)
+    scales.finish()
     prefix = layout.prefixes[0] if layout.prefixes else ""
     missing = [prefix * (name != layout.head) + name for name in slots if name not in loaded]
     for what, names in (("lacks", missing), ("has unexpected", unexpected)):

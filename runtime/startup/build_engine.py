@@ -213,6 +213,11 @@ def _lead(
     if reason := plan.why_batch_dependent:
         level = logging.WARNING if plan.is_cpu else logging.INFO  # on a GPU no setting helps
         _LOG.log(level, "a seed may give other tokens in another batch: %s", reason)
+    if plan.source.weights.has_cache_scales and not plan.source.has_cache_scales:
+        _LOG.info(
+            "the checkpoint's scales of keys and values are not used: cache.dtype=%s needs none",
+            plan.config.cache.dtype,
+        )
     cache, scheduler = _make_scheduler(plan, costs, executor, proposer)
     return Engine(scheduler, cache, executor, rank.model, cost_table=costs, observer=observer)
 

@@ -112,6 +112,7 @@ def _build_shard(plan: EnginePlan, shard: Shard, device: torch.device) -> Langua
         max_model_len=plan.memory.max_model_len,
         weights=source.weights,
         shard=shard,
+        has_cache_scales=source.has_cache_scales,
     )
 
 
@@ -188,6 +189,7 @@ def open_bundle(plan: EnginePlan) -> Bundle | None:
             "form": graphs.form.value,
             "attention": plan.backend,
             "weights": repr(source.weights),
+            "cache_scales": str(source.has_cache_scales),
             "block_size": str(config.cache.block_size),
             "max_model_len": str(plan.memory.max_model_len),
             "ranks": str(source.shard.size),

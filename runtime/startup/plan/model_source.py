@@ -67,6 +67,11 @@ class ModelSource:
         )
 
     @property
+    def has_cache_scales(self) -> bool:
+        """Whether the checkpoint's scales of keys and values are used; other caches need none."""
+        return self.cache_dtype is torch.float8_e4m3fn and self.weights.has_cache_scales
+
+    @property
     def handoff_shape(self) -> HiddenShape:
         """The hidden states of the largest step, which stages hand on."""
         return HiddenShape(self.limits.max_num_batched_tokens, self.config.hidden_size, self.dtype)
@@ -117,10 +122,14 @@ def open_model(
     weights = _choose_weights(config, checkpoint, device, dtype)
     cache_dtype = resolve_cache_dtype(config.cache.dtype, dtype)
     if cache_dtype is torch.float8_e4m3fn and weights.has_cache_scales:
-        raise StartupError(
-            f"cache.dtype={config.cache.dtype}, but the checkpoint has scales of its own for keys "
-            "and values (k_scale, v_scale), which are not supported; set cache.dtype=auto"
-        )
+        # Only `Attention` (models/layers.py) divides by them.
+        family = class_of(model_config)
+        if not issubclass(family, Decoder) or model_config.latent is not None:
+            raise StartupError(
+                f"cache.dtype={config.cache.dtype}, but the checkpoint has scales of its own for "
+                f"keys and values (k_scale, v_scale), which {family.__name__} does not use; set "
+                "cache.dtype=auto"
+            )
     source = ModelSource(
         checkpoint=checkpoint,
         config=model_config,
