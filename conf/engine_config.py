@@ -15,7 +15,7 @@ from ostinato.conf.schema import (
     SchedulerConfig,
 )
 from ostinato.conf.server_schema import ParallelConfig
-from ostinato.conf.speculation.speculation_schema import SpeculationConfig
+from ostinato.conf.speculation.speculation_schema import SpeculationConfig, SpeculationMethod
 
 __all__ = ("EngineConfig", "draft_config")
 
@@ -41,8 +41,10 @@ def draft_config(config: EngineConfig) -> EngineConfig:
     It has the settings of the model, except for those that belong to its checkpoint.
 
     Args:
-        config: the configuration of an engine with `speculation.method=draft`.
+        config: the configuration of an engine with a draft model or a head.
     """
+    if config.speculation.method is SpeculationMethod.mtp:  # a layer of the model's checkpoint
+        return replace(config, speculation=SpeculationConfig())
     section = replace(
         config.model,
         path=config.speculation.model,

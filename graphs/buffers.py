@@ -8,6 +8,7 @@ tensors there are and how each is padded and uploaded.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -193,6 +194,10 @@ class StaticBuffers:
             name: tensor if size is None else tensor[: sizes.number(size)]
             for (name, tensor), size in zip(self._device.items(), self._sizes, strict=True)
         }
-        if num_rows is None:
-            cut["logits_indices"] = self._all_tokens[:num_tokens]
-        return self._table(**cut)
+        batch = self._table(**cut)
+        return self.with_all_rows(batch) if num_rows is None else batch
+
+    def with_all_rows(self, batch: ForwardBatch) -> ForwardBatch:
+        """The batch, with the final hidden states of all its tokens wanted."""
+        rows = self._all_tokens[: len(batch.token_ids)]
+        return dataclasses.replace(batch, logits_indices=rows)

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ostinato.graphs.buckets import BucketTable, GraphKey
 from ostinato.graphs.buffers import StaticBuffers
@@ -70,7 +71,7 @@ class GraphRunner:
             recorder: captures; required with a table.
             planner: host planning of the attention backend; None when it needs none.
             timer: measures device time; None = by the clock.
-            aux: gets the hidden states between the layers of every step; None = they are not kept.
+            aux: gets hidden states of every step for the model's head; None = they are not kept.
         """
         self.aux = aux
         self._model = model
@@ -281,7 +282,11 @@ class GraphRunner:
         if self.aux is None:
             return forward(batch, self._kv_cache)
         self.aux.begin()
-        return forward(batch, self._kv_cache, self.aux)
+        if self.aux.layers:
+            return forward(batch, self._kv_cache, self.aux)
+        hidden = forward(self._buffers.with_all_rows(batch), self._kv_cache)
+        self.aux.states = [hidden]
+        return F.embedding(batch.logits_indices, hidden)
 
     def _result(self, batch: ForwardBatch, num_rows: int | None = None) -> Tensor:
         """Logits of the batch's first rows; hidden states where the model has no head."""

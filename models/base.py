@@ -40,17 +40,20 @@ class CheckpointLayout:
 
 
 class AuxStates:
-    """Keeps the hidden states that enter some layers of a model in a step, for an EAGLE-3 head.
+    """Keeps hidden states of a model's step for a head that drafts from them.
 
     Args:
-        layers: their numbers, ascending.
+        layers: the numbers of the layers whose input is kept, for an EAGLE-3 head.
+        has_final: the final hidden states are kept, for a layer that predicts the next token. The
+            model then computes them for all tokens of every step.
 
     Attributes:
-        states: [T, D] for each of the layers, of the last step.
+        states: [T, D] for each of the layers, or the final ones, of the last step.
     """
 
-    def __init__(self, layers: Collection[int]) -> None:
+    def __init__(self, layers: Collection[int], *, has_final: bool = False) -> None:
         self.layers = frozenset(layers)
+        self.has_final = has_final
         self.states: list[Tensor] = []
 
     def begin(self) -> None:

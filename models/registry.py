@@ -13,6 +13,7 @@ from ostinato.models.base import LanguageModel
 from ostinato.models.checkpoints.checkpoint import Checkpoint
 from ostinato.models.checkpoints.slots import stored_modules
 from ostinato.models.choose_weights import PLAIN, WeightPolicy
+from ostinato.models.config.head_spec import HeadSpec
 from ostinato.models.config.hf_fields import architecture_of
 from ostinato.models.config.model_config import ModelConfig
 from ostinato.models.linear_layers import BuildOptions, LinearBase
@@ -84,10 +85,14 @@ def _why_unknown(architecture: str) -> str:
 
 def class_of(config: ModelConfig) -> type[LanguageModel]:
     """The class of a model whose configuration was read."""
-    if config.head is not None:
+    if isinstance(config.head, HeadSpec):
         from ostinato.models.families.eagle3 import Eagle3Head
 
         return Eagle3Head
+    if config.head is not None:
+        from ostinato.models.families.next_token import NextTokenHead
+
+        return NextTokenHead
     if config.recorded is None:
         return model_class(config.architecture)
     from ostinato.models.recorded.recorded_model import RecordedCausalLM

@@ -20,6 +20,7 @@ class SpeculationMethod(StrEnum):
     history = "history"  # what followed them in earlier answers with the same cache salt
     draft = "draft"  # a second, smaller model: `speculation.model`
     eagle3 = "eagle3"  # an EAGLE-3 head, which reads the model's hidden states: the same
+    mtp = "mtp"  # a layer of the model's own checkpoint that predicts one token more
 
     @property
     def uses_grammar(self) -> bool:
@@ -38,7 +39,7 @@ class SpeculationMethod(StrEnum):
 
     @property
     def needs_model(self) -> bool:
-        """Whether a second model draws the drafts: a draft model, or a head."""
+        """Whether a second checkpoint draws the drafts: a draft model, or a head."""
         return self in (SpeculationMethod.draft, SpeculationMethod.eagle3)
 
 
@@ -86,7 +87,7 @@ class SpeculationConfig(Section):
     @property
     def uses_model(self) -> bool:
         """Whether there is a draft model or a head."""
-        return bool(self.model)
+        return bool(self.model) or self.method is SpeculationMethod.mtp
 
     @property
     def max_drafts(self) -> int:

@@ -15,6 +15,10 @@ _METHODS = {
     "suffix": "auto",
     "draft_model": "draft",
     "eagle3": "eagle3",
+    "mtp": "mtp",
+    "deepseek_mtp": "mtp",
+    "glm4_moe_mtp": "mtp",
+    "glm4_moe_lite_mtp": "mtp",
 }
 _KEYS = {
     "model": "speculation.model",

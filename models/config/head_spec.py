@@ -1,15 +1,15 @@
-"""`HeadSpec`: the parts of an EAGLE-3 head's configuration that no other model has."""
+"""`HeadSpec` and `NextTokenSpec`: what a head that drafts for a model has beside other models."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ("HeadSpec",)
+__all__ = ("HeadSpec", "NextTokenSpec")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadSpec:
-    """What a head reads of its target model, and what it gives."""
+    """What an EAGLE-3 head reads of its target model, and what it gives."""
 
     target_hidden_size: int
     # Ascending. The hidden states that enter these layers of the target are the head's input. None
@@ -46,3 +46,10 @@ class HeadSpec:
                 f"and among the {num_layers} layers of the model, 0 to {num_layers - 1}"
             )
         return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NextTokenSpec:
+    """A layer of a checkpoint that predicts one token more than the model (MTP)."""
+
+    layer: int  # its number in the checkpoint, which is the number of the model's layers

@@ -13,7 +13,7 @@ import torch
 
 from ostinato.conf.schema import CacheDType, DType
 from ostinato.models.config.block_spec import LLAMA_BLOCK, BlockSpec, QKNorm
-from ostinato.models.config.head_spec import HeadSpec
+from ostinato.models.config.head_spec import HeadSpec, NextTokenSpec
 from ostinato.models.config.hf_source import HFModelSource
 from ostinato.models.config.latent_spec import LatentSpec
 from ostinato.models.config.model_kind import DECODER, ModelKind
@@ -93,7 +93,8 @@ class ModelConfig:
     num_labels: int = 0  # outputs of a classification head; 0 = there is none
     max_encoder_tokens: int = 0  # cross attention can read so many; 0 = there is none
     recorded: HFModelSource | None = None  # set if the model runs through transformers
-    head: HeadSpec | None = None  # set for an EAGLE-3 head, which continues another model's text
+    # Set for a head, which continues the text of another model: EAGLE-3, or a next-token layer.
+    head: HeadSpec | NextTokenSpec | None = None
     has_recorded_experts: bool = False  # the model is recorded and has experts
 
     @property

@@ -14,7 +14,7 @@ from ostinato.models.decoder import LLAMA_NAMES, Decoder
 from ostinato.models.linear_layers import BuildOptions
 from ostinato.ops.moe.routing import Scoring
 
-__all__ = ("DeepseekV2ForCausalLM",)
+__all__ = ("DeepseekV2ForCausalLM", "latent_layout")
 
 _MUST_BE = {"norm_topk_prob": False, "scoring_func": "softmax"}
 _GROUP_TOP = {"greedy": None, "group_limited_greedy": 1}  # by topk_method, see `RouteSpec`
@@ -56,29 +56,34 @@ class DeepseekV2ForCausalLM(Decoder):
 
     def __init__(self, config: ModelConfig, options: BuildOptions) -> None:
         super().__init__(config, options)
-        spec, num_heads = config.latent, config.num_heads
-        assert spec is not None, "read_config gives one"
-        queries, shared = (
-            rotated_last(heads, size, spec.rope_dim, is_interleaved=spec.is_interleaved)
-            for heads, size in (
-                (num_heads, config.head_dim),
-                (1, spec.kv_rank + spec.rope_dim),
-            )
-        )
-        plain = config.head_dim - spec.rope_dim
-        # Layers past the last one predict several tokens at once, and are not used here.
+        layout = latent_layout(config)
+        # A layer past the last one is that of models/families/next_token.py.
         extra = rf"^model\.layers\.{config.num_layers}\."
-        first = "q_a_proj" if spec.query_rank else "q_proj"
-        self.checkpoint_layout = replace(
-            _LAYOUT,
-            merged=(
-                ("qkv_a_proj", (first, "kv_a_proj_with_mqa")),
-                ("gate_up_proj", ("gate_proj", "up_proj")),
-            ),
-            row_orders=(
-                ("q_b_proj" if spec.query_rank else "q_proj", queries),
-                ("kv_a_proj_with_mqa", shared),
-                ("kv_b_proj", per_head_pairs(num_heads, plain, config.value_dim)),
-            ),
-            ignored=(*_LAYOUT.ignored, extra),
+        self.checkpoint_layout = replace(layout, ignored=(*layout.ignored, extra))
+
+
+def latent_layout(config: ModelConfig) -> CheckpointLayout:
+    """How checkpoints of DeepSeek name and order the tensors of a block with latent attention."""
+    spec, num_heads = config.latent, config.num_heads
+    assert spec is not None, "read_config gives one"
+    queries, shared = (
+        rotated_last(heads, size, spec.rope_dim, is_interleaved=spec.is_interleaved)
+        for heads, size in (
+            (num_heads, config.head_dim),
+            (1, spec.kv_rank + spec.rope_dim),
         )
+    )
+    plain = config.head_dim - spec.rope_dim
+    first = "q_a_proj" if spec.query_rank else "q_proj"
+    return replace(
+        _LAYOUT,
+        merged=(
+            ("qkv_a_proj", (first, "kv_a_proj_with_mqa")),
+            ("gate_up_proj", ("gate_proj", "up_proj")),
+        ),
+        row_orders=(
+            ("q_b_proj" if spec.query_rank else "q_proj", queries),
+            ("kv_a_proj_with_mqa", shared),
+            ("kv_b_proj", per_head_pairs(num_heads, plain, config.value_dim)),
+        ),
+    )

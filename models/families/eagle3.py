@@ -9,18 +9,19 @@ have them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from ostinato.models.base import CausalLM, CheckpointLayout, DecoderLayer
+from ostinato.models.base import CheckpointLayout, DecoderLayer
 from ostinato.models.config.decoder_config import read_decoder_config
 from ostinato.models.config.head_spec import HeadSpec
 from ostinato.models.config.hf_fields import architecture_of, read_first, read_integer
 from ostinato.models.config.model_config import HFConfig, ModelConfig
-from ostinato.models.decoder import LLAMA_NAMES
+from ostinato.models.decoder import LLAMA_NAMES, Decoder
+from ostinato.models.families.draft_heads import DraftHeadModel
 from ostinato.models.layers import Attention, RotaryEmbedding, build_mlp, build_norm
 from ostinato.models.linear_layers import BuildOptions, Linear
 from ostinato.models.step_tensors import DEFAULT_ROPE, ForwardBatch, StepInputs, TableRows
@@ -90,12 +91,8 @@ class DraftVocabulary(nn.Module):
         return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
 
-class Eagle3Head(CausalLM):
-    """The head as a model of its own. `attach` gives it what it has of its target.
-
-    Attributes:
-        outputs: [R, D] of the rows of the last step, from which their next tokens are drafted.
-    """
+class Eagle3Head(DraftHeadModel):
+    """The head as a model of its own."""
 
     checkpoint_layout = CheckpointLayout(
         prefixes=(),
@@ -107,14 +104,12 @@ class Eagle3Head(CausalLM):
         # The embedding is the target's. `t2d` says the same as `d2t`.
         ignored=(r"^t2d$", r"^embed_tokens\.weight$", r"rotary_emb\.inv_freq$"),
     )
-    outputs: Tensor
 
     def __init__(self, config: ModelConfig, options: BuildOptions) -> None:
-        super().__init__()
+        super().__init__(config, options)
         spec = config.head
-        assert spec is not None, "the configuration is that of a head"
-        self.config, self._spec = config, spec
-        self._device, self._dtype = options.device, options.dtype
+        assert isinstance(spec, HeadSpec), "the configuration is that of a head"
+        self._spec = spec
         self.fc = Linear(spec.num_aux_layers * spec.target_hidden_size, config.hidden_size, options)
         assert config.rope is not None, "the head is a Llama layer"
         self.rotary = RotaryEmbedding(config.rope, options)
@@ -127,23 +122,15 @@ class Eagle3Head(CausalLM):
         else:
             layout = self.checkpoint_layout
             self.checkpoint_layout = replace(layout, ignored=(*layout.ignored, r"^d2t$"))
-        self._embed: Callable[[Tensor], Tensor] | None = None
-        self._features: Tensor | None = None
         self._target_ids: Tensor | None = None
 
-    def attach(self, embed: Callable[[Tensor], Tensor], max_num_tokens: int) -> None:
-        """Take the target's embedding, and make room for the input of a step.
-
-        Args:
-            embed: [T] int64 token ids -> [T, D].
-            max_num_tokens: T of the largest step.
+    def attach(self, target: Decoder, max_num_tokens: int) -> None:
+        """As in the base class.
 
         Raises:
             ValueError: `d2t` names a token that the target's vocabulary does not have.
         """
-        self._embed = embed
-        size = self.config.hidden_size
-        self._features = torch.zeros(max_num_tokens, size, dtype=self._dtype, device=self._device)
+        super().attach(target, max_num_tokens)
         if self.vocabulary is None:
             return
         ids = self.vocabulary.target_ids()
@@ -156,27 +143,13 @@ class Eagle3Head(CausalLM):
         self._target_ids = ids
 
     def read_hidden(self, hidden: Tensor) -> None:
-        """Set the input of the next step's tokens.
-
-        Args:
-            hidden: [T, A * target hidden size], the target's hidden states at all aux layers.
-        """
+        """hidden: [T, A * target hidden size], of all aux layers."""
         self.read_features(self.fc(hidden))
 
-    def read_features(self, features: Tensor) -> None:
-        """Set the input of the next step's tokens to [T, D], such as rows of `outputs`."""
-        assert self._features is not None, "the head is attached to its target"
-        self._features[: len(features)] = features
-
     def begin(self, batch: ForwardBatch) -> tuple[Tensor, StepInputs]:
-        count, layer = len(batch.token_ids), self.layers[0]
+        layer = self.layers[0]
         assert isinstance(layer, Eagle3Layer), "the head's only layer"
-        if self._embed is None or self._features is None:  # traced before it is attached
-            size = self.config.hidden_size
-            features = torch.zeros(count, size, dtype=self._dtype, device=self._device)
-            embedded = features
-        else:
-            embedded, features = self._embed(batch.token_ids), self._features[:count]
+        embedded, features = self._inputs(batch.token_ids)
         normal = layer.hidden_norm(features)
         pair = torch.cat((layer.attention_norm(embedded), normal), 1)
         rope = {DEFAULT_ROPE: self.rotary(batch.positions), _PAIR: TableRows(pair)}

@@ -13,10 +13,10 @@ from ostinato.models.decoder import LLAMA_NAMES
 from ostinato.models.families.llama import LlamaForCausalLM
 from ostinato.models.linear_layers import BuildOptions
 
-__all__ = ("Glm4MoeForCausalLM",)
+__all__ = ("GLM4_MOE_LAYOUT", "Glm4MoeForCausalLM")
 
 _KEYS = DecoderKeys(default_norm_eps=1e-5, rotary_fraction=0.5)
-_LAYOUT = CheckpointLayout(
+GLM4_MOE_LAYOUT = CheckpointLayout(
     renamed=(
         *LLAMA_NAMES,
         ("mlp.score_bias", "mlp.gate.e_score_correction_bias"),
@@ -25,6 +25,7 @@ _LAYOUT = CheckpointLayout(
     merged=LlamaForCausalLM.checkpoint_layout.merged,
     ignored=LlamaForCausalLM.checkpoint_layout.ignored,
 )
+"""How checkpoints name the tensors of a block."""
 
 
 class Glm4MoeForCausalLM(LlamaForCausalLM):
@@ -44,6 +45,7 @@ class Glm4MoeForCausalLM(LlamaForCausalLM):
 
     def __init__(self, config: ModelConfig, options: BuildOptions) -> None:
         super().__init__(config, options)
-        # Layers past the last one predict several tokens at once, and are not used here.
+        # A layer past the last one is that of models/families/next_token.py.
         extra = rf"^model\.layers\.{config.num_layers}\."
-        self.checkpoint_layout = replace(_LAYOUT, ignored=(*_LAYOUT.ignored, extra))
+        layout = GLM4_MOE_LAYOUT
+        self.checkpoint_layout = replace(layout, ignored=(*layout.ignored, extra))

@@ -1,4 +1,4 @@
-"""Runs the steps of an EAGLE-3 head; implements `DraftHead` (runtime/speculation/eagle_drafter.py).
+"""Runs the steps of a head; implements `DraftHead` (runtime/speculation/head_drafter.py).
 
 The head's model, programs and sampler are those of any model. Added here is its input besides the
 tokens: hidden states of the target, or the head's own outputs.
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ostinato.models.families.eagle3 import Eagle3Head
+from ostinato.models.families.draft_heads import DraftHeadModel
 from ostinato.runtime.execution.hidden_states import HiddenStates
 from ostinato.runtime.execution.inline_executor import InlineExecutor
 from ostinato.runtime.execution.model_runner import ModelRunner
@@ -31,7 +31,7 @@ class HeadRunner:
 
     def __init__(
         self,
-        model: Eagle3Head,
+        model: DraftHeadModel,
         executor: InlineExecutor,
         runner: ModelRunner,
         hidden_states: HiddenStates,

@@ -1,4 +1,4 @@
-"""Hidden states of a model's steps that wait for its EAGLE-3 head."""
+"""Hidden states of a model's steps that wait for its head."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Builds the drafter that has a model of its own: a draft model, or an EAGLE-3 head."""
+"""Builds the drafter that has a model of its own: a draft model, or a head."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from contextlib import ExitStack
 
 from ostinato.graphs.compile_monitor import CompileMonitor
 from ostinato.models.decoder import Decoder
-from ostinato.models.families.eagle3 import Eagle3Head
+from ostinato.models.families.draft_heads import DraftHeadModel
 from ostinato.ops.native.library import loaded_isa
 from ostinato.runtime.costs.cost_table import CostTable
 from ostinato.runtime.errors import StartupError
 from ostinato.runtime.execution.draft_head import HeadRunner
 from ostinato.runtime.execution.executor import Executor
-from ostinato.runtime.speculation.eagle_drafter import EagleDrafter
+from ostinato.runtime.speculation.head_drafter import HeadDrafter
 from ostinato.runtime.speculation.model_drafter import ModelDrafter
 from ostinato.runtime.speculation.proposer import BatchProposer, Proposer
 from ostinato.runtime.startup.bundles import add_kernels
@@ -61,16 +61,15 @@ def make_drafter(
             close=executor.close,
         )
     head, model = rank.network, target.network
-    assert isinstance(head, Eagle3Head), "only a head reads hidden states"
+    assert isinstance(head, DraftHeadModel), "only a head reads hidden states"
     assert isinstance(model, Decoder), "the plan refuses a head for other models"
-    assert model.embed_tokens is not None, "the model is in one stage"
     try:
-        head.attach(model.embed_tokens, limits.max_num_batched_tokens)
+        head.attach(model, limits.max_num_batched_tokens)
     except ValueError as error:
         raise StartupError(
             f"speculation.model={plan.config.speculation.model} cannot be the head: {error}"
         ) from error
-    return EagleDrafter(
+    return HeadDrafter(
         HeadRunner(head, executor, rank.runner, target.runner.hidden_states),
         block_size=block_size,
         max_drafts=max_drafts,

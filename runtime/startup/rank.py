@@ -29,7 +29,7 @@ from ostinato.graphs.recorder import CpuRecorder, CudaRecorder
 from ostinato.graphs.sampling_graph import GraphSampler
 from ostinato.graphs.threads import StepThreads
 from ostinato.graphs.timing import make_timer
-from ostinato.models.base import AuxStates, EncoderModel, LanguageModel
+from ostinato.models.base import EncoderModel, LanguageModel
 from ostinato.models.step_tensors import StepSizes
 from ostinato.ops.attention import AttentionPlanner, PlannedBackend, load_backend
 from ostinato.ops.fused.fused_linear import FEW_ROWS
@@ -137,7 +137,7 @@ def build_rank(
             recorder=cuda_recorder or CpuRecorder(program),
             planner=planner,
             timer=make_timer(source.device),
-            aux=AuxStates(plan.aux_layers) if plan.aux_layers else None,
+            aux=plan.make_aux_states(),
         )
         meet("weights", [])
         _prepare_graphs(plan, graphs, token_sampler, phase)

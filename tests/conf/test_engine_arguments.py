@@ -135,7 +135,8 @@ def test_arguments_become_settings(arguments: dict[str, object], settings: dict[
         ({"hf_overrides": "{"}, "hf_overrides={: it must be JSON"),
         (
             {"speculative_config": {"method": "medusa"}},
-            "the method must be one of ngram, ngram_gpu, suffix, draft_model, eagle3, got 'medusa'",
+            "the method must be one of ngram, ngram_gpu, suffix, draft_model, eagle3, mtp, "
+            "deepseek_mtp, glm4_moe_mtp, glm4_moe_lite_mtp, got 'medusa'",
         ),
         (
             {"speculative_config": '{"method": "ngram", "quantization": "fp8"}'},

@@ -8,7 +8,7 @@ from zlib import crc32
 
 from ostinato import LLM
 from ostinato.conf.root import RunConfig
-from ostinato.runtime.speculation.proposer import Draft, DraftSource, Proposer
+from ostinato.runtime.speculation.proposer import Draft, DraftJob, DraftSource, Proposer
 from ostinato.runtime.types.request import Request
 
 
@@ -103,3 +103,21 @@ def make_llm(config: RunConfig, drafter: Proposer | None) -> LLM:
     speculation = dataclasses.replace(config.speculation, adaptive=False)
     config = dataclasses.replace(config, speculation=speculation)
     return LLM(config=config, proposer=drafter)
+
+
+class DraftRecorder:
+    """Records the drafts of a running engine."""
+
+    def __init__(self, llm: LLM) -> None:
+        drafts = llm._engine._scheduler.drafts
+        assert drafts is not None
+        self._draw = drafts.proposer.draw
+        drafts.proposer.draw = self.draw
+        self.drawn: list[tuple[list[int], list[int]]] = []
+
+    def draw(self, jobs: list[DraftJob], most_tokens: int) -> list[list[int]]:
+        drafts = self._draw(jobs, most_tokens)
+        self.drawn += [
+            (list(job.token_ids), draft) for job, draft in zip(jobs, drafts, strict=True)
+        ]
+        return drafts

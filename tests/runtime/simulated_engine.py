@@ -21,7 +21,7 @@ from tests.runtime.simulated_device import (
     reference_prompt_scores,
 )
 from tests.runtime.speculation.draft_device import SimulatedDrafter
-from tests.runtime.speculation.head_device import SimulatedEagle
+from tests.runtime.speculation.head_device import SimulatedHeadDrafter
 
 
 class SimulatedEngine:
@@ -42,7 +42,7 @@ class SimulatedEngine:
         prefix_caching: bool = True,
         costs: CostTable | None = None,
         target_s: float = 0.0,
-        drafter: OracleDrafter | SimulatedDrafter | SimulatedEagle | None = None,
+        drafter: OracleDrafter | SimulatedDrafter | SimulatedHeadDrafter | None = None,
         num_tier_places: int = 0,
         num_cross_groups: int = 0,
         score_tokens: float = 0.0,

@@ -12,6 +12,8 @@ from typing import Literal
 from ostinato.conf.engine_config import EngineConfig, draft_config
 from ostinato.conf.schema import Determinism, GraphMode
 from ostinato.graphs.buckets import BucketTable
+from ostinato.models.base import AuxStates
+from ostinato.models.config.head_spec import HeadSpec
 from ostinato.models.kv_cache import KVCacheSpec
 from ostinato.models.registry import class_of
 from ostinato.models.sharding import WHOLE, Shard
@@ -57,11 +59,12 @@ class EnginePlan:
         """Shapes of the KV cache."""
         return self.source.kv_cache_spec(self.config.cache.block_size)
 
-    @property
-    def aux_layers(self) -> tuple[int, ...]:
-        """The layers whose input the model's head reads; empty without a head."""
+    def make_aux_states(self) -> AuxStates | None:
+        """What keeps the hidden states that the model's head reads; None without a head."""
         spec = None if self.draft is None else self.draft.source.config.head
-        return () if spec is None else spec.layers_of(self.source.config.num_layers)
+        if isinstance(spec, HeadSpec):
+            return AuxStates(spec.layers_of(self.source.config.num_layers))
+        return None if spec is None else AuxStates((), has_final=True)
 
     @property
     def kv_groups(self) -> tuple[KVGroup, ...]:

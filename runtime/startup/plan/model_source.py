@@ -22,9 +22,11 @@ from ostinato.models.checkpoints.checkpoint import (
 )
 from ostinato.models.checkpoints.pooling_files import PoolingFiles, read_pooling_files
 from ostinato.models.choose_weights import WeightPolicy, choose_weights
+from ostinato.models.config.head_spec import HeadSpec
 from ostinato.models.config.model_config import ModelConfig, resolve_cache_dtype, resolve_dtype
 from ostinato.models.decoder import Decoder
 from ostinato.models.families.eagle3 import is_head_config, read_head_config
+from ostinato.models.families.next_token import read_next_token_config
 from ostinato.models.kv_cache import KVCacheSpec
 from ostinato.models.registry import build_model, class_of, read_model_config
 from ostinato.models.sharding import WHOLE, Shard
@@ -171,7 +173,8 @@ def _open_draft(config: EngineConfig, target: ModelSource) -> ModelSource:
         StartupError: there is none, it is not supported, or it does not fit to the target.
     """
     path, method = config.speculation.model, config.speculation.method
-    key, remedy = f"speculation.model={path}", "set speculation.method=auto without a model"
+    key = f"speculation.model={path}" if path else f"speculation.method={method}"
+    remedy = "set speculation.method=auto without a model"
     if target.device.type != "cpu":
         raise StartupError(
             f"{key} needs a CPU, and the model runs on {target.device.type}; {remedy}"
@@ -181,6 +184,8 @@ def _open_draft(config: EngineConfig, target: ModelSource) -> ModelSource:
             f"{key} runs on one rank, and parallel.tensor={target.shard.size}; {remedy}, or "
             "parallel.tensor=1"
         )
+    if method is SpeculationMethod.mtp:
+        return _open_next_token_layer(config, target)
     own, is_head = draft_config(config), method is SpeculationMethod.eagle3
     what = "head" if is_head else "draft model"
     try:
@@ -229,17 +234,41 @@ def _open_head(config: EngineConfig, target: ModelSource) -> ModelSource:
     )
 
 
+def _open_next_token_layer(config: EngineConfig, target: ModelSource) -> ModelSource:
+    """The layer of the model's own checkpoint that predicts one token more.
+
+    Raises:
+        StartupError: the checkpoint has none.
+    """
+    key = "speculation.method=mtp"
+    try:
+        layer = read_next_token_config(target.checkpoint, target.config)
+    except ValueError as error:
+        raise StartupError(f"{key}: {error}; set speculation.method=auto") from error
+    if (reason := _why_hidden(config)) is not None:
+        raise StartupError(f"{key}: {reason}")
+    limits = upper_limits(config.scheduler, is_cpu=True, max_drafts=0)
+    return dataclasses.replace(target, config=layer, limits=limits)
+
+
+def _why_hidden(config: EngineConfig) -> str | None:
+    """Why the programs of the model show no hidden states; None if they do."""
+    if config.graphs.form is GraphForm.layer or config.graphs.mode is GraphMode.eager:
+        return None
+    return (
+        f"graphs.form={config.graphs.form} compiles the model as one function, which shows no "
+        "hidden states; set graphs.form=layer"
+    )
+
+
 def _why_no_head(config: EngineConfig, head: ModelSource, target: ModelSource) -> str | None:
-    """Why a head cannot draft for the target; None if it can."""
+    """Why an EAGLE-3 head cannot draft for the target; None if it can."""
     spec, model = head.config.head, target.config
-    assert spec is not None, "the head was read as one"
+    assert isinstance(spec, HeadSpec), "the head was read as one"
     if not issubclass(class_of(model), Decoder):
         return f"{model.architecture} runs through transformers, which shows no hidden states"
-    if config.graphs.form is not GraphForm.layer and config.graphs.mode is not GraphMode.eager:
-        return (
-            f"graphs.form={config.graphs.form} compiles the model as one function, which shows no "
-            "hidden states; set graphs.form=layer"
-        )
+    if (reason := _why_hidden(config)) is not None:
+        return reason
     if (reason := spec.why_not_for(model.num_layers, model.hidden_size)) is not None:
         return f"it was trained for another model: {reason}"
     if head.config.hidden_size != model.hidden_size:

@@ -47,11 +47,11 @@ NEUTRAL_IN = {
     "deepseek-v2": {"n_group": "topk_method is greedy", "topk_group": "topk_method is greedy"},
     "deepseek_v3": {
         **_LATENT,
-        "num_nextn_predict_layers": "these layers are not used",
+        "num_nextn_predict_layers": "read for speculation.method=mtp alone",
         "pretraining_tp": "the order of sums only",
     },
     "gemma3_text": {"_sliding_window_pattern": "layer_types says more"},
-    "glm4_moe": {"num_nextn_predict_layers": "these layers are not used"},
+    "glm4_moe": {"num_nextn_predict_layers": "read for speculation.method=mtp alone"},
     "glm4_moe_lite": {
         **_LATENT,
         "first_k_dense_replace": "mlp_layer_types says more",

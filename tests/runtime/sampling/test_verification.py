@@ -24,13 +24,13 @@ SEEDED = SamplingParams(temperature=1.0, seed=5, max_tokens=14, ignore_eos=True)
 
 
 # The largest step has more rows of logits than sequences: 16 sequences of 4 rows each.
-def config(mode: str, *overrides: str) -> RunConfig:
+def config(mode: str, *overrides: str, model: dict[str, object] | None = None) -> RunConfig:
     return tiny_config(
         "scheduler.max_num_seqs=16",
         "scheduler.overlap=false",
         f"graphs.mode={mode}",
         *overrides,
-        model__config={**MODEL, "vocab_size": VOCAB_SIZE, "eos_token_id": 2},
+        model__config=model or {**MODEL, "vocab_size": VOCAB_SIZE, "eos_token_id": 2},
         model__tokenizer=str(Path(ostinato.__file__).parents[1] / "models" / "demo"),
     )
 

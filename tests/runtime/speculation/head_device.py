@@ -1,4 +1,4 @@
-"""A simulated EAGLE-3 head, which is right wherever its cache and its hidden states are.
+"""A simulated head, which is right wherever its cache and its hidden states are.
 
 The hidden state of a position stands for all tokens up to there. The head checks that what it reads
 belongs together, and then knows the token that the simulated target draws.
@@ -13,7 +13,7 @@ import torch
 
 from ostinato.conf.speculation.speculation_schema import SpeculationConfig, SpeculationMethod
 from ostinato.runtime.execution.hidden_states import HiddenStates
-from ostinato.runtime.speculation.eagle_drafter import EagleDrafter
+from ostinato.runtime.speculation.head_drafter import HeadDrafter
 from ostinato.runtime.speculation.proposer import Draft
 from ostinato.runtime.speculation.text_drafter import TextDrafter
 from ostinato.runtime.types.request import Request
@@ -142,8 +142,8 @@ class SimulatedHead:
         return to_token(second)
 
 
-class SimulatedEagle(EagleDrafter):
-    """An `EagleDrafter` over a `SimulatedHead`.
+class SimulatedHeadDrafter(HeadDrafter):
+    """A `HeadDrafter` over a `SimulatedHead`.
 
     Attributes:
         simulated: the head.

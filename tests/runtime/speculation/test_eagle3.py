@@ -16,11 +16,12 @@ import ostinato
 from ostinato import LLM, SamplingParams
 from ostinato.conf.compose import load_config
 from ostinato.conf.root import RunConfig
+from ostinato.models.config.head_spec import HeadSpec
 from ostinato.models.demo.training.corpus import HELD_OUT
 from ostinato.models.families.eagle3 import read_head_config
 from ostinato.runtime.errors import StartupError
-from ostinato.runtime.speculation.eagle_drafter import EagleDrafter
-from ostinato.runtime.speculation.proposer import DraftJob
+from ostinato.runtime.speculation.head_drafter import HeadDrafter
+from tests.runtime.drafters import DraftRecorder
 from tests.runtime.speculation.eagle_reference import AUX_LAYERS, ReferenceHead, write_head
 
 DEMO = Path(ostinato.__file__).parents[1] / "models" / "demo"
@@ -51,24 +52,6 @@ def prompts() -> list[list[int]]:
     return [[generator.randrange(3, 3000) for _ in range(count)] for count in (5, 17, 40, 64, 100)]
 
 
-class Recorder:
-    """Records the drafts of a running engine."""
-
-    def __init__(self, llm: LLM) -> None:
-        drafts = llm._engine._scheduler.drafts
-        assert drafts is not None
-        self._draw = drafts.proposer.draw
-        drafts.proposer.draw = self.draw
-        self.drawn: list[tuple[list[int], list[int]]] = []
-
-    def draw(self, jobs: list[DraftJob], most_tokens: int) -> list[list[int]]:
-        drafts = self._draw(jobs, most_tokens)
-        self.drawn += [
-            (list(job.token_ids), draft) for job, draft in zip(jobs, drafts, strict=True)
-        ]
-        return drafts
-
-
 @pytest.mark.parametrize(("mode", "norm_before_residual"), [("eager", False), ("captured", True)])
 def test_drafts_are_those_of_a_plain_implementation(
     tmp_path: Path, mode: str, norm_before_residual: bool
@@ -76,7 +59,7 @@ def test_drafts_are_those_of_a_plain_implementation(
     """In chunks, in batches, after refused drafts, and with a prefix from the cache."""
     tensors = write_head(tmp_path, TARGET, norm_before_residual=norm_before_residual)
     with LLM(config=config(tmp_path, f"graphs.mode={mode}")) as llm:
-        recorder = Recorder(llm)
+        recorder = DraftRecorder(llm)
         for _ in range(2):
             llm.generate(prompts(), GREEDY, use_progress=False)
         llm._engine.check_integrity()
@@ -214,11 +197,11 @@ def test_auto_takes_the_head_beside_the_texts(tmp_path: Path) -> None:
     words = ("graphs.mode=eager", "speculation.method=auto")
     repeating = [[5, 9, 14, 20, 27, 35, 44] * 8]
     with LLM(config=config(tmp_path, *words)) as llm:
-        recorder = Recorder(llm)
+        recorder = DraftRecorder(llm)
         answer = llm.generate(repeating, GREEDY, use_progress=False)[0].outputs[0].token_ids
         drafts = llm._engine._scheduler.drafts
         assert drafts is not None
-        assert isinstance(drafts.proposer, EagleDrafter)
+        assert isinstance(drafts.proposer, HeadDrafter)
         stats = drafts.stats
     with LLM(config=config(None, "graphs.mode=eager")) as llm:
         plain = llm.generate(repeating, GREEDY, use_progress=False)[0].outputs[0].token_ids
@@ -238,12 +221,12 @@ def test_layers_of_sglangs_configs_are_those_that_the_states_leave(tmp_path: Pat
     write_head(tmp_path, TARGET)
     settings = json.loads((tmp_path / "config.json").read_text())
     entered = read_head_config(settings).head
-    assert entered is not None
+    assert isinstance(entered, HeadSpec)
     assert entered.aux_layers == (1, 2, 4)
     del settings["eagle_aux_hidden_state_layer_ids"]
     nested = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [0, 1, 3]}
     left = read_head_config({**settings, "eagle_config": nested}).head
     assert left == entered
     default = read_head_config(settings).head
-    assert default is not None
+    assert isinstance(default, HeadSpec)
     assert default.layers_of(32) == (2, 16, 29)

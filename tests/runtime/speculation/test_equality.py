@@ -110,6 +110,37 @@ def test_a_head_changes_neither_tokens_nor_log_probabilities(
     assert stats.num_draft_tokens > 100
 
 
+GLM = {
+    **MODEL,
+    "architectures": ["Glm4MoeForCausalLM"],
+    "model_type": "glm4_moe",
+    "vocab_size": VOCAB_SIZE,
+    "eos_token_id": 2,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "num_nextn_predict_layers": 1,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["bfloat16", "int8", "int4"])
+def test_a_next_token_layer_changes_neither_tokens_nor_log_probabilities(form: str) -> None:
+    """Float32 is in test_next_token.py. The second round finds its prompts in the prefix cache."""
+    answers = []
+    for method in ("none", "mtp"):
+        words = (*FORMS[form], f"speculation={method}", "speculation.adaptive=false")
+        with LLM(config=config("eager", *words, model=GLM)) as llm:
+            answers += [completions(llm) for _ in range(1 if method == "none" else 2)]
+            llm._engine.check_integrity()
+            stats = llm.stats().speculation
+    assert answers[0] == answers[1] == answers[2]
+    assert stats is not None
+    assert stats.num_draft_tokens > 100
+
+
 @pytest.mark.parametrize("name", list(DRAFT_MODELS))
 def test_a_draft_model_changes_neither_tokens_nor_log_probabilities(
     form: str, plain: list[list[CompletionOutput]], name: str, tmp_path: Path

@@ -1,4 +1,4 @@
-"""The drafter with an EAGLE-3 head, which drafts from the target model's hidden states.
+"""The drafter with a head, which drafts from the target model's hidden states (EAGLE-3, MTP).
 
 The head's input at position p is the target's hidden state of p and the token at p + 1. So a
 sequence of n tokens gives it the positions 0 to n - 2, and the last of them gives the first draft.
@@ -23,7 +23,7 @@ from ostinato.runtime.speculation.proposer import DraftJob, Proposer
 from ostinato.runtime.types.request import Request
 from ostinato.runtime.types.step import AdmittedSequence, ScheduledSequence, SchedulerOutput
 
-__all__ = ("DraftHead", "EagleDrafter")
+__all__ = ("DraftHead", "HeadDrafter")
 
 _FEW = 16  # positions of a sequence that wait until they are computed without a draft
 
@@ -96,7 +96,7 @@ class _Row:
         self.is_sent = False  # whether the head's sampler knows the sequence
 
 
-class EagleDrafter(GuessingDrafter):
+class HeadDrafter(GuessingDrafter):
     """Implements `BatchProposer`.
 
     Args:

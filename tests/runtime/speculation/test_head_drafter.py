@@ -10,7 +10,7 @@ from ostinato.runtime.types.params import SamplingParams
 from ostinato.runtime.types.request import Request
 from tests.runtime.simulated_device import EOS, VOCAB_SIZE
 from tests.runtime.simulated_engine import SimulatedEngine
-from tests.runtime.speculation.head_device import SimulatedEagle, TappedDevice
+from tests.runtime.speculation.head_device import SimulatedHeadDrafter, TappedDevice
 
 MAX_MODEL_LEN = 96
 
@@ -24,10 +24,10 @@ def run_workload(
     head_model_len: int = MAX_MODEL_LEN,
     head_num_tokens: int = 64,
     seed: int = 5,
-) -> tuple[SimulatedEngine, SimulatedEagle]:
+) -> tuple[SimulatedEngine, SimulatedHeadDrafter]:
     """Sixty requests that share beginnings; a third of them go on with an earlier text."""
     generator = random.Random(seed)
-    drafter = SimulatedEagle(
+    drafter = SimulatedHeadDrafter(
         block_size=4, max_model_len=head_model_len, max_num_tokens=head_num_tokens
     )
     engine = SimulatedEngine(
