@@ -10,6 +10,7 @@ the tokens a step, and whether all answers are equal to those of plain decoding.
     auto     all drafters without a model; in the second round the first round's answers are history
     draft    the draft model, if speculation.model names one with speculation.method=draft
     eagle3   the head, if speculation.model names one with speculation.method=eagle3
+    mtp      the next-token layer of the checkpoint, with speculation.method=mtp
     replay   the plain answer, of which each token is wrong with a given probability: what a drafter
              of that quality is worth
 """
@@ -43,6 +44,7 @@ _METHODS = {
     "auto": SpeculationMethod.auto,
     "draft": SpeculationMethod.draft,
     "eagle3": SpeculationMethod.eagle3,
+    "mtp": SpeculationMethod.mtp,
     f"replay {_ACCURACY}": SpeculationMethod.grammar,  # its engine gets a drafter of its own
 }
 
@@ -117,7 +119,8 @@ def speculation(config: RunConfig, context: BenchContext) -> Record:
         replay = None
         model = config.speculation.model
         for name, method in _METHODS.items():
-            if method.needs_model and method is not config.speculation.method:
+            is_own = method.needs_model or method is SpeculationMethod.mtp
+            if is_own and method is not config.speculation.method:
                 continue
             context.show(f"starting the engine: {name}")
             own = dataclasses.replace(
