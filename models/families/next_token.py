@@ -23,7 +23,6 @@ from ostinato.models.base import CheckpointLayout
 from ostinato.models.checkpoints.checkpoint import Checkpoint
 from ostinato.models.checkpoints.headers import read_headers
 from ostinato.models.config.head_spec import NextTokenSpec
-from ostinato.models.config.hf_fields import read_integer
 from ostinato.models.config.model_config import ModelConfig
 from ostinato.models.decoder import DecoderBlock
 from ostinato.models.families.deepseek_v2 import latent_layout
@@ -116,7 +115,7 @@ def read_next_token_config(checkpoint: Checkpoint, target: ModelConfig) -> Model
             f"{target.architecture} has no layers that predict further tokens; families with "
             f"them are {', '.join(_LAYOUTS)}"
         )
-    if not read_integer(checkpoint.hf_config, "num_nextn_predict_layers", default=0):
+    if not checkpoint.hf_config.get("num_nextn_predict_layers"):
         raise ValueError(
             "the checkpoint has no layer that predicts further tokens "
             "(config.json: num_nextn_predict_layers)"
