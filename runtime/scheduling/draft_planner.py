@@ -71,6 +71,8 @@ class DraftPlanner:
         self._costs = costs
         self._model = proposer if isinstance(proposer, BatchProposer) else None
         self._depth = DepthChooser(costs, max_drafts, self.model_costs)
+        # The cost of looking for drafts is only weighed where the costs of steps are known.
+        self._is_sparing = costs is not None and self._model is None
         self._has_forced = False  # whether the last step's grammars forced tokens
 
     @property
@@ -109,19 +111,23 @@ class DraftPlanner:
         if not decodes:
             return
         step.load = self._load(step, decodes)
+        if self._depth.is_paused:
+            return
+        begin = time.perf_counter()
         places: list[int] = []
         candidates: list[Candidate] = []
         for index, sequence in enumerate(step.sequences):
             is_decode = not step.scheduled[index].token_ids
             if is_decode and sequence.num_in_flight == 1 and step.budget_left > 0:
+                record = sequence.draft_record = sequence.draft_record or DraftRecord()
+                if self._is_sparing and record.rests() and not sequence.forced_token_ids:
+                    continue
                 draft = self._guess(sequence, min(step.budget_left, self._room(sequence)))
                 if draft is not None:
-                    record = sequence.draft_record = sequence.draft_record or DraftRecord()
                     places.append(index)
                     candidates.append(Candidate(draft, record))
-        if not candidates:
-            return
-        counts = self._depth.choose(step.load, candidates)
+        counts = self._depth.choose(step.load, candidates) if candidates else []
+        step.load = step.load._replace(lookup_seconds=time.perf_counter() - begin)
         taken = [
             place
             for index, candidate, count in zip(places, candidates, counts, strict=True)

@@ -89,7 +89,13 @@ class AnswerHistory:
             if place < self._begins[0]:
                 break
             index = bisect_right(self._begins, place) - 1
-            if self._partitions[index] == partition:
+            # A place whose match is no longer is known by one token.
+            reach = best_length + 1
+            is_longer = (
+                reach <= min(num_tokens, place - self._begins[index])
+                and self._ring[(place - reach) % size] == token_ids[num_tokens - reach]
+            )
+            if is_longer and self._partitions[index] == partition:
                 length = self._match_length(place, self._begins[index], token_ids)
                 if length > best_length:
                     best, best_length = place, length

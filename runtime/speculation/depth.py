@@ -24,20 +24,31 @@ from ostinato.runtime.speculation.proposer import Draft, DraftSource
 __all__ = ("Candidate", "DepthChooser", "DraftRecord", "StepLoad")
 
 _FIRST_PROBE, _LAST_PROBE = 8, 256  # steps of a sequence without drafts before one is tried
+_QUIET, _STRIDE = 8, 8  # after so many steps without a right draft, one step of 8 looks for one
 _CORRECTION = 0.05  # weight of the newest step in the corrections of the costs
 _WINDOW = 64  # steps with drafts after which their gain is checked
-_PAUSE = 256  # steps without drafts after a check that found a loss
+# Steps without drafts after a check that found a loss. Each further loss doubles them.
+_PAUSE, _LONGEST_PAUSE = 256, 1024
 
 
 class DraftRecord:
     """How often the drafts of one sequence were right, and when the next one is tried."""
 
-    __slots__ = ("num_idle", "own", "wait")
+    __slots__ = ("num_idle", "num_quiet", "own", "wait")
 
     def __init__(self) -> None:
         self.own = OwnRate()
         self.num_idle = 0  # steps since its last draft
+        self.num_quiet = 0  # steps since a draft was right
         self.wait = _FIRST_PROBE  # steps without drafts before one token is tried
+
+    def rests(self) -> bool:
+        """Count a step; returns whether no draft is looked for in it.
+
+        Looking for drafts takes time too, about 20 microseconds where there are many matches.
+        """
+        self.num_quiet += 1
+        return self.num_quiet > _QUIET and self.num_quiet % _STRIDE != 0
 
     def skip(self) -> bool:
         """Count a step without drafts; returns whether one token is to be tried in it instead."""
@@ -48,6 +59,7 @@ class DraftRecord:
         """Count a verified draft."""
         self.own.add(min(num_accepted + 1, num_drafts), num_accepted)
         is_wrong = not num_accepted
+        self.num_quiet = self.num_quiet if is_wrong else 0
         self.wait = min(_LAST_PROBE, 2 * self.wait) if is_wrong else _FIRST_PROBE
 
 
@@ -58,6 +70,7 @@ class StepLoad(NamedTuple):
     context: float  # mean number of cached tokens of the decodes
     prompt_seconds: float = 0.0  # predicted for the prompts beside the decodes
     drafting_seconds: float = 0.0  # time that a draft model took before the step
+    lookup_seconds: float = 0.0  # time that looking for drafts and choosing their number took
 
 
 class Candidate(NamedTuple):
@@ -92,12 +105,13 @@ class DepthChooser:
         self._surcharges: dict[int, list[float]] = {}  # by decodes: seconds by draft tokens
         self._max_drafts = max_drafts
         self._num_paused = 0  # steps that the pause still lasts
+        self._next_pause = _PAUSE
         self._predicted_drafting = 0.0  # for the last choice, relative to uncorrected step costs
         self._plain = 1.0  # observed / predicted seconds of steps without drafts
         self._drafted = 1.0  # a further factor for the seconds of steps with drafts
         self._drafting = 1.0  # observed / predicted seconds of drafting
         self._num_steps = 0  # steps with drafts since the last check of their gain
-        self._seconds = 0.0  # time that these steps took
+        self._seconds = 0.0  # time that these steps took, and looking for drafts since the check
         self._plain_seconds = 0.0  # predicted for the same tokens without drafts
 
     def choose(self, load: StepLoad, candidates: Sequence[Candidate]) -> list[int]:
@@ -226,6 +240,7 @@ class DepthChooser:
         if self._costs is None:
             return
         self._num_paused = max(0, self._num_paused - 1)
+        self._seconds += load.lookup_seconds  # steps that got no drafts take this time too
         if load.drafting_seconds and self._predicted_drafting:
             ratio = load.drafting_seconds / (self._predicted_drafting * self._plain)
             self._drafting *= min(2.0, max(0.5, ratio)) ** _CORRECTION
@@ -242,6 +257,9 @@ class DepthChooser:
         self._plain_seconds += self.seconds(load, 0) * num_tokens / load.num_decodes
         if self._num_steps == _WINDOW:
             if self._seconds > self._plain_seconds:
-                self._num_paused = _PAUSE
+                self._num_paused = self._next_pause
+                self._next_pause = min(_LONGEST_PAUSE, 2 * self._next_pause)
                 self.num_pauses += 1
+            else:
+                self._next_pause = _PAUSE
             self._num_steps, self._seconds, self._plain_seconds = 0, 0.0, 0.0

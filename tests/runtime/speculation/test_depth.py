@@ -116,6 +116,30 @@ def test_drafts_pause_when_their_steps_are_slower_than_plain_ones() -> None:
     assert not chooser.is_paused
 
 
+def test_drafts_pause_when_looking_for_them_takes_longer_than_they_save() -> None:
+    """Also the time of steps in which nothing was found; a pause after another loss is longer."""
+    chooser = DepthChooser(table(0.1), MAX_DRAFTS)
+    load = StepLoad(1, 0.0, lookup_seconds=0.004)
+    for pause in (256, 512, 1024, 1024):
+        for _ in range(64):
+            chooser.observe(load, 1, 1, chooser.seconds(load, 1))
+            chooser.observe(load, 0, 0, chooser.seconds(load, 0))
+        num_paused = 0
+        while chooser.is_paused:
+            chooser.observe(StepLoad(1, 0.0), 0, 0, 0.004)
+            num_paused += 1
+        assert num_paused in (pause, pause - 1)
+
+
+def test_a_sequence_without_right_drafts_is_looked_up_in_one_step_of_eight() -> None:
+    record = DraftRecord()
+    assert [record.rests() for _ in range(24)] == [*[False] * 8, *([True] * 7 + [False]) * 2]
+    record.add(3, 0)
+    assert record.rests()
+    record.add(3, 1)
+    assert not any(record.rests() for _ in range(8))
+
+
 def test_observed_seconds_correct_the_predicted_ones() -> None:
     chooser = DepthChooser(table(0.1), MAX_DRAFTS)
     load = StepLoad(1, 0.0)
