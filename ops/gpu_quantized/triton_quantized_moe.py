@@ -19,7 +19,8 @@ from ostinato.ops.gpu_quantized.packed_bytes import (
     typed_views,
 )
 from ostinato.ops.gpu_quantized.triton_quantized_linear import multiply_tile, tile_constants
-from ostinato.ops.moe.triton_moe_linear import combine_slots, sorted_pairs
+from ostinato.ops.moe.triton_moe_linear import combine_slots
+from ostinato.ops.moe.triton_routing import expert_order
 from ostinato.ops.quantized_reference import QuantFormat
 
 __all__ = ("quantized_experts_constants", "quantized_experts_kernel", "quantized_moe_on_cuda")
@@ -126,7 +127,7 @@ def quantized_moe_on_cuda(
     products = x.new_empty((pairs, out_features), dtype=dtype)
     if pairs:
         num_experts = len(weight)
-        order, ends = sorted_pairs(ids, num_experts)
+        order, ends = expert_order(ids, num_experts)
         size = (out_features, in_features)
         constants = quantized_experts_constants(form, pairs, num_experts, *size, x.dtype)
         constants |= {"SLOTS": slots, "IS_SHARED": x.shape[0] == num_tokens}

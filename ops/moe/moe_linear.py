@@ -30,7 +30,21 @@ from ostinato.ops.linear import packed_linear_reference
 from ostinato.ops.quantized_reference import QuantFormat, quantized_linear_reference
 from ostinato.ops.register import register_op
 
-__all__ = ("moe_linear", "packed_moe_linear", "quantized_moe_linear")
+__all__ = (
+    "TILE_MEANS",
+    "moe_linear",
+    "packed_moe_linear",
+    "quantized_moe_linear",
+    "tile_tokens",
+)
+
+TILE_MEANS = (16, 128)
+"""Rows of an expert, on average, up to which a GPU takes the first and the second tile of three."""
+
+
+def tile_tokens(num_experts: int, top_k: int) -> tuple[int, ...]:
+    """The fewest tokens of a step that take each tile on a GPU."""
+    return (1, *(mean * num_experts // top_k + 1 for mean in TILE_MEANS))
 
 
 def moe_linear(

@@ -5,13 +5,14 @@ what the best experts are chosen by, and in how the scores of the chosen ones be
 (`RouteSpec`). Nothing depends on the other tokens, no size depends on data, and the host reads no
 result.
 
-The kernel is ops/native/moe/route.cpp. Until it is loaded, and on other devices, the op runs as
-plain torch.
+The kernels are ops/native/moe/route.cpp and, for routers without groups, triton_routing.py. Until
+the first is loaded, with groups on a GPU, and on other devices the op runs as plain torch.
 """
 
 from __future__ import annotations
 
 from enum import StrEnum
+from importlib import import_module
 from typing import NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from ostinato.ops.register import register_op
 
-__all__ = ("RouteSpec", "Scoring", "route", "route_reference")
+__all__ = ("RouteSpec", "Scoring", "route", "route_on_cuda", "route_reference")
 
 _LEAST_SUM = 1e-20  # keeps the division by a sum of zeros defined
 
@@ -94,14 +95,7 @@ def route_reference(
 ) -> tuple[Tensor, Tensor]:
     """`route` in plain torch."""
     num_experts = logits.shape[1]
-    if num_experts % num_groups or not 1 <= top_groups <= num_groups:
-        raise ValueError(
-            f"{num_groups} groups, {top_groups} of them chosen, do not fit {num_experts} experts"
-        )
-    if not 1 <= top_k <= top_groups * (num_experts // num_groups):
-        raise ValueError(
-            f"top_k must be 1 to the number of experts of the chosen groups, got {top_k}"
-        )
+    _check(num_experts, top_k, num_groups, top_groups)
     logits = logits.float()
     scores = logits
     if scoring == Scoring.softmax:
@@ -132,6 +126,36 @@ def route_reference(
     return ids.to(torch.int32), weights.masked_fill(wrong, torch.nan)
 
 
+def _check(num_experts: int, top_k: int, num_groups: int, top_groups: int) -> None:
+    if num_experts % num_groups or not 1 <= top_groups <= num_groups:
+        raise ValueError(
+            f"{num_groups} groups, {top_groups} of them chosen, do not fit {num_experts} experts"
+        )
+    if not 1 <= top_k <= top_groups * (num_experts // num_groups):
+        raise ValueError(
+            f"top_k must be 1 to the number of experts of the chosen groups, got {top_k}"
+        )
+
+
+def route_on_cuda(
+    logits: Tensor,
+    bias: Tensor | None,
+    top_k: int,
+    scoring: str,
+    renormalize: bool,
+    scale: float,
+    num_groups: int,
+    top_groups: int,
+    group_top: int,
+) -> tuple[Tensor, Tensor]:
+    """`route` as a GPU runs it."""
+    spec = (top_k, scoring, renormalize, scale)
+    if num_groups > 1:
+        return route_reference(logits, bias, *spec, num_groups, top_groups, group_top)
+    _check(logits.shape[1], top_k, num_groups, top_groups)
+    return import_module("ostinato.ops.moe.triton_routing").launch_route(logits, bias, *spec)
+
+
 def _route_fake(
     logits: Tensor,
     bias: Tensor | None,
@@ -147,4 +171,8 @@ def _route_fake(
     return logits.new_empty(size, dtype=torch.int32), logits.new_empty(size, dtype=torch.float32)
 
 
-_route = register_op("route", {"CompositeExplicitAutograd": route_reference}, fake=_route_fake)
+_route = register_op(
+    "route",
+    {"CompositeExplicitAutograd": route_reference, "CUDA": route_on_cuda},
+    fake=_route_fake,
+)

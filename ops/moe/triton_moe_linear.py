@@ -19,13 +19,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ostinato.ops.moe.moe_linear import TILE_MEANS
+from ostinato.ops.moe.triton_routing import expert_order
+
 __all__ = (
     "combine_slots",
     "combine_slots_kernel",
     "grouped_constants",
     "grouped_kernel",
     "moe_linear_on_cuda",
-    "sorted_pairs",
 )
 
 _COMBINED = 1024  # columns that a program of the sum has
@@ -127,7 +129,8 @@ def grouped_constants(num_pairs: int, num_experts: int, dtype: torch.dtype) -> d
     if dtype == torch.float32:  # multiplied without tensor cores
         return {"BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_K": 32, "num_warps": 4, "num_stages": 2}
     mean = num_pairs / num_experts
-    block_m = 16 if mean <= 16 else 64 if mean <= 128 else 128
+    few, some = TILE_MEANS
+    block_m = 16 if mean <= few else 64 if mean <= some else 128
     return {
         "BLOCK_M": block_m,
         "BLOCK_N": 128,
@@ -157,7 +160,7 @@ def moe_linear_on_cuda(
     dtype = x.dtype if routing_weights is None else torch.float32
     products = x.new_empty((pairs, width), dtype=dtype)
     if pairs:
-        order, ends = sorted_pairs(ids, num_experts)
+        order, ends = expert_order(ids, num_experts)
         constants = grouped_constants(pairs, num_experts, x.dtype) | {
             "N": width,
             "K": depth,
@@ -181,22 +184,6 @@ def moe_linear_on_cuda(
     if routing_weights is None:
         return products
     return combine_slots(products, routing_weights, residual, slots, x.dtype)
-
-
-def sorted_pairs(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Pairs of tokens and slots, sorted by expert.
-
-    Args:
-        ids: [T, k] int32, the experts of each token.
-        num_experts: how many there are.
-
-    Returns:
-        [T * k] int64, pairs (token * k + slot); and [num_experts] int64, where the pairs of each
-        expert end.
-    """
-    by_expert, order = ids.reshape(-1).sort(stable=True)
-    experts = torch.arange(num_experts, dtype=by_expert.dtype, device=ids.device)
-    return order, torch.searchsorted(by_expert, experts, right=True)
 
 
 def combine_slots(

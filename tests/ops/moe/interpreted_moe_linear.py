@@ -1,4 +1,4 @@
-"""The Triton kernels of `moe_linear` under Triton's interpreter, against the plain torch form.
+"""The Triton kernels of `moe_linear` and `route` under Triton's interpreter, against the plain torch form.
 
 Not collected by its name: test_moe_linear.py runs this module with TRITON_INTERPRET=1.
 """
@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from ostinato.ops.moe.moe_linear import _moe_linear_reference
+from ostinato.ops.moe.moe_linear import _moe_linear_reference, tile_tokens
+from ostinato.ops.moe.routing import Scoring, route_reference
 from ostinato.ops.moe.triton_moe_linear import grouped_constants, moe_linear_on_cuda
+from ostinato.ops.moe.triton_routing import expert_order, launch_route
 from tests.ops.moe.test_moe_linear import NUM_EXPERTS, OUT, problem
 
 
@@ -52,3 +54,38 @@ def test_a_token_whose_routing_is_not_a_number_spoils_no_other() -> None:
 def test_the_tile_grows_with_the_rows_of_an_expert() -> None:
     rows = [grouped_constants(n, 128, torch.bfloat16)["BLOCK_M"] for n in (8, 2048, 16384, 65536)]
     assert rows == [16, 16, 64, 128]
+    pairs = [8 * tokens for tokens in tile_tokens(128, 8)]
+    tiles = [
+        [grouped_constants(n + more, 128, torch.bfloat16)["BLOCK_M"] for more in (-8, 0)]
+        for n in pairs[1:]
+    ]
+    assert tiles == [[16, 64], [64, 128]], "the first step of each tile"
+
+
+@pytest.mark.parametrize("scoring", list(Scoring))
+@pytest.mark.parametrize(
+    ("experts", "top_k", "has_bias"), [(5, 2, False), (128, 8, True), (1, 1, False)]
+)
+def test_routing(scoring: Scoring, experts: int, top_k: int, has_bias: bool) -> None:
+    """Among the tokens: equal logits, closed experts, and those that have no scores."""
+    generator = torch.Generator().manual_seed(experts)
+    logits = torch.randn(9, experts + 3, generator=generator)[:, :experts].to(torch.float16)
+    logits[1] = 0.5
+    logits[2, : experts // 2] = -torch.inf
+    logits[3, 0], logits[4], logits[5, -1] = torch.nan, -torch.inf, torch.inf
+    bias = torch.randn(experts, generator=generator) if has_bias else None
+    for renormalize in (False, True):
+        options = (top_k, scoring.value, renormalize, 2.5)
+        ids, weights = launch_route(logits, bias, *options)
+        expected_ids, expected = route_reference(logits, bias, *options, 1, 1, 1)
+        assert torch.equal(ids, expected_ids)
+        torch.testing.assert_close(weights, expected, atol=1e-6, rtol=1e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize(("tokens", "slots", "experts"), [(1, 1, 1), (3, 2, 5), (50, 4, 128)])
+def test_pairs_by_expert(tokens: int, slots: int, experts: int) -> None:
+    generator = torch.Generator().manual_seed(tokens)
+    ids = torch.randint(experts, (tokens, slots), generator=generator, dtype=torch.int32)
+    order, ends = expert_order(ids, experts)
+    assert torch.equal(order, ids.flatten().sort(stable=True).indices)
+    assert torch.equal(ends, ids.flatten().bincount(minlength=experts).cumsum(0))

@@ -19,6 +19,7 @@ from ostinato.ops.moe.triton_moe_linear import (
     grouped_constants,
     grouped_kernel,
 )
+from ostinato.ops.moe.triton_routing import expert_order_kernel, route_kernel
 
 CAPABILITY = 90
 OPTIONS = ("num_warps", "num_stages")
@@ -36,7 +37,7 @@ def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> R
     attributes = {
         (index,): [["tt.divisibility", 16]]
         for index, name in enumerate(kernel.arg_names)
-        if signature[name] != "constexpr"
+        if signature[name] != "constexpr" and name not in ("scale", "num_pairs")
     }
     source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
     found: Any = triton.compile(source, target=GPUTarget("cuda", CAPABILITY, 32), options=options)
@@ -76,6 +77,21 @@ def test_the_grouped_product_spills_nothing(
     if dtype == torch.bfloat16:
         assert used.num_wgmma + used.num_mma > 0
         assert used.num_copies > 0
+
+
+@pytest.mark.parametrize("scoring", ["softmax", pytest.param("top_softmax", marks=SLOW)])
+def test_routing_compiles(scoring: str) -> None:
+    types = {"logits": "*bf16", "ids": "*i32", "weights": "*fp32", "scale": "fp32"}
+    types["logits_stride"] = "i32"
+    constants = {"NUM_EXPERTS": 128, "TOP_K": 8, "SCORING": scoring, "RENORMALIZE": True}
+    constants |= {"BLOCK_E": 128, "BLOCK_K": 8, "bias": None, "num_warps": 1}
+    assert compiled(route_kernel, types, constants).spill_bytes == 0
+
+
+def test_the_order_of_pairs_compiles() -> None:
+    types = {"ids": "*i32", "order": "*i64", "ends": "*i64", "num_pairs": "i32"}
+    constants = {"NUM_EXPERTS": 128, "BLOCK": 32, "OTHERS": 128, "num_warps": 4}
+    assert compiled(expert_order_kernel, types, constants).spill_bytes == 0
 
 
 def test_the_sum_of_slots_compiles() -> None:

@@ -1,0 +1,176 @@
+"""The Triton kernels around experts: `ostinato::route`, and the order of pairs by expert.
+
+A pair is a token and one of its slots.
+
+In torch each of the two is a dozen small kernels, which take longer than the products of a small
+step. Not yet verified on hardware.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+__all__ = ("expert_order", "expert_order_kernel", "launch_route", "route_kernel")
+
+_MOST_COUNTED = 8192  # pairs; more are sorted by torch, because counting compares all with all
+_PAIRS, _OTHERS = 32, 128  # pairs of a program, and how many it compares them with at a time
+_LEAST_SUM = tl.constexpr(1e-20)  # as in ops/moe/routing.py
+
+
+@triton.jit(do_not_specialize=["scale"])
+def route_kernel(
+    logits,  # [T, NUM_EXPERTS]
+    bias,  # [NUM_EXPERTS] float32, or None
+    ids,  # [T, TOP_K] int32
+    weights,  # [T, TOP_K] float32
+    logits_stride,
+    scale,
+    NUM_EXPERTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    SCORING: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+    BLOCK_E: tl.constexpr,  # power of two, at least NUM_EXPERTS
+    BLOCK_K: tl.constexpr,  # power of two, at least TOP_K
+):
+    """One program for each token."""
+    token = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, BLOCK_E)
+    is_open = lane < NUM_EXPERTS
+    values = tl.load(logits + token * logits_stride + lane, mask=is_open, other=float("-inf"))
+    values = values.to(tl.float32)
+    scores = values
+    if SCORING == "softmax":
+        scores = tl.exp(values - tl.max(values, 0))
+        scores = scores / tl.sum(scores, 0)
+    if SCORING == "sigmoid":
+        scores = 1.0 / (1.0 + tl.exp(-values))
+    choice = values
+    if bias is not None:
+        choice = scores + tl.load(bias + lane, mask=is_open, other=0.0)
+    slot = tl.arange(0, BLOCK_K)
+    # How often the token met what is not a number.
+    wrong = tl.zeros([BLOCK_K], tl.int32) + tl.sum((values != values).to(tl.int32), 0)
+    in_use = slot < TOP_K
+    chosen = tl.zeros([BLOCK_K], tl.int32)
+    taken = tl.zeros([BLOCK_K], tl.float32)
+    for k in range(TOP_K):
+        greatest = tl.max(tl.where(is_open, choice, float("-inf")), 0)
+        best = tl.min(tl.where(is_open & (choice == greatest), lane, BLOCK_E), 0)
+        wrong += tl.where(best == BLOCK_E, 1, 0)  # a choice that is not a number
+        score = tl.sum(tl.where(lane == best, scores, 0.0), 0)
+        chosen = tl.where(slot == k, best, chosen)
+        taken = tl.where(slot == k, score, taken)
+        is_open = is_open & (lane != best)
+    if SCORING == "top_softmax":
+        taken = tl.where(in_use, taken, float("-inf"))
+        taken = tl.exp(taken - tl.max(taken, 0))
+        taken = taken / tl.sum(taken, 0)
+    if RENORMALIZE:
+        taken = taken / (tl.sum(tl.where(in_use, taken, 0.0), 0) + _LEAST_SUM)
+    taken = taken * scale
+    wrong += tl.sum((in_use & (taken != taken)).to(tl.int32), 0)
+    target = token * TOP_K + slot
+    tl.store(ids + target, tl.where(wrong > 0, slot, chosen), mask=in_use)
+    tl.store(weights + target, tl.where(wrong > 0, float("nan"), taken), mask=in_use)
+
+
+def launch_route(
+    logits: Tensor,
+    bias: Tensor | None,
+    top_k: int,
+    scoring: str,
+    renormalize: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """`route` (ops/moe/routing.py) without groups of experts."""
+    num_tokens, num_experts = logits.shape
+    ids = logits.new_empty((num_tokens, top_k), dtype=torch.int32)
+    weights = logits.new_empty((num_tokens, top_k), dtype=torch.float32)
+    if num_tokens == 0:
+        return ids, weights
+    if logits.stride(1) != 1:
+        raise ValueError(f"route: logits with strides {logits.stride()} need contiguous rows")
+    constants: dict[str, Any] = {
+        "NUM_EXPERTS": num_experts,
+        "TOP_K": top_k,
+        "SCORING": scoring,
+        "RENORMALIZE": renormalize,
+        "BLOCK_E": triton.next_power_of_2(num_experts),
+        "BLOCK_K": triton.next_power_of_2(top_k),
+        "num_warps": 1,  # holds the scores of a token
+    }
+    route_kernel[(num_tokens,)](
+        logits,
+        None if bias is None else bias.contiguous(),
+        ids,
+        weights,
+        # The stride of one row may be any number, for which Triton would compile once more.
+        logits.stride(0) if num_tokens > 1 else num_experts,
+        scale,
+        **constants,
+    )
+    return ids, weights
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def expert_order_kernel(
+    ids,  # [P] int32, the expert of each pair
+    order,  # [P] int64
+    ends,  # [NUM_EXPERTS] int64
+    num_pairs,  # P
+    NUM_EXPERTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OTHERS: tl.constexpr,
+):
+    """The place of each of BLOCK pairs, or the end of each of BLOCK experts.
+
+    A place is the number of pairs that come before: those of lower experts, and earlier ones of the
+    same expert. An expert's end is the place that a pair behind all of its pairs would have.
+    """
+    item = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_pair = item < num_pairs
+    is_expert = (item >= num_pairs) & (item < num_pairs + NUM_EXPERTS)
+    expert = tl.load(ids + item, mask=is_pair, other=0)
+    key = tl.where(is_pair, expert * num_pairs + item, (item - num_pairs + 1) * num_pairs)
+    place = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, num_pairs, OTHERS):
+        other = start + tl.arange(0, OTHERS)
+        others = tl.load(ids + other, mask=other < num_pairs, other=NUM_EXPERTS)
+        others = others * num_pairs + other
+        place += tl.sum((others[None, :] < key[:, None]).to(tl.int32), 1)
+    tl.store(order + place, item.to(tl.int64), mask=is_pair)
+    tl.store(ends + item - num_pairs, place.to(tl.int64), mask=is_expert)
+
+
+def expert_order(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """The pairs of tokens and slots, sorted by expert and then by number.
+
+    Args:
+        ids: [T, k] int32, the experts of each token. They are not checked.
+        num_experts: how many there are.
+
+    Returns:
+        The pairs (token * k + slot) [T * k] int64, and where each expert's end [num_experts] int64.
+    """
+    flat = ids.reshape(-1)
+    num_pairs = flat.numel()
+    if num_pairs > _MOST_COUNTED:
+        by_expert, order = flat.sort(stable=True)
+        experts = torch.arange(num_experts, dtype=by_expert.dtype, device=ids.device)
+        return order, torch.searchsorted(by_expert, experts, right=True)
+    order = flat.new_empty(num_pairs, dtype=torch.int64)
+    ends = flat.new_empty(num_experts, dtype=torch.int64)
+    constants: dict[str, Any] = {"NUM_EXPERTS": num_experts, "BLOCK": _PAIRS, "OTHERS": _OTHERS}
+    expert_order_kernel[(triton.cdiv(num_pairs + num_experts, _PAIRS),)](
+        flat,
+        order,
+        ends,
+        num_pairs,
+        **constants,
+    )
+    return order, ends
