@@ -276,7 +276,7 @@ def test_no_memory_is_kept(name: str) -> None:
 
     def call() -> None:
         planner.plan(DECODE, engine.buffers.host, engine.buffers.plan)
-        backend.run(*step[:6], 0.1, 0, 0.0)
+        backend.run(*step[:6], 0.1, 0, 0.0, None, None)
 
     for _ in range(3):
         call()

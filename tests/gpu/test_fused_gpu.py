@@ -10,12 +10,13 @@ from ostinato.models.base import CausalLM, DecoderLayer
 from ostinato.models.checkpoints.weights import init_dummy_weights
 from ostinato.models.families.llama import LlamaForCausalLM
 from ostinato.models.registry import build_model
-from ostinato.ops.fused.fused_linear import FEW_ROWS, fused_linear
+from ostinato.ops.fused.fused_linear import fused_linear, most_rows
 from tests.gpu.tiny_llama import MODEL
 
 pytestmark = pytest.mark.gpu
 
 CUDA = torch.device("cuda")
+MOST_ROWS = most_rows(torch.bfloat16)
 # (N, K): QKV and output of an 8B model, gate and up, down, and a size that fills no tile.
 SIZES = [(6144, 4096), (4096, 4096), (14336, 4096), (4096, 14336), (1000, 712)]
 
@@ -30,7 +31,7 @@ def rounding(expected: Tensor) -> float:
     return float(expected.abs().max()) * 2.0**-7
 
 
-@pytest.mark.parametrize("rows", [1, 8, 16, 17, FEW_ROWS, FEW_ROWS + 1])
+@pytest.mark.parametrize("rows", [1, 8, 16, 17, 64, 65, MOST_ROWS, MOST_ROWS + 1])
 @pytest.mark.parametrize(("out_features", "in_features"), SIZES)
 def test_linear_with_a_residual(rows: int, out_features: int, in_features: int) -> None:
     x = random(rows, in_features, seed=1)
@@ -41,7 +42,7 @@ def test_linear_with_a_residual(rows: int, out_features: int, in_features: int) 
     assert float((result.double() - expected).abs().max()) <= rounding(expected)
 
 
-@pytest.mark.parametrize("rows", [1, 16, FEW_ROWS])
+@pytest.mark.parametrize("rows", [1, 16, 64, MOST_ROWS])
 @pytest.mark.parametrize(("out_features", "in_features"), SIZES)
 def test_norm_and_gate(rows: int, out_features: int, in_features: int) -> None:
     x = random(rows, in_features, seed=1) * 30
@@ -55,7 +56,7 @@ def test_norm_and_gate(rows: int, out_features: int, in_features: int) -> None:
     assert float((result.double() - expected).abs().max()) <= 2 * rounding(expected)
 
 
-@pytest.mark.parametrize(("count", "fewest"), [(16, 1), (FEW_ROWS, 17)])
+@pytest.mark.parametrize(("count", "fewest"), [(16, 1), (64, 17), (MOST_ROWS, 65)])
 def test_a_row_gets_the_same_bits_among_others(count: int, fewest: int) -> None:
     x = random(count, 4096, seed=1)
     weight, norm_weight = random(6144, 4096, seed=2), random(4096, seed=3)

@@ -11,6 +11,7 @@ from ostinato.conf.schema import GraphForm
 from ostinato.graphs.buckets import GraphKey
 from ostinato.graphs.compile_monitor import CompileMonitor
 from ostinato.models.step_tensors import StepSizes
+from ostinato.ops.fused.fused_linear import warm_up_tokens
 from tests.gpu.tiny_llama import (
     DECODE_SIZES,
     MAX_BLOCKS,
@@ -36,7 +37,8 @@ STEPS: list[tuple[Step, str]] = [
     ([(21, 1), (6, 30), (600, 1), (0, 9)], "captured"),  # decode and prefill in the bucket of 64
     ([(start, 1) for start in range(0, 640, 80)], "captured"),  # a full decode bucket
     ([(639, 1)], "captured"),
-    ([(0, 200), (22, 1)], "miss"),  # too large for any bucket
+    ([(0, 200), (22, 1)], "captured"),  # 201 tokens in the mixed bucket of 320
+    ([(0, 400), (24, 1)], "miss"),  # too large for any bucket
     ([(200, 40), (23, 1)], "captured"),
     ([(240, 1)], "captured"),
 ]
@@ -131,7 +133,8 @@ def test_nothing_compiles_after_the_capture(form: GraphForm) -> None:
     monitor = CompileMonitor()
     try:
         graphs = make_graphs(torch.bfloat16, captured=True, form=form)
-        graphs.runner.warm_up([StepSizes(64, 1, 1), StepSizes(1, 1, 1)])
+        tokens = warm_up_tokens(torch.bfloat16)
+        graphs.runner.warm_up([StepSizes(count, 1, 1) for count in tokens])
         graphs.runner.capture()
         assert monitor.compiles.total() > 0
         monitor.mark_ready()

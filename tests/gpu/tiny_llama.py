@@ -32,8 +32,9 @@ MODEL = {
     "max_position_embeddings": 1024,
 }
 VOCAB_SIZE = 300
-BLOCK_SIZE, MAX_SEQS, MAX_TOKENS, MAX_BLOCKS = 16, 8, 256, 40  # 640 tokens: split into partitions
-DECODE_SIZES, MIXED_SIZES = (1, 2, 4, 8), (32, 64)
+BLOCK_SIZE, MAX_SEQS, MAX_TOKENS, MAX_BLOCKS = 16, 8, 512, 40  # 640 tokens: split into partitions
+# The last one is larger than the steps of the layers for few rows, so cuBLAS is captured, too.
+DECODE_SIZES, MIXED_SIZES = (1, 2, 4, 8), (32, 64, 320)
 
 # A step: (context already computed, number of new tokens) of each sequence.
 Step = list[tuple[int, int]]
