@@ -95,7 +95,7 @@ class DecoderLayer(nn.Module):
         raise NotImplementedError
 
     def few_rows(self) -> nn.Module | None:
-        """The layer for GPU steps of up to `FEW_ROWS` tokens, in fewer kernels; None = the same.
+        """The layer for GPU steps of up to `most_rows` tokens, in fewer kernels; None = the same.
 
         A module with the arguments, the result and the parameters of this one, which calls only ops
         of this package and views.

@@ -7,8 +7,9 @@
     6. norm, gate and up projection, activation
     7. down projection, residual
 
-`FewRowsBlock` holds the modules of a `DecoderBlock` and calls the ops of ops/fused/. In a step
-of many tokens matrix products take most of the time, and cuBLAS is faster at them.
+`FewRowsBlock` holds the modules of a `DecoderBlock` and calls the ops of ops/fused/. Steps
+of more tokens than `most_rows` spend most of their time in matrix products. cuBLAS is faster at
+them.
 """
 
 from __future__ import annotations

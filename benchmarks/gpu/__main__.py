@@ -137,7 +137,8 @@ def _write_page(records: dict[str, Any], page: Path | None) -> int:
     from ostinato.benchmarks.gpu.without_device.step_table import section_of
     from ostinato.benchmarks.micro.kernel_table import replace_section
 
-    versions = package_versions()
+    # A build for CPUs lowers what any other build does.
+    versions = {name: text.partition("+")[0] for name, text in package_versions().items()}
     section = section_of(records, f"torch {versions['torch']} and triton {versions['triton']}")
     print(section)
     if page is not None:

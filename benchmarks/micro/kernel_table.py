@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -29,6 +30,7 @@ from ostinato.ops.backends.triton_tiles import (
     rotary_constants,
     write_constants,
 )
+from ostinato.ops.fused.fused_linear import TILE_ROWS
 from ostinato.ops.fused.triton_fused_linear import (
     choose_tile,
     fused_linear_kernel,
@@ -61,7 +63,7 @@ kernel of attention and of matrix products.
 
 Columns: *short* is the attention of sequences whose query rows fit one tile (decode), *long* that
 of the others (prefill). *Rotate* rotates the heads and writes K and V. *Linear* is a matrix product
-with what is fused with it, for steps of up to 16 and of up to 64 rows. *Cache* is the KV cache's
+with what is fused with it, for steps of up to 16, 64 and 256 rows. *Cache* is the KV cache's
 type where it is another (`cache.dtype`); it is widened in registers. M × N is query rows × keys of
 a tile, or rows × columns of a result. Spills are bytes stored and loaded. Copies are asynchronous
 copies from global memory, tensor the matrix instructions (`wgmma` on tiles of 64 rows and more,
@@ -150,7 +152,7 @@ def _rotations() -> Iterator[Variant]:
 
 
 def _products() -> Iterator[Variant]:
-    """The four matrix products of a layer, for both numbers of rows."""
+    """The four matrix products of a layer, for each tile of rows."""
     for name, size, queries, keys, inner in (
         ("Llama-8B", 4096, 4096, 1024, 14336),
         ("Qwen3-0.6B", 1024, 2048, 1024, 3072),
@@ -161,7 +163,7 @@ def _products() -> Iterator[Variant]:
             ("gate and up", inner, size, "silu", "norm_weight"),
             ("down", size, inner, "", "residual"),
         ):
-            for rows in (16, 64):
+            for rows in TILE_ROWS[torch.bfloat16]:
                 gated = bool(activation)
                 tile = choose_tile(rows, out_features, in_features, 2, is_gated=gated)
                 constants = linear_constants(tile, out_features, in_features, activation)

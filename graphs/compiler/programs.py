@@ -26,7 +26,7 @@ from ostinato.graphs.compiler.fx_program import FxFunction
 from ostinato.models.base import AuxStates, LanguageModel
 from ostinato.models.kv_cache import KVCache
 from ostinato.models.step_tensors import ForwardBatch, StepInputs
-from ostinato.ops.fused.fused_linear import FEW_ROWS
+from ostinato.ops.fused.fused_linear import most_rows
 
 __all__ = ("Function", "LayerProgram", "LayeredProgram", "Program", "WholeProgram")
 
@@ -117,7 +117,7 @@ class _Part(NamedTuple):
 class LayeredProgram:
     """A model whose layers are functions. The last layer also takes the indices of wanted rows.
 
-    `few_calls` are those of steps of up to `FEW_ROWS` tokens on a GPU; None = the same.
+    `few_calls` are those of steps of up to `most_rows` tokens on a GPU; None = the same.
 
     Once captured, consecutive layers are replayed as one CPU graph in steps of up to 64 tokens, of
     any shape. A layer that cannot be captured is called between the replays. In larger steps
@@ -212,7 +212,7 @@ class LayeredProgram:
         aux: AuxStates | None,
     ) -> Tensor:
         """hidden [T, D] -> [T, D], or [R, D] of the wanted rows after the model's last layer."""
-        calls = self._few_calls if len(hidden) <= FEW_ROWS else self._calls
+        calls = self._few_calls if len(hidden) <= most_rows(hidden.dtype) else self._calls
         for index in range(part.first, part.stop):
             if aux is not None:
                 aux.see(index, hidden)

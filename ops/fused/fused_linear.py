@@ -18,17 +18,35 @@ from ostinato.ops.activation import ACTIVATIONS, activate
 from ostinato.ops.norm import plain_rms_norm
 from ostinato.ops.register import register_op
 
-__all__ = ("FEW_ROWS", "FUSED_DTYPES", "fused_linear")
+__all__ = ("FUSED_DTYPES", "TILE_ROWS", "fused_linear", "most_rows", "warm_up_tokens")
 
-FEW_ROWS = 64
-"""Rows that one tile of the kernel holds. It takes more of them, but reads W for each tile."""
+TILE_ROWS = {torch.bfloat16: (16, 64, 256), torch.float32: (16, 64)}
+"""For each dtype of activations that the kernel takes, the most rows of each of its tiles.
 
-FUSED_DTYPES = (torch.bfloat16, torch.float32)
-"""Dtypes of activations that the kernel takes.
+A matrix product of bfloat16 with 256 rows takes an H200 about as long as to read its weights. So up
+to there a fused kernel has less to lose to cuBLAS than its fewer launches save. Float32 is
+multiplied without tensor cores, and 64 rows take longer than their weights.
 
-It multiplies x by the norm's weight before it divides by the root mean square, so the sums of both
-need one pass over x. In float16 such a product could overflow.
+The kernel multiplies x by the norm's weight before it divides by the root mean square, so the sums
+of both need one pass over x. In float16 such a product could overflow.
 """
+
+FUSED_DTYPES = tuple(TILE_ROWS)
+
+
+def most_rows(dtype: torch.dtype) -> int:
+    """The most tokens of a step that runs the fused kernels; 0 = the dtype has none."""
+    return TILE_ROWS.get(dtype, (0,))[-1]
+
+
+def warm_up_tokens(dtype: torch.dtype) -> tuple[int, ...]:
+    """Tokens of the steps that run each program of a GPU, and each tile of the kernel, once.
+
+    The largest step is first, because GPU kernels are tuned for the first shape. It has the program
+    of larger steps than the fused kernels take.
+    """
+    tiles = TILE_ROWS.get(dtype, ())
+    return (2 * max(64, most_rows(dtype)), *reversed(tiles[1:]), 1)
 
 
 def fused_linear(

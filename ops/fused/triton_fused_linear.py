@@ -8,9 +8,12 @@ scale of a row is a factor on the sums of that row.
 
 Every program adds up the squares of x beside its products.
 
+A launch of more than 64 rows has two tiles of rows, which read the same columns of W one after the
+other, from the cache of the device.
+
 A column's sum runs over K in an order that depends on K, on the dtype and on the tile. There are
-two tiles, for up to 16 rows and for more. So of all that the other rows of a step are, only whether
-there are more than 16 rows can change the bits of a row.
+three tiles, for up to 16 rows, up to 64 and more. So of all that the other rows of a step are, only
+whether there are more than 16, or more than 64, can change the bits of a row.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from torch import Tensor
 
 __all__ = ("LinearTile", "choose_tile", "fused_linear_kernel", "launch", "linear_constants")
 
-_FEW, _MORE = 16, 64  # rows of the two tiles: the least that tensor cores take, and of `FEW_ROWS`
+_FEW, _MORE, _MANY = 16, 64, 128  # rows of the tiles; tensor cores take 16 at least
 _PROGRAMS = 128  # wanted of a launch, so that all multiprocessors read
 _SHARED_MEMORY = 227 * 1024  # bytes a program may use, of capability 9.0
 _SQRT_HALF = tl.constexpr(0.7071067811865476)
@@ -54,14 +57,17 @@ def choose_tile(
     """The tile of a launch.
 
     Args:
-        num_rows: T; only whether it is above 16 matters.
+        num_rows: T; only whether it is above 16 and above 64 matters.
         out_features: N, columns of the result.
         in_features: K.
         itemsize: bytes of an element of x and W.
         is_gated: whether a column of the result needs two columns of products.
         shared_memory: bytes that one program may use.
     """
-    block_m = _FEW if num_rows <= _FEW else _MORE
+    # Sums of 128 rows in float32 do not fit the registers.
+    block_m = _FEW if num_rows <= _FEW else _MORE if num_rows <= _MORE or itemsize == 4 else _MANY
+    if block_m == _MANY:
+        return _many_rows(out_features, is_gated=is_gated, shared_memory=shared_memory)
     sizes = (32, 16) if is_gated or itemsize == 4 else (64, 32, 16)
     least = 16 if block_m == _FEW else 32
     block_n = next((n for n in sizes if out_features >= _PROGRAMS * n), least)
@@ -73,6 +79,19 @@ def choose_tile(
     # Two sums of 64 rows and the squares of the norm do not fit the registers of 4 warps.
     num_warps = 8 if is_gated and block_m == _MORE else 4
     return LinearTile(block_m, block_n, block_k, num_warps, num_stages)
+
+
+def _many_rows(out_features: int, *, is_gated: bool, shared_memory: int) -> LinearTile:
+    """The tile of more than 64 rows of bfloat16.
+
+    The widest tile of columns that gives two tiles of rows enough programs: each program reads the
+    rows of x once more.
+    """
+    sizes = (64, 32) if is_gated else (128, 64, 32)
+    block_n = next((n for n in sizes if 2 * out_features >= _PROGRAMS * n), 32)
+    stage = (_MANY + block_n * (2 if is_gated else 1)) * 64 * 2
+    num_stages = next((n for n in (4, 3) if n * stage <= shared_memory // 2), 2)
+    return LinearTile(_MANY, block_n, 64, 8, num_stages)
 
 
 def linear_constants(

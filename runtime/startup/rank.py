@@ -32,7 +32,6 @@ from ostinato.graphs.timing import make_timer
 from ostinato.models.base import EncoderModel, LanguageModel
 from ostinato.models.step_tensors import StepSizes
 from ostinato.ops.attention import AttentionPlanner, PlannedBackend, load_backend
-from ostinato.ops.fused.fused_linear import FEW_ROWS
 from ostinato.ops.native.library import loaded_isa
 from ostinato.runtime.costs.cost_table import CostTable
 from ostinato.runtime.errors import StartupError
@@ -309,12 +308,7 @@ def _prepare_graphs(
     """Run every kind of step once, and capture the buckets that fit into the memory."""
     config, limits = plan.config.graphs, plan.source.limits
     with phase("warm-up"):
-        # The larger step runs first, because GPU kernels are tuned for the first shape. A GPU has a
-        # program for more than 64 rows, and one with tiles of 64 and of 16 rows.
-        sizes = (64, 1) if plan.is_cpu else (2 * FEW_ROWS, FEW_ROWS, 1)
-        graphs.warm_up(
-            [StepSizes(min(size, limits.max_num_batched_tokens), 1, 1) for size in sizes]
-        )
+        graphs.warm_up([StepSizes(tokens, 1, 1) for tokens in plan.warm_up_tokens])
     if config.mode is not GraphMode.captured:
         return
     if gaps := why_incomplete(config.capture_sizes, limits.max_num_seqs):

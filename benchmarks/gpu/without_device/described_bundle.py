@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 
+from ostinato.benchmarks.gpu.without_device.expert_calls import expert_calls
 from ostinato.benchmarks.gpu.without_device.fake_device import fake_device
 from ostinato.benchmarks.gpu.without_device.kernels import compile_inductor_kernel
 from ostinato.benchmarks.gpu.without_device.model_programs import ModelPrograms, lower_config
@@ -32,14 +33,12 @@ from ostinato.graphs.buckets import GraphKey
 from ostinato.graphs.bundle import Bundle
 from ostinato.graphs.compiler.functions import is_portable
 from ostinato.graphs.kernel_archive import pack_triton_kernels, triton_entry
-from ostinato.ops.fused.fused_linear import FEW_ROWS
+from ostinato.ops.fused.fused_linear import most_rows
 from ostinato.runtime.errors import StartupError
 from ostinato.runtime.startup.loading import open_bundle
 from ostinato.runtime.startup.plan.engine_plan import EnginePlan, make_plan
 
 __all__ = ("DescribedBundle", "bundle_for")
-
-_WARM_UP = (2 * FEW_ROWS, FEW_ROWS, 1)  # tokens of one sequence, as runtime/startup/rank.py does
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,14 +139,14 @@ def _compile_kernels(programs: ModelPrograms, plan: EnginePlan, device: Describe
         compile_inductor_kernel(name, source)
     for step in _steps(plan):
         own_attention(programs, step, device.arch)
-        if programs.has_few_rows and step.sizes.num_tokens <= FEW_ROWS:
+        if programs.has_few_rows and step.sizes.num_tokens <= most_rows(programs.dtype):
             programs.fused_launches(step.sizes, device.arch)
+        expert_calls(programs, step.sizes.num_tokens, device.arch)
 
 
 def _steps(plan: EnginePlan) -> Iterator[Step]:
     """The buckets, and the steps that a start runs uncaptured."""
-    most = plan.source.limits.max_num_batched_tokens
-    for tokens in sorted({min(tokens, most) for tokens in _WARM_UP}):
+    for tokens in plan.warm_up_tokens:
         yield Step(name=f"{tokens} tokens", seqs=((1, tokens, tokens),))
     for key in plan.buckets.keys:
         yield _padded(key)

@@ -34,6 +34,7 @@ __all__ = (
     "MAX_MODEL_LEN",
     "FusedLaunch",
     "ModelPrograms",
+    "counted_ops",
     "lower_config",
     "lower_model",
 )
@@ -81,9 +82,9 @@ class ModelPrograms:
             hidden = torch.empty(
                 sizes.num_rows, self.config.hidden_size, dtype=self.dtype, device="cuda"
             )
-            with _counted() as begin:
+            with counted_ops() as begin:
                 self.model.begin(batch)
-            with _counted() as finish:
+            with counted_ops() as finish:
                 self.model.compute_logits(self.model.finish(hidden))
         return begin, finish
 
@@ -132,13 +133,9 @@ def lower_model(name: str) -> ModelPrograms:
     Args:
         name: a file of conf/model/.
 
-    Raises:
-        ValueError: the model is a mixture of experts, which the CUDA path does not compile.
     """
     run = load_config([f"model={name}", "model.load_format=dummy", "device.name=cpu"])
     config = open_model(run).config
-    if config.has_experts:
-        raise ValueError(f"{name} has experts: the CUDA path runs them uncompiled")
     return lower_config(
         config,
         torch.bfloat16,
@@ -215,7 +212,8 @@ def _fake_batch(
 
 
 @contextmanager
-def _counted() -> Iterator[list[Launch]]:
+def counted_ops() -> Iterator[list[Launch]]:
+    """Inside, each op of torch that is not a view is appended to the list as a launch."""
     launches: list[Launch] = []
     with _Counting(launches):
         yield launches
@@ -236,8 +234,10 @@ class _Counting(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if isinstance(result, Tensor) and not func.is_view:
-            self._launches.append(_torch_launch(func, args, result))
+        results = result if isinstance(result, tuple) else (result,)
+        is_memory = func.overloadpacket in (torch.ops.aten.empty, torch.ops.aten.new_empty)
+        if isinstance(results[0], Tensor) and not func.is_view and not is_memory:
+            self._launches.append(_torch_launch(func, args, results[0]))
         return result
 
 

@@ -6,8 +6,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
+
+from ostinato.benchmarks.gpu.without_device.expert_calls import expert_calls
 from ostinato.benchmarks.gpu.without_device.fake_device import fake_device
-from ostinato.benchmarks.gpu.without_device.kernels import inductor_resources
+from ostinato.benchmarks.gpu.without_device.kernels import OwnLaunch, inductor_resources
 from ostinato.benchmarks.gpu.without_device.lowering import By
 from ostinato.benchmarks.gpu.without_device.model_programs import ModelPrograms, lower_model
 from ostinato.benchmarks.gpu.without_device.steps import (
@@ -22,13 +25,13 @@ from ostinato.benchmarks.gpu.without_device.steps import (
 )
 from ostinato.benchmarks.machine.described_device import DescribedDevice, described_device
 from ostinato.benchmarks.machine.kernel_resources import Resources
-from ostinato.ops.fused.fused_linear import FEW_ROWS
+from ostinato.ops.fused.fused_linear import most_rows
 
 __all__ = ("MODELS", "describe_steps", "section_of")
 
 _MOST_LAUNCHES, _MOST_BYTES = 7, 1.05  # goals of a decode step
 
-MODELS = ("llama-8b", "qwen3-0.6b")
+MODELS = ("llama-8b", "qwen3-30b-a3b", "qwen3-0.6b")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +83,10 @@ def describe_steps(
                 for is_fused in _forms(programs, step)
             ]
             record["models"][model] = {
-                "steps": [_step_row(one) for one in counted],
+                "steps": [
+                    _step_row(one, is_taken=one.is_fused == _takes_few_rows(programs, one.step))
+                    for one in counted
+                ],
                 "kernels": [one.row(device) for one in _kernels(programs, steps, device)],
                 "waits": sorted({wait for one in counted for wait in one.waits}),
                 "copies": [*programs.layer.copies, *programs.last.copies],
@@ -90,15 +96,18 @@ def describe_steps(
 
 def _forms(programs: ModelPrograms, step: Step) -> tuple[bool, ...]:
     """Whether a step's layers are those for few rows. Both forms of small steps are counted."""
-    is_small = programs.has_few_rows and step.sizes.num_tokens <= FEW_ROWS
-    return (True, False) if is_small else (False,)
+    return (True, False) if _takes_few_rows(programs, step) else (False,)
 
 
-def _step_row(counted: CountedStep) -> dict[str, Any]:
+def _takes_few_rows(programs: ModelPrograms, step: Step) -> bool:
+    return programs.has_few_rows and step.sizes.num_tokens <= most_rows(programs.dtype)
+
+
+def _step_row(counted: CountedStep, *, is_taken: bool) -> dict[str, Any]:
     return {
         "step": counted.step.name,
         "is_fused": counted.is_fused,
-        "is_taken": counted.is_fused or counted.step.sizes.num_tokens > FEW_ROWS,
+        "is_taken": is_taken,
         "launches": len(counted.layer),
         **{str(by): counted.count(by) for by in By},
         "num_bytes": counted.num_bytes,
@@ -122,15 +131,26 @@ def _kernels(
         if _forms(programs, step)[0]:
             for fused in programs.fused_launches(step.sizes, device.arch):
                 if fused.kernel is not None:
-                    rows = "16" if step.sizes.num_tokens <= 16 else str(FEW_ROWS)
+                    rows = fused.kernel.constants["BLOCK_M"]
                     name = f"{fused.kernel.name}, {rows} rows, {fused.launch.name}"
                     found[name] = _kernel(name, By.own, [fused.kernel.resources])
+        for call in expert_calls(programs, step.sizes.num_tokens, device.arch):
+            for launch in call.kernels:
+                name = _name_of_experts(launch)
+                found[name] = _kernel(name, By.own, [launch.resources])
         for launch in own_attention(programs, step, device.arch):
             name = launch.name
             if name == "attention_kernel":
                 name += ", short" if launch.constants["MIN_QUERY"] == 1 else ", long"
             found[name] = _kernel(name, By.own, [launch.resources])
     return list(found.values())
+
+
+def _name_of_experts(launch: OwnLaunch) -> str:
+    constants = launch.constants
+    if launch.name != "grouped_kernel":
+        return launch.name
+    return f"{launch.name}, {constants['BLOCK_M']} rows, {constants['N']} x {constants['K']}"
 
 
 def _kernel(name: str, by: By, choices: list[Resources]) -> _Kernel:
@@ -160,13 +180,16 @@ def section_of(records: Mapping[str, dict[str, Any]], versions: str) -> str:
         "Launches are those of one layer; *outside* are those before and after all layers. Bytes "
         "are compared with the ideal: weights, the cache's entries, and the operands and results "
         "of each matrix product and of attention once. Decoding sequences have 2048 tokens in "
-        "context; a mixed step adds a prompt of 512 tokens to 64 of them. The time is a "
+        "context; a mixed step adds a prompt of 512 tokens to 64 of them. Tokens are routed to "
+        "random experts, so a step reads those that are hit on average. The time is a "
         f"prediction: each launch takes the longest of its bytes at {MEMORY_SHARE:.0%} of the "
         f"nominal memory rate, its operations at {MATRIX_SHARE:.0%} of the nominal matrix rate, "
         f"and {KERNEL_SECONDS * 1e6:.0f} µs.",
         "",
-        f"Steps of up to {FEW_ROWS} tokens run layers of fused kernels (models/few_rows.py). The "
-        "rows *by Inductor* show the same step by the program of larger steps.",
+        f"Steps of up to {most_rows(torch.bfloat16)} tokens run layers of fused kernels "
+        "(models/few_rows.py). The rows *by Inductor* show the same step by the program of larger "
+        "steps. The prediction does not tell our matrix kernels from those of cuBLAS, so for more "
+        "than 64 tokens a measurement must confirm the choice.",
         "",
         f"### {records[first]['device']}",
         "",
@@ -244,17 +267,19 @@ def _wait_lines(records: Mapping[str, dict[str, Any]]) -> list[str]:
 
 def _goal_line(models: Iterable[dict[str, Any]]) -> str:
     """How far decode steps are from what the project wants of them."""
-    rows = [row for found in models for row in found["steps"] if row["step"].startswith("decode ")]
+    by_kind: dict[str, list[dict[str, Any]]] = {}
+    for found in models:
+        is_fused = any(row["is_fused"] for row in found["steps"])
+        rows = by_kind.setdefault("" if is_fused else "of a mixture of experts ", [])
+        rows += [row for row in found["steps"] if row["step"].startswith("decode ")]
     lines = []
-    for name, chosen in (
-        (f"of up to {FEW_ROWS} sequences", [row for row in rows if row["is_fused"]]),
-        ("of more sequences", [row for row in rows if row["is_taken"] and not row["is_fused"]]),
-    ):
+    for kind, rows in sorted(by_kind.items()):
+        chosen = [row for row in rows if row["is_taken"]]
         if chosen:
             launches = max(row["launches"] for row in chosen)
             share = max(row["bytes_of_ideal"] for row in chosen)
             lines.append(
-                f"A decode step {name} has {launches} launches a layer and moves at most "
+                f"A decode step {kind}has at most {launches} launches a layer and moves at most "
                 f"{share:.3f} of the ideal bytes."
             )
     return " ".join([*lines, f"The goals are {_MOST_LAUNCHES} and {_MOST_BYTES}."])

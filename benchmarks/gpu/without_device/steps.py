@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import sympy
 import torch
 
+from ostinato.benchmarks.gpu.without_device.expert_calls import EXPERT_OPS, expert_calls
 from ostinato.benchmarks.gpu.without_device.kernels import OwnLaunch, recorded_launches
 from ostinato.benchmarks.gpu.without_device.lowering import By, Launch, Lowered
 from ostinato.benchmarks.gpu.without_device.model_programs import ModelPrograms
@@ -107,8 +108,8 @@ def count_step(
         programs: the model's.
         step: the shape.
         device: whose rates count.
-        is_fused: whether the layers are those for few rows, which the engine takes up to `FEW_ROWS`
-            tokens; else those that Inductor lowers.
+        is_fused: whether the layers are those for few rows, which the engine takes up to
+            `most_rows` tokens; else those that Inductor lowers.
     """
     attention = _attention_launches(programs, step, device)
     layer, ideal, copies = _count(programs, programs.layer, step, attention, device)
@@ -168,7 +169,17 @@ def _count(
     values = _values(lowered, step.sizes)
     launches: list[TimedLaunch] = []
     ideal, copies = _attention_ideal(programs, step), False
+    num_rows = step.sizes.num_rows if lowered is programs.last else step.sizes.num_tokens
+    calls = iter(expert_calls(programs, num_rows, device.arch))
     for launch in lowered.launches:
+        if launch.by is By.own and launch.name in EXPERT_OPS:
+            call = next(calls)
+            assert call.op == launch.name, f"{call.op} is called in the place of {launch.name}"
+            ideal += call.ideal_bytes
+            launches += [
+                _timed(one.by, one.name, *_numbers(one, {}), device) for one in call.launches
+            ]
+            continue
         if launch.by is By.own:
             launches += attention
             continue

@@ -19,6 +19,8 @@ from ostinato.models.registry import class_of
 from ostinato.models.sharding import WHOLE, Shard
 from ostinato.models.step_tensors import num_kv_groups
 from ostinato.ops.attention import AttentionSpec, load_backend, select_backend
+from ostinato.ops.fused.fused_linear import warm_up_tokens
+from ostinato.ops.moe.moe_linear import tile_tokens
 from ostinato.runtime.errors import StartupError
 from ostinato.runtime.kv.kv_cache_manager import KVGroup
 from ostinato.runtime.memory.memory_plan import MemoryPlan
@@ -48,6 +50,22 @@ class EnginePlan:
     def is_cpu(self) -> bool:
         """Whether the model runs on a CPU."""
         return self.source.device.type == "cpu"
+
+    @property
+    def warm_up_tokens(self) -> tuple[int, ...]:
+        """Tokens of the uncaptured steps of a start, which run every program and kernel once.
+
+        The largest step is first, because GPU kernels are tuned for the first shape.
+        """
+        if self.is_cpu:
+            tokens = {64, 1}
+        else:
+            tokens = set(warm_up_tokens(self.source.dtype))
+            moe = self.source.config.moe
+            if moe is not None:
+                tokens |= set(tile_tokens(moe.route.num_experts, moe.route.top_k))
+        most = self.source.limits.max_num_batched_tokens
+        return tuple(sorted({min(each, most) for each in tokens}, reverse=True))
 
     @property
     def attention_spec(self) -> AttentionSpec:

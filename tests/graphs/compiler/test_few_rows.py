@@ -20,12 +20,13 @@ from ostinato.models.base import CausalLM, DecoderLayer
 from ostinato.models.checkpoints.weights import init_dummy_weights
 from ostinato.models.kv_cache import KVCache
 from ostinato.models.registry import build_model, model_class
-from ostinato.ops.fused.fused_linear import FEW_ROWS
+from ostinato.ops.fused.fused_linear import most_rows
 from tests.graphs.compiler.test_fx_program import Store
 from tests.graphs.toy import fill
 from tests.runtime.tiny import MODEL
 
 CPU = torch.device("cpu")
+MOST_ROWS = most_rows(torch.float32)
 QWEN3 = {**MODEL, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
 
 
@@ -39,7 +40,7 @@ def build(hf_config: dict[str, Any], dtype: torch.dtype = torch.float32) -> tupl
 
 def make_buffers() -> StaticBuffers:
     return StaticBuffers(
-        max_num_tokens=2 * FEW_ROWS,
+        max_num_tokens=2 * MOST_ROWS,
         max_num_seqs=4,
         max_blocks_per_seq=16,
         block_size=8,
@@ -101,7 +102,7 @@ def test_a_layer_is_five_calls_of_ops(hf_config: dict[str, Any]) -> None:
         torch.testing.assert_close(
             program(batch, cache), model(batch, expected_cache), atol=1e-5, rtol=1e-5
         )
-    num_tokens, num_seqs = fill(buffers, [(0, list(range(FEW_ROWS + 1)))])
+    num_tokens, num_seqs = fill(buffers, [(0, list(range(MOST_ROWS + 1)))])
     with pytest.raises(AssertionError, match="the program of larger steps"):
         program(buffers.batch(num_tokens, num_seqs, num_seqs), cache)
 

@@ -62,7 +62,7 @@ def expected(
     return result if residual is None else result + residual.double()
 
 
-# (rows, N, K, parts): both tiles, one row, more rows than a tile, sizes that fill no tile.
+# (rows, N, K, parts): the tiles of float32, one row, more rows than a tile, sizes that fill none.
 LINEARS = [
     (1, 64, 32, {"norm"}),
     (3, 48, 64, {"norm", "bias"}),
@@ -107,7 +107,8 @@ def test_linear(rows: int, out_features: int, in_features: int, parts: set[str])
     torch.testing.assert_close(result.double(), expected(*found), atol=2e-5, rtol=2e-5)
 
 
-def test_linear_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("rows", [5, 140])
+def test_linear_in_bfloat16(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter holds bfloat16 as raw 16-bit integers and multiplies those: widen them."""
     builder = type(interpreter.interpreter_builder)
     create_dot = builder.create_dot
@@ -121,7 +122,7 @@ def test_linear_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         builder, "create_dot", lambda self, a, b, *rest: create_dot(self, widen(a), widen(b), *rest)
     )
-    found = arguments(5, 48, 160, {"norm", "silu", "residual"}, torch.bfloat16)
+    found = arguments(rows, 48, 160, {"norm", "silu", "residual"}, torch.bfloat16)
     result = launch(*called(found))
     assert result.dtype == torch.bfloat16
     torch.testing.assert_close(result.double(), expected(*found), atol=3e-2, rtol=2e-2)
@@ -144,6 +145,10 @@ def test_tiles() -> None:
     )
     assert choose_tile(17, 6144, 4096, 2, is_gated=False).block_m == 64
     assert choose_tile(1, 6144, 4096, 2, is_gated=False).block_n == 32
+    many = choose_tile(65, 4096, 4096, 2, is_gated=False)
+    assert many == choose_tile(256, 4096, 4096, 2, is_gated=False)
+    assert (many.block_m, many.block_n) == (128, 64)
+    assert choose_tile(256, 4096, 4096, 4, is_gated=False).block_m == 64, "float32"
 
 
 @pytest.mark.parametrize(
