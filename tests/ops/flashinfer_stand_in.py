@@ -7,7 +7,9 @@ buffers alone, as a captured kernel does. So their results show what the planner
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -214,6 +216,47 @@ def fast_decode_plan(
 
 
 STAND_IN = Library(DecodeStandIn, PrefillStandIn, fast_decode_plan)
+
+
+RECORDED: dict[str, dict[str, str]] = json.loads(
+    Path(__file__).with_name("flashinfer_signatures.json").read_text()
+)
+"""By release, the parameters of what we call: `name=` has a default, those after `*` need names."""
+
+
+def recorded_library(version: str) -> Library:
+    """Classes and a function without bodies, with the signatures of a release of FlashInfer."""
+    classes: dict[str, Any] = {}
+    functions: dict[str, Any] = {}
+    for name, parameters in RECORDED[version].items():
+        owner, _, method = name.rpartition(".")
+
+        def empty(*arguments: Any, **options: Any) -> None: ...
+
+        empty.__signature__ = _signature(parameters)  # pyright: ignore[reportFunctionMemberAccess]
+        if owner:
+            setattr(classes.setdefault(owner, type(owner, (), {})), method, empty)
+        else:
+            functions[method] = empty
+    return Library(
+        classes["BatchDecodeWithPagedKVCacheWrapper"],
+        classes["BatchPrefillWithPagedKVCacheWrapper"],
+        functions["fast_decode_plan"],
+    )
+
+
+def _signature(parameters: str) -> inspect.Signature:
+    found: list[inspect.Parameter] = []
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    for text in parameters.split(", "):
+        if text.startswith("*"):
+            kind = inspect.Parameter.KEYWORD_ONLY
+            if text != "*":
+                found.append(inspect.Parameter(text[1:], inspect.Parameter.VAR_POSITIONAL))
+            continue
+        default = None if text.endswith("=") else inspect.Parameter.empty
+        found.append(inspect.Parameter(text.rstrip("="), kind, default=default))
+    return inspect.Signature(found)
 
 
 def bound_to(real: Library, calls: list[str]) -> Library:

@@ -19,7 +19,7 @@ from ostinato.ops.attention import AttentionSpec
 from ostinato.ops.backends.flashinfer_plan import Library, PageArrays, fill_pages
 from tests.ops.attention_steps import Shape
 from tests.ops.attention_steps import run as run_step
-from tests.ops.flashinfer_stand_in import bound_to
+from tests.ops.flashinfer_stand_in import RECORDED, bound_to, recorded_library
 from tests.ops.planned_steps import Engine
 
 pytest.importorskip("triton", reason="triton has wheels for Linux x86-64 only")
@@ -151,12 +151,17 @@ def flashinfer() -> Library:
         pytest.skip(f"flashinfer is an optional dependency and cannot be imported: {error}")
 
 
+@pytest.mark.parametrize("version", ["installed", *RECORDED])
 def test_every_call_binds_to_flashinfer(
-    flashinfer: Library, monkeypatch: pytest.MonkeyPatch
+    version: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Planning and running decode, mixed and uncaptured steps, each call checked against the real
-    signatures. The kernel that writes keys and values is left out.
+    """Planning and running decode, mixed and uncaptured steps, each call checked against the
+    signatures of FlashInfer. The kernel that writes keys and values is left out.
     """
+    if version == "installed":
+        flashinfer = request.getfixturevalue("flashinfer")
+    else:
+        flashinfer = recorded_library(version)
     from ostinato.ops.backends import flashinfer as module
 
     monkeypatch.setattr(module, "write_kv", lambda *arguments: None)
