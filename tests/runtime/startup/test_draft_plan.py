@@ -88,6 +88,25 @@ def test_several_ranks_have_no_draft_model_yet(tmp_path: Path) -> None:
         open_model(config, shard=Shard(0, 2))
 
 
+def test_a_next_token_layer_drafts_on_one_rank_of_a_cpu() -> None:
+    glm = {"architectures": ["Glm4MoeForCausalLM"], "num_nextn_predict_layers": 1}
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1}
+    model = {**MODEL, **glm, **experts, "moe_intermediate_size": 32}
+    config = tiny_config("speculation=mtp", model__config=model)
+    alone = make_plan(tiny_config(model__config=model).engine, 1)
+    both = make_plan(config.engine, 1)
+    assert both.draft is not None
+    assert both.memory.weights_bytes > alone.memory.weights_bytes
+    assert refusal(config, torch.device("cuda")) == (
+        "speculation.method=mtp needs a CPU, and the model runs on cuda; set "
+        "speculation.method=auto without a model"
+    )
+    with pytest.raises(StartupError, match=r"^speculation\.method=mtp runs on one rank, and"):
+        open_model(config.engine, shard=Shard(0, 2))
+    with pytest.raises(ConfigError, match="must be left out unless"):
+        load_config(["speculation=mtp", "speculation.model=x"])
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
