@@ -47,7 +47,6 @@ def cluster() -> Iterator[Any]:
     os.makedirs("/tmp/ray", exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        patch.setenv("RAY_raylet_start_wait_time_s", "600")
         # Ray Serve kills its HTTP proxy if that is not ready within 5 s, and starts another one.
         # On a busy machine this goes on for minutes.
         patch.setenv("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "600")
@@ -58,7 +57,11 @@ def cluster() -> Iterator[Any]:
 
 
 def started_cluster() -> Any:
-    """The cluster. Ray passes free ports to its processes, and another program may take one before."""
+    """The cluster.
+
+    Ray gives a machine's processes 30 s to start, and free ports that another program may take
+    before they do. So the start is tried again.
+    """
     reasons: list[str] = []
     for _ in range(3):
         one = cluster_utils.Cluster()
