@@ -26,6 +26,8 @@ from ostinato.ops.activation import activate
 from ostinato.ops.backends.reference import BACKEND as REFERENCE
 from ostinato.ops.backends.triton import BACKEND
 from ostinato.ops.fused.triton_fused_linear import choose_tile, launch
+from ostinato.ops.moe.routing import route_on_cuda
+from ostinato.ops.moe.triton_moe_linear import moe_linear_on_cuda
 from ostinato.ops.norm import plain_rms_norm
 from tests.models.driver import Driver, Forward, Sequence
 from tests.ops.attention_steps import Shape, known, make_step
@@ -264,11 +266,11 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def build(hf_config: dict[str, Any], backend: str) -> tuple[CausalLM, ModelConfig]:
+def build(
+    hf_config: dict[str, Any], backend: str, dtype: torch.dtype = torch.float32
+) -> tuple[CausalLM, ModelConfig]:
     config = model_class(hf_config["architectures"][0]).read_config(hf_config)
-    model = build_model(
-        config, dtype=torch.float32, device=torch.device("cpu"), attention_backend=backend
-    )
+    model = build_model(config, dtype=dtype, device=torch.device("cpu"), attention_backend=backend)
     init_dummy_weights(model, 3)
     assert isinstance(model, CausalLM)
     return model, config
@@ -282,7 +284,7 @@ def fused(model: CausalLM) -> Forward:
         for index, (layer, cache) in enumerate(zip(model.layers, kv_cache, strict=True)):
             assert isinstance(layer, DecoderLayer)
             few = layer.few_rows()
-            assert few is not None
+            few = layer if few is None else few
             rows = batch.logits_indices if index == len(model.layers) - 1 else None
             hidden = few(hidden, step, *cache, rows)
         return model.finish(hidden)
@@ -291,11 +293,15 @@ def fused(model: CausalLM) -> Forward:
 
 
 def logits_of(
-    hf_config: dict[str, Any], backend: str, form: Callable[[CausalLM], Forward | None]
+    hf_config: dict[str, Any],
+    backend: str,
+    form: Callable[[CausalLM], Forward | None],
+    dtype: torch.dtype = torch.float32,
+    cache_dtype: torch.dtype | None = None,
 ) -> list[Tensor]:
     """A prompt, a decode of it beside a second prompt in chunks, and a decode of both."""
-    model, config = build(hf_config, backend)
-    driver = Driver(model, config, forward=form(model))
+    model, config = build(hf_config, backend, dtype)
+    driver = Driver(model, config, forward=form(model), dtype=cache_dtype)
     generator = torch.Generator().manual_seed(1)
     first, second = (
         Sequence(torch.randint(2, 60, (count,), generator=generator).tolist()) for count in (22, 40)
@@ -311,6 +317,49 @@ def test_whole_models(name: str) -> None:
     expected = logits_of(MODELS[name], "reference", lambda model: None)
     for one, other in zip(logits_of(MODELS[name], "triton", fused), expected, strict=True):
         torch.testing.assert_close(one, other, atol=2e-5, rtol=2e-4)
+
+
+EXPERTS = {
+    **SMALL,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "norm_topk_prob": True,
+}
+GEMMA2 = {
+    **MODELS["gemma"],
+    "architectures": ["Gemma2ForCausalLM"],
+    "model_type": "gemma2",
+    "attn_logit_softcapping": 5.0,
+    "final_logit_softcapping": 30.0,
+    "query_pre_attn_scalar": 16,
+    "sliding_window": 7,
+}
+OPTIONS: dict[str, tuple[dict[str, Any], torch.dtype, torch.dtype | None, float]] = {
+    "float16": (MODELS["qwen3"], torch.float16, None, 1e-2),
+    "8-bit cache": (MODELS["qwen3"], torch.float32, FP8, 1e-2),
+    "experts": (EXPERTS, torch.float32, None, 2e-5),
+    "soft caps and windows": (GEMMA2, torch.float32, None, 2e-5),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OPTIONS)
+def test_whole_models_with_options(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same steps with other types, experts, windows and caps."""
+    monkeypatch.setattr(interpreter, "_convert_float", convert_exactly(interpreter._convert_float))
+    hf_config, dtype, cache_dtype, tolerance = OPTIONS[name]
+    options = (dtype, cache_dtype)
+    expected = logits_of(hf_config, "reference", lambda model: None, *options)
+    kernels = torch.library.Library("ostinato", "IMPL")
+    kernels.impl("moe_linear", moe_linear_on_cuda, "CPU")
+    kernels.impl("route", route_on_cuda, "CPU")
+    for one, other in zip(logits_of(hf_config, "triton", fused, *options), expected, strict=True):
+        torch.testing.assert_close(one.float(), other.float(), atol=tolerance, rtol=10 * tolerance)
 
 
 def test_plain_torch_is_the_same_op() -> None:

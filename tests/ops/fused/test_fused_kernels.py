@@ -16,15 +16,16 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the kernels themselves here")
 @pytest.mark.timeout(600)
-def test_under_the_interpreter() -> None:
-    """All of interpreted_fused.py, in a process where no kernel is decorated yet."""
+@pytest.mark.parametrize("marks", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+def test_under_the_interpreter(marks: str) -> None:
+    """The tests of interpreted_fused.py with these marks, in a process where no kernel is decorated yet."""
     environment = os.environ | {
         "TRITON_INTERPRET": "1",
         # NumPy multiplies small tiles, for which more threads are slower.
         "OMP_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",
     }
-    options = ["-x", "-q", "-p", "no:cacheprovider"]
+    options = ["-x", "-q", "-p", "no:cacheprovider", "-m", marks]
     run = subprocess.run(
         [sys.executable, "-m", "pytest", *options, "tests/ops/fused/interpreted_fused.py"],
         cwd=ROOT,
