@@ -61,6 +61,8 @@ def _tests(tiny: bool) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu and not slow"]
+        # One process: tests read the free memory of the device. FlashInfer builds for minutes.
+        command += ["-n", "0", "--timeout", "900"]
         command += ["-p", "no:cacheprovider", f"--junitxml={report}", "tests/gpu"]
         done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
         if not report.is_file():
