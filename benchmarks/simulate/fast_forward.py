@@ -3,7 +3,7 @@
 Between two changes (an arrival, an end, a shortage of blocks) every step gives each running
 sequence one token. `fast_forward` applies the effect of `count` such steps without planning each.
 The state is then the same as after `count` calls of `schedule` and `update`
-(tests/benchmarks/simulate/test_simulate.py compares them, block by block).
+(tests/benchmarks/simulate/test_fast_forward.py compares them, block by block).
 """
 
 from __future__ import annotations

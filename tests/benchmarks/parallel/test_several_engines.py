@@ -9,7 +9,7 @@ import pytest
 from ostinato.benchmarks.load.job import JobRequest, LoadJob
 from ostinato.benchmarks.parallel.several_engines import ideal_share, longest_gap
 from ostinato.benchmarks.simulate.jobs import simulate_job
-from tests.benchmarks.simulate.test_simulate import make_spec
+from tests.benchmarks.simulate.simulations import make_spec
 
 
 def test_the_ideal_computes_every_prefix_once() -> None:

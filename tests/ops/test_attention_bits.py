@@ -1,0 +1,123 @@
+"""Attention on the CPU: the bits of a sequence do not depend on its batch or on its chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from ostinato.ops.attention import AttentionMetadata
+from tests.ops.attention_steps import Shape, Step, known, make_step, run
+from tests.ops.kernel_checks import LEVELS
+from tests.ops.level_backend import LevelBackend
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MIXED = [(1, 1), (1, 300), (70, 70), (1, 64), (33, 290), (2, 257)]
+
+
+@pytest.fixture(scope="module", params=LEVELS)
+def level(request: pytest.FixtureRequest) -> LevelBackend:
+    return LevelBackend(request.param)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(set_threads: Callable[[int], None]) -> None:
+    """Tests use one thread by default: small steps do not gain from a second."""
+    set_threads(1)
+
+
+def part_of(step: Step, row: int) -> Step:
+    """The step with one of its sequences alone."""
+    begin, end = step.metadata.query_start_loc[row : row + 2].tolist()
+    metadata = AttentionMetadata(
+        torch.tensor([0, end - begin], dtype=torch.int32),
+        step.metadata.seq_lens[row : row + 1],
+        step.metadata.block_table[row : row + 1],
+        step.metadata.slot_mapping[begin:end],
+        step.metadata.plan,
+    )
+    q, k, v = (x[begin:end] for x in (step.q, step.k, step.v))
+    return Step(q, k, v, step.k_cache, step.v_cache, metadata, end - begin)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "extras",
+    [{}, {"sliding_window": 90}, {"soft_cap": 4.0}, {"has_alibi": True, "has_sinks": True}],
+    ids=str,
+)
+def test_a_sequence_alone_and_in_a_batch(
+    level: LevelBackend, dtype: torch.dtype, extras: dict[str, Any]
+) -> None:
+    shape = Shape(dtype=dtype, head_dim=64, **extras)
+    step = make_step(MIXED, shape)
+    out, _, _ = run(level, step, shape)
+    for row in range(len(MIXED)):
+        begin, end = step.metadata.query_start_loc[row : row + 2].tolist()
+        alone, _, _ = run(level, part_of(step, row), shape)
+        assert torch.equal(alone, out[begin:end])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("chunks", [[1] * 5 + [495], [499, 1], [33, 167, 3, 297], [128, 372]])
+@pytest.mark.parametrize(
+    "extras", [{}, {"sliding_window": 70}, {"has_alibi": True, "has_sinks": True}], ids=str
+)
+def test_whole_prefill_and_chunks_of_it(
+    level: LevelBackend, dtype: torch.dtype, chunks: list[int], extras: dict[str, Any]
+) -> None:
+    shape = Shape(dtype=dtype, head_dim=64, num_heads=6, num_kv_heads=2, **extras)
+    check_chunks(level, make_step([(500, 500)], shape), chunks, shape)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_chunks_and_batches_over_a_cache_of_eight_bits(
+    level: LevelBackend, dtype: torch.dtype
+) -> None:
+    shape = Shape(dtype=dtype, head_dim=64, num_heads=6, cache_dtype=torch.int8)
+    check_chunks(level, make_step([(500, 500)], shape), [33, 1, 166, 3, 296, 1], shape)
+    step = make_step(MIXED, shape)
+    out, _, _ = run(level, step, shape)
+    for row in range(len(MIXED)):
+        begin, end = step.metadata.query_start_loc[row : row + 2].tolist()
+        alone, _, _ = run(level, part_of(step, row), shape)
+        assert torch.equal(alone, out[begin:end])
+
+
+@pytest.mark.parametrize("window", [0, 70])
+@pytest.mark.parametrize("exponent", [-120, -126, -130])
+def test_sums_that_become_subnormal_in_a_whole_prefill_and_in_chunks(
+    level: LevelBackend, exponent: int, window: int
+) -> None:
+    """Matrix tiles replace subnormal sums by zeros. Whether they do may depend only on a row's own
+    tokens, although other rows of the tile may see more keys.
+    """
+    shape = Shape(
+        dtype=torch.bfloat16, head_dim=64, num_heads=6, num_kv_heads=2, sliding_window=window
+    )
+    step = make_step([(500, 500)], shape)
+    step = step._replace(v=step.v * 2.0**exponent)
+    assert int((step.v != 0).sum()) > 0
+    check_chunks(level, step, [33, 1, 166, 3, 296, 1], shape)
+
+
+def check_chunks(level: LevelBackend, step: Step, chunks: list[int], shape: Shape) -> None:
+    """Checks that a prompt of one sequence has the same bits in one step and in chunks."""
+    whole, k_whole, v_whole = run(level, step, shape)
+    k_cache, v_cache = step.k_cache, step.v_cache
+    done = 0
+    for size in chunks:
+        span = slice(done, done + size)
+        done += size
+        metadata = step.metadata._replace(
+            query_start_loc=torch.tensor([0, size], dtype=torch.int32),
+            seq_lens=torch.tensor([done], dtype=torch.int32),
+            slot_mapping=step.metadata.slot_mapping[span],
+        )
+        part = Step(step.q[span], step.k[span], step.v[span], k_cache, v_cache, metadata, size)
+        out, k_cache, v_cache = run(level, part, shape)
+        assert torch.equal(out, whole[span])
+    assert torch.equal(known(k_cache), known(k_whole))
+    assert torch.equal(known(v_cache), known(v_whole))
