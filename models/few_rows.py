@@ -2,7 +2,8 @@
 
     1. norm, QKV projection
     2. norms and rotation of the heads, write of K and V
-    3. attention, 4. its combination
+    3. attention over parts of the context
+    4. combination of the parts
     5. output projection, residual
     6. norm, gate and up projection, activation
     7. down projection, residual

@@ -17,8 +17,8 @@ def with_layers(shard: Shard, whole: LanguageModel) -> Shard:
 
     Args:
         shard: of one rank.
-        whole: the layers of all stages, as the ranks of this rank's number hold them. They need no
-            memory.
+        whole: a model with the layers of all stages, divided among tensor ranks as the shard
+            says. It may be on the meta device.
     """
     others = {
         name: num_bytes(module)
@@ -26,7 +26,7 @@ def with_layers(shard: Shard, whole: LanguageModel) -> Shard:
         if module is not whole.layers
     }
     others.pop("rotary", None)  # every stage has these tables
-    # A table of embeddings that is the head, too, is held by the first stage and by the last.
+    # If the embedding is the output head too, the first stage and the last one hold it.
     head = others.pop("lm_head", None) or others.get("embed_tokens", 0)
     dealt = deal_layers(
         [num_bytes(layer) for layer in whole.layers],

@@ -54,8 +54,9 @@ class LatentAttention(nn.Module):
         self.scale = config.attention_scale or config.head_dim**-0.5
         self.backend = options.attention_backend
         queries, values = heads.times(self.head_dim), heads.times(self.value_dim)
-        # Both matrices that read the hidden state: queries or the vector that they are computed
-        # from, then the rotated elements of all keys, then the vector of keys and values.
+        # One product gives all that is computed from the hidden state: the queries (or the vector
+        # that they are computed from), the rotated elements of the keys, and the vector of keys
+        # and values.
         self.first_size = spec.query_rank or queries.size
         self.qkv_a_proj = MergedLinear(
             config.hidden_size,

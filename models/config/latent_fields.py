@@ -32,7 +32,7 @@ def read_latent_config(
     """
     refuse_other_values(hf_config, _MUST_BE)
     rope_dim = read_integer(hf_config, "qk_rope_head_dim")
-    # Its rotary embedding is that of heads which have the rotated elements only.
+    # The rotary embedding is that of heads without the elements that are not rotated.
     config = read_decoder_config(
         {**hf_config, "head_dim": rope_dim}, generation_config, keys or DecoderKeys()
     )

@@ -11,7 +11,7 @@ __all__ = ("LatentSpec",)
 class LatentSpec:
     """Keys and values are computed from one vector a token (DeepSeek-V2, arXiv:2405.04434).
 
-    The elements of a head that are rotated come first. Its key has the same ones in every head.
+    The rotated elements of a head come first. Those of a key are the same in every head.
     """
 
     query_rank: int  # of the vector that queries are computed from; 0 = from the hidden state

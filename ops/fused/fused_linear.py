@@ -27,8 +27,8 @@ A matrix product of bfloat16 with 256 rows takes an H200 about as long as to rea
 to there a fused kernel has less to lose to cuBLAS than its fewer launches save. Float32 is
 multiplied without tensor cores, and 64 rows take longer than their weights.
 
-The kernel multiplies x by the norm's weight before it divides by the root mean square, so the sums
-of both need one pass over x. In float16 such a product could overflow.
+The kernel multiplies x by the norm's weight before it divides by the root mean square, so one pass
+over x gives both the products and the sum of squares. In float16 such a product could overflow.
 """
 
 FUSED_DTYPES = tuple(TILE_ROWS)

@@ -1,7 +1,7 @@
 """The op `ostinato::rotary_attention`: paged attention from the result of the QKV projection.
 
 One kernel normalises and rotates the heads and writes keys and values into the cache; then the
-backend attends. So neither the rotated keys nor the split values are ever stored by themselves.
+backend attends. So rotated keys and split values are stored in the cache only.
 `takes_projection` says which backends have such a kernel; with others, models rotate the heads and
 call `paged_attention`.
 """

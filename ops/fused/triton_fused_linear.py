@@ -12,8 +12,8 @@ A launch of more than 64 rows has two tiles of rows, which read the same columns
 other, from the cache of the device.
 
 A column's sum runs over K in an order that depends on K, on the dtype and on the tile. There are
-three tiles, for up to 16 rows, up to 64 and more. So of all that the other rows of a step are, only
-whether there are more than 16, or more than 64, can change the bits of a row.
+three tiles, for up to 16 rows, up to 64 and more. So other rows of a step can change the bits of a
+row in one way only: by their number, if it is above 16 or 64.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from torch import Tensor
 __all__ = ("LinearTile", "choose_tile", "fused_linear_kernel", "launch", "linear_constants")
 
 _FEW, _MORE, _MANY = 16, 64, 128  # rows of the tiles; tensor cores take 16 at least
-_PROGRAMS = 128  # wanted of a launch, so that all multiprocessors read
-_SHARED_MEMORY = 227 * 1024  # bytes a program may use, of capability 9.0
+_PROGRAMS = 128  # a launch has at least so many where it can, so that all multiprocessors read
+_SHARED_MEMORY = 227 * 1024  # bytes that a program may use on compute capability 9.0
 _SQRT_HALF = tl.constexpr(0.7071067811865476)
 
 
@@ -239,7 +239,7 @@ def launch(
         norm_weight,
         residual,
         num_rows,
-        # The stride of one row may be any number, for which Triton would compile once more.
+        # The stride of a single row may be any number, and Triton would compile again for some.
         x.stride(0) if num_rows > 1 else in_features,
         residual.stride(0) if residual is not None and num_rows > 1 else out_features,
         eps,
@@ -267,5 +267,5 @@ def _check(x: Tensor, weight: Tensor, residual: Tensor | None) -> None:
 def _shared_memory(device: torch.device) -> int:
     """Bytes of shared memory that one program may have."""
     if device.type != "cuda":
-        return _SHARED_MEMORY  # the interpreter has no limit
+        return _SHARED_MEMORY  # Triton's interpreter, which has no limit
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin

@@ -39,8 +39,8 @@ class EngineHosts:
         launchers: of each replica; the first ones are on this machine. Used after `start`.
 
     Raises:
-        StartupError: this machine has not enough GPUs, or the Ray cluster cannot be reached or has
-            not what the engines need.
+        StartupError: this machine has not enough GPUs, or the Ray cluster cannot be reached or
+            lacks what the engines need.
     """
 
     def __init__(self, config: EngineConfig, server: ServerConfig, directory: Path) -> None:

@@ -23,7 +23,7 @@ import zmq.asyncio
 from ostinato.runtime.directories import ensure_cache, make_socket_directory
 from ostinato.runtime.engine.flight_recorder import flight_path
 from ostinato.runtime.errors import EngineDeadError, StartupError
-from ostinato.runtime.nodes.node_connection import find_lost_peers, leader_keys, node_keys
+from ostinato.runtime.nodes.node_connection import configure_socket, leader_keys, node_keys
 from ostinato.runtime.nodes.node_messages import (
     Beat,
     Ended,
@@ -50,7 +50,7 @@ from ostinato.runtime.replicas.watchdog import TICK_S
 __all__ = ("run_node",)
 
 _LOG = logging.getLogger(__name__)
-_JOIN_S = 60.0  # how long a server may not answer
+_JOIN_S = 60.0  # how long to wait for the server's answer
 _QUIET_S = 3.0  # of these, before a line says what is waited for
 _AGAIN_S = 0.5  # between two attempts to join
 _FAILED_HANDSHAKE = (
@@ -89,7 +89,7 @@ async def run_node(
                     return
                 say(f"the connection to {address} was lost; its engines here were ended")
                 lost_at = time.monotonic()
-            except _ClosedError:  # after a loss the network may be half there
+            except _ClosedError:  # after a loss, the network may need some time
                 if lost_at is None or time.monotonic() - lost_at > _JOIN_S:
                     raise
             finally:
@@ -135,7 +135,7 @@ class _Session:
         self._socket.setsockopt(zmq.CURVE_SERVERKEY, leader_keys(token).public)
         self._socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
         self._socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
-        find_lost_peers(self._socket)
+        configure_socket(self._socket)
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | _FAILED_HANDSHAKE)
 
     async def join(self, say: Callable[[str], object]) -> None:
@@ -186,7 +186,7 @@ class _Session:
         self._clock_offset_s = order.clock - time.monotonic()
 
     async def run(self) -> bool:
-        """Do what the server asks for; returns whether it has ended, or else was lost."""
+        """Do what the server asks for; True when the server has ended, False when it was lost."""
         lost = asyncio.create_task(self._wait_for_loss())
         served = asyncio.create_task(self._serve())
         beats = asyncio.create_task(self._beat())

@@ -1,4 +1,4 @@
-"""The connection between a server and another machine: its token, its keys, its loss.
+"""The connection between a server and another machine: token, keys, and options of its sockets.
 
 Both sides derive their keys from the token, so that one word is all that a user copies. ZeroMQ's
 CURVE (curvezmq.org) encrypts the connection: a side proves that it has its secret key, and each
@@ -16,7 +16,7 @@ import zmq
 import zmq.asyncio
 from zmq.utils import z85
 
-__all__ = ("KeyPair", "find_lost_peers", "leader_keys", "new_token", "node_keys")
+__all__ = ("KeyPair", "configure_socket", "leader_keys", "new_token", "node_keys")
 
 _TOKEN_BYTES = 20
 _PING_S, _SILENCE_S = 0.5, 3.0  # between two pings; a side that is silent for longer is lost
@@ -44,10 +44,11 @@ def node_keys(token: str) -> KeyPair:
     return _derive(token, b"node")
 
 
-def find_lost_peers(connection: zmq.asyncio.Socket) -> None:
-    """Let a socket, before it is bound or connected, notice within 3 s that a machine is gone.
+def configure_socket(connection: zmq.asyncio.Socket) -> None:
+    """Set the options of a socket before it is bound or connected.
 
-    Its queues have no limit, so that no message is dropped and no send waits.
+    Pings let it notice within 4 s that the other side is gone. Its queues have no limit, so that no
+    message is dropped and no send waits.
     """
     connection.setsockopt(zmq.SNDHWM, 0)
     connection.setsockopt(zmq.RCVHWM, 0)

@@ -24,7 +24,7 @@ from zmq.auth.asyncio import AsyncioAuthenticator
 
 from ostinato.runtime.errors import StartupError
 from ostinato.runtime.nodes.node_connection import (
-    find_lost_peers,
+    configure_socket,
     leader_keys,
     new_token,
     node_keys,
@@ -56,7 +56,7 @@ _LINGER_S = 1.0  # for the last messages of a server that ends
 
 
 class _OneKey:
-    """Lets clients connect that have the secret key of a public one."""
+    """Lets a client connect only if it has the secret key that belongs to this public key."""
 
     def __init__(self, public: bytes) -> None:
         self._public = public
@@ -126,7 +126,7 @@ class NodeHub:
         self._socket.setsockopt(zmq.CURVE_SERVER, 1)
         self._socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
         self._socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
-        find_lost_peers(self._socket)
+        configure_socket(self._socket)
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         try:
             port = self._socket.bind_to_random_port(f"tcp://{_bracketed(host)}")

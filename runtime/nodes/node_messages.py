@@ -1,7 +1,8 @@
 """Messages between the API process and another machine that runs engines for it.
 
-They are msgpack over one ZeroMQ connection for each machine, which is encrypted (credentials.py).
-The messages of an engine process travel inside of them, as bytes (runtime/process/ipc.py).
+They are msgpack over one ZeroMQ connection for each machine, which is encrypted
+(node_connection.py). They carry the messages of an engine process as bytes
+(runtime/process/ipc.py).
 """
 
 from __future__ import annotations
@@ -93,8 +94,8 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, tag=2):
 class Spawn(msgspec.Struct, frozen=True, array_like=True, tag=3):
     """Start an engine process."""
 
-    engine: int  # names it in further messages; used once
-    start: bytes  # `StartEngine` as one line of JSON; its device is the whole machine's
+    engine: int  # its number in further messages; no other process gets the same
+    start: bytes  # `StartEngine` as one line of JSON; it does not know of parts of a machine
     place: int  # which part of the machine it gets, 0 to num_places - 1
     num_places: int  # equal parts that the machine has
 

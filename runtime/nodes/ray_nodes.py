@@ -119,7 +119,7 @@ class RayNodes:
         self._ends = threading.Event()
         self._thread: threading.Thread | None = None
         self._ray = _import("ray")
-        self._is_own = not self._ray.is_initialized()  # else this process is a part of a cluster
+        self._is_own = not self._ray.is_initialized()  # False = another part of it has connected
         if self._is_own:
             _connect(self._ray, config.parallel.ray_address)
         try:
@@ -238,6 +238,6 @@ def _connect(ray: Any, address: str) -> None:
             f"the Ray cluster {address or 'of this machine'} cannot be reached: {error}; check "
             "parallel.ray_address"
         ) from error
-    # Ray ends the process at once on SIGTERM. A server finishes its requests before.
+    # Ray's handler of SIGTERM ends the process at once. A server finishes its requests first.
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, handler)

@@ -2,9 +2,9 @@
 
 Every decode of a step waits for the whole step. Where each sequence makes a step longer, as on a
 CPU, 128 completions of one request would slow all others down many times. So a step takes at most
-`max_slowdown` times as long as one with an equal number of sequences of each request. The sequences
-beyond that rest in this step, and those of one request take turns. On a GPU, a step of many
-decodes takes hardly longer than a small one, and no sequence rests.
+`max_slowdown` times as long as a step in which no request has more sequences than the smallest one
+has. The sequences beyond that rest in this step, and those of one request take turns. On a GPU, a
+step of many decodes takes hardly longer than a small one, and no sequence rests.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class DecodeShares:
     def resting(self, running: Iterable[RunningSequence]) -> Set[RunningSequence]:
         """The decoding sequences that do not take part in this step.
 
-        At least one sequence of each request takes part. So does one more than an equal number of
-        each, so that every sequence advances.
+        Beyond an equal number of each request at least one more takes part, so that the others get
+        their turn.
 
         Args:
             running: sequences with a row.
@@ -89,7 +89,7 @@ class DecodeShares:
 
 
 def quotas(sizes: Sequence[int], most: int, waits: Sequence[int]) -> list[int]:
-    """Divide `most` places among requests: none gets two more than another one that wants more.
+    """Divide `most` places among requests, as equally as their sizes allow.
 
     Args:
         sizes: sequences of each request; more than `most` together, which is at least one each.

@@ -1,7 +1,7 @@
-"""What drafters with a model share: text drafts go first, and a guess holds the places of drafts.
+"""What drafters with a model share: drafts from text go first, placeholders stand for the model's.
 
-A step is planned before its drafts are drawn. So the planner gets a draft of the right length.
-The model's tokens take the place of that draft's when they have been drawn.
+A step is planned before its drafts are drawn. So the planner gets a draft of placeholders. The
+model's tokens take their places when they have been drawn.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class GuessingDrafter(ABC):
 def draft_request(request: Request) -> Request:
     """The request as the draft model's sampler sees it.
 
-    What depends on the tokens drawn before is left out, because drafts that are refused would have
-    to be taken back.
+    Penalties and other parameters that depend on earlier tokens are left out: tokens of refused
+    drafts would have to be subtracted again.
     """
     sampling = request.sampling
     return Request(

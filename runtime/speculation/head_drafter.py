@@ -25,7 +25,7 @@ from ostinato.runtime.types.step import AdmittedSequence, ScheduledSequence, Sch
 
 __all__ = ("DraftHead", "HeadDrafter")
 
-_FEW = 16  # positions of a sequence that wait until they are computed without a draft
+_FEW = 16  # waiting positions of a sequence from which on they are computed without a draft
 
 
 class DraftHead(Protocol):
@@ -144,7 +144,7 @@ class HeadDrafter(GuessingDrafter):
 
     def admit(self, row: int, request: Request) -> None:
         self._rows.pop(row, None)
-        for request_id in [one for one, its in self._watched.items() if its == row]:
+        for request_id in [one for one, watched in self._watched.items() if watched == row]:
             del self._watched[request_id]
         if request.sampling.speculation and not request.sampling.use_beam_search:
             self._watched[request.request_id] = row
@@ -159,7 +159,7 @@ class HeadDrafter(GuessingDrafter):
         self._head.close()
 
     def follow(self, jobs: Sequence[DraftJob]) -> None:
-        """Compute what waits of the sequences, if it is much. Each keeps a position for a draft."""
+        """Compute positions of sequences of which many wait. The last one is left for a draft."""
         due: list[tuple[DraftJob, int]] = []
         for job in jobs:
             if job.request.request_id not in self._watched:
@@ -224,10 +224,10 @@ class HeadDrafter(GuessingDrafter):
     def _compute(
         self, due: Sequence[tuple[DraftJob, int]], num_logits: Callable[[DraftJob, int], int]
     ) -> list[int]:
-        """Compute sequences up to the position beside them, as far as one step has room.
+        """Compute sequences up to given positions, as far as one step has room.
 
         Args:
-            due: sequences, each with at least one position to compute.
+            due: sequences with their positions, each with at least one position to compute.
             num_logits: 1 if a token is drawn after a sequence was computed up to this position.
 
         Returns:
@@ -271,7 +271,7 @@ class HeadDrafter(GuessingDrafter):
         return ScheduledSequence(job.row, start, end - begin, token_ids, new_blocks, num_logits)
 
     def _row_of(self, job: DraftJob) -> _Row:
-        """The row of a sequence; a new one if the head lacks positions between."""
+        """The row of a sequence; a new one if the head lacks positions after the end of the old."""
         row, (begin, end) = self._rows.get(job.row), self._head.span(job.row)
         if row is None or (end > begin and begin > row.end):
             base = self._base_of(job, begin) if end > begin else len(job.token_ids)

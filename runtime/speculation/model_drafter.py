@@ -109,7 +109,7 @@ class ModelDrafter(GuessingDrafter):
         self._rows.pop(row, None)
 
     def follow(self, jobs: Sequence[DraftJob]) -> None:
-        """A draft model computes a sequence when drafts of it are wanted."""
+        """Does nothing: a draft model computes a sequence when drafts of it are wanted."""
 
     def idle(self) -> None:
         self._idle()

@@ -43,7 +43,7 @@ class EnginePlan:
     overlap: bool  # whether a step is launched before the previous step is read
     threads: int  # threads of the model on a CPU
     isa_trial: IsaTrial | None = None  # how the instruction set was chosen; None = not by a trial
-    # Of the draft model or the head, with the same blocks and limits.
+    # The plan of the draft model or the head, which has the same blocks and limits.
     draft: EnginePlan | None = None
 
     @property
