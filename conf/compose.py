@@ -157,7 +157,7 @@ def complete(shell: str, line: str) -> str:
 
 
 def completion_script(shell: str, action: str) -> None:
-    """Print the script with which `shell` installs or uninstalls the completion, Hydra's own.
+    """Print Hydra's script that installs or uninstalls the completion of a shell.
 
     Raises:
         ConfigError: no plugin for this shell, or an action that is neither install nor uninstall.

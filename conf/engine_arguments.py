@@ -301,7 +301,7 @@ ARGUMENTS: dict[str, Argument] = {
     "disable_custom_all_reduce": Argument(
         default=(False,),
         is_flag=True,
-        reason="ranks meet in this project's own collectives, there are no others; leave it out",
+        reason="ranks communicate through this project's own collectives; leave it out",
     ),
     "enable_lora": Argument(default=(False,), is_flag=True, reason=_NO_LORA),
     "lora_modules": Argument(reason=_NO_LORA, is_list=True),

@@ -66,6 +66,9 @@ def unpack_triton_kernels(data: bytes, cache: Path) -> int:
 
     Returns:
         The number of kernels that were added.
+
+    Raises:
+        OSError, ValueError, zipfile.BadZipFile: the data are no such archive, or cannot be written.
     """
     added = 0
     with zipfile.ZipFile(io.BytesIO(data)) as archive:

@@ -26,7 +26,7 @@ settings.load_profile("repeat")
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """A worker a core; none, so in this process, for tests of one file."""
+    """One worker for each core. Tests of one file have none: they run in this process."""
     paths = {Path(argument.partition("::")[0]) for argument in config.args}
     if len(paths) == 1 and paths.pop().is_file():
         return 0

@@ -10,8 +10,8 @@ needs no compiler. The libraries use torch's stable ABI and therefore fit every 
 project allows.
 
 A wheel whose kernels cannot be compiled is not built: the error names the remedies. A wheel of
-sources has to be asked for. It compiles the kernels on first use, as an editable install and a
-checkout do, which need setuptools alone to be made.
+sources, an editable install and a checkout compile the kernels on first use. Building them needs
+setuptools alone.
 
 `platform_wheel.py` chooses the wheel's tag.
 """

@@ -1,7 +1,7 @@
 """Reads and writes the files of `run batch`: one JSON object a line, as in OpenAI's batch API.
 
-Whole lines are appended to an output file. So after an interruption it says which requests have
-answers; its last line may be incomplete.
+Whole lines are appended to an output file. So after an interruption the file says which requests
+have answers. Its last line may be incomplete.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The metrics of `/metrics`, in the text format of Prometheus.
 
 There are three sources. The engine's statistics and the machine's usage are read at each scrape;
-the API measures requests itself. docs/observability.md lists the names.
+the API measures requests itself. docs/metrics.md lists the names.
 """
 
 from __future__ import annotations

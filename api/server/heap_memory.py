@@ -36,7 +36,7 @@ def return_large_blocks() -> None:
 async def return_free_memory() -> None:
     """Return free memory whenever the process has grown; runs until it is cancelled.
 
-    It looks every few seconds. The system's part runs on a thread and takes milliseconds.
+    It looks every few seconds. glibc returns the memory on a thread, which takes milliseconds.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is None:

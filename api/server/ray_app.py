@@ -2,8 +2,8 @@
 
     serve run ostinato.api.server.ray_app:build model.path=/models/llama device.threads=8
 
-Each replica of the deployment is an API process with the engines of `parallel.data` beside it. Ray
-Serve does what `run serve` does otherwise: it listens, and starts, scales and ends replicas.
+Each replica of the deployment is an API process with `parallel.data` engines on its machine. Ray
+Serve listens, and starts, scales and ends replicas.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ("LiveApp", "build")
 
-_MOST_REQUESTS = 10_000  # at the same time, of a replica: its own limits refuse earlier
+_MOST_REQUESTS = 10_000  # of a replica at the same time; the server's own limits refuse earlier
 
 
 def build(settings: Mapping[str, object]) -> Any:

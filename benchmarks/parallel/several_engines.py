@@ -65,7 +65,7 @@ _DIVISIONS = {
     "two ranks": ("parallel.tensor=2",),
     "two stages": ("parallel.pipeline=2",),
 }
-_SIMULATED_DEVICE = "l4"  # any device: the speed changes no hits, as requests wait for each other
+_SIMULATED_DEVICE = "l4"  # any device: its speed does not change the hits
 
 
 def _config(model: str, num_engines: int, *overrides: str) -> RunConfig:

@@ -14,7 +14,7 @@ from ostinato.models.linear_layers import BuildOptions
 
 __all__ = ("CodeGenForCausalLM",)
 
-_PARTS = 4  # of the machines that it was trained on; a part has whole heads
+_PARTS = 4  # for the devices that it was trained on; each part has whole heads
 
 
 class CodeGenForCausalLM(GPTJForCausalLM):

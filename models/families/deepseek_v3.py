@@ -16,7 +16,7 @@ _MUST_BE = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 
 
 class DeepseekV3ForCausalLM(DeepseekV2ForCausalLM):
-    """DeepSeek-V2 whose experts are chosen by score + bias, and scored one by one."""
+    """DeepSeek-V2 whose experts are chosen by score + bias; the scores are sigmoids."""
 
     @classmethod
     def read_config(

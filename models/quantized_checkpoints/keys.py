@@ -105,7 +105,7 @@ class ConfigKeys:
             raise self.error(name, f"is {value!r}, must be {text}")
 
     def without_effect(self, *names: str) -> None:
-        """Keys that say how the checkpoint was made, or how another library is to run it."""
+        """Accept keys that say how the checkpoint was made, or how another library is to run it."""
         for name in names:
             self._left.pop(name, None)
 

@@ -55,7 +55,7 @@ class NativeLibrary(NamedTuple):
 
 
 _loaded: dict[tuple[str, str], NativeLibrary] = {}  # by name and namespace
-_chosen: dict[str, str] = {}  # level by namespace, for "ostinato" at most
+_chosen: dict[str, str] = {}  # level by namespace; "ostinato" is the only key, once it is chosen
 _loading = threading.Lock()
 _LOG = logging.getLogger(__name__)
 
@@ -180,7 +180,7 @@ def _define_aliases(library: ctypes.CDLL, namespace: str) -> None:
 
 
 def _open_default(name: str) -> tuple[str, Path, ctypes.CDLL]:
-    """A library for the process's instruction set, and which that is.
+    """A library for the process's instruction set, and the name of that set.
 
     While none is chosen, it is the best that the machine runs. If that one cannot be built, as by
     a compiler that is older than the processor, it is the next one.

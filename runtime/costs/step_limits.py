@@ -129,12 +129,12 @@ def _decide(rates: dict[int, float], upper: int, least: int) -> tuple[int, str]:
     """The smallest size with nearly the best rate, and the reason in words."""
     rates = {size: rate for size, rate in rates.items() if size <= upper}
     if not rates:
-        return upper, "upper bound, not measured"
+        return upper, "the upper bound: not measured"
     best = max(rates.values())
     size = min(size for size, rate in rates.items() if rate >= (1.0 - _WORTH) * best)
     # One larger size that is no better may be a disturbed measurement; two are a plateau.
     if sum(larger > size for larger in rates) < 2:
-        return upper, f"upper bound, throughput rises up to the {max(rates)} measured"
+        return upper, f"the upper bound: throughput rises up to {max(rates)}, the most measured"
     if size < least:
-        return min(least, upper), f"decided, the least; throughput rises up to {size}"
-    return size, f"decided, {max(rates)} give {best / rates[size] - 1.0:.0%} more tokens a second"
+        return min(least, upper), f"the least: throughput rises only up to {size}"
+    return size, f"chosen: {max(rates)} give {best / rates[size] - 1.0:.0%} more tokens a second"

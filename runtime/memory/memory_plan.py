@@ -12,9 +12,9 @@ How much of that room the KV cache takes:
 
     cache.memory_gib is set   that size
     CUDA                      all of the room
-    CPU                       the need of max_num_seqs sequences of max_model_len, but at most 4 GiB
-                              or one such sequence (if it takes at most half of the room). Other
-                              programs need a CPU's memory too.
+    CPU                       the need of max_num_seqs sequences of max_model_len, at most 4 GiB.
+                              Where a single one needs more than that: its need, at most half of
+                              the room. Other programs need a CPU's memory too.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from ostinato.runtime.errors import EngineDeadError
 
 __all__ = ("ENGINE_MODULE", "EngineChild", "LocalChild")
 
-# A benchmark of the API process alone runs another one.
+# The module that an engine process runs. A benchmark of the API process replaces it.
 ENGINE_MODULE = "ostinato.runtime.process.engine_main"
 
 
@@ -163,7 +163,7 @@ class LocalChild:
             await self._process.stdin.drain()
 
     async def send(self, data: bytes) -> None:
-        # The queue has no limit, so a send could only ever wait for a peer that is gone: for ever.
+        # The queue has no limit, so a send would wait only for a peer that is gone, without end.
         try:
             await self._socket.send(data, flags=zmq.NOBLOCK)
         except zmq.ZMQError as error:

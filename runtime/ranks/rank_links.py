@@ -27,8 +27,8 @@ from ostinato.runtime.host_resources import available_cores
 
 __all__ = ("RankLinks", "close_all", "create_links")
 
-# The processes are watched, so that no wait needs a limit. This one ends a wait that the watch
-# does not recognise, after a time that no step takes.
+# A wait needs no limit, because the processes are watched. This one is for a stop that the watch
+# does not notice. No step takes so long.
 _LONGEST_WAIT_S = 1800.0
 
 

@@ -55,7 +55,7 @@ class Watchdog:
         return max(0.0, self._counted_s - _MARGIN * expected_s)
 
     def why_killed(self, limits: HangLimits) -> str | None:
-        """Why the process has to be killed; None = it has not."""
+        """Why the process must be killed; None = it need not be."""
         if limits.stopped_s is not None and self._stopped_s > limits.stopped_s:
             return (
                 f"it has been stopped for {self._stopped_s:.1f} s (SIGSTOP) and was killed, by "

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ostinato.ops.sample_rows import rows_at_once
 from ostinato.ops.sampling import apply_token_bitmask
-from ostinato.runtime.sampling.grammar_rows import DEAR_S, SLOW_S, GrammarRow, MaskCost
+from ostinato.runtime.sampling.grammar_rows import COSTLY_S, SLOW_S, GrammarRow, MaskCost
 from ostinato.runtime.types.request import Request
 
 if TYPE_CHECKING:
@@ -37,11 +37,11 @@ __all__ = ("MASKS_S", "GrammarMasks", "MatcherSource")
 MASKS_S = 0.01
 _MOST_ROWS_PER_THREAD = 64
 _MAX_THREADS = 32
-# While a step has other rows, masks of dear grammars get a share of the model's time: `_DEAR_SHARE`
-# for each request that needs them, divided by the number of the other rows, and `_LEAST_DEAR_SHARE`
-# at least. What they do not use adds up to `_MOST_CREDIT_S`.
-_DEAR_SHARE = 0.5
-_LEAST_DEAR_SHARE = 0.05
+# While a step has other rows, masks of costly grammars get a share of the model's time:
+# `_COSTLY_SHARE` for each request that needs them, divided by the number of the other rows, and
+# `_LEAST_COSTLY_SHARE` at least. What they do not use adds up to `_MOST_CREDIT_S`.
+_COSTLY_SHARE = 0.5
+_LEAST_COSTLY_SHARE = 0.05
 _MOST_CREDIT_S = 0.01
 
 MatcherSource = Callable[[Request], "LLMatcher"]
@@ -70,7 +70,7 @@ class GrammarMasks:
         self._executor: LLExecutor | None = None
         self._seconds_left = MASKS_S  # of the present step
         self._model_s = 0.0  # of the present step
-        self._credit_s = 0.0  # for masks of dear grammars; negative after a long one
+        self._credit_s = 0.0  # for masks of costly grammars; negative after a long one
         self._mask_s = SLOW_S  # of one mask, in those that were made together last
         self._costs: WeakValueDictionary[str, MaskCost] = WeakValueDictionary()  # by grammar
         self.seconds = 0.0
@@ -163,24 +163,24 @@ class GrammarMasks:
             (len(states), words), dtype=torch.int32, pin_memory=self._device.type == "cuda"
         )
         cheap: list[int] = []
-        dear: list[int] = []
+        costly: list[int] = []
         for place, state in enumerate(states):
             if state.matcher is None:
                 bits[place] = -1
             elif state.ending is None:
-                (dear if state.cost.is_dear else cheap).append(place)
+                (costly if state.cost.is_costly else cheap).append(place)
         held = self._make_all(cheap, states, bits)
-        if dear:
+        if costly:
             self._seconds_left = self._dear_seconds(
-                [states[place] for place in dear], num_free + len(states) - len(dear)
+                [states[place] for place in costly], num_free + len(states) - len(costly)
             )
             begin = time.perf_counter()
-            held += self._make_all(dear, states, bits)
+            held += self._make_all(costly, states, bits)
             self._credit_s -= time.perf_counter() - begin
         return bits, set(held)
 
     def _dear_seconds(self, rows: Sequence[GrammarRow], num_others: int) -> float:
-        """Seconds that masks of dear grammars may take in this step.
+        """Seconds that masks of costly grammars may take in this step.
 
         Args:
             rows: that need them.
@@ -190,7 +190,7 @@ class GrammarMasks:
             self._credit_s = 0.0
             return self._seconds_left
         num_requests = len({row.group or id(row) for row in rows})
-        share = max(_LEAST_DEAR_SHARE, _DEAR_SHARE * num_requests / num_others)
+        share = max(_LEAST_COSTLY_SHARE, _COSTLY_SHARE * num_requests / num_others)
         self._credit_s = min(self._credit_s + share * self._model_s, _MOST_CREDIT_S)
         self._model_s = 0.0  # later draws of the step add nothing
         return self._credit_s
@@ -209,7 +209,7 @@ class GrammarMasks:
             slow = (index for index, place in enumerate(waiting) if states[place].is_slow)
             count = min(at_once, next(slow, at_once) if has_slow else at_once)
             if has_suspects and states[waiting[0]].cost.is_suspect:
-                count = 1  # to find out whether it is dear
+                count = 1  # to find out whether it is costly
             some = waiting[: max(1, count)]
             del waiting[: len(some)]
             cpu = time.process_time()
@@ -268,9 +268,9 @@ def _note_costs(costs: Sequence[MaskCost], seconds: float) -> None:
     kinds = set(costs)
     if len(kinds) == 1:
         costs[0].note(seconds)
-    elif seconds > DEAR_S:
+    elif seconds > COSTLY_S:
         for cost in kinds:
-            cost.is_suspect = cost.is_suspect or not cost.is_dear
+            cost.is_suspect = cost.is_suspect or not cost.is_costly
     else:
         for cost in kinds:
             cost.note(seconds)

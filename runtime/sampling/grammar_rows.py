@@ -15,15 +15,15 @@ from ostinato.runtime.types.request import Request
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-__all__ = ("DEAR_S", "SLOW_S", "GrammarRow", "MaskCost", "forced_tokens")
+__all__ = ("COSTLY_S", "SLOW_S", "GrammarRow", "MaskCost", "forced_tokens")
 
 # The limits of matcher.py do not bound ambiguous grammars, such as `s: s s | "a"`: their
 # masks take longer with each token. A row whose mask takes `SLOW_S` is made alone from then on. A
 # row whose mask or token takes `_MAX_S` of processor time ends with an error.
 SLOW_S = 0.005
 _MAX_S = 0.03
-# A grammar is dear if its masks take more processor time than this.
-DEAR_S = 0.001
+# A grammar is costly if its masks take more processor time than this.
+COSTLY_S = 0.001
 _WEIGHT = 0.125  # of the last measurement in the moving average
 _NOTHING_LEFT = (
     "the grammar allows no token that allowed_token_ids leave; allow more tokens or change the "
@@ -35,10 +35,10 @@ class MaskCost:
     """How long the masks of one grammar take.
 
     Attributes:
-        seconds: of processor time of a mask: a moving average over masks that were made together
-            with masks of this grammar only, or with masks that took as little time. At first 0.
+        seconds: processor time of one mask, a moving average; 0 at first. Masks of several grammars
+            that were made together count only if they took at most `COSTLY_S` each.
         is_suspect: masks of it and of other grammars were made together and took long. It is not
-            known which of the grammars is dear.
+            known which of the grammars is costly.
     """
 
     __slots__ = ("__weakref__", "is_suspect", "seconds")
@@ -53,9 +53,9 @@ class MaskCost:
         self.seconds += (seconds - self.seconds) * (_WEIGHT if self.seconds else 1.0)
 
     @property
-    def is_dear(self) -> bool:
+    def is_costly(self) -> bool:
         """Whether the masks take long, or may do so."""
-        return self.is_suspect or self.seconds > DEAR_S
+        return self.is_suspect or self.seconds > COSTLY_S
 
 
 class GrammarRow:

@@ -92,7 +92,8 @@ def quotas(sizes: Sequence[int], most: int, waits: Sequence[int]) -> list[int]:
     """Divide `most` places among requests, as equally as their sizes allow.
 
     Args:
-        sizes: sequences of each request; more than `most` together, which is at least one each.
+        sizes: sequences of each request; their sum is above `most`.
+        most: at least the number of requests.
         waits: requests with a smaller value get the places that cannot be divided equally.
     """
     level, left = 0, most

@@ -171,13 +171,11 @@ def make_scheduler(  # noqa: PLR0913 - the parts of a scheduler
         StartupError: scheduler.itl_target_ms is set and step costs were not measured.
     """
     decided = decide_limits(config, upper, costs)
-    _LOG.info(
-        "scheduler.max_num_seqs=%d (%s), scheduler.max_num_batched_tokens=%d (%s)",
-        decided.limits.max_num_seqs,
-        decided.seqs_origin,
-        decided.limits.max_num_batched_tokens,
-        decided.tokens_origin,
-    )
+    for key, value, origin in (
+        ("max_num_seqs", decided.limits.max_num_seqs, decided.seqs_origin),
+        ("max_num_batched_tokens", decided.limits.max_num_batched_tokens, decided.tokens_origin),
+    ):
+        _LOG.info("scheduler.%s=%d (%s)", key, value, origin)
     # The cost of one log-probability of a prompt token, in tokens that take the same time.
     score_tokens = 1.0
     if costs is not None:

@@ -84,8 +84,8 @@ class SequenceOutput(msgspec.Struct, array_like=True, gc=False):
     scheduled_time: float = 0.0  # when it first had a row, monotonic; with its first output
     num_preemptions: int = 0  # with its finish reason
     events: list[TimelineEvent] | None = None  # since the last output, of a traced request
-    # It has only log-probabilities of the prompt or beams, which belong to the request's next
-    # output that is no part.
+    # A part has log-probabilities of the prompt, or beams. They belong to the request's next
+    # output that is not a part.
     is_part: bool = False
     num_before: int = 0  # in a part: log-probabilities or beams of earlier parts
     speculation: SpeculationReport | None = None  # for this step; None = it had no draft

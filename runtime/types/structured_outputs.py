@@ -94,7 +94,7 @@ class ToolCallFormat(msgspec.Struct, frozen=True, kw_only=True):
     """How a model writes tool calls: `opening`, calls with `separator` between them, `closing`.
 
     A call is `begin` NAME `middle` ARGUMENTS `end`. Special tokens are written as their text.
-    docs/structured-output.md has the form of Hermes and Qwen3.
+    docs/grammars.md has the form of Hermes and Qwen3.
     """
 
     begin: str

@@ -240,7 +240,8 @@ class FakeClient:
             num_cached_tokens=step.num_cached_tokens,
             num_output_tokens=num_output_tokens,
             error=step.error,
-            scheduled_time=step.scheduled_time and time.monotonic(),  # given = this moment
+            scheduled_time=step.scheduled_time
+            and time.monotonic(),  # a time in the script stands for now
             num_preemptions=step.num_preemptions,
             events=step.events,
         )

@@ -19,7 +19,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 TEXT = "".join(
     (DOCS / name).read_text(encoding="utf-8") for name in ("endpoints.md", "parameters.md")
 )
-METRICS = (DOCS / "observability.md").read_text(encoding="utf-8")
+METRICS = (DOCS / "metrics.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(

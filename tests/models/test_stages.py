@@ -149,7 +149,7 @@ class Pipeline:
         return hidden
 
     def logits(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Of the whole model and of the stages: a prompt in chunks, beside another, and decodes."""
+        """Logits of the whole model and of the stages: chunks of a prompt beside another, decodes."""
         found: list[list[Tensor]] = []
         for model, forward in ((self.whole, self.whole), (self.stages[-1], self.forward)):
             driver = Driver(model, self.config, forward=forward, dtype=self.dtype)

@@ -48,7 +48,7 @@ async def sleeping(server: ForkServer) -> tuple[asyncio.Task[bytes], psutil.Proc
     """A job that takes a minute, alone, and its fork."""
     await server.call(b"a", LIMITS)
     process = psutil.Process(server.pid)
-    await until(lambda: not process.children())  # the fork before has answered and not ended
+    await until(lambda: not process.children())  # the first fork ends after its answer
     call = asyncio.create_task(server.call(b"sleep", LIMITS))
     await until(process.children)
     (fork,) = process.children()
@@ -159,7 +159,7 @@ def test_forks_that_are_killed_while_they_wait_fail_no_job():
 
 
 def test_when_all_processes_were_killed_the_second_try_starts_one(monkeypatch):
-    """However many forks waited: the next error is that of the start."""
+    """The number of forks that waited does not matter: the next error is that of the start."""
 
     async def test(server):
         await asyncio.gather(*(server.call(b"parts", SHARED) for _ in range(4)))

@@ -64,7 +64,7 @@ class EscapedLayout(msgspec.Struct, frozen=True):
         return listed(parameters, _argument, ",")
 
     def raw_ends(self, key: str) -> tuple[str, str]:
-        """What stands around the one argument `key` if its text stands as it is."""
+        """The text before and after the value of `key`, if it is the only argument and a text."""
         return f"{key}:{_MARK}", _MARK
 
 

@@ -57,7 +57,7 @@ class _Portable:
         self._bundle = bundle
 
     def get(self, name: str) -> bytes | None:
-        return None  # every program is compiled, so that its kernels are
+        return None  # no program is loaded: compiling it compiles its kernels
 
     def put(self, name: str, data: bytes) -> None:
         if is_portable(data):
@@ -111,7 +111,7 @@ def bundle_for(config: EngineConfig, device: DescribedDevice) -> DescribedBundle
 
 
 def _check(plan: EnginePlan) -> None:
-    """Refuse what is not compiled on a GPU, or not by these kernels."""
+    """Refuse models and settings that a GPU compiles nothing for, or with other kernels."""
     config, source = plan.config, plan.source
     if config.graphs.mode is GraphMode.eager:
         raise StartupError("graphs.mode=eager compiles nothing; leave it out")

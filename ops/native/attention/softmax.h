@@ -7,7 +7,7 @@
 namespace ostinato::attention {
 
 struct LogitScaling {
-  float factor;    // to base-2 logits, or to the soft cap's unit
+  float factor;    // turns a score into a base-2 logit, or into a multiple of the soft cap
   float soft_cap;  // in base-2 logits; 0 = none
 };
 

@@ -94,7 +94,7 @@ OSTINATO_EXPORT int ostinato_install(const char* name_space) {
 // Kernel calls of the calling thread use up to `count` threads of the ThreadPool from now on; 0 = torch's threads.
 OSTINATO_EXPORT void ostinato_set_pool_threads(int count) { ostinato::thread_state()->num_pool_threads() = count; }
 
-// The thread state of this library, and that this library shall use another's.
+// Returns the thread state of this library; makes this library use that of another one.
 OSTINATO_EXPORT void* ostinato_thread_state() { return ostinato::thread_state(); }
 OSTINATO_EXPORT void ostinato_share_threads(void* state) {
   ostinato::thread_state() = static_cast<ostinato::ThreadState*>(state);

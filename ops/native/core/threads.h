@@ -14,10 +14,10 @@
 
 namespace ostinato {
 
-// One per process: every loaded library uses that of the library that was loaded first (ostinato_share_threads).
+// The process has one: all loaded libraries share that of the first one (ostinato_share_threads).
 struct ThreadState {
   ThreadPool* pool;            // never deleted, because its threads use it
-  int& (*num_pool_threads)();  // the calling thread's; 0 = its kernel calls run on torch's threads
+  int& (*num_pool_threads)();  // for the calling thread; 0 = its kernel calls run on torch's threads
 };
 
 inline ThreadState*& thread_state() {

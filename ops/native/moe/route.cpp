@@ -32,7 +32,7 @@ struct Routing {
   const float* bias;  // null for none
 };
 
-// Numbers of the largest values that are offered, largest first; of equal values the one offered first.
+// Keeps the largest values that are offered, with their ids, largest first. Of equal values the first one comes first.
 class Largest {
  public:
   Largest(int32_t* ids, float* values, int limit) : ids_(ids), values_(values), limit_(limit) {}
@@ -55,7 +55,7 @@ class Largest {
   int count_ = 0;
 };
 
-// x = exp(x - largest) / sum; false where that is not a number.
+// x = exp(x - largest) / sum; returns false if that is not a number.
 bool softmax(float* x, int64_t count) {
   float largest = -std::numeric_limits<float>::infinity();
   for (int64_t i = 0; i < count; ++i) largest = std::max(largest, x[i]);

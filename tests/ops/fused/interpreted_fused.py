@@ -34,7 +34,7 @@ from tests.ops.attention_steps import Shape, known, make_step
 from tests.ops.exact_fp8 import FP8, convert_exactly
 from tests.runtime.tiny import MODEL
 
-# What a CUDA device would call: the op's kernel, also for tensors of a CPU.
+# Let the op run its CUDA kernel for CPU tensors too.
 _KERNELS = torch.library.Library("ostinato", "IMPL")
 _KERNELS.impl("fused_linear", launch, "CPU")
 
@@ -132,7 +132,7 @@ def test_linear_in_bfloat16(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("count", [7, 16, 40])
 def test_a_row_gets_the_same_bits_among_others(count: int) -> None:
-    """Up to 16 rows, and from 17 on: each has its tile."""
+    """Up to 16 rows have one tile, more rows another."""
     x, *rest = called(arguments(count, 40, 96, {"norm", "silu"}, torch.float32))
     together = launch(x, *rest)
     fewest = 1 if count <= 16 else 17

@@ -1,4 +1,4 @@
-"""The step-cost table: monotone, within its neighbours between points, the same after a round trip."""
+"""The step-cost table: it never falls, interpolates between points, and survives a round trip."""
 
 from __future__ import annotations
 

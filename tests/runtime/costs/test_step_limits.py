@@ -1,4 +1,4 @@
-"""Step limits that are not set: upper bounds before the probe, the profitable sizes after it."""
+"""Step limits that are not set: upper bounds before costs are measured, the profitable sizes after it."""
 
 from __future__ import annotations
 
@@ -71,15 +71,15 @@ def test_rows_per_sequence_are_those_of_the_drafter_whatever_is_decided() -> Non
 def test_larger_steps_that_bring_nothing_are_not_used() -> None:
     decided = decide_limits(SchedulerConfig(), StepLimits(256, 2048), PLATEAU)
     assert decided.limits == StepLimits(32, 256 + 32)
-    assert decided.seqs_origin == "decided, 128 give 1% more tokens a second"
-    assert decided.tokens_origin == "decided, 1024 give 0% more tokens a second"
+    assert decided.seqs_origin == "chosen: 128 give 1% more tokens a second"
+    assert decided.tokens_origin == "chosen: 1024 give 0% more tokens a second"
 
 
 def test_bounds_stay_where_throughput_rises_to_the_last_point() -> None:
     decided = decide_limits(SchedulerConfig(), StepLimits(64, 2048), RISING)
     assert decided.limits == StepLimits(64, 2048)
-    assert decided.seqs_origin == "upper bound, throughput rises up to the 64 measured"
-    assert decided.tokens_origin == "upper bound, throughput rises up to the 512 measured"
+    assert decided.seqs_origin == "the upper bound: throughput rises up to 64, the most measured"
+    assert decided.tokens_origin == "the upper bound: throughput rises up to 512, the most measured"
 
 
 def test_one_slow_point_at_the_end_is_no_plateau() -> None:
@@ -99,7 +99,7 @@ def test_what_was_set_stays() -> None:
 
 def test_nothing_is_decided_without_a_table() -> None:
     decided = decide_limits(SchedulerConfig(), StepLimits(64, 2048), None)
-    assert decided == (StepLimits(64, 2048), *["upper bound, not measured"] * 2)
+    assert decided == (StepLimits(64, 2048), *["the upper bound: not measured"] * 2)
 
 
 def test_decided_limits_are_not_tiny() -> None:
@@ -108,7 +108,7 @@ def test_decided_limits_are_not_tiny() -> None:
     )
     decided = decide_limits(SchedulerConfig(), StepLimits(64, 2048), costs)
     assert decided.limits == StepLimits(32, 256 + 32)
-    assert decided.seqs_origin == "decided, the least; throughput rises up to 1"
+    assert decided.seqs_origin == "the least: throughput rises only up to 1"
 
 
 def test_buckets_as_slow_as_the_next_larger_one_are_redundant() -> None:
