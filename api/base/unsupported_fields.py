@@ -39,7 +39,9 @@ UNSUPPORTED: Mapping[str, Unsupported] = {
     "return_mm_kwargs": Unsupported(_MEDIA, (False,)),
     "routed_experts_prompt_start": Unsupported("reports of routed experts"),
     "session_id": Unsupported("sessions"),
-    "spaces_between_special_tokens": Unsupported("text without those spaces", (True,)),
+    "spaces_between_special_tokens": Unsupported(
+        "text without spaces between special tokens", (True,)
+    ),
     "suffix": Unsupported("models that fill in the middle", ("",)),
     "vllm_xargs": Unsupported("plugins for logits"),
     "web_search_options": Unsupported("web search"),
