@@ -261,7 +261,7 @@ class EngineClient:
         timer = _alarm(reader, deadline)
         has_outputs = False
         try:
-            await self._set.submit(requests, reader)
+            await self._set.replica_for(requests[0]).submit(requests, reader)
             while unfinished := completions.unfinished_ids:
                 _, event = await reader.get()
                 if isinstance(event, EngineDeadError):
@@ -318,7 +318,7 @@ class EngineClient:
         )
         reader: Reader = FairQueue()
         try:
-            await self._set.submit([request], reader)
+            await self._set.replica_for(request).submit([request], reader)
             _, event = await reader.get()
         finally:
             await asyncio.shield(self._set.remove([request.request_id]))

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from ostinato.conf.server_schema import ParallelConfig, ServerConfig
 from ostinato.runtime.errors import EngineDeadError, InvalidRequestError, StartupError
 from ostinato.runtime.replicas.launcher import EngineLauncher
-from ostinato.runtime.replicas.replica import Reader, Replica
+from ostinato.runtime.replicas.replica import Replica
 from ostinato.runtime.replicas.router import make_router
 from ostinato.runtime.types.request import Request
 
@@ -50,19 +50,13 @@ class ReplicaSet:
         self._router = make_router(parallel.router.value, parallel.data, block_size)
         self._reloads = asyncio.Lock()
 
-    async def submit(self, requests: Sequence[Request], reader: Reader) -> None:
-        """Send the requests of one prompt to a replica.
+    def replica_for(self, request: Request) -> Replica:
+        """The replica that serves a request, and all other requests of its prompt.
 
-        Args:
-            requests: with unique ids.
-            reader: a queue that gets their outputs until each has ended or `remove` is called.
-
-        Raises:
-            EngineDeadError: all engines ended and are not started again.
+        It is a dead one if all engines have ended and are not started again.
         """
         left = self._open() or [one for one in self.replicas if one.death_reason is None]
-        replica = self._choose(requests[0], left or self.replicas)
-        await replica.submit(list(requests), reader)
+        return self._choose(request, left or self.replicas)
 
     async def remove(self, request_ids: Iterable[str]) -> None:
         """Forget requests, and abort those that an engine works on."""

@@ -21,8 +21,8 @@ from ostinato import LLM, AsyncEngine, SamplingParams
 from ostinato.ops.native.instruction_sets import runnable_levels
 from ostinato.runtime.client.client import EngineClient
 from ostinato.runtime.errors import EngineDeadError, InvalidRequestError, StartupError
-from ostinato.runtime.process.engine_process import EngineProcess
-from ostinato.runtime.process.ipc import AddRequest, ClientMessage
+from ostinato.runtime.process.engine_child import LocalChild
+from ostinato.runtime.process.ipc import AddRequest, client_decoder
 from ostinato.runtime.types.outputs import RequestOutput
 from tests.runtime.tiny import tiny_config
 
@@ -94,27 +94,30 @@ def run_with_own_client(scenario: Scenario, *overrides: str) -> None:
 def test_a_request_passes_three_modules_on_its_way_to_the_socket(
     run_with_client: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the route, the reply and the request runner, a request makes six hops to the socket."""
-    walks: list[list[str]] = []
-    send = EngineProcess.send
+    """With the route, the reply and the request runner, a request makes six hops to the socket.
 
-    async def watched(process: EngineProcess, message: ClientMessage) -> None:
+    The socket belongs to `LocalChild`.
+    """
+    walks: list[list[str]] = []
+    send = LocalChild.send
+
+    async def watched(child: LocalChild, data: bytes) -> None:
         frame, walk = sys._getframe(1), list[str]()
         while frame is not None:
             file = Path(frame.f_code.co_filename)
             if "runtime" in file.parts and "tests" not in file.parts and file.name not in walk:
                 walk.insert(0, file.name)
             frame = frame.f_back
-        if isinstance(message, AddRequest):
+        if isinstance(client_decoder.decode(data), AddRequest):
             walks.append(walk)
-        await send(process, message)
+        await send(child, data)
 
     async def scenario(client: EngineClient) -> None:
-        monkeypatch.setattr(EngineProcess, "send", watched)
+        monkeypatch.setattr(LocalChild, "send", watched)
         await collect(client, "one", [5, 6, 7])
 
     run_with_client(scenario)
-    assert walks == [["client.py", "replica_set.py", "replica.py"]]
+    assert walks == [["client.py", "replica.py", "engine_process.py"]]
 
 
 def test_concurrent_streams_get_the_tokens_of_the_in_process_engine(
