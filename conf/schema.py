@@ -229,7 +229,7 @@ class Section:
             if "meaning" not in entry.metadata:
                 continue
             value = getattr(self, entry.name)
-            nullable = entry.default is None
+            nullable = str(entry.type).endswith("| None")
             if value is None and nullable:
                 continue
             if value is None or not _in_range(value, entry.metadata):

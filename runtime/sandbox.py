@@ -201,7 +201,7 @@ _NO_MEMORY, _TOO_LONG = 3, 4
 def _exit_code(process: subprocess.Popen[bytes]) -> int | None:
     """The child's exit code; None if it closed its output and still runs."""
     try:
-        return process.wait(5.0)
+        return process.wait(60.0)
     except subprocess.TimeoutExpired:
         return None
 

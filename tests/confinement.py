@@ -74,7 +74,7 @@ def few_files(number: int) -> list[str]:
 def _checked(what: str, command: list[str]) -> list[str]:
     if shutil.which(command[0]) is None:
         pytest.skip(f"{what} needs {command[0]}, which is not installed")
-    done = subprocess.run([*command, "true"], capture_output=True, text=True, timeout=30)
+    done = subprocess.run([*command, "true"], capture_output=True, text=True, timeout=240)
     if done.returncode != 0:
         pytest.skip(f"{what} is not allowed here: {done.stderr.strip()}")
     return command

@@ -1,5 +1,7 @@
 """The requests that `soak.stalls` measures: requests of the largest allowed size, and attacks.
 
+The cases that show how an answer is written end within a few seconds. The others may take longer.
+
 A case is one or several HTTP requests as bytes, each sent on a new connection, one after the other.
 `generation_cases` are for a model that generates, `pooling_cases` for an embedding model.
 """
@@ -97,7 +99,7 @@ def _long_texts() -> list[StallCase]:
         _one("7 MB of prose, truncated", _COMPLETIONS, lambda: _prompt(prompt=prose, **truncated)),
         StallCase("8 clients with 7 MB at once", lambda: iter([_post(_COMPLETIONS, body)]), 8),
         _one("/tokenize 7 MB", "/tokenize", lambda: {"prompt": long}),
-        _one("/tokenize 7 MB of prose", "/tokenize", lambda: {"prompt": prose}),
+        _one("/tokenize 2 MB of prose", "/tokenize", lambda: {"prompt": prose[: 2 * _MB]}),
         _one("/tokenize of 200 kB", "/tokenize", lambda: {"prompt": prose[:200_000]}),
         _one(
             "chat message of 7 MB",
@@ -258,7 +260,7 @@ def _long_prompt(max_model_len: int) -> list[int]:
 
 
 def _many(**fields: Any) -> dict[str, Any]:
-    return _prompt(**{"n": 128, "max_tokens": 64, "ignore_eos": True, **fields})
+    return _prompt(**{"n": 128, "max_tokens": 32, "ignore_eos": True, **fields})
 
 
 def _many_sequences(max_model_len: int) -> list[StallCase]:
@@ -277,13 +279,13 @@ def _many_sequences(max_model_len: int) -> list[StallCase]:
         _one(
             "chat, n=128 with log-probabilities",
             _CHAT,
-            lambda: _chat(n=128, max_tokens=64, logprobs=True, top_logprobs=20, ignore_eos=True),
+            lambda: _chat(n=128, max_tokens=32, logprobs=True, top_logprobs=20, ignore_eos=True),
         ),
         _one(
             "chat, n=128 with log-probabilities, streamed",
             _CHAT,
             lambda: _chat(
-                n=128, max_tokens=64, logprobs=True, top_logprobs=20, ignore_eos=True, stream=True
+                n=128, max_tokens=32, logprobs=True, top_logprobs=20, ignore_eos=True, stream=True
             ),
         ),
         _one(
@@ -296,11 +298,11 @@ def _many_sequences(max_model_len: int) -> list[StallCase]:
             _COMPLETIONS,
             lambda: _many(prompt=ids, max_tokens=1, prompt_logprobs=20),
         ),
-        _one("128 candidates", _COMPLETIONS, lambda: _many(n=1, best_of=128, max_tokens=200)),
+        _one("128 candidates", _COMPLETIONS, lambda: _many(n=1, best_of=128, max_tokens=64)),
         _one(
             "128 beams with log-probabilities",
             _COMPLETIONS,
-            lambda: _many(use_beam_search=True, best_of=128, max_tokens=32, logprobs=20),
+            lambda: _many(use_beam_search=True, best_of=128, max_tokens=16, logprobs=20),
         ),
         _one(
             "2,048 prompts of 16 tokens",
@@ -349,9 +351,10 @@ def _many_masks() -> list[StallCase]:
             lambda: _many(structured_outputs={"grammar": 'start: s\ns: s s | /[a-z]/ | " "'}),
         ),
         _one(
-            "n=128 with an ambiguous grammar behind 60 words",
+            "n=32 with an ambiguous grammar behind 60 words",
             _COMPLETIONS,
             lambda: _many(
+                n=32,
                 max_tokens=400,
                 structured_outputs={"grammar": f'start: {once} s\ns: s s | /[a-z]/ | " "'},
             ),

@@ -9,6 +9,9 @@ each case of `stall_cases`. The table shows, for each case, its status, the long
 tokens of the stream, the longest time of an answer to `/health` and to an ordinary request, and the
 memory of the API process afterwards. The first row is the server without a large request. Instead
 of a stream, an embedding model embeds short texts; the gap is the longest time of one.
+
+A client leaves a case after 8 s, and its status then ends with "left". The cases that show how
+an answer is written are small enough to end before.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ from urllib.parse import urlsplit
 import httpx
 from rich import box
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 import ostinato
@@ -46,22 +50,28 @@ _POLL_S = 0.01  # seconds between two polls of /health
 _ORDINARY_S = 0.2  # seconds between two ordinary requests
 _IDLE_S = 6.0  # duration of the first row
 _BEFORE_S, _AFTER_S = 0.3, 0.7  # measured before a case begins and after its end
-_ANSWER_S = 300.0  # the longest wait for the answer to a case
+_CASE_S = 8.0  # after which the client of a case leaves
+_END_S = 30.0  # the longest wait until the server has dropped a request whose client has left
+_ANSWER_S = 300.0  # the longest wait for the answer to another client
 _TEXT = "A melody that is learned once can be repeated under everything. "
 _OVERRIDES = ("server.port=0",)
 
 
 @dataclass(slots=True)
 class _Waits:
-    """The waits of the other clients during one case, in seconds."""
+    """The waits of the other clients during one case, in seconds.
+
+    A client takes its list when a wait begins. So a wait that began before the case is not counted:
+    making the requests of a case holds this process's own interpreter lock for up to 0.15 s.
+    """
 
     gaps: list[float] = field(default_factory=list)
     health: list[float] = field(default_factory=list)
     ordinary: list[float] = field(default_factory=list)
 
     def clear(self) -> None:
-        for series in (self.gaps, self.health, self.ordinary):
-            series.clear()
+        """Begin new lists."""
+        self.gaps, self.health, self.ordinary = [], [], []
 
 
 class _Others:
@@ -104,31 +114,31 @@ class _Others:
                 self._address.hostname, self._address.port
             )
             writer.write(head.encode() + body)
-            last = time.perf_counter()
+            last, gaps = time.perf_counter(), self.waits.gaps
             while line := await reader.readline():
                 if line.startswith(b"data: "):
                     now = time.perf_counter()
-                    self.waits.gaps.append(now - last)
-                    last = now
+                    gaps.append(now - last)
+                    last, gaps = now, self.waits.gaps
             writer.close()
 
     async def _embed(self) -> None:
         """Embed one short text after the other."""
         async with httpx.AsyncClient(base_url=self._url, timeout=_ANSWER_S) as client:
             for number in itertools.count():
-                begin = time.perf_counter()
+                begin, gaps = time.perf_counter(), self.waits.gaps
                 body = {"input": f"A melody that is learned {number} times."}
                 response = await client.post("/v1/embeddings", json=body)
-                self.waits.gaps.append(time.perf_counter() - begin)
+                gaps.append(time.perf_counter() - begin)
                 response.raise_for_status()
                 await asyncio.sleep(_POLL_S)
 
     async def _poll(self) -> None:
         async with httpx.AsyncClient(base_url=self._url, timeout=_ANSWER_S) as client:
             while True:
-                begin = time.perf_counter()
+                begin, health = time.perf_counter(), self.waits.health
                 response = await client.get("/health")
-                self.waits.health.append(time.perf_counter() - begin)
+                health.append(time.perf_counter() - begin)
                 response.raise_for_status()
                 await asyncio.sleep(_POLL_S)
 
@@ -137,43 +147,69 @@ class _Others:
         body = {"prompt": _TEXT * (12_000 // len(_TEXT))}
         async with httpx.AsyncClient(base_url=self._url, timeout=_ANSWER_S) as client:
             while True:
-                begin = time.perf_counter()
+                begin, ordinary = time.perf_counter(), self.waits.ordinary
                 response = await client.post("/tokenize", json=body)
-                self.waits.ordinary.append(time.perf_counter() - begin)
+                ordinary.append(time.perf_counter() - begin)
                 response.raise_for_status()
                 await asyncio.sleep(_ORDINARY_S)
 
 
-def _send(address: tuple[str, int], requests: Sequence[bytes]) -> str:
+def _send(address: tuple[str, int], requests: Sequence[bytes], until: float) -> str:
     """Send requests, each on a new connection; returns the statuses of the answers.
 
     Runs in a thread; sending and receiving release the interpreter's lock.
+
+    Args:
+        address: of the server.
+        requests: sent one after the other.
+        until: when the client leaves, by `time.perf_counter`.
     """
-    statuses = []
+    statuses: dict[str, None] = {}
     for request in requests:
         data, status = b"", "closed"
-        with suppress(ConnectionError), socket.create_connection(address, _ANSWER_S) as connection:
-            connection.settimeout(_ANSWER_S)
-            with suppress(ConnectionError):
-                connection.sendall(request)
-            while part := connection.recv(1 << 20):
-                data = data[-64:] + part if status != "closed" else data + part
-                if status == "closed" and (match := re.match(rb"HTTP/1.1 (\d+)", data)):
-                    status = match[1].decode()
-        statuses.append(status)
-    return ", ".join(dict.fromkeys(statuses))
+        try:
+            with suppress(ConnectionError), socket.create_connection(address) as connection:
+                _set_limit(connection, until)
+                with suppress(ConnectionError):
+                    connection.sendall(request)
+                while part := connection.recv(1 << 20):
+                    data = data[-64:] + part if status != "closed" else data + part
+                    if status == "closed" and (match := re.match(rb"HTTP/1.1 (\d+)", data)):
+                        status = match[1].decode()
+                    _set_limit(connection, until)
+        except TimeoutError:
+            statuses[status if status != "closed" else "left"] = None
+            statuses["left"] = None
+            break
+        statuses[status] = None
+    return ", ".join(statuses)
 
 
-async def _run_case(case: StallCase, address: tuple[str, int], others: _Others) -> dict[str, Any]:
+def _set_limit(connection: socket.socket, until: float) -> None:
+    """Let the next operation end at `until`. Raises TimeoutError after that time."""
+    left = until - time.perf_counter()
+    if left <= 0:
+        raise TimeoutError
+    connection.settimeout(left)
+
+
+async def _run_case(case: StallCase, url: str, others: _Others) -> dict[str, Any]:
     requests = await asyncio.to_thread(lambda: list(case.requests()))
+    parts = urlsplit(url)
+    address = (parts.hostname or "127.0.0.1", parts.port or 80)
     others.waits.clear()
     await asyncio.sleep(_BEFORE_S)
     begin = time.perf_counter()
     statuses = await asyncio.gather(
-        *(asyncio.to_thread(_send, address, requests) for _ in range(case.num_at_once))
+        *(
+            asyncio.to_thread(_send, address, requests, begin + _CASE_S)
+            for _ in range(case.num_at_once)
+        )
     )
     seconds = time.perf_counter() - begin
     await asyncio.sleep(_AFTER_S)
+    if any("left" in status for status in statuses):
+        await _wait_for_the_end(url)
     others.check()
     return {
         "case": case.name,
@@ -181,6 +217,20 @@ async def _run_case(case: StallCase, address: tuple[str, int], others: _Others) 
         "seconds": round(seconds, 2),
         **_longest(others.waits),
     }
+
+
+async def _wait_for_the_end(url: str) -> None:
+    """Wait until the server has no request but those of the other clients.
+
+    Raises:
+        RuntimeError: it still has one.
+    """
+    async with httpx.AsyncClient(base_url=url, timeout=_ANSWER_S) as client:
+        end = time.perf_counter() + _END_S
+        while (await client.get("/load")).json()["server_load"] > 1:
+            if time.perf_counter() > end:
+                raise RuntimeError(f"a client has left, but its request runs for {_END_S:g} s more")
+            await asyncio.sleep(_POLL_S)
 
 
 def _longest(waits: _Waits) -> dict[str, float | None]:
@@ -201,8 +251,7 @@ async def _measure(url: str, server: SoakServer, only: str) -> list[dict[str, An
         probe = {"prompt": "Hi", "max_tokens": 1}
         generates = (await client.post("/v1/completions", json=probe)).status_code == 200
     cases = generation_cases(model["max_model_len"]) if generates else pooling_cases()
-    parts = urlsplit(url)
-    address = (parts.hostname or "127.0.0.1", parts.port or 80)
+    cases = [case for case in cases if re.search(only, case.name)]
     rows = []
     async with _Others(url, generates=generates) as others:
         await asyncio.sleep(1.0)
@@ -210,10 +259,19 @@ async def _measure(url: str, server: SoakServer, only: str) -> list[dict[str, An
         await asyncio.sleep(_IDLE_S)
         rows.append({"case": "idle", "status": "", "seconds": _IDLE_S, **_longest(others.waits)})
         rows[-1]["memory_mib"] = server.rss_mib()
-        for case in cases:
-            if re.search(only, case.name):
-                rows.append(await _run_case(case, address, others))
+        with Progress(
+            TextColumn("{task.description:<50}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=Console(stderr=True),
+        ) as progress:
+            task = progress.add_task("", total=len(cases))
+            for case in cases:
+                progress.update(task, description=case.name)
+                rows.append(await _run_case(case, url, others))
                 rows[-1]["memory_mib"] = server.rss_mib()
+                progress.advance(task)
     return rows
 
 

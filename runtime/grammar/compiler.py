@@ -19,7 +19,7 @@ __all__ = ("GrammarAnswer", "GrammarCompiler", "GrammarModel")
 
 _LOG = logging.getLogger(__name__)
 
-LIMITS = Limits(cpu_s=3, wall_s=30.0, memory_bytes=1 << 30, answer_bytes=8 << 20)
+LIMITS = Limits(cpu_s=3, wall_s=120.0, memory_bytes=1 << 30, answer_bytes=8 << 20)
 MAX_BYTES = 4 << 20  # the largest constraint, as JSON
 MAX_CACHED = 1024
 MAX_CACHED_BYTES = 64 << 20

@@ -42,7 +42,7 @@ def prepare(prefix: list[str], **environment: str | None) -> dict:
         env={name: value for name, value in changed.items() if value is not None},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)

@@ -164,6 +164,14 @@ def test_every_setting_has_a_meaning_and_its_sections_name():
             assert entry.meaning, f"{entry.key} has no meaning"
 
 
+def test_a_key_that_may_be_null_takes_it():
+    for section, keys in describe_sections().values():
+        for entry in keys:
+            if entry.nullable:
+                name = entry.key.partition(".")[2]
+                assert getattr(section(**{name: None}), name) is None
+
+
 def test_keys_are_described_as_they_are_typed():
     keys = describe_keys()
     block_size = keys["cache.block_size"]

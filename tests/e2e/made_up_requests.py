@@ -8,6 +8,8 @@ import schemathesis
 from hypothesis import HealthCheck, given, settings
 from schemathesis.specs.openapi import checks
 
+from tests.e2e.server_process import PATIENCE_S
+
 __all__ = ("ask_all",)
 
 CHECKS = [
@@ -47,7 +49,7 @@ def _ask(operation: Any, max_examples: int) -> set[int]:
             case.body.pop("model", None)  # a made-up name gives a 404, which tests little
         if isinstance(case.body, dict):
             case.body.pop("deadline_ms", None)  # a short one correctly gives a 504
-        response = case.call(timeout=120)
+        response = case.call(timeout=PATIENCE_S)
         statuses.add(response.status_code)
         case.validate_response(response, checks=CHECKS)
 

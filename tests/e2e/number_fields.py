@@ -12,6 +12,8 @@ import msgspec.inspect as types
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.e2e.server_process import PATIENCE_S
+
 __all__ = ("MARK", "SCHEMAS", "Endpoint", "Place", "check_numbers", "places")
 
 MARK = "the number"
@@ -166,7 +168,7 @@ def send(client: httpx.Client, place: Place, number: str) -> httpx.Response:
 
 def check_numbers(url: str, where: list[Place], max_examples: int) -> None:
     """Send a number beyond 64 bits to every place, and made-up numbers to made-up places."""
-    with httpx.Client(base_url=url, timeout=120) as client:
+    with httpx.Client(base_url=url, timeout=PATIENCE_S) as client:
         for place in where:
             send(client, place, str(10**30))
 

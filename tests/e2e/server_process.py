@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
+import http.client
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from typing import IO, Self
+from typing import IO, Any, Self
+from urllib.parse import urlsplit
 
 import httpx
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
-__all__ = ("HTTP", "SMALL", "ServerProcess")
+__all__ = ("HTTP", "PATIENCE_S", "SMALL", "ServerProcess", "until")
+
+# How long a test waits for what must happen: several times the longest pause of a busy machine, and
+# below the time after which pytest ends the test.
+PATIENCE_S = 240
 
 # For all requests of a test process. `httpx.post` makes a client each time, and a client reads the
 # machine's certificates for 20 ms.
-HTTP = httpx.Client(timeout=60, limits=httpx.Limits(max_connections=None))
+HTTP = httpx.Client(timeout=PATIENCE_S, limits=httpx.Limits(max_connections=None))
 
 _ROOT = Path(__file__).resolve().parents[2]
-_START_S = 240  # twice the longest pause of a busy machine
 # The smallest settings of the bundled model, with the shortest start. It runs on the CPU kernels, whose bits
 # do not depend on the batch: tests compare tokens of requests that joined a batch at different steps.
 SMALL = (
@@ -33,6 +41,14 @@ SMALL = (
     "cache.memory_gib=0.05",
     "model.max_model_len=512",
 )
+
+
+def until(condition: Callable[[], object], what: str = "the condition did not come true") -> None:
+    """Poll until `condition` is true. Fails with the text `what` after `PATIENCE_S` seconds."""
+    end = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < end, what
+        time.sleep(0.02)
 
 
 class ServerProcess:
@@ -83,8 +99,8 @@ class ServerProcess:
     def __exit__(self, *exception: object) -> None:
         if self._process.poll() is None:
             self._process.kill()
-        self._process.wait(30)
-        self._reader.join(30)
+        self._process.wait(PATIENCE_S)
+        self._reader.join(PATIENCE_S)
         late = [line for line in self.output if "late compile" in line]
         assert not late, "the engine compiled after it was ready:\n" + "".join(late)
 
@@ -109,7 +125,7 @@ class ServerProcess:
             return next((line for line in self.output if text in line), None)
 
         with self._changed:
-            self._changed.wait_for(lambda: found() or not self._reader.is_alive(), _START_S)
+            self._changed.wait_for(lambda: found() or not self._reader.is_alive(), PATIENCE_S)
             line = found()
         assert line is not None, f"no line with {text!r} in:\n" + "".join(self.output)
         return line
@@ -117,7 +133,7 @@ class ServerProcess:
     def signal(self, number: signal.Signals) -> None:
         self._process.send_signal(number)
 
-    def wait(self, timeout_s: float = 60) -> int:
+    def wait(self, timeout_s: float = PATIENCE_S) -> int:
         """The exit code."""
         code = self._process.wait(timeout_s)
         self._reader.join(timeout_s)
@@ -125,13 +141,48 @@ class ServerProcess:
 
     def metrics(self) -> dict[str, float]:
         """All samples of `/metrics`; a name includes its labels as Prometheus writes them."""
-        text = HTTP.get(f"{self.url}/metrics", timeout=30).text
+        text = HTTP.get(f"{self.url}/metrics").text
         return {
             sample.name
             + "".join(f'{{{key}="{value}"}}' for key, value in sample.labels.items()): sample.value
             for family in text_string_to_metric_families(text)
             for sample in family.samples
         }
+
+    def load(self) -> int:
+        """The requests that the server has sent to the engine and that have not ended."""
+        return HTTP.get(f"{self.url}/load").json()["server_load"]
+
+    @contextmanager
+    def held_engine(self) -> Iterator[None]:
+        """Suspend the engine, so that no request goes on, however slow or quick the machine is."""
+        engine = self.engine
+        engine.suspend()
+        try:
+            yield
+        finally:
+            with suppress(psutil.NoSuchProcess):  # the test has ended it
+                engine.resume()
+
+    def send(self, path: str, body: Any, request_id: str) -> http.client.HTTPConnection:
+        """Send a request on a connection of its own."""
+        address = urlsplit(self.url)
+        assert address.hostname is not None
+        connection = http.client.HTTPConnection(address.hostname, address.port, timeout=PATIENCE_S)
+        headers = {"Content-Type": "application/json", "X-Request-Id": request_id}
+        connection.request("POST", path, json.dumps(body), headers)
+        return connection
+
+    @contextmanager
+    def sent(self, path: str, body: Any, request_id: str) -> Iterator[http.client.HTTPConnection]:
+        """Send a request, and wait until it is one of `load`. The connection is closed at the end.
+
+        The engine should be held, or the request may end first.
+        """
+        before = self.load()
+        with closing(self.send(path, body, request_id)) as connection:
+            until(lambda: self.load() > before, f"{path} was not sent to the engine")
+            yield connection
 
     def log_of(self, request_id: str) -> str:
         """The log line of a finished request."""

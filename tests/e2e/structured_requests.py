@@ -14,7 +14,7 @@ HI = [{"role": "user", "content": "Tell me about a cat."}]
 def complete(server: ServerProcess, **fields: object) -> dict[str, Any]:
     """The one choice of a completion."""
     body = {"prompt": "A cat: ", "max_tokens": 80, "temperature": 1, "seed": 1, **fields}
-    response = HTTP.post(f"{server.url}/v1/completions", json=body, timeout=120)
+    response = HTTP.post(f"{server.url}/v1/completions", json=body)
     assert response.status_code == 200, response.text
     return response.json()["choices"][0]
 
@@ -22,6 +22,6 @@ def complete(server: ServerProcess, **fields: object) -> dict[str, Any]:
 def refused(server: ServerProcess, path: str = "/v1/completions", **fields: object) -> dict:
     """The error object of a reply with status 400."""
     body = {"prompt": "A cat: "} if path == "/v1/completions" else {"messages": HI}
-    response = HTTP.post(f"{server.url}{path}", json=body | fields, timeout=120)
+    response = HTTP.post(f"{server.url}{path}", json=body | fields)
     assert response.status_code == 400, response.text
     return response.json()["error"]

@@ -6,7 +6,6 @@ import json
 import shutil
 import ssl
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -17,7 +16,7 @@ import psutil
 import pytest
 
 from tests.api.otlp_receiver import otlp_receiver
-from tests.e2e.server_process import HTTP, ServerProcess
+from tests.e2e.server_process import HTTP, PATIENCE_S, ServerProcess, until
 
 KEYS = ("sk-first-Zq83kd", "sk-second-Pw7720x")
 LISTED = "sk-listed-Rr41aa"  # given on the command line, which every user of the system can read
@@ -36,7 +35,7 @@ class Site(NamedTuple):
     def client(self, key: str | None = KEYS[0]) -> httpx.Client:
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         return httpx.Client(
-            base_url=self.server.url, verify=self.trust, headers=headers, timeout=100
+            base_url=self.server.url, verify=self.trust, headers=headers, timeout=PATIENCE_S
         )
 
 
@@ -75,7 +74,7 @@ def test_curl_accepts_the_certificate_only_with_its_authority(site: Site) -> Non
         command = ["curl", "--silent", "--show-error", "--max-time", "60", *options]
         command += ["-H", f"x-api-key: {KEYS[1]}", "-H", "Content-Type: application/json"]
         command += ["-d", body, f"{site.server.url}/v1/completions"]
-        return subprocess.run(command, capture_output=True, text=True, timeout=120)
+        return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
 
     reply = json.loads(curl("--cacert", str(site.authority)).stdout)
     assert reply["usage"]["completion_tokens"] == 3
@@ -90,7 +89,7 @@ def test_the_official_client_over_https(site: Site) -> None:
             base_url=f"{site.server.url}/v1",
             api_key=key,
             max_retries=0,
-            http_client=openai.DefaultHttpxClient(verify=site.trust, timeout=100),
+            http_client=openai.DefaultHttpxClient(verify=site.trust, timeout=PATIENCE_S),
         )
 
     with client(KEYS[0]) as known:
@@ -109,7 +108,7 @@ def test_the_official_client_over_https(site: Site) -> None:
 
 def test_plain_http_gets_no_answer(site: Site) -> None:
     with pytest.raises(httpx.HTTPError):
-        HTTP.get(site.server.url.replace("https", "http") + "/live", timeout=60)
+        HTTP.get(site.server.url.replace("https", "http") + "/live")
 
 
 def test_no_key_is_seen_anywhere(site: Site) -> None:
@@ -148,10 +147,7 @@ def test_no_key_is_seen_anywhere(site: Site) -> None:
         server.wait_for_line("flight recorder: the last")
     dumped = [path.read_text() for path in site.dumps.iterdir()]
     assert dumped
-    deadline = time.monotonic() + 60
-    while not site.traces:
-        assert time.monotonic() < deadline, "no trace came"
-        time.sleep(0.05)
+    until(lambda: site.traces, "no trace came")
     assert any("prompt_token_ids" in line for line in server.output)  # level debug is on
     everything = "\n".join((*seen, *dumped, *server.output))
     for key in (*KEYS, LISTED):

@@ -14,7 +14,7 @@ from ostinato.api.schemas.chat_completions import ChatCompletionRequest
 from ostinato.api.schemas.text_completions import CompletionRequest
 from ostinato.api.schemas.tokenize import DetokenizeRequest, TokenizeRequest
 from tests.e2e.number_fields import Endpoint, Place, check_numbers, places
-from tests.e2e.server_process import HTTP, ServerProcess
+from tests.e2e.server_process import HTTP, PATIENCE_S, ServerProcess
 
 HI = [{"role": "user", "content": "Hi"}]
 CHAT = "/v1/chat/completions"
@@ -43,7 +43,7 @@ def server(server: ServerProcess) -> Iterator[ServerProcess]:
     yield server
     # After each test no request is left and the server still works.
     assert server.metrics()["ostinato_requests_running"] == 0
-    reply = HTTP.post(server.url + COMPLETIONS, json={"prompt": "Hi", "max_tokens": 1}, timeout=30)
+    reply = HTTP.post(server.url + COMPLETIONS, json={"prompt": "Hi", "max_tokens": 1})
     assert reply.status_code == 200
     assert num_5xx() == before
 
@@ -60,7 +60,7 @@ def refuse(
     """Sends `body` and checks that the answer is the OpenAI error object with these values."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     response = HTTP.post(
-        server.url + path, content=data, headers={"Content-Type": "application/json"}, timeout=30
+        server.url + path, content=data, headers={"Content-Type": "application/json"}
     )
     assert response.status_code == status, response.text
     assert response.headers["content-type"] == "application/json"
@@ -253,7 +253,7 @@ class TestMessages:
     )
     def test_a_wrong_prediction(self, server, prediction):
         body = {"messages": HI, "prediction": prediction}
-        response = HTTP.post(server.url + CHAT, json=body, timeout=30)
+        response = HTTP.post(server.url + CHAT, json=body)
         assert response.status_code == 400
         assert response.json()["error"]["param"].startswith("prediction")
 
@@ -302,26 +302,26 @@ class TestPrompts:
 
 
 def refuse_any_param(server: ServerProcess, body: dict) -> dict:
-    response = HTTP.post(server.url + COMPLETIONS, json=body, timeout=30)
+    response = HTTP.post(server.url + COMPLETIONS, json=body)
     assert response.status_code == 400, response.text
     return response.json()["error"]
 
 
 class TestHttp:
     def test_no_such_path(self, server):
-        response = HTTP.get(server.url + "/v1/nothing", timeout=30)
+        response = HTTP.get(server.url + "/v1/nothing")
         assert response.status_code == 404
         assert response.json()["error"]["code"] == "not_found"
 
     @pytest.mark.parametrize("path", [CHAT, COMPLETIONS, "/tokenize"])
     @pytest.mark.parametrize("method", ["GET", "PUT", "DELETE"])
     def test_wrong_method(self, server, method, path):
-        response = HTTP.request(method, server.url + path, timeout=30)
+        response = HTTP.request(method, server.url + path)
         assert response.status_code == 405
         assert response.json()["error"]["code"] == "method_not_allowed"
 
     def test_wrong_content_type(self, server):
-        response = HTTP.post(server.url + CHAT, data={"messages": "Hi"}, timeout=30)
+        response = HTTP.post(server.url + CHAT, data={"messages": "Hi"})
         assert response.status_code == 415
         assert "application/json" in response.json()["error"]["message"]
 
@@ -333,7 +333,7 @@ class TestHttp:
                 b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
                 b"Content-Length: 100\r\n\r\n{"
             )
-        assert HTTP.get(server.url + "/health", timeout=30).status_code == 200
+        assert HTTP.get(server.url + "/health").status_code == 200
 
     def test_a_large_body_in_chunks_without_a_length(self, server):
         def chunks():
@@ -344,7 +344,6 @@ class TestHttp:
             server.url + COMPLETIONS,
             content=chunks(),
             headers={"Content-Type": "application/json"},
-            timeout=30,
         )
         assert response.status_code == 413
         assert response.json()["error"]["code"] == "body_too_large"
@@ -353,7 +352,7 @@ class TestHttp:
 def raw(server: ServerProcess, request: bytes) -> tuple[int, dict[str, str], bytes]:
     """Status, headers and body of the answer to these bytes."""
     host, _, port = server.url.removeprefix("http://").partition(":")
-    with socket.create_connection((host, int(port)), timeout=30) as connection:
+    with socket.create_connection((host, int(port)), timeout=PATIENCE_S) as connection:
         connection.sendall(request)
         with connection.makefile("rb") as answer:
             status = int(answer.readline().split()[1])
@@ -393,9 +392,7 @@ class TestRequestIds:
         names = set()
         for sent in ({}, {}, {"X-Request-Id": "mine"}, {"X-Request-Id": "x" * 129}):
             headers = {"Content-Type": "application/json", **sent}
-            reply = HTTP.request(
-                method, server.url + path, content=body, headers=headers, timeout=30
-            )
+            reply = HTTP.request(method, server.url + path, content=body, headers=headers)
             if len(sent.get("X-Request-Id", "")) <= 128:  # some routes refuse a longer one
                 assert reply.status_code == status
             (name,) = reply.headers.get_list("x-request-id")

@@ -21,7 +21,7 @@ import psutil
 import pytest
 
 from tests.confinement import few_files, no_temporary_files, without_privileges
-from tests.e2e.server_process import SMALL
+from tests.e2e.server_process import PATIENCE_S, SMALL
 
 DEMO = Path(__file__).parents[2] / "models" / "demo"
 
@@ -148,11 +148,11 @@ def test_a_signal_while_it_starts(short_path):
             assert "answers 503 until" in server.stdout.readline()
             (engine,) = psutil.Process(server.pid).children()
             server.send_signal(number)
-            _, text = server.communicate(timeout=120)
+            _, text = server.communicate(timeout=PATIENCE_S)
             assert server.returncode == 0
             # The engine may already have reported its first layers.
             assert [line for line in text.splitlines() if " INFO engine: " not in line] == []
-            psutil.wait_procs([engine], timeout=30)
+            psutil.wait_procs([engine], timeout=PATIENCE_S)
             assert not engine.is_running()
             assert list((short_path / number.name).iterdir()) == []
     finally:

@@ -79,7 +79,7 @@ def test_a_batch_is_answered_and_goes_on_after_an_interruption(tmp_path):
     assert "url must be one of" in answers["nowhere"]["error"]["message"]
 
     again = subprocess.run(
-        command(source, target), cwd=_ROOT, capture_output=True, text=True, timeout=60, check=False
+        command(source, target), cwd=_ROOT, capture_output=True, text=True, timeout=240, check=False
     )
     assert (again.returncode, target.read_text().count("\n")) == (0, len(requests))
     assert "0 answered, 0 with an error, 66 were answered before" in again.stderr
@@ -92,7 +92,7 @@ def test_files_are_named_when_they_are_missing(tmp_path):
     ):
         done = subprocess.run(
             [sys.executable, "-m", "ostinato", "batch", *arguments],
-            cwd=_ROOT, capture_output=True, text=True, timeout=120, check=False,
+            cwd=_ROOT, capture_output=True, text=True, timeout=240, check=False,
         )  # fmt: skip
         assert done.returncode in (1, 2)
         assert message in done.stderr

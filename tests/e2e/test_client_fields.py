@@ -306,6 +306,5 @@ class TestMessagesDialect:
         error = HTTP.post(
             f"{server.url}/v1/messages",
             json={**body, "chat_template_kwargs": {"messages": []}},
-            timeout=60,
         )
         assert "chat_template_kwargs cannot set messages" in error.json()["error"]["message"]

@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -20,7 +19,7 @@ import pytest
 
 from ostinato.runtime.file_limit import RESERVED_FILES
 from tests.confinement import few_files, read_only, unknown_user
-from tests.e2e.server_process import ServerProcess
+from tests.e2e.server_process import PATIENCE_S, ServerProcess, until
 
 ROOT = Path(__file__).resolve().parents[2]
 CONNECTIONS = 40
@@ -54,7 +53,7 @@ def connect(server: ServerProcess) -> socket.socket:
     address = urlsplit(server.url)
     assert address.hostname is not None
     assert address.port is not None
-    return socket.create_connection((address.hostname, address.port), timeout=30)
+    return socket.create_connection((address.hostname, address.port), timeout=PATIENCE_S)
 
 
 def answer_without_request(connection: socket.socket) -> bytes:
@@ -94,7 +93,7 @@ def test_connections_leave_files_for_a_new_engine(server):
         assert f"has {CONNECTIONS} open connections" in error["message"]
 
         server.engine.kill()
-        held[0].settimeout(120)
+        held[0].settimeout(PATIENCE_S)
         text = first
         while b"[DONE]" not in text:
             part = held[0].recv(65536)
@@ -104,14 +103,11 @@ def test_connections_leave_files_for_a_new_engine(server):
     finally:
         for connection in held:
             connection.close()
-    deadline = time.monotonic() + 30  # the server notices closed connections late
-    while (status := try_health(server)) != 200:
-        assert time.monotonic() < deadline, status
-        time.sleep(0.05)
+    until(lambda: try_health(server) == 200)  # the server notices closed connections late
 
 
 def try_health(server: ServerProcess) -> int:
-    return httpx.get(f"{server.url}/health", timeout=30).status_code
+    return httpx.get(f"{server.url}/health", timeout=PATIENCE_S).status_code
 
 
 def health_check(server: ServerProcess) -> int:
@@ -122,7 +118,7 @@ def health_check(server: ServerProcess) -> int:
     assert name == "python"
     port = str(urlsplit(server.url).port)
     command = [sys.executable, *(one.replace("8000", port) for one in arguments)]
-    return subprocess.run(command, stderr=subprocess.DEVNULL, timeout=60).returncode
+    return subprocess.run(command, stderr=subprocess.DEVNULL, timeout=PATIENCE_S).returncode
 
 
 def test_it_ends_and_leaves_nothing(server, scratch):

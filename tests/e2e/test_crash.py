@@ -216,11 +216,11 @@ def test_many_streams_survive_three_kills(server: ServerProcess) -> None:
     assert sum(restarts.values()) == 3
     assert restarts['ostinato_engine_restarts_total{reason="killed"}'] >= 2
     assert metrics["ostinato_kv_cache_usage_ratio"] == 0
-    assert HTTP.get(f"{server.url}/ready", timeout=30).json() == {"status": "ready"}
+    assert HTTP.get(f"{server.url}/ready").json() == {"status": "ready"}
 
 
 def test_answers_name_what_their_bits_depend_on(server: ServerProcess) -> None:
-    version = HTTP.get(f"{server.url}/version", timeout=30).json()
+    version = HTTP.get(f"{server.url}/version").json()
     fingerprint = version["system_fingerprint"]
     assert version["determinism"] == "bitwise"
     assert re.fullmatch(f"fp-bitwise-{version['isa']}-[0-9a-f]{{12}}", fingerprint)
@@ -232,7 +232,7 @@ def test_answers_name_what_their_bits_depend_on(server: ServerProcess) -> None:
     *chunks, done = [line.removeprefix("data: ") for line in stream.text.splitlines() if line]
     assert done == "[DONE]"
     assert {json.loads(chunk)["system_fingerprint"] for chunk in chunks} == {fingerprint}
-    metrics = HTTP.get(f"{server.url}/metrics", timeout=30).text
+    metrics = HTTP.get(f"{server.url}/metrics").text
     (line,) = (
         each for each in metrics.splitlines() if each.startswith("ostinato_determinism_info{")
     )

@@ -222,6 +222,6 @@ class TestInputItems:
     def test_what_is_refused(self, server, client, query):
         answer = client.responses.create(model=MODEL, input="Hi", max_output_tokens=1)
         url = f"{server.url}/v1/responses/{answer.id}/input_items?{query}"
-        response = HTTP.get(url, timeout=60)
+        response = HTTP.get(url)
         assert response.status_code == 400, response.text
         assert response.json()["error"]["param"] == query.partition("=")[0]

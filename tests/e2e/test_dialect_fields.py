@@ -47,7 +47,7 @@ class TestNewerFields:
     def test_stream_interval(self, server, path, body, kind):
         def deltas(**fields: object) -> list[str]:
             sent = {**body, "temperature": 0, "stream": True, **fields}
-            with HTTP.stream("POST", server.url + path, json=sent, timeout=100) as response:
+            with HTTP.stream("POST", server.url + path, json=sent) as response:
                 events = [
                     json.loads(line[6:]) for line in response.iter_lines() if line[:6] == "data: "
                 ]

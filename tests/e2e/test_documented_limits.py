@@ -189,9 +189,9 @@ PARAMETERS: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_a_field(server: ServerProcess, name: str) -> None:
     path, at_limit, beyond, field = PARAMETERS[name]
-    taken = HTTP.post(f"{server.url}{path}", json=at_limit, timeout=120)
+    taken = HTTP.post(f"{server.url}{path}", json=at_limit)
     assert taken.status_code == 200, taken.text
-    refused = HTTP.post(f"{server.url}{path}", json=beyond, timeout=120)
+    refused = HTTP.post(f"{server.url}{path}", json=beyond)
     assert refused.status_code == 400, refused.text
     error = refused.json()["error"]
     assert (error["param"] or error["message"]).startswith(field), error
@@ -220,5 +220,5 @@ def test_a_body(server: ServerProcess) -> None:
     for more, status in ((0, 200), (1, 413)):
         body = b'{"prompt":"Hi","max_tokens":1,"user":"%s"}' % (b"u" * (rest + more))
         headers = {"Content-Type": "application/json"}
-        answer = HTTP.post(f"{server.url}{COMPLETIONS}", content=body, headers=headers, timeout=120)
+        answer = HTTP.post(f"{server.url}{COMPLETIONS}", content=body, headers=headers)
         assert answer.status_code == status

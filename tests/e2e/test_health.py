@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import json
 import signal
-import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
-import httpx
-import psutil
 import pytest
 
-from tests.e2e.server_process import HTTP, ServerProcess
+from tests.e2e.server_process import HTTP, ServerProcess, until
 
 HEALTH_S, HANG_S = 4.0, 6.0  # other tests on the machine may delay the engine by two seconds
 PATHS = ("/live", "/ready", "/health")
@@ -37,58 +35,56 @@ def server() -> Iterator[ServerProcess]:
         yield process
 
 
-def test_a_busy_engine_is_well_and_the_answers_are_quick(server: ServerProcess) -> None:
-    done = threading.Event()
+@pytest.fixture(scope="module")
+def patient() -> Iterator[ServerProcess]:
+    """A server that never kills its engine."""
+    with ServerProcess("server.health_timeout_s=0.5", "server.hang_timeout_s=null") as process:
+        yield process
+
+
+def test_a_busy_engine_is_well(server: ServerProcess) -> None:
+    prompts = [[first + i % 200 for i in range(2040)] for first in range(5, 11)]
+    body = {"prompt": prompts, "max_tokens": 2, "ignore_eos": True}
+    num_answers = 0
     began = time.monotonic()
-    reply: list[httpx.Response] = []
-
-    def ask() -> None:
-        prompts = [[first + i % 200 for i in range(2040)] for first in range(5, 11)]
-        body = {"prompt": prompts, "max_tokens": 2, "ignore_eos": True}
-        reply.append(HTTP.post(f"{server.url}/v1/completions", json=body, timeout=250))
-        done.set()
-
-    asking = threading.Thread(target=ask)
-    asking.start()
-    seconds = []
-    with httpx.Client(base_url=server.url, timeout=60) as client:
-        while not done.is_set():
+    with ThreadPoolExecutor(1) as pool:
+        reply = pool.submit(HTTP.post, f"{server.url}/v1/completions", json=body)
+        while not reply.done():
             for path in PATHS:
-                begin = time.monotonic()
-                response = client.get(path)
-                seconds.append(time.monotonic() - begin)
+                response = HTTP.get(f"{server.url}{path}")
                 assert response.status_code == 200, response.text
+                num_answers += not reply.done()
             time.sleep(0.02)
-    asking.join()
-    assert reply[0].status_code == 200, reply[0].text
-    assert time.monotonic() - began > HEALTH_S + 1.0, "the step was no longer than the limit"
-    assert sorted(seconds)[len(seconds) // 2] < 1.0  # milliseconds on an idle machine
+    assert reply.result().status_code == 200, reply.result().text
     assert not any(" ended: " in line for line in server.output)
+    if time.monotonic() - began < HEALTH_S + 1.0:
+        pytest.skip("this machine is too quick: the step was no longer than the limit")
+    assert num_answers > len(PATHS)  # they do not wait for the step
 
 
-def test_a_frozen_engine_is_noticed_then_replaced(server: ServerProcess) -> None:
+def test_a_frozen_engine_is_noticed(patient: ServerProcess) -> None:
+    def statuses() -> list[str]:
+        answers = [HTTP.get(f"{patient.url}{path}") for path in PATHS]
+        return [one.json()["status"] for one in answers if one.status_code == 503]
+
     body = {"prompt": "Once", "max_tokens": 200, "ignore_eos": True, "stream": True}
-    with HTTP.stream("POST", f"{server.url}/v1/completions", json=body, timeout=250) as response:
+    with patient.held_engine(), patient.sent("/v1/completions", body, "held") as connection:
+        until(lambda: statuses() == ["stuck", "engine_silent", "unhealthy"])
+        patient.engine.resume()
+        assert connection.getresponse().read().endswith(b"data: [DONE]\n\n")
+    until(lambda: statuses() == [])
+
+
+def test_a_frozen_engine_is_replaced(server: ServerProcess) -> None:
+    body = {"prompt": "Once", "max_tokens": 200, "ignore_eos": True, "stream": True}
+    with HTTP.stream("POST", f"{server.url}/v1/completions", json=body) as response:
         lines = response.iter_lines()
-        next(lines)
-        frozen = server.engine
-        frozen.suspend()
-        seen: dict[str, str] = {}
-        deadline = time.monotonic() + 200
-        while frozen.is_running() and frozen.status() != psutil.STATUS_ZOMBIE:
-            assert time.monotonic() < deadline, "the frozen engine lives on"
-            for path in PATHS:
-                answer = HTTP.get(f"{server.url}{path}", timeout=60)
-                if answer.status_code == 503:
-                    seen.setdefault(path, answer.json()["status"])
-        events = [line for line in lines if line]
-    # A restarted engine is also correct: the last poll may come after the restart.
-    assert seen["/live"] == "stuck"
-    assert seen["/ready"] in ("engine_silent", "restarting")
-    assert seen["/health"] == "unhealthy"
-    assert events[-1] == "data: [DONE]"
-    assert json.loads(events[-2][6:])["choices"][0]["finish_reason"] == "length"
+        first = next(lines)
+        server.engine.suspend()
+        *_, last, done = [line for line in (first, *lines) if line]
+    assert done == "data: [DONE]"
+    assert json.loads(last[6:])["choices"][0]["finish_reason"] == "length"
     server.wait_for_line("by server.hang_timeout_s=6")
-    assert server.metrics()['ostinato_engine_restarts_total{reason="hang"}'] == 1
+    assert server.metrics()['ostinato_engine_restarts_total{reason="hang"}'] >= 1
     server.signal(signal.SIGTERM)
     assert server.wait() == 0

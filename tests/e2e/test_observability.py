@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.server_process import HTTP, ServerProcess
+from tests.e2e.server_process import HTTP, ServerProcess, until
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +30,7 @@ def server(dumps: Path) -> Iterator[ServerProcess]:
 def complete(server: ServerProcess, **fields: object) -> dict:
     body = {"prompt": "Once upon a time " * 40, "max_tokens": 5, "ignore_eos": True, **fields}
     headers = {"x-trace": "1"}
-    response = HTTP.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=100)
+    response = HTTP.post(f"{server.url}/v1/completions", json=body, headers=headers)
     assert response.status_code == 200, response.text
     return response.json()
 
@@ -63,27 +62,25 @@ def test_a_log_line_as_json(server: ServerProcess) -> None:
 
 def test_the_state_and_the_last_steps(server: ServerProcess) -> None:
     complete(server)
-    state = HTTP.get(f"{server.url}/debug/state", timeout=100).json()
+    state = HTTP.get(f"{server.url}/debug/state").json()
     assert state["problem"] is None
     assert state["engine"]["blocks"]["counts"][1] > 0  # cached
     assert state["engine"]["steps"][-1]["kind"] == "eager"
     assert set(state["use"]["processes"]) == {"api", "engine"}
-    steps = HTTP.get(f"{server.url}/debug/flight", timeout=100).json()["steps"]
+    steps = HTTP.get(f"{server.url}/debug/flight").json()["steps"]
     assert {step["state"] for step in steps} == {"done"}
     assert steps[-1]["step"] == steps[0]["step"] + len(steps) - 1
 
 
 def test_the_last_steps_of_a_killed_engine_are_kept(server: ServerProcess, dumps: Path) -> None:
     body = {"prompt": "Once", "max_tokens": 400, "ignore_eos": True, "stream": True}
-    with HTTP.stream("POST", f"{server.url}/v1/completions", json=body, timeout=100) as response:
+    with HTTP.stream("POST", f"{server.url}/v1/completions", json=body) as response:
         lines = response.iter_lines()
         next(lines)
         server.engine.kill()
         assert "data: [DONE]" in list(lines)  # the restarted engine completes it
-    deadline = time.monotonic() + 100
-    while not (files := list(dumps.glob("flight-*.json"))):
-        assert time.monotonic() < deadline, "no dump was written"
-        time.sleep(0.05)
+    until(lambda: list(dumps.glob("flight-*.json")), "no dump was written")
+    files = list(dumps.glob("flight-*.json"))
     steps = json.loads(files[0].read_text())["steps"]
     assert steps
     assert steps[-1]["entries"][0][0].startswith("cmpl-")

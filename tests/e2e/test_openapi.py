@@ -25,7 +25,7 @@ def check(seen: dict[str, set[int]], url: str, *answered: str) -> None:
     assert len(seen) >= 25
     assert not [name for name, statuses in seen.items() if max(statuses) >= 500]
     assert [name for name in answered if 200 not in seen[name]] == []
-    assert HTTP.get(f"{url}/health", timeout=60).status_code == 200
+    assert HTTP.get(f"{url}/health").status_code == 200
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,7 @@ CLAUDE_TOOL = {"name": "f", "input_schema": TOOL["parameters"]}
     ids=lambda value: value if isinstance(value, str) else "-".join(value),
 )
 def test_the_events_of_a_stream_are_as_the_document_says(server, path, body):
-    document = HTTP.get(f"{server.url}/schema/openapi.json", timeout=60).json()
+    document = HTTP.get(f"{server.url}/schema/openapi.json").json()
     operation = document["paths"][path]["post"]
     described = operation["responses"]["200"]["content"]["text/event-stream"]["schema"]
     data = described["properties"]["data"]
@@ -90,7 +90,7 @@ def test_the_events_of_a_stream_are_as_the_document_says(server, path, body):
 
 
 def stream(url: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    with HTTP.stream("POST", url, json=body, timeout=120) as response:
+    with HTTP.stream("POST", url, json=body) as response:
         assert response.status_code == 200
         for line in response.iter_lines():
             if line.startswith("data: {"):
@@ -98,7 +98,7 @@ def stream(url: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def test_the_page_of_the_document_loads_nothing(server):
-    page = HTTP.get(f"{server.url}/schema", timeout=60)
+    page = HTTP.get(f"{server.url}/schema")
     assert page.headers["content-type"].startswith("text/html")
     text = page.text
     assert "/v1/responses" in text
@@ -111,7 +111,7 @@ def test_the_page_of_the_document_loads_nothing(server):
     links = {part.partition('"')[0] for part in text.split('href="')[1:]}
     assert links == {"data:,", "/schema/openapi.json"}
     for other in ("swagger", "redoc", "elements", "rapidoc"):
-        assert HTTP.get(f"{server.url}/schema/{other}", timeout=60).status_code == 404
+        assert HTTP.get(f"{server.url}/schema/{other}").status_code == 404
 
 
 @pytest.mark.slow

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-import time
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -19,7 +19,7 @@ from tests.e2e.json_requests import (
     refused,
     tokens_of,
 )
-from tests.e2e.server_process import ServerProcess
+from tests.e2e.server_process import ServerProcess, until
 
 
 class TestThePrompt:
@@ -149,21 +149,16 @@ class TestChatTemplate:
 
 def test_priority_runs_the_lower_number_first():
     with ServerProcess("scheduler.policy=priority", "scheduler.max_num_seqs=1") as server:
-        done: list[int] = []
-
-        def ask(priority: int, max_tokens: int) -> None:
-            body = {"prompt": "a", "max_tokens": max_tokens, "ignore_eos": True}
-            post(server, COMPLETIONS, **body, priority=priority)
-            done.append(priority)
-
-        threads = [threading.Thread(target=ask, args=(9, 60)) for _ in range(8)]
-        for thread in threads:
-            thread.start()
-        deadline = time.monotonic() + 60
-        while server.metrics()["ostinato_requests_waiting"] < 4:
-            assert time.monotonic() < deadline, done
-        ask(1, 2)  # sent last, but answered before the waiting ones
-        assert len(done) < 9
-        for thread in threads:
-            thread.join()
-        assert len(done) == 9
+        body = {"prompt": "a", "max_tokens": 20, "ignore_eos": True}
+        with ExitStack() as stack:
+            with server.held_engine():
+                for number in range(8):
+                    stack.enter_context(
+                        server.sent(COMPLETIONS, {**body, "priority": 9}, f"low-{number}")
+                    )
+                stack.enter_context(server.sent(COMPLETIONS, {**body, "priority": 1}, "high"))
+            until(lambda: server.load() == 0)
+        ended = [line for line in server.output if " done " in line]
+        # It was sent last. At most one request began before the engine had read it.
+        assert any("cmpl-high " in line for line in ended[:2]), ended
+        assert len(ended) == 9

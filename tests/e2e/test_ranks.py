@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,7 +14,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.e2e.server_process import HTTP, ServerProcess
+from tests.e2e.server_process import HTTP, PATIENCE_S, ServerProcess, until
 
 BODY = {"prompt": "Once upon a time", "max_tokens": 300, "temperature": 0, "ignore_eos": True}
 
@@ -24,13 +23,6 @@ BODY = {"prompt": "Once upon a time", "max_tokens": 300, "temperature": 0, "igno
 def server() -> Iterator[ServerProcess]:
     with ServerProcess("--tensor-parallel-size", "2", "server.restart_backoff_s=0.1") as process:
         yield process
-
-
-def until(condition: Callable[[], object], timeout_s: float = 100) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true in time"
-        time.sleep(0.02)
 
 
 def lives(pid: int) -> bool:
@@ -105,9 +97,9 @@ def test_no_rank_outlives_a_server_that_is_killed() -> None:
         streams = [threading.Thread(target=attempt, args=(own, has_begun)) for _ in range(2)]
         for stream in streams:
             stream.start()
-        assert has_begun.wait(100)
+        assert has_begun.wait(PATIENCE_S)
         own.signal(signal.SIGKILL)
-        until(lambda: not any(map(lives, pids)), 30)
+        until(lambda: not any(map(lives, pids)))
         for stream in streams:
             stream.join()
 

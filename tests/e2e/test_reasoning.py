@@ -64,7 +64,7 @@ def test_the_usage_tells_thoughts_apart(server):
     none = ask(server, "yes?").json()["usage"]["completion_tokens_details"]
     assert none == {"reasoning_tokens": 0}
     plain = {"prompt": "age?", "max_tokens": 4}
-    reply = HTTP.post(f"{server.url}/v1/completions", json=plain, timeout=100).json()
+    reply = HTTP.post(f"{server.url}/v1/completions", json=plain).json()
     assert "completion_tokens_details" not in reply["usage"]
 
 
@@ -140,7 +140,7 @@ def test_a_budget_without_reasoning_is_refused(server):
         "chat_template": "{{ messages[-1].content }}",
         "thinking_token_budget": 5,
     }
-    reply = HTTP.post(f"{server.url}/v1/chat/completions", json=body, timeout=100)
+    reply = HTTP.post(f"{server.url}/v1/chat/completions", json=body)
     error = reply.json()["error"]
     assert (reply.status_code, error["param"]) == (400, "thinking_token_budget")
     assert "no known markers of reasoning" in error["message"]
@@ -170,9 +170,7 @@ def test_thinking_that_is_left_out(server):
     kinds = []
     for display in ("summarized", "omitted"):
         thinking = {"type": "adaptive", "display": display}
-        reply = HTTP.post(
-            f"{server.url}/v1/messages", json={**body, "thinking": thinking}, timeout=100
-        )
+        reply = HTTP.post(f"{server.url}/v1/messages", json={**body, "thinking": thinking})
         kinds.append([block["type"] for block in reply.json()["content"]])
     assert kinds == [["thinking", "text"], ["text"]]
 

@@ -16,7 +16,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.e2e.server_process import HTTP, ServerProcess
+from tests.e2e.server_process import HTTP, PATIENCE_S, ServerProcess
 from tests.e2e.test_crash import COMPLETIONS, Streams, body, until
 
 NUM_STREAMS = 20
@@ -131,7 +131,7 @@ def test_a_frozen_engine_is_killed_and_its_streams_go_on(
 
     before = restarts(server)
     asyncio.run(scenario())
-    assert restarts(server)["1", "hang"] == before["1", "hang"] + 1
+    assert restarts(server)["1", "hang"] >= before["1", "hang"] + 1
 
 
 @pytest.mark.slow
@@ -176,5 +176,5 @@ def test_no_engine_outlives_the_server(server: ServerProcess) -> None:
     processes = [psutil.Process(pid) for pid in pids(server)]
     server.signal(signal.SIGKILL)
     server.wait()
-    gone, alive = psutil.wait_procs(processes, timeout=60)
+    gone, alive = psutil.wait_procs(processes, timeout=PATIENCE_S)
     assert (len(gone), alive) == (2, [])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import httpx
 
-from tests.e2e.server_process import HTTP, ServerProcess
+from tests.e2e.server_process import HTTP, PATIENCE_S, ServerProcess
 
 FLAGS = (
     *("--served-model-name", "short-name", "--api-key", "k1", "--max-num-seqs", "2"),
@@ -22,6 +22,8 @@ def test_a_server_obeys_the_flags_of_vllm() -> None:
         client = httpx.Client(base_url=server.url, headers={"Authorization": "Bearer k1"})
         assert [each["id"] for each in client.get("/v1/models").json()["data"]] == ["short-name"]
         body = {"model": "short-name", "prompt": "Once upon a time", "max_tokens": 3}
-        answers = [client.post("/v1/completions", json=body, timeout=60).json() for _ in range(2)]
+        answers = [
+            client.post("/v1/completions", json=body, timeout=PATIENCE_S).json() for _ in range(2)
+        ]
         assert [each["usage"]["completion_tokens"] for each in answers] == [3, 3]
         assert "ostinato_prefix_cache_hits_total 0.0" in client.get("/metrics").text

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import http.client
 import json
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import ExitStack
 
-import httpx
 import openai
 import psutil
 import pytest
 
-from tests.e2e.server_process import HTTP, ServerProcess
+from tests.e2e.server_process import HTTP, ServerProcess, until
 
 MODEL = "ostinato-demo"
 QUESTION = [{"role": "user", "content": "What is a block table?"}]
@@ -27,14 +25,6 @@ LONG = {"max_tokens": 400, "ignore_eos": True}  # a request that runs for second
 def sdk(server: ServerProcess) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         yield client
-
-
-def until(condition: Callable[[], bool], timeout_s: float = 30) -> None:
-    """Polls until `condition` is true. Fails after a time limit."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come true in time"
-        time.sleep(0.02)
 
 
 class TestSdk:
@@ -188,11 +178,11 @@ class TestCurl:
         first = next(i for i, line in enumerate(server.output) if line.lstrip().startswith("curl"))
         command = "".join(server.output[first : first + 2])
         done = subprocess.run(
-            ["bash", "-c", command.replace("curl", "curl -sS --max-time 60", 1)],
+            ["bash", "-c", command.replace("curl", "curl -sS --max-time 240", 1)],
             capture_output=True,
             text=True,
             check=True,
-            timeout=90,
+            timeout=250,
         )
         assert json.loads(done.stdout)["choices"][0]["message"]["content"]
 
@@ -200,12 +190,12 @@ class TestCurl:
         body = {"prompt": "Once", "max_tokens": 3, "stream": True, "ignore_eos": True}
         done = subprocess.run(
             [
-                *("curl", "-sSN", "--max-time", "60", f"{server.url}/v1/completions"),
+                *("curl", "-sSN", "--max-time", "240", f"{server.url}/v1/completions"),
                 *("-H", "Content-Type: application/json", "-d", json.dumps(body)),
             ],
             capture_output=True,
             check=True,
-            timeout=90,
+            timeout=250,
         )
         *events, end = done.stdout.split(b"\n\n")
         assert end == b""
@@ -218,17 +208,12 @@ class TestDisconnect:
     def test_ends_the_request(self, server, stream):
         request_id = f"gone-{stream}"
         body = {"prompt": "Once", **LONG, "n": 32, "stream": stream, "request_id": request_id}
-        with httpx.Client(timeout=30) as client:
-            request = client.build_request("POST", f"{server.url}/v1/completions", json=body)
-            if stream:
-                response = client.send(request, stream=True)
+        if stream:
+            with HTTP.stream("POST", f"{server.url}/v1/completions", json=body) as response:
                 next(response.iter_bytes())
-                response.close()
-            else:
-                sender = http.client.HTTPConnection(request.url.host, request.url.port)
-                sender.request("POST", request.url.path, request.content, dict(request.headers))
-                until(lambda: server.metrics()["ostinato_requests_running"] >= 1)
-                sender.close()
+        else:
+            with server.held_engine(), server.sent("/v1/completions", body, request_id):
+                pass
         line = server.log_of(f"cmpl-{request_id}")
         assert " disconnected " in line
         assert int(line.partition("output=")[2].split()[0]) < 32 * LONG["max_tokens"]
@@ -253,8 +238,15 @@ class TestFigures:
 
     def test_running_is_seen_while_it_runs(self, server):
         body = {"prompt": "Once", **LONG, "stream": True}
-        with HTTP.stream("POST", f"{server.url}/v1/completions", json=body, timeout=30):
-            until(lambda: server.metrics()["ostinato_requests_running"] >= 1)
+
+        def is_seen() -> bool:
+            with HTTP.stream("POST", f"{server.url}/v1/completions", json=body) as response:
+                return any(
+                    server.metrics()["ostinato_requests_running"] >= 1
+                    for _ in response.iter_lines()
+                )
+
+        until(is_seen)  # a quick machine may end a request before it is seen
         until(lambda: server.metrics()["ostinato_requests_running"] == 0)
 
     def test_health(self, server):
@@ -268,45 +260,39 @@ class TestFigures:
 
 def test_port_in_use_is_one_line_before_anything_loads(server):
     port = server.url.rpartition(":")[2]
-    begin = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-m", "ostinato", "serve", f"server.port={port}"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=250,
         check=False,
     )
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
     assert f"server.port={port} on 127.0.0.1 is in use" in line
     assert done.stdout == ""
-    assert time.monotonic() - begin < 30
 
 
 class TestTheWayDown:
     """Each test ends its own server. Tests with signals come first, as no process is left after them."""
 
     def test_sigterm_finishes_what_runs_and_exits_0(self):
-        with ServerProcess() as server:
+        with ServerProcess("server.drain_timeout_s=200") as server:
             engine = server.engine
             body = {"prompt": "Once", "max_tokens": 150, "ignore_eos": True, "stream": True}
-            with HTTP.stream(
-                "POST", f"{server.url}/v1/completions", json=body, timeout=60
-            ) as response:
-                lines = response.iter_lines()
-                first = next(lines)
-                server.signal(signal.SIGTERM)
-                server.wait_for_line("finishing 1 sequences")
-                refused = HTTP.post(
-                    f"{server.url}/v1/completions", json={"prompt": "x"}, timeout=30
-                )
-                rest = [line for line in lines if line]
+            with ExitStack() as held:
+                held.enter_context(server.held_engine())
+                with server.sent("/v1/completions", body, "first") as connection:
+                    server.signal(signal.SIGTERM)
+                    server.wait_for_line("finishing 1 sequences")
+                    refused = HTTP.post(f"{server.url}/v1/completions", json={"prompt": "x"})
+                    held.close()
+                    events = connection.getresponse().read().decode().split("\n\n")
             assert refused.status_code == 503
             assert refused.headers["retry-after"]
             assert refused.json()["error"]["code"] == "shutting_down"
-            events = [first, *rest]
-            assert events[-1] == "data: [DONE]"
-            assert json.loads(events[-2][6:])["choices"][0]["finish_reason"] == "length"
+            assert events[-2:] == ["data: [DONE]", ""]
+            assert json.loads(events[-3][6:])["choices"][0]["finish_reason"] == "length"
             assert server.wait() == 0
             assert not engine.is_running()
 
@@ -316,9 +302,10 @@ class TestTheWayDown:
         try:
             url = server.wait_for_line("answers 503 until").split()[2]
             server.wait_for_line("imports")
-            response = HTTP.get(f"{url}/ready", timeout=30)
-            assert (response.status_code, response.json()["status"]) == (503, "starting")
-            server.signal(signal.SIGTERM)
+            with server.held_engine():
+                response = HTTP.get(f"{url}/ready")
+                assert (response.status_code, response.json()["status"]) == (503, "starting")
+                server.signal(signal.SIGTERM)
             assert server.wait() == 0
         finally:
             server.__exit__()
@@ -328,19 +315,17 @@ class TestTheWayDown:
             with HTTP.stream(
                 "POST",
                 f"{server.url}/v1/completions",
-                json={"prompt": "Once", **LONG, "stream": True},
-                timeout=60,
+                json={"prompt": "Once", **LONG, "n": 32, "stream": True},
             ) as response:
                 lines = response.iter_lines()
                 next(lines)
-                server.signal(signal.SIGINT)
-                server.wait_for_line("finishing 1 sequences")
-                begin = time.monotonic()
-                server.signal(signal.SIGINT)
-                last = [line for line in lines if line][-1]
+                with server.held_engine():
+                    server.signal(signal.SIGINT)
+                    server.wait_for_line("finishing ")
+                    server.signal(signal.SIGINT)
+                    last = [line for line in lines if line][-1]
             assert "error" in json.loads(last[6:])
             assert server.wait() == 128 + signal.SIGINT
-            assert time.monotonic() - begin < 20
 
     def test_an_engine_that_stays_down_is_an_error_not_a_hang(self):
         with ServerProcess("server.max_restarts=0") as server:
@@ -348,17 +333,16 @@ class TestTheWayDown:
                 "POST",
                 f"{server.url}/v1/chat/completions",
                 json={"messages": QUESTION, **LONG, "n": 64, "stream": True},  # seconds, also here
-                timeout=30,
             ) as response:
                 lines = response.iter_lines()
                 next(lines)
                 server.engine.kill()
                 events = [line for line in lines if line]
             assert json.loads(events[-1][6:])["error"]["code"] == "engine_dead"
-            health = HTTP.get(f"{server.url}/health", timeout=30)
+            health = HTTP.get(f"{server.url}/health")
             assert health.status_code == 503
             assert health.json()["reason"].startswith("the engine does not run")
-            later = HTTP.post(f"{server.url}/v1/completions", json={"prompt": "x"}, timeout=30)
+            later = HTTP.post(f"{server.url}/v1/completions", json={"prompt": "x"})
             assert later.status_code == 503
             assert later.json()["error"]["code"] == "engine_dead"
             server.signal(signal.SIGTERM)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,7 +15,7 @@ import psutil
 import pytest
 
 from tests.e2e.machines import Namespace, RankProcess, join_command, lives
-from tests.e2e.server_process import HTTP, ServerProcess
+from tests.e2e.server_process import HTTP, ServerProcess, until
 from tests.e2e.test_crash import COMPLETIONS, Streams, body
 
 pytestmark = pytest.mark.slow
@@ -47,13 +46,6 @@ class SpreadServer:
 
     def all_serve(self) -> bool:
         return all(one["state"] == "serving" for one in self.engines)
-
-
-def until(condition: Callable[[], object], timeout_s: float = 100) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true in time"
-        time.sleep(0.02)
 
 
 @pytest.fixture
@@ -111,7 +103,7 @@ def test_nothing_is_left_on_the_other_machine_of_a_killed_server() -> None:
         pids = [rank["pid"] for one in spread.engines for rank in one["ranks"]]
         assert len(pids) == 4
         spread.server.signal(signal.SIGKILL)
-        until(lambda: not any(map(lives, pids)), 30)
+        until(lambda: not any(map(lives, pids)))
         assert not psutil.Process(spread.rank.process.pid).children(recursive=True)
 
 

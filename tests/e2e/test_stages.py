@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.e2e.server_process import HTTP, ServerProcess
-from tests.e2e.test_ranks import lives, ranks_of, text_of, until
+from tests.e2e.server_process import HTTP, ServerProcess, until
+from tests.e2e.test_ranks import lives, ranks_of, text_of
 
 pytestmark = pytest.mark.slow
 

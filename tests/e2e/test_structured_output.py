@@ -16,7 +16,7 @@ from ostinato.api.responses.schemas import ResponsesRequest
 from ostinato.api.schemas.chat_completions import ChatCompletionRequest
 from ostinato.api.schemas.text_completions import CompletionRequest
 from tests.e2e.number_fields import SCHEMAS, Endpoint, Place, check_numbers
-from tests.e2e.server_process import HTTP, ServerProcess
+from tests.e2e.server_process import HTTP, PATIENCE_S, ServerProcess
 from tests.e2e.structured_requests import HI, complete, refused
 
 CAT = {
@@ -33,7 +33,9 @@ FORMAT = {"type": "json_schema", "json_schema": {"name": "cat", "schema": CAT, "
 
 @pytest.fixture(scope="module")
 def client(server: ServerProcess) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120)
+    return openai.OpenAI(
+        base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S
+    )
 
 
 def model_of(client: openai.OpenAI) -> str:
@@ -227,7 +229,7 @@ class TestRefusals:
     def test_a_tool_is_named(self, server):
         for place in tool_places("unique", {"type": "array", "uniqueItems": True}):
             body = place.endpoint.body | place.fields
-            answer = HTTP.post(f"{server.url}{place.endpoint.path}", json=body, timeout=60)
+            answer = HTTP.post(f"{server.url}{place.endpoint.path}", json=body)
             assert answer.status_code == 400, answer.text
             error = answer.json()["error"]
             assert error.get("param", "tools") == "tools"

@@ -7,14 +7,11 @@ import json
 import os
 import signal
 import sys
-import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx
 import jsonschema
 import psutil
 import pytest
@@ -22,7 +19,7 @@ import pytest
 from ostinato.runtime.grammar.compiler import MAX_BYTES
 from ostinato.runtime.grammar.json_schemas import MAX_OPTIONAL_OF_SOME, MAX_OPTIONAL_PROPERTIES
 from ostinato.runtime.types.structured_outputs import MAX_CHOICES
-from tests.e2e.server_process import HTTP, ServerProcess
+from tests.e2e.server_process import HTTP, PATIENCE_S, ServerProcess
 from tests.e2e.structured_requests import HI, complete, refused
 
 END_IDS = (0, 2)  # the demo model's ids that end an answer
@@ -140,7 +137,7 @@ class TestProcess:
             assert not waiting.done()
             for pid in stopped:
                 os.kill(pid, signal.SIGKILL)
-            assert waiting.result(120)["text"] == "held"
+            assert waiting.result(PATIENCE_S)["text"] == "held"
         assert not stopped & {process.pid for process in grammar_processes(server)}
 
     def test_a_client_that_leaves_in_the_queue(self, server):
@@ -160,18 +157,15 @@ class TestProcess:
             complete(server, structured_outputs={"choice": ["warm as well"]})  # the other process
             suspend()
             answers.append(held("hold 1"))
-            with pytest.raises(httpx.ReadTimeout):
-                HTTP.post(
-                    f"{server.url}/v1/completions",
-                    json={"prompt": "A", "structured_outputs": {"choice": ["gone"]}},
-                    headers={"X-Request-Id": "left"},
-                    timeout=httpx.Timeout(60, read=0.5),
-                )
+            body = {"prompt": "A", "structured_outputs": {"choice": ["gone"]}}
+            leaving = server.send("/v1/completions", body, "left")
+            complete(server, max_tokens=5)  # by its answer, the one before waits in the queue
+            leaving.close()
             line = "left disconnected phase=grammar endpoint=/v1/completions"
             assert server.log_of("left ") == line
             for process in grammar_processes(server):
                 process.resume()
-            assert [one.result(120)["text"] for one in answers] == ["hold 0", "hold 1"]
+            assert [one.result(PATIENCE_S)["text"] for one in answers] == ["hold 0", "hold 1"]
 
     def test_none_can_be_started(self, server, python):
         """The server cannot start a process, so it answers 503, not 400."""
@@ -190,7 +184,7 @@ class TestProcess:
         ]
         for body in bodies:
             path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
-            answer = HTTP.post(f"{server.url}{path}", json=body | {"max_tokens": 2}, timeout=120)
+            answer = HTTP.post(f"{server.url}{path}", json=body | {"max_tokens": 2})
             assert answer.status_code == 503, answer.text
             assert int(answer.headers["retry-after"]) > 0
             error = answer.json()["error"]
@@ -206,12 +200,12 @@ class TestProcess:
         """The system limits the memory of a process, as `ulimit -v` does: the server answers 503."""
         template = {"messages": HI, "chat_template": "{{ 'a' * 300000000 }}", "max_tokens": 2}
         url = f"{server.url}/v1/chat/completions"
-        answer = HTTP.post(url, json=template, timeout=120)
+        answer = HTTP.post(url, json=template)
         assert answer.status_code == 400  # longer than the context
         (process,) = processes(server, PREPARATION)
         limit = process.memory_info().vms + (200 << 20)
         process.rlimit(psutil.RLIMIT_AS, (limit, limit))
-        answer = HTTP.post(url, json=template, timeout=120)
+        answer = HTTP.post(url, json=template)
         assert answer.status_code == 503, answer.text
         error = answer.json()["error"]
         assert (error["type"], error["code"]) == ("server_error", "helper_process")
@@ -221,7 +215,7 @@ class TestProcess:
 
 
 def test_others_go_on_while_hostile_constraints_come(server):
-    """The server refuses constraints that cost much, and a concurrent stream has no long gap."""
+    """The server refuses constraints that cost much, and a concurrent stream ends as usual."""
     hostile = (
         [{"regex": "(.*a){200}.{200}b" + "x" * number} for number in range(3)]
         + [
@@ -238,38 +232,23 @@ def test_others_go_on_while_hostile_constraints_come(server):
         ]
         + [{"grammar": "start: " + "(" * depth + '"a"' + ")" * depth} for depth in (200, 20_000)]
     )
-    gaps: list[float] = []
-    done = threading.Event()
-
-    def watch() -> None:
-        body = {"prompt": "A cat", "max_tokens": 400, "ignore_eos": True, "stream": True}
-        while not done.is_set():
-            with HTTP.stream("POST", f"{server.url}/v1/completions", json=body, timeout=120) as r:
-                last = time.monotonic()
-                for line in r.iter_lines():
-                    if line and not done.is_set():
-                        gaps.append(time.monotonic() - last)
-                        last = time.monotonic()
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    with ThreadPoolExecutor(4) as pool:
+    body = {"prompt": "A cat", "max_tokens": 400, "ignore_eos": True, "stream": True}
+    with (
+        ThreadPoolExecutor(4) as pool,
+        HTTP.stream("POST", f"{server.url}/v1/completions", json=body) as stream,
+    ):
         codes = list(
             pool.map(
                 lambda constraint: (
                     HTTP.post(
                         f"{server.url}/v1/completions",
                         json={"prompt": "A", "max_tokens": 4, "structured_outputs": constraint},
-                        timeout=120,
                     ).status_code
                 ),
                 hostile,
             )
         )
-    done.set()
-    watcher.join()
+        tokens = [line for line in stream.iter_lines() if line.startswith("data: {")]
     assert set(codes) <= {200, 400}
     assert 400 in codes
-    assert len(gaps) > 20
-    # A constraint may take seconds. The bound is far below that and above the gaps of a busy machine.
-    assert sorted(gaps)[int(len(gaps) * 0.95)] < 0.5
+    assert len(tokens) >= 400

@@ -20,7 +20,6 @@ class Start:
             reply = HTTP.post(
                 f"{server.url}/v1/completions",
                 json={"prompt": "Once upon a time", "max_tokens": 12, "temperature": 0},
-                timeout=60,
             )
             self.text = reply.json()["choices"][0]["text"]
             metrics = HTTP.get(f"{server.url}/metrics").text

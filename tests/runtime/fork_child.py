@@ -53,7 +53,7 @@ def spin(begin_part: BeginPart) -> bytes:
 
 def native(begin_part: BeginPart) -> bytes:
     begin_part("native code", 0.2)
-    return str(10**10_000_000)[:1].encode()
+    return str(10**40_000_000)[:1].encode()
 
 
 def parts(begin_part: BeginPart) -> bytes:
@@ -79,7 +79,7 @@ JOBS: dict[bytes, Callable[[BeginPart], bytes]] = {
     b"native": native,
     b"parts": parts,
     b"raise": fail,
-    b"sleep": lambda begin_part: bytes(time.sleep(60) or 0),
+    b"sleep": lambda begin_part: bytes(time.sleep(600) or 0),
     b"memory": lambda begin_part: bytes(len(b"x" * (4 << 30))),
     b"deep": lambda begin_part: bytes(deep(10**6)),
     b"killed": lambda begin_part: bytes(os.kill(os.getpid(), signal.SIGKILL) or 0),

@@ -38,14 +38,14 @@ def run(
 
 
 async def until(condition: Callable[[], object]) -> None:
-    """Waits until the condition holds; fails after a minute."""
-    async with asyncio.timeout(60):
+    """Waits until the condition holds; fails after four minutes."""
+    async with asyncio.timeout(240):
         while not condition():
             await asyncio.sleep(0.01)
 
 
 async def sleeping(server: ForkServer) -> tuple[asyncio.Task[bytes], psutil.Process]:
-    """A job that takes a minute, alone, and its fork."""
+    """A job that takes ten minutes, alone, and its fork."""
     await server.call(b"a", LIMITS)
     process = psutil.Process(server.pid)
     await until(lambda: not process.children())  # the first fork ends after its answer
@@ -107,7 +107,7 @@ def test_shared_jobs_follow_each_other_in_one_process(tmp_path):
         kept = await asyncio.gather(*(pid_of(server) for _ in range(4)))
         assert set(kept) < set(at_once)  # four have stayed
         server.close()
-        _, alive = await asyncio.to_thread(psutil.wait_procs, forks, 30)
+        _, alive = await asyncio.to_thread(psutil.wait_procs, forks, 240)
         assert not alive
 
     run(test)
@@ -217,7 +217,7 @@ def test_a_cancelled_call_ends_its_job():
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await call
-        await asyncio.to_thread(psutil.wait_procs, [fork], 30)
+        await asyncio.to_thread(psutil.wait_procs, [fork], 240)
         assert not fork.is_running()
         assert (await server.call(b"b", LIMITS)).startswith(b"1001 hello")
 
@@ -226,12 +226,12 @@ def test_a_cancelled_call_ends_its_job():
 
 def test_the_event_loop_goes_on_meanwhile():
     async def test(server):
-        call = asyncio.create_task(server.call(b"parts", LIMITS))
-        turns = 0
-        while not call.done():
+        call, _ = await sleeping(server)
+        for _ in range(1000):
             await asyncio.sleep(0)
-            turns += 1
-        assert turns > 1000
+        assert not call.done()
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
 
     run(test)
 
@@ -305,7 +305,7 @@ def test_it_ends_with_its_parent(capfd):
         call, fork = await sleeping(server)
         server._control.close()  # as when the parent's process ends
         server._control = None
-        assert server._process.wait(30) == 0
+        assert server._process.wait(240) == 0
         call.cancel()
         await asyncio.gather(call, return_exceptions=True)
         # The adopting process may not reap it, as the first process of a container does not.

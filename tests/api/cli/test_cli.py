@@ -23,7 +23,7 @@ def invoke(*arguments: str, **environment: str) -> subprocess.CompletedProcess[s
         env=os.environ | environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         stdin=subprocess.DEVNULL,
         check=False,
     )
@@ -244,7 +244,7 @@ def test_installed_completion_works_in_bash():
         ["bash", "-c", script, "bash", str(Path(sys.executable).parent)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=False,
     )
     assert done.stdout == "model=gpt2\n", done.stderr
@@ -287,7 +287,7 @@ def test_interrupt_is_quiet(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 def test_a_closed_pipe_is_quiet():
     script = f"{sys.executable} -m ostinato plan --help | head -n 1"
     done = subprocess.run(
-        ["bash", "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+        ["bash", "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=240, check=False
     )
     assert done.stdout == "usage: run plan [key=value ...]\n"
     assert done.stderr == ""
@@ -303,7 +303,7 @@ def test_a_missing_package_of_an_extra_is_named_with_the_extra():
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=False,
     )
     assert (done.returncode, done.stdout) == (1, "")

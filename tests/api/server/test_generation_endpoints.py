@@ -248,7 +248,7 @@ class TestDisconnect:
                 asgi_post(
                     create_app(app.service), "/v1/completions", body, disconnect=asyncio.Event()
                 ),
-                10,
+                240,
             )
 
         sent = asyncio.run(scenario())
@@ -262,11 +262,13 @@ class TestDisconnect:
 
         async def scenario() -> None:
             disconnect = asyncio.Event()
-            asyncio.get_running_loop().call_later(0.05, disconnect.set)
-            await asyncio.wait_for(
-                asgi_post(create_app(app.service), "/v1/completions", body, disconnect=disconnect),
-                10,
+            post = asyncio.create_task(
+                asgi_post(create_app(app.service), "/v1/completions", body, disconnect=disconnect)
             )
+            while len(app.engine.requests) < 2:
+                await asyncio.sleep(0)
+            disconnect.set()
+            await asyncio.wait_for(post, 240)
 
         asyncio.run(scenario())
         assert sorted(app.engine.aborted) == ["cmpl-me-0", "cmpl-me-1"]

@@ -26,8 +26,8 @@ def bearer(key: str) -> dict[str, str]:
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    """Poll until `condition` is true; fails after 60 s."""
-    deadline = time.monotonic() + 60
+    """Poll until `condition` is true; fails after 240 s."""
+    deadline = time.monotonic() + 240
     while not condition():
         assert time.monotonic() < deadline, "it did not come true in time"
         time.sleep(0.01)
@@ -102,7 +102,7 @@ class TestKeys:
 
         def ask(key: str):
             body = {"prompt": "Hi"}
-            return app.http.post("/v1/completions", json=body, headers=bearer(key), timeout=30)
+            return app.http.post("/v1/completions", json=body, headers=bearer(key))
 
         with ThreadPoolExecutor(2) as pool:
             running = pool.submit(ask, KEYS[0])
@@ -114,7 +114,7 @@ class TestKeys:
             assert refused.headers["retry-after"] == "1"
             assert app.http.get("/v1/models", headers=bearer(KEYS[1])).status_code == 200
             app.engine.released.set()
-            assert running.result(30).status_code == 200
+            assert running.result(240).status_code == 200
         assert app.http.get("/v1/models", headers=bearer(KEYS[0])).status_code == 200
 
     def test_a_reply_in_the_background_counts_until_it_ends(self, make_app):
@@ -264,7 +264,7 @@ class TestCors:
         ({"max_queued_requests": 0}, r"server\.max_queued_requests must be null or at least 1"),
         ({"max_queued_tokens": 0}, r"server\.max_queued_tokens must be null or at least 1"),
         ({"max_prompt_tokens": 0}, r"server\.max_prompt_tokens must be null or at least 1"),
-        ({"hang_timeout_s": 0.0}, r"server\.hang_timeout_s must be above 0"),
+        ({"hang_timeout_s": 0.0}, r"server\.hang_timeout_s must be null or above 0"),
         ({"max_restarts": -1}, r"server\.max_restarts must be in \[0, 1000\]"),
     ],
 )

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import time
+from contextlib import suppress
 
 import pytest
 
 from ostinato import SamplingParams
 from ostinato.runtime.client.client import EngineClient
 from ostinato.runtime.errors import DeadlineError
+from ostinato.runtime.types.outputs import RequestOutput
 from tests.runtime.client.test_client import engine_pid, run_with_own_client, until
 
 ENDLESS = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True, n=2)
@@ -31,17 +33,25 @@ def test_a_deadline_ends_what_runs_and_refuses_what_has_not_begun() -> None:
         assert time.monotonic() >= deadline
         os.kill(engine_pid(client), signal.SIGCONT)
 
-        outputs = []
-        began = False
-        async for output in client.generate(
-            "cut", [8, 6, 7], ENDLESS, deadline=time.monotonic() + 3.0
-        ):
-            outputs.append(output)
-            if not began and {one.index for one in outputs} == {0, 1}:
-                began = True
-                # At the deadline the client must return the tokens that it already has.
-                os.kill(engine_pid(client), signal.SIGSTOP)
-        os.kill(engine_pid(client), signal.SIGCONT)
+        async def cut(seconds: float) -> list[RequestOutput]:
+            """The outputs of a request whose engine is stopped before the deadline, if it can be."""
+            outputs: list[RequestOutput] = []
+            deadline = time.monotonic() + seconds
+            with suppress(DeadlineError):
+                async for output in client.generate(
+                    f"cut after {seconds}", [8, 6, 7], ENDLESS, deadline=deadline
+                ):
+                    outputs.append(output)
+                    if {one.index for one in outputs} == {0, 1}:
+                        # At the deadline the client must return the tokens that it already has.
+                        os.kill(engine_pid(client), signal.SIGSTOP)
+            os.kill(engine_pid(client), signal.SIGCONT)
+            return outputs
+
+        for seconds in (1.0, 10.0, 100.0):  # a busy machine may need longer for the first tokens
+            outputs = await cut(seconds)
+            if {one.index for one in outputs if one.new_token_ids} == {0, 1}:
+                break
         ends = [output for output in outputs if output.finish_reason is not None]
         assert sorted(one.index for one in ends) == [0, 1]
         assert {(one.finish_reason, one.stop_reason) for one in ends} == {
@@ -51,7 +61,7 @@ def test_a_deadline_ends_what_runs_and_refuses_what_has_not_begun() -> None:
             given = [t for one in outputs if one.index == end.index for t in one.new_token_ids]
             assert 1 <= len(given) == end.num_output_tokens < 200
         assert client.num_unfinished == 0
-        await until(lambda: client.stats.num_running == 0 and client.stats.num_waiting == 0, 60)
+        await until(lambda: client.stats.num_running == 0 and client.stats.num_waiting == 0)
         assert client.stats.num_free_blocks == client.stats.num_blocks
 
     run_with_own_client(scenario)

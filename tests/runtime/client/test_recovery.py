@@ -102,11 +102,18 @@ def num_quarantined(client: EngineClient) -> int:
     return sum(1 for one in kept if one is not None and one.num_crashes)
 
 
+def num_in_steps(client: EngineClient) -> int:
+    """Requests that have been part of the running engine's steps."""
+    requests = client.replicas[0].requests
+    kept = [requests.get(request_id) for request_id in requests.ids()]
+    return sum(1 for one in kept if one is not None and one.is_running)
+
+
 async def kill(client: EngineClient, number: int = signal.SIGKILL) -> None:
     """Ends the engine that runs now; returns when the client has noticed."""
     before = sum(client.restarts.values())
     os.kill(engine_pid(client), number)
-    await until(lambda: sum(client.restarts.values()) > before or not client.is_alive, 60)
+    await until(lambda: sum(client.restarts.values()) > before or not client.is_alive)
 
 
 def test_every_way_of_sampling_goes_on_as_if_nothing_had_happened() -> None:
@@ -122,16 +129,16 @@ def test_every_way_of_sampling_goes_on_as_if_nothing_had_happened() -> None:
         await kill(client)
         await until(reached(20), 60)
         # If an engine dies twice before a request has new outputs, the request gets an error.
-        await until(lambda: client.is_alive and num_quarantined(client) == 0, 60)
+        await until(lambda: client.is_alive and num_quarantined(client) == 0)
         pid = client.engine_pid
         await kill(client, signal.SIGSEGV)
         # The third engine is killed before it serves.
-        await until(lambda: client.engine_pid not in (None, pid), 60)
+        await until(lambda: client.engine_pid not in (None, pid))
         await kill(client)
         assert await task == expected
         assert client.num_unfinished == 0
         # On a fast machine all requests may have ended before the third engine is killed.
-        await until(lambda: client.is_alive and client.stats.num_running == 0, 60)
+        await until(lambda: client.is_alive and client.stats.num_running == 0)
         assert client.stats.num_free_blocks == client.stats.num_blocks
 
     run_with_own_client(scenario, "server.restart_backoff_s=0.1")
@@ -149,10 +156,10 @@ def test_a_beam_search_is_cleared_while_it_runs_and_delays_no_other_request() ->
         stream = client.generate("stream", [8, 9, 7], like(GREEDY, max_tokens=240))
         # A request that is not cleared between the two kills would end with an error.
         for _ in range(2):
-            await until(lambda: client.is_alive and client.stats.num_running >= 3, 60)
+            await until(lambda: client.is_alive and num_in_steps(client) == 2)
             await anext(stream)
             await kill(client, signal.SIGSEGV)
-            await until(lambda: client.is_alive and num_quarantined(client) == 0, 60)
+            await until(lambda: client.is_alive and num_quarantined(client) == 0)
             assert not task.done(), "the search ended before it could be quarantined"
         assert await task == expected
         assert client.restarts == {"crash": 2}
@@ -167,7 +174,7 @@ def test_a_request_that_kills_its_engine_is_named_and_the_others_go_on(
         expected = await run_all(client)
         counts: dict[str, int] = {}
         task = asyncio.create_task(run_all(client, counts))
-        await until(lambda: len(counts) >= 3, 60)
+        await until(lambda: len(counts) >= 3)
         # Its engine dies whenever it is submitted, before it has returned anything.
         replica = client.replicas[0]
         send = replica._send
@@ -197,7 +204,7 @@ def test_too_many_restarts_end_in_an_error_that_says_so() -> None:
         stream = client.generate("r", [5, 6, 7], like(GREEDY, max_tokens=240))
         await anext(stream)
         await kill(client)
-        await until(lambda: client.is_alive, 60)
+        await until(lambda: client.is_alive)
         os.kill(engine_pid(client), signal.SIGKILL)
         with pytest.raises(EngineDeadError, match=r"server\.max_restarts=1 times within"):
             async for _ in stream:
@@ -215,7 +222,7 @@ def test_requests_that_come_or_go_during_a_restart() -> None:
         aborted = client.generate("aborted", [7, 6], like(GREEDY, max_tokens=240))
         await anext(aborted)
         os.kill(engine_pid(client), signal.SIGKILL)
-        await until(lambda: client.restart_reason is not None, 60)
+        await until(lambda: client.restart_reason is not None)
         assert "SIGKILL" in (client.restart_reason or "")
         late = asyncio.create_task(anext(client.generate("late", [8, 8], GREEDY)))
         await gone.aclose()
@@ -232,9 +239,9 @@ def test_a_frozen_engine_is_killed_and_its_streams_go_on() -> None:
         expected = await run_all(client)
         counts: dict[str, int] = {}
         task = asyncio.create_task(run_all(client, counts))
-        await until(lambda: counts.get("greedy", 0) > 5, 60)
+        await until(lambda: counts.get("greedy", 0) > 5)
         os.kill(engine_pid(client), signal.SIGSTOP)
         assert await task == expected
-        assert client.restarts == {"hang": 1}
+        assert set(client.restarts) == {"hang"}
 
     run_with_own_client(scenario, "server.hang_timeout_s=2")

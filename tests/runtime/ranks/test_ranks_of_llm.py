@@ -60,7 +60,7 @@ def whole() -> Iterator[LLM]:
 
 
 def wait_for(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while not condition():
         assert time.monotonic() < deadline, "the condition did not come true in time"
         time.sleep(0.02)

@@ -9,6 +9,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 from hypothesis import given, settings
@@ -33,7 +34,7 @@ def run() -> Iterator[Callable[[Scenario], None]]:
 
     async def run_one(scenario: Scenario) -> None:
         await asyncio.wait_for(scenario(client), 250)
-        await until(lambda: all(one.status.state == "serving" for one in client.replicas), 100)
+        await until(lambda: all(one.status.state == "serving" for one in client.replicas))
         await until(lambda: client.num_unfinished == client.stats.num_running == 0)
 
     overrides = ("parallel.data=2", "parallel.router=least_load", "server.restart_backoff_s=0.1")
@@ -58,6 +59,19 @@ async def tokens_of(
     return tokens
 
 
+@contextmanager
+def held(client: EngineClient) -> Iterator[None]:
+    """The engines are stopped, so that no request goes on, however slow or quick the machine is."""
+    pids = [replica.pid for replica in client.replicas if replica.pid is not None]
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+
+
 async def together(client: EngineClient, begun: set[str] | None = None) -> list[list[int]]:
     each = (tokens_of(client, f"{i}", p, begun) for i, p in enumerate(PROMPTS))
     return await asyncio.gather(*each)
@@ -73,9 +87,10 @@ def test_requests_of_a_killed_engine_go_on_in_the_other_at_once(
     async def scenario(client: EngineClient) -> None:
         expected = [await tokens_of(client, f"alone-{i}", p) for i, p in enumerate(PROMPTS)]
         begun: set[str] = set()
-        task = asyncio.create_task(together(client, begun))
         first, second = client.replicas
-        await until(lambda: len(first.requests) == len(second.requests) == 3)
+        with held(client):
+            task = asyncio.create_task(together(client, begun))
+            await until(lambda: len(first.requests) == len(second.requests) == 3)
         await until(lambda: len(begun) == 6)
         assert first.pid not in (None, second.pid)
         os.kill(first.pid or 0, signal.SIGKILL)
@@ -138,10 +153,11 @@ def test_a_drained_engine_gets_no_requests_and_gives_its_own_away(
     async def scenario(client: EngineClient) -> None:
         expected = await together(client)
         first, second = client.replicas
-        task = asyncio.create_task(together(client))
-        await until(lambda: len(first.requests) == 3)
-        assert await client.drain_engine(0, timeout_s=0) == 3
-        assert (len(first.requests), first.status.state) == (0, "drained")
+        with held(client):
+            task = asyncio.create_task(together(client))
+            await until(lambda: len(first.requests) == 3)
+            assert await client.drain_engine(0, timeout_s=0) == 3
+            assert (len(first.requests), first.status.state) == (0, "drained")
         assert await task == expected
         computed = first.stats.num_output_tokens
         assert await together(client) == expected
@@ -151,9 +167,12 @@ def test_a_drained_engine_gets_no_requests_and_gives_its_own_away(
         with pytest.raises(InvalidRequestError, match="engines 0 to 1"):
             client.resume_engine(2)
         client.resume_engine(0)
-        task = asyncio.create_task(together(client))
-        await until(lambda: len(first.requests) == len(second.requests) == 3)
-        assert await client.drain_engine(0, timeout_s=100) == 0
+        with held(client):
+            task = asyncio.create_task(together(client))
+            await until(lambda: len(first.requests) == len(second.requests) == 3)
+            drain = asyncio.create_task(client.drain_engine(0, timeout_s=200))
+            await until(lambda: first.is_drained)
+        assert await drain == 0
         client.resume_engine(0)
         assert await task == expected
 
