@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import cache
 from typing import Any, NamedTuple, TypeVar, get_type_hints
 
@@ -29,6 +29,7 @@ from ostinato.api.preparation.preparation import (
     PreparationSettings,
 )
 from ostinato.api.preparation.prompt_encoder import TextSource
+from ostinato.api.preparation.turns import decoder_in_turns
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.fork_server import ForkServer, JobError, JobLimits
 from ostinato.runtime.sandbox import Fault
@@ -162,7 +163,7 @@ class Preparer:
             except JobError as error:
                 _raise_for(error, is_last=number + 1 == _NUM_TRIES)
             else:
-                return _read_answer(prepare, answer)
+                return await _read_answer(prepare, answer)
         raise AssertionError("the last try has a result or raises")
 
     def _forks(self) -> ForkServer:
@@ -213,10 +214,10 @@ def _raise_for(error: JobError, *, is_last: bool) -> None:
         ) from error
 
 
-def _read_answer(prepare: Prepare[T], answer: bytes) -> T:
+async def _read_answer(prepare: Prepare[T], answer: bytes) -> T:
     kind, view = answer[:1], memoryview(answer)[1:]
     if kind == ForkAnswer.result:
-        return _decoder(prepare).decode(view)
+        return await _decoder(prepare)(view)
     if kind == ForkAnswer.refusal:
         refusal = msgspec.json.decode(view, type=Refusal)
         raise InvalidRequestError(
@@ -227,16 +228,12 @@ def _read_answer(prepare: Prepare[T], answer: bytes) -> T:
     raise RuntimeError(f"preparing a request failed:\n{str(view, 'utf-8')}")
 
 
-class _BytesDecoder:
-    """Returns the bytes unchanged."""
-
-    @staticmethod
-    def decode(view: memoryview) -> bytes:
-        return bytes(view)
-
-
 @cache
-def _decoder(prepare: Prepare[Any]) -> Any:
+def _decoder(prepare: Prepare[Any]) -> Callable[[memoryview], Awaitable[Any]]:
     """Decodes the results of a function, by its annotation."""
     result = get_type_hints(prepare)["return"]
-    return _BytesDecoder() if result is bytes else msgspec.json.Decoder(result)
+    return _unchanged if result is bytes else decoder_in_turns(result)
+
+
+async def _unchanged(view: memoryview) -> bytes:
+    return bytes(view)

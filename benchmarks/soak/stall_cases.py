@@ -167,6 +167,11 @@ def _many_parts() -> list[StallCase]:
         ),
         _one("100,000 prompts", _COMPLETIONS, lambda: _prompt(prompt=["x"] * many)),
         _one("2,048 prompts", _COMPLETIONS, lambda: _prompt(prompt=["Hi"] * 2048, max_tokens=1)),
+        _one(
+            "2,048 prompts of 3 kB",
+            _COMPLETIONS,
+            lambda: _prompt(prompt=[(_PROSE * 40)[:3000]] * 2048, max_tokens=1),
+        ),
         _one("2,000,000 token ids", _COMPLETIONS, lambda: _prompt(prompt=[7] * (2 * _MB))),
         _one(
             "2,000,000 token ids, truncated",
@@ -435,6 +440,11 @@ def pooling_cases() -> list[StallCase]:
             "1,000 documents of 7 kB",
             rerank,
             lambda: {"query": "x", "documents": [long[:7000]] * 1000, "truncate_prompt_tokens": -1},
+        ),
+        _one(
+            "10,000 documents and a long query",
+            rerank,
+            lambda: {"query": long[:600], "documents": ["y"] * 10_000},
         ),
         _one("100,000 pairs", score, lambda: {"text_1": "x", "text_2": ["y"] * 100_000}),
         _one("/tokenize 7 MB", "/tokenize", lambda: {"prompt": long}),
