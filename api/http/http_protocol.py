@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import select
+import socket
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any, NamedTuple
@@ -36,6 +37,15 @@ _LINGER_S = 2.0
 _LOOK_S = 0.5
 # Linux has POLLRDHUP. Elsewhere a client that left is seen when it has closed both directions.
 _LEFT = getattr(select, "POLLRDHUP", 0) | select.POLLHUP | select.POLLERR
+# The system asks the other end of an idle connection after a minute whether it still has it, then
+# every 10 s. Six questions without an answer, or the answer that it has not, end the connection.
+# This notices a machine that was switched off. It also notices a client that left behind so many
+# unread bytes that its end of the connection does not arrive.
+_KEEP_ALIVE = {
+    name: value
+    for name, value in {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}.items()
+    if hasattr(socket, name)
+}
 
 
 class ReceiveLimits(NamedTuple):
@@ -120,6 +130,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        _keep_alive(transport.get_extra_info("socket"))
         self.flow = _Flow(transport, self._pause, self._read_on)
         if len(self.connections) > self._limits.num_connections:
             self._refuse_connection()
@@ -309,6 +320,14 @@ class HttpProtocol(HttpToolsProtocol):
         self._stop_watch()
         self.transport.resume_reading()
         self.loop.call_later(_LINGER_S, self.transport.close)
+
+
+def _keep_alive(connection: socket.socket) -> None:
+    """Let the system look whether the other end of a TCP connection is still there."""
+    if connection.family in (socket.AF_INET, socket.AF_INET6):
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in _KEEP_ALIVE.items():
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def _answer(error: InvalidRequestError) -> bytes:

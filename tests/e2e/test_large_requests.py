@@ -127,8 +127,8 @@ def test_a_prompt_is_scored_in_pieces_beside_a_stream(server):
     endless = {"prompt": "Once", "max_tokens": 2000, "ignore_eos": True}
     with (
         ThreadPoolExecutor(1) as pool,
-        server.sent(COMPLETIONS, endless, "endless") as connection,
         server.held_engine(),
+        server.sent(COMPLETIONS, endless, "endless") as connection,
     ):
         answer = pool.submit(
             HTTP.post, server.url + COMPLETIONS, json=scored, headers={"x-trace": "1"}
@@ -203,7 +203,7 @@ def test_a_client_that_leaves_while_its_body_is_prepared(server):
             assert server.log_of(f"waits-{number} ") == f"waits-{number} {line}"
         for connection in working:
             connection.close()
-        until(lambda: not large_forks(server), "a process works for a client that has left")
+    until(lambda: not large_forks(server), "a process works for a client that has left")
     for number in range(6, 8):  # the first ones may have ended before the processes were suspended
         assert "disconnected phase=preparation" in server.log_of(f"works-{number} ")
     assert server.load() == 0

@@ -9,6 +9,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 
 import httpx
 import psutil
@@ -194,6 +195,18 @@ class TestTime:
 
 
 class TestLeaving:
+    def test_the_system_looks_whether_the_client_is_there(self, server):
+        """Of a client that vanished, no byte comes. The kernel's list shows the timer of a socket."""
+        with Connection(server) as one:
+            one.send(head() + BODY)
+            assert one.answer()[0] == 200
+            (address, port), (_, own) = one.socket.getpeername(), one.socket.getsockname()
+            assert address == "127.0.0.1"
+            rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+            ends = f":{port:04X}", f":{own:04X}"
+            (timer,) = [row[5][:2] for row in rows if (row[1][8:], row[2][8:]) == ends]
+        assert timer == "02"  # keepalive
+
     @pytest.mark.parametrize("stream", [False, True])
     @pytest.mark.parametrize("count", [1, 2000])
     def test_with_requests_behind_the_body(self, server, stream, count):
