@@ -441,11 +441,7 @@ def pooling_cases() -> list[StallCase]:
             rerank,
             lambda: {"query": "x", "documents": [long[:7000]] * 1000, "truncate_prompt_tokens": -1},
         ),
-        _one(
-            "10,000 documents and a long query",
-            rerank,
-            lambda: {"query": long[:600], "documents": ["y"] * 10_000},
-        ),
+        _one("10,000 pairs", rerank, lambda: {"query": long[:600], "documents": ["y"] * 10_000}),
         _one("100,000 pairs", score, lambda: {"text_1": "x", "text_2": ["y"] * 100_000}),
         _one("/tokenize 7 MB", "/tokenize", lambda: {"prompt": long}),
     ]
