@@ -169,7 +169,7 @@ class Attention(nn.Module):
     Args:
         config: the model's configuration.
         options: dtype, device, attention backend and shard.
-        sliding_window: tokens that a row sees, itself included; 0 = all.
+        sliding_window: as `paged_attention` takes it.
         rope_kind: the rotary table, a key of `StepInputs.rope`; None = nothing is rotated.
         in_features: values of a token that queries, keys and values are made of; None = D.
 

@@ -66,7 +66,9 @@ class AttentionSpec:
     dtype: torch.dtype  # the dtype of queries, keys, values and output
     device: torch.device
     cache_dtype: torch.dtype | None = None  # the KV cache's dtype; None = `dtype`
-    sliding_window: int = 0  # tokens a row sees, itself included; 0 = all
+    sliding_window: int = (
+        0  # tokens a row sees, itself included; 0 = all; -C = see `paged_attention`
+    )
     soft_cap: float = 0.0  # logits = cap * tanh(logits / cap); 0 = none
     has_alibi: bool = False  # heads have slopes (ALiBi)
     has_sinks: bool = False  # heads have a logit that no key has
@@ -351,7 +353,9 @@ def paged_attention(
         v_cache: like `k_cache`, of Dv elements.
         metadata: where each row of the step belongs.
         scale: factor on the logits, usually D ** -0.5.
-        sliding_window: tokens a row sees, itself included; 0 = all.
+        sliding_window: tokens a row sees, itself included; 0 = all; -C = those of its own chunk:
+            the context is cut into chunks of C tokens, and the row at position p sees the keys
+            from p - p % C on.
         soft_cap: logits = cap * tanh(logits / cap); 0 = none.
         alibi_slopes: [Hq] float32 (ALiBi, arXiv:2108.12409): slope * (position of the key -
             position of the query) is added to the scaled and capped logits. None = nothing.

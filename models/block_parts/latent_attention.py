@@ -28,7 +28,7 @@ class LatentAttention(nn.Module):
     Args:
         config: the model's.
         options: dtype, device, attention backend and shard.
-        sliding_window: tokens that a row sees, itself included; 0 = all.
+        sliding_window: as `paged_attention` takes it.
         rope_kind: the rotary table, a key of `StepInputs.rope`.
     """
 

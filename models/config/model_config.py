@@ -66,7 +66,7 @@ class ModelConfig:
     activation: str  # a key of ops.activation.ACTIVATIONS
     tie_word_embeddings: bool
     rope: Rope | None  # None = ALiBi, learned absolute positions, or none at all
-    sliding_windows: tuple[int, ...]  # per layer; tokens a row sees, itself included; 0 = all
+    sliding_windows: tuple[int, ...]  # per layer, as `paged_attention` takes them
     dtype: torch.dtype  # the checkpoint's own
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
@@ -213,7 +213,7 @@ class ModelConfig:
             block_size=block_size,
             dtype=dtype,
             device=device,
-            sliding_window=max(self.sliding_windows, default=0),
+            sliding_window=max(self.sliding_windows, key=abs, default=0),
             soft_cap=self.attention_soft_cap,
             has_alibi=bool(self.alibi_slopes),
             has_sinks=self.block.has_sinks,

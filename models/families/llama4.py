@@ -71,7 +71,7 @@ class Llama4ForCausalLM(Decoder):
         has_norm = bool(hf_config.get("use_qk_norm", True))
         return replace(
             config,
-            max_model_len=_context(hf_config, config, rope_kinds),
+            sliding_windows=_windows(hf_config, config, rope_kinds),
             rope_kinds=rope_kinds,
             query_temperature=temperature,
             moe=_experts(hf_config, config.num_layers),
@@ -87,10 +87,10 @@ class Llama4ForCausalLM(Decoder):
         self.checkpoint_layout = replace(_LAYOUT, row_orders=orders)
 
 
-def _context(hf_config: HFConfig, config: ModelConfig, rope_kinds: tuple[str | None, ...]) -> int:
-    """The stated context, or the first chunk of it: beyond that, layers would see their own chunk
-    only, which the attention op can not express.
-    """
+def _windows(
+    hf_config: HFConfig, config: ModelConfig, rope_kinds: tuple[str | None, ...]
+) -> tuple[int, ...]:
+    """The windows of the layers, as `paged_attention` takes them: -C for chunks of C tokens."""
     by_type = {"chunked_attention", "full_attention"}
     kinds = hf_config.get("layer_types") or [
         "chunked_attention" if kind else "full_attention" for kind in rope_kinds
@@ -100,9 +100,12 @@ def _context(hf_config: HFConfig, config: ModelConfig, rope_kinds: tuple[str | N
             f"config.json: layer_types must have {' or '.join(sorted(by_type))} for each of the "
             f"{config.num_layers} layers, got {kinds}"
         )
-    if "chunked_attention" not in kinds or hf_config.get("attention_chunk_size", 8192) is None:
-        return config.max_model_len
-    return min(config.max_model_len, read_integer(hf_config, "attention_chunk_size", default=8192))
+    chunk = 0
+    if hf_config.get("attention_chunk_size", 8192) is not None:
+        chunk = read_integer(hf_config, "attention_chunk_size", default=8192)
+    if chunk >= config.max_model_len:
+        chunk = 0
+    return tuple(-chunk if kind == "chunked_attention" else 0 for kind in kinds)
 
 
 def _experts(hf_config: HFConfig, num_layers: int) -> MoESpec:

@@ -65,7 +65,7 @@ class AttentionCall:
     head_dim: int  # of queries and keys
     value_dim: int  # of values
     scale: float
-    sliding_window: int  # tokens that a row sees, itself included; 0 = all
+    sliding_window: int  # as `paged_attention` takes it
     soft_cap: float
     sinks: str = ""  # the name of the parameter; empty = there is none
 
@@ -337,7 +337,9 @@ def _make_mask(**arguments: Any) -> Tensor:
     window = int(arguments.get("local_size") or 0)
     with disable_proxy_modes_tracing(), unset_fake_temporarily():
         if not _is_causal(arguments["mask_function"], window):
-            raise _Unfit("its attention mask is not that of causal attention")
+            window = -window
+            if window == 0 or not _is_causal(arguments["mask_function"], window):
+                raise _Unfit("its attention mask is not that of causal attention")
         mask = torch.zeros(1)
     run = _current.get()
     run.kept.append(mask)
@@ -346,13 +348,20 @@ def _make_mask(**arguments: Any) -> Tensor:
 
 
 def _is_causal(function: Callable[..., Any], window: int) -> bool:
-    """Whether a mask function is that of causal attention with a window (0 = without)."""
-    begin = max(0, window - _MASK_SPAN // 2)
+    """Whether a mask function is that of causal attention with a window.
+
+    Args:
+        function: gives whether a row (its third argument) sees a column (its fourth one).
+        window: as `paged_attention` takes it.
+    """
+    begin = max(0, abs(window) - _MASK_SPAN // 2)
     rows = torch.arange(begin, begin + _MASK_SPAN)[:, None]
     columns = torch.arange(begin + _MASK_SPAN)[None]
     expected = columns <= rows
-    if window:
+    if window > 0:
         expected = expected & (columns > rows - window)
+    elif window < 0:
+        expected = expected & (columns >= rows - rows % -window)
     try:
         got = function(0, 0, rows, columns)
     except (RuntimeError, TypeError, IndexError):  # it reads tensors of the recorded run
@@ -386,7 +395,7 @@ def _attend(  # noqa: PLR0913 - transformers' signature
         raise _Unfit(f"{name} passes a mask of its own to attention")
     if is_causal is False:
         raise _Unfit(f"{name} is not causal")
-    if sliding_window is not None and window != sliding_window and window != 0:
+    if sliding_window is not None and abs(window) not in (sliding_window, 0):
         raise _Unfit(f"{name} has a window of {sliding_window}, and its mask one of {window}")
     head_dim = int(query.shape[-1])
     run.calls.append(

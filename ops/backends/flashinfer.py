@@ -59,6 +59,11 @@ def why_shape_unsupported(spec: AttentionSpec) -> str | None:
         # Its own ALiBi computes the slopes from the number of heads, in one of several ways.
         kind = "ALiBi slopes" if spec.has_alibi else "attention sinks"
         return f"has no {kind}, which the model needs; graphs.attention=triton serves that"
+    if spec.sliding_window < 0:
+        return (
+            "has no chunks of the context, which the model needs; "
+            "graphs.attention=triton serves that"
+        )
     if spec.head_dim not in _HEAD_DIMS:
         return f"needs a head size in {_HEAD_DIMS}, the model has {spec.head_dim}"
     return None

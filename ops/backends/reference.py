@@ -95,8 +95,10 @@ class ReferenceBackend:
             position = torch.arange(length - (end - begin), length, device=q.device)[:, None]
             context = torch.arange(length, device=q.device)[None, :]
             hidden = context > position
-            if sliding_window:
+            if sliding_window > 0:
                 hidden |= context <= position - sliding_window
+            elif sliding_window < 0:
+                hidden |= context < position - position % -sliding_window
             if alibi_slopes is not None:
                 logits = logits + alibi_slopes[:, None, None] * (context - position)
             logits = logits.masked_fill(hidden, float("-inf"))

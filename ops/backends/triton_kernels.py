@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from ostinato.ops.backends.triton_work_list import (
+    first_seen,
     first_tile,
     next_item,
     partition_size,
@@ -100,7 +101,7 @@ def _attend(
     acc, peak, total = state
     column = tl.arange(0, BLOCK_D)
     offset = tl.arange(0, BLOCK_N)
-    masked: tl.constexpr = CAUSAL or WINDOW > 0
+    masked: tl.constexpr = CAUSAL or WINDOW != 0
     # Block ids are loaded one tile ahead. If they were loaded in the iteration that uses them, the
     # software pipeline would have only one tile in flight.
     rows = _cache_rows(table, begin, end, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N)
@@ -116,8 +117,10 @@ def _attend(
             logits += slopes[:, None] * (key[None, :] - position[:, None]).to(tl.float32)
         if CAUSAL:
             logits = tl.where(key[None, :] <= position[:, None], logits, _MASKED)
-        if WINDOW > 0:
-            logits = tl.where(key[None, :] > position[:, None] - WINDOW, logits, _MASKED)
+        if WINDOW != 0:
+            logits = tl.where(
+                key[None, :] >= first_seen(position, WINDOW)[:, None], logits, _MASKED
+            )
         new_peak = tl.maximum(peak, tl.max(logits, 1))
         decay = tl.exp2(peak - new_peak)
         weights = tl.exp2(logits - new_peak[:, None])
@@ -178,7 +181,7 @@ def _attend_item(
 
     context = seq_len - query_len + tile * BLOCK_Q  # position of the tile's first token
     first = first_tile(context, WINDOW, BLOCK_N)
-    lowest = tl.maximum(context - WINDOW + 1, 0) if WINDOW > 0 else 0
+    lowest = first_seen(context, WINDOW)
     last = tl.minimum(context + BLOCK_Q, seq_len)
     num_parts = 1
     if MAX_PARTS > 1:

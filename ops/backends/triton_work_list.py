@@ -14,17 +14,25 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ("first_tile", "next_item", "partition_size", "work_items")
+__all__ = ("first_seen", "first_tile", "next_item", "partition_size", "work_items")
+
+
+@triton.jit
+def first_seen(position, WINDOW: tl.constexpr):
+    """The KV index of the first key visible from `position`."""
+    if WINDOW > 0:
+        first = tl.maximum(position - WINDOW + 1, 0)
+    elif WINDOW < 0:
+        first = position - position % -WINDOW
+    else:
+        first = position * 0
+    return first
 
 
 @triton.jit
 def first_tile(position, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
     """The KV index where the tile begins that holds the first key visible from `position`."""
-    if WINDOW > 0:
-        first = tl.maximum(position - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
-    else:
-        first = position * 0
-    return first
+    return first_seen(position, WINDOW) // BLOCK_N * BLOCK_N
 
 
 @triton.jit

@@ -105,7 +105,7 @@ GRID = [
         )
     ),
     *(replace(BASE, block_size=size) for size in (8, 32, 64, 128)),
-    *(replace(BASE, sliding_window=window) for window in (1, 50, 300)),
+    *(replace(BASE, sliding_window=window) for window in (1, 50, 300, -50, -300)),
     replace(BASE, soft_cap=30.0),
     replace(BASE, sliding_window=77, soft_cap=5.0, block_size=64),
     replace(BASE, has_alibi=True),

@@ -56,7 +56,7 @@ LLAMA4 = {
     "num_local_experts": 4,
     "interleave_moe_layer_step": 2,
     "no_rope_layers": [1, 0, 1],
-    "attention_chunk_size": 128,
+    "attention_chunk_size": 24,
     "floor_scale": 16,
     "attn_scale": 0.4,
     "rope_parameters": LLAMA3,

@@ -61,6 +61,8 @@ GRID = [
     (MIXED, shape(5, 1, 16, 128, FLOAT32, window=1)),
     (SHORT, shape(4, 2, 128, 64, FLOAT16)),
     (SHORT, shape(4, 1, 128, 8, FLOAT32, window=33)),
+    (MIXED, shape(4, 1, 64, 16, FLOAT32, window=-100)),
+    (SHORT, shape(8, 2, 64, 16, FLOAT16, window=-300, cap=5.0)),
     (SHORT, shape(2, 2, 256, 16, FLOAT32, cap=2.0)),
     (SHORT, shape(2, 1, 256, 32, FLOAT16)),
     (SHORT, shape(24, 1, 32, 16, FLOAT16)),
@@ -151,7 +153,7 @@ def test_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     ),
     group=st.integers(1, 5),
     size=st.sampled_from([8, 16, 64]),
-    window=st.sampled_from([0, 0, 5, 200]),
+    window=st.sampled_from([0, 0, 5, 200, -7, -200]),
 )
 def test_any_mix_of_lengths(
     lengths: list[tuple[int, int]], group: int, size: int, window: int

@@ -85,8 +85,10 @@ def dense(step: Step, shape: Shape, row: int) -> Tensor:
     key = torch.arange(length)
     query = torch.arange(length - num_queries, length)[:, None]
     seen = key <= query
-    if shape.sliding_window:
+    if shape.sliding_window > 0:
         seen &= key > query - shape.sliding_window
+    elif shape.sliding_window < 0:
+        seen &= key // -shape.sliding_window == query // -shape.sliding_window
     slopes, sinks = shape.per_head()
     added = torch.zeros(shape.num_heads, 1, length)
     if slopes is not None:
@@ -111,7 +113,7 @@ def dense(step: Step, shape: Shape, row: int) -> Tensor:
 @pytest.mark.parametrize(
     "extras", [{}, {"has_alibi": True}, {"has_sinks": True}, {"value_dim": 24}], ids=str
 )
-@pytest.mark.parametrize("window", [0, 1, 19])
+@pytest.mark.parametrize("window", [0, 1, 19, -19])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), HEADS)
 def test_reference_is_dense_attention(
     num_heads: int, num_kv_heads: int, window: int, extras: dict[str, Any]
@@ -157,7 +159,7 @@ def test_layouts(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("window", "soft_cap"), [(1, 0.0), (37, 0.0), (256, 0.0), (0, 5.0), (20, 3.0)]
+    ("window", "soft_cap"), [(1, 0.0), (37, 0.0), (256, 0.0), (-37, 0.0), (0, 5.0), (20, 3.0)]
 )
 def test_window_and_soft_cap(dtype: torch.dtype, window: int, soft_cap: float) -> None:
     check(CPU, MIXED, Shape(dtype=dtype, sliding_window=window, soft_cap=soft_cap))
@@ -329,7 +331,7 @@ def steps(draw: st.DrawFn) -> tuple[list[tuple[int, int]], Shape]:
         head_dim=8 * draw(st.integers(1, 18)),
         block_size=draw(st.sampled_from(BLOCK_SIZES)),
         dtype=draw(st.sampled_from(DTYPES)),
-        sliding_window=draw(st.sampled_from((0, 0, 1, 16, 65))),
+        sliding_window=draw(st.sampled_from((0, 0, 1, 16, 65, -1, -24, -100))),
         soft_cap=draw(st.sampled_from((0.0, 0.0, 2.5))),
         has_alibi=draw(st.booleans()),
         has_sinks=draw(st.booleans()),

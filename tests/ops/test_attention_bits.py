@@ -86,7 +86,7 @@ def test_chunks_and_batches_over_a_cache_of_eight_bits(
         assert torch.equal(alone, out[begin:end])
 
 
-@pytest.mark.parametrize("window", [0, 70])
+@pytest.mark.parametrize("window", [0, 70, -70])
 @pytest.mark.parametrize("exponent", [-120, -126, -130])
 def test_sums_that_become_subnormal_in_a_whole_prefill_and_in_chunks(
     level: LevelBackend, exponent: int, window: int

@@ -133,6 +133,9 @@ def test_why_unsupported() -> None:
     assert why_shape_unsupported(spec(has_sinks=True)) == (
         "has no attention sinks, which the model needs; graphs.attention=triton serves that"
     )
+    assert why_shape_unsupported(spec(sliding_window=-64)) == (
+        "has no chunks of the context, which the model needs; graphs.attention=triton serves that"
+    )
     assert why_shape_unsupported(spec(has_alibi=True)) == (
         "has no ALiBi slopes, which the model needs; graphs.attention=triton serves that"
     )

@@ -4,6 +4,8 @@
 // absolute positions. Each partition runs its own online softmax, and partitions are merged in order, whether one thread
 // or many computed them. Keys that a row does not see do not change its state. So the bits of a row do not depend on
 // the batch, the chunk, the tile or the number of threads.
+#include <cstdlib>
+
 #include "attention/attend.h"
 #include "attention/cache_write.h"
 #include "core/kernel.h"
@@ -166,11 +168,10 @@ void paged_attention(Call& call) {
   p.block_table_stride = block_table.strides[0];
   p.slot_mapping = slot_mapping.as<int64_t>();
   p.scaling = scaling_of(scale, soft_cap);
-  OSTINATO_CHECK(window >= 0, "paged_attention: sliding_window must be at least 0, got " + std::to_string(window));
   p.alibi_slopes = !alibi_slopes.exists() ? nullptr : alibi_slopes.as<float>();
   p.sinks = !sinks.exists() ? nullptr : sinks.as<float>();
   p.threads = call.threads();
-  p.window = window > kMaxWindow ? 0 : static_cast<int>(window);
+  p.window = std::abs(window) > kMaxWindow ? 0 : static_cast<int>(window);
   check_metadata(p, block_table.sizes[1]);
   const int64_t out_sizes[] = {q.sizes[0], q.sizes[1], v.sizes[2]};
   const Tensor out = call.empty(out_sizes, 3, q.dtype);

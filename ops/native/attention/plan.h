@@ -47,7 +47,7 @@ struct Problem {
   const int64_t* slot_mapping;
   LogitScaling scaling;
   bool is_bidirectional;  // every row sees all keys of its sequence; then there is no window
-  int window;  // 0 = all
+  int window;  // keys that a row sees, itself included; -C = those of its own chunk of C tokens; 0 = all
   const float* alibi_slopes;  // [num_heads] or null
   const float* sinks;         // [num_heads] or null
   Threads threads;
@@ -74,6 +74,12 @@ struct Plan {
   int num_workers = 1;
 };
 
+// The first key that the row at `position` sees.
+inline int first_seen_from(const Problem& p, int position) {
+  if (p.window < 0) return position - position % -p.window;
+  return p.window == 0 || position < p.window ? 0 : position + 1 - p.window;
+}
+
 inline double cost_of(const Problem& p, const QueryTile& tile) {
   return (tile.num_tokens * p.group + kTileCost) * (tile.last_key - tile.first_key);
 }
@@ -94,8 +100,7 @@ inline void add_tiles(const Problem& p, int seq, Plan& plan) {
       tile.num_tokens = num_queries - first < per_tile ? num_queries - first : per_tile;
       tile.first_position = length - num_queries + first;
       tile.last_key = p.is_bidirectional ? length : tile.first_position + tile.num_tokens;
-      tile.first_key = p.window > 0 ? tile.first_position + 1 - p.window : 0;
-      if (tile.first_key < 0) tile.first_key = 0;
+      tile.first_key = first_seen_from(p, tile.first_position);
       tile.first_partition = tile.first_key / kPartition;
       tile.last_partition = (tile.last_key + kPartition - 1) / kPartition;
       plan.tiles.push_back(tile);

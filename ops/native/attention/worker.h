@@ -317,7 +317,7 @@ class Worker {
     for (int r = 0; r < count; ++r) {
       const int position = tile.first_position + (row + r) / p_.group;
       const int last = (p_.is_bidirectional ? tile.last_key : position + 1) - first_key;
-      const int first = p_.window > 0 ? last - p_.window : 0;
+      const int first = first_seen_from(p_, position) - first_key;
       visible[r] = {first > 0 ? first : 0, last < kTile ? last : kTile};
       if (p_.alibi_slopes != nullptr) {
         const int head = tile.kv_head * p_.group + (row + r) % p_.group;

@@ -69,7 +69,6 @@ NEUTRAL_IN = {
     "llama-dynamic": {"rope_parameters.factor": "only for longer contexts than are served"},
     "llama4_text": {
         "interleave_moe_layer_step": "moe_layers says more",
-        "max_position_embeddings": "the context ends with the first chunk",
         "no_rope_layers": "entries past the last layer",
         "no_rope_layer_interval": "no_rope_layers says more",
     },
