@@ -100,6 +100,12 @@ def variants() -> Iterator[Variant]:
         "32/32 heads, D80": (KernelShape(32, 32, 80, 16, 2, 1 << 12), 0, 0.0),
         "16/8 heads, D256": (KernelShape(16, 8, 256, 16, 2, 1 << 13), 0, 0.0),
         "71/1 heads, D64": (KernelShape(71, 1, 64, 16, 2, 1 << 11), 0, 0.0),
+        "Llama 4 40/8 heads, D128, chunks": (KernelShape(40, 8, 128, 16, 2, 1 << 17), -8192, 0.0),
+        "DeepSeek-V2-Lite 16/16 heads, D192, Dv128": (
+            KernelShape(16, 16, 192, 16, 2, 1 << 17, value_dim=128),
+            0,
+            0.0,
+        ),
     }
     for model, (shape, window, cap) in models.items():
         combine = combine_constants(shape, window)
@@ -111,7 +117,11 @@ def variants() -> Iterator[Variant]:
                 role = "long" if is_long else "short"
                 yield Variant(model, role, "bfloat16", attention_kernel, constants, cache_dtype)
             write = write_constants(
-                shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.block_size
+                shape.num_heads,
+                shape.num_kv_heads,
+                shape.head_dim,
+                shape.value_size,
+                shape.block_size,
             )
             yield Variant(model, "write", "bfloat16", write_kv_kernel, write, cache_dtype)
     for head_dim in (128, 256):

@@ -92,15 +92,15 @@ def write_kv(
     """Store the step's keys and values at `slot_mapping`; zero the padding rows of `out`.
 
     Args:
-        out: [T, H, D] contiguous.
+        out: [T, H, Dv] contiguous.
         k: [T, Hkv, D], last dimension contiguous.
-        v: like `k`.
+        v: [T, Hkv, Dv], last dimension contiguous.
         k_cache: [num_blocks, Hkv, block_size, D] contiguous.
-        v_cache: like `k_cache`.
+        v_cache: like `k_cache`, of Dv elements.
         metadata: the step's; `query_start_loc` and `slot_mapping` are read.
     """
     num_tokens, num_kv_heads, head_dim = k.shape
-    constants = write_constants(out.shape[1], num_kv_heads, head_dim, k_cache.shape[2])
+    constants = write_constants(out.shape[1], num_kv_heads, head_dim, v.shape[2], k_cache.shape[2])
     write_kv_kernel[(num_tokens, ceil_div(num_kv_heads, constants["BLOCK_H"]))](
         out,
         k,
@@ -156,6 +156,7 @@ class TritonBackend:
             num_heads=spec.num_heads,
             num_kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,
+            value_dim=spec.value_dim,
             block_size=spec.block_size,
             itemsize=spec.dtype.itemsize,
             max_context=max_model_len,
@@ -188,7 +189,7 @@ class TritonBackend:
     ) -> Tensor:
         _check(q, k, v)
         _check_caches(k_cache, v_cache)
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        out = torch.empty((*q.shape[:2], v.shape[2]), dtype=q.dtype, device=q.device)
         if q.shape[0] == 0:
             return out
         write_kv(out, k, v, k_cache, v_cache, metadata)
@@ -268,6 +269,7 @@ def _attend(
         num_heads=q.shape[1],
         num_kv_heads=k_cache.shape[1],
         head_dim=q.shape[2],
+        value_dim=v_cache.shape[3],
         block_size=k_cache.shape[2],
         itemsize=q.element_size(),
         max_context=metadata.block_table.shape[1] * k_cache.shape[2],
@@ -295,16 +297,13 @@ def _attend(
 
 def why_shape_unsupported(spec: AttentionSpec) -> str | None:
     """The reason the kernels cannot take `spec`'s shapes and type, whatever the device."""
-    if spec.has_two_head_sizes:
-        return f"needs keys and values of one size, the model has {spec.head_dim}, {spec.value_dim}"
     if spec.dtype not in _DTYPES:
         return f"needs float16, bfloat16 or float32, the model has {spec.dtype}"
     if spec.converts_cache and spec.cache_dtype is not torch.float8_e4m3fn:
         return f"needs a cache of the model's type or of float8_e4m3fn, not {spec.cache_dtype}"
-    if not 16 <= spec.head_dim <= 256 or spec.head_dim % 8:
-        return (
-            f"needs a head size in [16, 256] that is a multiple of 8, the model has {spec.head_dim}"
-        )
+    for size in (spec.head_dim, spec.value_dim or spec.head_dim):
+        if not 16 <= size <= 256 or size % 8:
+            return f"needs a head size in [16, 256] that is a multiple of 8, the model has {size}"
     if spec.num_heads // spec.num_kv_heads > MAX_TILE_ROWS:
         return (
             f"needs at most {MAX_TILE_ROWS} query heads per KV head, the model has "
@@ -343,7 +342,7 @@ class _Launch:
         partial_shape = (rows, shape.num_heads, parts)
         partial_lse = torch.empty(partial_shape, dtype=torch.float32, device=self.q.device)
         partial_out = torch.empty(
-            (*partial_shape, shape.head_dim), dtype=torch.float32, device=self.q.device
+            (*partial_shape, shape.value_size), dtype=torch.float32, device=self.q.device
         )
         items = min(num_tokens, self.num_seqs) * shape.num_kv_heads * parts
         programs = min(items, self._processors() * _PROGRAMS_PER_PROCESSOR)

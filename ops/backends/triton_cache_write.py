@@ -26,11 +26,11 @@ def _to_cache(tile, dtype: tl.constexpr):
     do_not_specialize_on_alignment=["query_start_loc", "slot_mapping"],
 )
 def write_kv_kernel(
-    out,  # [T, H, D] contiguous: its padding rows are zeroed
+    out,  # [T, H, Dv] contiguous: its padding rows are zeroed
     k,  # [T, NUM_KV_HEADS, D]
-    v,
+    v,  # [T, NUM_KV_HEADS, Dv]
     k_cache,  # [num_blocks, NUM_KV_HEADS, BLOCK_SIZE, D] contiguous
-    v_cache,
+    v_cache,  # like k_cache, of Dv elements
     query_start_loc,
     slot_mapping,  # [T] int64
     num_seqs,
@@ -41,9 +41,11 @@ def write_kv_kernel(
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
 ):
     """Program (token, block of KV heads): store its keys and values in the cache.
 
@@ -53,24 +55,28 @@ def write_kv_kernel(
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     column = tl.arange(0, BLOCK_D)
+    value_column = tl.arange(0, BLOCK_V)
     ok = (head < NUM_KV_HEADS)[:, None] & (column < HEAD_DIM)[None, :]
+    value_ok = (head < NUM_KV_HEADS)[:, None] & (value_column < VALUE_DIM)[None, :]
     slot = tl.load(slot_mapping + token)
     num_tokens = tl.load(query_start_loc + num_seqs)
     keys = tl.load(
         k + token * k_stride_token + head[:, None] * k_stride_head + column[None, :], mask=ok
     )
     values = tl.load(
-        v + token * v_stride_token + head[:, None] * v_stride_head + column[None, :], mask=ok
+        v + token * v_stride_token + head[:, None] * v_stride_head + value_column[None, :],
+        mask=value_ok,
     )
     row = (slot // BLOCK_SIZE * NUM_KV_HEADS + head) * BLOCK_SIZE + slot % BLOCK_SIZE
     target = row[:, None] * HEAD_DIM + column[None, :]
     tl.store(k_cache + target, _to_cache(keys, k_cache.dtype.element_ty), mask=ok)
-    tl.store(v_cache + target, _to_cache(values, v_cache.dtype.element_ty), mask=ok)
+    target = row[:, None] * VALUE_DIM + value_column[None, :]
+    tl.store(v_cache + target, _to_cache(values, v_cache.dtype.element_ty), mask=value_ok)
     if token >= num_tokens:
-        zeros = tl.zeros([BLOCK_H, BLOCK_D], out.dtype.element_ty)
+        zeros = tl.zeros([BLOCK_H, BLOCK_V], out.dtype.element_ty)
         for member in range(GROUP):
             tile = (token * NUM_KV_HEADS + head)[:, None] * GROUP + member
-            tl.store(out + tile * HEAD_DIM + column[None, :], zeros, mask=ok)
+            tl.store(out + tile * VALUE_DIM + value_column[None, :], zeros, mask=value_ok)
 
 
 @triton.jit(

@@ -8,8 +8,8 @@ Sources of the algorithms: FlashAttention-2 (Dao, 2023) for the online softmax, 
 et al., 2023) for split-KV, PagedAttention (Kwon et al., 2023) for the block table, FlashInfer (Ye
 et al., 2024) and vLLM's unified Triton kernel for packing the query heads of a group in one tile.
 
-Legend: M rows of a query tile, N keys of a KV tile, D head size, S sequences, P KV partitions, H
-query heads.
+Legend: M rows of a query tile, N keys of a KV tile, D elements of a head of queries and keys, Dv of
+a head of values, S sequences, P KV partitions, H query heads.
 """
 
 from __future__ import annotations
@@ -90,16 +90,19 @@ def _attend(
     slopes,  # [M] ALiBi slopes in units of log2, or None
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
     CAUSAL: tl.constexpr,  # False where every row sees every key of the range
 ):
-    """Fold the keys [begin, end) into the running softmax: (acc [M, D], peak [M], total [M])."""
+    """Fold the keys [begin, end) into the running softmax: (acc [M, Dv], peak [M], total [M])."""
     acc, peak, total = state
     column = tl.arange(0, BLOCK_D)
+    value_column = tl.arange(0, BLOCK_V)
     offset = tl.arange(0, BLOCK_N)
     masked: tl.constexpr = CAUSAL or WINDOW != 0
     # Block ids are loaded one tile ahead. If they were loaded in the iteration that uses them, the
@@ -109,6 +112,7 @@ def _attend(
         key = start + offset
         known = (key >= lowest) & (key < end)
         tile = rows[:, None] * HEAD_DIM + column[None, :]
+        value_tile = rows[:, None] * VALUE_DIM + value_column[None, :]
         rows = _cache_rows(table, start + BLOCK_N, end, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N)
         keys = _load_tile(k_head + tile, known, column < HEAD_DIM, masked, BLOCK_D != HEAD_DIM)
         dots = tl.dot(queries, tl.trans(keys.to(queries.dtype)), input_precision="ieee")
@@ -127,7 +131,9 @@ def _attend(
         total = total * decay + tl.sum(weights, 1)
         acc = acc * decay[:, None]
         # Rows past the context may hold NaN, and 0 * NaN is NaN: they are read as 0.
-        values = _load_tile(v_head + tile, known, column < HEAD_DIM, masked, BLOCK_D != HEAD_DIM)
+        values = _load_tile(
+            v_head + value_tile, known, value_column < VALUE_DIM, masked, BLOCK_V != VALUE_DIM
+        )
         acc = tl.dot(
             weights.to(queries.dtype), values.to(queries.dtype), acc, input_precision="ieee"
         )
@@ -152,12 +158,14 @@ def _attend_item(
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
     MAX_PARTS: tl.constexpr,
     MIN_PART_TILES: tl.constexpr,
 ):
@@ -190,23 +198,25 @@ def _attend_item(
         first += local * part_size
         last = tl.minimum(first + part_size, last)
     state = (
-        tl.zeros([BLOCK_M, BLOCK_D], tl.float32),
+        tl.zeros([BLOCK_M, BLOCK_V], tl.float32),
         tl.full([BLOCK_M], _MASKED, tl.float32),
         tl.zeros([BLOCK_M], tl.float32),
     )
     slopes = None if alibi_slopes is None else tl.load(alibi_slopes + head) * _LOG2_E
     k_head = k_cache + kv_head * (BLOCK_SIZE * HEAD_DIM)
-    v_head = v_cache + kv_head * (BLOCK_SIZE * HEAD_DIM)
+    v_head = v_cache + kv_head * (BLOCK_SIZE * VALUE_DIM)
     if MAX_PARTS == 1 and WINDOW == 0:  # long queries: most keys lie below the diagonal
         diagonal = (context + 1) // BLOCK_N * BLOCK_N
         state = _attend(
             state, queries, context + member, k_head, v_head, table, first, diagonal, lowest, scale,
-            slopes, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, SOFT_CAP, BLOCK_N, BLOCK_D, False,
+            slopes, NUM_KV_HEADS, HEAD_DIM, VALUE_DIM, BLOCK_SIZE, WINDOW, SOFT_CAP,
+            BLOCK_N, BLOCK_D, BLOCK_V, False,
         )  # fmt: skip
         first = diagonal
     acc, peak, total = _attend(
         state, queries, context + member, k_head, v_head, table, first, last, lowest, scale,
-        slopes, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, SOFT_CAP, BLOCK_N, BLOCK_D, True,
+        slopes, NUM_KV_HEADS, HEAD_DIM, VALUE_DIM, BLOCK_SIZE, WINDOW, SOFT_CAP,
+        BLOCK_N, BLOCK_D, BLOCK_V, True,
     )  # fmt: skip
 
     if sinks is not None:
@@ -218,28 +228,29 @@ def _attend_item(
         acc = acc * decay[:, None]
         peak = new_peak
     acc = acc / total[:, None]
-    stored = row_ok[:, None] & (column < HEAD_DIM)[None, :]
+    value_column = tl.arange(0, BLOCK_V)
+    stored = row_ok[:, None] & (value_column < VALUE_DIM)[None, :]
     if num_parts == 1:
-        target = (member * NUM_HEADS + head)[:, None] * HEAD_DIM + column[None, :]
+        target = (member * NUM_HEADS + head)[:, None] * VALUE_DIM + value_column[None, :]
         tl.store(
-            out + first_row * (NUM_HEADS * HEAD_DIM) + target,
+            out + first_row * (NUM_HEADS * VALUE_DIM) + target,
             acc.to(out.dtype.element_ty),
             mask=stored,
         )
     else:
         slot = ((split_row + token) * NUM_HEADS + head).to(tl.int64) * MAX_PARTS + local
         tl.store(partial_lse + slot, peak + tl.log2(total), mask=row_ok)
-        tl.store(partial_out + slot[:, None] * HEAD_DIM + column[None, :], acc, mask=stored)
+        tl.store(partial_out + slot[:, None] * VALUE_DIM + value_column[None, :], acc, mask=stored)
 
 
 @triton.jit(do_not_specialize=["num_seqs"], do_not_specialize_on_alignment=_METADATA)
 def attention_kernel(
-    out,  # [T, H, D] contiguous
-    partial_out,  # [split rows, H, P, D] float32, used where a sequence has several partitions
+    out,  # [T, H, Dv] contiguous
+    partial_out,  # [split rows, H, P, Dv] float32, used where a sequence has several partitions
     partial_lse,  # [split rows, H, P] float32, log2 of the softmax denominator
     q,  # [T, H, D]
     k_cache,  # [num_blocks, NUM_KV_HEADS, BLOCK_SIZE, D] contiguous
-    v_cache,
+    v_cache,  # like k_cache, of Dv elements
     query_start_loc,  # [S+1] int32
     seq_lens,  # [S] int32
     block_table,  # [S, B] int32
@@ -253,6 +264,7 @@ def attention_kernel(
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,  # query heads per KV head
     HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
@@ -262,6 +274,7 @@ def attention_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,  # power of two, at least D
+    BLOCK_V: tl.constexpr,  # power of two, at least Dv
     MAX_PARTS: tl.constexpr,  # above 1 only where MAX_QUERY rows fit one tile
     MIN_PART_TILES: tl.constexpr,
 ):
@@ -298,8 +311,8 @@ def attention_kernel(
                 scale,
                 alibi_slopes,
                 sinks,
-                NUM_KV_HEADS, GROUP, HEAD_DIM, BLOCK_SIZE, WINDOW, SOFT_CAP,
-                BLOCK_M, BLOCK_N, BLOCK_D, MAX_PARTS, MIN_PART_TILES,
+                NUM_KV_HEADS, GROUP, HEAD_DIM, VALUE_DIM, BLOCK_SIZE, WINDOW, SOFT_CAP,
+                BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, MAX_PARTS, MIN_PART_TILES,
             )  # fmt: skip
         done = chunk_end
         split_done += tl.sum(split_rows)
@@ -316,15 +329,15 @@ def _combine_item(
     num_parts,
     sinks,  # [H] float32 or None
     NUM_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_P: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
     MAX_PARTS: tl.constexpr,
 ):
     """Join the partitions of one row's BLOCK_H heads, in their order."""
     part = tl.arange(0, BLOCK_P)
-    column = tl.arange(0, BLOCK_D)
+    column = tl.arange(0, BLOCK_V)
     head = first_head + tl.arange(0, BLOCK_H)
     head_ok = head < NUM_HEADS
     present = head_ok[:, None] & (part < num_parts)[None, :]
@@ -336,23 +349,23 @@ def _combine_item(
         peak = tl.maximum(peak, sink)
     weights = tl.where(present, tl.exp2(lse - peak[:, None]), 0.0)
     partial = tl.load(
-        partial_out + slot[:, :, None] * HEAD_DIM + column[None, None, :],
-        mask=present[:, :, None] & (column < HEAD_DIM)[None, None, :],
+        partial_out + slot[:, :, None] * VALUE_DIM + column[None, None, :],
+        mask=present[:, :, None] & (column < VALUE_DIM)[None, None, :],
         other=0.0,
-    )  # [H, P, D]
+    )  # [H, P, Dv]
     total = tl.sum(weights, 1)
     if sinks is not None:
         total += tl.exp2(sink - peak)
     total = tl.where(head_ok, total, 1.0)
     joined = tl.sum(partial * weights[:, :, None], 1) / total[:, None]
-    target = (token.to(tl.int64) * NUM_HEADS + head)[:, None] * HEAD_DIM + column[None, :]
-    stored = head_ok[:, None] & (column < HEAD_DIM)[None, :]
+    target = (token.to(tl.int64) * NUM_HEADS + head)[:, None] * VALUE_DIM + column[None, :]
+    stored = head_ok[:, None] & (column < VALUE_DIM)[None, :]
     tl.store(out + target, joined.to(out.dtype.element_ty), mask=stored)
 
 
 @triton.jit(do_not_specialize=["num_seqs"], do_not_specialize_on_alignment=_METADATA)
 def combine_kernel(
-    out,  # [T, H, D] contiguous
+    out,  # [T, H, Dv] contiguous
     partial_out,  # as attention_kernel has written them
     partial_lse,
     query_start_loc,
@@ -360,14 +373,14 @@ def combine_kernel(
     sinks,  # [H] float32 or None
     num_seqs,
     NUM_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
     WINDOW: tl.constexpr,
     MAX_QUERY: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_P: tl.constexpr,  # power of two, at least MAX_PARTS
-    BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
     MAX_PARTS: tl.constexpr,
     MIN_PART_TILES: tl.constexpr,
 ):
@@ -394,6 +407,6 @@ def combine_kernel(
             _combine_item(
                 out, partial_out, partial_lse, begin + token, split_row,
                 item % HEAD_BLOCKS * BLOCK_H, tl.cdiv(seq_len - first, part_size), sinks,
-                NUM_HEADS, HEAD_DIM, BLOCK_H, BLOCK_P, BLOCK_D, MAX_PARTS,
+                NUM_HEADS, VALUE_DIM, BLOCK_H, BLOCK_P, BLOCK_V, MAX_PARTS,
             )  # fmt: skip
         done = chunk_end

@@ -55,7 +55,8 @@ class KernelShape:
     Args:
         num_heads: query heads H.
         num_kv_heads: KV heads; divides H.
-        head_dim: D.
+        head_dim: D, of queries and keys.
+        value_dim: Dv, of values and of the output; 0 = D.
         block_size: tokens per cache block.
         itemsize: bytes of one element of queries, keys and values.
         max_context: tokens that a block table's row can hold.
@@ -71,14 +72,23 @@ class KernelShape:
     max_context: int
     converts_cache: bool = False
     shared_memory: int = 227 * 1024
+    value_dim: int = 0
 
     @property
     def group(self) -> int:
         return self.num_heads // self.num_kv_heads
 
     @property
+    def value_size(self) -> int:
+        return self.value_dim or self.head_dim
+
+    @property
     def block_d(self) -> int:
         return _power_of_two(self.head_dim)
+
+    @property
+    def block_v(self) -> int:
+        return _power_of_two(self.value_size)
 
     @property
     def short(self) -> TileShape:
@@ -111,9 +121,9 @@ class KernelShape:
         """The first tile that fits, from most to least wanted; the last when none does."""
         tile = None
         for tile in tiles:
-            keys_and_values = 2 * tile.num_stages * tile.block_n
-            rows = tile.block_m + keys_and_values
-            if rows * self.block_d * self.itemsize <= self.shared_memory:
+            loaded = tile.num_stages * tile.block_n
+            elements = (tile.block_m + loaded) * self.block_d + loaded * self.block_v
+            if elements * self.itemsize <= self.shared_memory:
                 return tile
         assert tile is not None, "no tile to choose from"
         return tile
@@ -138,7 +148,7 @@ class KernelShape:
         if self.max_partitions == 1:
             return 0
         rows = self.partial_rows(num_tokens, num_seqs) * self.num_heads * self.max_partitions
-        return rows * (self.head_dim + 1) * 4
+        return rows * (self.value_size + 1) * 4
 
 
 def attention_constants(
@@ -153,6 +163,7 @@ def attention_constants(
         "NUM_KV_HEADS": shape.num_kv_heads,
         "GROUP": shape.group,
         "HEAD_DIM": shape.head_dim,
+        "VALUE_DIM": shape.value_size,
         "BLOCK_SIZE": shape.block_size,
         "WINDOW": sliding_window,
         "SOFT_CAP": soft_cap,
@@ -162,6 +173,7 @@ def attention_constants(
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
         "BLOCK_D": shape.block_d,
+        "BLOCK_V": shape.block_v,
         "MAX_PARTS": 1 if is_long else shape.max_partitions,
         "MIN_PART_TILES": _MIN_PARTITION // tile.block_n,
         "num_warps": tile.num_warps,
@@ -173,17 +185,17 @@ def attention_constants(
 def combine_constants(shape: KernelShape, sliding_window: int) -> dict[str, int]:
     """What `combine_kernel` is specialised to, launch options included."""
     block_p = _power_of_two(shape.max_partitions)
-    block_h = max(1, _COMBINED_ELEMENTS // (block_p * shape.block_d))
+    block_h = max(1, _COMBINED_ELEMENTS // (block_p * shape.block_v))
     return {
         "NUM_HEADS": shape.num_heads,
-        "HEAD_DIM": shape.head_dim,
+        "VALUE_DIM": shape.value_size,
         "WINDOW": sliding_window,
         "MAX_QUERY": shape.max_short_query,
         "BLOCK_S": _SEQUENCES_PER_CHUNK,
         "BLOCK_H": min(_power_of_two(shape.num_heads), block_h),
         "BLOCK_N": shape.short.block_n,
         "BLOCK_P": block_p,
-        "BLOCK_D": shape.block_d,
+        "BLOCK_V": shape.block_v,
         "MAX_PARTS": shape.max_partitions,
         "MIN_PART_TILES": _MIN_PARTITION // shape.short.block_n,
         "num_warps": 8,
@@ -192,18 +204,20 @@ def combine_constants(shape: KernelShape, sliding_window: int) -> dict[str, int]
 
 
 def write_constants(
-    num_heads: int, num_kv_heads: int, head_dim: int, block_size: int
+    num_heads: int, num_kv_heads: int, head_dim: int, value_dim: int, block_size: int
 ) -> dict[str, int]:
     """What `write_kv_kernel` is specialised to, launch options included."""
-    block_d = _power_of_two(head_dim)
-    block_h = max(1, _WRITTEN_ELEMENTS // block_d)
+    block_d, block_v = _power_of_two(head_dim), _power_of_two(value_dim)
+    block_h = max(1, _WRITTEN_ELEMENTS // max(block_d, block_v))
     return {
         "NUM_KV_HEADS": num_kv_heads,
         "GROUP": num_heads // num_kv_heads,
         "HEAD_DIM": head_dim,
+        "VALUE_DIM": value_dim,
         "BLOCK_SIZE": block_size,
         "BLOCK_H": min(_power_of_two(num_kv_heads), block_h),
         "BLOCK_D": block_d,
+        "BLOCK_V": block_v,
         "num_warps": 4,
         "enable_fp_fusion": True,
     }

@@ -54,6 +54,7 @@ def make_spec(shape: Shape) -> AttentionSpec:
         num_heads=shape.num_heads,
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
+        value_dim=shape.value_dim,
         block_size=shape.block_size,
         dtype=shape.dtype,
         cache_dtype=shape.cache_dtype,
@@ -108,6 +109,7 @@ GRID = [
     *(replace(BASE, sliding_window=window) for window in (1, 50, 300, -50, -300)),
     replace(BASE, soft_cap=30.0),
     replace(BASE, sliding_window=77, soft_cap=5.0, block_size=64),
+    replace(BASE, num_heads=16, num_kv_heads=16, head_dim=192, value_dim=128),
     replace(BASE, has_alibi=True),
     replace(BASE, has_sinks=True, sliding_window=128),
     replace(BASE, has_alibi=True, has_sinks=True, cache_dtype=FP8),
@@ -122,7 +124,7 @@ GRID = [
 def label(shape: Shape) -> str:
     return (
         f"{str(shape.dtype)[6:]}-{shape.num_heads}x{shape.num_kv_heads}-d{shape.head_dim}"
-        f"-b{shape.block_size}-w{shape.sliding_window}-c{shape.soft_cap}"
+        f"-v{shape.value_dim}-b{shape.block_size}-w{shape.sliding_window}-c{shape.soft_cap}"
         + "-fp8" * (shape.cache_dtype is not None)
         + "-alibi" * shape.has_alibi
         + "-sinks" * shape.has_sinks

@@ -36,6 +36,7 @@ def shape(
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=dim,
+        value_dim=int(more.get("value", 0)),
         block_size=size,
         dtype=dtype,
         sliding_window=int(more.get("window", 0)),
@@ -62,6 +63,9 @@ GRID = [
     (SHORT, shape(4, 2, 128, 64, FLOAT16)),
     (SHORT, shape(4, 1, 128, 8, FLOAT32, window=33)),
     (MIXED, shape(4, 1, 64, 16, FLOAT32, window=-100)),
+    (MIXED, shape(4, 2, 48, 16, FLOAT32, value=32)),
+    (SHORT, shape(2, 1, 24, 16, FLOAT16, value=80)),
+    (MIXED, shape(3, 3, 96, 16, FLOAT16, value=64, window=20)),
     (SHORT, shape(8, 2, 64, 16, FLOAT16, window=-300, cap=5.0)),
     (SHORT, shape(2, 2, 256, 16, FLOAT32, cap=2.0)),
     (SHORT, shape(2, 1, 256, 32, FLOAT16)),
@@ -77,7 +81,7 @@ def label(value: object) -> str | None:
     if isinstance(value, Shape):
         return (
             f"{str(value.dtype)[6:]}-{value.num_heads}x{value.num_kv_heads}-d{value.head_dim}"
-            f"-b{value.block_size}-w{value.sliding_window}-c{value.soft_cap}"
+            f"-v{value.value_dim}-b{value.block_size}-w{value.sliding_window}-c{value.soft_cap}"
             + "-alibi" * value.has_alibi
             + "-sinks" * value.has_sinks
         )

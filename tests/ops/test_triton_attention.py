@@ -83,6 +83,11 @@ def test_why_unsupported_names_the_device(more: dict[str, object], reason: str) 
             {"head_dim": 8},
             "needs a head size in [16, 256] that is a multiple of 8, the model has 8",
         ),
+        ({"head_dim": 192, "value_dim": 128}, None),
+        (
+            {"value_dim": 512},
+            "needs a head size in [16, 256] that is a multiple of 8, the model has 512",
+        ),
         (
             {"num_heads": 256, "num_kv_heads": 1},
             "needs at most 128 query heads per KV head, the model has 256",
