@@ -50,10 +50,11 @@ struct KeyColumns {
   const Step* columns[kTile / (kWidth < kMinGroup ? kWidth : kMinGroup)];
 };
 
-// Prefetches the cache line of vector `c` of a row when it is the line's first.
+// Prefetches the cache line of the steps at `place` of a group or a row when they are the line's first.
 template <class Step>
-OSTINATO_INLINE void prefetch_line(const Step* vector, int c) {
-  if (c * kWidth * sizeof(Step) % 64 == 0) __builtin_prefetch(vector, 0, 2);  // into the second-level cache
+OSTINATO_INLINE void prefetch_line(const Step* steps, int place) {
+  // A tile of 8 bits fits into the first-level cache, others into the second.
+  if (place * sizeof(Step) % 64 == 0) __builtin_prefetch(steps, 0, sizeof(Step) == 1 ? 3 : 2);
 }
 
 // out [kRows][kVectors] = queries times the keys of kVectors vectors. What the next tile reads at the same place
@@ -71,7 +72,9 @@ void score(const typename S::Factor* queries, int num_steps, const typename S::S
   for (int step = 0, offset = 0; step < num_steps; ++step, offset += tokens) {
     if (next != nullptr) {
 #pragma GCC unroll 8
-      for (int c = 0; c < kVectors * kHalves; ++c) prefetch_line(next[c] + offset, kHalves == 1 ? c : 0);
+      for (int c = 0; c < kVectors * kHalves; ++c) {
+        prefetch_line(next[c] + offset, offset + (kHalves == 1 ? c * kWidth & (tokens - 1) : 0));
+      }
     }
     for_parts<S>([&]<int kPart>(std::integral_constant<int, kPart>) __attribute__((always_inline)) {
       decltype(S::template load<kPart>(*columns)) keys[kVectors];
@@ -149,7 +152,7 @@ void add_values(const ValueRows<S>& values, int column, float* out, int out_stri
     for (int step = 0; step < whole; ++step, row += values.value_dim) {
       if (next != nullptr) {
 #pragma GCC unroll 8
-        for (int c = 0; c < kVectors; ++c) prefetch_line(next + c * kWidth, c);
+        for (int c = 0; c < kVectors; ++c) prefetch_line(next + c * kWidth, c * kWidth);
         next += values.value_dim;
       }
       add(row, std::false_type{});

@@ -234,17 +234,21 @@ class Worker {
                          widened);
       run_blocks(tile, first_key, widened, nullptr, rows, state);
     } else {
-      if constexpr (kHasScales) collect_scales(groups);
+      if constexpr (kHasScales) collect_scales(groups, next);
       run_blocks(tile, first_key, groups, next, rows, state);
     }
   }
 
-  void collect_scales(const TileGroups<Unit>& groups) {
+  // Reads the scales of a tile, and prefetches those of the next one.
+  void collect_scales(const TileGroups<Unit>& groups, const TileGroups<Unit>* next) {
     const int64_t key_size = static_cast<int64_t>(tokens_) * p_.head_dim;
     const int64_t value_size = static_cast<int64_t>(tokens_) * p_.value_dim;
     for (int i = 0; i < kTile / tokens_; ++i) {
       std::memcpy(scales_.keys + i * tokens_, groups.keys[i] + key_size, tokens_ * sizeof(float));
       std::memcpy(scales_.values + i * tokens_, groups.values[i] + value_size, tokens_ * sizeof(float));
+      if (next == nullptr) continue;
+      __builtin_prefetch(next->keys[i] + key_size, 0, 3);
+      __builtin_prefetch(next->values[i] + value_size, 0, 3);
     }
   }
 
