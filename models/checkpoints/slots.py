@@ -30,6 +30,11 @@ _INTEGERS = (torch.int64, torch.int32)
 class Slot(Protocol):
     """The place of one stored tensor."""
 
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """The shape that the tensor must have in the checkpoint."""
+        ...
+
     def fill(self, stored_name: str, tensor: Tensor, matrices: range | None = None) -> None:
         """Take the tensor. Its values are copied before its file is closed.
 
@@ -176,10 +181,13 @@ class _ParameterSlot:
     offset: float  # added to what is stored
     span: Span | None = None  # the elements of a stored vector that the parameter holds; None = all
 
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        return tuple(self.parameter.shape) if self.span is None else (self.span.total,)
+
     def fill(self, stored_name: str, tensor: Tensor, matrices: range | None = None) -> None:
-        shape = tuple(self.parameter.shape) if self.span is None else (self.span.total,)
         is_float = self.parameter.is_floating_point()
-        _check(stored_name, tensor, shape, FLOATS if is_float else _INTEGERS)
+        _check(stored_name, tensor, self.stored_shape, FLOATS if is_float else _INTEGERS)
         if self.span is not None:
             tensor = tensor.narrow(0, self.span.start, self.span.size)
         value = tensor if self.order is None else tensor[self.order]
@@ -200,6 +208,13 @@ class MatrixSlot:
     parts: tuple[Part, ...]  # this rank's parts: one, one for each expert of a stack, or none
     transposed: bool  # stored as [in, out]
     experts: Span | None = None  # for a stack: the experts of this rank
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        shape = self.stored.shape(*self.size)
+        if self.transposed:
+            shape = tuple(reversed(shape))
+        return shape if self.experts is None else (self.experts.total, *shape)
 
     def fill(self, stored_name: str, tensor: Tensor, matrices: range | None = None) -> None:
         value = self._checked(stored_name, tensor)
@@ -224,12 +239,7 @@ class MatrixSlot:
             )
 
     def _checked(self, stored_name: str, tensor: Tensor) -> Tensor:
-        shape = self.stored.shape(*self.size)
-        if self.transposed:
-            shape = tuple(reversed(shape))
-        if self.experts is not None:
-            shape = (self.experts.total, *shape)
-        _check(stored_name, tensor, shape, self.stored.dtypes)
+        _check(stored_name, tensor, self.stored_shape, self.stored.dtypes)
         return tensor.transpose(-1, -2) if self.transposed else tensor
 
 

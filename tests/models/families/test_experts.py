@@ -138,7 +138,16 @@ def test_a_nan_in_a_router_spoils_its_own_token_alone(
 
 
 @pytest.mark.parametrize("quantization", [Quantization.int8, Quantization.int4])
-@pytest.mark.parametrize("name", [NAME, "glm4-moe", "deepseek-v3"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(NAME, "glm4-moe", "deepseek-v3"),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("gpt-oss", "granitemoe", "llama4", "mixtral", "olmoe", "qwen2-moe")
+        ),
+    ],
+)
 def test_quantised_experts_are_the_sum_of_their_dense_ones(
     tmp_path: Path, name: str, quantization: Quantization
 ) -> None:
