@@ -32,6 +32,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import ostinato
 import ostinato.conf
 from ostinato.benchmarks.machine.described_device import described_devices
@@ -45,7 +47,7 @@ _LEAST_S = 5.0  # a stage is not started with less time
 
 
 def main(arguments: list[str]) -> int:
-    """Run the chosen stages; returns 1 if one of them failed."""
+    """Run the chosen stages; returns 1 if one of them failed, 2 without a GPU."""
     options = _parse(arguments)
     if options.start:
         from ostinato.benchmarks.gpu.stages import start
@@ -56,6 +58,12 @@ def main(arguments: list[str]) -> int:
         return _describe_here(options.described, options.tiny, Path(options.output))
     if options.stage:
         return _run_here(options.stage, options.tiny, Path(options.output))
+    if not (options.tiny or options.without_device or torch.cuda.is_available()):
+        print(
+            "no GPU is visible; --without-device lists what one would run, --tiny runs on a CPU",
+            file=sys.stderr,
+        )
+        return 2
     output = Path(options.output)
     record = _read(output)
     record["conditions"] = _conditions(arguments)

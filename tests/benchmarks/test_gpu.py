@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ostinato.benchmarks.gpu.__main__ import _run_apart
+from ostinato.benchmarks.gpu.__main__ import _run_apart, main
 from ostinato.benchmarks.machine.roofline import Machine, ModelSizes, sizes_of
 from ostinato.conf.compose import load_config
 from ostinato.runtime.startup.plan.model_source import open_model
@@ -102,6 +102,14 @@ def test_all_of_it_in_small(tmp_path: Path) -> None:
     assert {row["path"] for row in found["sampler"]["rows"]} == {"greedy", "full", "narrow", "wide"}
     assert set(found["startup-qwen3-0.6b"]) == {"cold", "warm"}
     assert record["conditions"]["command"] == command[3:]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_ends_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "gpu.json"
+    assert main(["--output", str(output)]) == 2
+    assert "no GPU is visible; --without-device" in capsys.readouterr().err
+    assert not output.exists()
 
 
 def test_no_time_left_is_recorded(tmp_path: Path) -> None:
