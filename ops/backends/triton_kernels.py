@@ -121,7 +121,9 @@ def _attend(
             logits += slopes[:, None] * (key[None, :] - position[:, None]).to(tl.float32)
         if CAUSAL:
             logits = tl.where(key[None, :] <= position[:, None], logits, _MASKED)
-        if WINDOW != 0:
+        if WINDOW > 0:  # `first_seen` would take registers that some tiles do not have
+            logits = tl.where(key[None, :] > position[:, None] - WINDOW, logits, _MASKED)
+        if WINDOW < 0:
             logits = tl.where(
                 key[None, :] >= first_seen(position, WINDOW)[:, None], logits, _MASKED
             )

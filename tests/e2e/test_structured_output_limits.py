@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
 import signal
 import sys
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -147,25 +149,28 @@ class TestProcess:
             for process in grammar_processes(server):
                 process.suspend()
 
-        def held(choice: str) -> Future[dict[str, Any]]:
-            return pool.submit(complete, server, structured_outputs={"choice": [choice]})
+        def held(choice: str, request_id: str) -> http.client.HTTPConnection:
+            body = {"prompt": "A", "structured_outputs": {"choice": [choice]}}
+            connection = server.send("/v1/completions", body, request_id)
+            complete(server, max_tokens=5)  # by its answer, the one before waits for a process
+            return connection
+
+        def text(connection: http.client.HTTPConnection) -> str:
+            with closing(connection):
+                return json.loads(connection.getresponse().read())["choices"][0]["text"]
 
         complete(server, structured_outputs={"choice": ["warm"]})
-        with ThreadPoolExecutor(2) as pool:
-            suspend()
-            answers = [held("hold 0")]
-            complete(server, structured_outputs={"choice": ["warm as well"]})  # the other process
-            suspend()
-            answers.append(held("hold 1"))
-            body = {"prompt": "A", "structured_outputs": {"choice": ["gone"]}}
-            leaving = server.send("/v1/completions", body, "left")
-            complete(server, max_tokens=5)  # by its answer, the one before waits in the queue
-            leaving.close()
-            line = "left disconnected phase=grammar endpoint=/v1/completions"
-            assert server.log_of("left ") == line
-            for process in grammar_processes(server):
-                process.resume()
-            assert [one.result(PATIENCE_S)["text"] for one in answers] == ["hold 0", "hold 1"]
+        suspend()
+        answers = [held("hold 0", "first")]
+        complete(server, structured_outputs={"choice": ["warm as well"]})  # the other process
+        suspend()
+        answers.append(held("hold 1", "second"))
+        held("gone", "left").close()
+        line = "left disconnected phase=grammar endpoint=/v1/completions"
+        assert server.log_of("left ") == line
+        for process in grammar_processes(server):
+            process.resume()
+        assert [text(one) for one in answers] == ["hold 0", "hold 1"]
 
     def test_none_can_be_started(self, server, python):
         """The server cannot start a process, so it answers 503, not 400."""
