@@ -52,7 +52,7 @@ _LOG = logging.getLogger(__name__)
 
 # Seconds of an encoder's step on a CPU. Another client's text waits for the rest of a step, and
 # then for its own.
-_TEXT_STEP_S = 0.04
+_TEXT_STEP_S = 0.03
 
 
 def build_engine(
