@@ -20,7 +20,7 @@ from ostinato.ops.gpu_quantized.packed_bytes import (
 )
 from ostinato.ops.gpu_quantized.triton_quantized_linear import multiply_tile, tile_constants
 from ostinato.ops.moe.triton_moe_linear import combine_slots
-from ostinato.ops.moe.triton_routing import expert_order
+from ostinato.ops.moe.triton_routing import expert_order, pairs_of_tile
 from ostinato.ops.quantized_reference import QuantFormat
 
 __all__ = ("quantized_experts_constants", "quantized_experts_kernel", "quantized_moe_on_cuda")
@@ -54,19 +54,10 @@ def quantized_experts_kernel(
     BLOCK_K: tl.constexpr,
 ):
     """One program for each tile of pairs and each tile of columns."""
-    tile = tl.program_id(0)
-    lane = tl.arange(0, BLOCK_E)
-    end = tl.load(ends + lane, mask=lane < NUM_EXPERTS, other=0)
-    begin = tl.load(ends + lane - 1, mask=(lane > 0) & (lane < NUM_EXPERTS), other=0)
-    tiles = (end - begin + BLOCK_M - 1) // BLOCK_M  # of each expert
-    before = tl.cumsum(tiles, 0) <= tile
-    if tile < tl.sum(tiles):
-        expert = tl.sum(before.to(tl.int32))
-        first = tl.sum(tl.where(lane == expert, begin, 0))
-        first += (tile - tl.sum(tl.where(before, tiles, 0))) * BLOCK_M
-        place = first + tl.arange(0, BLOCK_M)
-        is_pair = place < tl.sum(tl.where(lane == expert, end, 0))
-        pair = tl.load(order + place, mask=is_pair, other=0)
+    expert, pair, is_pair = pairs_of_tile(
+        tl.program_id(0), order, ends, NUM_EXPERTS, BLOCK_E, BLOCK_M
+    )
+    if expert < NUM_EXPERTS:
         row = pair // SLOTS if IS_SHARED else pair
         column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
         skipped = expert.to(tl.int64) * ((N + 31) // 32 * PANEL_BYTES)  # bytes

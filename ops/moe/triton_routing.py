@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ("expert_order", "expert_order_kernel", "launch_route", "route_kernel")
+__all__ = ("expert_order", "expert_order_kernel", "launch_route", "pairs_of_tile", "route_kernel")
 
 _MOST_COUNTED = 8192  # pairs; more are sorted by torch, because counting compares all with all
 _PAIRS, _OTHERS = 32, 128  # pairs of a program, and how many it compares them with at a time
@@ -145,6 +145,34 @@ def expert_order_kernel(
         place += tl.sum((others[None, :] < key[:, None]).to(tl.int32), 1)
     tl.store(order + place, item.to(tl.int64), mask=is_pair)
     tl.store(ends + item - num_pairs, place.to(tl.int64), mask=is_expert)
+
+
+@triton.jit
+def pairs_of_tile(
+    tile,
+    order,
+    ends,
+    NUM_EXPERTS: tl.constexpr,
+    BLOCK_E: tl.constexpr,  # power of two, at least NUM_EXPERTS
+    BLOCK_M: tl.constexpr,
+):
+    """The pairs that a tile of a grouped product multiplies; `order` and `ends` as `expert_order`.
+
+    Returns:
+        Their expert, at least NUM_EXPERTS for a tile without pairs; the pairs [BLOCK_M]; which of
+        them there are [BLOCK_M].
+    """
+    lane = tl.arange(0, BLOCK_E)
+    end = tl.load(ends + lane, mask=lane < NUM_EXPERTS, other=0)
+    begin = tl.load(ends + lane - 1, mask=(lane > 0) & (lane < NUM_EXPERTS), other=0)
+    tiles = (end - begin + BLOCK_M - 1) // BLOCK_M  # of each expert
+    before = tl.cumsum(tiles, 0) <= tile
+    expert = tl.sum(before.to(tl.int32))
+    first = tl.sum(tl.where(lane == expert, begin, 0))
+    first += (tile - tl.sum(tl.where(before, tiles, 0))) * BLOCK_M
+    place = first + tl.arange(0, BLOCK_M)
+    is_pair = place < tl.sum(tl.where(lane == expert, end, 0))
+    return expert, tl.load(order + place, mask=is_pair, other=0), is_pair
 
 
 def expert_order(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
