@@ -92,11 +92,17 @@ class SandboxProcess:
         """The child's process id, or None when there is none."""
         return None if self._process is None else self._process.pid
 
-    def call(self, job: bytes) -> bytes:
+    def call(self, job: bytes, abandoned: threading.Event | None = None) -> bytes:
         """The answer to a job; blocks.
 
+        Args:
+            job: the child gets it as one frame.
+            abandoned: set before `kill` by a caller on another thread that no longer wants the
+                answer. A job that the child does not have by then is never sent.
+
         Raises:
-            SandboxError: the process ended or exceeded a limit; the next job starts a new one.
+            SandboxError: the process ended or exceeded a limit, or the job was abandoned; the next
+                job starts a new process where none runs.
         """
         process = self._process
         deadline = time.monotonic() + self._limits.wall_s
@@ -104,6 +110,9 @@ class SandboxProcess:
             self.close()
             process = self._start(deadline)
             deadline = time.monotonic() + self._limits.wall_s
+        # Either this thread sees the event here, or `kill` comes later and sees the process.
+        if abandoned is not None and abandoned.is_set():
+            raise SandboxError(FailureReason("was not sent: it is abandoned", Fault.unknown))
         try:
             _write(process, job, deadline)
             return _read_frame(process, deadline)
@@ -185,10 +194,12 @@ class SandboxProcess:
 
 async def call(process: SandboxProcess, job: bytes) -> bytes:
     """`process.call` for an event loop; cancelling the call kills the child."""
-    task = asyncio.create_task(asyncio.to_thread(process.call, job))
+    abandoned = threading.Event()
+    task = asyncio.create_task(asyncio.to_thread(process.call, job, abandoned))
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:
+        abandoned.set()
         process.kill()
         with contextlib.suppress(SandboxError):
             await task

@@ -13,6 +13,7 @@ from contextlib import ExitStack
 import psutil
 import pytest
 
+from ostinato.runtime import sandbox
 from ostinato.runtime.file_limit import raise_file_limit
 from ostinato.runtime.sandbox import Fault, Limits, SandboxError, SandboxProcess, call
 
@@ -117,24 +118,55 @@ def test_a_caller_that_goes_away_kills_its_job(process, monkeypatch):
     async def leave() -> int:
         await call(process, b"a")
         pid = process.pid
-        taken = threading.Event()
-        send = process.call
+        assert pid is not None
+        sent = threading.Event()
+        read = sandbox._read_frame
 
-        def call_and_say_so(job: bytes) -> bytes:
-            taken.set()
-            return send(job)
+        def say_so_and_read(child: subprocess.Popen[bytes], deadline: float) -> bytes:
+            sent.set()
+            return read(child, deadline)
 
-        monkeypatch.setattr(process, "call", call_and_say_so)
+        monkeypatch.setattr(sandbox, "_read_frame", say_so_and_read)
         task = asyncio.create_task(call(process, b"sleep"))
-        await asyncio.to_thread(taken.wait)
+        await asyncio.to_thread(sent.wait)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
         assert (await call(process, b"b")).startswith(b"hello b")
-        assert pid is not None
         return pid
 
     assert not psutil.pid_exists(asyncio.run(leave()))
+
+
+@pytest.mark.parametrize("runs", [True, False])
+def test_a_caller_that_goes_away_before_its_job_is_sent(process, monkeypatch, runs):
+    """The child ends before the job's thread looks at it, and must not get the job afterwards."""
+    begun, killed = threading.Event(), threading.Event()
+    send, kill = process.call, process.kill
+
+    def send_after_the_kill(job: bytes, abandoned: threading.Event) -> bytes:
+        begun.set()
+        killed.wait()
+        return send(job, abandoned)
+
+    def kill_and_say_so() -> None:
+        kill()
+        killed.set()
+
+    async def leave() -> None:
+        if runs:
+            await call(process, b"a")
+        monkeypatch.setattr(process, "call", send_after_the_kill)
+        monkeypatch.setattr(process, "kill", kill_and_say_so)
+        task = asyncio.create_task(call(process, b"sleep"))
+        await asyncio.to_thread(begun.wait)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        monkeypatch.undo()
+        assert (await call(process, b"b")).startswith(b"hello b")
+
+    asyncio.run(leave())
 
 
 def test_a_process_with_more_than_1024_open_files(process):
