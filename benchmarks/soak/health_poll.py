@@ -4,6 +4,9 @@
 
 Writes `ready`, polls until its stdin is closed, then writes what it saw as one line of JSON. Times
 are those of `time.time()`.
+
+A thread beside the polls sleeps for short times. A sleep that lasts much longer shows that the
+machine gave this process no processor then, so the server may not have had one either.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import json
 import os
 import select
 import sys
+import threading
 import time
 from contextlib import suppress
 from typing import Any
@@ -22,6 +26,8 @@ __all__ = ("main",)
 
 _POLL_S = 0.02
 _ANSWER_S = 60.0
+_SLEEP_S = 0.005
+_PAUSE_S = 0.05  # a sleep that lasts so much longer is a pause of the machine
 
 
 def _poll(address: tuple[str, int]) -> list[tuple[float, float, int]]:
@@ -43,14 +49,26 @@ def _poll(address: tuple[str, int]) -> list[tuple[float, float, int]]:
     return polls
 
 
+def _watch_sleeps(pauses: list[tuple[float, float]]) -> None:
+    """Add (when, seconds) of each pause of the machine."""
+    while True:
+        at, begin = time.time(), time.perf_counter()
+        time.sleep(_SLEEP_S)
+        late = time.perf_counter() - begin - _SLEEP_S
+        if late > _PAUSE_S:
+            pauses.append((at, late))
+
+
 def main(arguments: list[str]) -> int:
     """Poll until stdin is closed, and print the result; returns the exit code 0."""
     with suppress(PermissionError):
         os.nice(-5)  # it measures the server, not how long this process waits for a processor
     address = urlsplit(arguments[0])
+    pauses: list[tuple[float, float]] = []
+    threading.Thread(target=_watch_sleeps, args=(pauses,), daemon=True).start()
     print("ready", flush=True)
     polls = _poll((address.hostname or "127.0.0.1", address.port or 80))
-    result: dict[str, Any] = {"polls": polls}
+    result: dict[str, Any] = {"polls": polls, "pauses": pauses}
     print(json.dumps(result), flush=True)
     return 0
 

@@ -68,12 +68,15 @@ def slowest(
 ) -> list[dict[str, Any]]:
     """The requests that took longest, with the phases that the server has logged.
 
+    Those that a restart of the engine overlapped are counted apart, so that they do not hide the
+    others.
+
     Args:
         requests: of all good clients.
         lines: of the server's log.
         begin: of the test, time.time().
         restarts: begin and end of each restart of the engine.
-        count: how many.
+        count: how many, with and without a restart.
 
     Returns:
         Rows with `client`, `kind`, `at`, `seconds`, `in_restart`, `phase` (the longest one) and
@@ -81,8 +84,11 @@ def slowest(
         token: connecting, waiting for the event loop, sending.
     """
     phases = phases_of(lines)
+    ordered = sorted(requests, key=lambda one: -one.seconds)
+    held_up = [one for one in ordered if _overlaps(one, restarts)][:count]
+    others = [one for one in ordered if not _overlaps(one, restarts)][:count]
     rows: list[dict[str, Any]] = []
-    for one in sorted(requests, key=lambda one: -one.seconds)[:count]:
+    for one in sorted([*held_up, *others], key=lambda one: -one.seconds):
         own = dict(phases.get(one.request_id, {}))
         waits = {name: own[name] for name in _ENDS if name in own}
         waits["outside"] = round(max(0.0, one.seconds - sum(waits.values())), 3)
@@ -92,11 +98,13 @@ def slowest(
                 "kind": one.kind,
                 "at": round(one.sent - begin, 1),
                 "seconds": round(one.seconds, 3),
-                "in_restart": any(
-                    one.sent <= end and one.sent + one.seconds >= start for start, end in restarts
-                ),
+                "in_restart": _overlaps(one, restarts),
                 "phase": max(waits, key=lambda name: waits[name]),
                 "phases": own | {"outside": waits["outside"]},
             }
         )
     return rows
+
+
+def _overlaps(one: GoodRequest, spans: Sequence[tuple[float, float]]) -> bool:
+    return any(one.sent <= end and one.sent + one.seconds >= start for start, end in spans)

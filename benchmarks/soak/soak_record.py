@@ -167,22 +167,36 @@ def _latency(plan: SoakPlan, seen: Observations) -> dict[str, dict[str, float]]:
     return {name: _quantiles(series) for name, series in found.items() if len(series) > 1}
 
 
-def _health(plan: SoakPlan, seen: Observations) -> dict[str, dict[str, float]]:
-    """Milliseconds that `/health` took, before (`calm`) and after the hostile clients began."""
+def _health(plan: SoakPlan, seen: Observations) -> dict[str, dict[str, Any]]:
+    """Milliseconds that `/health` took, before (`calm`) and after the hostile clients began.
+
+    `late` has the slow answers as rows of seconds since the beginning and milliseconds. `pauses`
+    has such rows of the times in which the machine gave the poll no processor.
+    """
     calm_end = seen.begin + plan.calm_s
     parts = {
-        "calm": [took for at, took, _ in seen.polls if at < calm_end],
-        "storm": [took for at, took, _ in seen.polls if at >= calm_end],
+        "calm": [(at, took) for at, took, _ in seen.polls if at < calm_end],
+        "storm": [(at, took) for at, took, _ in seen.polls if at >= calm_end],
     }
+    pauses = {
+        "calm": [(at, took) for at, took in seen.pauses if at < calm_end],
+        "storm": [(at, took) for at, took in seen.pauses if at >= calm_end],
+    }
+
+    def rows(times: Sequence[tuple[float, float]]) -> list[list[float]]:
+        return [[round(at - seen.begin, 2), round(1e3 * took, 1)] for at, took in times]
+
     return {
         name: {
-            "polls": len(series),
-            "p99_ms": round(1e3 * sorted(series)[int(0.99 * len(series))], 2),
-            "max_ms": round(1e3 * max(series), 1),
-            "above_100_ms": sum(took > _HEALTH_S for took in series),
+            "polls": len(polls),
+            "p99_ms": round(1e3 * sorted(took for _, took in polls)[int(0.99 * len(polls))], 2),
+            "max_ms": round(1e3 * max(took for _, took in polls), 1),
+            "above_100_ms": sum(took > _HEALTH_S for _, took in polls),
+            "late": rows([poll for poll in polls if poll[1] > _HEALTH_S]),
+            "pauses": rows(pauses[name]),
         }
-        for name, series in parts.items()
-        if series
+        for name, polls in parts.items()
+        if polls
     }
 
 

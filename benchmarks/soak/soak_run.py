@@ -84,6 +84,7 @@ class Observations:
     counts: ClientCounts = field(default_factory=ClientCounts)
     hostile: dict[str, Any] = field(default_factory=dict)
     polls: list[tuple[float, float, int]] = field(default_factory=list)  # when, seconds, status
+    pauses: list[tuple[float, float]] = field(default_factory=list)  # of the machine: when, seconds
     libraries: dict[str, dict[str, Any]] = field(default_factory=dict)  # calls, or why not
     kills: list[float] = field(default_factory=list)
     memory: list[dict[str, float]] = field(default_factory=list)  # at, MiB by process
@@ -205,8 +206,9 @@ async def _drive(
             seen.hostile = result
         else:
             seen.libraries[name] = result
-    polls = (await asyncio.to_thread(sides["health"].result, _LATE_S))["polls"]
-    seen.polls = [(at, took, status) for at, took, status in polls]
+    health = await asyncio.to_thread(sides["health"].result, _LATE_S)
+    seen.polls = [(at, took, status) for at, took, status in health["polls"]]
+    seen.pauses = [(at, took) for at, took in health["pauses"]]
 
 
 def _settled_metrics(url: str) -> dict[str, float]:

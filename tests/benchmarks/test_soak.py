@@ -80,7 +80,7 @@ def test_a_soak_of_seconds() -> None:
     groups = {"hard constraints", "hard templates", "many parts", "large HTTP"}
     assert record["hostile"]["groups"].keys() == groups | {"broken HTTP", "huge numbers"}
     assert record["libraries"]["openai"]["calls"] > 0
-    assert 0 < len(record["slowest"]) <= 10  # a slow machine answers fewer in five seconds
+    assert 0 < len(record["slowest"]) <= 20  # a slow machine answers fewer in five seconds
     for row in record["slowest"]:
         assert row["phases"][row["phase"]] == max(
             seconds
@@ -117,7 +117,7 @@ def test_the_phases_of_slow_requests_come_from_the_log() -> None:
         GoodRequest("gone", "good", "completions", 120.0, 1.0),
         GoodRequest("quick", "good", "completions", 120.0, 0.1),
     ]
-    rows = slowest(requests, lines, 100.0, [(104.0, 105.0)], count=3)
+    rows = slowest(requests, lines, 100.0, [(104.0, 105.0)], count=2)
     assert [row["client"] for row in rows] == ["openai", "good", "good"]
     assert [row["phase"] for row in rows] == ["preparation", "first token", "outside"]
     assert [row["in_restart"] for row in rows] == [False, True, False]
