@@ -44,7 +44,7 @@ class AsyncEngine:
             overrides: settings as on the command line, `scheduler.max_num_seqs=8`.
             config: a configuration that replaces all other arguments.
             arguments: vLLM's names of settings, such as `max_model_len=4096`
-                (conf/engine_arguments.py). One whose setting is also in `overrides` wins.
+                (conf/engine_arguments.py). An argument wins over the same setting in `overrides`.
 
         Raises:
             ConfigError: an override is wrong, or an argument is unknown or not supported.

@@ -1,4 +1,4 @@
-"""Makes the directories that an engine writes to: the cache, and the one for its sockets.
+"""Makes the cache directory and the directory for an engine's sockets.
 
 The API process makes both before it starts the engine process, so this module imports no torch.
 """

@@ -5,8 +5,8 @@ EngineError
 ├── StartupError          the engine cannot start: one clear line and a non-zero exit code
 ├── EngineDeadError       the engine process is gone: a 503 for everything in flight
 ├── RankFailedError       a rank of the engine ended or hangs: the engine process ends too
-├── HelperProcessError    a process that checks a part of the request cannot do it: a 503
-└── DeadlineError         the request's time was over before it had an answer: a 504
+├── HelperProcessError    a helper process that checks a part of the request failed: a 503
+└── DeadlineError         the request's deadline passed before its first token: a 504
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class RankFailedError(EngineError):
 
 
 class HelperProcessError(EngineError):
-    """A process beside the server, which checks a part of a request, cannot be started or died."""
+    """A helper process that checks a part of a request cannot be started, or it died."""
 
 
 class DeadlineError(EngineError):
-    """The deadline that a request has set came before its first token."""
+    """The deadline of a request passed before its first token."""

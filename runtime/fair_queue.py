@@ -23,7 +23,7 @@ class FairQueue(asyncio.Queue[T]):
         self._num_ready = 0  # items since the reader was last suspended
 
     async def get(self) -> T:
-        """The next item; waits for one, and after every few items for a turn of the event loop."""
+        """Wait for an item and return it. After every few items, let other tasks run first."""
         self._num_ready = 0 if self.empty() else self._num_ready + 1
         if self._num_ready > _AT_ONCE:
             self._num_ready = 1

@@ -1,4 +1,4 @@
-"""Raises the limit of open files and says how many of them are for connections.
+"""Raises the limit of open files, and computes how many connections it allows.
 
 Every connection is an open file. A process at its limit could not start an engine again, so some
 files are reserved.
@@ -13,11 +13,11 @@ from ostinato.runtime.errors import StartupError
 
 __all__ = ("RESERVED_FILES", "raise_file_limit", "reserve_files")
 
-# A server without a connection has about 30 open files. The rest are for an engine process that is
-# started again, for the processes of grammars and templates, and for files that are read.
+# A server without a connection has about 30 open files. The rest of the reserve is for an engine
+# process that is started again, for grammar and template processes, and for files that are read.
 RESERVED_FILES = 64
 _LEAST_CONNECTIONS = 32
-_MOST_FILES = 1 << 16  # a higher limit costs programs that walk over all possible descriptors
+_MOST_FILES = 1 << 16  # a higher limit slows programs that loop over all possible descriptors
 
 
 def raise_file_limit() -> int:

@@ -1,15 +1,17 @@
-"""Runs jobs on clients' texts (templates, tokenizing) in forks of a process that is already loaded.
+"""Runs jobs on clients' texts (templates, tokenizing) in forks of a process with a tokenizer.
 
 A slow job must not delay the event loop or another job, and its memory must return to the system.
-So each job has limits of time and memory, and a process of its own: a fork of a server process that
-has loaded what all jobs need (a tokenizer). A fork takes milliseconds, and shares what was loaded.
+So each job has limits of time and memory, and runs in a process of its own. That process is a fork
+of a server process, which has loaded the tokenizer. A fork takes milliseconds and shares the loaded
+memory.
 
-A short job spends most of its time on the fork and its page faults. So short jobs that the parent
-marks as `is_shared` may follow each other in one fork.
+A short job spends most of its time on the fork and on page faults. So one fork may do several short
+jobs, one after another, if the parent marks them as `is_shared`.
 
-The parent owns a `ForkServer`, the child's main calls `serve_forks`. A fork has a pair of sockets
-of its own. The parent keeps one end and sends the other to the server process, which forks. The
-sockets carry the job, then frames of the answer. When the parent closes its end, the fork ends.
+The parent owns a `ForkServer`. The main of the server process calls `serve_forks`. Each fork has a
+socket pair of its own. The parent keeps one end and sends the other to the server process, which
+then forks. The sockets carry the job, then frames of the answer. When the parent closes its end,
+the fork ends.
 """
 
 from __future__ import annotations
@@ -48,14 +50,14 @@ _SIZE = struct.Struct("<Q")
 _JOB = struct.Struct("<QQi?")  # length, memory_bytes, niceness, is_shared
 _FRAME = struct.Struct("<BQ")  # kind, length
 # Two fields. The first is the exit code of a fork, or the negative number of a signal. The second
-# is how many bytes a fork may add to the server process's under the system's limit; -1 = no limit.
+# is how many bytes of address space the system's limit leaves to a fork; -1 = no limit.
 _END = struct.Struct("<iq")
 _CPU = struct.Struct("<d")
 _READY = b"r"  # sent by the server process when it is ready for jobs
 _NO_MEMORY, _NO_FORK = 3, 4  # exit codes; _NO_FORK: the call of fork failed
 _READ = 1 << 20  # bytes that are read at a time
 _MOST_IDLE = 4  # forks that wait for a further job
-_MOST_JOBS = 256  # a fork does no more, so that its memory stays bounded
+_MOST_JOBS = 256  # a fork ends after this many jobs, so that its memory stays bounded
 
 BeginPart = Callable[[str, float], None]
 """Called by a job when a part of it begins: the part's name, its limit of processor seconds."""
@@ -70,9 +72,9 @@ class JobLimits(NamedTuple):
     Attributes:
         memory_bytes: address space beyond what the process has before the job.
         niceness: above 0, the job gives way to other processes and to other jobs.
-        is_shared: the job may run in a fork that has done other jobs, and further ones may follow.
-            Its `niceness` is 0, because later jobs in the fork would get its priority too. It must
-            leave nothing in the process that they could read.
+        is_shared: the job may run in a fork that has done other jobs, and the fork may do further
+            jobs afterwards. Such a job needs `niceness` 0, because later jobs in the fork would get
+            its priority too. It must leave nothing in the process that later jobs could read.
     """
 
     memory_bytes: int
@@ -116,7 +118,7 @@ class ForkServer:
 
     Args:
         module: run as `python -m`; its main calls `serve_forks`.
-        first: what the server process gets before its first job.
+        first: a message that the server process gets before its first job.
     """
 
     def __init__(self, module: str, first: bytes) -> None:
@@ -135,7 +137,7 @@ class ForkServer:
         """Start the server process if it does not run, so that the first job does not wait for it.
 
         Raises:
-            JobError: it cannot be started.
+            JobError: the process cannot be started.
         """
         if self._process is None or self._process.poll() is not None:
             self.close()
@@ -151,20 +153,20 @@ class ForkServer:
             try:
                 return await self._call(self._idle.pop(), job, limits)
             except JobError as error:
-                # The fork may have been killed while it waited, and then the job is not the cause.
-                # The other forks that wait may be dead too, so the job gets a new one.
+                # The fork may have been killed while it waited for a job. Then the job is not the
+                # cause. The other waiting forks may be dead too, so the job gets a new fork.
                 if error.reason.fault is not Fault.unknown:
                     raise
         return await self._call(_Fork(self._fork(), 0), job, limits)
 
     async def _call(self, fork: _Fork, job: bytes, limits: JobLimits) -> bytes:
-        """Have a fork do a job; it waits for further ones if it may."""
+        """Have a fork do a job. Keep the fork for further jobs if the job is shared."""
         connection, num_jobs = fork
         stays = False
         try:
             loop = asyncio.get_running_loop()
             head = _JOB.pack(len(job), *limits)
-            with contextlib.suppress(OSError):  # the fork has ended; a frame says why
+            with contextlib.suppress(OSError):  # if the fork has ended, a frame says why
                 await loop.sock_sendall(connection, head)
                 await loop.sock_sendall(connection, job)
             answer = await self._answer(connection, limits)
@@ -178,7 +180,7 @@ class ForkServer:
                 connection.close()
 
     def close(self) -> None:
-        """End the server process; jobs that run end when their calls are cancelled."""
+        """End the server process. A running job ends when its call is cancelled."""
         for fork in self._idle:
             fork.connection.close()
         self._idle.clear()
@@ -241,12 +243,15 @@ class ForkServer:
                 text = f"cannot be started ({error.strerror})"
                 raise JobError(FailureReason(text, Fault.start), "") from error
         self._control = ours
-        with contextlib.suppress(OSError):  # the process has ended; the job's `call` raises
+        with contextlib.suppress(OSError):  # if the process has ended, the job's `call` raises
             ours.sendall(_SIZE.pack(len(self._first)) + self._first)
         ours.setblocking(False)
 
     def _own_end(self) -> FailureReason:
-        """Why the server process did not answer; closes it, so the next job starts a new one."""
+        """Close the server process and return why it did not answer.
+
+        The next job starts a new server process.
+        """
         was_ready = False
         if self._control is not None:
             with contextlib.suppress(OSError):
@@ -258,7 +263,7 @@ class ForkServer:
 
 
 def _reason(code: int, room: int, cpu_s: float, limits: JobLimits) -> FailureReason:
-    """Why a fork ended without an answer; `room` as in `_END`."""
+    """Why a fork ended without an answer; `room` is the second field of `_END`."""
     if code == -signal.SIGPROF:
         return FailureReason(f"more than {cpu_s:g} s of processor time", Fault.job)
     if code == _NO_FORK:
@@ -275,7 +280,7 @@ def _reason(code: int, room: int, cpu_s: float, limits: JobLimits) -> FailureRea
 
 
 async def _receive(source: socket.socket, size: int) -> bytes:
-    """Exactly `size` bytes; raises EOFError when the source ends before."""
+    """Read exactly `size` bytes; raises EOFError if the source ends earlier."""
     loop = asyncio.get_running_loop()
     data = bytearray(size)
     view = memoryview(data)
@@ -289,11 +294,11 @@ async def _receive(source: socket.socket, size: int) -> bytes:
 
 
 def serve_forks(begin: Callable[[bytes], Job]) -> int:
-    """The server process: fork for each job until the parent ends. Returns the exit code.
+    """Run the server process: fork for each job until the parent ends. Returns the exit code.
 
     Args:
-        begin: called with the parent's first message; gives the function that does a job. It must
-            not start a thread.
+        begin: called with the parent's first message; returns the function that does a job. It
+            must not start a thread.
     """
     control = socket.socket(fileno=os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -305,7 +310,7 @@ def serve_forks(begin: Callable[[bytes], Job]) -> int:
         return 0
     job = begin(first)
     gc.collect()
-    gc.freeze()  # else collections in the forks would write to the shared memory and copy it
+    gc.freeze()  # without it, a collection in a fork would write to shared pages and copy them
     awake, wake = socket.socketpair()
     awake.setblocking(False)
     wake.setblocking(False)
@@ -369,7 +374,7 @@ def _report_end(connection: socket.socket, code: int) -> None:
 
 
 def _work(connection: socket.socket, job: Job) -> None:
-    """Do the jobs of one fork: one, or several with `is_shared`. Then end the process."""
+    """Do the fork's job, or its jobs if they are shared. Then end the process."""
 
     def begin_part(name: str, cpu_s: float) -> None:
         _send(connection, _Kind.part, _CPU.pack(cpu_s) + name.encode())

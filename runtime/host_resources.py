@@ -44,7 +44,7 @@ def free_host_memory(
     It is the smallest of the system's available memory and the free memory of every enclosing
     cgroup. Pages of the file cache count as free, because the kernel drops them first.
     """
-    import psutil  # takes 15 ms, which processes that never call this function save
+    import psutil  # imported here because the import takes 15 ms
 
     memory = psutil.virtual_memory()
     best = FreeMemory(

@@ -105,11 +105,11 @@ class LLM:
             observer: called with every step; None = no observer.
             model_cache: keeps the loaded model for the next engine of this process; one engine at
                 a time uses it. None = the model is loaded and freed with the engine.
-            proposer: a drafter, instead of that of `speculation.method`; it changes no output.
-            seed: seeds the generator from which requests without a seed get theirs; None = a random
-                seed for each request.
+            proposer: replaces the drafter of `speculation.method`. A drafter changes no output.
+            seed: seeds the generator that draws a seed for each request without one; None = a
+                random seed for each request.
             arguments: vLLM's names of settings, such as `max_model_len=4096`
-                (conf/engine_arguments.py). One whose setting is also in `overrides` wins.
+                (conf/engine_arguments.py). An argument wins over the same setting in `overrides`.
 
         Raises:
             ConfigError: an override is wrong, or an argument is unknown or not supported.
@@ -139,12 +139,12 @@ class LLM:
         *,
         use_progress: bool = True,
     ) -> list[GenerationOutput]:
-        """Complete prompts, batched continuously.
+        """Complete prompts with continuous batching.
 
         Args:
             prompts: a text, token ids, `{"prompt": text}`, `{"prompt_token_ids": ids}`, or a list
                 of them.
-            sampling_params: one for all or one per prompt; None = the model's defaults.
+            sampling_params: one for all prompts, or one per prompt; None = the model's defaults.
             use_progress: show a progress bar.
 
         Returns:
@@ -225,11 +225,11 @@ class LLM:
     def embed(
         self, prompts: Prompts, pooling: PoolingParams | None = None
     ) -> list[EmbeddingOutput]:
-        """The vector of each text.
+        """The embedding vector of each text.
 
         Args:
             prompts: as for `generate`.
-            pooling: how the vector is made; None = the model's own way.
+            pooling: how the vector is made; None = the model's default pooling.
 
         Raises:
             InvalidRequestError: a text cannot be served; nothing was run.
@@ -256,8 +256,8 @@ class LLM:
             second: a text or several.
 
         Raises:
-            InvalidRequestError: `first` has neither one text nor as many as `second`, or a
-                text cannot be served.
+            InvalidRequestError: `first` has several texts but not the number of texts that
+                `second` has, or a text cannot be served.
         """
         pairs = make_pairs(_as_texts(first), _as_texts(second))
         if ServedTask.classify in self.model.tasks:
@@ -290,7 +290,7 @@ class LLM:
                 ended |= {output.request_id: output for output in self._engine.step()}
         finally:
             for request in requests:
-                self._engine.abort(request.request_id)  # no-op for those that have ended
+                self._engine.abort(request.request_id)  # does nothing if the request has ended
         return [ended[request.request_id] for request in requests]
 
     def stream(
@@ -333,7 +333,7 @@ class LLM:
         return self._engine.stats()
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached blocks; False, with nothing changed, while a request runs."""
+        """Forget all cached blocks. While a request runs: change nothing and return False."""
         return self._engine.reset_prefix_cache()
 
     def _make_requests(self, token_ids: list[int], sampling: SamplingParams) -> list[Request]:
@@ -353,7 +353,7 @@ class LLM:
         )
 
     def _run(self, answers: list[PromptCompletions]) -> Iterator[tuple[int, RequestOutput]]:
-        """Run steps until all answers have ended; yields (index of the answer, its new output)."""
+        """Run steps until all answers have ended; yields (index of an answer, its new output)."""
         which = {
             request_id: index
             for index, answer in enumerate(answers)
@@ -369,7 +369,7 @@ class LLM:
                     outputs = answers[index].process(engine_output)
                     for ended in set(before).difference(answers[index].unfinished_ids):
                         del which[ended]
-                        self._engine.abort(ended)  # for those that a stop string ended
+                        self._engine.abort(ended)  # the engine does not know stop strings
                     for output in outputs:
                         yield index, output
         finally:
@@ -429,10 +429,10 @@ class _Collected:
 
 
 def _require_one_engine_here(parallel: ParallelConfig) -> None:
-    """Refuse settings of servers, whose engines have processes of their own.
+    """Refuse settings that need engine processes.
 
     Raises:
-        ConfigError: there is one.
+        ConfigError: such a setting is set.
     """
     setting = f"parallel.data={parallel.data}" if parallel.data > 1 else ""
     if parallel.executor is ExecutorName.ray:

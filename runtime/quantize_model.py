@@ -1,4 +1,4 @@
-"""Quantises a checkpoint and writes it as another one, for `run quantize`."""
+"""Quantises a checkpoint and writes the result as a new checkpoint, for `run quantize`."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def quantize_model(
 
     Args:
         config: its `model` section names the checkpoint.
-        section: the format, and the texts.
-        on_matrix: called after each matrix with the number of finished matrices and of all.
+        section: the format, and the calibration and evaluation texts.
+        on_matrix: called after each matrix: the number of finished matrices, the number of all.
 
     Raises:
         StartupError: the model, the format or a file is not supported, with the reason.
@@ -84,7 +84,7 @@ def _load(source: ModelSource, section: QuantizeSection) -> CausalLM:
     """The model in float32.
 
     Raises:
-        StartupError: its matrices cannot be quantised as asked.
+        StartupError: the model's matrices cannot be quantised with these settings.
     """
     if source.checkpoint.gguf is not None:
         raise StartupError("GGUF files are not quantised again; use the checkpoint in safetensors")
@@ -127,7 +127,7 @@ def _load(source: ModelSource, section: QuantizeSection) -> CausalLM:
 def _read_texts(
     directory: str, section: QuantizeSection
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """Rows of token ids of the calibration and the evaluation text."""
+    """The calibration text and the evaluation text, each as rows of token ids."""
     if not section.calibration and not section.evaluation:
         return [], []
     tokenizer = Tokenizer.from_path(directory)
@@ -200,7 +200,8 @@ class _Quantization:
         self._on_matrix(self._done, self._total)
 
     def _write(self, files: list[Path], target: Path) -> int:
-        """Write weights, settings and the tokenizer's files; returns the bytes of the weights."""
+        """Write weights, settings and the tokenizer's files; returns the size of the weight files
+        in bytes."""
         section, checkpoint = self._section, self._source.checkpoint
         target.mkdir(parents=True, exist_ok=True)
         weight_map: dict[str, str] = {}
@@ -227,7 +228,7 @@ class _Quantization:
         return sum(file.stat().st_size for file in target.glob("*.safetensors"))
 
     def _module_of(self, stored: str) -> str:
-        """The prefixed name of the quantised module that has this stored weight; empty = none."""
+        """The full name of the quantised module to which a stored weight belongs; empty = none."""
         module = stored.removesuffix(".weight")
         if module == stored:
             return ""

@@ -1,9 +1,9 @@
 """Runs a job on untrusted text in a child process with limits of time and memory.
 
-The child calls `serve`, the parent owns a `SandboxProcess`. They exchange frames of bytes, each
-after its length, over standard input and output. The child's first frame is empty and says that it
-is ready. The child limits its own processor time and memory, so that a busy machine does not make a
-job fail. The parent also ends a job after `Limits.wall_s` seconds.
+The child calls `serve`, the parent owns a `SandboxProcess`. They exchange frames over standard
+input and output. A frame is a length, then that many bytes. The child's first frame is empty and
+says that the child is ready. The child limits its own processor time and memory, so that a busy
+machine does not make a job fail. The parent also ends a job after `Limits.wall_s` seconds.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Limits(NamedTuple):
     """Limits of one job."""
 
     cpu_s: int
-    wall_s: float  # a busy machine gives a process its processor time late
+    wall_s: float  # much more than cpu_s, because a busy machine delays the process
     memory_bytes: int  # address space of the process
     answer_bytes: int
 
@@ -50,7 +50,7 @@ class Limits(NamedTuple):
 class Fault(StrEnum):
     """The cause of a job without an answer."""
 
-    job = "job"  # the job exceeds a limit, and would do so again
+    job = "job"  # the job exceeds a limit; another try would fail too
     start = "start"  # no process could be started for it
     unknown = "unknown"  # the process ended; another try may succeed
 
@@ -58,7 +58,7 @@ class Fault(StrEnum):
 class FailureReason(NamedTuple):
     """Why a job has no answer."""
 
-    text: str  # for Fault.job "more than 2 s of processor time"; else what the process did
+    text: str  # such as "more than 2 s of processor time" or "ended with signal 9"
     fault: Fault
 
 
@@ -97,12 +97,12 @@ class SandboxProcess:
 
         Args:
             job: the child gets it as one frame.
-            abandoned: set before `kill` by a caller on another thread that no longer wants the
-                answer. A job that the child does not have by then is never sent.
+            abandoned: a caller on another thread that no longer wants the answer sets it, then
+                calls `kill`. If the job is not sent by then, it is never sent.
 
         Raises:
-            SandboxError: the process ended or exceeded a limit, or the job was abandoned; the next
-                job starts a new process where none runs.
+            SandboxError: the process ended or exceeded a limit, or the job was abandoned. The next
+                job starts a new process if none runs.
         """
         process = self._process
         deadline = time.monotonic() + self._limits.wall_s
@@ -110,7 +110,7 @@ class SandboxProcess:
             self.close()
             process = self._start(deadline)
             deadline = time.monotonic() + self._limits.wall_s
-        # Either this thread sees the event here, or `kill` comes later and sees the process.
+        # If the event is set later than this line, `kill` finds the process and ends it.
         if abandoned is not None and abandoned.is_set():
             raise SandboxError(FailureReason("was not sent: it is abandoned", Fault.unknown))
         try:
@@ -126,7 +126,7 @@ class SandboxProcess:
             raise SandboxError(reason) from None
 
     def kill(self) -> None:
-        """End the child at once; its present job fails."""
+        """End the child at once. Its running job fails."""
         process = self._process
         if process is not None:
             with contextlib.suppress(ProcessLookupError):
@@ -254,19 +254,20 @@ def _read(process: subprocess.Popen[bytes], size: int, deadline: float) -> bytes
 
 
 def _is_ready(descriptor: int, events: int, timeout_s: float) -> bool:
-    """Waits with poll: select takes no descriptor above 1023, and a server may have as many."""
+    """Wait with poll. `select` takes no descriptor above 1023, and a server can have more."""
     poll = select.poll()
     poll.register(descriptor, events)
     return bool(poll.poll(timeout_s * 1000))
 
 
 def serve(arguments: list[str], begin: Callable[[bytes], Callable[[bytes], bytes]]) -> int:
-    """The child's side: answer jobs until standard input ends. Returns the exit code.
+    """Answer jobs in the child until standard input ends. Returns the exit code.
 
     Args:
-        arguments: those of the command line, as `SandboxProcess` gave them.
-        begin: called with the first frame; gives the function from job to answer. Both run on a
-            thread with a small stack, so that what passes here does not overflow a larger one.
+        arguments: the command line's arguments, as `SandboxProcess` gave them.
+        begin: called with the first frame; returns the function from job to answer. Both functions
+            run on a thread with a small stack. So a text that nests too deeply for a small stack
+            fails here. It cannot overflow the larger stack of another process later.
     """
     cpu_s, _, memory_bytes, answer_bytes = map(float, arguments)
     _limit(resource.RLIMIT_AS, int(memory_bytes))
@@ -302,13 +303,13 @@ def serve(arguments: list[str], begin: Callable[[bytes], Callable[[bytes], bytes
 
 
 def _allow(cpu_s: int) -> None:
-    """Let this process use this many more seconds of processor time."""
+    """Let this process use `cpu_s` more seconds of processor time."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     _limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + 1 + cpu_s)
 
 
 def _limit(what: int, value: int) -> None:
-    """Set a limit of this process, at most to the hard limit that it was started with."""
+    """Set a soft limit of this process. The hard limit caps the value."""
     _, hard = resource.getrlimit(what)
     soft = value if hard == resource.RLIM_INFINITY else min(value, hard)
     resource.setrlimit(what, (soft, hard))
@@ -340,9 +341,9 @@ def give_way(niceness: int) -> None:
     """Lower the priority of this process, also against processes of other sessions.
 
     Linux shares the processor among sessions first (sched_autogroup), and `nice` counts only within
-    one. So the process gets a session of its own, which has a nice value too.
+    one session. So the process gets a session of its own, and that session gets the niceness too.
     """
     os.nice(niceness)
-    with contextlib.suppress(OSError):  # there is no such file without autogroups
+    with contextlib.suppress(OSError):  # without autogroups the file does not exist
         os.setsid()
         Path("/proc/self/autogroup").write_text(str(niceness))

@@ -1,10 +1,12 @@
-"""Keeps requests of many sequences from slowing the decodes of other requests down.
+"""Limits how much a request of many sequences slows down the decodes of other requests.
 
-Every decode of a step waits for the whole step. Where each sequence makes a step longer, as on a
-CPU, 128 completions of one request would slow all others down many times. So a step takes at most
-`max_slowdown` times as long as a step in which no request has more sequences than the smallest one
-has. The sequences beyond that rest in this step, and those of one request take turns. On a GPU, a
-step of many decodes takes hardly longer than a small one, and no sequence rests.
+Every decode of a step waits for the whole step. On a CPU each further sequence makes the step
+longer, so 128 completions of one request would slow all other requests down many times.
+
+A step here takes at most `max_slowdown` times as long as a fair step. In a fair step no request
+decodes more sequences than the smallest request has. The sequences that do not fit into this time
+rest: they are left out of the step. The sequences of one request rest in turn. On a GPU a step of
+many decodes takes hardly longer than a small step, so no sequence rests.
 """
 
 from __future__ import annotations
@@ -16,12 +18,12 @@ from ostinato.runtime.scheduling.sequences.sequence import Sequence as RunningSe
 
 __all__ = ("DecodeShares", "quotas")
 
-_MOST_CACHED = 4096  # answers of the cost table
+_MOST_CACHED = 4096  # entries of `DecodeShares._most`
 _CONTEXT_UNIT = 64  # tokens to which the mean context is rounded
 
 
 class DecodeShares:
-    """Chooses the sequences that rest.
+    """Chooses the sequences that rest in a step.
 
     Args:
         costs: the step-cost table.
@@ -32,13 +34,14 @@ class DecodeShares:
         self._costs = costs
         self._max_slowdown = max_slowdown
         self._num_steps = 0
-        self._most: dict[tuple[int, int, int], int] = {}  # by base, total and context
+        # Results of `_most_decodes`, by its arguments. The context is divided by _CONTEXT_UNIT.
+        self._most: dict[tuple[int, int, int], int] = {}
 
     def resting(self, running: Iterable[RunningSequence]) -> Set[RunningSequence]:
         """The decoding sequences that do not take part in this step.
 
-        Beyond an equal number of each request at least one more takes part, so that the others get
-        their turn.
+        At least one sequence more than a fair step has takes part. Without it, the same sequences
+        would rest in every step.
 
         Args:
             running: sequences with a row.
@@ -69,7 +72,13 @@ class DecodeShares:
         return resting
 
     def _most_decodes(self, base: int, total: int, context: int) -> int:
-        """The most decodes whose step is short enough; at least `base` + 1."""
+        """The largest number of decodes whose step is short enough; at least `base` + 1.
+
+        Args:
+            base: decodes of a fair step.
+            total: all decodes.
+            context: mean cached tokens of a decode.
+        """
         key = base, total, context // _CONTEXT_UNIT
         most = self._most.get(key)
         if most is not None:
@@ -89,12 +98,15 @@ class DecodeShares:
 
 
 def quotas(sizes: Sequence[int], most: int, waits: Sequence[int]) -> list[int]:
-    """Divide `most` places among requests, as equally as their sizes allow.
+    """The number of sequences of each request that take part in a step.
+
+    The numbers are as equal as the sizes of the requests allow. Their sum is `most`.
 
     Args:
         sizes: sequences of each request; their sum is above `most`.
         most: at least the number of requests.
-        waits: requests with a smaller value get the places that cannot be divided equally.
+        waits: one value for each request. If `most` cannot be divided equally, the requests with
+            the smallest values get one sequence more.
     """
     level, left = 0, most
     while True:

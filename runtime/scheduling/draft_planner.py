@@ -1,4 +1,4 @@
-"""Adds the guesses of a drafter (runtime/speculation) to the decodes of a planned step."""
+"""Adds the draft tokens of a drafter (runtime/speculation) to the decodes of a planned step."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ class _Place:
 
     index: int  # among the step's entries
     draft: Draft
-    count: int  # draft tokens that there is room for
+    count: int  # draft tokens that fit into the step and the block table
     new_block_ids: list[int]
 
 
 class DraftPlanner:
     """Adds drafts to a planned step, within its remaining tokens and blocks.
 
-    A draft preempts no sequence and delays no waiting one. Blocks with draft tokens are not
-    registered, because the tokens are not known yet.
+    A draft preempts no sequence and delays no waiting sequence. Blocks with draft tokens are not
+    registered in the prefix cache, because the drafts can be refused.
 
     Args:
         proposer: the drafter.
@@ -71,7 +71,7 @@ class DraftPlanner:
         self._costs = costs
         self._model = proposer if isinstance(proposer, BatchProposer) else None
         self._depth = DepthChooser(costs, max_drafts, self.model_costs)
-        # The cost of looking for drafts is only weighed where the costs of steps are known.
+        # Whether the cost of looking for drafts is weighed. This needs the measured step costs.
         self._is_sparing = costs is not None and self._model is None
         self._has_forced = False  # whether the last step's grammars forced tokens
 
@@ -97,11 +97,11 @@ class DraftPlanner:
     def add(self, step: StepPlan, num_running: int) -> None:
         """Add drafts to the decodes of a step.
 
-        Only sequences without another step in flight get drafts, because their last token is known.
+        Only sequences without another step in flight get drafts: their last token is known.
 
         Args:
             step: a step in which everything else is planned.
-            num_running: number of running sequences. One free block is left for each.
+            num_running: number of running sequences. One free block is left for each sequence.
         """
         if self._model is not None:
             for admitted in step.admitted:
@@ -147,7 +147,7 @@ class DraftPlanner:
             self._model.close()
 
     def _load(self, step: StepPlan, decodes: list[int]) -> StepLoad:
-        """The work that is planned so far; `decodes` has the cached tokens of each decode."""
+        """The work that is planned so far; `decodes` lists the cached tokens of each decode."""
         num_decodes, context = len(decodes), sum(decodes) / len(decodes)
         if self._costs is None or num_decodes == len(step.scheduled):
             return StepLoad(num_decodes, context)
@@ -161,7 +161,7 @@ class DraftPlanner:
         return StepLoad(num_decodes, context, max(0.0, prompts))
 
     def observe(self, step: StepPlan, seconds: float) -> None:
-        """Learn from the seconds that a step took, once its result was processed."""
+        """Learn from the seconds that a step took. Called after its result was processed."""
         if step.load is not None and not step.load.prompt_seconds:
             self._depth.observe(step.load, step.num_drafts, step.num_accepted, seconds)
             self.stats.num_pauses = self._depth.num_pauses
@@ -170,8 +170,8 @@ class DraftPlanner:
         """Count the positions of refused drafts as not computed; a later step computes them.
 
         Args:
-            step: the step that verified them.
-            sequence: has drafts in this step.
+            step: the step that verified the drafts.
+            sequence: a sequence with drafts in this step.
             num_accepted: how many drafts were right, counted from the first.
         """
         num_drafts = sequence.num_drafts
@@ -236,7 +236,7 @@ class DraftPlanner:
     def _take(
         self, step: StepPlan, index: int, draft: Draft, count: int, num_running: int
     ) -> _Place | None:
-        """Take budget and blocks for `count` tokens of a draft, or for those that have room."""
+        """Take budget and blocks for up to `count` draft tokens; None if there is no room."""
         entry, sequence = step.scheduled[index], step.sequences[index]
         count = min(count, step.budget_left)
         if count < 1:
@@ -249,7 +249,7 @@ class DraftPlanner:
         return _Place(index, draft, count, new_block_ids)
 
     def _follow(self, model: BatchProposer, step: StepPlan) -> None:
-        """Let the draft model compute what the sequences of the step need it to."""
+        """Let the draft model compute the tokens that the step's sequences have and it has not."""
         begin = time.perf_counter()
         model.follow(
             [
@@ -260,7 +260,11 @@ class DraftPlanner:
         self.stats.drafting_seconds += time.perf_counter() - begin
 
     def _draw(self, model: BatchProposer, step: StepPlan, taken: list[_Place]) -> list[_Place]:
-        """The places with the tokens that the draft model draws for those that have none yet."""
+        """Let the draft model draw tokens for the places whose draft is the model's.
+
+        Returns:
+            All places. Those of the draft model now have their tokens.
+        """
         jobs: list[DraftJob] = []
         for place in taken:
             if place.draft.source is DraftSource.model:
@@ -291,7 +295,7 @@ class DraftPlanner:
         """Put the draft tokens and blocks of a place into the step's entry."""
         entry, sequence = step.scheduled[place.index], step.sequences[place.index]
         count, new_block_ids = place.count, [*entry.new_block_ids, *place.new_block_ids]
-        token_ids: list[int] = []  # the row's last token, which the runner knows
+        token_ids: list[int] = []  # without drafts: the runner knows the row's last token
         if count:
             token_ids = [sequence.token_ids[-1], *place.draft.token_ids[:count]]
             sequence.num_computed_tokens += count

@@ -1,7 +1,7 @@
 """The inter-token-latency target: how many prompt tokens fit into a step that has decodes.
 
-Every decoding sequence waits for the whole step. So the tokens of a prompt in such a step are
-limited by the predicted seconds of the step.
+Every decoding sequence waits for the whole step. So a step with decodes takes only as many prompt
+tokens as keep its predicted seconds within the target.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ __all__ = ("ItlBound", "StepAllowance")
 class StepAllowance:
     """The prompt tokens that fit into one step beside its decodes.
 
-    `largest` says how long a chunk may be, `take` adds it to the step.
+    `largest` says how long a chunk may be. `take` adds a chunk to the step.
 
     Args:
         costs: the step-cost table.
         target_s: seconds that the step may take.
         least_chunk: tokens of the first chunk if not even one token fits.
         num_decodes: decoding sequences of the step, at least 1.
-        context: their mean number of cached tokens.
-        num_scored: those of them whose log-probabilities are wanted.
+        context: mean number of cached tokens of these sequences.
+        num_scored: decodes whose log-probabilities are requested.
     """
 
     __slots__ = (
@@ -61,10 +61,10 @@ class StepAllowance:
         Args:
             limit: at most this many.
             start: tokens of the sequence that are in the cache already.
-            has_scores: the tokens' log-probabilities are wanted.
+            has_scores: the tokens' log-probabilities are requested.
 
         Returns:
-            At most `limit`; 0 if none fit. The first chunk of a step always gets some tokens.
+            At most `limit`; 0 if no token fits. The first chunk of a step always gets some tokens.
             Otherwise prompts would never advance when the decodes alone miss the target.
         """
         if limit < 1 or self._fits(limit, start, has_scores=has_scores):
@@ -105,7 +105,7 @@ class ItlBound:
     Args:
         costs: the step-cost table.
         target_s: seconds that a step with decodes may take.
-        least_chunk: prompt tokens of a step whose decodes alone miss the target.
+        least_chunk: prompt tokens that a step gets even if its decodes alone miss the target.
     """
 
     def __init__(self, costs: CostTable, target_s: float, *, least_chunk: int) -> None:
@@ -114,7 +114,7 @@ class ItlBound:
         self._least_chunk = least_chunk
 
     def open(self, running: Iterable[Sequence]) -> StepAllowance | None:
-        """The allowance of a step of these sequences; None when none of them decodes."""
+        """The allowance of a step of these sequences; None if no sequence decodes."""
         decodes = [s for s in running if s.is_decoding]
         if not decodes:
             return None
@@ -126,7 +126,7 @@ class ItlBound:
         """The allowance of a step with `num_decodes` decodes, whose mean context is `context`.
 
         Args:
-            num_scored: decodes whose log-probabilities are wanted.
+            num_scored: decodes whose log-probabilities are requested.
         """
         return StepAllowance(
             self._costs,

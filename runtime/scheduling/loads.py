@@ -1,9 +1,9 @@
 """Sequences that wait until the next blocks of their prefix are loaded from a slower tier.
 
-A load fills newly allocated device blocks. When it ends, these become cached blocks, and the
-sequences that waited for it go back to the waiting queue. Admission then finds the longer prefix.
-Blocks that could not be loaded are computed. Each sequence starts at most one load, so that it does
-not load the same blocks again and again when they are evicted before its admission.
+A load fills newly allocated device blocks. When the load ends, these become cached blocks, and the
+sequences that waited for them go back to the waiting queue. Admission then finds the longer prefix.
+Blocks that could not be loaded are computed. Each sequence starts at most one load. Otherwise it
+could load the same blocks again and again, if they are evicted before its admission.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ __all__ = ("BlockLoads",)
 
 
 class _Load:
-    """One transfer and the sequences that wait for it; the first one began it."""
+    """One transfer and the sequences that wait for it. The first sequence began it."""
 
     def __init__(self, transfer: BlockTransfer, table: BlockTable, sequence: Sequence) -> None:
         self.transfer = transfer
-        self.table = table  # the matched device blocks, then those that the transfer fills
+        self.table = table  # the matched device blocks, then the blocks that the transfer fills
         self.token_ids = sequence.token_ids[:]
         self.sequences = [sequence]
 
@@ -71,11 +71,12 @@ class BlockLoads:
     def begin(self, sequence: Sequence, match: PrefixMatch, num_spare: int) -> BlockTransfer | None:
         """Let a waiting sequence wait for the blocks that `match` names in the tier.
 
-        Its status becomes `loading`. If another load already fetches the same blocks, it waits for
-        that one. Nothing happens if too few blocks are free.
+        The sequence's status becomes `loading`. If another load already fetches the same blocks,
+        the sequence waits for that load. Nothing happens if too few blocks are free.
 
         Args:
-            sequence: a waiting sequence. The caller removes it from the queue if it is `loading`.
+            sequence: a waiting sequence. The caller removes it from the queue if its status is
+                `loading` afterwards.
             match: its prefix match, with some blocks in the tier.
             num_spare: free blocks that must be left for other sequences.
 
@@ -94,7 +95,8 @@ class BlockLoads:
             cache.num_missing_blocks(num_tokens, match) + num_spare > cache.num_free_blocks
         ):
             return None
-        cache.hold_places(match.places)  # first: allocating blocks may replace places
+        # Hold the tier's places first, because allocating blocks can give them other contents.
+        cache.hold_places(match.places)
         blocks = table.fork()
         admitted = cache.admit(blocks, match, num_tokens)
         assert admitted, "blocks that were counted free cannot be allocated"
@@ -109,7 +111,7 @@ class BlockLoads:
         return transfer
 
     def finish(self, transfer_id: int, num_blocks: int) -> list[Sequence]:
-        """End a load: its first `num_blocks` blocks have their contents, the others failed.
+        """End a load. Its first `num_blocks` blocks were loaded; the others failed.
 
         Returns:
             The unfinished sequences that waited for it. The caller queues them again.

@@ -2,11 +2,11 @@
 
     add -> waiting -> running -> finished
              ^  |        |
-             |  loading  | preempt: row and blocks are given up, everything is computed again
+             |  loading  | preempt: row and blocks are freed; all tokens are computed again
              +-----------+
 
-A sequence is draining if it left `running` while a step in flight uses its row and blocks. Both
-become free when that step has been read (`settle`).
+A sequence is draining if it left `running` while a step in flight uses its row and blocks. The row
+and the blocks become free when the result of that step has been read (`settle`).
 """
 
 from __future__ import annotations
@@ -59,20 +59,26 @@ class SequenceQueues:
         return len(self._free_rows)
 
     def waiting_before(self, order: tuple[int, ...]) -> list[Sequence]:
-        """Sequences that wait for a row and come before `order`, draining ones included."""
+        """Sequences that wait for a row and come before `order`.
+
+        Preempted sequences that are still draining count too.
+        """
         first = self.waiting[: bisect_left(self.waiting, order, key=by_order)]
         return [*first, *(s for s in self.draining if s.status is _PREEMPTED and s.order < order)]
 
     @property
     def num_waiting(self) -> int:
-        """Number of sequences that wait for a row, preempted ones that are draining included."""
+        """Number of sequences that wait for a row.
+
+        Preempted sequences that are still draining count too.
+        """
         count = len(self.waiting)
         if self.draining:
             count += sum(sequence.status is _PREEMPTED for sequence in self.draining)
         return count
 
     def wait(self, sequence: Sequence) -> None:
-        """Queue a sequence without row and blocks, at its place in the policy's order."""
+        """Put a sequence without row and blocks into `waiting`, in the policy's order."""
         sequence.status = SequenceStatus.waiting
         insort(self.waiting, sequence, key=by_order)
 
@@ -85,7 +91,8 @@ class SequenceQueues:
     def place(self, sequence: Sequence) -> None:
         """Continue a beam that does not run.
 
-        It runs if it has blocks and there is a row. Otherwise it waits and is computed again.
+        It runs if it has blocks and a row is free. Otherwise it waits, and all its tokens are
+        computed again.
         """
         if sequence.status is _RUNNING:
             return
@@ -107,7 +114,7 @@ class SequenceQueues:
         sequence.status = _FINISHED
 
     def preempt_last(self) -> Sequence:
-        """Preempt the last running sequence: take its row and blocks and queue it."""
+        """Preempt the last running sequence: free its row and blocks, and let it wait again."""
         sequence = self.running.pop()
         sequence.num_preemptions += 1
         self.num_preemptions += 1
@@ -115,10 +122,10 @@ class SequenceQueues:
         return sequence
 
     def release_parked(self) -> bool:
-        """Take the rows and blocks of parked beams, so that the beams they wait for can run.
+        """Free the rows and blocks of parked beams, so that the beams they wait for can run.
 
         Returns:
-            Whether there were any.
+            Whether there were parked beams.
         """
         parked = [sequence for sequence in self.running if is_parked(sequence)]
         for sequence in parked:
@@ -129,7 +136,7 @@ class SequenceQueues:
     def settle(self, sequence: Sequence) -> None:
         """Free the row and blocks of a draining sequence, if no step in flight uses them any more.
 
-        A preempted sequence is queued then.
+        A preempted sequence then goes to `waiting`.
         """
         if sequence.num_in_flight:
             self.draining.add(sequence)
@@ -141,12 +148,12 @@ class SequenceQueues:
             self.wait(sequence)
 
     def sort(self) -> None:
-        """Put the queues into order again after orders have changed."""
+        """Sort the queues again. Called after the `order` of sequences has changed."""
         self.waiting.sort(key=by_order)
         self.running.sort(key=by_order)
 
     def remove_ended(self) -> None:
-        """Remove the sequences that no longer run from `running`."""
+        """Remove the sequences from `running` that no longer run."""
         self.running = [s for s in self.running if s.status is _RUNNING]
 
     def free_blocks(self, sequence: Sequence) -> None:
@@ -157,7 +164,7 @@ class SequenceQueues:
         sequence.is_held = False
 
     def num_reclaimable_blocks(self, sequence: Sequence) -> int:
-        """Blocks that become free when the sequence gives up its own."""
+        """Blocks that become free when the sequence frees its block tables."""
         return sum(map(self.cache.num_reclaimable_blocks, sequence.block_tables))
 
     def num_draining_blocks(self) -> int:

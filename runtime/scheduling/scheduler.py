@@ -1,4 +1,4 @@
-"""The scheduler: decides which tokens each step computes, within one token budget a step.
+"""The scheduler: decides which tokens each step computes. A step has one token budget.
 
     schedule() -> SchedulerOutput -> (the executor) -> StepResult -> update() -> [SequenceOutput]
 
@@ -7,8 +7,8 @@ sequence of N continues, and its decode rows read N's tokens on the device. `upd
 sequences that N ends. Their entries in N+1 are dropped when N+1 is read. Rows and blocks that a
 step in flight uses are not reused.
 
-Every decoding sequence gets one token of every step, so a long prompt does not stall a stream. With
-a target for inter-token latency, the prompt tokens of a step are limited further.
+Every step decodes one token of every decoding sequence, so a long prompt does not stall a stream.
+If a target for inter-token latency is set, a step takes fewer prompt tokens.
 """
 
 from __future__ import annotations
@@ -48,8 +48,9 @@ __all__ = ("Scheduler",)
 _RUNNING = SequenceStatus.running
 _FINISHED = SequenceStatus.finished
 
-# A policy is the first part of a sequence's order. The second is its level (`RequestLevels`), the
-# third its turn (`Scheduler.add`).
+# The function of a policy computes the first part of a sequence's order. The second part is the
+# sequence's level (`RequestLevels`). The third part comes from the order of arrival
+# (`Scheduler.add`).
 _POLICY_RANKS = {
     SchedulingPolicy.fcfs: lambda request: 0,
     SchedulingPolicy.priority: lambda request: request.priority,
@@ -59,25 +60,27 @@ _POLICY_RANKS = {
 class Scheduler:
     """Continuous batching with chunked prefill, prefix sharing and preemption by recomputation.
 
-    Running sequences are kept in the policy's order. If blocks run short, the last one is preempted
-    and waits again at its old place in the queue. So the first sequence can always continue.
+    Running sequences are kept in the policy's order. If no block is free, the last running sequence
+    is preempted and waits again at its old place in the queue. So the first sequence can always
+    continue.
 
     Args:
         config: row and token limits, policy.
         cache: the KV cache manager; not shared with another scheduler.
         max_model_len: tokens of prompt plus output that one sequence may have.
-        limits: the largest step; None = the configured limits or their upper bounds. A sequence
-            gets at most `rows_per_seq - 1` draft tokens in one step.
+        limits: the largest step; None = the configured limits, or their upper bounds. A sequence
+            gets at most `limits.rows_per_seq - 1` draft tokens in one step.
         bound: limits the prompt tokens of steps with decodes; None = no limit.
         whole_prompts: compute each prompt in one step, as encoders need it.
         max_in_flight: steps that may be scheduled before `update` is called for the oldest.
-        has_lanes: the steps in flight are those of a pipeline's stages. A sequence is decoded again
-            after its last token has arrived, and each step decodes an equal part of the sequences.
+        has_lanes: the model is a pipeline, and each stage computes another step. A sequence is
+            decoded again after its last token has arrived. Each step decodes an equal part of the
+            sequences.
         proposer: the drafter; None = no drafts.
-        score_tokens: tokens of a step's budget that one log-probability of a prompt takes.
+        score_tokens: tokens of a step's budget that the log-probability of one prompt token takes.
         draft_costs: the step-cost table that chooses the number of drafts; None = all are verified.
-        rate: limits steps of whole prompts to a time, and learns from them; None = no limit.
-        shares: lets decodes of large requests rest; None = none rests.
+        rate: limits the seconds of steps of whole prompts, and learns from them; None = no limit.
+        shares: leaves some decodes of large requests out of a step; None = no decode is left out.
 
     Attributes:
         queues: the sequences by status.
@@ -129,12 +132,12 @@ class Scheduler:
         self._block_size = cache.block_size
         self._has_tier = cache.has_tier
         self._rank = _POLICY_RANKS[config.policy]
-        self._num_turns = 0  # requests so far; several sequences of one count once
+        self._num_turns = 0  # requests so far; several sequences of one request count once
         self._num_arrivals = 0
         self._num_ended = 0  # sequences that ended without an abort
-        self._num_ended_tokens = 0  # output tokens of these
+        self._num_ended_tokens = 0  # output tokens of the sequences in `_num_ended`
         self._levels = RequestLevels()
-        self._sequences: dict[str, Sequence] = {}  # those without a terminal output yet
+        self._sequences: dict[str, Sequence] = {}  # sequences without a terminal output, by id
         self._in_flight: deque[StepPlan] = deque()
         self._last_read: StepPlan | None = None
         self._beams = BeamGroups(cache, self.queues.place, self.queues.drop)
@@ -169,12 +172,12 @@ class Scheduler:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Prompt tokens computed, prefix hits excluded, recomputation included."""
+        """Prompt tokens computed so far: without prefix hits, with recomputed tokens."""
         return self._planner.num_prompt_tokens
 
     @property
     def num_preemptions(self) -> int:
-        """Times that a running sequence lost its row and blocks to another."""
+        """Number of times that a running sequence lost its row and blocks to another sequence."""
         return self.queues.num_preemptions
 
     def load(self) -> QueueLoad:
@@ -191,21 +194,22 @@ class Scheduler:
         )
 
     def requests(self) -> dict[str, Sequence]:
-        """Unfinished requests by id, in order of arrival; a beam search has its first sequence."""
+        """The unfinished requests' sequences by id, by arrival; only the first of a beam search."""
         return dict(self._sequences)
 
     def add(self, request: Request) -> None:
         """Queue a request.
 
-        An HTTP request may have several sequences. The first is queued in the order of arrival. The
-        one at place k is queued like the k-th request that arrives later. So a request of many
-        sequences uses rows that are free, and loses one for each new request. This is fair queueing
-        (Demers, Keshav and Shenker, 1989) with the number of arrivals as the virtual time.
-        Sequences of an HTTP request that are far behind its first ones come after those of all
-        others (`RequestLevels`).
+        An HTTP request may have several sequences. The first one (`place` 0) is queued in the order
+        of arrival. The sequence with `place` k is queued like the k-th request that arrives later.
+        So a request of many sequences uses free rows, and loses one row to each new request. This
+        is fair queueing (Demers, Keshav and Shenker, 1989) with the number of arrivals as the
+        virtual time. Sequences with a high `place` come after the sequences of all other requests
+        (`RequestLevels`).
 
         Raises:
-            InvalidRequestError: its id is in use, its prompt is empty or leaves no room for output.
+            InvalidRequestError: the request's id is in use, or its prompt is empty or leaves no
+                room for output.
         """
         if request.request_id in self._sequences:
             raise InvalidRequestError(
@@ -228,7 +232,7 @@ class Scheduler:
         self.queues.wait(sequence)
 
     def abort(self, request_id: str) -> SequenceOutput | None:
-        """End a request now; returns its last output, or None if it has ended or is unknown."""
+        """End a request now; returns its last output, or None if it is unknown or has ended."""
         sequence = self._sequences.get(request_id)
         if sequence is None:
             return None
@@ -238,7 +242,7 @@ class Scheduler:
         return SequenceOutput(request_id, [], FinishReason.abort)
 
     def schedule(self) -> SchedulerOutput | None:
-        """Plan the next step. It must be executed, and `update` called with its result.
+        """Plan the next step. The caller must execute it and call `update` with its result.
 
         Returns:
             None if nothing can run: there is no work, or all sequences wait for a step in flight or
@@ -323,7 +327,11 @@ class Scheduler:
         return outputs
 
     def observe(self, seconds: float) -> None:
-        """Correct the costs of drafts and texts by the seconds of the last updated step."""
+        """Correct the predicted costs of drafts and whole prompts.
+
+        Args:
+            seconds: how long the last step took whose result was processed.
+        """
         step = self._last_read
         if self.drafts is not None and step is not None:
             self.drafts.observe(step, seconds)
@@ -335,7 +343,7 @@ class Scheduler:
 
         Args:
             transfer_id: the id of the `BlockTransfer`.
-            num_blocks: number of its leading blocks that were loaded; the others failed.
+            num_blocks: leading blocks of the transfer that were loaded; the others failed.
 
         Raises:
             KeyError: there is no such load.
@@ -347,7 +355,7 @@ class Scheduler:
         """Check rows, queues, tables and blocks against each other. O(blocks).
 
         Raises:
-            AssertionError: they disagree; the text names the part at fault.
+            AssertionError: the records disagree; the text names the part at fault.
         """
         queues = self.queues
         queues.check_integrity()
@@ -380,7 +388,7 @@ class Scheduler:
     def _append_tokens(
         self, sequence: Sequence, index: int, count: int, result: StepResult
     ) -> SequenceOutput:
-        """Append `count` tokens of one step; drop those after the one that ends the output."""
+        """Append `count` tokens of one step; drop the tokens after the output's end."""
         output = self._append_token(sequence, index, result)
         for following in range(index + 1, index + count):
             if output.finish_reason is not None:

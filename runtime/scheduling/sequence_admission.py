@@ -1,7 +1,8 @@
 """Admits waiting sequences, and preempts running ones that come after them in the policy's order.
 
 A sequence is admitted only if there are blocks for all its known tokens, and one spare block for
-each running sequence ahead of it. Without the spare blocks, those would soon preempt it again.
+each running sequence ahead of it. Without the spare blocks, the sequences ahead would soon preempt
+the new sequence.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ __all__ = ("Admission",)
 
 
 class Admission:
-    """Gives waiting sequences rows and blocks, the first in the policy's order first.
+    """Gives waiting sequences rows and blocks, in the policy's order.
 
     Args:
         queues: the sequences by status.
@@ -30,19 +31,19 @@ class Admission:
         self._loads = loads
         self._whole_prompts = whole_prompts
         self._blocked: Sequence | None = None  # the first waiting sequence, if it lacks blocks
-        self._blocked_room = 0  # free blocks without the spare ones when it lacked blocks
+        self._blocked_room = 0  # free blocks at that time, without the spare blocks
 
     def start_next(self, step: StepPlan) -> tuple[Sequence, int] | None:
         """Start the first waiting sequence: give it a row and blocks for all its known tokens.
 
-        In `running` it is inserted after the sequences that are planned already.
+        The sequence is inserted into `running` after the sequences that are planned already.
 
         Args:
-            step: the step that is being planned; closed if the sequence has to wait.
+            step: the step that is being planned; it is closed if the sequence has to wait.
 
         Returns:
-            The sequence and the number of its tokens that fit into the step. None if it has to
-            wait, or left the queue to load blocks of its prefix from a slower tier.
+            The sequence and the number of its tokens that fit into the step. None if the sequence
+            has to wait, or left the queue to load blocks of its prefix from a slower tier.
         """
         queues = self._queues
         sequence = queues.waiting[0]
@@ -56,7 +57,7 @@ class Admission:
             num_others = len(queues.running) - step.num_grown
             limit = step.chunk_limit(num_others, num_left, start, has_scores=has_scores)
             if self._whole_prompts and not step.scheduled:
-                limit = num_left  # every step has room for one text, also when its time is limited
+                limit = num_left  # a step takes one prompt even if the prompt exceeds its limit
             if limit >= (num_left if self._whole_prompts else 1):
                 del queues.waiting[0]
                 self._start(sequence, match, step)
@@ -82,10 +83,10 @@ class Admission:
         step.num_grown += 1
 
     def _make_room(self, sequence: Sequence, step: StepPlan) -> PrefixMatch | None:
-        """Make sure of a row and blocks for a waiting sequence, by preemption if necessary.
+        """Make sure that a row and blocks are free for a waiting sequence; preempt if necessary.
 
         Returns:
-            Its cached prefix; None if it has to wait or has started a load.
+            The sequence's cached prefix; None if the sequence has to wait or has started a load.
         """
         queues, cache = self._queues, self._cache
         behind = queues.running[step.num_grown :]
@@ -111,7 +112,7 @@ class Admission:
         return None
 
     def _load(self, sequence: Sequence, match: PrefixMatch, step: StepPlan) -> bool:
-        """Let the sequence wait for a load if possible; returns whether it left the queue."""
+        """Let a sequence wait for a load if possible; returns whether it left the queue."""
         transfer = self._loads.begin(sequence, match, len(self._queues.running))
         if transfer is not None:
             step.transfers.append(transfer)
@@ -121,7 +122,10 @@ class Admission:
         return True
 
     def _num_missing_blocks(self, sequence: Sequence, match: PrefixMatch, step: StepPlan) -> int:
-        """Blocks missing for its admission, with a spare block for each sequence ahead of it."""
+        """Blocks that are missing to admit a sequence.
+
+        One spare block counts for each sequence ahead of it.
+        """
         cache = self._cache
         needed = cache.num_missing_blocks(sequence.num_tokens, match) + step.num_grown
         if len(cache.groups) > 1:
@@ -130,7 +134,7 @@ class Admission:
         return needed - cache.num_free_blocks
 
     def _preempt_behind(self, behind: list[Sequence], missing: int) -> None:
-        """Preempt the last sequences of `behind`, until there are a row and the missing blocks.
+        """Preempt sequences of `behind`, the last first, until a row and enough blocks are free.
 
         No sequence is preempted if preempting all of them would not free enough, or if the
         sequences that are draining will free enough.

@@ -60,11 +60,11 @@ class StepPlan:
         self.num_score_tokens = 0.0  # budget tokens for all log-probabilities of prompts so far
         self.decodes_left = max_decodes  # decodes that the step may still take; None = all
         self.allowance = allowance  # limits prompt tokens beside decodes; None = no such limit
-        self.num_grown = 0  # the first sequences of `running` that are planned
+        self.num_grown = 0  # how many sequences of `running` are planned, from the first on
         self.num_samples = 0  # entries that sample
         self.num_drafts = 0
         self.num_accepted = 0  # drafts that the model confirmed; set with the result
-        self.load: StepLoad | None = None  # the step without its drafts; None without a drafter
+        self.load: StepLoad | None = None  # the work without the drafts; None without a drafter
         self.num_prompt_logits = 0
         self.num_pooled = 0
         self.is_closed = False  # no further sequence is admitted
@@ -85,7 +85,8 @@ class StepPlan:
 
     @property
     def budget_left(self) -> int:
-        """Tokens left in the budget; may be negative, because scores count as tokens."""
+        """Tokens left in the budget. It can be negative, because log-probabilities of prompts count
+        as tokens."""
         return math.floor(self.num_tokens_left - self.num_score_tokens)
 
     def chunk_limit(
@@ -108,7 +109,7 @@ class StepPlan:
         return self.allowance.largest(limit, start, has_scores=has_scores)
 
     def take_chunk(self, chunk: Chunk) -> None:
-        """Subtract a chunk from the allowance, and its log-probabilities from the budget."""
+        """Subtract a chunk from the allowance, and its log-probabilities from the token budget."""
         self.num_score_tokens += chunk.num_scored * self.score_tokens
         if self.allowance is not None:
             self.allowance.take(chunk)
@@ -128,7 +129,7 @@ class StepPlan:
             self.allowance.take(Chunk(num_drafts, start))
 
     def return_drafts(self, num_drafts: int) -> None:
-        """Give back the budget of drafts that were taken, but that the drafter did not propose."""
+        """Give back the budget of drafts that the drafter did not propose."""
         self.num_drafts -= num_drafts
         self.num_tokens_left += num_drafts
 
@@ -148,7 +149,7 @@ class StepPlan:
         return self.output
 
     def check_tokens(self, result: StepResult) -> None:
-        """Raises ValueError unless the result has one token for each sample of the entries."""
+        """Raises ValueError if the number of tokens in the result is wrong."""
         num_tokens, counts = len(result.token_ids), result.counts
         if counts is None:
             is_right = not self.num_drafts and num_tokens == self.num_samples
@@ -179,7 +180,7 @@ class StepPlan:
             if vector is None:
                 raise ValueError(f"row {entry.row} ends a pooled prompt, the result has no vector")
             if sequence.status is not SequenceStatus.finished:
-                # One that was preempted meanwhile need not be computed again.
+                # A sequence that was preempted meanwhile need not be computed again.
                 sequence.status = SequenceStatus.finished
                 outputs.append(
                     SequenceOutput(
@@ -196,7 +197,7 @@ class StepPlan:
         """Hand log-probabilities of prompt tokens to their sequences.
 
         Raises:
-            ValueError: `result` has a wrong number of them.
+            ValueError: the number of log-probabilities in `result` is wrong.
         """
         lists = iter(result.prompt_logprobs or ())
         for entry, sequence in zip(self.scheduled, self.sequences, strict=True):
@@ -208,5 +209,5 @@ class StepPlan:
                         f"the step's result {len(scores)}"
                     )
                 if sequence.prompt_logprobs is not None:
-                    # After a preemption some arrive a second time and replace the first.
+                    # After a preemption some scores arrive again and replace the earlier ones.
                     sequence.prompt_logprobs[entry.start :] = scores

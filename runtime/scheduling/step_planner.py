@@ -1,7 +1,7 @@
 """Plans one step: spends its tokens on running sequences, then on waiting ones, then on drafts.
 
-Running sequences are planned in the policy's order. A waiting sequence that precedes some of them
-in that order is planned before them, and may take their rows and blocks.
+Running sequences are planned in the policy's order. A waiting sequence that precedes some running
+sequences in that order is planned before these, and can take their rows and blocks.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from ostinato.runtime.types.step import AdmittedSequence, ScheduledSequence
 __all__ = ("StepPlanner",)
 
 _RUNNING = SequenceStatus.running
-# Sequences that one step with decodes admits, beyond the first of each request. Setting up a row
-# takes up to a millisecond, and the decodes wait for it.
+# A step with decodes admits at most this many sequences that are not the first of their request.
+# Setting up a row takes up to a millisecond, and the decodes wait for it.
 _MOST_FURTHER = 16
 T = TypeVar("T")
 
@@ -41,14 +41,15 @@ class StepPlanner:
         bound: limits the prompt tokens of steps with decodes; None = no limit.
         drafts: adds draft tokens to decodes; None = no drafts.
         whole_prompts: compute each prompt in one step.
-        score_tokens: tokens of the budget that one log-probability of a prompt takes.
-        rate: limits the tokens of steps of whole prompts by their time; None = no limit.
-        num_lanes: steps that decode different sequences at the same time; 1 = a step may decode
-            a sequence whose last token a step in flight draws.
-        shares: lets decodes of large requests rest; None = none rests.
+        score_tokens: tokens of the budget that the log-probability of one prompt token takes.
+        rate: limits the seconds of steps of whole prompts; None = no limit.
+        num_lanes: number of steps that run at the same time and decode different sequences. 1 = a
+            step may decode a sequence whose last token a step in flight samples.
+        shares: leaves some decodes of large requests out of a step; None = no decode is left out.
 
     Attributes:
-        num_prompt_tokens: prompt tokens planned, prefix hits excluded, recomputation included.
+        num_prompt_tokens: prompt tokens planned so far: without prefix hits, with recomputed
+            tokens.
     """
 
     def __init__(  # noqa: PLR0913 - the limits of a step
@@ -75,9 +76,9 @@ class StepPlanner:
         self._score_tokens = score_tokens
         self._rate = rate
         self._num_lanes = num_lanes
-        # A lane has a part of the decodes only. If the others rested, it might have none.
+        # A lane has only a part of the decodes. If all of these rested, its step would be empty.
         self._shares = shares if num_lanes == 1 else None
-        self._resting: Set[Sequence] = frozenset()  # decodes that are not part of this step
+        self._resting: Set[Sequence] = frozenset()  # decodes that `_shares` leaves out of the step
         self._admission = Admission(queues, loads, whole_prompts=whole_prompts)
 
     def plan(self) -> StepPlan:
@@ -101,10 +102,10 @@ class StepPlanner:
         return step
 
     def _max_decodes(self) -> int | None:
-        """An equal part of the sequences that decode for each lane; None without lanes.
+        """The decodes of one lane: an equal part of all decoding sequences; None without lanes.
 
-        So each stage of a pipeline has a step to compute, and no sequence waits for more than the
-        steps of the other lanes.
+        So each stage of a pipeline has a step to compute. A sequence waits at most for the steps of
+        the other lanes.
         """
         if self._num_lanes == 1:
             return None
@@ -124,12 +125,12 @@ class StepPlanner:
         scheduled, sequences = step.scheduled, step.sequences
         for index, sequence in enumerate(running[begin:end], begin):
             if sequence.status is not _RUNNING:
-                break  # it and all after it were preempted
+                break  # this sequence and all after it were preempted
             if resting and sequence in resting:
                 continue
             start = sequence.num_computed_tokens
             if sequence.is_held and sequence.num_in_flight:
-                continue  # a step in flight was planned as if it had its next token
+                continue  # a step in flight was planned as if the sequence had its next token
             if start < sequence.num_prefill_tokens:
                 num_left = sequence.num_prefill_tokens - start
                 has_scores = sequence.num_prompt_logits(start, start + 1) > 0
@@ -142,7 +143,7 @@ class StepPlanner:
             if start + 1 >= sequence.max_num_tokens:
                 continue  # its last token has not arrived
             if step.decodes_left is not None and (sequence.num_in_flight or not step.decodes_left):
-                continue  # it is in another lane, or this one is full
+                continue  # the sequence is in another lane, or this lane is full
             if drafts is not None and sequence.num_in_flight and drafts.waits_for(sequence):
                 continue  # its last token is needed for its next draft
             new_block_ids: list[int] | None = []
@@ -171,7 +172,7 @@ class StepPlanner:
                 return
             step.block_copies += copies
             if beam.is_moved:
-                # The row has the tokens and the block table of another beam, so it starts anew.
+                # The row has the tokens and block table of another beam, so it is set up again.
                 beam.is_moved = False
                 new_block_ids = sequence.block_table.block_ids[:]
                 self._announce(sequence, step)
@@ -190,9 +191,9 @@ class StepPlanner:
     ) -> T | None:
         """The result of `take` for a running sequence; None if it has to wait or was preempted.
 
-        While `take` finds no block, sequences behind this one are preempted, the last first. With a
-        step in flight their blocks become free later, so the sequence skips this step. It also
-        waits while a load is running, whose blocks become free when it ends.
+        While `take` finds no block, the sequences behind this one are preempted, the last first.
+        If a step in flight uses their blocks, the blocks become free later. Then the sequence skips
+        this step. It also skips the step while a load runs whose blocks will become free.
         """
         queues = self._queues
         while not step.is_stalled:
@@ -209,8 +210,8 @@ class StepPlanner:
         """Start waiting sequences while rows, tokens and blocks last.
 
         Returns:
-            Whether running sequences are left to plan before the next waiting one, or at all if no
-            other sequence is admitted.
+            Whether running sequences are left to plan. They come before the next waiting sequence,
+            or no further sequence is admitted.
         """
         running, waiting = self._queues.running, self._queues.waiting
         has_decodes, num_further = step.num_samples > 0, 0
@@ -254,7 +255,7 @@ class StepPlanner:
     def _plan_chunk(
         self, sequence: Sequence, limit: int, new_block_ids: list[int], step: StepPlan
     ) -> None:
-        """Plan the next `limit` tokens of those that the sequence was admitted with."""
+        """Plan the next `limit` of the tokens that were known when the sequence was admitted."""
         start = sequence.num_computed_tokens
         end = start + limit
         is_pooled = sequence.request.pooling is not None

@@ -18,10 +18,10 @@ class QueueLoad(NamedTuple):
     """The work ahead of a request that is added now."""
 
     num_decodes: int  # running sequences that decode
-    context: float  # their mean number of cached tokens
-    num_prefill_tokens: int  # known tokens that running sequences have not computed yet
+    context: float  # mean number of cached tokens of these decodes
+    num_prefill_tokens: int  # known tokens of running sequences that are not computed yet
     num_waiting: int  # sequences without a row
-    num_waiting_tokens: int  # tokens of these
+    num_waiting_tokens: int  # tokens of the sequences without a row
     num_free_rows: int
     expected_steps: list[int]  # for each running sequence, the steps until it ends
 
@@ -29,14 +29,14 @@ class QueueLoad(NamedTuple):
 def queue_load(
     running: Many[Sequence], waiting: Many[Sequence], num_free_rows: int, mean_output: float | None
 ) -> QueueLoad:
-    """Sums over a scheduler's sequences.
+    """Sum up the work of a scheduler's sequences.
 
     Args:
         running: sequences with a row.
         waiting: sequences without a row.
         num_free_rows: rows that no sequence has.
-        mean_output: mean number of output tokens of ended requests. None = no request has ended;
-            then each sequence is expected to generate its `max_tokens`.
+        mean_output: mean number of output tokens of ended requests. None = no request has ended.
+            Then each sequence is expected to generate `max_tokens` tokens.
     """
     contexts = [s.num_computed_tokens for s in running if s.is_decoding]
     mean = math.inf if mean_output is None else mean_output
@@ -66,10 +66,10 @@ def predict_ttft(
 ) -> float:
     """Seconds until the first token of a request that is queued behind all others.
 
-    The prompts ahead and its own are computed in chunks beside the current decodes. If no row is
-    free, the request also waits until enough sequences have ended. Prefix hits, which shorten the
-    time, and a shortage of blocks, which lengthens it, are not predicted. The result never falls
-    when the queue or the prompt grows.
+    The prompts ahead and the request's own prompt are computed in chunks beside the current
+    decodes. If no row is free, the request also waits until enough sequences have ended. The
+    prediction ignores prefix hits, which shorten the time. It also ignores a shortage of blocks,
+    which lengthens the time. A longer queue or a longer prompt never gives a smaller result.
 
     Args:
         load: the work ahead.
@@ -97,11 +97,11 @@ def predict_ttft(
 
 
 def _steps_until_row(load: QueueLoad) -> int:
-    """Steps until there is a row for a request behind all waiting ones."""
+    """Steps until a row is free for a request that is queued behind all waiting ones."""
     num_missing = load.num_waiting + 1 - load.num_free_rows
     if num_missing <= 0 or not load.expected_steps:
         return 0
     steps = sorted(load.expected_steps)
     rounds, index = divmod(num_missing - 1, len(steps))
-    # Waiting sequences that take rows first are expected to run as long as the longest running one.
+    # Each waiting sequence ahead is expected to take as many steps as the longest running one.
     return rounds * steps[-1] + steps[index]

@@ -40,7 +40,8 @@ class IsaTrial(msgspec.Struct, frozen=True):
     """Which instruction set the CPU kernels use, and the times that decided it."""
 
     isa: str
-    # Times of one layer's products: instruction set -> rows -> time. Empty = not measured.
+    # Time of the matrix products of one layer: instruction set -> rows of the input -> time.
+    # Empty = not measured.
     microseconds: dict[str, dict[str, float]]
 
 
@@ -52,7 +53,7 @@ class RankInfo(msgspec.Struct, frozen=True, kw_only=True):
     threads: int  # threads that the model's kernels use
     weights_bytes: int
     memory_bytes: int  # planned: weights, activations and KV cache
-    first_layer: int  # the first layer of its stage, from 0
+    first_layer: int  # index of the first layer of its stage
     num_layers: int
 
 
@@ -70,14 +71,14 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     startup_seconds: dict[str, float] = {}  # phase -> seconds, in order
     isa: str = ""  # instruction set of the CPU kernels; empty = none are used
     isa_microseconds: dict[str, dict[str, float]] = {}  # as in `IsaTrial`
-    # bitwise = the bits of a token's logits depend on its own context alone; none = no such promise
+    # bitwise = the bits of a token's logits depend on its own context alone, not on the batch
     determinism: Literal["bitwise", "none"] = "none"
-    # Names the determinism and all that the bits of answers depend on: weights, kernels, settings.
+    # A digest of everything that can change the bits of an answer: weights, kernels, settings.
     system_fingerprint: str = ""
     tasks: tuple[ServedTask, ...] = (ServedTask.generate,)
-    embedding_size: int = 0  # numbers of a vector
-    pooling: PoolingKind = PoolingKind.last  # for requests that name none
-    normalize: bool = True  # for requests that do not say
+    embedding_size: int = 0  # length of an embedding vector
+    pooling: PoolingKind = PoolingKind.last  # the default of requests
+    normalize: bool = True  # the default of requests
     num_labels: int = 0  # labels of the classification head; 0 = no head
     has_kv_cache: bool = True  # False = no keys and values are kept between steps
     num_segments: int = 0  # token types of an encoder; 0 = not an encoder
@@ -86,7 +87,7 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineStats(msgspec.Struct, array_like=True, gc=False):
-    """A snapshot of the engine for metrics and health; counters grow from zero at its start."""
+    """A snapshot of the engine for metrics and health. Counters are 0 when the engine starts."""
 
     num_running: int = 0
     num_waiting: int = 0
@@ -94,14 +95,14 @@ class EngineStats(msgspec.Struct, array_like=True, gc=False):
     num_free_blocks: int = 0  # cached but unused blocks count as free
     num_steps: int = 0
     steps_by_kind: dict[str, int] = {}  # captured | compiled | eager
-    num_prompt_tokens: int = 0  # computed, cache hits excluded
+    num_prompt_tokens: int = 0  # computed prompt tokens, without cache hits
     num_output_tokens: int = 0
     prefix_queries: int = 0  # prompt tokens looked up in the prefix cache
-    prefix_hits: int = 0  # of these, tokens that were found
+    prefix_hits: int = 0  # prompt tokens that were found in the prefix cache
     num_preemptions: int = 0
     late_compiles: list[LateCompile] = []  # compilations after the start; should be empty
     step_seconds: float = 0.0  # summed over steps
-    model_seconds: float = 0.0  # the part of it in the model's graph and the sampler
+    model_seconds: float = 0.0  # the part of `step_seconds` in the model's graph and the sampler
     # Seconds of finished steps by kind, on the device's clock if it has one.
     device_seconds_by_kind: dict[str, float] = {}
     max_num_seqs: int = 0  # as set, or as chosen from measured step costs
@@ -110,16 +111,18 @@ class EngineStats(msgspec.Struct, array_like=True, gc=False):
     predicted_ttft_seconds: float = 0.0  # for a request of mean length that is added now
     num_evictions: int = 0  # cached blocks that were reused for other contents
     num_admitted: int = 0  # sequences that left the queue for the first time
-    queue_seconds: float = 0.0  # time that these waited in the queue, summed
-    num_waiting_for_grammar: int = 0  # the part of `num_waiting` that waits for a grammar
-    grammar_seconds: float = 0.0  # spent on masks of grammars, within steps
-    grammar_build_seconds: float = 0.0  # spent on building grammars, beside the steps
-    num_padding_tokens: int = 0  # computed to fill captured buckets
-    host_gap_seconds: float = 0.0  # time with work, but not in the model or waiting for it
+    queue_seconds: float = 0.0  # the sum of the queue times of the admitted sequences
+    num_waiting_for_grammar: int = 0  # sequences of `num_waiting` that wait for a grammar
+    grammar_seconds: float = 0.0  # time of steps that grammar masks took
+    grammar_build_seconds: float = 0.0  # time of building grammars, in parallel with steps
+    num_padding_tokens: int = 0  # tokens computed only to fill captured buckets
+    # Time in which the engine had work, but neither ran the model nor waited for it.
+    host_gap_seconds: float = 0.0
     num_scheduled_tokens: int = 0  # tokens of all steps, without padding
-    # Histogram of tokens per step: a count per bound of ITERATION_TOKENS, and one above the last.
+    # Histogram of tokens per step: one count for each bound of ITERATION_TOKENS, and one count for
+    # larger steps.
     iteration_tokens: list[int] = []
-    # Layers by how they run in a small step: captured | fx | inductor | eager.
+    # Number of layers by what runs them in a small step: captured | fx | inductor | eager.
     layers_by_program: dict[str, int] = {}
     speculation: SpeculationStats | None = None  # None = the engine has no drafter
 
@@ -130,22 +133,22 @@ class EngineStats(msgspec.Struct, array_like=True, gc=False):
 
 
 class ReplicaState(StrEnum):
-    """What a replica does with requests."""
+    """The states of a replica."""
 
     starting = "starting"
     serving = "serving"
     drained = "drained"  # it finishes its requests and gets no new ones
     restarting = "restarting"
-    dead = "dead"  # it is not started again
+    dead = "dead"  # its engine is not started again
 
 
 class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
     """One replica, for health checks and the page."""
 
-    engine: int  # its number
+    engine: int  # the replica's number, from 0
     state: ReplicaState
     reason: str | None = None  # why it does not serve
-    num_unfinished: int  # requests that it has
+    num_unfinished: int  # requests that have not ended
     num_restarts: int
     pid: int | None  # the engine process; None = there is none
     node: str | None = None  # the other machine that the engine runs on; None = this one
@@ -162,18 +165,18 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
         return [rank.pid for rank in self.ranks[1:]] if self.node is None else []
 
 
-# What an engine has now; the other figures grow.
+# Figures that describe the present. All other figures are counters, which only grow.
 _GAUGES = (
     *("num_running", "num_waiting", "num_waiting_for_grammar", "num_blocks", "num_free_blocks"),
     *("max_num_seqs", "max_num_batched_tokens", "layers_by_program"),
     *("predicted_step_seconds", "predicted_ttft_seconds"),
 )
-# Over replicas these are not summed: a request goes to the replica with the smallest value.
+# Over replicas, the least of these figures is taken: a request goes to that replica.
 _LEAST = ("predicted_step_seconds", "predicted_ttft_seconds")
 
 
 def sum_stats(stats: Sequence[EngineStats]) -> EngineStats:
-    """The counters of several replicas as those of one engine.
+    """Combine the counters of several replicas, as if they were one engine.
 
     Args:
         stats: at least one.
@@ -200,11 +203,11 @@ def sum_stats(stats: Sequence[EngineStats]) -> EngineStats:
 
 
 def continued(before: EngineStats | None, now: EngineStats) -> EngineStats:
-    """Add the counters of the engine before a restart to those of the new engine.
+    """Add the counters of the old engine to those of the new engine after a restart.
 
     Args:
-        before: the last figures of the engine before; None = there was none.
-        now: the facts of the engine that runs.
+        before: the last figures of the old engine; None = there was none.
+        now: the figures of the new engine.
     """
     if before is None:
         return now

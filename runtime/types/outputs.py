@@ -1,4 +1,4 @@
-"""The outputs of requests: those of the engine per step, of the client per delta, and of `LLM`."""
+"""Outputs of requests: of the engine (one a step), of the client (one a delta) and of `LLM`."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class FinishReason(StrEnum):
     length = "length"
     abort = "abort"
     error = "error"
-    repetition = "repetition"  # its last tokens were one pattern over and over
+    repetition = "repetition"  # the end of the output repeated one pattern
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Natural-log probabilities at one position, from the raw logits."""
+    """Log-probabilities (natural logarithm) at one position, from the raw logits."""
 
     logprob: float  # the log-probability of the token at that position
     rank: int  # 1 = the likeliest token
@@ -43,26 +43,26 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class BeamOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One of the sequences that a beam search found."""
+    """One of the sequences that a beam search returns."""
 
     token_ids: list[int]
     score: float
     finish_reason: FinishReason
-    stop_reason: int | None = None  # the stop token's id when one ended it
-    logprobs: list[TokenLogprobs] | None = None  # one per token; the values that the search uses
+    stop_reason: int | None = None  # the id of the stop token that ended it
+    logprobs: list[TokenLogprobs] | None = None  # one per token; the search uses these values
 
 
 class TimelineEvent(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Something that happened to a traced request in the engine."""
+    """An event of a traced request in the engine. Most fields are for `prefill` events only."""
 
     name: str  # grammar_built | scheduled | prefill | first_token | preempted | resumed
     at: float  # seconds, monotonic clock
-    seconds: float = 0.0  # prefill: from the step's launch until its tokens were there
-    start: int = 0  # prefill: its first position; earlier ones were computed or cached
-    num_tokens: int = 0  # prefill: its tokens
-    step: int = 0  # prefill: the engine's number of the step
+    seconds: float = 0.0  # prefill: from the step's launch until its result was read
+    start: int = 0  # prefill: first position of the chunk
+    num_tokens: int = 0  # prefill: tokens of the chunk
+    step: int = 0  # prefill: number of the step
     kind: str = ""  # prefill: captured | compiled | eager
-    num_seqs: int = 0  # prefill: sequences in that step
+    num_seqs: int = 0  # prefill: sequences in the step
 
 
 class SequenceOutput(msgspec.Struct, array_like=True, gc=False):
@@ -71,27 +71,28 @@ class SequenceOutput(msgspec.Struct, array_like=True, gc=False):
     request_id: str
     new_token_ids: list[int]
     finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None  # the stop token's id, or what else ended it
+    stop_reason: int | str | None = None  # the stop token's id, or a word such as REPETITION_REASON
     logprobs: list[TokenLogprobs] | None = None  # one per new token
     num_cached_tokens: int = 0  # prompt tokens that were not recomputed at first admission
     error: str | None = None  # text, with finish_reason error
-    # With the first new token: one per prompt token after the first.
+    # One entry for each prompt token after the first. Sent with the first new token.
     prompt_logprobs: list[TokenLogprobs] | None = None
     beams: list[BeamOutput] | None = None  # at the end of a beam search: the n best, best first
     pooled: bytes | None = None  # little-endian float32, of a pooled request
-    is_complete: bool = False  # its grammar ended it; the last token is not a stop token
+    is_complete: bool = False  # the grammar ended the output; the last token is not a stop token
     is_refusal: bool = False  # the request caused the error: its grammar cannot continue
-    scheduled_time: float = 0.0  # when it first had a row, monotonic; with its first output
-    num_preemptions: int = 0  # with its finish reason
-    events: list[TimelineEvent] | None = None  # since the last output, of a traced request
-    # A part has log-probabilities of the prompt, or beams. They belong to the request's next
-    # output that is not a part.
+    # When the request first had a row, monotonic clock. Set in its first output.
+    scheduled_time: float = 0.0
+    num_preemptions: int = 0  # set together with the finish reason
+    events: list[TimelineEvent] | None = None  # of a traced request: events since the last output
+    # A large output is sent in several messages. A part has only log-probabilities of the prompt,
+    # or beams. They belong to the request's next output that is not a part.
     is_part: bool = False
-    num_before: int = 0  # in a part: log-probabilities or beams of earlier parts
-    speculation: SpeculationReport | None = None  # for this step; None = it had no draft
+    num_before: int = 0  # in a part: number of log-probabilities or beams in earlier parts
+    speculation: SpeculationReport | None = None  # drafts in this step; None = no draft
 
     def shift_times(self, seconds: float) -> None:
-        """Add seconds to its times: those of another machine's clock become this one's."""
+        """Convert the times of another machine's clock to this machine's, by adding seconds."""
         if self.scheduled_time:
             self.scheduled_time += seconds
         if self.events:
@@ -101,7 +102,7 @@ class SequenceOutput(msgspec.Struct, array_like=True, gc=False):
 
 
 class RequestOutput(msgspec.Struct, kw_only=True):
-    """One completion's output, client -> API, with text that can be streamed."""
+    """A new part of one completion, client -> API, with text that can be streamed."""
 
     request_id: str
     index: int  # index among the n completions
@@ -115,13 +116,14 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     num_output_tokens: int = 0  # so far
     error: str | None = None
     is_refusal: bool = False  # the request caused the error: a 400
-    prompt_logprobs: list[TokenLogprobs] | None = None  # with the first token, if asked for
+    prompt_logprobs: list[TokenLogprobs] | None = None  # sent with the first token, if requested
     num_discarded_tokens: int = 0  # tokens of candidates that were not among the n best
-    score: float | None = None  # the score of the n best, with `best_of` and beam search
-    scheduled_time: float = 0.0  # when it first had a row, monotonic; with its first output
-    num_preemptions: int = 0  # with the finish reason
-    events: list[TimelineEvent] | None = None  # since the last output, of a traced request
-    speculation: SpeculationReport | None = None  # since the last output; None = no draft
+    score: float | None = None  # the completion's score, with `best_of` or beam search
+    # When the request first had a row, monotonic clock. Set in its first output.
+    scheduled_time: float = 0.0
+    num_preemptions: int = 0  # set together with the finish reason
+    events: list[TimelineEvent] | None = None  # of a traced request: events since the last output
+    speculation: SpeculationReport | None = None  # drafts since the last output; None = no draft
 
 
 class PooledOutput(msgspec.Struct, frozen=True, kw_only=True):
@@ -133,13 +135,13 @@ class PooledOutput(msgspec.Struct, frozen=True, kw_only=True):
     num_cached_tokens: int = 0
     finish_reason: FinishReason = FinishReason.stop
     error: str | None = None  # text, with finish_reason error
-    scheduled_time: float = 0.0  # when it first had a row, monotonic
+    scheduled_time: float = 0.0  # when the request first had a row, monotonic clock
     num_preemptions: int = 0
     events: list[TimelineEvent] | None = None  # the events of a traced request
 
 
 class EmbeddingOutput(msgspec.Struct, frozen=True, kw_only=True):
-    """One text's result of `LLM.embed`."""
+    """The result of `LLM.embed` for one text."""
 
     prompt_token_ids: list[int]
     embedding: list[float]
@@ -155,11 +157,11 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
     finish_reason: FinishReason
     stop_reason: int | str | None = None
     logprobs: list[TokenLogprobs] | None = None
-    score: float | None = None  # its score, with `best_of` and beam search
+    score: float | None = None  # the completion's score, with `best_of` or beam search
 
 
 class GenerationOutput(msgspec.Struct, kw_only=True):
-    """One prompt's result of `LLM.generate`."""
+    """The result of `LLM.generate` for one prompt."""
 
     prompt: str | None
     prompt_token_ids: list[int]

@@ -59,7 +59,7 @@ class RepetitionDetectionParams(
 
     max_pattern_size: PatternSize = 0  # tokens; 0 = off
     min_pattern_size: PatternSize = 0  # tokens; 0 means 1
-    # Copies of the pattern at the output's end that end it.
+    # The output ends when its end is this many copies of one pattern.
     min_count: Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)] = 0
 
     def __post_init__(self) -> None:
@@ -97,37 +97,40 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """
 
     n: int = 1  # completions per prompt; they share the prompt's blocks
-    best_of: int | None = None  # candidates, of which the n likeliest per token are returned
-    # Beam search instead of sampling, with `best_of` beams: the n likeliest sequences.
+    # Number of generated candidates. The n with the highest mean log-probability are returned.
+    best_of: int | None = None
+    # Beam search with `best_of` beams instead of sampling; returns the n best sequences.
     use_beam_search: bool = False
-    length_penalty: float = 1.0  # a beam's score is its log-probability / length ** this
-    early_stopping: bool | Literal["never"] = False  # True = when `best_of` beams are finished
+    length_penalty: float = 1.0  # score of a beam = log-probability / length ** length_penalty
+    early_stopping: bool | Literal["never"] = False  # True = stop when `best_of` beams are finished
     temperature: float = 1.0  # 0 = greedy
     top_p: float = 1.0
     top_k: int = 0  # 0 or -1 = off
     min_p: float = 0.0
-    seed: int | None = None  # the same seed gives the same tokens; null = a random one
+    seed: int | None = None  # the same seed gives the same tokens; null = a random seed
     max_tokens: int | None = 16  # null = up to the end of the context
-    min_tokens: int = 0  # no end-of-sequence or stop token before this many
+    min_tokens: int = 0  # the output does not end before it has this many tokens
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
-    logprobs: int | None = None  # null = none; k = the sampled token's and the k likeliest
+    # k = log-probabilities of the sampled token and of the k likeliest tokens; null = none.
+    logprobs: int | None = None
     logprob_token_ids: tuple[int, ...] | None = None  # tokens reported instead of the likeliest
     prompt_logprobs: int | None = None  # as logprobs, for the prompt's tokens after the first
-    allowed_token_ids: tuple[int, ...] | None = None  # only these are picked; null = all
+    allowed_token_ids: tuple[int, ...] | None = None  # only these are sampled; null = all
     # Words that are not generated, with or without a space before them, unless no other token is
     # possible.
     bad_words: tuple[str, ...] = ()
-    truncate_prompt_tokens: int | None = None  # keep that many; -1 = as many as fit; null = all
+    # Prompt tokens to keep; -1 = the largest number that fits; null = all.
+    truncate_prompt_tokens: int | None = None
     truncation_side: Literal["left", "right"] = "left"  # where tokens are cut off
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] = {}
     skip_special_tokens: bool = True
-    # A constraint on the answer, which ends when the constraint is complete.
+    # A constraint on the answer. The answer ends when the constraint is complete.
     structured_outputs: StructuredOutputsParams | None = None
     thinking: ThinkingLimit | None = None  # set for chats with a model that reasons
     repetition_detection: RepetitionDetectionParams | None = None  # ends an output that repeats
@@ -196,7 +199,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     @property
     def num_candidates(self) -> int:
-        """The number of completions that are generated, of which `n` are returned."""
+        """The number of completions that are generated; `n` of these are returned."""
         return self.best_of or self.n
 
     def _check_tokens(self) -> None:
@@ -304,9 +307,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 class PoolingKind(StrEnum):
     """Which hidden states of a text become its vector."""
 
-    mean = "mean"  # the mean of all
-    last = "last"
-    cls = "cls"  # the first
+    mean = "mean"  # the mean over all tokens
+    last = "last"  # the last token's
+    cls = "cls"  # the first token's
 
 
 class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -21,21 +21,21 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=Fal
     eos_token_ids: tuple[int, ...] = ()
     arrival_time: float = 0.0  # seconds, monotonic clock of the sender
     priority: int = 0  # lower runs first under the priority policy
-    # Sequences of the same HTTP request that come before this one. The scheduler lets sequences of
-    # other requests run before those with a high place.
+    # Index among the sequences of one HTTP request. The scheduler runs sequences of other requests
+    # before sequences with a high index.
     place: int = 0
     cache_salt: str = ""  # requests share cached blocks only if their salts are equal
-    bad_words_token_ids: list[list[int]] = []  # tokens of `sampling.bad_words`; none is empty
+    bad_words_token_ids: list[list[int]] = []  # tokens of each of `sampling.bad_words`, never empty
     pooling: PoolingParams | None = None  # compute a vector; `sampling` is not read
-    output_token_ids: list[int] = []  # output so far, from an engine that died; it is continued
+    output_token_ids: list[int] = []  # output so far, from an engine that died; this one goes on
     grammar: str = ""  # made from `sampling.structured_outputs`
-    trace: bool = False  # its outputs carry timeline events
-    # Other things that its keys and values depend on (an adapter, media). Requests share cached
-    # blocks only if these are equal.
+    trace: bool = False  # the outputs carry timeline events
+    # Names of other things that the keys and values depend on (an adapter, media). Requests share
+    # cached blocks only if these names are equal.
     cache_keys: tuple[str, ...] = ()
     num_encoder_tokens: int = 0  # encoder tokens that cross attention reads
-    prediction_token_ids: list[int] = []  # a guess of its output
-    # Sequences of one HTTP request have the same number. It limits how much time they take together
-    # while sequences of other requests run. Without an HTTP request it is 0.
+    prediction_token_ids: list[int] = []  # the client's guess of the output (`prediction`)
+    # A number that all sequences of one HTTP request share; 0 = no HTTP request. The scheduler uses
+    # it to limit the time that one HTTP request takes from others.
     group: int = 0
-    group_size: int = 1  # sequences of the HTTP request
+    group_size: int = 1  # number of sequences of the HTTP request

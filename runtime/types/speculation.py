@@ -1,4 +1,4 @@
-"""Counters of speculation: of an engine for metrics, and of one request for its reply."""
+"""Counters of speculative decoding: of an engine for metrics, of one request for its reply."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ __all__ = ("SpeculationReport", "SpeculationStats", "sum_reports", "sum_speculat
 class SpeculationStats(msgspec.Struct, array_like=True, gc=False):
     """Counters of an engine since its start."""
 
-    num_drafts: int = 0  # drafts of one sequence that a step verified
+    num_drafts: int = 0  # verified drafts; a draft is the draft tokens of one sequence in one step
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
-    accepted_per_position: list[int] = []  # accepted tokens by their place in the draft
-    num_pauses: int = 0  # times that drafts paused because steps with them were slower
+    accepted_per_position: list[int] = []  # accepted tokens by their index in the draft
+    num_pauses: int = 0  # how often drafting paused because steps with drafts were slower
     drafting_seconds: float = 0.0  # time that a draft model took
 
     def copy(self) -> SpeculationStats:
-        """The counters of now."""
+        """A copy of the present counters."""
         counts = self.accepted_per_position[:]
         return msgspec.structs.replace(self, accepted_per_position=counts)
 
@@ -35,17 +35,17 @@ class SpeculationStats(msgspec.Struct, array_like=True, gc=False):
 
 
 class SpeculationReport(msgspec.Struct, array_like=True, gc=False):
-    """Counters of one request: of a step, or summed."""
+    """Counters of one request, for one step or summed over steps."""
 
     num_drafts: int = 0  # steps that verified a draft
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
-    num_accepted_prediction_tokens: int = 0  # the part that its `prediction` gave
-    num_rejected_prediction_tokens: int = 0  # refused draft tokens of its `prediction`
+    num_accepted_prediction_tokens: int = 0  # accepted draft tokens of the request's `prediction`
+    num_rejected_prediction_tokens: int = 0  # refused draft tokens of the request's `prediction`
 
 
 def sum_reports(reports: Iterable[SpeculationReport | None]) -> SpeculationReport | None:
-    """The sums of the counters; None if there is no report."""
+    """The sum of several reports; None if there is no report."""
     given = [one for one in reports if one is not None]
     if len(given) < 2:
         return given[0] if given else None
@@ -54,7 +54,7 @@ def sum_reports(reports: Iterable[SpeculationReport | None]) -> SpeculationRepor
 
 
 def sum_speculation(stats: Sequence[SpeculationStats]) -> SpeculationStats | None:
-    """The counters of several engines as those of one; None without any."""
+    """The sum of the counters of several engines; None for an empty list."""
     if not stats:
         return None
     columns = zip_longest(*(one.accepted_per_position for one in stats), fillvalue=0)

@@ -1,7 +1,7 @@
 """One engine step as data: the scheduler's output and the executor's result.
 
 A step has S sequences, T tokens and R rows of logits. Without drafts, R is the number of sequences
-that sample. With drafts it is larger.
+that sample. Each draft token adds one row.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class AdmittedSequence(msgspec.Struct, frozen=True, array_like=True):
 
     row: int  # index into the runner's persistent buffers
     request: Request
-    output_token_ids: list[int]  # not empty if it resumes after a preemption
-    # The whole block table of each KV cache group after the first; the first one's blocks come with
-    # the row's `ScheduledSequence`.
+    output_token_ids: list[int]  # not empty if the sequence resumes after a preemption
+    # The whole block table of each KV cache group after the first. The blocks of the first group
+    # come with the row's `ScheduledSequence`.
     other_block_ids: list[list[int]] = []
 
 
@@ -37,14 +37,15 @@ class ScheduledSequence(msgspec.Struct, frozen=True, array_like=True):
     row: int
     start: int
     num_new_tokens: int
-    # The tokens at those positions; empty = one position, with the row's last sampled token. With
+    # The tokens at these positions. Empty = one position, with the row's last sampled token. With
     # drafts: the last sampled token, then the drafts.
     token_ids: list[int]
     new_block_ids: list[int]  # appended to the row's block table
-    # The number of last positions with logits: 0 = no token is sampled (a chunk inside a prompt),
-    # 1 = one token, 1 + k = k drafts are verified and 1 to 1 + k tokens are returned.
+    # How many of the last positions get logits. 0 = no token is sampled (a chunk inside a prompt).
+    # 1 = one token is sampled. 1 + k = k drafts are verified, and 1 to 1 + k tokens are returned.
     num_logits: int
-    num_prompt_logits: int = 0  # leading positions whose next prompt token is scored
+    # How many of the first positions get the log-probability of the prompt token after them.
+    num_prompt_logits: int = 0
     is_pooled: bool = False  # the positions' hidden states go into a vector
     # A decode whose last step gave no token: `token_ids` has the last token.
     is_repeated: bool = False
@@ -56,22 +57,23 @@ class ScheduledSequence(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def is_decode(self) -> bool:
-        """Whether it decodes, not computes a chunk of known tokens."""
+        """Whether this is a decode, and not a chunk of known tokens."""
         return not self.token_ids or self.num_logits > 1 or self.is_repeated
 
 
 class BlockTransfer(msgspec.Struct, frozen=True, array_like=True):
     """Copies of whole KV blocks between the device and a slower tier.
 
-    The executor starts the transfers of a step in their order, before its `block_copies` and before
-    it writes keys and values, because the same step may reuse a block that is stored. A load may
-    last longer than its step. No step uses its blocks before `StepResult.finished_loads` names it.
+    The executor starts the transfers of a step in their order. It starts them before the
+    `block_copies` and before the step writes keys and values, because the step can overwrite a
+    block that is to be stored. A load can last longer than its step. No step uses the blocks of a
+    load before `StepResult.finished_loads` names the load.
     """
 
     transfer_id: int  # unique among loads; 0 for a store
     is_load: bool  # True: from the tier to the device
     block_ids: list[int]  # on the device
-    places: list[int]  # in the tier, one per block
+    places: list[int]  # indices of the blocks' places in the tier, one per block
 
 
 class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
@@ -81,11 +83,12 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
     admitted: list[AdmittedSequence]
     num_tokens: int
     num_prompt_logits: int = 0  # summed over the entries
-    # (from, to): blocks whose contents are copied before keys and values are written, all at once.
+    # (from, to) block ids. The contents are copied before the step writes keys and values. All
+    # copies happen at once.
     block_copies: list[tuple[int, int]] = []
     num_pooled: int = 0  # entries with `is_pooled`
     num_drafts: int = 0  # summed over the entries
-    transfers: list[BlockTransfer] = []  # an executor without tiers refuses a step that has some
+    transfers: list[BlockTransfer] = []  # an executor without tiers refuses a step with transfers
 
     @property
     def num_seqs(self) -> int:
@@ -95,21 +98,24 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
 class StepResult(msgspec.Struct, array_like=True):
     """The result of a step, in the order of the entries that sample.
 
-    The tokens of all entries are one flat list. `logprobs` and the keys of `endings` follow it.
+    `token_ids` is one flat list with the tokens of all entries. The indices of `logprobs` and the
+    keys of `endings` are indices into this list.
     """
 
     token_ids: list[int]
-    logprobs: list[TokenLogprobs | None] | None = None  # None = no request reports any
-    # One list per entry with `num_prompt_logits`, in that order.
+    logprobs: list[TokenLogprobs | None] | None = None  # None = no request asks for them
+    # One list for each entry that has `num_prompt_logits` above 0, in their order.
     prompt_logprobs: list[list[TokenLogprobs]] | None = None
     pooled: list[bytes] | None = None  # one per entry that is the end of a pooled prompt
     # Keys are indices of tokens after which a sequence's grammar ended. The value "" says that the
     # grammar is complete; the token is kept. Any other value is the error; the token is dropped.
     endings: dict[int, str] = {}
-    # Tokens of each entry that samples, 0 to `num_logits`; None = one each. 0: the step had no time
-    # for the mask of the row's grammar, so a later step computes its last position again.
+    # The number of tokens of each entry that samples, 0 to `num_logits`; None = one token each.
+    # 0 = the step had no time for the row's grammar mask. A later step then computes the row's last
+    # position again.
     counts: list[int] | None = None
     # (transfer_id, number of leading blocks that were loaded) of each load that has ended.
     finished_loads: list[tuple[int, int]] = []
-    # For entries that sample, by index: tokens that the grammar forces after those in `token_ids`.
+    # Tokens that the grammar forces after the tokens in `token_ids`. The key is the index among the
+    # entries that sample.
     forced_token_ids: dict[int, list[int]] = {}

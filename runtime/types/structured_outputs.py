@@ -1,4 +1,4 @@
-"""The constraint of a structured output as data, in vLLM's spelling, and that of tool calls.
+"""The constraints of structured outputs, with vLLM's names, and the constraint of tool calls.
 
 A request has exactly one kind of constraint. `runtime/grammar/process.py` turns it into a grammar.
 This module needs no grammar library.
@@ -36,23 +36,23 @@ class Preamble(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 class StructuredOutputsParams(
     msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
 ):
-    """Exactly one constraint.
+    """Exactly one constraint, and its options.
 
     Raises:
         ValueError: there is no constraint or more than one, or an option does not fit its kind.
     """
 
-    json: dict[str, Any] | str | bool | None = None  # a JSON schema, as it is or as text
-    regex: str | None = None  # the whole answer matches it; no look-around, no back-references
-    choice: tuple[str, ...] | None = None  # the answer is one of them
-    grammar: str | None = None  # Lark or GBNF (EBNF), recognised by its form
+    json: dict[str, Any] | str | bool | None = None  # a JSON schema, as an object or as text
+    regex: str | None = None  # matches the whole answer; no look-around, no back-references
+    choice: tuple[str, ...] | None = None  # the answer is one of these texts
+    grammar: str | None = None  # Lark or GBNF (EBNF); the syntax tells which
     json_object: bool | None = None  # any JSON object
     # Free text in which a trigger begins a constrained part, or xgrammar's `format`.
     structural_tag: dict[str, Any] | str | None = None
 
     disable_any_whitespace: bool = False  # JSON without optional white space
     disable_additional_properties: bool = False  # objects have only the listed properties
-    whitespace_pattern: str | None = None  # a regex: the optional white space of JSON
+    whitespace_pattern: str | None = None  # a regex for the optional white space of JSON
     # False = keywords of a JSON schema that cannot be enforced are ignored.
     strict: bool = True
     preamble: Preamble | None = None  # set for chats with a model that reasons
@@ -94,24 +94,34 @@ class ToolCallFormat(msgspec.Struct, frozen=True, kw_only=True):
     """How a model writes tool calls: `opening`, calls with `separator` between them, `closing`.
 
     A call is `begin` NAME `middle` ARGUMENTS `end`. Special tokens are written as their text.
-    docs/grammars.md has the form of Hermes and Qwen3.
+    docs/grammars.md shows the format of Hermes and Qwen3.
     """
 
     begin: str
     middle: str
     end: str
-    trigger: str  # calls start with it; in free text, it begins a call; empty = the call's head
+    # The text with which calls start. In free text it begins the constrained part. Empty = `begin`,
+    # the function's name and `middle` are the trigger.
+    trigger: str
     separator: str = "\n"  # between calls that follow each other without text
     opening: str = ""  # once before the calls
     closing: str = ""  # once after them
 
     def heads(self, marker: str) -> tuple[str, ...]:
-        """What stands before the name behind `marker`, in the first call and in a further one."""
+        """The texts between `marker` and a function's name, in the first call and in later calls.
+
+        A text is left out if it does not start with `marker`.
+        """
         heads = dict.fromkeys((self.opening + self.begin, self.begin))
         return tuple(one.removeprefix(marker) for one in heads if one.startswith(marker))
 
     def tag(self, name: str, content: dict[str, Any]) -> dict[str, Any]:
-        """The part of a structural tag for calls of one function; `content` is its arguments."""
+        """The part of a structural tag for calls of one function.
+
+        Args:
+            name: the function's name.
+            content: the format of the arguments.
+        """
         begin = f"{self.begin}{name}{self.middle}"
         return {"type": "tag", "begin": begin, "content": content, "end": self.end}
 
@@ -127,12 +137,12 @@ def constrain_tool_calls(
     """A constraint that makes all tool calls of an answer valid.
 
     Args:
-        tools: each tool's name and the JSON schema of its arguments; True = any JSON.
+        tools: each tool's name and the JSON schema of its arguments; True = any JSON. If
+            `tool_choice` names a tool, only that tool.
         form: how the model writes calls.
-        at_least_one: the answer may not end before a call, as `tool_choice` is `required` or names
-            a tool. `tools` has only that tool then.
-        only_calls: no text before, between and after calls.
-        parallel: more than one call.
+        at_least_one: the answer has a call, because `tool_choice` is `required` or names a tool.
+        only_calls: the answer has no text before, between and after calls.
+        parallel: the answer may have more than one call.
 
     Raises:
         ValueError: there is no tool, or the calls do not start with the trigger.
@@ -154,10 +164,10 @@ def arrange_calls(
     only_calls: bool,
     parallel: bool,
 ) -> dict[str, Any]:
-    """The format tree of an answer with calls; arguments and errors as `constrain_tool_calls`.
+    """The xgrammar format of an answer with calls. For other arguments see `constrain_tool_calls`.
 
     Args:
-        tags: the tags of each tool, from `ToolCallFormat.tag`.
+        tags: the tag of each tool, from `ToolCallFormat.tag`.
     """
     if not tags:
         raise ValueError("tools must be at least one tool, got none")

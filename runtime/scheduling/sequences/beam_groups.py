@@ -1,7 +1,7 @@
 """The sequences of the beam searches: one per beam, forked and dropped as the searches advance.
 
 A beam whose candidates have arrived waits for the other beams of its search. Meanwhile it keeps its
-row and blocks, unless another sequence needs them. Its keys and values are then computed again.
+row and blocks. If another sequence takes them, the beam's keys and values are computed again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ("BeamGroups", "is_parked")
 
 
 def is_parked(sequence: Sequence) -> bool:
-    """Whether it is a beam that waits for the other beams of its search."""
+    """Whether a sequence is a beam that waits for the other beams of its search."""
     return sequence.beam is not None and sequence.beam.candidates is not None
 
 
@@ -37,7 +37,10 @@ class _Group:
         self.prompt_logprobs: list[TokenLogprobs] | None = None
 
     def fork(self, parent: Sequence) -> Sequence:
-        """A sequence at the first free place. Late places run after other requests' sequences."""
+        """A copy of `parent` at the first free place among the search's sequences.
+
+        Sequences at high places run after the sequences of other requests (`RequestLevels`).
+        """
         self.num_forks += 1
         if self._free_places:
             place = heappop(self._free_places)
@@ -50,7 +53,7 @@ class _Group:
         return parent.fork(order, self.max_model_len)
 
     def free_place(self, sequence: Sequence) -> None:
-        """The place of a dropped sequence may be given to the next fork."""
+        """Free the place of a dropped sequence for the next fork."""
         heappush(self._free_places, sequence.order[2] - self.order[2])
 
 
@@ -95,7 +98,7 @@ class BeamGroups:
         if sequence.prompt_logprobs is not None:
             group.prompt_logprobs, sequence.prompt_logprobs = sequence.prompt_logprobs, None
         if sequence.status is SequenceStatus.preempted:
-            sequence.status = SequenceStatus.parked  # its candidates need not be computed again
+            sequence.status = SequenceStatus.parked  # its candidates have arrived: nothing to run
         if group.search.is_ready:
             self._ready.append(group)
 
@@ -115,7 +118,7 @@ class BeamGroups:
             for move in moves:
                 parent = by_beam[id(move.beam)]
                 child = parent
-                if parent in children:  # the parent's sequence continues as its first child
+                if parent in children:  # the first child took over the parent's sequence
                     child = group.fork(parent)
                     for held, empty in zip(parent.block_tables, child.block_tables, strict=True):
                         self._cache.fork(held, empty)

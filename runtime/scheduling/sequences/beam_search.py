@@ -1,10 +1,10 @@
 """Beam search: which beams continue with which tokens, and which finished sequences are the best.
 
 This is the search of one request, without blocks, rows or steps. The rules are those of
-`transformers` (`GenerationMixin._beam_search`). The W * (1 + number of stop tokens) likeliest
-continuations of all beams are candidates. A candidate that ends with a stop token is kept as
-finished if it is among the first W. The first W other candidates are the next beams.
-`early_stopping` has the values of transformers: False is the heuristic of Wu et al. 2016.
+`transformers` (`GenerationMixin._beam_search`). W is the number of beams. The W * (1 + number of
+stop tokens) likeliest continuations of all beams are candidates. A candidate that ends with a stop
+token is kept as finished if it is among the first W. The first W other candidates are the next
+beams. `early_stopping` has the values of transformers: False is the heuristic of Wu et al. 2016.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from ostinato.runtime.types.request import Request
 
 __all__ = ("Beam", "BeamSearch", "Move", "num_candidates")
 
-# A continuation with a lower log-probability is a bad word, allowed only as a last resort.
+# A lower log-probability marks a continuation that is a bad word. Such a continuation is used only
+# if there is no other.
 _LEAST_LOGPROB = -1e20
 
 
 def num_candidates(request: Request) -> int:
-    """The number of a beam's likeliest continuations that the search needs."""
+    """How many continuations of each beam the search needs."""
     sampling = request.sampling
     stop_token_ids = set(sampling.stop_token_ids)
     if not sampling.ignore_eos:
@@ -33,7 +34,7 @@ def num_candidates(request: Request) -> int:
 
 
 class Beam:
-    """One of the sequences that compete.
+    """One of the token sequences that compete in a search.
 
     Attributes:
         search: the search that it belongs to.
@@ -41,7 +42,8 @@ class Beam:
         token_ids: its output tokens.
         logprobs: one per output token.
         candidates: its likeliest continuations; None until the step that finds them is read.
-        is_moved: the runner does not have its last token or its block table yet.
+        is_moved: the beam took over a row of another beam. The runner does not have its last token
+            and its block table yet.
     """
 
     __slots__ = (
@@ -62,7 +64,7 @@ class Beam:
         self.is_moved = False
 
     def continued(self, move: Move) -> Beam:
-        """A beam with one token more; this one stays as it is."""
+        """A new beam with one token more. This beam is not changed."""
         beam = Beam(self.search)
         beam.cumulative_logprob = move.cumulative_logprob
         beam.token_ids = [*self.token_ids, move.token_id]
@@ -81,11 +83,11 @@ class Move(NamedTuple):
 
 
 class BeamSearch:
-    """One request's search.
+    """The search of one request.
 
     Args:
         request: a request with `sampling.use_beam_search`.
-        max_new_tokens: the length of its longest output.
+        max_new_tokens: the largest number of output tokens.
 
     Attributes:
         beams: the current beams, best first; one at the beginning.
@@ -108,15 +110,15 @@ class BeamSearch:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the candidates of every beam are there."""
+        """Whether the candidates of every beam have arrived."""
         return all(beam.candidates is not None for beam in self.beams)
 
     def advance(self) -> list[Move]:
-        """Decide the next token of every beam, once `is_ready`.
+        """Decide the next token of every beam. Call it when `is_ready` is true.
 
         Returns:
-            The moves that make the next beams, best first; empty = the search is done. `beams`
-            are not replaced here.
+            The moves that make the next beams, best first; empty = the search is done. The caller
+            replaces `beams`.
         """
         self._length += 1
         moves = self._best_moves()
@@ -137,14 +139,14 @@ class BeamSearch:
         return alive
 
     def results(self) -> list[BeamOutput]:
-        """The n best sequences, best first: fewer when there are no more."""
+        """The n best finished sequences, best first. There can be fewer than n."""
         return self._finished[: self._sampling.n]
 
     def _best_moves(self) -> list[Move]:
         """The likeliest continuations of all beams, best first.
 
-        Those of each beam are sorted already. They are merged, because W beams have 2 * W**2 or
-        more of them, of which few are looked at.
+        The continuations of each beam are sorted already. A lazy merge reads only the few that are
+        needed; W beams have 2 * W**2 or more.
         """
         count = self._sampling.logprobs or 0
         moves_of_beams = [_moves(beam, count) for beam in self.beams]
@@ -156,11 +158,11 @@ class BeamSearch:
         return move.token_id in self._stop_token_ids
 
     def _may_improve(self, alive: list[Move]) -> bool:
-        """Whether a beam may still come to a better score than the worst finished one."""
+        """Whether a beam can still reach a better score than the worst finished sequence."""
         if len(self._finished) < self._width or not alive:
             return True
         penalty = self._sampling.length_penalty
-        # Its best possible score: now, or with "never" at the most favourable length.
+        # The best score that the best beam can reach. "never" assumes the best possible length.
         hopes = self._sampling.early_stopping == "never" and penalty > 0.0
         length = self._max_new_tokens if hopes else self._length
         return alive[0].cumulative_logprob / length**penalty > self._finished[-1].score
@@ -181,7 +183,12 @@ class BeamSearch:
 
 
 def _moves(beam: Beam, num_reported: int) -> Iterator[Move]:
-    """The continuations of one beam, best first; each reports the likeliest tokens."""
+    """The continuations of one beam, best first.
+
+    Args:
+        beam: a beam whose candidates have arrived.
+        num_reported: each continuation reports this many of the likeliest tokens.
+    """
     candidates = beam.candidates
     assert candidates is not None, "advanced before every beam had its candidates"
     top_ids = candidates.top_ids[:num_reported]

@@ -1,6 +1,6 @@
-"""Detects an output that repeats itself: one pattern several times in a row at its end.
+"""Detects an output that repeats itself: its end is one pattern, several times in a row.
 
-vLLM's `repetition_detection`. Plain data and integers; imports neither torch nor transformers.
+This is vLLM's `repetition_detection`.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ class RepetitionDetector:
 
     An output ends with `count` copies of a pattern of `size` tokens exactly if each of its last
     `size * (count - 1)` tokens equals the token `size` positions before it. So the detector counts,
-    for each size, how many of the last tokens do. A new token can extend the count only of sizes at
-    whose distance the same token occurs. The cost of a token is therefore one dictionary entry for
-    each of its occurrences in the last `max_pattern_size` tokens: less than a microsecond in
-    ordinary text, whatever `min_count` is.
+    for each size, how many tokens at the end equal the token `size` positions before them. A new
+    token extends the count of a size only if the same token occurs `size` positions before. So the
+    work for a token is one dictionary entry for each of its occurrences in the last
+    `max_pattern_size` tokens. This takes less than a microsecond in ordinary text. `min_count` does
+    not change it.
 
     Args:
         params: parameters with `max_pattern_size` above 0.
-        token_ids: an output so far; only the part at its end that can matter is read.
+        token_ids: an output so far; only its last `max_pattern_size * min_count` tokens are read.
     """
 
     __slots__ = ("_max_size", "_min_count", "_min_size", "_num_tokens", "_places", "_runs", "found")

@@ -1,10 +1,11 @@
-"""Levels of the sequences of one HTTP request: sequences of other requests run before high ones.
+"""Levels of the sequences of one HTTP request. Sequences of low levels run first.
 
-A request of many sequences may run for minutes. If it could keep all rows, every request that came
-in this time would wait for one of its sequences to end. So the sequences of a request have levels:
-the first few that have not ended have level 0, as many after them level 1, and so on. A level comes
-before the order of arrival, so a new request takes the rows of sequences with higher levels. A
-request never loses its sequences of level 0 in this way, and the others move up when these end.
+A request of many sequences may run for minutes. If it kept all rows, every later request would wait
+until one of these sequences ends. So the unfinished sequences of a request have levels: the first
+`_PER_LEVEL` sequences have level 0, the next `_PER_LEVEL` have level 1, and so on. The level counts
+more than the order of arrival, so a new request takes the rows of sequences with higher levels.
+Sequences of level 0 never lose their rows in this way. When they end, the other sequences of the
+request get lower levels.
 """
 
 from __future__ import annotations
@@ -15,24 +16,24 @@ from ostinato.runtime.scheduling.sequences.sequence import Sequence
 
 __all__ = ("RequestLevels", "level_of")
 
-# Requests of up to this many sequences are served in the order of their arrival. All completions of
-# a prompt then run at about the same time, and share its cached blocks.
+# Requests of up to this many sequences are served in the order of arrival. So all completions of a
+# prompt run at about the same time, and share the prompt's cached blocks.
 _PER_LEVEL = 4
 
 
 def level_of(place: int) -> int:
-    """The level of a sequence that has `place` sequences of its request before it."""
+    """The level of a sequence that comes after `place` other sequences of its request."""
     return place // _PER_LEVEL
 
 
 class RequestLevels:
-    """The unfinished sequences of each HTTP request with several, and their levels."""
+    """The unfinished sequences of each HTTP request that has several, and their levels."""
 
     def __init__(self) -> None:
         self._requests: dict[int, list[Sequence]] = {}  # by `Request.group`, in order of place
 
     def add(self, sequence: Sequence) -> bool:
-        """Set the level of a new sequence; returns whether levels of others have changed."""
+        """Set the level of a new sequence; returns whether levels of other sequences changed."""
         request = sequence.request
         if not request.group or request.group_size == 1:
             return False
@@ -42,7 +43,7 @@ class RequestLevels:
         return changed > {sequence}
 
     def remove(self, sequence: Sequence) -> bool:
-        """Forget a sequence that has ended; returns whether levels of others have changed."""
+        """Forget a sequence that has ended; returns whether levels of other sequences changed."""
         group = sequence.request.group
         sequences = self._requests.get(group)
         if sequences is None:
@@ -54,7 +55,7 @@ class RequestLevels:
 
 
 def _set_levels(sequences: list[Sequence]) -> set[Sequence]:
-    """Set the levels by the places in the list; returns the sequences whose level has changed.
+    """Set each level by the index in the list; returns the sequences whose level has changed.
 
     A beam search sets the levels of its beams itself.
     """

@@ -1,7 +1,8 @@
 """`Sequence`: the scheduler's mutable record of a request. It is not sent to other processes.
 
-A sequence has no phases. Each step raises `num_computed_tokens` towards the number of its tokens.
-Chunks of a prompt, prefix hits, recomputation after preemption and decoding are the same case.
+A sequence has no phases for prefill and decode. Each step raises `num_computed_tokens` towards the
+number of tokens. This covers chunks of a prompt, prefix hits, recomputation after preemption, and
+decoding.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ __all__ = ("Sequence", "SequenceStatus", "check_prompt_length")
 
 
 class SequenceStatus(Enum):
-    """Where a sequence is.
+    """The state of a sequence.
 
     A preempted, parked or finished sequence that is part of a step in flight is *draining*: it
-    keeps its row and blocks until that step has been read. A preempted one waits afterwards.
+    keeps its row and blocks until that step has been read. Then a preempted sequence waits.
     """
 
-    waiting = "waiting"  # for a row and blocks; it holds neither
+    waiting = "waiting"  # waits for a row and blocks; it holds neither
     loading = "loading"  # waits until blocks of its prefix are loaded; then it waits for a row
     running = "running"
     preempted = "preempted"  # it lost its row and blocks, and is still draining
@@ -36,7 +37,7 @@ class SequenceStatus(Enum):
 
 
 def check_prompt_length(request: Request, max_model_len: int) -> None:
-    """Raises InvalidRequestError for an empty prompt, or one that leaves no room for output."""
+    """Raises InvalidRequestError if the prompt is empty or leaves no room for output."""
     kept = 1 if request.pooling is None else 0
     if not 1 <= len(request.prompt_token_ids) <= max_model_len - kept:
         raise InvalidRequestError(
@@ -49,13 +50,14 @@ def check_prompt_length(request: Request, max_model_len: int) -> None:
 
 
 class Sequence:
-    """One request's progress.
+    """The progress of one request.
 
     Args:
-        request: the request; `sampling.n` is ignored, as each completion is a request of its own.
-        order: the policy's unique key; a smaller one runs first.
+        request: the request. `sampling.n` is ignored, because each completion is a request.
+        order: a unique key. A sequence with a smaller key runs first.
         max_model_len: tokens of prompt plus output that one sequence may have.
-        block_tables: empty block tables, one per KV cache group; None = one without a cache salt.
+        block_tables: empty block tables, one for each KV cache group; None = one table without a
+            cache salt.
     """
 
     __slots__ = (
@@ -103,29 +105,32 @@ class Sequence:
         # The prompt, then the output so far.
         self.token_ids = [*request.prompt_token_ids, *request.output_token_ids]
         self.num_prompt_tokens = len(request.prompt_token_ids)
-        self.row = -1  # index into the runner's buffers; set while it is part of steps
+        self.row = -1  # index into the runner's buffers, while it runs or drains
 
         # Positions below this are computed, or will be by a step in flight. Only the scheduler
         # writes it.
         self.num_computed_tokens = 0
-        # Tokens known when the sequence took its row. The host supplies these. Later positions read
-        # the row's last sampled token on the device.
+        # Tokens that were known when the sequence took its row. The host supplies these tokens. At
+        # later positions the input is the row's last sampled token, which the device has.
         self.num_prefill_tokens = 0
-        self.num_drafts = 0  # draft tokens of its step in flight; with drafts, only one step is
+        # Draft tokens of its step in flight. A sequence with drafts has only one step in flight.
+        self.num_drafts = 0
         # Whether the log-probabilities of its output are computed.
         self.has_logprobs = sampling.logprobs is not None or sampling.use_beam_search
-        self.draft: Draft | None = None  # the draft whose first tokens these are
-        self.draft_record: DraftRecord | None = None  # how its drafts have fared; None = no draft
+        self.draft: Draft | None = None  # the draft that these `num_drafts` tokens come from
+        self.draft_record: DraftRecord | None = None  # its accepted and refused drafts
         self.forced_token_ids: list[int] = []  # tokens that its grammar forces after the last one
         self.has_loaded = False  # whether it has loaded blocks from a slower tier
         self.num_in_flight = 0  # steps in flight that include it
-        self.decoded_at = 0  # the last step in which it did not rest, of those in which some rested
-        # Whether its last step gave no token. The next one computes its last position again, once
-        # no step is in flight that was planned as if there were a token.
+        # The last step that decoded it. Only steps in which some sequence rested are counted.
+        self.decoded_at = 0
+        # Whether its last step gave no token. Then its last position is computed again. This waits
+        # until the steps in flight have ended, which were planned as if there were a token.
         self.is_held = False
         self.num_cached_tokens: int | None = None  # prefix hits at first admission; None before it
         self.num_preemptions = 0
-        # Log-probabilities of prompt tokens 1, 2, ... so far; None = not requested, or returned.
+        # Log-probabilities of prompt tokens 1, 2, ... so far. None = not requested, or already
+        # returned.
         self.prompt_logprobs: list[TokenLogprobs] | None = (
             None if sampling.prompt_logprobs is None or request.output_token_ids else []
         )
@@ -184,14 +189,14 @@ class Sequence:
 
     @property
     def is_decoding(self) -> bool:
-        """Whether the next step computes the token that the step before samples."""
+        """Whether the input of the next step is the token that the step before samples."""
         known, computed = self.num_prefill_tokens, self.num_computed_tokens
-        if self.beam is not None:  # the search sets its last token, which is missing while it waits
+        if self.beam is not None:  # the search sets its last token; a waiting beam does not have it
             return self.num_output_tokens > 0 and known - computed == 1
         return self.is_held or (known <= computed and computed + 1 < self.max_num_tokens)
 
     def hold(self) -> None:
-        """Take back its last step, which gave no token."""
+        """Undo the last step, which gave no token."""
         self.is_held = True
         self.num_drafts = 0
         self.num_prefill_tokens = self.num_tokens
