@@ -1,5 +1,6 @@
-"""Activation functions by the names that model configurations use: `ostinato::activation` on CPUs,
-plain torch elsewhere; see ops/norm.py.
+"""Activation functions by the names that model configurations use.
+
+On a CPU they run as the op `ostinato::activation`, elsewhere as plain torch (see ops/norm.py).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
 }
-"""Name in a configuration -> what the op calls it."""
+"""Name in a configuration -> name that the op uses."""
 
 _GATED = {"swigluoai": "swigluoai"}
 _GATE_LIMIT, _GATE_SLOPE = 7.0, 1.702  # constants of swigluoai
@@ -39,13 +40,13 @@ _PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def activate(x: Tensor, name: str, *, gated: bool = False) -> Tensor:
-    """function(x), or with a gate function(first half of each row) * second half.
+    """function(x), or gated: function(first half of each row) * second half.
 
     Args:
         x: [T, I], or [T, 2 I] gate and up (arXiv:2002.05202); last dimension contiguous.
-        name: a key of `ACTIVATIONS`; or `swigluoai`, gated: gates and factors are clamped to 7, the
-            gate's function is g * sigmoid(1.702 g), and the factor is increased by 1 (gpt-oss,
-            arXiv:2508.10925).
+        name: a key of `ACTIVATIONS`; or `swigluoai`, which is always gated (gpt-oss,
+            arXiv:2508.10925): gate * sigmoid(1.702 gate) * (up + 1), where the gate is clamped to
+            at most 7 and up to [-7, 7].
         gated: whether x has gate and up.
 
     Returns:

@@ -41,10 +41,10 @@ __all__ = (
 
 
 class AttentionMetadata(NamedTuple):
-    """Where each row of a step belongs. S and B do not change while an engine lives.
+    """The sequence and the cache slot of each row of a step. S and B are fixed for an engine.
 
-    Rows of absent sequences are padding: an empty query range and `seq_lens` 0. Padding tokens have
-    a slot inside block 0, the null block. No row attends to that block.
+    Entries past the last sequence are padding: their query range is empty and their `seq_lens` is
+    0. Padding tokens have a slot in block 0, the null block. No row attends to that block.
     """
 
     query_start_loc: Tensor  # [S+1] int32, first query row of each sequence, then the total
@@ -67,20 +67,20 @@ class AttentionSpec:
     device: torch.device
     cache_dtype: torch.dtype | None = None  # the KV cache's dtype; None = `dtype`
     sliding_window: int = (
-        0  # tokens a row sees, itself included; 0 = all; -C = see `paged_attention`
+        0  # tokens that a row sees, itself included; 0 = all; -C = see `paged_attention`
     )
     soft_cap: float = 0.0  # logits = cap * tanh(logits / cap); 0 = none
     has_alibi: bool = False  # heads have slopes (ALiBi)
-    has_sinks: bool = False  # heads have a logit that no key has
+    has_sinks: bool = False  # each head has an attention sink: one more logit, without a key
 
     @property
     def has_two_head_sizes(self) -> bool:
-        """Whether a value has another number of elements than a key."""
+        """Whether the head size of values differs from that of keys."""
         return self.value_dim not in (0, self.head_dim)
 
     @property
     def converts_cache(self) -> bool:
-        """Whether the cache's dtype is not that of keys and values."""
+        """Whether the cache's dtype differs from the dtype of keys and values."""
         return self.cache_dtype not in (None, self.dtype)
 
 
@@ -97,7 +97,7 @@ class AttentionBackend(Protocol):
     def workspace_bytes(
         self, spec: AttentionSpec, *, num_tokens: int, num_seqs: int, max_model_len: int
     ) -> int:
-        """Device memory that steps up to this size need besides their arguments and result."""
+        """Bytes of device memory that a step needs besides its arguments and its result."""
         ...
 
     def run(
@@ -127,12 +127,12 @@ class PlanKey(Protocol):
     def num_seqs(self) -> int: ...
     @property
     def tokens_per_seq(self) -> int:
-        """Query rows of every sequence that has any; 0 = they differ."""
+        """Query rows of each sequence that has query rows; 0 = the sequences differ."""
         ...
 
 
 class HostMetadata(Protocol):
-    """The host's copy of a step's metadata; rows past the step's own are undefined."""
+    """The host's copy of a step's metadata. Entries past the step's last sequence are undefined."""
 
     @property
     def query_start_loc(self) -> np.ndarray:
@@ -151,10 +151,10 @@ class HostMetadata(Protocol):
 
 
 class AttentionPlanner(Protocol):
-    """Plans steps of a backend on the host. One object per engine, used by one thread at a time."""
+    """Plans the steps of a backend on the host. An engine has one, used by one thread at a time."""
 
     def plan(self, key: PlanKey, host: HostMetadata, handle: Tensor) -> None:
-        """Plan the step in `host`, padded to `key`, on the current stream, before it is launched.
+        """Plan the step that `host` describes, padded to `key`. Called before the step's launch.
 
         Args:
             key: the step's shape, padding included. A captured key is planned for the first time
@@ -193,9 +193,9 @@ class PlannedBackend(AttentionBackend, Protocol):
 
 
 _NAMES = tuple(name.value for name in AttentionBackendName if name is not AttentionBackendName.auto)
-# What `auto` tries, by type of device. triton before flashinfer: it captures mixed batches as well
-# as decode with no host work per step, takes every head size and type, and builds in seconds
-# without a CUDA toolkit.
+# The backends that `auto` tries, for each type of device. triton comes before flashinfer for three
+# reasons. It captures mixed batches as well as decode, and needs no host work in a step. It takes
+# more head sizes and dtypes. Its kernels build in seconds, without a CUDA toolkit.
 _PREFERENCE = {"cpu": ("cpu", "reference"), "cuda": ("triton", "flashinfer", "reference")}
 _loaded: dict[str, AttentionBackend] = {}
 
@@ -243,7 +243,7 @@ def select_backend(name: str, spec: AttentionSpec) -> str:
 def workspace_bytes(
     name: str, spec: AttentionSpec, *, num_tokens: int, num_seqs: int, max_model_len: int
 ) -> int:
-    """Device memory that the selected backend would need, for a plan.
+    """Bytes of device memory that the selected backend would need, for `run plan`.
 
     The device need not be in this machine. With "auto", the backend is the first in the list of
     preference for the device.
@@ -310,9 +310,9 @@ def _fake(
     return q.new_empty((q.shape[0], q.shape[1], v.shape[2]))
 
 
-# CompositeExplicitAutograd, not "CPU": loading the native library adds its kernel under "CPU".
-# That kernel passes calls for other backends on to the op of the second name. Nothing else calls
-# that op.
+# The dispatch key is CompositeExplicitAutograd, because the native library registers its own kernel
+# under the key CPU when it is loaded. That kernel passes calls for other backends to the op of the
+# second name. Nothing else calls the second op.
 _op, _ = (
     register_op(
         name,
@@ -353,14 +353,14 @@ def paged_attention(
         v_cache: like `k_cache`, of Dv elements.
         metadata: where each row of the step belongs.
         scale: factor on the logits, usually D ** -0.5.
-        sliding_window: tokens a row sees, itself included; 0 = all; -C = those of its own chunk:
-            the context is cut into chunks of C tokens, and the row at position p sees the keys
-            from p - p % C on.
+        sliding_window: tokens that a row sees, itself included; 0 = all; -C = tokens of its own
+            chunk. The context is then cut into chunks of C tokens, and the row at position p sees
+            the keys from p - p % C on.
         soft_cap: logits = cap * tanh(logits / cap); 0 = none.
         alibi_slopes: [Hq] float32 (ALiBi, arXiv:2108.12409): slope * (position of the key -
             position of the query) is added to the scaled and capped logits. None = nothing.
-        sinks: [Hq] float32 (arXiv:2309.17453): the softmax of each row has one logit more, whose
-            value is a zero. It is neither scaled nor capped. None = there is none.
+        sinks: [Hq] float32 (arXiv:2309.17453): the softmax of each row has one more logit, whose
+            value vector is zero. This logit is neither scaled nor capped. None = no sinks.
         backend: a name that `select_backend` returned.
 
     Returns:

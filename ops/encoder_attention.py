@@ -3,8 +3,9 @@
 An encoder needs no KV cache. It computes a sequence in one step, so all keys and values are in the
 step itself. The batch is packed, sequence after sequence, and no row sees another sequence.
 
-On a CPU the kernel is ops/native/attention/encoder_attention.cpp. Its bits of a sequence depend on
-that sequence alone. Until it is loaded, and on other devices, torch computes the op.
+On a CPU the kernel is ops/native/attention/encoder_attention.cpp. The bits of a sequence's result
+depend on that sequence alone. Until the kernel is loaded, and on other devices, torch computes the
+op.
 """
 
 from __future__ import annotations
@@ -29,21 +30,22 @@ def encoder_attention(
         q: [T, H, D] float32, bfloat16 or float16, last dimension contiguous, D at most 256.
         k: [T, H, D], last dimension contiguous.
         v: [T, H, D], last dimension contiguous.
-        query_start_loc: [S+1] int32, the first row of each sequence, then the total; read on the
-            host, which on a GPU waits for the device once a layer.
+        query_start_loc: [S+1] int32, the first row of each sequence, then the total; the host reads
+            it, so on a GPU the host waits for the device once a layer.
         scale: factor on the logits, usually D ** -0.5.
 
     Returns:
         [T, H, D] contiguous, in q's dtype. Rows that belong to no sequence are zero.
 
     Raises:
-        ValueError: the CPU kernel refused a shape, dtype or stride, or starts that do not rise.
+        ValueError: the CPU kernel refused a shape, dtype or stride, or a `query_start_loc` that
+            falls.
     """
     return _op(q, k, v, query_start_loc, scale)
 
 
 def _kernel(q: Tensor, k: Tensor, v: Tensor, query_start_loc: Tensor, scale: float) -> Tensor:
-    # One by one, so that no padding is computed.
+    # The sequences are computed one by one, so that no padding is computed.
     out = q.new_zeros(q.shape)
     for begin, end in pairwise(query_start_loc.tolist()):
         if begin < end:

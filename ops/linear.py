@@ -4,7 +4,7 @@ Reading the weights takes most of a decode step. So they are laid out once, at l
 order in which the kernel reads them. The packed tensor replaces the original. It is an
 ordinary contiguous tensor [ceil(N / 32), ceil(K / e), 32, e], e = 2 for bfloat16 and 1 for float32:
 32 rows of the [N, K] matrix make a panel, in which each row's next e values of K lie side by side.
-The padding past N and K is zero.
+Padding past N and K is zero.
 
 Every output element is a float32 sum in an order that depends on K alone (fixed per instruction
 set). So the bits of a row depend neither on other rows nor on the number of threads.
@@ -110,7 +110,7 @@ def packed_linear(
 
 
 def packed_rows(weight: Tensor, ids: Tensor, out_features: int, in_features: int) -> Tensor:
-    """Rows of the matrix behind a packed weight: an embedding tied to the output layer.
+    """Rows of the matrix that was packed, for an embedding that shares the output layer's weight.
 
     Args:
         weight: what `pack_linear_weight` made of W [out_features, in_features].

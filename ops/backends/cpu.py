@@ -22,13 +22,13 @@ _MAX_HEAD_DIM = 256
 
 
 class CpuBackend:
-    """Prefill and decode in one call; a row's bits depend on nothing but its own context."""
+    """Prefill and decode in one call. A row's bits depend on its own context only."""
 
     name = "cpu"
     is_batch_invariant = True
 
     def why_unsupported(self, spec: AttentionSpec) -> str | None:
-        """The reason, or None. Whether the library can be built is known when it is loaded."""
+        """The reason, or None. A library that cannot be built is reported later, by its loading."""
         if spec.device.type != "cpu":
             return f"it runs on the CPU, not on {spec.device.type}"
         if spec.dtype not in _DTYPES:

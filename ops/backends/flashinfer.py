@@ -2,7 +2,7 @@
 
 FlashInfer is an optional dependency (`pip install ostinato[flashinfer]`) and is imported when a
 planner is made. Its kernels are built with nvcc when they are first planned, unless a prebuilt
-package is installed. Every step must be planned first: `make_planner`.
+package is installed. Before each step, the planner that `make_planner` returns must plan it.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ def why_shape_unsupported(spec: AttentionSpec) -> str | None:
             f"{spec.cache_dtype}; graphs.attention=triton serves that"
         )
     if spec.has_alibi or spec.has_sinks:
-        # Its own ALiBi computes the slopes from the number of heads, in one of several ways.
+        # FlashInfer computes ALiBi slopes from the number of heads, in only one of the ways that
+        # models use.
         kind = "ALiBi slopes" if spec.has_alibi else "attention sinks"
         return f"has no {kind}, which the model needs; graphs.attention=triton serves that"
     if spec.sliding_window < 0:
@@ -72,8 +73,8 @@ def why_shape_unsupported(spec: AttentionSpec) -> str | None:
 class FlashInferBackend:
     """Runs the plan whose handle is in `metadata.plan`.
 
-    This object keeps live plans by handle, from their planner's first use of them to its `close()`.
-    The op takes tensors only, so a step carries the handle and not the plan.
+    This object keeps each plan under its handle, from the plan's first step to the planner's
+    `close()`. The op takes tensors only, so a step carries the handle and not the plan.
     """
 
     name = "flashinfer"
@@ -103,7 +104,7 @@ class FlashInferBackend:
     def workspace_bytes(
         self, spec: AttentionSpec, *, num_tokens: int, num_seqs: int, max_model_len: int
     ) -> int:
-        # For one shape. The engine measures what all captured shapes take.
+        # This counts one shape. The engine measures the memory of all captured shapes.
         pages = num_seqs * -(-max_model_len // spec.block_size)
         return WORKSPACE_BYTES + 4 * (pages + 3 * num_seqs)
 
@@ -154,7 +155,8 @@ class FlashInferBackend:
         # Our own kernel takes the slot mapping. FlashInfer's append_paged_kv_cache takes the
         # sequence and position of every token, two more tensors a step.
         write_kv(out, k, v, k_cache, v_cache, metadata)
-        # No programmatic launch: the kernel before it in the stream writes the keys that it reads.
+        # Programmatic dependent launch is off, because the previous kernel in the stream writes the
+        # keys that this kernel reads.
         wrapper.run(q, (k_cache, v_cache), q_scale=scale, out=out, enable_pdl=False)
         return out
 

@@ -1,8 +1,9 @@
 """Planning for the `flashinfer` backend: page lists built on the host, one plan per captured shape.
 
 FlashInfer divides a step's work among programs on the host ("plan") and runs the division on the
-device. Captured shapes have wrappers with buffers at fixed addresses; planning rewrites what they
-hold. Shapes that are not captured share one wrapper whose buffers are as large as they need.
+device. Captured shapes have wrappers with buffers at fixed addresses; planning rewrites the
+contents of these buffers. All other shapes share one wrapper, whose buffers are replaced when a
+shape needs larger ones.
 """
 
 from __future__ import annotations
@@ -39,10 +40,10 @@ class Library(NamedTuple):
 
 
 class PageArrays(NamedTuple):
-    """A step's page lists in FlashInfer's form, for N sequences, absent ones last."""
+    """A step's page lists as FlashInfer reads them, for N sequences. Absent sequences come last."""
 
     kv_indptr: np.ndarray  # [N+1] int32, first entry of each sequence in `indices`
-    last_page_len: np.ndarray  # [N] int32, tokens in its last block; 0 = no blocks
+    last_page_len: np.ndarray  # [N] int32, tokens in a sequence's last block; 0 = no blocks
     query_indptr: np.ndarray  # [N+1] int32, first query row of each sequence
     indices: np.ndarray  # [>= kv_indptr[N]] int32, block ids
 
@@ -50,17 +51,18 @@ class PageArrays(NamedTuple):
 def fill_pages(arrays: PageArrays, key: PlanKey, host: HostMetadata, block_size: int) -> int:
     """List the blocks of the sequences that have query rows.
 
-    They are moved to the front. Padding tokens, from the last sequence's end to `key.num_tokens`,
-    form one more sequence without keys, for which FlashInfer returns zeros.
+    These sequences are moved to the front. Padding tokens, from the last sequence's end to
+    `key.num_tokens`, form one more sequence without keys, for which FlashInfer returns zeros.
 
     Args:
-        arrays: written; N is at least the number of such sequences, plus one for padding tokens.
+        arrays: written; N is at least the number of sequences with query rows, plus one for padding
+            tokens.
         key: the step's shape, padding included.
         host: the step.
         block_size: tokens per block.
 
     Returns:
-        The entries of `arrays.indices` in use.
+        The number of entries of `arrays.indices` in use.
     """
     starts = host.query_start_loc[: key.num_seqs + 1]
     rows = np.flatnonzero(starts[1:] > starts[:-1])
@@ -100,7 +102,7 @@ class _PageTable:
         self.arrays = PageArrays(*(part.numpy() for part in self.on_host))
 
     def upload(self, num_indices: int) -> None:
-        """Start the transfer of what is in use, on the current stream."""
+        """Start the transfer of the entries in use, on the current stream."""
         used = self._before_indices + num_indices
         self._device[:used].copy_(self._host[:used], non_blocking=True)
 
@@ -113,7 +115,7 @@ class _Workspace:
         self._buffer = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
 
     def at_least(self, num_bytes: int) -> Tensor:
-        """A buffer of that size; a smaller one stays alive in the wrappers that captured it."""
+        """A buffer of at least that size. Wrappers that captured a smaller one keep it alive."""
         if self._buffer.numel() < num_bytes:
             self._buffer = torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
         return self._buffer
@@ -141,7 +143,7 @@ class Plan:
             windows: sliding windows of the model's layers, 0 = none.
             workspace: shared with all other plans.
             key: the captured shape; None = any shape, never captured.
-            table: with a key, exactly as many slots as the wrapper has sequences.
+            table: with a key, it has exactly one slot for each sequence of the wrapper.
         """
         self._library = library
         self._spec = spec
@@ -157,7 +159,7 @@ class Plan:
         """The planned wrapper of a layer.
 
         Raises:
-            ValueError: no layer with this window or cap was planned for.
+            ValueError: the plan has no layer with this window or cap.
         """
         if sliding_window not in self._wrappers or soft_cap != self._spec.soft_cap:
             raise ValueError(
@@ -170,8 +172,9 @@ class Plan:
     def plan(self, key: PlanKey, host: HostMetadata) -> None:
         """Plan one step; see `AttentionPlanner.plan`."""
         if self._planned is not None:
-            # Transfers out of the pinned memory must have ended before it is rewritten. They come
-            # before the last step's kernels, so this does not wait for those kernels.
+            # The last step's transfers out of the pinned memory must end before that memory is
+            # rewritten. In the stream they precede the last step's kernels, so this call does not
+            # wait for those kernels.
             self._planned.synchronize()
         num_slots = self._table.num_slots if self._is_captured else key.num_seqs + 1
         arrays = self._table.arrays
@@ -225,8 +228,9 @@ class Plan:
     def _plan_wrapper(self, wrapper: Any, window: int, num_slots: int, used: int) -> None:
         spec = self._spec
         kv_indptr, last_page_len, query_indptr, _ = self._table.on_host
-        # FlashInfer copies the block ids into this device buffer. Given the buffer itself, the copy
-        # does nothing. Given host memory, FlashInfer would wait for the copy.
+        # FlashInfer copies the block ids into this device buffer. If the ids are given as the
+        # buffer itself, the copy does nothing. If they were in host memory, FlashInfer would wait
+        # for the copy.
         indices = self._table.on_device[3][: max(1, used)]
         pages = (kv_indptr[: num_slots + 1], indices, last_page_len[:num_slots])
         shape = (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.block_size)
@@ -282,7 +286,7 @@ class FlashInferPlanner:
         self._release = release
         self._workspace = _Workspace(spec.device)
         self._plans: dict[tuple[int, int, int] | None, tuple[Plan, int]] = {}
-        self._num_free_slots = 0  # sequences that the plan of all other shapes has room for
+        self._num_free_slots = 0  # sequences that fit the plan of the shapes that are not captured
 
     def plan(self, key: PlanKey, host: HostMetadata, handle: Tensor) -> None:
         identity = _identity(key) if _identity(key) in self._captured else None
@@ -307,7 +311,8 @@ class FlashInferPlanner:
 
     def _make_plan(self, key: PlanKey, *, is_captured: bool) -> Plan:
         num_seqs = min(key.num_seqs, key.num_tokens) if is_captured else key.num_seqs
-        # A decode step has one slot per token; elsewhere the last slot takes the padding tokens.
+        # A decode step has one slot per token. In other steps the last slot takes the padding
+        # tokens.
         num_slots = key.num_tokens if is_captured and key.tokens_per_seq == 1 else num_seqs + 1
         table = _PageTable(num_slots, num_seqs * self._max_blocks_per_seq, self._spec.device)
         return Plan(

@@ -135,7 +135,7 @@ def _to_cache(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _from_cache(places: Tensor, head_dim: int) -> Tensor:
-    """The keys or values in float32: [..., place] -> [..., D]."""
+    """Keys or values of the cache in float32: [..., elements as stored] -> [..., D]."""
     if places.dtype is not torch.int8:
         return places.float()
     scales = places[..., head_dim:].contiguous().view(torch.float32)

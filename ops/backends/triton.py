@@ -1,10 +1,11 @@
 """The `triton` attention backend: picks tile shapes and launches the Triton kernels.
 
-A step is at most four launches: write K and V, and rotate the heads if the projection is given;
-attend for sequences with few query rows (decode), their keys split into partitions; combine those
-partitions; attend for sequences with many query rows (prefill). The device decides which sequence
-belongs to which launch. So the launches depend on shapes alone, and a captured CUDA graph serves
-any mix of lengths. A row's result depends on its own sequence only, not on its batch.
+A step has at most four launches. The first writes K and V; if the projection is given, it also
+rotates the heads. The second attends for sequences with few query rows (decode), whose keys are
+split into partitions. The third combines those partitions. The fourth attends for sequences with
+many query rows (prefill). The device decides which sequence belongs to which launch. So the
+launches depend on shapes alone, and a captured CUDA graph serves any mix of lengths. A row's result
+depends on its own sequence only, not on its batch.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from ostinato.ops.backends.triton_tiles import (
 
 __all__ = ("BACKEND", "TritonBackend", "why_shape_unsupported", "write_kv")
 
-# Multiprocessors can hold this many programs of a decode launch at once, and they hide latency.
+# A multiprocessor runs this many programs of a decode launch at once. While one waits for memory,
+# another computes.
 _PROGRAMS_PER_PROCESSOR = 2
 _COMBINING_PROGRAMS_PER_PROCESSOR = 4
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -39,8 +41,8 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 def _strides(tensor: Tensor) -> tuple[int, int]:
     """Token and head strides in elements.
 
-    A dimension of size 1 may have any stride. It is replaced by the dense one, because Triton would
-    compile a kernel again for an odd value.
+    A dimension of size 1 may have any stride. Its stride is replaced by that of a dense tensor,
+    because Triton would compile the kernel again for an odd stride.
     """
     num_tokens, num_heads, head_dim = tensor.shape
     token, head, _ = tensor.stride()
@@ -117,7 +119,7 @@ def write_kv(
 
 
 class _Planner:
-    """Passes on from the host whether every sequence of a step has one query row."""
+    """Tells the backend, from the host, whether every sequence of a step has one query row."""
 
     def plan(self, key: PlanKey, host: HostMetadata, handle: Tensor) -> None:
         handle[0] = 1 if key.tokens_per_seq == 1 else 0
@@ -129,8 +131,8 @@ class _Planner:
 class TritonBackend:
     """Attention for any lengths with no host work.
 
-    `metadata.plan` holds the most query rows that a sequence of the step can have, or 0 where that
-    is not known; a step of single rows then saves the launch for long query ranges.
+    `metadata.plan` is 1 if no sequence of the step has more than one query row, else 0. With 1 the
+    launch for sequences with many query rows is left out.
     """
 
     name = "triton"
@@ -264,7 +266,7 @@ def _attend(
     alibi_slopes: Tensor | None,
     sinks: Tensor | None,
 ) -> None:
-    """Attend to the caches, which have the step's keys and values; fills the rows of sequences."""
+    """Attend to the caches, which already hold the step's keys and values."""
     shape = KernelShape(
         num_heads=q.shape[1],
         num_kv_heads=k_cache.shape[1],
@@ -335,7 +337,7 @@ class _Launch:
         return self.metadata.seq_lens.shape[0]
 
     def short(self) -> None:
-        """Sequences whose query rows fit one tile."""
+        """Attend for the sequences whose query rows fit one tile."""
         shape, num_tokens = self.shape, self.q.shape[0]
         parts = shape.max_partitions
         rows = shape.partial_rows(num_tokens, self.num_seqs) if parts > 1 else 0
@@ -351,7 +353,7 @@ class _Launch:
             self._combine(rows, partial_out, partial_lse)
 
     def long(self) -> None:
-        """The other sequences, one program per tile: the hardware balances their unequal cost."""
+        """Attend for the other sequences. Each tile is one program: the GPU balances their cost."""
         shape, num_tokens = self.shape, self.q.shape[0]
         block_q = shape.long.block_m // shape.group
         most_seqs = min(self.num_seqs, num_tokens // (shape.max_short_query + 1))

@@ -15,7 +15,7 @@ __all__ = ("rotary_write_kernel", "write_kv_kernel")
 
 @triton.jit
 def _to_cache(tile, dtype: tl.constexpr):
-    """Rounded to the cache's dtype; values beyond the range of 8 bits become its largest."""
+    """Round a tile to the cache's dtype; values beyond the range of float8 become its largest."""
     if dtype == tl.float8e4nv:
         tile = tl.clamp(tile.to(tl.float32), -448.0, 448.0)
     return tile.to(dtype)
@@ -47,7 +47,7 @@ def write_kv_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """Program (token, block of KV heads): store its keys and values in the cache.
+    """One program for each token and block of KV heads: store their keys and values in the cache.
 
     The attention kernel does not write rows of `out` that belong to no sequence. They are zeroed
     here, which saves a launch over the whole of `out`.
@@ -106,7 +106,7 @@ def rotary_write_kernel(
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Program (token, block of heads) of the projection's row."""
+    """One program for each token and block of heads of its row of the projection."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     column = tl.arange(0, BLOCK_D)

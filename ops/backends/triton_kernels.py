@@ -85,7 +85,7 @@ def _attend(
     table,  # the sequence's row of the block table
     begin,  # the KV range is [begin, end); begin is a multiple of BLOCK_N
     end,
-    lowest,  # the first key that any row of the tile sees
+    lowest,  # the first key that a row of the tile sees
     scale,
     slopes,  # [M] ALiBi slopes in units of log2, or None
     NUM_KV_HEADS: tl.constexpr,

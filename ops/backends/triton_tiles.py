@@ -19,7 +19,7 @@ __all__ = (
     "write_constants",
 )
 
-MAX_TILE_ROWS = 128  # query rows of the largest tile, and so query heads per KV head
+MAX_TILE_ROWS = 128  # query rows of the largest tile, hence the most query heads per KV head
 _MIN_PARTITION = 256  # keys; combining shorter partitions costs more than it saves
 _SEQUENCES_PER_CHUNK = 256  # a constant, so that no shape needs another program
 _ANY_QUERY = 1 << 30
@@ -92,10 +92,10 @@ class KernelShape:
 
     @property
     def short(self) -> TileShape:
-        """The tile for sequences whose rows all fit into it: the least that tensor cores take."""
+        """The tile, of least height, for sequences whose query rows fit one tile."""
         block_m = max(16, _power_of_two(self.group))
         num_warps = 4 if block_m <= 64 else 8
-        # Keys are widened in registers, which have room for 64 of them at a time.
+        # Keys of 8 bits are widened in registers, which hold 64 keys at a time.
         most = 64 if self.converts_cache else 128
         block_n = 16 if self.itemsize == 4 else {128: 64, 256: 32}.get(self.block_d, most)
         return self._deepest(TileShape(block_m, block_n, num_warps, stages) for stages in (3, 2))
@@ -118,7 +118,7 @@ class KernelShape:
         )
 
     def _deepest(self, tiles: Iterable[TileShape]) -> TileShape:
-        """The first tile that fits, from most to least wanted; the last when none does."""
+        """The first of `tiles` that fits into shared memory, or the last if none fits."""
         tile = None
         for tile in tiles:
             loaded = tile.num_stages * tile.block_n
@@ -135,7 +135,7 @@ class KernelShape:
 
     @property
     def max_partitions(self) -> int:
-        """The most KV partitions of a sequence: enough to fill a GPU with one sequence's heads."""
+        """The most KV partitions of a sequence. One long sequence then fills a GPU."""
         wanted = min(64, max(4, _power_of_two(128 // self.num_kv_heads)))
         return min(wanted, ceil_div(self.max_context, _MIN_PARTITION))
 
@@ -154,7 +154,7 @@ class KernelShape:
 def attention_constants(
     shape: KernelShape, sliding_window: int, soft_cap: float, *, is_long: bool
 ) -> dict[str, int | float]:
-    """What one launch of `attention_kernel` is specialised to, launch options included."""
+    """The constants of one launch of `attention_kernel`, launch options included."""
     tile = shape.long if is_long else shape.short
     num_stages = tile.num_stages
     if shape.converts_cache and soft_cap > 0 and not is_long:
@@ -183,7 +183,7 @@ def attention_constants(
 
 
 def combine_constants(shape: KernelShape, sliding_window: int) -> dict[str, int]:
-    """What `combine_kernel` is specialised to, launch options included."""
+    """The constants of `combine_kernel`, launch options included."""
     block_p = _power_of_two(shape.max_partitions)
     block_h = max(1, _COMBINED_ELEMENTS // (block_p * shape.block_v))
     return {
@@ -206,7 +206,7 @@ def combine_constants(shape: KernelShape, sliding_window: int) -> dict[str, int]
 def write_constants(
     num_heads: int, num_kv_heads: int, head_dim: int, value_dim: int, block_size: int
 ) -> dict[str, int]:
-    """What `write_kv_kernel` is specialised to, launch options included."""
+    """The constants of `write_kv_kernel`, launch options included."""
     block_d, block_v = _power_of_two(head_dim), _power_of_two(value_dim)
     block_h = max(1, _WRITTEN_ELEMENTS // max(block_d, block_v))
     return {
@@ -226,7 +226,7 @@ def write_constants(
 def rotary_constants(
     num_heads: int, num_kv_heads: int, head_dim: int, num_pairs: int, block_size: int
 ) -> dict[str, int]:
-    """What `rotary_write_kernel` is specialised to, launch options included."""
+    """The constants of `rotary_write_kernel`, launch options included."""
     block_d = _power_of_two(head_dim)
     block_h = max(1, _ROTATED_ELEMENTS // block_d)
     return {

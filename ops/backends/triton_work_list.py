@@ -1,9 +1,9 @@
-"""Which part of an attention launch each Triton program computes, from the lengths on the device.
+"""Divides an attention launch among Triton programs, from the sequence lengths on the device.
 
 The work of a launch is a list of items: (sequence, query tile, KV partition). The list is not
 stored: its prefix sum over the sequences is computed by every program, BLOCK_S sequences at a time.
 A program finds the sequence of its item by counting the sequences that end before it. That costs
-one memory latency, a binary search would cost log2(S) of them. A grid with one program for each
+one memory latency. A binary search would cost log2(S) of them. A grid with one program for each
 sequence would leave programs idle.
 
 The names of dimensions are those of `triton_kernels`.
@@ -31,7 +31,7 @@ def first_seen(position, WINDOW: tl.constexpr):
 
 @triton.jit
 def first_tile(position, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The KV index where the tile begins that holds the first key visible from `position`."""
+    """The KV index at which the tile of the first key visible from `position` begins."""
     return first_seen(position, WINDOW) // BLOCK_N * BLOCK_N
 
 
@@ -39,7 +39,7 @@ def first_tile(position, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
 def partition_size(
     first, seq_len, BLOCK_N: tl.constexpr, MAX_PARTS: tl.constexpr, MIN_PART_TILES: tl.constexpr
 ):
-    """Keys per partition: from the sequence alone, so that no result depends on the batch."""
+    """Keys per partition. The sequence alone decides, so that no result depends on the batch."""
     num_tiles = tl.cdiv(seq_len - first, BLOCK_N)
     return tl.maximum(tl.cdiv(num_tiles, MAX_PARTS), MIN_PART_TILES) * BLOCK_N
 
@@ -59,7 +59,7 @@ def work_items(
     MIN_PART_TILES: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
-    """For each of BLOCK_S sequences: its number of items, and of rows with several partitions.
+    """For each of BLOCK_S sequences: how many items it has, and how many rows with partitions.
 
     Both are 0 for sequences whose number of query rows is outside [MIN_QUERY, MAX_QUERY], because
     they belong to another launch.

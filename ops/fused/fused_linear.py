@@ -23,9 +23,10 @@ __all__ = ("FUSED_DTYPES", "TILE_ROWS", "fused_linear", "most_rows", "warm_up_to
 TILE_ROWS = {torch.bfloat16: (16, 64, 256), torch.float32: (16, 64)}
 """For each dtype of activations that the kernel takes, the most rows of each of its tiles.
 
-A matrix product of bfloat16 with 256 rows takes an H200 about as long as to read its weights. So up
-to there a fused kernel has less to lose to cuBLAS than its fewer launches save. Float32 is
-multiplied without tensor cores, and 64 rows take longer than their weights.
+On an H200, a bfloat16 product with 256 rows takes about as long to compute as its weights take to
+read. Up to that size, a fused kernel saves more by its fewer launches than it loses to cuBLAS.
+Float32 is multiplied without tensor cores: with 64 rows, the product already takes longer than the
+reading of the weights.
 
 The kernel multiplies x by the norm's weight before it divides by the root mean square, so one pass
 over x gives both the products and the sum of squares. In float16 such a product could overflow.
@@ -40,10 +41,10 @@ def most_rows(dtype: torch.dtype) -> int:
 
 
 def warm_up_tokens(dtype: torch.dtype) -> tuple[int, ...]:
-    """Tokens of the steps that run each program of a GPU, and each tile of the kernel, once.
+    """Sizes of warm-up steps in tokens. Together they run each GPU program and tile once.
 
-    The largest step is first, because GPU kernels are tuned for the first shape. It has the program
-    of larger steps than the fused kernels take.
+    The largest step is first, because GPU kernels are tuned for the first shape. It is too large
+    for the fused kernels, so it runs the program for larger steps.
     """
     tiles = TILE_ROWS.get(dtype, ())
     return (2 * max(64, most_rows(dtype)), *reversed(tiles[1:]), 1)
@@ -59,7 +60,7 @@ def fused_linear(
     activation: str = "",
     residual: Tensor | None = None,
 ) -> Tensor:
-    """activation(rms_norm(x) @ W.T + bias) + residual, each part only if it is there.
+    """activation(rms_norm(x) @ W.T + bias) + residual, each part only if its argument is given.
 
     Args:
         x: [T, K] in bfloat16 or float32, last dimension contiguous.

@@ -1,8 +1,8 @@
 """The op `ostinato::rotary_attention`: paged attention from the result of the QKV projection.
 
 One kernel normalises and rotates the heads and writes keys and values into the cache; then the
-backend attends. So rotated keys and split values are stored in the cache only.
-`takes_projection` says which backends have such a kernel; with others, models rotate the heads and
+backend attends. So rotated keys and split values are stored in the cache only. `takes_projection`
+says which backends have such a kernel. With other backends, models rotate the heads themselves and
 call `paged_attention`.
 """
 
@@ -41,7 +41,7 @@ class ProjectedBackend(AttentionBackend, Protocol):
         alibi_slopes: Tensor | None,
         sinks: Tensor | None,
     ) -> Tensor:
-        """As `rotary_attention`."""
+        """Do what `rotary_attention` describes."""
         ...
 
 

@@ -1,19 +1,19 @@
 """The Triton kernel of `ostinato::fused_linear`, for few rows. Not yet verified on hardware.
 
-A program computes BLOCK_N columns of the result for all rows of a step: it streams its rows of W
-once, so the launch moves hardly more than W itself. The RMS norm costs no pass of its own: the
+A program computes BLOCK_N columns of the result for all rows of a step. It reads its rows of W
+once, so the launch reads little more than W. The RMS norm needs no pass of its own, because the
 scale of a row is a factor on the sums of that row.
 
     norm(x) @ W.T = ((x * norm_weight) @ W.T) / rms(x)
 
-Every program adds up the squares of x beside its products.
+Every program sums the squares of x while it computes its products.
 
 A launch of more than 64 rows has two tiles of rows, which read the same columns of W one after the
 other, from the cache of the device.
 
 A column's sum runs over K in an order that depends on K, on the dtype and on the tile. There are
-three tiles, for up to 16 rows, up to 64 and more. So other rows of a step can change the bits of a
-row in one way only: by their number, if it is above 16 or 64.
+three tiles: for up to 16 rows, for up to 64, and for more. So the other rows of a step can change
+the bits of a row only by their number, which chooses the tile.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch import Tensor
 __all__ = ("LinearTile", "choose_tile", "fused_linear_kernel", "launch", "linear_constants")
 
 _FEW, _MORE, _MANY = 16, 64, 128  # rows of the tiles; tensor cores take 16 at least
-_PROGRAMS = 128  # a launch has at least so many where it can, so that all multiprocessors read
+_PROGRAMS = 128  # programs of a launch at least, if possible, so that all multiprocessors read
 _SHARED_MEMORY = 227 * 1024  # bytes that a program may use on compute capability 9.0
 _SQRT_HALF = tl.constexpr(0.7071067811865476)
 
@@ -84,8 +84,8 @@ def choose_tile(
 def _many_rows(out_features: int, *, is_gated: bool, shared_memory: int) -> LinearTile:
     """The tile of more than 64 rows of bfloat16.
 
-    The widest tile of columns that gives two tiles of rows enough programs: each program reads the
-    rows of x once more.
+    The tile has the most columns that leave enough programs for two tiles of rows. Wide tiles read
+    less, because each program reads the rows of x again.
     """
     sizes = (64, 32) if is_gated else (128, 64, 32)
     block_n = next((n for n in sizes if 2 * out_features >= _PROGRAMS * n), 32)
@@ -97,7 +97,7 @@ def _many_rows(out_features: int, *, is_gated: bool, shared_memory: int) -> Line
 def linear_constants(
     tile: LinearTile, out_features: int, in_features: int, activation: str
 ) -> dict[str, Any]:
-    """What `fused_linear_kernel` is specialised to, launch options included."""
+    """The constants of `fused_linear_kernel`, launch options included."""
     return {
         "K": in_features,
         "N": out_features,
@@ -132,7 +132,7 @@ def _gated(gate, up, KIND: tl.constexpr):
 @triton.jit
 def _weights(weight, column, k, K: tl.constexpr, N: tl.constexpr, BLOCK_N: tl.constexpr,
              BLOCK_K: tl.constexpr):  # fmt: skip
-    """A [BLOCK_N, BLOCK_K] tile of W; what lies outside reads as 0."""
+    """A [BLOCK_N, BLOCK_K] tile of W. Elements outside of W are read as 0."""
     pointers = weight + column[:, None].to(tl.int64) * K + k[None, :]
     if N % BLOCK_N == 0 and K % BLOCK_K == 0:
         tile = tl.load(pointers)
@@ -160,7 +160,7 @@ def fused_linear_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Program (row tile, column tile) of the result."""
+    """One program for each row tile and column tile of the result."""
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     row_ok, column_ok = row < num_rows, column < N
@@ -214,7 +214,7 @@ def launch(
     """`fused_linear` with the kernel; arguments as for the op.
 
     Raises:
-        ValueError: the dtype is not one of `FUSED_DTYPES`, or a tensor is not as the op says.
+        ValueError: the dtype is not one of `FUSED_DTYPES`, or a tensor does not fit `fused_linear`.
     """
     _check(x, weight, residual)
     num_rows, in_features = x.shape
@@ -239,7 +239,7 @@ def launch(
         norm_weight,
         residual,
         num_rows,
-        # The stride of a single row may be any number, and Triton would compile again for some.
+        # A single row may have any stride. Triton would compile the kernel again for some strides.
         x.stride(0) if num_rows > 1 else in_features,
         residual.stride(0) if residual is not None and num_rows > 1 else out_features,
         eps,

@@ -1,4 +1,4 @@
-"""What the Triton kernels of quantised weights are told about a weight's bytes."""
+"""The constants and views through which Triton kernels read the bytes of a quantised weight."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def format_constants(form: QuantFormat, out_features: int, in_features: int) -> dict[str, Any]:
-    """What the kernels are specialised to by a weight [out_features, in_features]."""
+    """The kernel constants that describe a weight [out_features, in_features]."""
     return {
         "N": out_features,
         "K": in_features,
@@ -30,14 +30,14 @@ def format_constants(form: QuantFormat, out_features: int, in_features: int) -> 
 
 
 def typed_views(weight: Tensor, form: QuantFormat) -> tuple[Tensor, Tensor]:
-    """The bytes of a weight as the kernels read values, and as they read factors."""
+    """Two views of a weight's bytes: one to read values, one in the dtype of its scales."""
     return weight if form.kind == "e4m3" else weight.view(torch.int32), weight.view(form.factors)
 
 
 def check_operands(
     x: Tensor, weight: Tensor, form: QuantFormat, out_features: int, in_features: int
 ) -> None:
-    """Check what the kernels of this folder read.
+    """Check the arguments of the kernels in this folder.
 
     Raises:
         ValueError: a dtype, shape or stride is not supported.

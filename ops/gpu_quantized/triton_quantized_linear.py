@@ -1,14 +1,15 @@
 """The Triton kernels of `quantized_linear` on CUDA.
 
-Activations keep their dtype. A weight without its scale is exact in that dtype. Products are added
-in float32, the sum of a group is multiplied by its scale, and groups are added in float32. So no
-weight is rounded.
+Activations keep their dtype. A weight, before it is multiplied by its scale, is exact in that
+dtype. Products are added in float32, the sum of a group is multiplied by its scale, and groups are
+added in float32. So no weight is rounded.
 
-`few_rows_kernel` is for steps of at most 4 rows. It has no matrix units: every weight is read and
-widened once and multiplied by all rows. `many_rows_kernel` has the weights as the left operand of
-the matrix units, so that a step of few rows pads the small side. Where the columns of the result
-are too few to fill the GPU, programs divide the groups and `add_parts_kernel` adds their sums, in
-ascending order. Not yet verified on hardware.
+`few_rows_kernel` is for steps of at most 4 rows. It does not use matrix units: every weight is read
+and widened once and multiplied by all rows. `many_rows_kernel` gives the weights to the matrix
+units as the left operand. The rows of x are the right operand, whose smallest size is smaller, so a
+step of few rows needs less padding. If the result has too few columns to fill the GPU, programs
+divide the groups, and `add_parts_kernel` adds their sums in ascending order. Not yet verified on
+hardware.
 """
 
 from __future__ import annotations
@@ -50,11 +51,11 @@ __all__ = (
 
 _FEW = 4  # rows that the kernel without matrix units multiplies
 _PROGRAMS = 264  # fill a GPU of 132 multiprocessors twice
-_ADDED = 1024  # columns that a program of the last sum has
+_ADDED = 1024  # columns that a program of `add_parts_kernel` sums
 
 
 class Launch(NamedTuple):
-    """The programs of a launch and what the kernel is specialised to."""
+    """The grid of a launch and the constants of its kernel."""
 
     grid: tuple[int, int, int]
     constants: dict[str, Any]  # with num_warps and num_stages
@@ -62,7 +63,7 @@ class Launch(NamedTuple):
 
 @triton.jit
 def _source_columns(order, k, K: tl.constexpr):
-    """The columns of x that columns k of the weight multiply."""
+    """The columns of x that are multiplied by columns k of the weight."""
     if order is not None:
         k = tl.load(order + k, mask=k < K, other=0)
     return k
@@ -94,7 +95,7 @@ def few_rows_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_U: tl.constexpr,
 ):
-    """Program (columns of the result, part of K)."""
+    """One program for each block of columns of the result and each part of K."""
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.arange(0, ROWS)
     row_ok = row < num_rows
@@ -158,7 +159,7 @@ def multiply_tile(
 
     Args:
         x_row: [BLOCK_M] where the rows of x begin.
-        row_ok: [BLOCK_M] which rows there are.
+        row_ok: [BLOCK_M] which of these rows exist.
         column: [BLOCK_N] rows of the matrix.
 
     Returns:
@@ -222,7 +223,7 @@ def many_rows_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Program (columns of the result, rows, part of K)."""
+    """One program for each block of columns of the result, block of rows and part of K."""
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = (tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     row_ok = row < num_rows
@@ -316,7 +317,7 @@ def many_rows_launch(
 
 
 def tile_constants(form: QuantFormat, num_rows: int, dtype: torch.dtype) -> dict[str, Any]:
-    """The tile of `multiply_tile` for so many rows of one matrix."""
+    """The constants of `multiply_tile` for `num_rows` rows of one matrix."""
     # A step lies in one group. The matrix units multiply at least 16 columns.
     power = form.group_size & -form.group_size
     block_k = min(128, max(16, power))
@@ -334,7 +335,7 @@ def tile_constants(form: QuantFormat, num_rows: int, dtype: torch.dtype) -> dict
 
 
 def _split(tiles: int, most: int) -> int:
-    """How many programs divide K, so that a launch of so many tiles fills the GPU."""
+    """The parts of K, at most `most`, with which a launch of `tiles` tiles fills the GPU."""
     return max(1, min(8, most, _PROGRAMS // tiles))
 
 
@@ -370,7 +371,7 @@ def quantized_linear_on_cuda(
     sums = out
     if split > 1:
         sums = x.new_empty((split, num_rows, out_features), dtype=torch.float32)
-    # The stride of one row may be any number, for which Triton would compile once more.
+    # A single row may have any stride. Triton would compile the kernel again for some strides.
     x_stride = x.stride(0) if num_rows > 1 else in_features
     residual_stride = residual.stride(0) if residual is not None and num_rows > 1 else out_features
     kernel[launch.grid](

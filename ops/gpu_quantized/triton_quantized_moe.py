@@ -86,7 +86,7 @@ def quantized_experts_constants(
     in_features: int,
     dtype: torch.dtype,
 ) -> dict[str, Any]:
-    """What the kernel is specialised to, without the pairs; tiles have an expert's mean of rows."""
+    """The kernel's constants. The tile is that for the mean number of pairs of an expert."""
     mean = -(-num_pairs // num_experts)
     return (
         format_constants(form, out_features, in_features)
@@ -105,7 +105,7 @@ def quantized_moe_on_cuda(
     residual: Tensor | None,
     form: QuantFormat,
 ) -> Tensor:
-    """`quantized_moe_linear` (ops/moe/moe_linear.py); ids are not checked, activations not rounded.
+    """`quantized_moe_linear` (ops/moe/moe_linear.py); ids are not checked, x is not rounded.
 
     Raises:
         ValueError: a dtype, shape or stride is not supported.
@@ -122,7 +122,7 @@ def quantized_moe_on_cuda(
         size = (out_features, in_features)
         constants = quantized_experts_constants(form, pairs, num_experts, *size, x.dtype)
         constants |= {"SLOTS": slots, "IS_SHARED": x.shape[0] == num_tokens}
-        # The fullest tiles and one begun tile for each expert, but not more than there are pairs.
+        # Every expert can end with a tile that is not full. There are never more tiles than pairs.
         tiles = min(pairs, triton.cdiv(pairs, constants["BLOCK_M"]) + num_experts)
         quantized_experts_kernel[(tiles, triton.cdiv(out_features, constants["BLOCK_N"]))](
             x,

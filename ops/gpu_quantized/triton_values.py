@@ -1,16 +1,16 @@
 """Reads quantised weights in Triton kernels: integers or small floats to exact floats.
 
 The bytes are those of the CPU kernels (ops/native/quantized/layout.h): panels of 32 rows of the
-matrix, in a panel one group of columns after the other, in a group the factors (32 scales, then 32
-zero points or minimums) and then the values. Values come in units of UNIT columns:
+matrix. A panel holds one group of columns after the other. A group holds its factors (32 scales,
+then 32 zero points or minimums) and then its values. Values are stored in units of UNIT columns:
 
     4 bits   a 32-bit word is 8 columns of a row; the low halves of its bytes are the first 4
     8 bits   a 32-bit word is 4 columns of a row
     e4m3     4 columns are 4 bytes, 32 bytes apart
 
 32 words side by side are one unit of 32 rows, so that neighbouring threads read neighbouring words.
-What a value stands for, without its scale, is a whole number of at most 9 bits or a float of 8
-bits. It is exact in float16, bfloat16 and float32. Not yet verified on hardware.
+A value, before it is multiplied by its scale, is a whole number of at most 9 bits or a float of 8
+bits. So it is exact in float16, bfloat16 and float32. Not yet verified on hardware.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = (
 )
 
 _PANEL = tl.constexpr(32)
-_MAGIC = tl.constexpr(0x4B000000)  # the bits of 2**23, the float32 whose last bit counts 1
+_MAGIC = tl.constexpr(0x4B000000)  # the bits of 2**23, a float32 whose lowest bit stands for 1
 _MAGIC_VALUE = tl.constexpr(8388608.0)
 
 
@@ -37,7 +37,7 @@ def unit_base(
     column, unit, GROUP: tl.constexpr, HEADER: tl.constexpr, UNIT: tl.constexpr, BITS: tl.constexpr,
     PANEL_BYTES: tl.constexpr,
 ):  # fmt: skip
-    """The byte where the group of a unit begins, without its row's place: int64.
+    """The byte offset, int64, of a unit's group, without the offset of the row in its panel.
 
     `column` (rows of the matrix) and `unit` have shapes that broadcast.
     """
@@ -51,7 +51,7 @@ def unit_base(
 def unit_words(
     words, base, column, unit, mask, GROUP: tl.constexpr, HEADER: tl.constexpr, UNIT: tl.constexpr
 ):  # fmt: skip
-    """The words of units of integers; `base` is `unit_base`'s."""
+    """The words of units that hold integers. `base` is what `unit_base` returned."""
     within = unit % (GROUP // UNIT)
     place = (base + HEADER) // 4 + within * _PANEL + column % _PANEL
     return tl.load(words + place, mask=mask, other=0)
@@ -97,10 +97,10 @@ def one_value(word, shift, zero, KIND: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def float8_value(code):
-    """The float32 of the bits of a float of 8 bits (e4m3), which is not a NaN.
+    """The float32 value of e4m3 bits that are not a NaN.
 
-    They are those of a float16 that is 2**8 times smaller. GPUs before compute capability 8.9
-    cannot convert them otherwise.
+    Moved to their places in a float16, the bits give a number that is 2**8 times smaller. GPUs
+    before compute capability 8.9 have no conversion from e4m3.
     """
     bits = code.to(tl.uint16)
     bits = ((bits & 128) << 8) | ((bits & 127) << 7)
@@ -120,7 +120,7 @@ def unit_values(
         column: [N, 1] rows of the matrix.
         unit: [1, U]
         zero: [N, 1] as `factors_of` returned it.
-        mask: [N, U] what lies inside; other values are finite.
+        mask: [N, U] whether the unit is in the weight; values of other units are finite.
 
     Returns:
         [N, U, UNIT]

@@ -1,7 +1,8 @@
 """The op `ostinato::row_logprobs`: natural-log probabilities of tokens, row by row.
 
-Its kernels (C++ on a CPU, Triton on CUDA) give a row the same bits alone and among others, with any
-number of threads. `torch.logsumexp` does not: it splits few rows of many logits between threads.
+Its kernels (C++ on a CPU, Triton on CUDA) compute the same bits for a row alone and in a batch,
+with any number of threads. `torch.logsumexp` does not, because it divides long rows among threads
+if there are few rows.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class RowLogprobs(NamedTuple):
     """The results of `row_logprobs`."""
 
     logprobs: Tensor  # [R, W] float32, of the tokens that were asked for
-    ranks: Tensor  # [R] int64, of the first of them; 1 = the likeliest
+    ranks: Tensor  # [R] int64, rank of the first of these tokens; 1 = the likeliest
     top_ids: Tensor  # [R, top] int64, the likeliest tokens in order
     top_logprobs: Tensor  # [R, top] float32
 

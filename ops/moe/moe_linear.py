@@ -10,7 +10,7 @@ experts is two such layers and an activation between them:
 
 Sums run over a token's slots in their order, in float32, and products have the order of
 ops/linear.py. So on a CPU the bits of a token's result do not depend on other tokens.
-Nothing has a size that depends on data, and the host reads no result.
+No tensor's size depends on data, and the host reads no result.
 
 The CPU kernels are ops/native/moe/moe_linear.cpp, over packed weights, and
 quantized_moe_linear.cpp. Until they are loaded the same ops run as plain torch. On a GPU
@@ -39,11 +39,11 @@ __all__ = (
 )
 
 TILE_MEANS = (16, 128)
-"""Rows of an expert, on average, up to which a GPU takes the first and the second tile of three."""
+"""Mean rows of an expert up to which a GPU takes the first, and the second, of its three tiles."""
 
 
 def tile_tokens(num_experts: int, top_k: int) -> tuple[int, ...]:
-    """The fewest tokens of a step that take each tile on a GPU."""
+    """For each tile of a GPU, the fewest tokens of a step that takes it."""
     return (1, *(mean * num_experts // top_k + 1 for mean in TILE_MEANS))
 
 
@@ -86,7 +86,7 @@ def packed_moe_linear(
 
     Args:
         x, ids, bias, routing_weights, residual: as for `moe_linear`; x is float32 or bfloat16.
-        weight: [experts, ...] of what `pack_linear_weight` made of each matrix [N, K].
+        weight: [experts, ...], the result of `pack_linear_weight` for each matrix [N, K].
         out_features: N; the packed weight is padded beyond it.
 
     Raises:
@@ -111,7 +111,7 @@ def quantized_moe_linear(
     Args:
         x, ids, bias, routing_weights, residual: as for `moe_linear`; x is float32 or bfloat16, on
             CUDA also float16.
-        weight: [experts, ...] of what `quantize_linear_weight` made of each matrix [N, K].
+        weight: [experts, ...], the result of `quantize_linear_weight` for each matrix [N, K].
         out_features: N; the weight is padded beyond it.
         form: the format of the weight.
 

@@ -1,12 +1,12 @@
 """Routing of tokens to experts: `ostinato::route`.
 
-A router gives each token a logit for each expert. Families differ in how logits become scores, in
-what the best experts are chosen by, and in how the scores of the chosen ones become weights
-(`RouteSpec`). Nothing depends on the other tokens, no size depends on data, and the host reads no
-result.
+A router gives each token a logit for each expert. Model families differ in three points: how logits
+become scores, which numbers choose the best experts, and how the scores of the chosen experts
+become weights (`RouteSpec`). A token's result does not depend on other tokens, no size depends on
+data, and the host reads no result.
 
-The kernels are ops/native/moe/route.cpp and, for routers without groups, triton_routing.py. Until
-the first is loaded, with groups on a GPU, and on other devices the op runs as plain torch.
+The kernels are ops/native/moe/route.cpp on a CPU and triton_routing.py on a GPU. The op runs as
+plain torch until the C++ kernel is loaded, for routers with groups on a GPU, and on other devices.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class RouteSpec(NamedTuple):
     scoring: Scoring = Scoring.softmax
     renormalize: bool = True  # the weights of a token are divided by their sum
     scale: float = 1.0  # factor of the weights, applied last
-    # Experts lie in groups of equal size, and only those of the best groups can be chosen. A group
-    # is as good as the sum of its `group_top` best experts.
+    # Experts are divided into groups of equal size, and only experts of the best groups can be
+    # chosen. A group's score is the sum of the scores of its `group_top` best experts.
     num_groups: int = 1
     top_groups: int = 1
     group_top: int = 1
@@ -52,11 +52,11 @@ def route(logits: Tensor, spec: RouteSpec, bias: Tensor | None = None) -> tuple[
     """The experts of each token, and how much each of them counts.
 
     The `top_k` experts with the greatest scores are chosen, the greatest first. If scores are
-    equal, the expert with the lower number wins. With a bias, and with groups, they are chosen by
-    score + bias, but weighted by the score alone.
+    equal, the expert with the lower number wins. A bias is added to the scores only to choose
+    groups and experts. The weights come from the scores alone.
 
-    A token whose logits have a NaN, or no softmax, gets the first experts and weights of NaN: its
-    own result shows the error, and those of other tokens are untouched.
+    A token with a NaN among its logits, or without a defined softmax, gets the first experts and
+    NaN weights. So its own result shows the error, and the results of other tokens are untouched.
 
     Args:
         logits: [T, num_experts] float32, bfloat16 or float16; computed in float32.
@@ -102,7 +102,8 @@ def route_reference(
         scores = logits.softmax(-1)
     elif scoring == Scoring.sigmoid:
         scores = logits.sigmoid()
-    # Logits have the order of their scores. Small scores round to zero and would become equal.
+    # Logits choose the experts, because they have the same order as the scores. Small scores round
+    # to zero and would become equal.
     choice = logits
     if bias is not None or num_groups > 1:
         choice = scores if bias is None else scores + bias

@@ -1,9 +1,9 @@
 """The Triton kernels of `ostinato::moe_linear`: a grouped matrix product, and the sum of slots.
 
 Pairs of tokens and slots are sorted by expert on the device. A program multiplies up to BLOCK_M
-pairs of one expert by BLOCK_N rows of its matrix. The grid holds as many programs as any division
-of the pairs among the experts needs, and each program finds its expert from the ends of the
-experts' pairs. So one captured graph serves all results of the router, and the host reads none.
+pairs of one expert by BLOCK_N rows of its matrix. The grid has enough programs for every division
+of the pairs among the experts. Each program finds its expert from the positions where the experts'
+pairs end. So one captured graph serves every result of the router, and the host reads no result.
 
 The slots of a token are added in their order. Not yet verified on hardware.
 
@@ -30,7 +30,7 @@ __all__ = (
     "moe_linear_on_cuda",
 )
 
-_COMBINED = 1024  # columns that a program of the sum has
+_COMBINED = 1024  # columns that a program of `combine_slots_kernel` sums
 
 
 @triton.jit
@@ -160,7 +160,7 @@ def moe_linear_on_cuda(
             "NUM_EXPERTS": num_experts,
             "BLOCK_E": triton.next_power_of_2(num_experts),
         }
-        # The fullest tiles and one begun tile for each expert, but not more than there are pairs.
+        # Every expert can end with a tile that is not full. There are never more tiles than pairs.
         tiles = min(pairs, triton.cdiv(pairs, constants["BLOCK_M"]) + num_experts)
         grouped_kernel[(tiles, triton.cdiv(width, constants["BLOCK_N"]))](
             x,

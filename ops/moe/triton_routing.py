@@ -1,9 +1,9 @@
-"""The Triton kernels around experts: `ostinato::route`, and the order of pairs by expert.
+"""Triton kernels for experts: `ostinato::route`, and the order of (token, slot) pairs by expert.
 
-A pair is a token and one of its slots.
+A pair is a token and one of its slots: a token with k experts has k pairs.
 
-In torch each of the two is a dozen small kernels, which take longer than the products of a small
-step. Not yet verified on hardware.
+In torch each of these two computations is a dozen small kernels. They take longer than the matrix
+products of a small step. Not yet verified on hardware.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from torch import Tensor
 
 __all__ = ("expert_order", "expert_order_kernel", "launch_route", "pairs_of_tile", "route_kernel")
 
-_MOST_COUNTED = 8192  # pairs; more are sorted by torch, because counting compares all with all
-_PAIRS, _OTHERS = 32, 128  # pairs of a program, and how many it compares them with at a time
+# pairs; torch sorts more pairs, because counting compares each pair with all others
+_MOST_COUNTED = 8192
+_PAIRS, _OTHERS = 32, 128  # pairs of a program, and pairs that it compares them with at a time
 _LEAST_SUM = tl.constexpr(1e-20)  # as in ops/moe/routing.py
 
 
@@ -53,7 +54,7 @@ def route_kernel(
     if bias is not None:
         choice = scores + tl.load(bias + lane, mask=is_open, other=0.0)
     slot = tl.arange(0, BLOCK_K)
-    # How often the token met what is not a number.
+    # The number of NaN that the token has met.
     wrong = tl.zeros([BLOCK_K], tl.int32) + tl.sum((values != values).to(tl.int32), 0)
     in_use = slot < TOP_K
     chosen = tl.zeros([BLOCK_K], tl.int32)
@@ -61,7 +62,7 @@ def route_kernel(
     for k in range(TOP_K):
         greatest = tl.max(tl.where(is_open, choice, float("-inf")), 0)
         best = tl.min(tl.where(is_open & (choice == greatest), lane, BLOCK_E), 0)
-        wrong += tl.where(best == BLOCK_E, 1, 0)  # a choice that is not a number
+        wrong += tl.where(best == BLOCK_E, 1, 0)  # no number was left to choose
         score = tl.sum(tl.where(lane == best, scores, 0.0), 0)
         chosen = tl.where(slot == k, best, chosen)
         taken = tl.where(slot == k, score, taken)
@@ -109,7 +110,7 @@ def launch_route(
         None if bias is None else bias.contiguous(),
         ids,
         weights,
-        # The stride of one row may be any number, for which Triton would compile once more.
+        # A single row may have any stride. Triton would compile the kernel again for some strides.
         logits.stride(0) if num_tokens > 1 else num_experts,
         scale,
         **constants,
@@ -127,10 +128,10 @@ def expert_order_kernel(
     BLOCK: tl.constexpr,
     OTHERS: tl.constexpr,
 ):
-    """The place of each of BLOCK pairs, or the end of each of BLOCK experts.
+    """The position in the order of each of BLOCK pairs, or the end of each of BLOCK experts.
 
-    A place is the number of pairs that come before: those of lower experts, and earlier ones of the
-    same expert. An expert's end is the place that a pair behind all of its pairs would have.
+    A pair's position is the number of pairs before it: all pairs of lower experts, and the earlier
+    pairs of the same expert. An expert's end is one past the position of its last pair.
     """
     item = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_pair = item < num_pairs
@@ -156,11 +157,11 @@ def pairs_of_tile(
     BLOCK_E: tl.constexpr,  # power of two, at least NUM_EXPERTS
     BLOCK_M: tl.constexpr,
 ):
-    """The pairs that a tile of a grouped product multiplies; `order` and `ends` as `expert_order`.
+    """The pairs of a tile of a grouped product; `expert_order` returned `order` and `ends`.
 
     Returns:
-        Their expert, at least NUM_EXPERTS for a tile without pairs; the pairs [BLOCK_M]; which of
-        them there are [BLOCK_M].
+        The expert of the pairs (NUM_EXPERTS or more if the tile has no pairs), the pairs [BLOCK_M],
+        and which entries are pairs [BLOCK_M].
     """
     lane = tl.arange(0, BLOCK_E)
     end = tl.load(ends + lane, mask=lane < NUM_EXPERTS, other=0)

@@ -1,4 +1,4 @@
-"""Numbers that Python and the C++ kernels must agree on, and the check that they do.
+"""Numbers on which Python and the C++ kernels must agree, and a check of them.
 
 Python writes C++ structs through ctypes (cpu_graph.py) and passes enumerators as integers. Each
 library exports its numbers by name (core/install.cpp). `check_abi` compares them with Python's and
@@ -15,7 +15,7 @@ import torch
 __all__ = ("DTYPE_CODES", "MAX_RANK", "Argument", "ArgumentKind", "SymbolicSize", "check_abi")
 
 MAX_RANK = 5
-"""Most dimensions of a tensor of a CpuGraph."""
+"""The most dimensions of a tensor in a CpuGraph."""
 
 DTYPE_CODES = {
     torch.uint8: 0,
@@ -50,7 +50,7 @@ class Argument(ctypes.Structure):
 
     _fields_ = (
         ("kind", ctypes.c_int64),
-        ("integer_value", ctypes.c_int64),  # the slot, if it is a tensor
+        ("integer_value", ctypes.c_int64),  # if the argument is a tensor, its slot
         ("number_value", ctypes.c_double),
         ("text_value", ctypes.c_char_p),
     )
@@ -60,7 +60,7 @@ def check_abi(library: ctypes.CDLL, path: str) -> None:
     """Compare a library's numbers with Python's.
 
     Raises:
-        RuntimeError: they differ; the text names every number that does, with both values.
+        RuntimeError: numbers differ; the text names each of them with both values.
     """
     expected, exported = _expected(), _exported(library)
     different = [

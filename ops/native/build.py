@@ -19,10 +19,12 @@ Each library is compiled on its first use. How a C++ kernel becomes the CPU impl
        }
        OSTINATO_KERNEL(scale_rows, scale_rows);
 
-   It throws std::invalid_argument (OSTINATO_CHECK) for bad input, which reaches Python as a
-   ValueError. It includes no heavy headers: `core` must build in about 5 s on two cores.
-3. `load(library)` of library.py installs it. The macros OSTINATO_ISA and OSTINATO_AMX say what it
-   is compiled for (instruction_sets.py). Intrinsics of that may be used freely.
+   A kernel throws std::invalid_argument (OSTINATO_CHECK) for bad input, which reaches Python as a
+   ValueError. Its file includes no heavy headers, because the library `core` must build in about 5
+   s on two cores.
+3. `load(library)` of library.py installs the kernels. The macros OSTINATO_ISA and OSTINATO_AMX name
+  the instruction set that they are compiled for (instruction_sets.py). A kernel can use all
+  intrinsics of that instruction set.
 
 This module imports no torch, so that an engine process can build while it imports torch.
 """
@@ -66,9 +68,9 @@ _SOURCE_DIR = Path(__file__).parent
 PREBUILT_DIR = _SOURCE_DIR / "prebuilt"  # libraries that a wheel carries (wheel_build/backend.py)
 
 LIBRARIES: dict[str, tuple[tuple[str, ...], ...]] = {
-    # name: its sources, without .cpp, in groups. Each group is compiled by one process as one
-    # translation unit, so that the headers are parsed once. Two sources of a group can therefore
-    # not define the same name. Every library needs core/install.
+    # Name of a library: its sources, without .cpp, in groups. Each group is compiled by one process
+    # as one translation unit, so that the headers are parsed once. So two sources of a group cannot
+    # define the same name. Every library needs core/install.
     "core": (
         ("core/install", "attention/attention", "attention/encoder_attention"),
         (
@@ -100,7 +102,7 @@ REMEDY = "install g++ or set graphs.attention=reference graphs.pack_weights=fals
 # that need a fused multiply-add call it by name.
 _FLAGS = (
     "-std=c++20",
-    "-O2",  # -O3 measured no faster, and takes a third longer to compile at a first start
+    "-O2",  # -O3 is not faster, and takes a third longer to compile at a first start
     "-fPIC",
     "-fvisibility=hidden",
     "-fno-math-errno",
@@ -118,7 +120,7 @@ class NativeBuildError(RuntimeError):
 
 
 def build(library: str, isa: str) -> Path:
-    """The file of one of LIBRARIES for an instruction set, from the cache if it is intact there.
+    """The file of a library for an instruction set. Built unless the cache has an intact one.
 
     Several processes and threads may call this at the same time: one builds, the others wait.
 
@@ -136,7 +138,7 @@ def build(library: str, isa: str) -> Path:
                     "do not load from there; set OSTINATO_CACHE_DIR to a directory on another one"
                 )
             return found or _build(library, isa, directory)
-    except OSError as error:  # the lock's timeout is one too
+    except OSError as error:  # also raised when the lock times out
         raise NativeBuildError(
             f"the CPU kernels cannot be built in {directory}: {error}; set OSTINATO_CACHE_DIR "
             f"to a writable directory, or graphs.attention=reference graphs.pack_weights=false"
@@ -152,7 +154,7 @@ def adopt(library: str, isa: str, data: bytes) -> None:
         data: the file's content, read from a place where only the user can write.
     """
     directory = _directory(library, isa)
-    with contextlib.suppress(OSError):  # then `build` runs, which reports the error
+    with contextlib.suppress(OSError):  # `build` will run and report the error
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=directory, prefix="build-", delete=False) as file:
             file.write(data)
@@ -160,18 +162,18 @@ def adopt(library: str, isa: str, data: bytes) -> None:
 
 
 def intact_libraries(library: str, isa: str) -> list[Path]:
-    """The files that exist of one of LIBRARIES for an instruction set.
+    """The existing files of one of LIBRARIES for an instruction set.
 
-    The one in the cache comes first, then the one of the wheel.
+    The file in the cache comes first, then the file of the wheel.
     """
     prebuilt = prebuilt_path(library, isa)
     return [*_intact(_directory(library, isa)), *([prebuilt] if prebuilt.is_file() else [])]
 
 
 def discard(path: Path) -> None:
-    """Remove one of `intact_libraries` that does not load from the cache; a wheel keeps its own."""
+    """Remove a file that does not load from the cache. A wheel's file is not removed."""
     if path.parent != PREBUILT_DIR:
-        with contextlib.suppress(OSError):  # then `build` writes another file beside it
+        with contextlib.suppress(OSError):  # `build` will write another file beside it
             path.unlink(missing_ok=True)
 
 
@@ -188,7 +190,7 @@ def _directory(library: str, isa: str) -> Path:
 
 
 def content_key(library: str, isa: str) -> str:
-    """A name with a digest of all that the library depends on, except the compiler.
+    """A name with a digest of everything that the library depends on, except the compiler.
 
     So a start that finds the library in the cache needs no compiler.
     """
@@ -207,7 +209,7 @@ def _key(library: str, isa: str, torch: str) -> str:
 
 
 def _intact(directory: Path) -> list[Path]:
-    """The libraries whose name is the digest of their content, so no truncated one."""
+    """The libraries whose name is the digest of their content. A truncated file is not listed."""
     intact = []
     for path in directory.glob("*.so"):
         with contextlib.suppress(FileNotFoundError):  # another process just replaced it

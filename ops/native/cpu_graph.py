@@ -1,7 +1,7 @@
 """A recorded list of kernel calls that C++ replays without Python and the dispatcher.
 
-`CpuGraph` wraps core/cpu_graph.h. It does for a CPU what a CUDA graph does for a GPU. Unlike there,
-the sizes of its inputs may be symbolic.
+`CpuGraph` wraps core/cpu_graph.h. It does for a CPU what a CUDA graph does for a GPU. Unlike a CUDA
+graph, it can have inputs with symbolic sizes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ("CompiledLibrary", "CpuGraph", "Slot", "why_not_callable", "why_not_c
 Slot = int
 """A tensor of a graph: an input, a constant, or the result of a call."""
 
-# `ostinato_graph_replay` takes: graph, T, S, R, whether a profiler is on, input addresses, output.
+# Arguments: graph, T, S, R, whether a profiler is on, addresses of inputs, address of output.
 _REPLAY_ARGUMENTS = (
     ctypes.c_void_p,
     *(3 * (ctypes.c_int64,)),
@@ -34,11 +34,11 @@ _ARGUMENT_TYPES = ("Tensor", "Optional[Tensor]", "float", "str", "int", "bool", 
 
 
 class CompiledLibrary(Protocol):
-    """A loaded library of AOTInductor's, without weights."""
+    """A loaded library that AOTInductor compiled, without weights."""
 
     @property
     def name(self) -> str:
-        """What torch's profiler shows."""
+        """The name that torch's profiler shows."""
         ...
 
     @property
@@ -97,7 +97,7 @@ class CpuGraph:
             self._library.ostinato_graph_delete(self._graph)
 
     def constant(self, tensor: Tensor) -> Slot:
-        """A tensor whose address does not change. Each replay reads its contents anew.
+        """A tensor with a fixed address. Each replay reads its present contents.
 
         Raises:
             ValueError: `why_not_constant(tensor)`.
@@ -184,7 +184,7 @@ class CpuGraph:
         )
 
     def begin_layer(self) -> None:
-        """Begin the next layer. It may overwrite results from before the layer that ends here."""
+        """Begin layer n. Its results may overwrite those of the layers before n - 1."""
         self._library.ostinato_graph_begin_layer(self._graph)
 
     def set_result(self, result: Slot) -> None:

@@ -1,7 +1,7 @@
 """The instruction sets that the C++ kernels are compiled for, and those that this machine runs.
 
-`detect_isa()` says which of them a process uses unless `device.isa` names one. torch is not
-imported.
+`detect_isa()` returns the one that a process uses unless `device.isa` names another. This module
+does not import torch.
 """
 
 from __future__ import annotations
@@ -50,8 +50,9 @@ ISA_LEVELS: dict[str, InstructionSet] = {
     "avx2": InstructionSet((*_AVX2, "-DOSTINATO_ISA=1"), _HAS_AVX2),
     "portable": InstructionSet(("-DOSTINATO_ISA=0",), frozenset()),
 }
-"""By name, best first. OSTINATO_ISA chooses the vectors (core/simd.h): 3 AVX-512 with bfloat16,
-2 AVX-512, 1 AVX2, 0 the compiler's. OSTINATO_AMX chooses matrix tiles (core/amx.h)."""
+"""By name, best first. OSTINATO_ISA chooses the vectors of core/simd.h: 3 = AVX-512 with bfloat16,
+2 = AVX-512, 1 = AVX2, 0 = the compiler's own. OSTINATO_AMX chooses matrix tiles (core/amx.h).
+"""
 
 EMULATED: dict[str, InstructionSet] = {
     f"amx_on_{name}": InstructionSet((*level.flags, "-DOSTINATO_AMX=2"), level.features)
@@ -70,7 +71,7 @@ def instruction_set(name: str) -> InstructionSet:
     """An entry of ISA_LEVELS or EMULATED.
 
     Raises:
-        KeyError: there is none of that name.
+        KeyError: no instruction set has that name.
     """
     return ISA_LEVELS[name] if name in ISA_LEVELS else EMULATED[name]
 
@@ -100,7 +101,7 @@ def check_runnable(isa: str) -> None:
     """Check that this machine runs a level of ISA_LEVELS.
 
     Raises:
-        ValueError: it does not; the text says why, and what it runs.
+        ValueError: it does not run it; the text gives the reason, and the levels that it runs.
     """
     runnable = runnable_levels()
     if isa not in runnable:
@@ -114,8 +115,9 @@ def check_runnable(isa: str) -> None:
 def why_no_tiles() -> str | None:
     """Why this process cannot use the tile registers of AMX; None if it can.
 
-    Linux lets a process use them after one system call (arch_prctl(2)), which this function makes.
-    The permission holds for all threads, also later ones, and for child processes until they exec.
+    On Linux a process needs permission to use them. This function asks for it by one system call
+    (arch_prctl(2)). The permission holds for all present and later threads, and for child processes
+    until they exec.
     """
     if "amx_tile" not in _cpu_features():
         return "the processor reports no amx_tile"

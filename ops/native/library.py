@@ -54,8 +54,8 @@ class NativeLibrary(NamedTuple):
     functions: ctypes.CDLL  # its C functions (core/install.cpp)
 
 
-_loaded: dict[tuple[str, str], NativeLibrary] = {}  # by name and namespace
-_chosen: dict[str, str] = {}  # level by namespace; "ostinato" is the only key, once it is chosen
+_loaded: dict[tuple[str, str], NativeLibrary] = {}  # key: name of the library, namespace
+_chosen: dict[str, str] = {}  # the level chosen for the namespace "ostinato", the only key
 _loading = threading.Lock()
 _LOG = logging.getLogger(__name__)
 
@@ -63,8 +63,8 @@ _LOG = logging.getLogger(__name__)
 def use_isa(isa: str) -> None:
     """Choose the instruction set behind `torch.ops.ostinato`, before its kernels are loaded.
 
-    It holds for the rest of the process. Without this call, `load` uses the best that the machine
-    runs, or the next one if that cannot be built.
+    The choice holds for the rest of the process. Without this call, `load` uses the best level that
+    the machine runs, or the next level if the best cannot be built.
 
     Args:
         isa: a level of ISA_LEVELS.
@@ -97,13 +97,13 @@ def load(name: str, isa: str | None = None) -> NativeLibrary:
 
     Args:
         name: one of LIBRARIES.
-        isa: a level of ISA_LEVELS or EMULATED, installed as `torch.ops.ostinato_<isa>`, where an op
-            exists if its module was imported before this call; None = that of `use_isa` or of an
-            earlier call, else the best one that can be built, installed as the CPU implementation
-            of `torch.ops.ostinato`.
+        isa: None = the level of `use_isa` or of an earlier call, else the best level that can be
+            built; the kernels become the CPU implementation of `torch.ops.ostinato`. A level of
+            ISA_LEVELS or EMULATED = its kernels are installed as `torch.ops.ostinato_<isa>`, for
+            the ops whose modules were imported before this call.
 
     Raises:
-        ValueError: `name` is unknown, `isa` is unknown or more than this processor runs.
+        ValueError: `name` is unknown, or `isa` is unknown or not supported by this processor.
         NativeBuildError: no compiler was found, or it failed.
     """
     namespace = "ostinato" if isa is None else f"ostinato_{isa}"
@@ -136,7 +136,7 @@ def _load(name: str, isa: str | None, namespace: str) -> NativeLibrary:
 
 
 def _first() -> NativeLibrary | None:
-    """The library that was loaded first. All others share its thread state."""
+    """The library that was loaded first. All other libraries share its thread state."""
     return next(iter(_loaded.values()), None)
 
 
@@ -151,7 +151,7 @@ def set_pool_threads(count: int) -> None:
 
 
 def pool_threads_setter() -> Callable[[int], object]:
-    """The function behind `set_pool_threads`; without effect when nothing was loaded before."""
+    """The function behind `set_pool_threads`. It has no effect if no library was loaded before."""
     first = _first()
     return (lambda count: None) if first is None else first.functions.ostinato_set_pool_threads
 
@@ -162,7 +162,7 @@ def core_library() -> ctypes.CDLL:
 
 
 def kernel_address(op: str) -> int | None:
-    """Where the C++ kernel of `ostinato::<op>` is; None when no loaded library has one."""
+    """The address of the C++ kernel of `ostinato::<op>`; None if no loaded library has one."""
     for (_, namespace), loaded in _loaded.items():
         find = loaded.functions.ostinato_kernel
         find.restype = ctypes.c_void_p
@@ -182,8 +182,8 @@ def _define_aliases(library: ctypes.CDLL, namespace: str) -> None:
 def _open_default(name: str) -> tuple[str, Path, ctypes.CDLL]:
     """A library for the process's instruction set, and the name of that set.
 
-    While none is chosen, it is the best that the machine runs. If that one cannot be built, as by
-    a compiler that is older than the processor, it is the next one.
+    If no set was chosen, this chooses the best one that the machine runs. If the best cannot be
+    built, for instance because the compiler is older than the processor, it takes the next.
     """
     if (isa := _default_isa()) is not None:
         return isa, *_open(name, isa)
@@ -208,7 +208,8 @@ def _open(name: str, isa: str) -> tuple[Path, ctypes.CDLL]:
     for path in intact_libraries(name, isa):
         try:
             return path, ctypes.CDLL(str(path))
-        except OSError:  # built against another C++ runtime, for instance in a moved cache
+        # it was built against another C++ runtime, for instance in a cache from another machine
+        except OSError:
             if not forbids_execution(path):
                 discard(path)
     path = build(name, isa)

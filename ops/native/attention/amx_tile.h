@@ -1,8 +1,7 @@
 // One tile of bfloat16 attention by matrix tiles (core/amx.h): up to 64 keys and values against blocks of 16 query rows.
-//
-// A group of the cache holds the keys of 16 tokens as tiles B: 16 steps of two dimensions are 1 KiB. A group of values has 16
-// tokens too, as 8 rows of pairs. A tile B of values needs 32 tokens, that is two groups, which may lie in two blocks. So
-// values are copied side by side first. Places past the end of the context become zeros.
+//A group of the cache holds the keys of 16 tokens as tiles B (core/amx.h): 16 steps of two dimensions are 1 KiB. A
+//group of values also has 16 tokens, as 8 rows of pairs. A tile B of values needs 32 tokens, that is two groups, which
+//can lie in two blocks. So the values are first copied side by side. Values past the end of the context become zeros.
 //
 // Order of sums: a score is summed over the dimensions, an output over the tile's 64 keys. Both are summed in parts of 32,
 // as amx_linear.h describes. The sums of a row contain no other row.
@@ -41,8 +40,8 @@ struct TileLayout {
   }
 };
 
-// The registers of one worker: 0 to 3 hold tiles C, 4 a tile A and 5 a tile B. For the last dimensions of a score, which may
-// be fewer, 6 holds A and 7 holds B.
+// The tile registers of one worker. Registers 0 to 3 hold tiles C, 4 a tile A and 5 a tile B. The last dimensions of a
+// score can be fewer than a tile holds. For them, 6 holds A and 7 holds B.
 class TileRegisters {
  public:
   TileRegisters() = default;
@@ -52,7 +51,7 @@ class TileRegisters {
     if (rows_ > 0) amx::release();
   }
 
-  // For blocks of `rows` rows.
+  // Sets the shapes of the registers for blocks of `rows` rows.
   void shape(int rows, int head_dim) {
     if (rows == rows_) return;
     rows_ = rows;
@@ -88,8 +87,8 @@ OSTINATO_INLINE void with_tiles(int count, const Run& run) {
   if (count == 4) run(std::integral_constant<int, 4>{});
 }
 
-// scores [rows][kTile] = queries [rows][units] times kVectors tiles of 16 keys, [units][16] each. Meanwhile the groups of
-// values `next` are prefetched, unless `next` is null. They have the same size.
+// scores [rows][kTile] = queries [rows][units] times kVectors tiles of 16 keys, [units][16] each. Meanwhile the groups
+// of values `next`, which have the same size, are prefetched, unless `next` is null.
 template <int kVectors>
 void score_tiles(const uint32_t* queries, int units, const uint32_t* const* keys, const uint32_t* const* next,
                  float* scores) {
@@ -160,7 +159,7 @@ inline void copy_values(const TileGroups<uint32_t>& groups, int tokens, int coun
   }
 }
 
-// The keys of a tile where groups have 8 tokens: out [kKeyVectors][units][16].
+// The keys of a tile if groups have 8 tokens: out [kKeyVectors][units][16].
 inline void join_keys(const TileGroups<uint32_t>& groups, int units, uint32_t* out) {
   for (int vector = 0; vector < kKeyVectors; ++vector) {
     for (int unit = 0; unit < units; ++unit, out += 2 * kMinGroup) {

@@ -9,7 +9,7 @@
 
 namespace ostinato::attention {
 
-// Split tiles' partial states, and how many of their items are still to finish.
+// The partial states of tiles that are split into several items, and the number of items that have not finished.
 struct SplitState {
   std::vector<size_t> offsets;  // per tile, into states; unused for whole tiles
   std::unique_ptr<std::atomic<int>[]> remaining;
@@ -62,7 +62,7 @@ void attend(const Problem& p) {
   });
 }
 
-// `attend` with the layout that `dtype` and the cache need: float32, float16 or bfloat16.
+// Runs `attend` with the layout for `dtype` (float32, float16 or bfloat16) and for the cache.
 inline void attend_in(DType dtype, const Problem& p) {
   if (dtype == DType::float32) {
     p.has_byte_cache ? attend<ByteLayout<float>>(p) : attend<FloatLayout<float>>(p);

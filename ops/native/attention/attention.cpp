@@ -13,7 +13,7 @@
 namespace ostinato::attention {
 namespace {
 
-constexpr int64_t kMaxWindow = 1 << 30;  // longer than any context: no window at all
+constexpr int64_t kMaxWindow = 1 << 30;  // longer than any context, so it stands for no window
 
 void check_metadata(const Problem& p, int64_t table_width) {
   for (int64_t token = 0; token < p.num_tokens; ++token) {
@@ -127,7 +127,7 @@ LogitScaling scaling_of(double scale, double soft_cap) {
   return {static_cast<float>(scale / soft_cap), static_cast<float>(soft_cap * log2_e)};
 }
 
-// The schema's last argument is `str backend`. A call for another backend than "cpu" goes to the Python kernel.
+// The schema's last argument is `str backend`. A call for a backend other than "cpu" goes to the Python kernel.
 constexpr int kBackendArgument = 15;
 
 bool is_for_this_backend(StableIValue argument) {

@@ -1,4 +1,4 @@
-// Writing a step's keys and values into the paged cache, in the layout that attention/tile.h describes.
+// Writes a step's keys and values into the paged cache, in the layout that attention/tile.h describes.
 #pragma once
 
 #include "attention/plan.h"
@@ -82,7 +82,7 @@ float quantise(const T* row, int size, int8_t* out) {
   for (int d = 0; d < size; d += kWidth) {
     const int count = size - d < kWidth ? size - d : kWidth;
     std::memcpy(rounded, values + d, count * sizeof(float));
-    // The bounds matter where the scale is subnormal, and so not exact.
+    // The bounds matter if the scale is subnormal, and therefore not exact.
     const F32 quotient = min(max(load(rounded) / broadcast(scale), broadcast(-127.0f)), broadcast(127.0f));
     store(rounded, round_to_integer(quotient));
     for (int i = 0; i < count; ++i) out[d + i] = static_cast<int8_t>(rounded[i]);

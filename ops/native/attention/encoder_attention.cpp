@@ -1,8 +1,8 @@
 // CPU kernel of ostinato::encoder_attention: every row of a packed batch attends to its whole sequence.
 //
 // The step's keys and values are laid out as a paged cache of blocks of 16 tokens, in memory that lasts for the call.
-// Then the worker of paged attention reads them. A sequence begins a block, so the bits of a row depend on its own
-// sequence alone (see attention.cpp).
+// Then the worker of paged attention reads them. Each sequence begins a new block, so the bits of a row depend on its
+// own sequence alone (see attention.cpp).
 #include "attention/attend.h"
 #include "attention/cache_write.h"
 #include "core/kernel.h"
@@ -42,7 +42,8 @@ int64_t longest_of(const int32_t* starts, int64_t num_seqs, int64_t num_tokens) 
   return longest;
 }
 
-// `x` as the worker takes it: head sizes that are no multiple of 8 are padded with zeros, which add nothing to a product.
+// `x` as the worker takes it. A head size that is not a multiple of 8 is padded with zeros, which add nothing to a
+// product.
 Rows rows_for_worker(Call& call, const Tensor& x, int head_dim) {
   const bool is_even = x.strides[0] % 2 == 0 && x.strides[1] % 2 == 0;  // 16-bit keys are read in pairs
   if (x.sizes[2] == head_dim && (is_even || x.dtype == DType::float32)) return rows_of(x);
@@ -58,7 +59,7 @@ Rows rows_for_worker(Call& call, const Tensor& x, int head_dim) {
   return {padded, heads * head_dim, head_dim};
 }
 
-// The places of a step's tokens in a cache where each sequence begins a block.
+// The cache slots of a step's tokens. Each sequence begins a new block.
 struct Places {
   int64_t num_blocks;
   int32_t* seq_lens;

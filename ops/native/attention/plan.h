@@ -15,8 +15,8 @@ namespace ostinato::attention {
 
 constexpr int kPartition = 256;      // keys per partition, a multiple of kTile
 constexpr int kRowsPerItem = 128;    // query rows that share a tile in cache
-constexpr double kTileCost = 2.0;    // cost of fetching a key and value, in rows that use it
-constexpr double kWorkerCost = 5e4;  // multiply-adds that are worth waking a thread for
+constexpr double kTileCost = 2.0;    // cost of fetching a key and a value: that of computing so many rows with them
+constexpr double kWorkerCost = 5e4;  // multiply-adds for which waking a thread pays
 constexpr int kScaleBytes = 4;       // the scale of a token in a cache of 8 bits
 constexpr int kItemsPerWorker = 4;   // an item is at most 1 / kItemsPerWorker of a worker's part
 
@@ -47,13 +47,13 @@ struct Problem {
   const int64_t* slot_mapping;
   LogitScaling scaling;
   bool is_bidirectional;  // every row sees all keys of its sequence; then there is no window
-  int window;  // keys that a row sees, itself included; -C = those of its own chunk of C tokens; 0 = all
+  int window;  // keys that a row sees, its own included; -C = keys of its own chunk of C tokens; 0 = all
   const float* alibi_slopes;  // [num_heads] or null
   const float* sinks;         // [num_heads] or null
   Threads threads;
 };
 
-// A tile of query tokens of one sequence and kv head, and the keys that any of its rows sees.
+// A tile of query tokens of one sequence and kv head, and the range of keys that its rows see.
 struct QueryTile {
   int seq, kv_head;
   int64_t first_token;  // row of q

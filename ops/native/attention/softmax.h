@@ -1,5 +1,5 @@
-// The online softmax of a block of query rows over one tile of keys, with what changes logits: scale, soft cap, ALiBi,
-// masks.
+// The online softmax of a block of query rows over one tile of keys. It applies the scale, the soft cap, ALiBi and
+// masks to the logits.
 #pragma once
 
 #include "attention/tile.h"
@@ -13,7 +13,7 @@ struct LogitScaling {
 
 constexpr float kLog2E = 1.4426950408889634f;
 
-// ALiBi of one row: the key at `place` of a tile adds slope * (place + distance) to the row's base-2 logit.
+// ALiBi of one row: for the key with index i in a tile, slope * (i + distance) is added to the row's base-2 logit.
 struct Alibi {
   float slope;
   float distance;  // from the query to the tile's first key
@@ -27,13 +27,13 @@ struct Places {
 };
 constexpr Places kPlaces;
 
-// Scales of a tile's keys and values of 8 bits.
+// The scales of a tile's keys and values in a cache of 8 bits.
 struct TileScales {
   alignas(64) float keys[kTile];
   alignas(64) float values[kTile];
 };
 
-// Keys of a tile that one row sees.
+// The keys of a tile that one row sees.
 struct Visible {
   int first;
   int last;  // exclusive

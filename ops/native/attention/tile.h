@@ -1,17 +1,15 @@
 // One tile of attention: up to 64 keys and values against blocks of query rows.
-//
-// The cache has the order in which this kernel reads. A step is four bytes, that is one float32 or two 16-bit
-// elements, as one multiply-accumulate instruction takes them per lane. Groups of 16 consecutive tokens of a
-// head (8 where the block size is no multiple of 16) hold
+//Keys and values are stored in the cache in the order in which this kernel reads them. A step is four bytes, that is
+//one float32 or two 16-bit elements: one lane of a multiply-accumulate instruction. A group is 16 consecutive tokens of
+//a head (8 if the block size is not a multiple of 16). It holds
 //   keys   [head_dim / elements][tokens][elements]  and
 //   values [tokens / elements][value_dim][elements].
-// A cache of 8 bits has one element in a step, and after those of each group a float32 scale for each token:
+// In a cache of 8 bits a step is one element. After the elements of each group comes a float32 scale for each token:
 //   keys [head_dim][tokens], scales [tokens]  and  values [tokens][value_dim], scales [tokens].
 // So the lanes of a vector are 16 keys in the product with a query, and 16 dimensions in the sum of values.
-// Keys are transposed once, when they are written. Every later step reads them as they are.
-//
-// Every score and every output element is a single chain over the steps in order, so a row's bits do not
-// depend on the rows that are computed beside it.
+// Keys are transposed once, when they are written. Every later step reads them without rearranging them.
+//Every score and every output element is one chain of additions over the steps in order. So a row's bits do not depend
+//on the rows that are computed with it.
 #pragma once
 
 #include "attention/steps.h"
@@ -33,14 +31,15 @@ constexpr int kWidth = F32::width;
 // Tokens of a group in blocks of `block_size`.
 inline int group_tokens(int block_size) { return block_size % kMaxGroup == 0 ? kMaxGroup : kMinGroup; }
 
-// Pointers to the groups of a tile. Those past the group of the last token repeat the first pointer.
+// Pointers to the groups of a tile. Pointers past the group of the last token repeat the first pointer.
 template <class Unit>
 struct TileGroups {
   const Unit* keys[kTile / kMinGroup];
   const Unit* values[kTile / kMinGroup];
 };
 
-// Pointers to the keys of each vector of scores. A vector of 16 lanes over groups of 8 tokens has two: one for each half.
+// Pointers to the keys of each vector of scores. A vector of 16 lanes over groups of 8 tokens has two pointers: one for
+// each half.
 template <class Step>
 struct KeyColumns {
   KeyColumns(const TileGroups<Step>& groups, int tokens) {
@@ -50,15 +49,15 @@ struct KeyColumns {
   const Step* columns[kTile / (kWidth < kMinGroup ? kWidth : kMinGroup)];
 };
 
-// Prefetches the cache line of the steps at `place` of a group or a row when they are the line's first.
+// Prefetches the cache line of the steps at index `place` of a group or a row, if these steps begin the line.
 template <class Step>
 OSTINATO_INLINE void prefetch_line(const Step* steps, int place) {
-  // A tile of 8 bits fits into the first-level cache, others into the second.
+  // A tile of 8-bit elements fits into the first-level cache, other tiles into the second.
   if (place * sizeof(Step) % 64 == 0) __builtin_prefetch(steps, 0, sizeof(Step) == 1 ? 3 : 2);
 }
 
-// out [kRows][kVectors] = queries times the keys of kVectors vectors. What the next tile reads at the same place
-// is prefetched: blocks are scattered, so the hardware does not prefetch them.
+// out [kRows][kVectors] = queries times the keys of kVectors vectors. The steps of the next tile with the same indices
+// are prefetched, because blocks are scattered and the hardware does not prefetch them.
 //   queries [kRows][num_steps * parts]; columns, next: kVectors * kHalves pointers to [num_steps][tokens]
 template <class S, int kRows, int kVectors, int kHalves>
 void score(const typename S::Factor* queries, int num_steps, const typename S::Step* const* columns,
@@ -101,7 +100,7 @@ void score(const typename S::Factor* queries, int num_steps, const typename S::S
   }
 }
 
-// What `add_values` needs besides the place of its columns.
+// The arguments of `add_values`, except the choice of columns.
 template <class S>
 struct ValueRows {
   const typename S::Factor* weights;        // [rows][num_factors(kTile)]
@@ -170,12 +169,13 @@ void add_values(const ValueRows<S>& values, int column, float* out, int out_stri
   }
 }
 
-// The greatest number of rows, at most `remaining`, that there is a kernel for.
+// The most rows, up to `remaining`, for which there is a kernel.
 OSTINATO_INLINE int rows_per_block(int remaining) {
   return remaining >= kRowBlock ? kRowBlock : remaining >= 4 ? 4 : remaining >= 2 ? 2 : 1;
 }
 
-// Calls run(vectors, first) for consecutive columns: as many at once as registers allow for kRows, and at most kMost.
+// Calls run(vectors, first) for consecutive columns, with the most vectors that the registers allow for kRows, at most
+// kMost.
 template <int kRows, int kMost, class Run>
 OSTINATO_INLINE void for_columns(int num_vectors, const Run& run) {
   constexpr bool kFour = kMost >= 4 && (OSTINATO_ISA >= 2 || kRows <= 2);  // 32 registers, else 16
@@ -210,7 +210,8 @@ void score_keys(int num_rows, int num_vectors, const typename S::Factor* queries
                 const typename S::Step* const* columns, const typename S::Step* const* next, int tokens, float* out) {
   const auto run_all = [&]<int kHalves>(std::integral_constant<int, kHalves>) {
     with_rows(num_rows, [&]<int kRows>(std::integral_constant<int, kRows>) {
-      constexpr int kMost = kHalves == 1 ? 4 : 1;  // blocks of 8 tokens are rare: fewer kernels to compile
+      // blocks of 8 tokens are rare, so fewer kernels are compiled for them
+      constexpr int kMost = kHalves == 1 ? 4 : 1;
       for_columns<kRows, kMost>(num_vectors, [&]<int kVectors>(std::integral_constant<int, kVectors>, int c) {
         score<S, kRows, kVectors, kHalves>(queries, num_steps, columns + c * kHalves,
                                            next == nullptr ? nullptr : next + c * kHalves, tokens, out + c * kWidth);
@@ -293,7 +294,7 @@ struct FloatLayout : FloatFactors<T> {
   static constexpr bool kHasMatrixTiles = false;
   static constexpr int kRows = kRowBlock;
 
-  // Two 16-bit elements a lane, as floats.
+  // Turns lanes of two 16-bit elements into floats.
   OSTINATO_INLINE static void widen(const uint32_t* pairs, F32* even, F32* odd) {
     T low[kWidth], high[kWidth];
     for (int i = 0; i < kWidth; ++i) {
@@ -304,7 +305,8 @@ struct FloatLayout : FloatFactors<T> {
     *odd = load(high);
   }
 
-  // Pairs [rows][units] become floats [2 * rows][units]. `next` is what will be widened next, laid out alike, or null.
+  // Pairs [rows][units] become floats [2 * rows][units]. `next` is the address of the pairs that will be widened next,
+  // in the same layout, or null.
   static void widen_rows(const uint32_t* pairs, const uint32_t* next, int rows, int units, float* out) {
     uint32_t rest[kWidth] = {};
     for (int row = 0; row < rows; ++row, out += 2 * units) {

@@ -28,7 +28,7 @@ class Scratch {
     used_ += (count * sizeof(T) + 63) / 64 * 64;
     return memory_ == nullptr ? nullptr : reinterpret_cast<T*>(memory_.get() + begin);
   }
-  // Runs `layout` twice: once to measure what it takes, once on enough memory.
+  // Runs `layout` twice: first to measure how many bytes it takes, then with that memory.
   template <class Layout>
   void lay_out(Layout&& layout) {
     auto kept = std::move(memory_);
@@ -130,7 +130,7 @@ class Worker {
   // The item that this worker probably runs next. Its first keys are prefetched during the last keys of a tile.
   void expect(const QueryTile* tile) { upcoming_ = tile; }
 
-  // All partitions of a tile, start to finish.
+  // Runs all partitions of a tile, and writes the output.
   void run_whole(const QueryTile& tile) {
     const int rows = tile.num_tokens * p_.group;
     load_queries(tile);
@@ -144,7 +144,7 @@ class Worker {
     write_output(tile, whole);
   }
 
-  // Some partitions, each into its own state; `states` holds those of all the tile's partitions.
+  // Runs some partitions of a tile, each into its own state. `states` has a state for each partition of the tile.
   void run_part(const QueryTile& tile, int first_partition, int last_partition, float* states) {
     load_queries(tile);
     for (int partition = first_partition; partition < last_partition; ++partition) {
@@ -178,7 +178,7 @@ class Worker {
     }
   }
 
-  // Keys of the tile at first_key that are in context.
+  // The number of keys of the tile at first_key that are in the context.
   static int count_keys(const QueryTile& tile, int first_key) {
     return tile.last_key - first_key < kTile ? tile.last_key - first_key : kTile;
   }
@@ -223,7 +223,7 @@ class Worker {
     for (int r = 0; r < rows; ++r) state.total[r] = reduce_sum(load(totals_ + r * kWidth));
   }
 
-  // All rows against one tile of keys; `next` is fetched meanwhile, if there is one.
+  // Computes all rows against one tile of keys. Meanwhile the tile `next` is prefetched, unless it is null.
   void run_tile(const QueryTile& tile, int first_key, const TileGroups<Unit>& groups, const TileGroups<Unit>* next,
                 int rows, State state) {
     if constexpr (Layout::kHasMatrixTiles) {
@@ -265,7 +265,7 @@ class Worker {
   }
 
 #if OSTINATO_AMX
-  // run_blocks by matrix tiles.
+  // Does what run_blocks does, by matrix tiles.
   void run_matrix_blocks(const QueryTile& tile, int first_key, const TileGroups<uint32_t>& groups,
                          const TileGroups<uint32_t>* next, int rows, State state) {
     copy_values(groups, tokens_, count_keys(tile, first_key), p_.value_dim, padded_dim_, joined_values_);
@@ -313,8 +313,8 @@ class Worker {
   uint32_t* joined_values_ = nullptr;  // [kTile / 2][padded_dim]
 #endif
 
-  // Which keys of the tile at first_key each of `count` rows sees, and its ALiBi if there is any. Returns one past the
-  // last key that any row sees, 0 when there is none.
+  // For each of `count` rows: the keys of the tile at first_key that it sees, and its ALiBi if the model has ALiBi.
+  // Returns one past the last key that a row sees, or 0 if no row sees a key.
   int look(const QueryTile& tile, int first_key, int row, int count, Visible* visible, Alibi* alibi) const {
     int last_seen = 0;
     int first_seen = kTile;
@@ -333,8 +333,8 @@ class Worker {
     return first_seen >= kTile ? 0 : last_seen;
   }
 
-  // A block of rows against the tile that starts at first_key. Scores of keys that no row attends to are not
-  // computed; their places are masked.
+  // Computes a block of rows against the tile that starts at first_key. Scores of keys that no row sees are masked and
+  // not computed.
   void run_rows(const QueryTile& tile, int first_key, int row, int count, State state, const Step* const* keys,
                 const Step* const* values, const Step* const* next_keys, const Step* const* next_values) {
     Visible visible[kRowBlock];
@@ -353,7 +353,7 @@ class Worker {
                              rescale);
   }
 
-  // What an output must be multiplied by if the softmax has the logit `sink` besides those of keys.
+  // The factor on an output that adds the logit `sink` to the softmax over the keys.
   static float factor_with_sink(float sink, float maximum, float total) {
     const float logit = sink * kLog2E;
     const float highest = maximum > logit ? maximum : logit;

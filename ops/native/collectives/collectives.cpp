@@ -1,4 +1,4 @@
-// The collectives of tensor-parallel ranks: ops/parallel/collectives.py says what they compute.
+// The collectives of tensor-parallel ranks. ops/parallel/collectives.py defines them.
 #include "collectives/group.h"
 #include "core/kernel.h"
 #include "core/simd.h"
@@ -21,7 +21,7 @@ bool is_contiguous(const Tensor& x) {
   return x.dim == 2 && (x.sizes[1] <= 1 || x.strides[1] == 1) && (x.sizes[0] <= 1 || x.strides[0] == x.sizes[1]);
 }
 
-// Calls body(first, size) for parts of [0, count) elements, on as many threads as their bytes are worth.
+// Calls body(first, size) for parts of [0, count) elements. The number of threads grows with the number of bytes.
 template <class Body>
 void for_parts(const Threads& threads, int64_t count, int64_t element_bytes, const Body& body) {
   const int64_t worth = std::min<int64_t>(count * element_bytes / kBytesPerWorker, threads.count());
@@ -145,7 +145,7 @@ OSTINATO_KERNEL(gather_vocab, gather_vocab);
 
 }  // namespace ostinato::collectives
 
-// Maps the segment of a group; null when the system refuses, which errno explains.
+// Maps the segment of a group. Returns null if the system refuses; errno then holds the reason.
 OSTINATO_EXPORT void* ostinato_group_open(int fd, int64_t bytes, int rank, int64_t spin_us, int64_t timeout_ms) {
   void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd, 0);
   if (memory == MAP_FAILED) return nullptr;

@@ -1,9 +1,8 @@
 // A group of processes, one for each tensor-parallel rank, that exchange values through shared memory.
-//
-// The segment has a header and two slots for each rank. A value that is larger than a slot goes through in pieces. For
+//The segment has a header and two slots for each rank. A value that is larger than a slot is exchanged in pieces. For
 // each piece a rank writes its part into one of its slots, publishes a sequence number, waits until all ranks have
-// published that number, and reads the slots. A rank publishes piece p + 1 after it has read piece p. So when it has
-// seen p + 1 of all ranks, it may write p + 2 into the slot of p. No second barrier is needed.
+// published that number, and reads the slots. A rank publishes piece p + 1 after it has read piece p. So once all ranks
+// have published p + 1, all have read p, and a rank may write p + 2 into the slot of p. No second barrier is needed.
 //
 // A waiting rank spins for a short time, because ranks reach an exchange within microseconds of each other. Then it
 // sleeps on a futex, so that it uses no processor while another rank is late.
@@ -42,7 +41,7 @@ struct Header {
 };
 static_assert(sizeof(Header) <= kHeaderBytes && std::atomic<uint32_t>::is_always_lock_free);
 
-// One rank's membership. For one thread at a time, except `abort`.
+// One rank's membership. One thread at a time may use it, except for `abort`.
 class Group {
  public:
   using Clock = std::chrono::steady_clock;
@@ -61,7 +60,7 @@ class Group {
   // Passes `count` elements of `element_bytes` through the slots, in pieces.
   //
   // write(first, size, own) copies elements [first, first + size) of this rank into its slot.
-  // read(first, size, slot_of) reads the same elements of all ranks; slot_of(rank) is where a rank's are.
+  // read(first, size, slot_of) reads the same elements of all ranks; slot_of(rank) is the slot of a rank.
   template <class Write, class Read>
   void exchange(int64_t count, int64_t element_bytes, const Write& write, const Read& read) {
     if (header_->aborted.load(std::memory_order_relaxed) != 0) fail("the group of ranks was ended");
@@ -78,7 +77,7 @@ class Group {
     }
   }
 
-  // Ends all present and later waits of all ranks with an error. From any thread.
+  // Ends all present and later waits of all ranks with an error. Any thread may call it.
   void abort() {
     header_->aborted.store(1);
     for (int rank = 0; rank < world(); ++rank) wake(header_->ranks[rank].published);
@@ -92,7 +91,7 @@ class Group {
   void publish() {
     Header::Rank& own = header_->ranks[rank_];
     // These operations, and those of a rank that is about to sleep, are sequentially consistent. So either this rank
-    // sees that the other one sleeps, or the other one sees the new number and stays awake.
+    // sees that the other rank sleeps, or the other rank sees the new number and stays awake.
     own.published.store(sequence_);
     if (own.num_sleeping.load() != 0) wake(own.published);
   }

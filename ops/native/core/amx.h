@@ -1,11 +1,9 @@
 // Matrix tiles: AMX, the matrix unit of Intel processors since Sapphire Rapids.
-//
-// A thread has eight tile registers of up to 16 rows of 64 bytes. A product reads a tile A [M][K] row by row, a tile B
-// whose rows are steps of four bytes of K for each of 16 columns (two bfloat16 or four 8-bit values, as weights and keys
-// are packed here), and adds to a tile C [M][16] of float32 or int32.
-//
-// The macro OSTINATO_AMX is 1 for the processor's instructions and 2 for amx_emulation.h, with which the same kernels run,
-// and are tested, on every machine. The instructions are written as assembly, because a compiler's intrinsics need the
+//A thread has eight tile registers of up to 16 rows of 64 bytes. A product multiplies a tile A by a tile B and adds to
+//a tile C. Tile A is [M][K]. A row of tile B is one step: four bytes of K (two bfloat16 or four 8-bit values) for each
+//of 16 columns. Weights and keys are packed in this order. Tile C is [M][16] in float32 or int32.
+//The macro OSTINATO_AMX is 1 for the processor's instructions. It is 2 for amx_emulation.h, which runs the same kernels
+//on every machine, for tests. The instructions are written as assembly, because a compiler's intrinsics need the
 // numbers of registers as literals.
 //
 // Linux enables the registers on request. ops/native/instruction_sets.py makes the request before it chooses this level.
@@ -62,12 +60,12 @@ template <int T>
 OSTINATO_INLINE void store(void* rows, int64_t stride) {
   asm volatile("tilestored %%tmm%c2, (%0,%1,1)" : : "r"(rows), "r"(stride), "i"(T) : "memory");
 }
-// C += A * B, bfloat16 and float32
+// C += A * B, where A and B are bfloat16 and C is float32
 template <int C, int A, int B>
 OSTINATO_INLINE void multiply_bfloat16() {
   asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(C), "i"(A), "i"(B));
 }
-// C += A * B, int8 times uint8, and int32
+// C += A * B, where A is int8, B is uint8 and C is int32
 template <int C, int A, int B>
 OSTINATO_INLINE void multiply_bytes() {
   asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(C), "i"(A), "i"(B));
@@ -101,7 +99,7 @@ void multiply_bytes() {
 #endif
 
 // Configures the calling thread's registers with these shapes, and releases them at the end of the scope. A context
-// switch copies 8 KiB for a thread with configured registers, and nothing for another.
+// switch copies 8 KiB for a thread with configured registers, and nothing for a thread without.
 class TileScope {
  public:
   explicit TileScope(const TileShapes& shapes) { configure(shapes); }

@@ -27,7 +27,8 @@ inline Registers& registers() {
   return own;
 }
 
-// Throws where the processor would raise an invalid opcode, so a kernel that does not configure fails here too.
+// Throws where the processor would raise an invalid opcode. So a kernel that does not configure its tiles fails here
+// too.
 inline Tile& tile(int index) {
   Registers& all = registers();
   if (!all.configured || all.tiles[index].rows == 0) throw std::logic_error("a tile register is used that has no shape");
@@ -85,8 +86,9 @@ inline float widen(const unsigned char* bfloat16) {
 }
 
 // a * b + c with one rounding to nearest even. The result is zero if it is subnormal before it is rounded to the
-// spacing of subnormal numbers. That rounding can give the smallest normal number, which does not show whether the
-// value before it was smaller. So the product is computed again with scaled arguments, where nothing is subnormal.
+// spacing of subnormal numbers. That rounding can give the smallest normal number, and the result then does not show
+// whether the exact value was smaller. So the product is computed again with scaled arguments, of which none is
+// subnormal.
 inline float fused(float a, float b, float c) {
   const float x = std::fma(a, b, c);
   if (!(std::fabs(x) <= 0x1p-126f)) return x;

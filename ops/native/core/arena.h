@@ -8,8 +8,8 @@
 
 namespace ostinato {
 
-// Gives memory from front to back. `reset` frees all of it at once. The arena grows to what a step needs, and then it
-// allocates no more.
+// Hands out memory from front to back. `reset` frees all of it at once. The arena grows until it holds the results of
+// the largest step. After that it never asks the system for memory.
 class Arena {
  public:
   Arena() = default;
@@ -33,7 +33,7 @@ class Arena {
     return result;
   }
 
-  // Afterwards one chunk is as large as all chunks were together.
+  // Frees all memory that was handed out, and joins the chunks into one chunk of their total size.
   void reset() {
     used_ = 0;
     if (chunks_.size() < 2) return;

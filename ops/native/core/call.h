@@ -14,7 +14,7 @@
 
 namespace ostinato {
 
-// An argument of a call that a CpuGraph holds. cpu_graph.py has the same layout, which abi.py compares with this one.
+// An argument of a call in a CpuGraph. abi.py defines the same layout in Python and compares the two.
 struct Argument {
   enum Kind : int64_t { none, tensor, integer, number, text };
   Kind kind;
@@ -27,8 +27,8 @@ static_assert(sizeof(Argument) == 32 && offsetof(Argument, integer_value) == 8 &
               "ctypes lays the fields of cpu_graph.py's Argument out one after the other, eight bytes each");
 
 // One call of a kernel, made by torch's dispatcher or by a CpuGraph. The kernel reads the arguments in the schema's
-// order, each exactly once, and all of them before its first check. This object releases what was read, also when the
-// kernel throws.
+// order, each exactly once, and all of them before its first check. This object releases the arguments that were read,
+// also if the kernel throws.
 class Call {
  public:
   explicit Call(StableIValue* stack) : threads_(Threads::of_caller()), stack_(stack) {}
@@ -94,7 +94,7 @@ class Call {
     return value;
   }
 
-  // Allocates the next result: an uninitialised contiguous CPU tensor. Once for each result of the op, in their order.
+  // Allocates the next result: an uninitialised contiguous CPU tensor. Called once for each result of the op, in order.
   Tensor empty(const int64_t* sizes, int64_t dim, DType dtype) {
     if (arguments_ != nullptr) {
       OwnedTensor& result = (*slots_)[result_++];
@@ -109,7 +109,7 @@ class Call {
     return describe(handle);
   }
 
-  // Memory until the call ends: 64-byte aligned, uninitialised.
+  // Memory that lasts until the call ends: 64-byte aligned, uninitialised.
   template <class T>
   T* workspace(int64_t count) {
     const int64_t bytes = count * static_cast<int64_t>(sizeof(T));
@@ -120,7 +120,7 @@ class Call {
     return static_cast<T*>(memory);
   }
 
-  // Returns what `empty` allocated. The last thing that a kernel does.
+  // Returns a result that `empty` allocated. A kernel calls this last.
   void give(const Tensor& result) { give({result}); }
   void give(std::initializer_list<Tensor> results) {
     if (stack_ == nullptr) return;

@@ -4,7 +4,7 @@
 namespace ostinato {
 namespace {
 
-// Why the last failed replay of this thread failed.
+// The error of this thread's last failed replay.
 std::string& last_error() {
   thread_local std::string text;
   return text;
@@ -46,7 +46,7 @@ OSTINATO_EXPORT int64_t ostinato_graph_index_select(ostinato::CpuGraph* graph, i
 OSTINATO_EXPORT void ostinato_graph_begin_layer(ostinato::CpuGraph* graph) { graph->begin_layer(); }
 OSTINATO_EXPORT void ostinato_graph_result(ostinato::CpuGraph* graph, int64_t slot) { graph->set_result(slot); }
 
-// Returns null, or why it failed.
+// Returns null, or the text of the error.
 OSTINATO_EXPORT const char* ostinato_graph_replay(ostinato::CpuGraph* graph, int64_t num_tokens, int64_t num_seqs,
                                                   int64_t num_rows, int32_t profile, void* const* inputs, void* out) {
   try {

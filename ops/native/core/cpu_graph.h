@@ -2,13 +2,11 @@
 //
 // A decode step of a small model spends as much time between its kernels as in them: a call through Python and the
 // dispatcher costs microseconds, and a layer makes nine calls and some views. graphs/compiler/cpu_capture.py records
-// the calls of the layers' programs, with weights and caches at fixed addresses. A replay walks the list. It does for a CPU what a
-// CUDA graph does for a GPU. Unlike there, sizes stay symbolic: those of the inputs follow from a step's numbers of
-// tokens, sequences and wanted rows.
-//
-// The list also calls torch ops between our kernels: AOTInductor compiled them into libraries.
-//
-// Two arenas hold the results of alternating layers. The layer after the next overwrites the results of a layer.
+// the calls of the layers' programs, with weights and caches at fixed addresses. A replay walks the list, as a replay
+// of a CUDA graph does on a GPU. Unlike in a CUDA graph, sizes stay symbolic: the sizes of the inputs follow from a
+// step's numbers of tokens, sequences and rows that need logits.
+//The list also calls the torch ops between our kernels. AOTInductor compiled these ops into libraries.
+//Two arenas hold the results of alternating layers. So layer n + 2 overwrites the results of layer n.
 #pragma once
 
 #include "core/kernel.h"
@@ -27,8 +25,8 @@ struct ReplayOptions {
   bool profile;
 };
 
-// AOTInductorModelContainerRunSingleThreaded of a library that AOTInductor made. It takes the inputs' handles over and
-// gives the outputs' handles to the caller.
+// AOTInductorModelContainerRunSingleThreaded of a library that AOTInductor made. It takes over the handles of the
+// inputs, and the caller owns the handles of the outputs.
 using CompiledEntry = int32_t (*)(void* container, AtenTensorHandle* inputs, size_t num_inputs,
                                   AtenTensorHandle* outputs, size_t num_outputs, void* stream, void* proxy_executor);
 
@@ -41,7 +39,7 @@ class CpuGraph {
     for (int arena = 0; arena < 2; ++arena) release_handles(arena);
   }
 
-  // Constants and inputs are slots as well. A size of an input may be a SymbolicSize.
+  // Adds a constant or an input, and returns its slot. A size of an input may be a SymbolicSize.
   int64_t add_tensor(void* data, DType dtype, int64_t dim, const int64_t* sizes, const int64_t* strides) {
     OwnedTensor& slot = new_slot();
     slot.set_contiguous(sizes, dim, dtype);
@@ -91,7 +89,8 @@ class CpuGraph {
     return step.result;
   }
 
-  // A tensor with other sizes, one of which may be -1. Rows that lie apart are copied if their number changes.
+  // A tensor with other sizes, of which one may be -1. If the number of rows changes and the rows are not contiguous,
+  // they are copied.
   int64_t add_view(int64_t source, const int64_t* sizes, int64_t dim) {
     Step step{Step::view};
     step.source = source;
@@ -229,7 +228,7 @@ class CpuGraph {
     handles_[arena].clear();
   }
 
-  // A profiler's record, which ends also when the kernel throws; no name = none.
+  // A record of torch's profiler. It also ends if the kernel throws. Without a name nothing is recorded.
   struct Recorded {
     explicit Recorded(const char* name) {
       if (name != nullptr) {

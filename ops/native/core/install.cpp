@@ -1,4 +1,4 @@
-// What every library exports to library.py: its kernels, the sizes and codes that Python relies on, its threads.
+// The exports of every library to library.py: its kernels, the sizes and codes that Python relies on, and its threads.
 #include "core/cpu_graph.h"
 #include "core/kernel.h"
 
@@ -15,7 +15,7 @@ struct AbiValue {
 
 constexpr int64_t code(DType dtype) { return static_cast<int64_t>(dtype); }
 
-// torch's code of a dtype is known when the library runs, the others when it is compiled.
+// torch's dtype codes are known only when the library runs. The other numbers are known when it is compiled.
 const AbiValue kAbi[] = {
     {"bytes of Argument", sizeof(Argument)},
     {"offset of Argument.kind", offsetof(Argument, kind)},
@@ -94,7 +94,8 @@ OSTINATO_EXPORT int ostinato_install(const char* name_space) {
 // Kernel calls of the calling thread use up to `count` threads of the ThreadPool from now on; 0 = torch's threads.
 OSTINATO_EXPORT void ostinato_set_pool_threads(int count) { ostinato::thread_state()->num_pool_threads() = count; }
 
-// Returns the thread state of this library; makes this library use that of another one.
+// The first function returns this library's thread state. The second makes this library use the state of another
+// library.
 OSTINATO_EXPORT void* ostinato_thread_state() { return ostinato::thread_state(); }
 OSTINATO_EXPORT void ostinato_share_threads(void* state) {
   ostinato::thread_state() = static_cast<ostinato::ThreadState*>(state);

@@ -1,4 +1,4 @@
-// Float vectors of one width per instruction set level, and the few functions that kernels need of them.
+// Float vectors, whose width depends on the instruction set, and the functions of them that kernels need.
 //
 // F32 holds `width` floats: 16 with AVX-512, 8 with AVX2, 4 elsewhere (compiler vector extensions, which
 // become SSE2 or NEON). No function reassociates: equal inputs give equal bits wherever they are called.
@@ -343,7 +343,8 @@ OSTINATO_INLINE void transpose(F32* rows) {
 
 #endif
 
-// Lanes that hold two bfloat16 each: the earlier (low) and the later (high) one as floats.
+// Each lane holds two bfloat16: the earlier in its low half, the later in its high half. These functions return one of
+// the two as floats.
 OSTINATO_INLINE F32 low_of_pairs(F32 pairs) {
 #if OSTINATO_ISA >= 2
   return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(pairs.v), 16))};

@@ -23,7 +23,7 @@ inline void require_ok(AOTITorchError code, const char* what) {
     if (!(condition)) throw std::invalid_argument(message); \
   } while (0)
 
-// torch's dtype codes, of the dtypes that kernels take. abi.py compares them with torch's and with its own.
+// torch's codes of the dtypes that kernels take. abi.py compares them with the codes of torch and with its own.
 enum class DType : int32_t {
   uint8 = 0,
   int8 = 1,
@@ -47,8 +47,7 @@ inline int64_t element_size(DType dtype) {
   }
 }
 
-// A borrowed tensor. It is valid while the Call that it was read from lives. For an argument that is None, no field is
-// set.
+// A borrowed tensor, valid until the Call from which it was read ends. If the argument is None, no field is set.
 struct Tensor {
   AtenTensorHandle handle = nullptr;
   void* data = nullptr;

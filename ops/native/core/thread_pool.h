@@ -2,8 +2,9 @@
 //
 // The calling thread and any awake pool thread take parts of a call from one shared counter. The call returns when all
 // parts are done, and it never waits for a pool thread that has not started. An OpenMP loop waits at its barrier for
-// every thread. Where other programs use the cores too, one of the threads is often a time slice late, and a decode step
-// has forty such loops. Here a late pool thread finds no part left.
+// every thread. If other programs use the cores too, one of the threads is often a time slice late, and a decode step
+// has forty such loops. In this pool, the other threads have then taken all parts, and nothing waits for the late
+// thread.
 //
 // A kernel's workers divide its work among themselves while they run (linear/tasks.h, attention/attention.cpp). If no
 // pool thread joins, the caller does all of it. Which thread computes a value does not change the value.
@@ -58,8 +59,8 @@ class ThreadPool {
   // How long a pool thread spins before it sleeps. This is longer than the time between two kernels of a step, and longer
   // than the last part of another thread (a tenth of a millisecond).
   static constexpr std::chrono::microseconds kWorkerSpinTimeout{500};
-  // How long the caller spins for pool threads that are in the middle of a part. Then it sleeps, which gives them its
-  // core if another program has taken theirs.
+  // How long the caller spins for pool threads that are computing a part. Then the caller sleeps. So if another program
+  // has taken the core of a pool thread, that thread can run on the caller's core.
   static constexpr std::chrono::microseconds kCallerSpinTimeout{300};
 
   // Returns once accept(value) holds. Spins for `spin_timeout`, then sleeps until the value changes.
@@ -93,7 +94,7 @@ class ThreadPool {
     try {
       for (; num_spawned_ < count; ++num_spawned_) std::thread([this] { worker_loop(); }).detach();
     } catch (const std::system_error&) {
-      // The system gives no more threads. Those that exist do the work.
+      // The system allows no more threads. The existing threads do the work.
     }
   }
 
@@ -106,8 +107,8 @@ class ThreadPool {
     }
   }
 
-  // Runs parts of the present call until none is left. After a part was taken, the call's fields may be read: the call
-  // does not end before that part has.
+  // Runs parts of the present call until none is left. After taking a part, this thread may read the call's fields,
+  // because the call does not end before that part ends.
   void take_parts() {
     uint64_t ticket = ticket_.load(std::memory_order_acquire);
     while (true) {

@@ -1,8 +1,8 @@
 // The threads that a kernel call shares its work with: torch's own, or the process's ThreadPool.
 //
 // The caller chooses. graphs/threads.py sets the number of pool threads for the kernel calls of its own thread
-// (ostinato_set_pool_threads); a Call carries the choice to the kernel. Nothing is read from OpenMP's thread count. No
-// second OpenMP runtime is loaded: torch's threads are used through torch's stable ABI.
+// (ostinato_set_pool_threads); a Call carries the choice to the kernel. OpenMP's thread count is not read. Torch's
+// threads are used through torch's stable ABI, so no second OpenMP runtime is loaded.
 #pragma once
 
 #include "core/tensor.h"
@@ -14,7 +14,7 @@
 
 namespace ostinato {
 
-// The process has one: all loaded libraries share that of the first one (ostinato_share_threads).
+// The process has one thread state. All loaded libraries share that of the first library (ostinato_share_threads).
 struct ThreadState {
   ThreadPool* pool;            // never deleted, because its threads use it
   int& (*num_pool_threads)();  // for the calling thread; 0 = its kernel calls run on torch's threads
@@ -46,7 +46,7 @@ class Threads {
     return threads;
   }
 
-  // How many a kernel may use.
+  // How many threads a kernel may use.
   int count() const { return count_; }
 
   // Runs body(worker) for worker in [0, num_workers) and waits for all of them. Workers may share a thread, so a worker

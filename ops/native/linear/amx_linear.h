@@ -1,7 +1,7 @@
 // The packed linear op for bfloat16 by matrix tiles (core/amx.h).
-//
-// A panel's 16 steps of two values of K are two tiles B as they lie in memory: rows of 16 columns, 128 bytes apart. 16 rows
-// of activations times 32 values of K are a tile A. One or two blocks of 16 rows are multiplied at a time, and two or four
+//In memory, 16 steps of a panel (two values of K each) are two tiles B side by side, whose rows of 16 columns are 128
+//bytes apart. A tile A is 16 rows of activations with 32 values of K. One or two blocks of 16 rows are multiplied at a
+//time, and two or four
 // tiles C hold their sums. If many blocks share a panel, K is walked in parts, each for all blocks, so that the part of
 // the panel stays in the first level cache.
 //
@@ -23,7 +23,8 @@ constexpr int64_t kTileGroupBytes = 1 << 20;               // packed activations
 constexpr int64_t kPassTiles = 8;                          // tiles of K at a time if a panel serves many blocks: 16 KiB
 constexpr int kLines = kTileSize / 16;                     // cache lines of 64 bytes in a panel's tiles B
 
-// Blocks of the rows [0, rows), one tile A each. All blocks but the last have one height. Groups have nearly equal sizes.
+// The rows [0, rows) cut into blocks of one tile A each. All blocks except the last have the same height. Groups of
+// blocks have nearly equal sizes.
 struct TileBlocks {
   TileBlocks(int64_t rows, int64_t steps)
       : rows(rows), count(ceil_divide(rows, amx::kTileRows)), height(static_cast<int>(ceil_divide(rows, std::max<int64_t>(count, 1)))),
@@ -45,7 +46,7 @@ struct TileBlocks {
   int64_t groups;
 };
 
-// Where a block's tiles A lie.
+// The addresses of a block's tiles A.
 struct TileRows {
   const char* data;
   int64_t row_bytes;   // from row to row of a tile
@@ -70,15 +71,15 @@ OSTINATO_INLINE void multiply_tiles(const TileRows& x, int64_t tile, const uint3
   }
 }
 
-// What is fetched into the second level cache while a block is multiplied: lines [first, last) of each two tiles B.
+// Weights to fetch into the second level cache while a block is multiplied: lines [first, last) of each two tiles B.
 struct Upcoming {
   const uint32_t* weight;  // null = nothing
   int first;
   int last;
 };
 
-// sums [kBlocks * height][32] = x * w over tiles [first, last) of K, added to what is there unless `first` is 0. `rest` is
-// the last tiles B filled up with zeros, or null.
+// sums [kBlocks * height][32] = x * w over tiles [first, last) of K, added to the values in `sums` unless `first` is 0.
+// `rest` holds the last tiles B, padded with zeros, or is null.
 template <int kBlocks>
 void multiply_blocks(const TileRows& x, const uint32_t* w, int64_t first, int64_t last, const uint32_t* rest,
                      const Upcoming& upcoming, int height, float* sums) {
@@ -145,7 +146,7 @@ class TileWorker {
     const auto* x = static_cast<const char*>(p_.x);
     const int64_t row_bytes = p_.row_stride * 2;
     if (p_.rows == 1 && p_.in_features % kTileValues == 0) {
-      activations_ = {x, 0, amx::kTileBytes, 0};  // already a tile's order
+      activations_ = {x, 0, amx::kTileBytes, 0};  // x already has the order of a tile
       return;
     }
     const int64_t tile_bytes = blocks_.height * amx::kTileBytes;
@@ -197,7 +198,7 @@ class TileWorker {
     int64_t last;
   };
 
-  // Some tiles of K of all blocks; the last ones also write the result.
+  // Multiplies some tiles of K for all blocks. After the last tiles, writes the result.
   void multiply_part(Range blocks, int64_t panel, Range tiles, const uint32_t* rest) const {
     alignas(64) float bias[kPanel];
     const int64_t column = panel * kPanel;
@@ -225,7 +226,8 @@ class TileWorker {
     }
   }
 
-  // Prefetches the lines that are written when a block is done. They lie a row apart: the hardware does not prefetch them.
+  // Prefetches the lines of the result that this block will write. They are one row apart, so the hardware does not
+  // prefetch them.
   void fetch_output(int64_t row, int64_t rows, int64_t column) const {
     const auto* out = static_cast<const Out*>(p_.out) + column;
     for (int64_t r = row; r < row + rows; ++r) {

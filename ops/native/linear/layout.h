@@ -1,8 +1,8 @@
 // The layout of a packed linear weight, shared by the kernels that write it and those that read it.
 //
 // [panels][steps][32 columns][elements]: a panel is 32 rows of the original [N, K] matrix, that is 32 columns
-// of the result, and a step is four bytes of K for each of them: one float32 or two bfloat16. What lies past
-// N and K is zero. A product with one row reads the whole tensor once, front to back.
+// of the result, and a step is four bytes of K for each of them: one float32 or two bfloat16. Padding past N and K is
+// zero. A product with one row reads the whole tensor once, front to back.
 #pragma once
 
 #include "core/kernel.h"
@@ -19,7 +19,7 @@ inline int64_t elements_per_step(DType dtype) {
 }
 
 struct PackedWeight {
-  // A matrix whose shape was checked, such as one of a stack.
+  // A matrix whose shape was checked before, such as one of a stack.
   PackedWeight(const uint32_t* data, int64_t num_panels, int64_t num_steps)
       : units(data), panels(num_panels), steps(num_steps) {}
   PackedWeight(const Tensor& tensor, int64_t out_features, int64_t in_features)

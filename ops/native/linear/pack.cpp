@@ -1,12 +1,12 @@
-// Writing and gathering packed linear weights: pack_linear re-lays a matrix, packed_rows reads rows back, so
-// that an embedding tied to the output layer needs no second copy.
+// The ops that write packed linear weights and read their rows. pack_linear packs a matrix. packed_rows reads rows
+// back, so an embedding that shares the output layer's weight needs no second copy.
 #include "linear/tasks.h"
 #include "linear/transpose.h"
 
 namespace ostinato::linear {
 namespace {
 
-// One panel from rows [0, columns) of a row-major matrix.
+// Packs rows [0, columns) of a row-major matrix as one panel.
 void pack_panel(const char* rows, int64_t row_bytes, int columns, int64_t in_bytes, int64_t steps, uint32_t* panel) {
   const int64_t whole = in_bytes / 4;
   if (columns < kPanel) std::memset(panel, 0, steps * kPanel * 4);

@@ -7,9 +7,9 @@
 
 namespace ostinato::linear {
 
-constexpr int64_t kStepsPerPass = 512;         // steps of K at a time, and so the terms that one float sums up
+constexpr int64_t kStepsPerPass = 512;         // steps of K at a time, hence terms that one float sums
 
-// Lays `rows` rows out as a tile reads them. The missing odd index of K is zero.
+// Copies `rows` rows into the order in which a tile reads them. If K is odd, its missing last value is zero.
 template <class Kind>
 void pack_activations(const typename Kind::Element* x, int64_t row_stride, int rows, int64_t in_features,
                       float* packed) {

@@ -1,11 +1,11 @@
-// What the linear ops share apart from their weights' layout: a call's arguments, its division into tasks, the
-// epilogue, and memory.
+// Shared by the linear ops for all layouts of weights: a call's arguments, its division into tasks, the epilogue, and
+// memory.
 //
-// A call is cut into tasks of one weight panel times one group of row blocks. A few rows are one group, so
-// the weights stream through once; many rows are grouped so that a group's activations stay in a core's
-// second level cache while the panels pass by (the loop order of Goto and van de Geijn, "Anatomy of
-// high-performance matrix multiplication", 2008). Each worker owns a contiguous range of tasks, hence of
-// memory, and takes tasks of others when it is done. Which worker computes an element does not change its value.
+// A call is cut into tasks of one weight panel times one group of row blocks. A few rows are one group, so the weights
+// are read once. Many rows are divided into groups whose activations stay in a core's second level cache while the
+// panels are read (the loop order of Goto and van de Geijn, "Anatomy of high-performance matrix multiplication", 2008).
+// Each worker owns a contiguous range of tasks, hence of memory. When its tasks are done, it takes tasks of other
+// workers. Which worker computes an element does not change its value.
 //
 // Each worker packs the activations of its own groups. Groups that several workers share are packed more
 // than once, which costs less than the barrier that sharing them would need.
@@ -29,21 +29,22 @@ namespace ostinato::linear {
 
 constexpr int64_t kGroupBytes = 384 << 10;     // packed activations of a group
 constexpr int64_t kMaxGroupRows = 256;
-constexpr int64_t kBytesPerWorker = 96 << 10;  // so much cache traffic pays for waking one more thread
+constexpr int64_t kBytesPerWorker = 96 << 10;  // cache traffic for which waking one more thread pays
 
-// While several row blocks are multiplied by one part of the weights, each prefetches a share of the next part. Without that
-// the first block waits for the memory: with AVX2, 126 rows of float32 ran at 83 % of the processor's rate, now at 96 %.
+// While several row blocks are multiplied by one part of the weights, each prefetches a share of the next part.
+// Otherwise the first block would wait for the memory. With AVX2, this raises 126 rows of float32 from 83 % to 96 % of
+// the processor's rate.
 constexpr bool kSharesFetch = OSTINATO_ISA <= 1;  // not measured with AVX-512
 
-// Streaming reads of 4 KiB pages lose about 15 % to address translation and to prefetches that stop at
-// page borders. Must precede the first write.
+// Asks for huge pages. Streaming reads of 4 KiB pages lose about 15 % to address translation and to prefetches that
+// stop at page borders. The call must precede the first write.
 constexpr int64_t kHugePage = 2 << 20;
 inline void prefer_huge_pages(void* data, int64_t bytes) {
 #if defined(__linux__)
   const auto address = reinterpret_cast<uintptr_t>(data);
   const uintptr_t first = (address + kHugePage - 1) / kHugePage * kHugePage;
   const uintptr_t last = (address + bytes) / kHugePage * kHugePage;
-  // if the system refuses (an old kernel, a container's policy), only speed is lost
+  // If the system refuses (an old kernel, a container's policy), only speed is lost.
   if (last > first) (void)madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
 #else
   (void)data;
@@ -73,13 +74,14 @@ inline float* scratch(int64_t floats) {
   return memory.get();
 }
 
-// The number of workers that convert the layout of `bytes` in `tasks` parts.
+// The number of workers for converting the layout of `bytes` in `tasks` parts.
 inline int workers_for(const Threads& threads, int64_t bytes, int64_t tasks) {
   constexpr int64_t kWorth = 64 << 10;
   return static_cast<int>(std::min<int64_t>({bytes / kWorth + 1, tasks, threads.count()}));
 }
 
-// Runs all tasks in [0, num_tasks); each worker calls make_body() once and the result with every task it takes.
+// Runs all tasks in [0, num_tasks). Each worker calls make_body() once, and then calls the returned function for every
+// task that it takes.
 template <class MakeBody>
 void for_each_task(const Threads& threads, int64_t num_tasks, int num_workers, const MakeBody& make_body) {
   struct alignas(64) Range {
@@ -121,13 +123,14 @@ struct Problem {
   int64_t out_features;
   void* out;
   Threads threads;
-  const int32_t* out_rows = nullptr;  // the row of `out` that each row's result becomes; null = the same row
-  const int32_t* order = nullptr;     // the element of a row of x that each column of the weight multiplies; null = the same
+  const int32_t* out_rows = nullptr;  // for each row of x, the row of `out` for its result; null = the same row
+  // for each column of the weight, the element of x that it multiplies; null = the same
+  const int32_t* order = nullptr;
 
   int64_t out_row(int64_t row) const { return out_rows == nullptr ? row : out_rows[row]; }
 };
 
-// The checked problem; `out` receives the tensor that the call gives.
+// The checked problem. `out` receives the result tensor of the call.
 inline Problem make_problem(Call& call, const Tensor& x, const Tensor& bias, const Tensor& residual, int64_t out_features,
                             bool float32_output, Tensor& out) {
   if (bias.exists()) {
@@ -160,7 +163,7 @@ struct RowBlocks {
   int64_t count;
 };
 
-// Row blocks of at most `max_rows` cut into groups of nearly equal size; a packed row takes `row_bytes`.
+// Row blocks of at most `max_rows` rows, divided into groups of nearly equal size. A packed row takes `row_bytes`.
 struct RowGroups {
   RowGroups(int64_t rows, int64_t max_rows, int64_t row_bytes) : blocks(rows, max_rows) {
     const int64_t block_bytes = std::max<int64_t>(row_bytes * max_rows, 1);

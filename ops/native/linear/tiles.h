@@ -1,8 +1,8 @@
 // Register tiles of the packed linear op: a few rows of activations times one panel of packed weights.
 //
 // Activations are packed to [steps][rows] in the weights' four-byte units, or widened to float where the CPU
-// has no bfloat16 dot product. Every output element is one float accumulator that runs over K in ascending
-// order, in every tile height and width. So the bits of a row do not depend on other rows.
+// has no bfloat16 dot product. Every output element is one float accumulator that runs over K in ascending order,
+// whatever the height and width of the tile. So the bits of a row do not depend on other rows.
 #pragma once
 
 #include "linear/layout.h"
@@ -13,8 +13,8 @@
 
 namespace ostinato::linear {
 
-// Rows of the tallest tile, and the vectors that a tile of `rows` is wide: as many accumulators as registers
-// hold (32 with AVX-512 and NEON, else 16), and never fewer than hide the latency of an addition.
+// Rows of the tallest tile, and the width in vectors of a tile of `rows` rows. The accumulators fill the registers (32
+// with AVX-512 and NEON, else 16), and there are always enough of them to hide the latency of an addition.
 #if OSTINATO_ISA >= 2
 constexpr int kMaxRows = 14;
 constexpr int vectors_for(int) { return 2; }
@@ -26,13 +26,13 @@ constexpr int kMaxRows = 4;
 constexpr int vectors_for(int rows) { return rows == 1 ? 8 : rows == 2 ? 4 : 2; }
 #endif
 
-// Weights that a tile prefetches while it is computed: at every step the line at
-// begin + column * per_column + step * per_step, where `column` is the first of those that are summed.
+// Weights that are prefetched while a tile is computed: at every step, the line at begin + column * per_column + step *
+// per_step, where `column` is the tile's first column.
 struct Fetch {
   // The tile's own weights, 4 KiB (32 steps) ahead.
   static Fetch ahead(const uint32_t* w) { return {reinterpret_cast<const char*>(w) + 4096, kPanel * 4, 4}; }
 
-  // A block's share of the `steps` steps that follow those at `w`, which all blocks are multiplied by now.
+  // All blocks are now multiplied by the `steps` steps at `w`. This is a block's share of the `steps` steps after them.
   static Fetch share(const uint32_t* w, int64_t steps, int64_t block, int64_t blocks, int rows) {
     const int64_t bytes = steps * kPanel * 4 / blocks;
     const int64_t columns = vectors_for(rows) * F32::width;
@@ -140,7 +140,7 @@ struct BFloat16Pairs {
 
 #endif
 
-// sums[R][32] = x[steps][R] * w[steps][32], added to what is there when `add` is set.
+// sums[R][32] = x[steps][R] * w[steps][32]. If `add` is set, the products are added to `sums`.
 template <class Kind, int R>
 void tile(const float* x, const uint32_t* w, int64_t steps, float* sums, bool add, const Fetch& fetch) {
   constexpr int V = vectors_for(R);
@@ -157,8 +157,8 @@ void tile(const float* x, const uint32_t* w, int64_t steps, float* sums, bool ad
     const int64_t per_step = fetch.per_step;
     for (int64_t step = 0; step < steps; ++step) {
       if constexpr (R > kMaxRows / 2) {
-        // with tall tiles the hardware's prefetcher falls behind; short tiles run at the memory's speed, and
-        // prefetching slows them down
+        // With tall tiles the hardware's prefetcher falls behind. Short tiles run at the memory's speed, and
+        // prefetching would slow them down.
         __builtin_prefetch(fetched);
         if constexpr (V * F32::width > 16) __builtin_prefetch(fetched + 64);
         fetched += per_step;
@@ -186,7 +186,7 @@ constexpr std::array<Tile, sizeof...(R)> make_tiles(std::integer_sequence<int, R
   return {&tile<Kind, R + 1>...};
 }
 
-// Index `rows - 1`.
+// The function for `rows` rows is at index `rows - 1`.
 template <class Kind>
 constexpr std::array<Tile, kMaxRows> kTiles = make_tiles<Kind>(std::make_integer_sequence<int, kMaxRows>{});
 

@@ -1,7 +1,6 @@
 // Transposing blocks of four-byte units, for packing weights and activations.
-//
-// A plain loop runs at four cycles a unit when rows are a multiple of 4096 bytes apart, because its loads
-// and stores then share page offsets; whole registers cost less than half a cycle a unit at any pitch.
+//If rows are a multiple of 4096 bytes apart, a plain loop takes four cycles for each unit, because its loads and stores
+//share page offsets. Transposing whole registers takes less than half a cycle for each unit at any pitch.
 #pragma once
 
 #include "core/simd.h"

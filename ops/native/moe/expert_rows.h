@@ -15,7 +15,7 @@ namespace ostinato::moe {
 
 using linear::Problem;
 
-// The pairs of each expert that has any.
+// The pairs of each expert that has pairs.
 struct ExpertRows {
   struct Expert {
     int64_t id;
@@ -40,7 +40,7 @@ struct ExpertRows {
   }
 
   int64_t slots;
-  std::vector<int32_t> pairs;  // by expert, ascending
+  std::vector<int32_t> pairs;  // sorted by expert, then ascending
   std::vector<Expert> experts;
 };
 
@@ -132,7 +132,7 @@ inline Problem expert_problem(const ExpertCall& c, const ExpertRows& rows, const
 // The problems of all experts.
 inline std::vector<Problem> expert_problems(Call& call, const ExpertCall& c, const ExpertRows& rows) {
   const int64_t bytes = c.ids.num_elements() * c.in_features() * element_size(c.x.dtype);
-  // With as many experts as pairs, each expert has one row, and no row needs copying.
+  // If there are as many experts as pairs, each expert has one row, and no row needs to be copied.
   char* gathered = rows.experts.size() < rows.pairs.size() ? call.workspace<char>(bytes) : nullptr;
   std::vector<Problem> problems(rows.experts.size());
   const auto count = static_cast<int64_t>(problems.size());
@@ -155,7 +155,8 @@ struct ExpertTasks {
   int64_t first_task;
 };
 
-// Runs the tasks [first_task, next first_task) of every expert with workers of type Worker, of `num_tasks` in all.
+// Runs all `num_tasks` tasks with workers of type Worker. An expert's tasks are those from its first_task to the next
+// expert's.
 template <class Worker, class Tasks>
 void run_experts(const Threads& threads, const std::vector<Tasks>& experts, int64_t num_tasks) {
   if (num_tasks == 0) return;

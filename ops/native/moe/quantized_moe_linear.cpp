@@ -32,8 +32,8 @@ struct QuantizedExperts {
   int64_t count;
 };
 
-// Computes the experts for whose number of rows takes(rows) is true. make_blocks gives the blocks of rows, Worker is the type
-// of the workers.
+// Computes the experts for which takes(number of rows) is true. make_blocks cuts an expert's rows into blocks. Worker
+// is the type of the workers.
 template <class Worker, class Blocks, class Takes, class MakeBlocks, class NumGroups>
 void run(const ExpertCall& c, const ExpertRows& rows, const QuantizedExperts& weight, const std::vector<Problem>& problems,
          const Takes& takes, const MakeBlocks& make_blocks, const NumGroups& num_groups) {

@@ -32,7 +32,8 @@ struct Routing {
   const float* bias;  // null for none
 };
 
-// Keeps the largest values that are offered, with their ids, largest first. Of equal values the first one comes first.
+// Keeps the largest of the offered values, with their ids, in descending order. Equal values keep the order in which
+// they were offered.
 class Largest {
  public:
   Largest(int32_t* ids, float* values, int limit) : ids_(ids), values_(values), limit_(limit) {}
@@ -55,7 +56,7 @@ class Largest {
   int count_ = 0;
 };
 
-// x = exp(x - largest) / sum; returns false if that is not a number.
+// x = exp(x - largest) / sum. Returns false if the softmax is undefined.
 bool softmax(float* x, int64_t count) {
   float largest = -std::numeric_limits<float>::infinity();
   for (int64_t i = 0; i < count; ++i) largest = std::max(largest, x[i]);
@@ -73,7 +74,7 @@ class Router {
         best_(std::max({routing.top_k, routing.top_groups, routing.group_top})),
         open_groups_(routing.top_groups) {}
 
-  // `logits` are in scores().
+  // Reads the logits from scores().
   void operator()(int32_t* ids, float* weights) {
     if (!choose(ids, weights)) {
       for (int slot = 0; slot < r_.top_k; ++slot) {
@@ -116,7 +117,7 @@ class Router {
     return true;
   }
 
-  // Leaves the groups open whose `group_top` best experts have the largest sums.
+  // Opens the groups in which the sum of the `group_top` best experts is largest, and closes the others.
   void choose_groups() {
     const int64_t group_size = r_.experts / r_.groups;
     Largest groups(open_groups_.data(), best_.data(), r_.top_groups);
@@ -135,7 +136,7 @@ class Router {
 
   const Routing& r_;
   std::vector<float> scores_;
-  std::vector<float> choice_;  // what experts are chosen by
+  std::vector<float> choice_;  // the numbers by which experts are chosen
   std::vector<char> is_open_;  // by group
   std::vector<float> best_;
   std::vector<int32_t> open_groups_;

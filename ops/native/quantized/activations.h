@@ -1,4 +1,4 @@
-// Quantising the activations of a linear op over quantised weights.
+// Quantises the activations of a linear op over quantised weights.
 #pragma once
 
 #include "core/simd.h"
@@ -52,7 +52,8 @@ float quantize_group(const T* x, int64_t count, int64_t padded, int8_t* out, flo
   return reduce_sum(sum);
 }
 
-// A row of x in the order of the weight's columns: where it lies, or copied to `line`, [in_features].
+// A row of x in the order of the weight's columns. If that order differs from the row's own, the row is copied to
+// `line` [in_features].
 template <class T>
 const T* row_in_order(const Problem& p, int64_t row, T* line) {
   const T* x = static_cast<const T*>(p.x) + row * p.row_stride;
@@ -61,7 +62,7 @@ const T* row_in_order(const Problem& p, int64_t row, T* line) {
   return line;
 }
 
-// Bytes of `line` for `row_in_order`, a multiple of 64.
+// The size in bytes of the `line` that `row_in_order` needs, a multiple of 64.
 template <class T>
 int64_t line_bytes(const Problem& p) {
   return p.order == nullptr ? 0 : ceil_divide(p.in_features * static_cast<int64_t>(sizeof(T)), 64) * 64;
