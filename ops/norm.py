@@ -1,9 +1,9 @@
 """Normalisation: `ostinato::rms_norm` and `layer_norm` on CPUs, plain torch elsewhere.
 
-Inductor fuses plain torch functions with their neighbours, which is fastest on a GPU. On CPUs each
-function is one op with a C++ kernel (ops/native/rows/elementwise.cpp). So a first start compiles no
-C++ that Inductor generates, which would take ten seconds. Until the kernels are loaded, the ops run
-as plain torch too.
+On a GPU plain torch is fastest, because Inductor fuses it with its neighbours. On a CPU each
+function is one op with a C++ kernel (ops/native/rows/elementwise.cpp). So a first start does not
+compile C++ from Inductor, which would take ten seconds. Until the kernels are loaded, these ops run
+as plain torch.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
 
     Args:
         x: [T, D], last dimension contiguous.
-        weight: [D], in x's dtype or in float32. In float32 the value is scaled before it is rounded
-            to x's dtype.
+        weight: [D], in x's dtype or in float32. With a float32 weight the normalised value is
+            scaled before it is rounded to x's dtype.
         eps: added to the mean square.
         residual: [T, D] in x's dtype, added to the result; None = nothing.
 
     Returns:
-        [T, D] in x's dtype (Zhang and Sennrich 2019, arXiv:1910.07467). CPUs round it once. Other
-        devices round before each further operation too, as in the training of the models.
+        [T, D] in x's dtype (Zhang and Sennrich 2019, arXiv:1910.07467). A CPU rounds once. Other
+        devices round after each operation, as in the training of the models.
     """
     return _rms_norm(x, weight, eps, residual)
 

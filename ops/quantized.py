@@ -2,8 +2,8 @@
 
 A weight [N, K] is cut along K into groups. The values of a group share a scale and, unless the
 format is symmetric, a zero point. Scales and zero points are stored between the values, in the
-order in which the kernel reads them (ops/native/quantized/layout.h). So a decode step reads one
-stream of 4.25 to 9 bits a weight.
+order in which the kernel reads them (ops/native/quantized/layout.h). So a decode step reads the
+weights as one stream, with 4.25 to 9 bits for each of them.
 
 `quantized_linear` quantises the activations too: each group of a row becomes integers in
 [-127, 127] and a float32 scale. The sum of products within a group is an integer and exact, in any
@@ -49,14 +49,15 @@ __all__ = (
 
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-"""The output that each place of a word of AWQ has, from the lowest bits up."""
+"""For each position in a word of AWQ, from the lowest bits up: the output of its integer."""
 
 
 class Packing(StrEnum):
-    """What the integers of a word of [rows, columns] words are in the result [out, in]."""
+    """Where the integers of a word belong in the result [out, in]. The words are a matrix too."""
 
     rows = "rows"  # successive inputs of an output, the first in the lowest bits; words [out, ...]
-    columns = "columns"  # the same; words [..., out]
+    # successive inputs of an output, the first in the lowest bits; words [..., out]
+    columns = "columns"
     awq = "awq"  # 8 outputs of an input in AWQ's order; words [in, ...]
 
 
@@ -65,8 +66,8 @@ def quantize_linear_weight(weight: Tensor, form: QuantFormat) -> Tensor:
 
     Symmetric: w = (q - offset) * scale; asymmetric: w = (q - zero point) * scale. Scales are
     bfloat16. With 8 bits the grid spans the group from its least to its greatest value. With 4 bits
-    a few grids, which clip the extremes more or less, are tried, and the one of least squared error
-    is taken. A group with an infinity or a NaN becomes NaN.
+    a few grids are tried, which clip the extremes more or less, and the grid with the least squared
+    error is taken. A group with an infinity or a NaN becomes NaN.
 
     Builds and loads the native library on first use.
 
@@ -86,7 +87,7 @@ def pack_quantized_weight(
 ) -> Tensor:
     """The quantised form of a weight [N, K] whose integers are stored in a checkpoint.
 
-    Nothing is rounded, if the scales and zero points are numbers of the format's dtype.
+    No value is rounded if the scales and zero points are numbers of the format's dtype.
 
     Builds and loads the native library on first use.
 
@@ -121,15 +122,15 @@ def quantized_linear(
     Args:
         x: [T, K] float32 or bfloat16, on CUDA also float16; last dimension contiguous, any row
             stride.
-        weight: what `quantize_linear_weight` or `pack_quantized_weight` made of W
+        weight: the result of `quantize_linear_weight` or `pack_quantized_weight` for W
             [out_features, K].
         bias: [out_features] in x's dtype, added in float32 before rounding, or None.
         out_features: N; the weight is padded beyond it.
         form: the format of the weight.
         residual: [T, out_features] in x's dtype, last dimension contiguous, added in float32 before
             rounding, or None.
-        order: [K] int32, the column of x that each column of the weight multiplies; None = the
-            same. x is gathered while it is quantised.
+        order: [K] int32, for each column of the weight the column of x that it multiplies; None =
+            the column with the same number. x is gathered while it is quantised.
         float32_output: return the float32 sums themselves, for logits; without a residual.
 
     Returns:
@@ -151,7 +152,7 @@ def quantized_rows(
     *,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Rows of the matrix behind a quantised weight: embeddings.
+    """Rows of the matrix that a quantised weight stands for. Used for embeddings.
 
     Args:
         weight: what `quantize_linear_weight` made of W [out_features, in_features].
@@ -165,7 +166,8 @@ def quantized_rows(
         [T, in_features] contiguous.
 
     Raises:
-        ValueError: an id is out of range; its index and value are in the text. CUDA checks none.
+        ValueError: an id is out of range; its index and value are in the text. CUDA does not check
+            ids.
     """
     float32_output = dtype != torch.bfloat16
     rows = _quantized_rows(weight, ids, out_features, in_features, float32_output, *form)
@@ -173,11 +175,11 @@ def quantized_rows(
 
 
 def unpack_words(words: Tensor, bits: int, packing: Packing) -> Tensor:
-    """Unsigned integers that lie in 32-bit words.
+    """Unpack the unsigned integers of 32-bit words.
 
     Args:
         words: [rows, columns] int32.
-        bits: of an integer: 4 or 8; 4 of AWQ.
+        bits: of an integer: 4 or 8. AWQ has 4.
         packing: where the integers of a word belong.
 
     Returns:

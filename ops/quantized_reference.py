@@ -20,8 +20,8 @@ __all__ = (
     "quantized_rows_reference",
 )
 
-# The 4-bit grids that are tried keep these parts of a group's range, as in
-# native/quantized/pack.cpp.
+# The grids that are tried for groups of 4 bits, as in native/quantized/pack.cpp: symmetric groups
+# have these steps from zero to their extreme, asymmetric groups keep these parts of their range.
 _SPANS = (8.0, 7.0, 7.5, 8.5, 9.0)
 _PARTS = (1.0, 0.95, 0.9, 0.85)
 _LEAST = 2.0**-100  # activations below this are zero
@@ -37,7 +37,7 @@ class QuantFormat(NamedTuple):
     group_size: int  # values of K that share a scale: 8 to 256, a multiple of 8
     symmetric: bool  # no zero points
     scales: str = "bfloat16"  # the dtype of scales, zero points and minimums: also float16, float32
-    kind: str = "steps"  # or "minimums", "e2m1", "e4m3"; what a value stands for:
+    kind: str = "steps"  # or "minimums", "e2m1", "e4m3". A value stands for:
     #   steps     (value - zero point) * scale
     #   minimums  value * scale - minimum
     #   e2m1      (_E2M1[value] - 12) * scale: twice a float of 4 bits; scales are halved likewise
@@ -50,7 +50,7 @@ class QuantFormat(NamedTuple):
 
     @property
     def factors(self) -> torch.dtype:
-        """Bytes of the scales, zero points and minimums."""
+        """The dtype of the scales, zero points and minimums."""
         return _FACTORS[self.scales]
 
     @property
@@ -60,7 +60,7 @@ class QuantFormat(NamedTuple):
 
     @property
     def name(self) -> str:
-        """`int8 in groups of 128`, for people."""
+        """The format for messages, such as `int8 in groups of 128`."""
         if self.kind in ("e2m1", "e4m3"):
             return f"floats of {self.bits} bits in groups of {self.group_size}"
         kind = "" if self.symmetric else "asymmetric "
@@ -203,7 +203,7 @@ def _away_from_zero(x: Tensor) -> Tensor:
 
 
 def _grids(low: Tensor, high: Tensor, form: QuantFormat) -> list[tuple[Tensor, Tensor]]:
-    """(scales, values that stand for zero) to try for groups whose values lie in [low, high]."""
+    """(scales, values that stand for zero) of each grid to try for values in [low, high]."""
     offset = torch.full_like(low, form.offset)
     if form.symmetric:
         if form.bits == 8:

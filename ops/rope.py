@@ -1,9 +1,9 @@
-"""Rotary position embedding (Su et al., arXiv:2104.09864): its tables, and the rotation.
+"""Rotary position embedding (Su et al., arXiv:2104.09864): the tables and the rotation.
 
 The rotation is the op `ostinato::rotate_heads` on CPUs and plain torch elsewhere (see ops/norm.py).
 
-The tables hold one entry per rotated *pair* of elements. Pairs are the two halves of the rotary
-part of a head, element i with element i + rotary_dim / 2: the layout of Hugging Face checkpoints.
+The tables hold one entry per rotated *pair* of elements. A pair is element i and element i +
+rotary_dim / 2 of a head, as in Hugging Face checkpoints.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class LinearScaling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Llama3Scaling:
-    """Llama 3.1: long wavelengths stretched by `factor`, short ones kept, those between blended."""
+    """Llama 3.1: long wavelengths are stretched by `factor`, short ones kept, others blended."""
 
     factor: float
     low_freq_factor: float
@@ -50,11 +50,11 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class YarnScaling:
-    """YaRN (arXiv:2309.00071): blend by the number of turns within the original context."""
+    """YaRN (arXiv:2309.00071): a pair is stretched or kept by its turns in the original context."""
 
     factor: float
     original_max_position: int
-    attention_factor: float  # on cosines and sines: the temperature of the attention logits
+    attention_factor: float  # factor on cosines and sines: the temperature of the attention logits
     beta_fast: float = 32.0  # turns above which a dimension keeps its frequency
     beta_slow: float = 1.0  # turns below which a dimension is stretched by `factor`
     truncate: bool = True  # round the borders of the blend to whole dimensions
@@ -64,15 +64,15 @@ class YarnScaling:
 class LongRopeScaling:
     """LongRoPE (arXiv:2402.13753): each pair of elements has its own divisor of the frequency.
 
-    Which of the two sets of divisors holds is decided once for an engine, by the longest context
-    that it serves. Were it decided by the length of a sequence, keys that are already in the cache
-    would be wrong as soon as the sequence outgrows the original context.
+    There are two sets of divisors. The longest context that an engine serves decides once which set
+    the engine uses. If the length of each sequence decided, the cached keys of a sequence would be
+    wrong as soon as it outgrew the original context.
     """
 
-    short_factors: tuple[float, ...]  # [rotary_dim / 2], of contexts up to the original
-    long_factors: tuple[float, ...]  # [rotary_dim / 2], of longer ones
+    short_factors: tuple[float, ...]  # [rotary_dim / 2], for contexts up to the original length
+    long_factors: tuple[float, ...]  # [rotary_dim / 2], for longer contexts
     original_max_position: int
-    attention_factor: float  # on cosines and sines
+    attention_factor: float  # factor on cosines and sines
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +113,8 @@ def inverse_frequencies(rope: Rope, num_positions: int) -> Tensor:
 
 def _llama3(inverse: Tensor, scaling: Llama3Scaling) -> Tensor:
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    turns = scaling.original_max_position * inverse / (2 * math.pi)  # within the original context
+    # of each pair within the original context
+    turns = scaling.original_max_position * inverse / (2 * math.pi)
     keep = ((turns - low) / (high - low)).clamp(0, 1)
     return (1 - keep) * inverse / scaling.factor + keep * inverse
 
@@ -169,7 +170,7 @@ def rotate_heads(
     k_weight: Tensor | None = None,
     eps: float = 0.0,
 ) -> Tensor:
-    """Rotate the heads of a step's queries and keys, after an RMS norm of each head if wanted.
+    """Rotate the heads of a step's queries and keys, after an optional RMS norm of each head.
 
     Args:
         x: [T, H, D], last dimension contiguous: query heads, then key heads.
@@ -178,7 +179,7 @@ def rotate_heads(
         num_q_heads: how many of the H heads are queries.
         q_weight: [D] in x's dtype or float32, scale of the query heads' RMS norm; None = no norm.
         k_weight: the same for the keys' heads.
-        eps: is added to the mean squares by both norms.
+        eps: both norms add it to the mean square.
 
     Returns:
         [T, H, D] contiguous, in x's dtype, computed in float32.
@@ -187,11 +188,13 @@ def rotate_heads(
 
 
 def join_heads(shared: Tensor, heads: Tensor) -> Tensor:
-    """Keys of which all heads share the rotated elements, as in DeepSeek-V2 (arXiv:2405.04434).
+    """Join the rotated elements that all heads of keys share with the elements of each head.
+
+    This is the layout of keys in DeepSeek-V2 (arXiv:2405.04434).
 
     Args:
         shared: [T, 1, A], last dimension contiguous: the first elements of every head.
-        heads: [T, H, B] in the same dtype, last dimension contiguous: the others.
+        heads: [T, H, B] in the same dtype, last dimension contiguous: the other elements.
 
     Returns:
         [T, H, A + B] contiguous.

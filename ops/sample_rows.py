@@ -1,7 +1,8 @@
 """Draws one token per row of logits; rows with different sampling parameters share a batch.
 
-The `SamplePath` of a row depends on its parameters alone, not on its logits or on other rows. So
-the host computes it, and the paths of a step form a program of fixed shapes that can be captured.
+A `SamplePath` is a method of drawing. The path of a row depends on its parameters alone, not on its
+logits or on other rows. So the host computes the path, and the paths of a step form a program of
+fixed shapes that can be captured.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ __all__ = (
     "sampling_workspace_bytes",
 )
 
-# Elements of logits that are worked on at once. Sampling needs some 60 bytes for each of them: all
-# at once would be gigabytes for a large batch and vocabulary.
+# Logits that are sampled at once. Sampling needs some 60 bytes for each logit, so a large batch and
+# vocabulary would take gigabytes without this limit.
 _DRAWN_ELEMENTS = 1 << 22
 _BYTES_PER_ELEMENT = 64
 
 
 class SamplePath(IntEnum):
-    """How a row's token is found."""
+    """The method by which a row's token is found."""
 
     greedy = 0  # the likeliest
     full = 1  # from the whole vocabulary, unsorted
@@ -50,10 +51,10 @@ class SamplePath(IntEnum):
 
 
 class RowSampling(NamedTuple):
-    """What one row's draw depends on besides its logits; the fields of `SampleInputs`, in order."""
+    """The parameters of one row's draw; the fields of `SampleInputs`, in order."""
 
     path: SamplePath
-    temperature: float  # above 0, of greedy rows too
+    temperature: float  # above 0, for greedy rows too
     top_k: int  # V = off
     top_p: float
     min_p: float
@@ -61,7 +62,7 @@ class RowSampling(NamedTuple):
 
 
 class SampleInputs(NamedTuple):
-    """The same for R rows, [R] float64 each; paths and top-k are whole numbers."""
+    """`RowSampling` for R rows, [R] float64 each; paths and top-k are whole numbers."""
 
     paths: Tensor
     temperatures: Tensor
@@ -88,8 +89,8 @@ def sample_rows(logits: Tensor, inputs: SampleInputs, paths: Iterable[SamplePath
 
     Args:
         logits: [R, V] float32.
-        inputs: what the R rows ask for.
-        paths: all in `inputs.paths` but greedy. Each of them is computed for every row.
+        inputs: the parameters of the R rows.
+        paths: all paths in `inputs.paths` except greedy. Each path is computed for every row.
 
     Returns:
         [R] int64 token ids.
@@ -106,17 +107,18 @@ def sample_each(logits: Tensor, draws: Sequence[RowSampling]) -> Tensor:
     """Sample with work only for the rows that need it, for CPUs.
 
     This is the op `ostinato::sample_tokens`, on CPUs a C++ kernel (ops/native/rows/sampling.cpp).
-    The kernel and plain torch sum probabilities in different orders. So they may draw neighbouring
-    tokens where `uniform` is within a rounding error of the border between the two.
+    The kernel and plain torch sum probabilities in different orders. So if `uniform` is within a
+    rounding error of the border between two tokens, one can draw the first token and the other the
+    second.
 
     Args:
         logits: [R, V] float32.
-        draws: the random numbers of the R rows.
+        draws: the parameters and random numbers of the R rows.
 
     Returns:
         [R] int64 token ids.
     """
-    # NumPy makes small arrays of Python's numbers several times as fast as torch does.
+    # NumPy converts a few Python numbers several times as fast as torch.
     columns = torch.from_numpy(np.array(draws, dtype=np.float64).T.copy())
     return _sample_tokens(logits, columns.to(logits.device))
 
@@ -142,7 +144,7 @@ def sampling_workspace_bytes(num_rows: int, vocab_size: int) -> int:
 
 
 def rows_at_once(vocab_size: int) -> int:
-    """Rows of logits that are worked on at once, to bound the memory that it takes."""
+    """Rows of logits that are sampled at once, to bound the memory of the draw."""
     return max(1, _DRAWN_ELEMENTS // vocab_size)
 
 

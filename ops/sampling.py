@@ -1,8 +1,8 @@
 """Sampling from logits in plain torch: penalties, bitmasks, top-k, top-p, min-p.
 
-Functions take many rows and treat each by itself. The caller draws a row's random number from
-(seed, position). So a row's token depends on its own logits and request, not on the batch, and can
-be reproduced.
+The functions take many rows and treat each row by itself. The caller draws a row's random number
+from (seed, position). So a row's token depends on its own logits and request, not on the batch, and
+can be reproduced.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ __all__ = (
     "uniform_number",
 )
 
-# top-p, and a top-k of at most this, look at this many likeliest tokens. If those do not suffice,
-# the whole vocabulary is sorted.
+# For top-p, and for a top-k of at most this number, this many of the likeliest tokens are looked
+# at. If they do not suffice, the whole vocabulary is sorted.
 MAX_CANDIDATES = 512
 
 
@@ -101,8 +101,8 @@ def sample_filtered(
 ) -> Tensor:
     """Sample after top-k, then top-p (Holtzman et al. 2020), then min-p (Nguyen et al. 2024).
 
-    The vocabulary is sorted only if a row needs more than the MAX_CANDIDATES likeliest tokens. To
-    find out, the host waits for the device; in `sample_sorted` it does not.
+    The vocabulary is sorted only if a row needs more than the MAX_CANDIDATES likeliest tokens. The
+    host waits for the device to find out. `sample_sorted` does not wait.
 
     Args:
         logits: [R, V] float32, temperature applied.
@@ -121,7 +121,7 @@ def sample_filtered(
     total = logits.double().logsumexp(-1, keepdim=True)
     mass = values.double().sub_(total).exp_()
     if width < vocabulary:
-        # Rows without top-k need candidates that reach their top-p mass (or min-p threshold).
+        # Rows without top-k need enough candidates to reach their top-p mass or min-p threshold.
         enough = limited | (mass.sum(-1) >= top_p) & (top_p < 1.0)
         enough |= (mass[:, -1] < mass[:, 0] * min_p) & (min_p > 0.0)
         if not bool(enough.all()):
@@ -162,8 +162,8 @@ def _draw_ordered(
 ) -> Tensor:
     """One id of each row of [R, W] candidates, likeliest first; overwrites `mass`, float64.
 
-    `limited` [R] says where top-k leaves less than the vocabulary, so that what is left must be
-    divided by its sum before top-p.
+    `limited` [R] is true if top-k leaves less than the vocabulary. The remaining likelihoods are
+    then divided by their sum before top-p.
     """
     rank = torch.arange(mass.shape[-1], device=mass.device)
     mass.masked_fill_(rank >= top_k[:, None], 0.0)

@@ -2,7 +2,7 @@
 
 The leader makes the segment (`create_segment`) and passes its file descriptor to the processes of
 the other ranks. The segment has no name, so it disappears with the last process that has it.
-ops/native/collectives/group.h describes what is in it.
+ops/native/collectives/group.h describes its contents.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MAX_RANKS = 32
 _MAGIC = 0x6F737469
 _HEADER = struct.Struct("=III")  # magic, ranks, bytes of a slot
 _HEADER_BYTES = 4096
-# Two slots of each rank together stay in the processor's second level cache.
+# The two slots of every rank stay in the processor's second level cache.
 _SLOT_BYTES = 1 << 18
 _LONGEST_WAIT_S = 1e6
 
@@ -27,7 +27,7 @@ _LONGEST_WAIT_S = 1e6
 def create_segment(world: int) -> int:
     """Make the shared memory of a group.
 
-    Its size depends on the number of ranks alone: larger values go through it in pieces.
+    Its size depends on the number of ranks only. Larger values are exchanged in pieces.
 
     Args:
         world: ranks of the group, 1 to MAX_RANKS.
@@ -73,8 +73,8 @@ class ParallelGroup:
             fd: from `create_segment`, of this or another process.
             rank: the rank of this process.
             world: ranks of the group.
-            spin_us: microseconds for which a waiting rank keeps its processor before it sleeps;
-                0 where ranks share a processor.
+            spin_us: microseconds for which a waiting rank spins before it sleeps; 0 if ranks share
+                a processor.
             timeout_s: a wait that takes longer ends the group.
 
         Raises:

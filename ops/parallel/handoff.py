@@ -1,11 +1,11 @@
 """Hands hidden states from one stage of a pipeline to the next, in another process.
 
-The values lie in shared memory without a name, in slots that are used in turn. Messages on a socket
-say which slots are full and which are free again, so a stage that waits uses no processor, and it
-notices at once when its neighbour's process ends.
+The values are in unnamed shared memory, in slots that are used in turn. Messages on a socket tell
+which slots are full and which are free again. So a waiting stage uses no processor time, and it
+notices at once if the process of the neighbouring stage ends.
 
 Both ends know how many tokens each step has, because both build the same batch. The receiver reads
-the slot itself: nothing is copied on its side.
+the slot in place, without a copy.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class HandoffEndedError(ConnectionError):
 
 
 class HandoffEnd(NamedTuple):
-    """One end of a handoff: two file descriptors, which may be passed to another process."""
+    """One end of a handoff: two file descriptors, which can be passed to another process."""
 
     memory: int
     socket: int
@@ -70,7 +70,7 @@ def create_handoff(shape: HiddenShape, num_slots: int) -> tuple[HandoffEnd, Hand
 
     Args:
         shape: the shape in the largest step.
-        num_slots: steps that may be under way between the two stages.
+        num_slots: steps that can be in transit between the two stages.
 
     Raises:
         OSError: the system gives no memory, or no descriptors.
@@ -116,7 +116,7 @@ class _End:
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close the socket; the memory is unmapped with the last tensor that lies in it."""
+        """Close the socket. The memory is unmapped when its last tensor is freed."""
         self._socket.close()
         self._memory = torch.empty(0, dtype=torch.uint8)
 
@@ -169,7 +169,7 @@ class HiddenSender(_End):
 
 
 class HiddenReceiver(_End):
-    """The end in the stage that goes on with the hidden states."""
+    """The end in the stage that computes the next layers."""
 
     def receive(self, num_tokens: int) -> Tensor:
         """Wait for the hidden states of the next step.

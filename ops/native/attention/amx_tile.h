@@ -1,7 +1,8 @@
 // One tile of bfloat16 attention by matrix tiles (core/amx.h): up to 64 keys and values against blocks of 16 query rows.
-//A group of the cache holds the keys of 16 tokens as tiles B (core/amx.h): 16 steps of two dimensions are 1 KiB. A
-//group of values also has 16 tokens, as 8 rows of pairs. A tile B of values needs 32 tokens, that is two groups, which
-//can lie in two blocks. So the values are first copied side by side. Values past the end of the context become zeros.
+//
+// A group of the cache holds the keys of 16 tokens as tiles B (core/amx.h): 16 steps of two dimensions are 1 KiB. A
+// group of values also has 16 tokens, as 8 rows of pairs. A tile B of values needs 32 tokens, that is two groups, which
+// can lie in two blocks. So the values are first copied side by side. Values past the end of the context become zeros.
 //
 // Order of sums: a score is summed over the dimensions, an output over the tile's 64 keys. Both are summed in parts of 32,
 // as amx_linear.h describes. The sums of a row contain no other row.

@@ -1,11 +1,12 @@
 // The multiply-accumulate step of the attention kernel, one struct for each type of the cache. A step multiplies four bytes
 // of keys or values by a query or by the softmax's weights.
-//A struct defines the elements of the cache and of the other operand, and how they are multiplied:
+//
+// A struct defines the elements of the cache and of the other operand, and how they are multiplied:
 //   Step     four bytes of the cache, or one in a cache of 8 bits: `elements` of a key or a value
 //   Factor   four bytes of a query or of the softmax's weights; kParts of them for each step
 //   load<kPart>           part kPart of a vector of steps, as the multiplication takes it
-//   ad_first_8<kPart> the same for 8 steps, which become the first lanes // load_halves<kPart> the same for 8 steps at
-//   one address and 8 at another
+//   load_first_8<kPart>   the same for 8 steps, which become the first lanes
+//   load_halves<kPart>    the same for 8 steps at one address and 8 at another
 // Parts are multiplied in order, so a sum runs over the elements in order.
 #pragma once
 

@@ -1,15 +1,17 @@
 // One tile of attention: up to 64 keys and values against blocks of query rows.
-//Keys and values are stored in the cache in the order in which this kernel reads them. A step is four bytes, that is
-//one float32 or two 16-bit elements: one lane of a multiply-accumulate instruction. A group is 16 consecutive tokens of
-//a head (8 if the block size is not a multiple of 16). It holds
+//
+// Keys and values are stored in the cache in the order in which this kernel reads them. A step is four bytes, that is
+// one float32 or two 16-bit elements: one lane of a multiply-accumulate instruction. A group is 16 consecutive tokens
+// of a head (8 if the block size is not a multiple of 16). It holds
 //   keys   [head_dim / elements][tokens][elements]  and
 //   values [tokens / elements][value_dim][elements].
 // In a cache of 8 bits a step is one element. After the elements of each group comes a float32 scale for each token:
 //   keys [head_dim][tokens], scales [tokens]  and  values [tokens][value_dim], scales [tokens].
 // So the lanes of a vector are 16 keys in the product with a query, and 16 dimensions in the sum of values.
 // Keys are transposed once, when they are written. Every later step reads them without rearranging them.
-//Every score and every output element is one chain of additions over the steps in order. So a row's bits do not depend
-//on the rows that are computed with it.
+//
+// Every score and every output element is one chain of additions over the steps in order. So a row's bits do not depend
+// on the rows that are computed with it.
 #pragma once
 
 #include "attention/steps.h"

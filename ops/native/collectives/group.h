@@ -1,5 +1,6 @@
 // A group of processes, one for each tensor-parallel rank, that exchange values through shared memory.
-//The segment has a header and two slots for each rank. A value that is larger than a slot is exchanged in pieces. For
+//
+// The segment has a header and two slots for each rank. A value that is larger than a slot is exchanged in pieces. For
 // each piece a rank writes its part into one of its slots, publishes a sequence number, waits until all ranks have
 // published that number, and reads the slots. A rank publishes piece p + 1 after it has read piece p. So once all ranks
 // have published p + 1, all have read p, and a rank may write p + 2 into the slot of p. No second barrier is needed.

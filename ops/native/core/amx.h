@@ -1,10 +1,12 @@
 // Matrix tiles: AMX, the matrix unit of Intel processors since Sapphire Rapids.
-//A thread has eight tile registers of up to 16 rows of 64 bytes. A product multiplies a tile A by a tile B and adds to
-//a tile C. Tile A is [M][K]. A row of tile B is one step: four bytes of K (two bfloat16 or four 8-bit values) for each
-//of 16 columns. Weights and keys are packed in this order. Tile C is [M][16] in float32 or int32.
-//The macro OSTINATO_AMX is 1 for the processor's instructions. It is 2 for amx_emulation.h, which runs the same kernels
-//on every machine, for tests. The instructions are written as assembly, because a compiler's intrinsics need the
-// numbers of registers as literals.
+//
+// A thread has eight tile registers of up to 16 rows of 64 bytes. A product multiplies a tile A by a tile B and adds to
+// a tile C. Tile A is [M][K]. A row of tile B is one step: four bytes of K (two bfloat16 or four 8-bit values) for each
+// of 16 columns. Weights and keys are packed in this order. Tile C is [M][16] in float32 or int32.
+//
+// The macro OSTINATO_AMX is 1 for the processor's instructions. It is 2 for amx_emulation.h, which runs the same
+// kernels on every machine, for tests. The instructions are written as assembly, because a compiler's intrinsics need
+// the numbers of registers as literals.
 //
 // Linux enables the registers on request. ops/native/instruction_sets.py makes the request before it chooses this level.
 #pragma once

@@ -5,8 +5,10 @@
 // the calls of the layers' programs, with weights and caches at fixed addresses. A replay walks the list, as a replay
 // of a CUDA graph does on a GPU. Unlike in a CUDA graph, sizes stay symbolic: the sizes of the inputs follow from a
 // step's numbers of tokens, sequences and rows that need logits.
-//The list also calls the torch ops between our kernels. AOTInductor compiled these ops into libraries.
-//Two arenas hold the results of alternating layers. So layer n + 2 overwrites the results of layer n.
+//
+// The list also calls the torch ops between our kernels. AOTInductor compiled these ops into libraries.
+//
+// Two arenas hold the results of alternating layers. So layer n + 2 overwrites the results of layer n.
 #pragma once
 
 #include "core/kernel.h"

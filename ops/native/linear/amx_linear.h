@@ -1,9 +1,9 @@
 // The packed linear op for bfloat16 by matrix tiles (core/amx.h).
-//In memory, 16 steps of a panel (two values of K each) are two tiles B side by side, whose rows of 16 columns are 128
-//bytes apart. A tile A is 16 rows of activations with 32 values of K. One or two blocks of 16 rows are multiplied at a
-//time, and two or four
-// tiles C hold their sums. If many blocks share a panel, K is walked in parts, each for all blocks, so that the part of
-// the panel stays in the first level cache.
+//
+// In memory, 16 steps of a panel (two values of K each) are two tiles B side by side, whose rows of 16 columns are 128
+// bytes apart. A tile A is 16 rows of activations with 32 values of K. One or two blocks of 16 rows are multiplied at a
+// time, and two or four tiles C hold their sums. If many blocks share a panel, K is walked in parts, each for all
+// blocks, so that the part of the panel stays in the first level cache.
 //
 // Order of a sum: K is cut at multiples of 32. In each part, the products with even k are summed from zero in ascending
 // order, and so are those with odd k. The two sums are added, and their sum is added to the result. Every step is rounded to

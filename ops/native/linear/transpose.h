@@ -1,6 +1,7 @@
 // Transposing blocks of four-byte units, for packing weights and activations.
-//If rows are a multiple of 4096 bytes apart, a plain loop takes four cycles for each unit, because its loads and stores
-//share page offsets. Transposing whole registers takes less than half a cycle for each unit at any pitch.
+//
+// If rows are a multiple of 4096 bytes apart, a plain loop takes four cycles for each unit, because its loads and
+// stores share page offsets. Transposing whole registers takes less than half a cycle for each unit at any pitch.
 #pragma once
 
 #include "core/simd.h"

@@ -17,8 +17,8 @@ constexpr int kBlockSums = amx::kTileRows * kPanel;
 
 inline int64_t chunk_steps(const QuantizedShape& shape) { return std::min<int64_t>(shape.group_steps, kTileSteps); }
 
-// Whether tiles are the faster way for this number of rows. With short groups the scaling takes longer than the products,
-// and weights of 4 bits are unpacked first. Groups have to consist of whole chunks.
+// Whether matrix tiles are faster for this number of rows. They need groups of whole chunks. With short groups the
+// scaling takes longer than the products. Weights of 4 bits have to be unpacked first.
 inline bool suits_tiles(const QuantizedShape& shape, int64_t rows) {
   const int64_t least_rows = shape.format.bits == 8 ? 8 : 48;
   return rows >= least_rows && shape.format.group_size >= 64 && shape.group_steps % chunk_steps(shape) == 0;
@@ -54,7 +54,7 @@ class QuantizedTileWorker {
   int64_t block_values() const { return steps_ * 4 * blocks_.height; }  // bytes
   int64_t block_factors() const { return weight_.groups * blocks_.height; }
 
-  // Every block: values [chunks of K][rows][4 * chunk], scales and sums [groups][rows]; zero for missing rows.
+  // Packs every block: values [chunks of K][rows][4 * chunk], scales and sums [groups][rows]. Missing rows are zero.
   void pack(int64_t group) {
     packed_group_ = group;
     const int64_t first = blocks_.first_block(group);
@@ -93,7 +93,8 @@ class QuantizedTileWorker {
     }
   }
 
-  // The bytes of a panel's group as tiles B, [steps][32 columns][4]: where they lie, or unpacked.
+  // The bytes of a panel's group as tiles B, [steps][32 columns][4]. Weights of 8 bits are not copied, those of 4 bits
+  // are unpacked.
   const uint8_t* tiles_of(const uint8_t* panel, int64_t group) const {
     const uint8_t* data = panel + weight_.group_offset(group) + weight_.format.header_bytes();
     const int64_t steps = std::min(weight_.group_steps, weight_.steps - group * weight_.group_steps);
@@ -146,7 +147,8 @@ class QuantizedTileWorker {
   template <int kBlocks>
   void multiply_blocks(int64_t block, const uint8_t* weight, float* sums) {
     constexpr int64_t kStride = kPanel * 4;
-    alignas(64) int32_t whole[2][2 * kBlockSums];  // used alternately: what a tile has just stored is slow to read
+    // two, used in turn, because reading what a tile has just stored is slow
+    alignas(64) int32_t whole[2][2 * kBlockSums];
     const int height = blocks_.height;
     for (int64_t g = 0; g < weight_.groups; ++g) {
       amx::zero<0>();

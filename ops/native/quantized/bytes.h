@@ -15,7 +15,7 @@ OSTINATO_INLINE uint64_t spread_halves(uint32_t word) {
   return (bytes | bytes << 4) & 0x0F0F0F0F0F0F0F0Full;
 }
 
-// Bytes 0 to 3 become the lower nibbles of 4 bytes, bytes 4 to 7 the upper ones.
+// Bytes 0 to 3 become the lower nibbles of 4 bytes, bytes 4 to 7 the upper nibbles.
 OSTINATO_INLINE uint32_t join_halves(uint64_t bytes) {
   bytes &= 0x0F0F0F0F0F0F0F0Full;
   return static_cast<uint32_t>(bytes) | static_cast<uint32_t>(bytes >> 32) << 4;

@@ -1,8 +1,8 @@
 // A worker of the linear op over weights that are floats of 8 bits (e4m3): rows of activations times panels.
 //
-// The weights are widened to float32 in registers, which is exact, and the activations are not rounded. Every output element
-// is one float accumulator over a group of K in ascending order, scaled and added to the sum of the groups before. So the
-// bits of a row do not depend on other rows.
+// The weights are widened to float32 in registers, which is exact, and the activations are not rounded. For every
+// output element, one float accumulator runs over a group of K in ascending order. It is scaled and added to the sum of
+// the earlier groups. So the bits of a row do not depend on other rows.
 #pragma once
 
 #include "linear/tiles.h"
@@ -88,7 +88,7 @@ constexpr std::array<Float8Tile, sizeof...(R)> make_float8_tiles(std::integer_se
   return {&float8_tile<R + 1>...};
 }
 
-// Index `rows - 1`.
+// The function for `rows` rows is at index `rows - 1`.
 constexpr std::array<Float8Tile, kFloat8Rows> kFloat8Tiles =
     make_float8_tiles(std::make_integer_sequence<int, kFloat8Rows>{});
 
@@ -105,7 +105,7 @@ class Float8RowWorker {
   }
 
  private:
-  // Each block as [in_features][rows] floats.
+  // Packs each block as [in_features][rows] floats.
   void pack(int64_t group) {
     packed_group_ = group;
     const int64_t first_row = groups_.first_row(group);

@@ -9,11 +9,11 @@
 //   steps        8 bits: [steps][32 columns][4 values of K]
 //                4 bits: [steps / 2][32 columns][4 bytes], step 2i in the low halves, step 2i + 1 in the high ones
 //
-// and stands for (value - offset - zero point) * scale, where the offset is 128 or 8; with minimums it stands for
-// value * scale - minimum. Values of the kind e2m1 are floats of 4 bits: indices into kE2m1, whose whole numbers are twice
-// the floats plus an offset of 12. Values of the kind e4m3 are floats of 8 bits, in the order [K][32 columns]. A factor is a
-// bfloat16, float16 or float32. K is padded to a multiple of 8 with zero bytes, which no product sees because activations
-// end there.
+// A value stands for (value - offset - zero point) * scale, where the offset is 128 (8 bits) or 8 (4 bits). With
+// minimums it stands for value * scale - minimum. Values of the kind e2m1 are floats of 4 bits: indices into kE2m1,
+// which holds twice each float plus an offset of 12. Values of the kind e4m3 are floats of 8 bits, in the order [K][32
+// columns]. A factor is a bfloat16, float16 or float32. K is padded to a multiple of 8 with zero bytes. The activations
+// have no values there, so no product reads them.
 #pragma once
 
 #include "linear/layout.h"
@@ -84,21 +84,21 @@ OSTINATO_INLINE F32 load_factors(const QuantFormat& format, const uint8_t* heade
 
 // The scales and zero points of a group, for one vector of columns.
 struct Factors {
-  // For the columns from the column-th on.
+  // The factors of the columns from index `column` on.
   OSTINATO_INLINE Factors(const QuantFormat& format, const uint8_t* header, int64_t column)
       : scale(load_factors(format, header, column)), zero(broadcast(static_cast<float>(format.offset()))) {
     if (!format.symmetric) zero = zero + load_factors(format, header, kPanel + column);
   }
 
-  // total + the group's product with a row of activations: `whole` is the sum of the products of integers, `row_scale` the
-  // row's scale, `minus_sum` the negative sum of the row's integers.
+  // Returns total + the product of the group and a row of activations. `whole` is the sum of the products of integers,
+  // `row_scale` the row's scale, and `minus_sum` minus the sum of the row's integers.
   OSTINATO_INLINE F32 add_product(bool has_minimums, F32 whole, F32 row_scale, F32 minus_sum, F32 total) const {
     if (has_minimums) return fma(zero * row_scale, minus_sum, fma(whole, scale * row_scale, total));
     return fma(fma(zero, minus_sum, whole), scale * row_scale, total);
   }
 
   F32 scale;
-  F32 zero;  // the value that stands for zero; or the minimum
+  F32 zero;  // the value that stands for zero, or the minimum
 };
 
 // The factors of `kVectors` vectors of columns from a column on.
@@ -135,7 +135,7 @@ struct QuantizedShape {
 };
 
 struct QuantizedWeight : QuantizedShape {
-  // A matrix whose shape was checked, such as one of a stack.
+  // A matrix whose shape was checked before, such as one of a stack.
   QuantizedWeight(const uint8_t* bytes, const QuantizedShape& shape) : QuantizedShape(shape), data(bytes) {}
   QuantizedWeight(const Tensor& tensor, int64_t out_features, int64_t in_features, const QuantFormat& chosen)
       : QuantizedShape(out_features, in_features, chosen), data(tensor.as<uint8_t>()) {

@@ -1,8 +1,9 @@
-// Quantising a matrix: quantize_linear. Layout in layout.h.
+// The op quantize_linear, which quantises a matrix into the layout of layout.h.
 //
-// A few grids, which clip a group's extremes more or less, are tried for it, and the one of least squared error is taken.
-// Scales are rounded to bfloat16 away from zero, so that they clip no value. Sums run over a row's values in order, so
-// that every instruction set, and the reference in ops/quantized_reference.py, choose the same grid.
+// A grid maps the values of a group to integers. For each group a few grids are tried, which clip its extremes more or
+// less. The grid with the least squared error is taken. Scales are rounded to bfloat16 away from zero, so that they
+// clip no value. Sums run over a row's values in order, so that every instruction set, and the reference in
+// ops/quantized_reference.py, choose the same grid.
 #include "linear/tasks.h"
 #include "linear/transpose.h"
 #include "quantized/layout.h"
@@ -13,9 +14,9 @@
 namespace ostinato::linear {
 namespace {
 
-// The signed extreme of a symmetric group of 4 bits lies this many steps from zero, of 8 that there are.
+// Grids of symmetric groups of 4 bits: the steps, of at most 8, from zero to the value of largest magnitude.
 constexpr std::array<float, 5> kSpans = {8.0f, 7.0f, 7.5f, 8.5f, 9.0f};
-// The part of an asymmetric group's range that is kept.
+// Grids of asymmetric groups: the part of the group's range that is kept.
 constexpr std::array<float, 4> kParts = {1.0f, 0.95f, 0.9f, 0.85f};
 
 struct Grid {
@@ -34,7 +35,7 @@ int num_candidates(const QuantFormat& format) {
   return static_cast<int>(format.symmetric ? kSpans.size() : kParts.size());
 }
 
-// The index-th grid for values in [low, high].
+// The grid number `index` for values in [low, high].
 Grid candidate(const QuantFormat& format, float low, float high, int index) {
   if (format.symmetric) {
     if (format.bits == 8) return {away_from_zero(std::max(-low, high) / 127.0f), 0.0f};
@@ -50,12 +51,12 @@ Grid candidate(const QuantFormat& format, float low, float high, int index) {
   return {scale, zero - static_cast<float>(format.offset())};
 }
 
-// A group of a panel on its way from floats to its layout; [values of K][32 columns].
+// Converts a group of a panel from floats [values of K][32 columns] to its layout.
 class GroupWriter {
  public:
   explicit GroupWriter(const QuantFormat& format) : format_(format) {}
 
-  // values: `count` times 32 columns; data: the group's begin; steps: that it has room for.
+  // values: [count][32 columns]; data: the beginning of the group; steps: the steps for which the group has room.
   void write(const float* values, int64_t count, int64_t steps, uint8_t* data) {
     measure(values, count);
     choose(values, count);

@@ -1,7 +1,7 @@
 // The products of the quantised linear op within a group of K: 8-bit activations of a few rows times 8-bit or 4-bit weights.
 //
-// All of them are whole numbers and so is their sum, which is exact in every order and on every instruction set: at most
-// 256 * 255 * 127 < 2**24, so even floats hold it. `sum_group` gives it as floats:
+// All products are whole numbers. Their sum is at most 256 * 255 * 127 < 2**24, so even floats hold it exactly, in
+// every order and on every instruction set. `sum_group` returns the sums as floats:
 //   whole[R][V] = x * w over `steps` steps of 4 values, of V vectors of columns
 //   x           [steps * quant_units][R], activations as the instruction set multiplies them (row_worker.h)
 //   data        the group's steps (layout.h) from the first of the columns on
@@ -22,7 +22,7 @@ constexpr int kQuantRows = 12;  // rows of the tallest tile
 constexpr int quant_units(Widening) { return 1; }    // four-byte units of a row's activations for each step of 4 values
 constexpr int quant_vectors(int) { return 2; }  // vectors of columns in a tile of that many rows
 using Bytes = __m512i;
-// A type with lanes of 32 bits, because with casts around each product compilers copy the sums in every step.
+// A vector type with lanes of 32 bits. With casts around each product, compilers would copy the sums in every step.
 typedef int32_t Sums __attribute__((vector_size(64)));
 constexpr int kQuantWidth = 16;  // columns of a vector
 
@@ -99,19 +99,19 @@ OSTINATO_INLINE void add_step(Sums (&sum)[R][V], const uint32_t* x, const Bytes 
 
 #elif OSTINATO_ISA == 1
 
-// 8 bits: weights and activations as pairs of 16 bits. 4 bits: bytes, whose products are added in 16 bits for eight steps: at
-// most 8 * 2 * 15 * 127 < 2**15, so that no instruction saturates.
+// Weights of 8 bits: weights and activations are widened to pairs of 16 bits. Weights of 4 bits: bytes, whose products
+// are added in 16 bits for eight steps. Their sum is at most 8 * 2 * 15 * 127 < 2**15, so no instruction saturates.
 constexpr int kQuantRows = 6;
 constexpr int quant_units(Widening bits) { return bits == kBytes ? 2 : 1; }
 constexpr int quant_vectors(int rows) { return rows <= 2 ? 4 : 2; }
 constexpr int kQuantWidth = 8;
-constexpr int64_t word_steps(Widening bits) { return bits == kTable ? 4 : 8; }  // the table's values are up to 24
+constexpr int64_t word_steps(Widening bits) { return bits == kTable ? 4 : 8; }  // the table has values of up to 24
 // Types with lanes of 32 and of 16 bits, for the same reason as above.
 typedef int32_t Sums __attribute__((vector_size(32)));
 typedef int16_t Words __attribute__((vector_size(32)));
 
-// What a product takes of 4 bytes of each of 8 columns. 8 bits: the even (part 0) or the odd bytes, widened. 4 bits: the low
-// (part 0) or the high halves of all bytes.
+// One part of 4 bytes of each of 8 columns, as a product takes it. Weights of 8 bits: the even (part 0) or odd bytes,
+// widened. Weights of 4 bits: the low (part 0) or high halves of all bytes.
 OSTINATO_INLINE __m256i load_part(const uint8_t* data, Widening bits, int part) {
   const __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(data));
   const __m256i mask = _mm256_set1_epi16(bits == kBytes ? 0x00ff : 0x0f0f);
@@ -128,11 +128,11 @@ OSTINATO_INLINE __m256i multiply(const Words&, __m256i w, __m256i x) { return _m
 template <class Lanes>
 OSTINATO_INLINE void add_product(Lanes& sum, __m256i w, __m256i x) {
   sum += (Lanes)multiply(sum, w, x);
-  asm volatile("" : "+x"(sum));  // else compilers compute products of later steps first, which do not fit into the registers
+  asm volatile("" : "+x"(sum));  // otherwise compilers compute products of later steps early, and run out of registers
 }
 
-// Calls run(r, v) with each pair of constants. A loop over them would leave arrays of sums in memory, because compilers unroll
-// it after they have chosen what to keep in registers.
+// Calls run(r, v) with each pair of constants. With a loop over r and v the arrays of sums would stay in memory,
+// because compilers unroll the loop after they have assigned registers.
 template <int R, int V, class Run>
 OSTINATO_INLINE void for_sums(const Run& run) {
   [&]<int... kIndex>(std::integer_sequence<int, kIndex...>) __attribute__((always_inline)) {
@@ -188,7 +188,8 @@ OSTINATO_INLINE void sum_group(const uint32_t* x, const uint8_t* data, int64_t s
 
 #else
 
-// Floats, which hold every sum exactly: vectors of integers multiply slowly where this is used.
+// The products are computed in floats, which hold every sum exactly. The processors that use this code multiply vectors
+// of integers slowly.
 constexpr int kQuantRows = 4;
 constexpr int quant_units(Widening) { return 4; }
 constexpr int quant_vectors(int) { return 2; }
@@ -238,7 +239,8 @@ OSTINATO_INLINE void add_step(Sums (&sum)[R][V], const uint32_t* x, const Bytes 
 template <Widening Bits, int R, int V>
 OSTINATO_INLINE void sum_group(const uint32_t* x, const uint8_t* data, int64_t steps, F32 (&whole)[R][V]) {
   constexpr int kUnits = quant_units(Bits);
-  constexpr bool kTwoChains = R <= 2;  // even and odd steps apart, to hide the latency of a few rows' products
+  // even and odd steps are summed apart, to hide the latency of products of few rows
+  constexpr bool kTwoChains = R <= 2;
   Sums sum[R][V];
   [[maybe_unused]] Sums odd_sum[R][V];
 #pragma GCC unroll 12

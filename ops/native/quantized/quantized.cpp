@@ -1,9 +1,9 @@
 // The linear op over quantised weights for CPUs: x @ weight.T + bias + residual. Layout in layout.h,
 // arithmetic in row_worker.h, tiles.h and amx_quantized.h.
 //
-// The activations are quantised too, unless the weights are floats of 8 bits: each group of a row that shares weight scales
-// becomes 8-bit integers and a scale. So the products are of integers, for which the CPU has wide instructions, and weights
-// are not widened.
+// The activations are quantised too, unless the weights are floats of 8 bits. A row is cut into the groups of the
+// weight, and each group becomes 8-bit integers and a scale. So the CPU multiplies integers by its wide instructions,
+// and weights are not widened.
 #include "quantized/float8.h"
 #include "quantized/row_worker.h"
 
@@ -46,7 +46,7 @@ void run(DType dtype, bool float32_output, const Problem& problem, const Quantiz
   }
 }
 
-// The order of a weight's columns, each a column of x.
+// The checked order: for each column of a weight, the column of x that it multiplies.
 const int32_t* checked_order(const Tensor& order, int64_t in_features) {
   OSTINATO_CHECK(order.dtype == DType::int32 && order.dim == 1 && order.sizes[0] == in_features &&
                      (in_features <= 1 || order.strides[0] == 1),

@@ -1,6 +1,6 @@
-// Quantised linear weights of stored integers, and rows of them: pack_quantized lays out the integers and factors of a
-// quantised checkpoint, quantized_rows reads rows back, so that an embedding tied to the output layer needs no second
-// copy. Layout in layout.h.
+// Two ops on quantised weights in the layout of layout.h. pack_quantized writes that layout from the integers and
+// factors of a quantised checkpoint. quantized_rows reads rows back, so an embedding that shares the output layer's
+// weight needs no second copy.
 #include "linear/tasks.h"
 #include "quantized/bytes.h"
 #include "quantized/layout.h"
@@ -20,7 +20,7 @@ void store_factor(const QuantFormat& format, float value, uint8_t* header, int64
   }
 }
 
-// What pack_quantized lays out.
+// The tensors that pack_quantized packs.
 struct Stored {
   Tensor values;  // [N, K]
   Tensor scales;  // [N, groups] float32
@@ -31,7 +31,8 @@ struct Stored {
   }
 };
 
-// The first values of a group whose rows lie in one piece, 8 of each row at a time; returns how many of `count` it stored.
+// Stores the first values of a group whose rows are contiguous, 8 values of each row at a time. Returns how many of the
+// `count` values it stored.
 int64_t pack_eights(const QuantFormat& format, const uint8_t* values, int64_t row_stride, int64_t count, int columns,
                     uint8_t* data) {
   const int64_t whole = count / 8 * 8;
@@ -65,7 +66,7 @@ int64_t pack_eights(const QuantFormat& format, const uint8_t* values, int64_t ro
   return whole;
 }
 
-// One panel; `columns` rows of the matrix from `row` on, zero past them.
+// Writes one panel: `columns` rows of the matrix from `row` on, then zeros.
 void pack_panel(const Stored& stored, int64_t row, int columns, const QuantizedShape& shape, uint8_t* panel) {
   const QuantFormat& format = shape.format;
   const int64_t in_features = stored.values.sizes[1];
@@ -154,7 +155,7 @@ float read_value(const QuantFormat& format, const uint8_t* values, int64_t k, in
   return static_cast<float>(format.is_e2m1 ? kE2m1[value] : value);
 }
 
-// One row of the matrix behind a quantised weight.
+// Computes one row of the matrix that a quantised weight stands for.
 template <class T>
 void read_row(const QuantizedWeight& weight, int64_t row, int64_t in_features, T* out) {
   const int column = static_cast<int>(row % kPanel);

@@ -9,7 +9,7 @@
 
 namespace ostinato::linear {
 
-// So many bytes of a panel stay in the first level cache while all rows are multiplied by them.
+// The bytes of a panel that stay in the first level cache while all rows are multiplied by them.
 constexpr int64_t kPassBytes = 16 << 10;
 
 // Four values of K as the tile multiplies them.
@@ -25,7 +25,7 @@ OSTINATO_INLINE void widen_step(const int8_t* values, uint32_t* units) {
   }
 }
 
-// Where the activations of a group of row blocks lie in a worker's memory, in four-byte units.
+// The offsets of the activations of a group of row blocks in a worker's memory, in four-byte units.
 struct RowLayout {
   explicit RowLayout(const QuantizedShape& shape)
       : units(shape.steps * quant_units(shape.format.widening())), groups(shape.groups), row(units + 2 * groups) {}

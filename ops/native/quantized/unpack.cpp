@@ -1,4 +1,5 @@
-// unpack_words: the integers of 8 or 4 bits that lie in 32-bit words of a quantised checkpoint, as bytes [out, in].
+// The op unpack_words: turns the integers of 8 or 4 bits in the 32-bit words of a quantised checkpoint into bytes [out,
+// in].
 #include "linear/tasks.h"
 #include "quantized/bytes.h"
 
@@ -9,12 +10,12 @@
 namespace ostinato::linear {
 namespace {
 
-constexpr int64_t kTile = 64;  // rows of the result that are written together, when words run along another dimension
+constexpr int64_t kTile = 64;  // rows of the result that are written together if a word holds several of them
 
-// The output that each place of an AWQ word has, from the lowest bits up.
+// For each position in a word of AWQ, from the lowest bits up: the output to which its integer belongs.
 constexpr int kAwqOrder[8] = {0, 2, 4, 6, 1, 3, 5, 7};
 
-// A word's integers as bytes, the lowest first; 4 bytes of 8 bits, 8 of 4.
+// A word's integers as bytes, the lowest first: 4 bytes for integers of 8 bits, 8 bytes for integers of 4 bits.
 template <int kBits>
 OSTINATO_INLINE void spread_word(uint32_t word, uint8_t* out) {
   if constexpr (kBits == 8) {
@@ -25,14 +26,15 @@ OSTINATO_INLINE void spread_word(uint32_t word, uint8_t* out) {
   }
 }
 
-// Words [rows, columns] of successive columns of the result.
+// Unpacks words [rows, columns] that hold successive columns of the result.
 template <int kBits>
 void unpack_rows(const uint32_t* words, int64_t begin, int64_t end, uint8_t* out) {
   constexpr int64_t kPerWord = 32 / kBits;
   for (int64_t word = begin; word < end; ++word) spread_word<kBits>(words[word], out + word * kPerWord);
 }
 
-// Words [rows, columns] of successive rows; the result is [columns, rows * per word]. Its rows from `begin` to `end`.
+// Unpacks words [rows, columns] that hold successive rows. The result is [columns, rows * integers of a word]. Writes
+// its rows from `begin` to `end`.
 template <int kBits>
 void unpack_columns(const uint32_t* words, int64_t rows, int64_t columns, int64_t begin, int64_t end, uint8_t* out) {
   constexpr int64_t kPerWord = 32 / kBits;
@@ -47,8 +49,8 @@ void unpack_columns(const uint32_t* words, int64_t rows, int64_t columns, int64_
   }
 }
 
-// AWQ's words [rows, columns]: 8 outputs of one input; the result is [columns * 8, rows]. For words from `begin` to `end` of
-// every row.
+// Unpacks AWQ's words [rows, columns], each of which holds 8 outputs of one input. The result is [columns * 8, rows].
+// Handles words `begin` to `end` of every row.
 void unpack_awq(const uint32_t* words, int64_t rows, int64_t columns, int64_t begin, int64_t end, uint8_t* out) {
   for (int64_t column = begin; column < end; ++column) {
     uint8_t* target = out + column * 8 * rows;

@@ -12,7 +12,7 @@ namespace {
 constexpr int64_t kBytesPerWorker = 64 << 10;  // rows with so many bytes pay for waking one more thread
 constexpr int kMaxHeadDim = 1024;
 
-// Calls body(row) for every row, on as many threads as the rows' bytes are worth.
+// Calls body(row) for every row. The number of threads grows with the bytes of the rows.
 template <class Body>
 void for_each_row(const Threads& threads, int64_t rows, int64_t bytes, const Body& body) {
   const int64_t worth = std::min<int64_t>(bytes / kBytesPerWorker, rows);
@@ -249,8 +249,8 @@ void rotate_heads(Call& call) {
   call.give(out);
 }
 
-// Each head's elements after those that all heads share.
-// join_heads(Tensor shared, Tensor heads) -> Tensor
+// Puts the elements that all heads share in front of each head's own elements. join_heads(Tensor shared, Tensor heads)
+// -> Tensor
 void join_heads(Call& call) {
   const Tensor shared = call.tensor();
   const Tensor heads = call.tensor();
@@ -279,7 +279,7 @@ void join_heads(Call& call) {
 constexpr float kLog2E = 1.442695041f;
 
 OSTINATO_INLINE F32 sigmoid(F32 x) {
-  const F32 exponent = min(x * broadcast(-kLog2E), broadcast(120.0f));  // exp2 takes no more
+  const F32 exponent = min(x * broadcast(-kLog2E), broadcast(120.0f));  // the largest argument of exp2
   return broadcast(1.0f) / (broadcast(1.0f) + exp2(exponent));
 }
 
@@ -292,7 +292,7 @@ OSTINATO_INLINE void apply(float* x, int64_t count, const Function& function) {
   for (int64_t c = 0; c < count; c += F32::width) store(x + c, function(load(x + c)));
 }
 
-// In place; `count` is a multiple of the vectors' width.
+// Works in place. `count` is a multiple of the vectors' width.
 void activate(Activation kind, float* x, int64_t count) {
   switch (kind) {
     case Activation::silu: return apply(x, count, [](F32 x) { return x * sigmoid(x); });
@@ -324,7 +324,7 @@ Activation activation_named(const std::string& name) {
   throw std::invalid_argument("kind must be silu, gelu_tanh, quick_gelu, gelu, relu or swigluoai, got " + name);
 }
 
-// What an activated gate is multiplied by.
+// The factor on an activated gate.
 template <class T>
 OSTINATO_INLINE F32 load_factor(Activation kind, const T* p) {
   const F32 factor = load(p);

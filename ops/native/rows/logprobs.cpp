@@ -1,8 +1,9 @@
-// Natural-log probabilities of chosen tokens and of the likeliest ones, for each row of logits. A row's bits depend neither
-// on other rows nor on the number of threads: float32 sums of chunks of the row, added up in float64 in their order.
+// Natural-log probabilities of chosen tokens and of the likeliest ones, for each row of logits. Chunks of a row are
+// summed in float32, and the chunks' sums are added in float64 in their order. So a row's bits depend neither on other
+// rows nor on the number of threads.
 //
-// Plain torch needs a pass for the sum, one for the rank and one for the likeliest, and its sum over 65,536 logits and
-// more is split between threads where there are few rows. Tests compare the kernel with the plain torch in
+// Plain torch needs a pass for the sum, one for the rank and one for the likeliest tokens. If there are few rows, it
+// divides a sum over 65,536 logits or more among threads. Tests compare the kernel with the plain torch in
 // ops/logprobs/row_logprobs.py.
 #include "core/kernel.h"
 #include "rows/row.h"
@@ -18,7 +19,7 @@ using logit_rows::Candidate;
 using logit_rows::kNever;
 using logit_rows::Row;
 
-constexpr int64_t kLogitsPerWorker = 16 << 10;  // with fewer, waking one more thread takes longer than it saves
+constexpr int64_t kLogitsPerWorker = 16 << 10;  // with fewer logits, waking one more thread takes longer than it saves
 
 // The results of one row.
 struct Places {

@@ -1,11 +1,13 @@
-// Top-p selection without a sort: finds the token at which the running sum of a row's likelihoods, likeliest first,
-// passes a border.
+// Top-p selection without a sort. The tokens of a row are summed from the likeliest on, and the kernel finds the token
+// at which the running sum of likelihoods passes a border.
 //
-// The logits are counted into buckets by their distance from the largest. The buckets are in order, so the border
-// lies in one of them. Only the logits of that bucket are divided further, until few are left to be sorted.
+// The logits are counted into buckets by their distance from the largest logit. The buckets are in order, so the sum
+// passes the border in one of them. Only the logits of that bucket are divided further, until few are left to be
+// sorted.
 //
-// The sums are added in another order than in a sorted row. Both sums are within `margin` of the exact one. So if the
-// border is farther than `margin` from both ends of the found token, a sort finds the same token.
+// The likelihoods are added in another order than in a sorted row. Both sums differ from the exact sum by less than
+// `margin`. So if the running sums before and after the found token are farther than `margin` from the border, a sort
+// would find the same token.
 #pragma once
 
 #include <algorithm>
@@ -27,7 +29,7 @@ typedef int64_t Longs __attribute__((vector_size(64)));
 typedef float Floats __attribute__((vector_size(32)));
 constexpr int kLanes = 8;
 
-// exp(input) for numbers from -700 to 0, within two units in the last place; 0 for smaller ones and for NaN.
+// exp(input) for numbers from -700 to 0, within two units in the last place; 0 for smaller numbers and for NaN.
 inline __attribute__((always_inline)) void exponentials(const Doubles& input, double* out) {
   // x = k log(2) + r; adding 1.5 * 2^52 rounds to a whole number and leaves k in the lowest bits.
   constexpr double kRound = 0x1.8p52, kHigh = 0x1.62e42fefa3800p-1, kLow = 0x1.ef35793c76730p-45;
@@ -37,7 +39,7 @@ inline __attribute__((always_inline)) void exponentials(const Doubles& input, do
   const Doubles shifted = x * 0x1.71547652b82fep0 + kRound;
   const Doubles k = shifted - kRound;
   const Doubles r = (x - k * kHigh) - k * kLow;
-  // Taylor's series; the first term that is left out is below 2^-57.
+  // The Taylor series. The first omitted term is below 2^-57.
   Doubles sum = zero + 1.0 / 6227020800.0;
   sum = sum * r + 1.0 / 479001600.0;
   sum = sum * r + 1.0 / 39916800.0;
@@ -72,7 +74,7 @@ inline void likelihoods(const float* logits, float most, double temperature, dou
   }
 }
 
-// Logits by their distance from the highest: bucket 0 has the largest.
+// Counts logits by their distance from the largest logit. Bucket 0 has the largest logits.
 class Buckets {
  public:
   static constexpr int kCount = 1024;
@@ -80,7 +82,7 @@ class Buckets {
   Buckets(float highest, float lowest)
       : highest_(highest), scale_(highest > lowest ? (kCount - 1) / (highest - lowest) : 1.0f) {}
 
-  // Whether the scale keeps the order of the logits.
+  // Whether the buckets keep the order of the logits.
   bool is_valid() const { return scale_ > 0.0f && scale_ < 1e30f; }
 
   int of(float logit) const {
@@ -93,8 +95,8 @@ class Buckets {
     ++sizes_[bucket];
   }
 
-  // The bucket in which the running sum passes the border; kCount when none does. `before`, the sum so far, becomes
-  // the sum in front of that bucket.
+  // Returns the bucket in which the running sum passes the border, or kCount if it never does. `before` is the running
+  // sum so far; it becomes the sum before that bucket.
   int find(double border, double& before) const {
     for (int bucket = 0; bucket < kCount; ++bucket) {
       if (before + masses_[bucket] > border) return bucket;
@@ -121,7 +123,7 @@ struct Place {
 // The likelihoods of one row, relative to the largest logit's.
 class Nucleus {
  public:
-  // Likelihoods below `least` do not count.
+  // Likelihoods below `least` are ignored.
   Nucleus(const float* logits, int64_t count, float most, double temperature, double least)
       : logits_(logits), count_(count), most_(most), temperature_(temperature), least_(least), buckets_(most, lowest()) {
     if (!buckets_.is_valid()) return;
@@ -144,7 +146,8 @@ class Nucleus {
   // More than twice the rounding of a sum of the row in any order.
   double margin() const { return total_ * static_cast<double>(count_ + Buckets::kCount) * 4e-16; }
 
-  // Where the running sum passes the border; nothing when it does not, or by less than the rounding.
+  // The token with which the running sum passes the border. Nothing if the sum never passes it, or if rounding could
+  // decide.
   std::optional<Place> find(double border) const {
     double before = 0.0;
     const int bucket = buckets_.find(border, before);
@@ -189,9 +192,9 @@ class Nucleus {
   }
 
   static constexpr int kScan = 32;
-  static constexpr uint16_t kOutside = 0xffff;  // the place of a logit that does not count
+  static constexpr uint16_t kOutside = 0xffff;  // the bucket number of an ignored logit
 
-  // Whether one of kScan places is this one.
+  // Whether one of kScan bucket numbers is `wanted`.
   static bool has(const uint16_t* places, uint16_t wanted) {
     typedef uint16_t Places __attribute__((vector_size(2 * kScan)));
     Places part;
@@ -215,7 +218,7 @@ class Nucleus {
     }
   }
 
-  // `entries` by id; `before`: the sum in front of all of them.
+  // `entries` are sorted by id. `before` is the running sum before all of them.
   static std::optional<Place> find_among(std::vector<Entry>& entries, double border, double before) {
     bool is_sorted = false;
     while (entries.size() > kSortable) {
@@ -224,7 +227,7 @@ class Nucleus {
         highest = std::max(highest, entry.logit);
         lowest = std::min(lowest, entry.logit);
       }
-      is_sorted = highest == lowest;  // equal ones are in order by id
+      is_sorted = highest == lowest;  // equal logits are already in the order of their ids
       if (is_sorted) break;
       Buckets buckets(highest, lowest);
       if (!buckets.is_valid()) break;
@@ -245,7 +248,7 @@ class Nucleus {
     return std::nullopt;
   }
 
-  // The smallest logit whose likelihood counts, about.
+  // Approximately the smallest logit whose likelihood counts.
   float lowest() const {
     const auto floor = static_cast<float>(most_ + temperature_ * std::log(least_));
     float lowest = most_;

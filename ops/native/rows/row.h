@@ -23,9 +23,9 @@ struct Candidate {
 
 inline bool likelier(const Candidate& a, const Candidate& b) { return a.logit > b.logit || (a.logit == b.logit && a.id < b.id); }
 
-// A row in chunks of kDepth vectors. Places past its end count as -inf, and so does a logit that is NaN. The maximum of
-// lane l of chunk c is that of the kDepth logits at c * kChunk + l + multiples of the width, so finding it needs no
-// operation across lanes.
+// A row in chunks of kDepth vectors. Elements past its end and logits that are NaN count as -inf. There is a maximum
+// for each lane of each chunk: that of lane l of chunk c covers the kDepth logits at c * kChunk + l + multiples of the
+// width. So finding the maxima needs no operation across lanes.
 class Row {
  public:
   Row(const float* logits, int64_t count) : logits_(logits), count_(count), num_chunks_((count + kChunk - 1) / kChunk) {
@@ -39,7 +39,7 @@ class Row {
     for (int64_t c = 0; c < num_chunks_; ++c) {
       const float* from = chunk(c);
       F32 lanes = broadcast(kNever);
-      // The load is the first argument, because max gives its second argument where one is NaN.
+      // The load is the first argument, because max returns its second argument if one of them is NaN.
       for (int v = 0; v < kDepth; ++v) lanes = max(load(from + v * F32::width), lanes);
       store(maxima_.data() + c * F32::width, lanes);
       most = max(most, lanes);
@@ -62,7 +62,7 @@ class Row {
     return 0;  // not reached
   }
 
-  // exp((logit - most) * inverse_temperature), summed up to and including each chunk.
+  // For each chunk, the sum of exp((logit - most) * inverse_temperature) up to the chunk's end.
   void sum(float inverse_temperature, std::vector<double>& cumulative) const {
     cumulative.resize(num_chunks_);
     double total = 0.0;
@@ -110,7 +110,7 @@ class Row {
   void candidates(int64_t wanted, std::vector<Candidate>& found) const {
     float threshold = kNever;
     if (wanted < static_cast<int64_t>(maxima_.size())) {
-      // At least `wanted` logits are as large as the maximum of that rank.
+      // The maximum with rank `wanted` is a threshold: at least `wanted` logits reach it.
       std::vector<float> ranked = maxima_;
       std::nth_element(ranked.begin(), ranked.begin() + wanted - 1, ranked.end(), std::greater<>());
       threshold = ranked[wanted - 1];

@@ -1,10 +1,10 @@
-// One token for each row of logits: the likeliest, or a draw after top-k, then top-p, then min-p by inverting the
-// cumulative distribution at the row's number. Rows are independent: a row's token depends neither on other rows nor
-// on the number of threads.
+// Chooses one token for each row of logits: the likeliest, or a draw after top-k, then top-p, then min-p. A draw
+// inverts the cumulative distribution at the row's random number. Rows are independent: a row's token depends neither
+// on other rows nor on the number of threads.
 //
 // Plain torch needs a sort and four passes in float64. This kernel makes one pass for the sum, and then looks at the
-// few candidates that can be drawn. Where the filters leave many, nucleus.h finds the token without a sort. Tests
-// compare the kernel with the plain torch in ops/sample_rows.py.
+// few candidates that can be drawn. If the filters leave many candidates, nucleus.h finds the token without a sort.
+// Tests compare the kernel with the plain torch in ops/sample_rows.py.
 #include "core/kernel.h"
 #include "rows/nucleus.h"
 #include "rows/row.h"
@@ -20,7 +20,7 @@ using logit_rows::kNever;
 using logit_rows::Row;
 
 constexpr int64_t kFirstCandidates = 512;
-constexpr int64_t kLogitsPerWorker = 16 << 10;  // so many logits pay for waking one more thread
+constexpr int64_t kLogitsPerWorker = 16 << 10;  // logits for which waking one more thread pays
 
 enum class Path { greedy = 0, full = 1, narrow = 2, wide = 3 };  // as in ops/sample_rows.py
 
@@ -31,9 +31,9 @@ struct Parameters {
   double top_p, min_p, uniform;
 };
 
-// The likelihoods, relative to the first's, of the leading candidates that the filters leave.
+// Puts into `kept` the likelihoods, relative to the first, of the leading candidates that pass the filters.
 //
-// Returns whether a filter, and not the end of the candidates, decided which one is the last.
+// Returns true if a filter decided which candidate is the last, and false if the candidates ended first.
 bool filter(const std::vector<Candidate>& candidates, const Parameters& p, double total, std::vector<double>& kept) {
   kept.clear();
   double before = 0.0;
@@ -47,16 +47,17 @@ bool filter(const std::vector<Candidate>& candidates, const Parameters& p, doubl
   return false;
 }
 
-// Finds the token of draw_filtered without a sort, for rows without top-k. Gives nothing if the order of a floating
+// Finds the token of draw_filtered without a sort, for rows without top-k. Returns nothing if the order of a floating
 // point sum could change the token.
 //
-// `total`: the row's likelihoods summed up, as `filter` gets them.
+// `total`: the sum of the row's likelihoods, as for `filter`.
 std::optional<int64_t> draw_selected(const Row& row, const Parameters& p, double total) {
-  constexpr double kLeast = 1e-290;  // smaller likelihoods change no sum: the largest is 1
+  constexpr double kLeast = 1e-290;  // smaller likelihoods change no sum, because the largest likelihood is 1
   const Nucleus nucleus(row.logits(), row.count(), row.most(), p.temperature, std::max(p.min_p, kLeast));
   if (!nucleus.is_certain()) return std::nullopt;
   const double margin = nucleus.margin();
-  // The sum of likelihoods reaches top-p at the last token that the filters leave. If it never does, all are left.
+  // The last token that top-p leaves is the one at which the sum of likelihoods reaches top-p. If no token does, all
+  // are left.
   const double border = p.top_p * total;
   double kept = nucleus.total();
   if (border <= kept + margin) {
@@ -75,8 +76,8 @@ std::optional<int64_t> draw_selected(const Row& row, const Parameters& p, double
   return drawn->id;
 }
 
-// The token of a row with filters. `may_select`: whether draw_selected may be used where many candidates are left;
-// the token is the same.
+// The token of a row with filters. `may_select`: whether draw_selected may be used if many candidates are left. It does
+// not change the token.
 int64_t draw_filtered(const Row& row, const Parameters& p, std::vector<double>& sums, bool may_select) {
   std::vector<Candidate> candidates;
   std::vector<double> kept;
