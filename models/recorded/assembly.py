@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch.fx import Node
 
 from ostinato.models.linear_layers import BuildOptions, MergedLinear
 from ostinato.models.recorded.fusions import Fused, fuse
-from ostinato.models.recorded.graph_parts import PartBuilder
+from ostinato.models.recorded.graph_parts import TENSORS, PartBuilder
 from ostinato.models.recorded.graph_values import drop_unused
 from ostinato.models.recorded.leaf_modules import (
     EmbeddingLeaf,
@@ -254,8 +254,9 @@ class Assembly:
             (leaf.num_experts for leaf in found if isinstance(leaf, ExpertsLeaf)), default=0
         )
         modules: dict[str, nn.Module] = {}
-        for node in builder.graph.find_nodes(op="call_module"):
-            target = str(node.target)
+        called = [str(node.target) for node in builder.graph.find_nodes(op="call_module")]
+        read = builder.graph.find_nodes(op="get_attr")  # some are the weight of a norm
+        for target in [*called, *(str(node.target).rpartition(".")[0] for node in read)]:
             if target in fused.merged:
                 modules[target] = self._merged_linear(
                     [leaves[prefix + part] for part in fused.merged[target]]
@@ -275,7 +276,8 @@ class Assembly:
         linears = [leaf for leaf in leaves if isinstance(leaf, LinearLeaf)]
         outputs = tuple(leaf.out_features for leaf in linears)
         first = linears[0]
-        return MergedLinear(first.in_features, outputs, self._options, bias=first.has_bias)
+        options = replace(self._options, dtype=first.dtype)
+        return MergedLinear(first.in_features, outputs, options, bias=first.has_bias)
 
     def _tensors(self, builder: PartBuilder, prefix: str) -> dict[str, Any]:
         """Parameters and buffers that a part's graph reads itself, by target."""
@@ -284,8 +286,11 @@ class Assembly:
         buffers = dict(model.named_buffers(remove_duplicate=False))
         stored = model.state_dict().keys()
         found: dict[str, Any] = {}
+        read = {str(node.target) for node in builder.graph.find_nodes(op="get_attr")}
         for name in builder.tensor_names:
-            target = name.removeprefix(prefix)
+            target = f"{TENSORS}.{name.removeprefix(prefix)}"
+            if target not in read:  # only its conversion to another dtype was recorded
+                continue
             tensor = parameters.get(name, buffers.get(name))
             assert tensor is not None, f"{name} is a tensor of the model"
             if name in stored:

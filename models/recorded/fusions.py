@@ -4,7 +4,8 @@
 |---|---|
 | linear layers that read one tensor | one matrix |
 | activation(gate) * up, activation(x) | `activate` |
-| x * cos + rotate_half(x) * sin | `rotate_heads` |
+| x * cos + rotate_half(x) * sin | `rotate_heads`, one call for queries and keys |
+| an RMS norm of each head before it | the weights of that call |
 | linear(x) + y, norm(x) + y | the module with y as its residual |
 
 Operations that no rule matches stay as they are.
@@ -21,11 +22,11 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from ostinato.models.recorded.graph_values import drop_unused, in_order, transposed
+from ostinato.models.recorded.graph_values import drop_unused, in_order, shape_of
 from ostinato.models.recorded.leaf_modules import Leaf, LinearLeaf, NormLeaf
 from ostinato.models.recorded.recorded_modules import rows_of
+from ostinato.models.recorded.rotations import fuse_rotations, join_rotations
 from ostinato.ops.activation import activate
-from ostinato.ops.rope import rotate_heads
 
 __all__ = ("Fused", "fuse")
 
@@ -59,9 +60,11 @@ def fuse(
     fused = Fused()
     _merge_linears(graph, leaves, fused)
     _fuse_activations(graph, fused)
-    _fuse_rotations(graph, fused, has_equal_halves)
+    fused.rotated = fuse_rotations(graph, has_equal_halves)
     _fuse_residuals(graph, leaves)
     _cancel_copies(graph)
+    drop_unused(graph)
+    join_rotations(graph, leaves)
     drop_unused(graph)
     if rows is not None:
         _select_rows(graph, rows)
@@ -80,8 +83,8 @@ def _merge_linears(graph: Graph, leaves: Mapping[str, Leaf], fused: Fused) -> No
         leaf = leaves.get(str(node.target))
         if isinstance(leaf, LinearLeaf):
             parent = str(node.target).rpartition(".")[0]
-            groups[(node.args[0], parent, leaf.has_bias)].append(node)
-    for (source, parent, _), nodes in groups.items():
+            groups[(node.args[0], parent, leaf.has_bias, leaf.dtype)].append(node)
+    for (source, parent, *_), nodes in groups.items():
         targets = [str(node.target) for node in nodes]
         if len(nodes) < 2 or len(set(targets)) != len(targets):
             continue
@@ -126,7 +129,7 @@ def _are_gate_and_factor(nodes: list[Node]) -> bool:
         _activation_name(activation) is not None
         and list(activation.users) == [product]
         and product.target is _aten.mul.Tensor
-        and [str(size) for size in _shape(nodes[0])] == [str(size) for size in _shape(nodes[1])]
+        and [str(size) for size in shape_of(nodes[0])] == [str(size) for size in shape_of(nodes[1])]
     )
 
 
@@ -138,7 +141,7 @@ def _out_features(leaf: Leaf) -> int:
 def _fuse_activations(graph: Graph, fused: Fused) -> None:
     for node in list(graph.nodes):
         name = _activation_name(node)
-        if name is None or len(_shape(node)) != _HIDDEN_DIMS:
+        if name is None or len(shape_of(node)) != _HIDDEN_DIMS:
             continue
         (source,) = node.all_input_nodes
         product = next(iter(node.users)) if len(node.users) == 1 else None
@@ -178,128 +181,6 @@ def _gated(product: Node, activation: Node, gate: Node, fused: Fused) -> Node | 
     assert isinstance(merged, Node), "it is a value of the graph"
     is_two = str(merged.target) in fused.merged and len(set(sizes)) == 1 and len(sizes) == 2  # pyright: ignore
     return merged if is_two else None
-
-
-def _fuse_rotations(graph: Graph, fused: Fused, has_equal_halves: Callable[[Node], bool]) -> None:
-    halves: dict[Node, Node] = {}
-
-    def half(table: Node) -> Node:
-        """The input for the first half of a table."""
-        if table not in halves:
-            with graph.inserting_after(table):
-                halves[table] = graph.placeholder(f"{table.name}_half")
-            halves[table].meta = table.meta
-        return halves[table]
-
-    for node in list(graph.nodes):
-        found = _rotation(node)
-        if found is None:
-            continue
-        x, cos, sin = found
-        heads = _transposed_source(x)
-        if heads is None or not (has_equal_halves(cos) and has_equal_halves(sin)):
-            continue
-        whole = _with_rest(node, x)
-        last, source = (node, heads) if whole is None else whole
-        num_heads = int(_shape(node)[0])
-        with graph.inserting_before(last):
-            tables = (half(cos), half(sin))
-            rotated = graph.call_function(rotate_heads, (source, *tables, num_heads))
-            new = transposed(graph, rotated)
-        new.meta = last.meta
-        last.replace_all_uses_with(new)
-        if tables not in fused.rotated:
-            fused.rotated.append(tables)
-
-
-def _rotation(node: Node) -> tuple[Node, Node, Node] | None:
-    """(x [H, T, d], cos, sin) if the node is x * cos + rotate_half(x) * sin."""
-    if node.target is not _aten.add.Tensor or node.kwargs:
-        return None
-    for first, second in (node.args, node.args[::-1]):
-        direct, turned = _product_with_table(first), _product_with_table(second)
-        if direct is None or turned is None:
-            continue
-        (x, cos), (half, sin) = direct, turned
-        if _is_rotated_half(half, x):
-            return x, cos, sin
-    return None
-
-
-def _product_with_table(node: Any) -> tuple[Node, Node] | None:
-    """(x, table) if the node is x * table.unsqueeze(0)."""
-    if not isinstance(node, Node) or node.target is not _aten.mul.Tensor:
-        return None
-    x, table = node.args
-    if not isinstance(x, Node) or not isinstance(table, Node):
-        return None
-    if table.target is not _aten.unsqueeze.default or table.args[1] != 0:
-        return None
-    source = table.args[0]
-    return (x, source) if isinstance(source, Node) and source.op == "placeholder" else None
-
-
-def _is_rotated_half(node: Node, x: Node) -> bool:
-    """Whether the node is cat(-second half of x, first half of x)."""
-    if node.target is not _aten.cat.default:
-        return False
-    parts, dim = node.args[0], node.args[1] if len(node.args) > 1 else 0
-    size = int(_shape(x)[-1])
-    if not isinstance(parts, list | tuple) or len(parts) != 2 or dim != 2:
-        return False
-    second, first = parts
-    if not isinstance(second, Node) or second.target is not _aten.neg.default:
-        return False
-    return _is_slice(second.args[0], x, size // 2, size) and _is_slice(first, x, 0, size // 2)
-
-
-def _is_slice(node: Any, x: Node, begin: int, end: int) -> bool:
-    """Whether the node is x[..., begin:end] of a tensor [H, T, d]."""
-    if not isinstance(node, Node):
-        return False
-    if node.target is operator.getitem:  # the tensor is split into two equal halves
-        split, index = node.args
-        assert isinstance(split, Node), "it is a value of the graph"
-        if split.target != "split_with_sizes" or split.args[0] is not x:
-            return False
-        _, sizes, dim = split.args
-        starts = [sum(sizes[:place]) for place in range(len(sizes))]  # pyright: ignore
-        place = int(index)  # pyright: ignore
-        return dim == 2 and (starts[place], starts[place] + sizes[place]) == (begin, end)  # pyright: ignore
-    if node.target is not _aten.slice.Tensor or node.args[0] is not x or node.args[1] != 2:
-        return False
-    size = int(_shape(x)[-1])
-    first, last = node.args[2] or 0, min(int(node.args[3]), size)  # pyright: ignore
-    return (first, last) == (begin, end)
-
-
-def _transposed_source(x: Node) -> Node | None:
-    """The tensor [T, H, d] that x [H, T, d] is the transpose of; x may have its first columns."""
-    if x.target is _aten.slice.Tensor and x.args[1] == 2 and not x.args[2]:
-        x = x.args[0]  # pyright: ignore
-    if x.op == "call_method" and x.target == "transpose" and x.args[1:] == (0, 1):
-        source = x.args[0]
-        return source if isinstance(source, Node) else None
-    return None
-
-
-def _with_rest(node: Node, x: Node) -> tuple[Node, Node] | None:
-    """For heads that are rotated in part: the node that joins both parts, and the whole heads.
-
-    None if x is the whole head.
-    """
-    heads = _transposed_source(x)
-    if x.target is not _aten.slice.Tensor or heads is None:
-        return None
-    whole, size = x.args[0], int(_shape(x)[-1])
-    for user in node.users:
-        if user.target is _aten.cat.default and isinstance(user.args[0], list | tuple):
-            parts, dim = user.args[0], user.args[1] if len(user.args) > 1 else 0
-            assert isinstance(whole, Node), "it is a value of the graph"
-            end = int(_shape(whole)[-1])
-            if len(parts) == 2 and dim == 2 and _is_slice(parts[1], whole, size, end):
-                return user, heads
-    return None
 
 
 def _cancel_copies(graph: Graph) -> None:
@@ -344,8 +225,8 @@ def _takes_residual(result: Any, other: Any, leaves: Mapping[str, Leaf]) -> bool
     leaf = leaves.get(str(result.target))
     is_fit = isinstance(leaf, LinearLeaf) or (isinstance(leaf, NormLeaf) and leaf.kind != "layer")
     has_room = len(result.args) == 1 and len(result.users) == 1
-    same = [str(size) for size in _shape(result)] == [str(size) for size in _shape(other)]
-    return is_fit and has_room and same and len(_shape(result)) == _HIDDEN_DIMS
+    same = [str(size) for size in shape_of(result)] == [str(size) for size in shape_of(other)]
+    return is_fit and has_room and same and len(shape_of(result)) == _HIDDEN_DIMS
 
 
 def _select_rows(graph: Graph, rows: Node) -> None:
@@ -366,7 +247,7 @@ def _select_rows(graph: Graph, rows: Node) -> None:
         for source in node.all_input_nodes
         if source not in later and source is not flat and _has_tokens(source)
     ]
-    is_2d = all(len(_shape(source)) == _HIDDEN_DIMS for _, source in crossing)
+    is_2d = all(len(shape_of(source)) == _HIDDEN_DIMS for _, source in crossing)
     if flat is None or flat.target != "reshape" or not is_2d:
         result = output.all_input_nodes[0]
         with graph.inserting_before(output):
@@ -397,11 +278,6 @@ def _later(node: Node) -> set[Node]:
 
 def _has_tokens(node: Node) -> bool:
     """Whether a value may have a row for each token: it is not known to have none."""
-    shape = _shape(node)
+    shape = shape_of(node)
     is_constant = bool(shape) and not any(isinstance(size, torch.SymInt) for size in shape)
     return node.op != "get_attr" and not is_constant
-
-
-def _shape(node: Node) -> tuple[Any, ...]:
-    value = node.meta.get("val")
-    return tuple(getattr(value, "shape", ()))

@@ -32,15 +32,23 @@ from ostinato.models.recorded.graph_values import (
     is_transpose,
     is_whole_slice,
     map_nodes,
+    recorded_attention,
+    recorded_module,
     recorded_value,
     transposed,
     view_sizes,
     without_writing,
 )
-from ostinato.models.recorded.recorder_ops import recorded_attention, recorded_module
 from ostinato.models.recorded.recording import Recording
 
-__all__ = ("PartBuilder",)
+__all__ = ("TENSORS", "PartBuilder")
+
+TENSORS = "recorded_tensors"
+"""The module of a part that has the tensors which its graph reads itself.
+
+They are kept apart from the modules that the graph calls. The weight of a router may be called as
+a linear layer, while the graph reads the bias of the same router.
+"""
 
 _aten = torch.ops.aten
 
@@ -200,8 +208,7 @@ class PartBuilder:
         swapped = [self._ordered(transposed(self.graph, self._new[node])) for node in heads]  # pyright: ignore
         name, sinks = self._recording.calls[call].sinks, None
         if name:
-            self.tensor_names.append(name)
-            sinks = self.graph.get_attr(name.removeprefix(self._prefix))
+            sinks = self._tensor(name)
         node = self.graph.call_module("attention", (*swapped, sinks, *self.attention_inputs))
         self._set(recorded, node)
 
@@ -366,9 +373,11 @@ class PartBuilder:
         name = self._recording.tensors.get(recorded.name)
         if name is None:
             raise ValueError("it reads the padding mask, or token ids in a layer")
+        self._new[recorded] = self._tensor(name)
+
+    def _tensor(self, name: str) -> Node:
         self.tensor_names.append(name)
-        node = self.graph.get_attr(name.removeprefix(self._prefix))
-        self._new[recorded] = node
+        return self.graph.get_attr(f"{TENSORS}.{name.removeprefix(self._prefix)}")
 
     def _add_constant(self, recorded: Node) -> None:
         name = str(recorded.target)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from ostinato.conf.errors import first_line
 from ostinato.models.config.hf_fields import architecture_of
@@ -97,6 +98,7 @@ def hf_model(source: HFModelSource, dtype: torch.dtype) -> Any:
             f"transformers cannot build {model_class.__name__}: {first_line(error)}"
         ) from error
     model.eval()
+    _widen(model, dtype)
     _compute_buffers(model)
     return model
 
@@ -170,6 +172,22 @@ def _refuse_unknown_keys(stated: Mapping[str, Any], config: Any, files: list[Pat
             f"{', '.join(unknown)} in config.json; if the results do not depend on it, set "
             f"model.config.{unknown[0]}=null"
         )
+
+
+def _widen(model: Any, dtype: torch.dtype) -> None:
+    """Give float32 to the tensors that transformers loads in it, such as the biases of routers."""
+    from transformers.core_model_loading import build_glob_alternation
+
+    wide = build_glob_alternation(list(model._get_dtype_plan(dtype)))[0]
+    if not wide.pattern:
+        return
+    for name, module in model.named_modules():
+        for key, parameter in module.named_parameters(recurse=False):
+            if wide.search(f"{name}.{key}"):
+                setattr(module, key, nn.Parameter(parameter.float(), requires_grad=False))
+        for key, buffer in module.named_buffers(recurse=False):
+            if wide.search(f"{name}.{key}") and buffer.is_floating_point():
+                setattr(module, key, buffer.float())
 
 
 @torch.no_grad()

@@ -29,6 +29,7 @@ class LinearLeaf:
     in_features: int
     out_features: int
     has_bias: bool
+    dtype: torch.dtype  # of x, W and b; the routers of some models compute in float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,7 @@ class NormLeaf:
     kind: str  # "rms", "rms_plus_one" or "layer"
     size: int
     eps: float
+    dtype: torch.dtype  # of the weight
     has_bias: bool = False
 
 
@@ -62,31 +64,32 @@ class ExpertsLeaf:
 Leaf = LinearLeaf | EmbeddingLeaf | NormLeaf | ExpertsLeaf
 
 
-def find_leaves(model: nn.Module, activation: str | None) -> dict[str, Leaf]:
+def find_leaves(model: nn.Module, activation: str | None, dtype: torch.dtype) -> dict[str, Leaf]:
     """The norms and experts of `model` that are replaced, by name.
 
     Args:
         model: a transformers model whose parameters are on the meta device.
         activation: the value of `hidden_act` in its config.
+        dtype: the dtype of activations.
 
     Raises:
         ValueError: it has experts that are not the usual gated MLPs.
     """
     leaves: dict[str, Leaf] = {}
     for name, module in model.named_modules():
-        leaf = _leaf_of(name, module, activation)
+        leaf = _leaf_of(name, module, activation, dtype)
         if leaf is not None:
             leaves[name] = leaf
     return leaves
 
 
-def _leaf_of(name: str, module: Any, activation: str | None) -> Leaf | None:
+def _leaf_of(name: str, module: Any, activation: str | None, dtype: torch.dtype) -> Leaf | None:
     if hasattr(module, "gate_up_proj") and hasattr(module, "down_proj"):
         if isinstance(module.gate_up_proj, nn.Parameter) and module.gate_up_proj.dim() == 3:
             return _experts_of(name, module, activation)
         return None
     if "Norm" in type(module).__name__ and not list(module.children()):
-        return _norm_of(module)
+        return _norm_of(module, dtype)
     return None
 
 
@@ -108,7 +111,7 @@ def _experts_of(name: str, module: Any, activation: str | None) -> ExpertsLeaf:
 
 
 @torch.no_grad()
-def _norm_of(module: Any) -> NormLeaf | None:
+def _norm_of(module: Any, dtype: torch.dtype) -> NormLeaf | None:
     """The norm of this project that gives the same results, or None."""
     parameters = dict(module.named_parameters(recurse=False))
     weight, bias = parameters.get("weight"), parameters.get("bias")
@@ -136,9 +139,11 @@ def _norm_of(module: Any) -> NormLeaf | None:
         "rms_plus_one": plain_rms_norm(x, scale + 1, eps),
         "layer": layer_norm(x, scale, shift, eps),
     }
+    if weight.dtype != dtype:
+        del candidates["layer"]  # whose weight has the dtype of activations
     for kind, ours in candidates.items():
         if (bias is None or kind == "layer") and torch.allclose(
             theirs.float(), ours, atol=1e-5, rtol=1e-5
         ):
-            return NormLeaf(kind, size, eps, has_bias=bias is not None)
+            return NormLeaf(kind, size, eps, weight.dtype, has_bias=bias is not None)
     return None

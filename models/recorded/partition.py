@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
 
+from ostinato.models.recorded.graph_values import recorded_module
 from ostinato.models.recorded.leaf_modules import LinearLeaf
-from ostinato.models.recorded.recorder_ops import recorded_module
 from ostinato.models.recorded.recording import Recording
 
 __all__ = ("LayerPart", "Partition", "compute_table", "partition")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -188,14 +189,16 @@ def build_leaf(leaf: Leaf, options: BuildOptions, *, num_experts: int = 0) -> nn
         num_experts: experts of the layer; a linear layer with as many outputs is their router.
     """
     match leaf:
-        case LinearLeaf(in_features, out_features, has_bias):
+        case LinearLeaf(in_features, out_features, has_bias, dtype):
             kind = RouterLinear if out_features == num_experts else Linear
-            return kind(in_features, out_features, options, bias=has_bias)
+            own = replace(options, dtype=dtype)
+            return kind(in_features, out_features, own, bias=has_bias)
         case EmbeddingLeaf(num_rows, size):
             return Embedding(num_rows, size, options)
-        case NormLeaf("layer", size, eps, has_bias):
-            return LayerNorm(size, eps, options, has_bias=has_bias)
-        case NormLeaf(kind, size, eps):
-            return RMSNorm(size, eps, options, plus_one=kind == "rms_plus_one")
+        case NormLeaf("layer", size, eps, dtype, has_bias):
+            return LayerNorm(size, eps, replace(options, dtype=dtype), has_bias=has_bias)
+        case NormLeaf(kind, size, eps, dtype):
+            own = replace(options, dtype=dtype)
+            return RMSNorm(size, eps, own, plus_one=kind == "rms_plus_one")
         case ExpertsLeaf():
             return RecordedExperts(leaf, options)

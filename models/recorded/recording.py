@@ -33,6 +33,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from ostinato.models.config.hf_source import HFModelSource
+from ostinato.models.recorded.graph_values import recorded_attention, recorded_module
 from ostinato.models.recorded.hf_model import ATTENTION, hf_model
 from ostinato.models.recorded.leaf_modules import (
     EmbeddingLeaf,
@@ -41,13 +42,14 @@ from ostinato.models.recorded.leaf_modules import (
     LinearLeaf,
     find_leaves,
 )
-from ostinato.models.recorded.recorder_ops import recorded_attention, recorded_module
 
 __all__ = ("AttentionCall", "Recording", "record")
 
 _NUM_TOKENS = 23  # tokens of the recorded run; unlikely to be a size of the model
 _MATRIX_DIMS = 2
 _MASK_SPAN = 64  # positions at which mask functions are evaluated, besides those of the window
+
+_CASTS = frozenset((Tensor.to, Tensor.type, Tensor.float))
 
 # Keyword arguments of attention calls that do not change its result.
 _WITHOUT_EFFECT = frozenset(
@@ -115,7 +117,7 @@ def record(source: HFModelSource, dtype: torch.dtype) -> Recording:
     _register()
     model = hf_model(source, dtype)
     config = model.config.get_text_config()
-    leaves = find_leaves(model, getattr(config, "hidden_act", None))
+    leaves = find_leaves(model, getattr(config, "hidden_act", None), dtype)
     layers = _layer_names(model, config.num_hidden_layers)
     names = {id(module): name for name, module in model.named_modules()}
     run = _Run(model, names, names.get(id(model.get_output_embeddings()), ""))
@@ -233,7 +235,12 @@ class _MatrixFunctions(TorchFunctionMode):
             recorded = self._embedding(*args, **kwargs)
         else:
             recorded = None
-        return func(*args, **kwargs) if recorded is None else recorded
+        result = func(*args, **kwargs) if recorded is None else recorded
+        if func in _CASTS and self._module(args[0]) is not None:
+            # A weight of another dtype: it is loaded in that dtype.
+            self._names[id(result)] = self._names[id(args[0])]
+            self._run.kept.append(result)
+        return result
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
         name = self._module(weight)
@@ -241,8 +248,10 @@ class _MatrixFunctions(TorchFunctionMode):
             return None
         if isinstance(self._run.leaves.get(name), EmbeddingLeaf):
             name = self._run.head  # tied to the embedding
-        leaf = LinearLeaf(weight.shape[1], weight.shape[0], has_bias=bias is not None)
-        self._run.leaves[name] = leaf
+        is_biased = bias is not None
+        leaf = LinearLeaf(weight.shape[1], weight.shape[0], is_biased, weight.dtype)
+        if self._run.leaves.setdefault(name, leaf) != leaf:
+            raise _Unfit(f"{name} is used with two dtypes")
         return recorded_module([input], (*input.shape[:-1], leaf.out_features), name)
 
     def _embedding(self, input: Tensor, weight: Tensor, *others: Any, **more: Any) -> Tensor | None:

@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping
 
 from ostinato.models.base import CheckpointLayout
+from ostinato.models.recorded.graph_parts import TENSORS
 from ostinato.models.recorded.recording import Recording
 
 __all__ = ("checkpoint_layout",)
@@ -39,6 +40,7 @@ def checkpoint_layout(
         ("recorded_begin.", ""),
         ("recorded_finish.", ""),
         ("recorded_head.", ""),
+        (f"{TENSORS}.", ""),
         (".matrix.", "."),
         (".recorded_layer.", "."),
         ("layers.", f"{layers}."),

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from docs.list_models import NOT_RECORDED, RECORDED
@@ -96,9 +97,39 @@ def test_llama_becomes_the_ops_of_the_native_model(expected) -> None:
         return sorted((module.out_features, module.in_features) for module in found)
 
     assert sizes(recorded) == sizes(native_model)
-    layer = recorded.layers[0]
+    assert calls(recorded) == {"rotate_heads": 1, "aten": 0}
+
+
+def test_norms_of_heads_are_part_of_the_rotation(expected) -> None:
+    recorded, _ = load(expected("qwen3").directory, "cpu", implementation=TRANSFORMERS)
+    assert calls(recorded) == {"rotate_heads": 1, "aten": 0}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["dots1", "ernie4_5_moe", "exaone_moe"])
+def test_routers_stay_float32_in_half_precision(expected, name: str) -> None:
+    """As in transformers, whose distance to the float32 logits is about the same."""
+    directory, exact = expected(name).directory, expected(name).prompt_logits
+    model, config = load(directory, "cpu", torch.bfloat16, pack=True)
+    of_routers = {key: one.dtype for key, one in model.named_parameters() if ".gate." in key}
+    assert len(of_routers) == 2 * len([key for key in of_routers if key.endswith("_bias")])
+    assert set(of_routers.values()) == {torch.float32}
+    ours = Driver(model, config).prefill(Sequence(PROMPT), [len(PROMPT)])
+    half = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.bfloat16, attn_implementation="eager"
+    )
+    with torch.no_grad():
+        theirs = half(torch.tensor([PROMPT])).logits[0].float()
+    # Rounding moves a few tokens to other experts.
+    assert float((ours - exact).norm()) < 2 * float((theirs - exact).norm())
+
+
+def calls(model: torch.nn.Module) -> dict[str, int]:
+    """How often the first layer calls what."""
+    layer = model.layers[0]
     assert isinstance(layer, RecordedLayer)
-    assert "aten." not in layer.recorded_layer.code
+    code = layer.recorded_layer.code
+    return {"rotate_heads": code.count("rotate_heads("), "aten": code.count("aten.")}
 
 
 @pytest.mark.parametrize("quantization", [Quantization.int8, Quantization.int4])
