@@ -1,4 +1,4 @@
-"""Sends constraints to the grammar processes, caches checked grammars, restarts processes."""
+"""Sends constraints to the grammar processes, and caches the checked grammars."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ MAX_BYTES = 4 << 20  # the largest constraint, as JSON
 MAX_CACHED = 1024
 MAX_CACHED_BYTES = 64 << 20
 _NUM_PROCESSES = 2  # so that a slow grammar does not delay the next one
-# Tries of a job whose process was killed from outside. When all processes were killed, the last try
-# starts one.
+# A job is tried this many times if its process is killed from outside. Even if all processes were
+# killed, the last try starts a new process.
 _NUM_TRIES = 1 + _NUM_PROCESSES
 
 
 class GrammarModel(msgspec.Struct, frozen=True, kw_only=True):
-    """The model of the grammars; the first frame that a grammar process receives."""
+    """The model that grammars are for. A grammar process receives this as its first frame."""
 
     tokenizer: str
     vocab_size: int
@@ -38,7 +38,7 @@ class GrammarModel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GrammarAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """A grammar, or the error of `structured_outputs` as a sentence."""
+    """A grammar, or the error that the client gets, as a sentence."""
 
     grammar: str = ""
     error: str = ""
@@ -46,10 +46,10 @@ class GrammarAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Job(NamedTuple):
-    """A constraint as a grammar process gets it."""
+    """A constraint that is sent to a grammar process."""
 
     data: bytes  # JSON of up to 4 MiB
-    key: bytes  # a hash of it, by which the cache knows it
+    key: bytes  # hash of `data`, the key in the cache
 
     @classmethod
     def of(cls, params: StructuredOutputsParams) -> _Job:
@@ -59,9 +59,9 @@ class _Job(NamedTuple):
 
 
 class GrammarCompiler:
-    """Builds and checks grammars for one model; caches the latest results, refusals included.
+    """Builds and checks grammars for one model; caches the latest results, also refusals.
 
-    Use `compile` on threads or `compile_async` on one event loop, not both of one compiler.
+    Use either `compile` on threads or `compile_async` on one event loop. Do not mix them.
 
     Attributes:
         num_hits: constraints that the cache had.
@@ -110,10 +110,11 @@ class GrammarCompiler:
         return _grammar(answer)
 
     async def compile_async(self, params: StructuredOutputsParams) -> str:
-        """`compile` for an event loop; looks into the cache again after a wait for a process.
+        """Like `compile`, for an event loop.
 
-        Cancelling the call gives up its place in the queue for a process. A check that has begun
-        goes on, because ending it would end a process that takes seconds to start.
+        After a wait for a process it looks into the cache again. Cancelling the call removes it
+        from the queue for a process. A check that has begun goes on, because ending it would end a
+        process that takes seconds to start.
         """
         job = _Job.of(params)
         answer = self._cached(job)
@@ -134,7 +135,7 @@ class GrammarCompiler:
         return _grammar(answer)
 
     async def _check(self, job: _Job, *, is_last: bool) -> GrammarAnswer | None:
-        """Check a constraint in an idle process; raises and returns as `_refusal`."""
+        """Check a constraint in an idle process. For errors and None see `_refusal`."""
         process = self._idle.pop()
         try:
             data = await call(process, job.data)
@@ -150,7 +151,7 @@ class GrammarCompiler:
     def _end_check(self, check: asyncio.Task[GrammarAnswer | None]) -> None:
         self._checks.discard(check)
         if not check.cancelled():
-            check.exception()  # asyncio logs an error that nothing has read; its caller has gone
+            check.exception()  # read it, so that asyncio does not log it; the caller has gone
 
     def close(self) -> None:
         """End the processes."""

@@ -1,8 +1,8 @@
 """Translates the patterns of JSON schemas, which are ECMA-262, into the syntax of Rust's `regex`.
 
-The two agree in most of their syntax. They differ in what `.`, `\\d`, `\\w` and `\\s` match, in the
-escapes of characters, and in what `[`, `&`, `-` and `~` mean within a class. An unchanged pattern
-would match other strings than the schema means.
+The two syntaxes agree in most points. They differ in what `.`, `\\d`, `\\w` and `\\s` match, in the
+escapes of characters, and in the meaning of `[`, `&`, `-` and `~` within a class. So a pattern
+that is not translated would match other strings than the schema means.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PROPERTY = re.compile(r"[pP]\{[^}]*\}")
 
 
 def to_rust(pattern: str) -> str:
-    """The pattern for Rust's `regex`. Syntax that Rust lacks, such as look-around, is unchanged.
+    """Translate a pattern. Syntax that Rust lacks, such as look-around, is not changed.
 
     Raises:
         ValueError: an escape or a class is not ECMA-262.
@@ -54,7 +54,7 @@ class _Translator:
         return self._pattern[self._at - 1]
 
     def _escape(self) -> str:
-        """Translate an escape outside of a class; its backslash has been read."""
+        """Translate an escape outside of a class. The backslash has been read."""
         place = self._at
         named = self._named_class()
         if named is not None:
@@ -64,14 +64,15 @@ class _Translator:
             return _literal(code)
         self._at = place + 1
         char = self._pattern[place]
-        if char in "bB" or char in "123456789":  # word boundaries; references, which are refused
+        # Word boundaries, and back-references, which llguidance refuses.
+        if char in "bB" or char in "123456789":
             return "\\" + char
         if char == "k":
             return "\\k"
         return self._identity(char)
 
     def _named_class(self) -> str | None:
-        """Translate `\\d` and the like, without brackets; None for another escape."""
+        """Translate `\\d`, `\\w`, `\\s` and their negations, without brackets; None for others."""
         char = self._take()
         if char.lower() in _CLASSES:
             inner = _CLASSES[char.lower()]
@@ -113,7 +114,7 @@ class _Translator:
         return re.escape(char)
 
     def _class(self) -> str:
-        """A class, without its opening bracket."""
+        """Translate a class. The opening bracket has been read."""
         is_negated = self._pattern.startswith("^", self._at)
         self._at += is_negated
         parts: list[str] = []
@@ -128,7 +129,7 @@ class _Translator:
         return f"[{'^' if is_negated else ''}{''.join(parts)}]"
 
     def _range(self, first: int) -> str | None:
-        """The range that begins with a character; None when there is no range."""
+        """The range that begins with the code point `first`; None if there is no range."""
         place = self._at
         if self._pattern.startswith("-", place) and not self._pattern.startswith("-]", place):
             self._at += 1
@@ -139,7 +140,7 @@ class _Translator:
         return None
 
     def _atom(self, char: str) -> int | str:
-        """One member of a class: a code point, or the text of a class within it."""
+        """One member of a class: a code point, or the text of a named class such as `\\d`."""
         if char != "\\":
             return ord(char)
         named = self._named_class()

@@ -1,8 +1,8 @@
 """Prepares the JSON schema of a request for llguidance.
 
-llguidance enforces some keywords otherwise than the standard says. These are rewritten here, or
-refused with their name: inexact numbers, ECMA-262 patterns, formats, character codes in the names
-of properties, and the keywords beside `$ref` in old drafts.
+llguidance does not enforce some keywords as the standard says. This module rewrites these keywords,
+or refuses them with an error that names them: inexact numbers, ECMA-262 patterns, formats,
+character codes in the names of properties, and keywords beside `$ref` in old drafts.
 """
 
 from __future__ import annotations
@@ -29,10 +29,12 @@ from ostinato.runtime.grammar.schema_numbers import (
 __all__ = ("MAX_OPTIONAL_OF_SOME", "MAX_OPTIONAL_PROPERTIES", "JsonForm", "prepare")
 
 MAX_OPTIONAL_PROPERTIES = 1000  # in one object; the time of a mask grows with their number
-MAX_OPTIONAL_OF_SOME = 64  # if minProperties requires some; the time grows with the square
+# The same limit if minProperties requires some of them. Then the time grows with the square of
+# their number.
+MAX_OPTIONAL_OF_SOME = 64
 
-# A space, or a line end and indentation. JSON allows any amount, and an unsure model would then
-# write white space until max_tokens.
+# A space, or a line end and indentation. JSON allows any amount of white space. With any amount, a
+# model could write white space until max_tokens.
 _WHITE_SPACE = r" |\n[ \t]{0,40}"
 _OLD_DRAFTS = ("draft-04", "draft-06", "draft-07")
 _KEPT_BESIDE_REF = ("$ref", "$schema", "$defs", "definitions")
@@ -50,7 +52,8 @@ _SCHEMAS = (
     "unevaluatedItems",
     "unevaluatedProperties",
 )
-_CONTROL = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")  # those with no escape of two characters
+# Control characters without an escape of two characters such as \n.
+_CONTROL = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
 _CONTROL_ESCAPE = re.compile(
     r"\\(?:x[01]|x7[fF]|u00[01]|u007[fF]|c|v|0|u\{0*(?:[01]?[0-9a-fA-F]|7[fF])\})"
 )
@@ -68,9 +71,9 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
 class JsonForm(NamedTuple):
     """How the JSON of a constraint is written and checked."""
 
-    strict: bool = True  # False: what cannot be enforced is left to the model
+    strict: bool = True  # False: a keyword that cannot be enforced is left to the model
     white_space: str | None = _WHITE_SPACE  # regex of the optional white space; None = none
-    closed: bool = False  # objects have no properties but those that are listed
+    closed: bool = False  # objects have only the listed properties
 
 
 def prepare(schema: object, form: JsonForm) -> dict[str, Any]:
@@ -104,11 +107,11 @@ class _Preparation:
         draft = root.get("$schema")
         self._is_old = isinstance(draft, str) and any(name in draft for name in _OLD_DRAFTS)
         self._form = form
-        # What cannot be enforced is left to the model, unless the request is strict.
+        # Errors that refuse the schema only if the request is strict.
         self._refused = () if form.strict else (NotEnforcedError,)
         self._multiples = Multiples()
         self._has_open_names = False
-        self._control = ""  # place of the first keyword that has a control character
+        self._control = ""  # JSON pointer to the first keyword that has a control character
         self._keywords: dict[str, Callable[[Any, str], Any]] = {
             **dict.fromkeys(_MAPS_OF_SCHEMAS, self._map),
             **dict.fromkeys(_LISTS_OF_SCHEMAS, self._list),
@@ -135,8 +138,8 @@ class _Preparation:
     def forbids_codes(self) -> bool:
         """Whether strings must not contain character codes such as `\\u0066`.
 
-        llguidance compares the names of properties as text. A listed name with codes would pass as
-        another name.
+        llguidance compares the names of properties as they are written. So a listed name that is
+        written with codes would count as another property.
 
         Raises:
             ValueError: codes are forbidden, and the schema has a character that needs one.
@@ -150,10 +153,11 @@ class _Preparation:
         return self._has_open_names
 
     def schema(self, schema: Any, place: str) -> Any:
-        """A schema, rewritten.
+        """Rewrite a schema.
 
         Args:
-            place: its JSON pointer in the whole schema.
+            schema: the schema.
+            place: JSON pointer to it in the whole schema.
 
         Raises:
             ValueError: the value of a keyword is wrong, or cannot be enforced.
@@ -179,10 +183,10 @@ class _Preparation:
         return self._format(prepared, place)
 
     def _keyword(self, keyword: str, value: Any, place: str) -> Any:
-        """The value of a keyword, rewritten; None = the keyword limits nothing."""
+        """Rewrite the value of a keyword; None = the keyword limits nothing."""
         if keyword in self._keywords:
             return self._keywords[keyword](value, place)
-        # An annotation, but a `$ref` may lead into it.
+        # The keyword is an annotation, but a `$ref` can point into it.
         with contextlib.suppress(ValueError):
             if isinstance(value, list):
                 return self._list(value, place)
@@ -234,7 +238,8 @@ class _Preparation:
             )
 
     def _check_fewest(self, schema: dict[str, Any], place: str) -> None:
-        """Check `minProperties`. A grammar cannot see that two names are equal and count once."""
+        """Check `minProperties`. Equal names count once, but a grammar cannot see that they are
+        equal."""
         fewest = schema.get("minProperties", 0)
         is_open = schema.get("additionalProperties") is not False or "patternProperties" in schema
         if is_open and fewest > len(set(schema.get("required", ()))) + 1:
@@ -244,7 +249,7 @@ class _Preparation:
             )
 
     def _format(self, schema: dict[str, Any], place: str) -> dict[str, Any]:
-        """The schema with patterns in place of its `format`, which applies to strings only."""
+        """Replace `format` by patterns. `format` applies to strings only."""
         name, types = schema.get("format"), schema.get("type", "string")
         if name is None or "string" not in (types if isinstance(types, list) else [types]):
             return schema
@@ -295,7 +300,8 @@ def _texts(value: Any) -> Iterator[str]:
 def _merge_enum(schema: dict[str, Any]) -> None:
     """Filter an `enum` by the `type` beside it, and leave `type` out.
 
-    llguidance would combine every value with the type, and its limit is 50,000 combinations.
+    Without this, llguidance would combine every value with the type. Its limit is 50,000
+    combinations.
     """
     values, types = schema.get("enum"), schema.get("type")
     if values is None or types is None:

@@ -153,7 +153,8 @@ _CLASSES = (
     _of(r"NoExtensionBias|NoExtension\b|parser stopped", _NO_TEXT),
     _of(r"^panic: ", "the grammar library failed on it; change it"),
 )
-# Removed from a text without a class: advice on how to call llguidance, and names of its options.
+# Removed from an error that no `_Class` matches: advice on how to call llguidance, and names of its
+# options.
 _ADVICE = re.compile(
     r"\s*[;,.]?\s*(?:consider|try|either increase|increase|enable|use limits?|see|limit)\b.*$|"
     r"<[^<>]*>|\blimits?\.\w+|\b\w+_\w+\b|'\w+' option",
@@ -162,7 +163,7 @@ _ADVICE = re.compile(
 
 
 def explain(text: str) -> str:
-    """The error of a constraint: one line without a subject, cut after 300 characters.
+    """The error of a constraint for the client: one line, cut after 300 characters.
 
     Args:
         text: the message of llguidance's exception, or of a matcher's error.

@@ -38,8 +38,8 @@ def _text(params: StructuredOutputsParams, special_tokens: Mapping[str, int]) ->
     if params.kind == "structural_tag":
         return tags_to_lark(_parsed(value, "structural_tag"), special_tokens, form)
     if params.kind == "choice":
-        # One terminal, because the lexer makes one automaton of it. Alternatives of a rule would be
-        # tried one by one.
+        # All choices are one terminal, because the lexer makes one automaton of a terminal.
+        # Alternatives of a rule would be tried one by one.
         return "start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, value)) + "\n"
     return to_grammar("regex" if params.kind == "regex" else "grammar", value)
 

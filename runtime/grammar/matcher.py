@@ -1,7 +1,8 @@
 """Builds llguidance's tokenizer and matchers, for the grammar process and for the engine.
 
-Both use the same text, tokenizer and limits, so the engine can build each checked grammar.
-llguidance is imported inside functions, because only requests with a constraint need it.
+The grammar process and the engine use the same grammar text, tokenizer and limits. So the engine
+can build every grammar that the process has checked. llguidance is imported inside functions,
+because only requests with a constraint need it.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ if TYPE_CHECKING:
 
 __all__ = ("build_matcher", "load_grammar_tokenizer", "problem", "read_tokenizer_json")
 
-# Limits of one mask, because a step waits for it; llguidance's defaults are 4 times as much. A
-# grammar that exceeds one ends its request with an error.
+# Limits of one mask, because a step waits for it. llguidance's defaults are 4 times as high. A
+# request whose grammar exceeds a limit ends with an error.
 _STEP_LEXER_FUEL = 50_000  # about 4 ms
 _STEP_ITEMS = 20_000  # about 1 ms
-# Limit of a whole grammar. An enum of 100,000 texts of 10 characters takes 1,100,000.
+# Limit for building a whole grammar. An enum of 100,000 texts of 10 characters takes 1,100,000.
 _LEXER_FUEL = 8_000_000
 
 
@@ -32,7 +33,7 @@ def read_tokenizer_json(path: str) -> str:
         path: a directory or a GGUF file; empty = there is no tokenizer.
 
     Raises:
-        InvalidRequestError: there is none.
+        InvalidRequestError: there is no tokenizer.json.
     """
     text = TokenizerFiles(path).tokenizer_json() if path else None
     if text is None:
@@ -72,7 +73,7 @@ def load_grammar_tokenizer(
 
 
 def build_matcher(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
-    """A matcher at the beginning of the grammar; `problem` gives its error, if any."""
+    """A matcher at the beginning of a grammar. `problem` returns the grammar's error, if any."""
     from llguidance import LLMatcher, LLParserLimits
 
     limits = LLParserLimits(

@@ -2,9 +2,10 @@
 
     python -m ostinato.runtime.grammar.process
 
-A client's regular expression, schema or grammar may need unbounded time and memory. This process
-builds it first, with the engine's tokenizer and limits, and tries it on random tokens. A constraint
-that exceeds a limit, or that cannot be enforced, is refused before it reaches the engine.
+A client's regular expression, schema or grammar can need unbounded time and memory. So this process
+builds the grammar first, with the engine's tokenizer and limits, and tries it on random tokens. A
+constraint that exceeds a limit, or that cannot be enforced, is refused before it reaches the
+engine.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ if TYPE_CHECKING:
 __all__ = ("GrammarBuilder", "main")
 
 _TRIED_TOKENS = 48
-# The longest mean time of a mask over the tried tokens. The first masks of a large vocabulary take
-# longer. The limits in matcher.py bound a mask to about 5 ms on an idle core, and a busy machine
-# may take twice as long.
+# The mean time of a mask over the tried tokens may be at most this long. The first masks of a large
+# vocabulary take longer than the mean. The limits in matcher.py bound a mask to about 5 ms on an
+# idle core. A busy machine can take twice as long.
 _MEAN_MASK_S = 0.015
 _MAX_GRAMMAR_CHARACTERS = 8 << 20
 
@@ -46,7 +47,7 @@ class GrammarBuilder:
     """Builds and checks grammars for one model.
 
     Args:
-        model: its tokenizer is loaded by the constructor.
+        model: the model. The constructor loads its tokenizer.
     """
 
     def __init__(self, model: GrammarModel) -> None:
@@ -117,7 +118,7 @@ class GrammarBuilder:
             if not len(allowed):
                 if len(seconds) == 1:
                     raise ValueError("the model has no tokens for the beginning of its text")
-                return  # other tokens before this one may allow more
+                return  # another choice of earlier tokens could have gone on
             if not matcher.consume_token(int(choose.choice(allowed))):
                 raise ValueError(problem(matcher) or "a token that it allows is not accepted")
         mean = sum(seconds) / max(1, len(seconds))
@@ -137,7 +138,8 @@ def _special_tokens(file: dict[str, Any]) -> dict[str, int]:
 def _unknown_tokens(file: dict[str, Any]) -> list[int]:
     """The id of the unknown token, in a list; empty for a tokenizer without one.
 
-    Where only one text can follow, llguidance allows the tokens that the tokenizer gives for it.
+    If only one text can follow, llguidance allows the tokens into which the tokenizer encodes it.
+    These can include the unknown token.
     """
     model = file.get("model") or {}
     token_id = model.get("unk_id")  # Unigram gives the id, other models give the text

@@ -36,8 +36,9 @@ def _leap_second(hours: list[str], minutes: list[str]) -> list[str]:
     """Patterns that allow the second 60 only at 23:59 UTC.
 
     Args:
-        hours: patterns of times with second 60, one for each zone whose hour is 23 in UTC.
-        minutes: the same for minutes, which are 59 in UTC.
+        hours: patterns of times with second 60. Each is for one time zone and matches the local
+            hour that is hour 23 in UTC.
+        minutes: the same for the local minute that is minute 59 in UTC.
     """
     other = f"..:..:[0-5][0-9]{_FRACTION}.*"
     return [_any(other, *hours), _any(other, *minutes)]

@@ -1,7 +1,7 @@
 """Checks the numbers in a JSON schema before llguidance enforces them.
 
 llguidance computes with floats, and rounds long decimals twice when it reads them. A number that
-would change is refused. A maximum that no answer reaches is dropped.
+would change in this way is refused. A maximum that no answer reaches is dropped.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ __all__ = (
 COUNTS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 MAX_EXACT = 1 << 53  # whole numbers below it are exact as floats
-_LONGEST = 1 << 31  # characters or items; no answer has as many
+_LONGEST = 1 << 31  # no answer has this many characters or items
 _MAX_EXPONENT = 22  # 10 ** 22 is the last power of 10 that a float holds exactly
-# Each remainder is a state of an automaton: 100,000 take 0.7 s and 50 MB, a million 13 s.
+# Each remainder is a state of an automaton. 100,000 states take 0.7 s and 50 MB; a million take
+# 13 s.
 _MAX_MULTIPLE = 100_000
 
 
@@ -41,7 +42,7 @@ class NotEnforcedError(ValueError):
 def count(value: Any, place: str) -> int | None:
     """The value of a keyword of COUNTS, as an int; None = it limits nothing.
 
-    JSON may write 2 as 2.0.
+    A float such as 2.0 is accepted, because JSON does not tell 2 from 2.0.
 
     Args:
         place: JSON pointer to the keyword, for the error.
@@ -79,7 +80,7 @@ def bound(value: Any, place: str) -> Any:
 
 
 def exact(value: Any, place: str) -> Any:
-    """A JSON value whose numbers llguidance reads without a change.
+    """Convert a JSON value so that llguidance reads its numbers without a change.
 
     Raises:
         ValueError: a number is infinite or NaN.
@@ -106,7 +107,8 @@ class Multiples:
     """Checks all `multipleOf` of one schema. llguidance combines them in one automaton."""
 
     def __init__(self) -> None:
-        self._found: dict[float, tuple[int, int]] = {}  # value -> its digits, number of decimals
+        # Value -> the value without its decimal point, number of decimals.
+        self._found: dict[float, tuple[int, int]] = {}
 
     def take(self, value: Any, place: str) -> float:
         """Check and return one value, as an int where it is whole.
@@ -133,9 +135,9 @@ class Multiples:
 
 
 def check_interval(schema: dict[str, Any], place: str) -> None:
-    """Refuse an exclusive whole bound that is less than 1 away from the other bound.
+    """Refuse an exclusive bound that is a whole number less than 1 away from the other bound.
 
-    An example is 0 < x < 0.5, for which llguidance would allow 0.
+    An example is 0 < x < 0.5. llguidance would allow 0 here.
 
     Raises:
         NotEnforcedError: the schema has such bounds.
@@ -168,7 +170,7 @@ def _values(schema: Any, names: Iterable[str]) -> list[float]:
     found: list[float] = []
     for name in names:
         value: Any = schema.get(name)
-        if value is True:  # draft 4: the plain bound is exclusive
+        if value is True:  # in draft 4 this makes `minimum` or `maximum` exclusive
             value = schema.get(name.removeprefix("exclusive").lower())
         if _is_number(value):
             found.append(value)

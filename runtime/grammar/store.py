@@ -1,9 +1,9 @@
 """Builds the grammars of an engine's requests on a thread, and gives each row a matcher.
 
 Each grammar has been checked (`runtime/grammar/process.py`), so building it takes bounded time. The
-build releases the interpreter's lock, and steps go on. Loading the vocabulary does not release the
-lock, and takes 0.7 s for 131,072 tokens. So it is loaded while the engine starts, beside the
-weights.
+build releases the interpreter's lock, so steps go on. Loading the vocabulary does not release the
+lock, and takes 0.7 s for 131,072 tokens. So the vocabulary is loaded while the engine starts, at
+the same time as the weights.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ class GrammarBuilt(msgspec.Struct, frozen=True, array_like=True):
 
     request_id: str
     error: str | None = None  # why the build failed; None = the grammar is ready
-    is_refusal: bool = False  # with an error: the request caused it, not the engine
+    is_refusal: bool = False  # the request caused the error, not the engine
 
 
 class GrammarStore:
-    """Grammars of running and waiting requests, and a cache of earlier ones.
+    """Grammars of running and waiting requests, and a cache of earlier grammars.
 
-    One thread calls the methods; another one builds the grammars.
+    One thread calls the methods. A second thread builds the grammars.
 
     Attributes:
         build_seconds: time of the builds, summed over grammars.
@@ -65,9 +65,9 @@ class GrammarStore:
         self.build_seconds = 0.0
 
     def begin_loading(self) -> None:
-        """Begin to load the vocabulary on the thread.
+        """Begin to load the vocabulary on the second thread.
 
-        An error is not reported here: each request with a grammar tries again, and is refused.
+        An error is not reported here. Each request with a grammar tries again, and is refused.
         """
         self._loading = self._start_builder().submit(self._load)
 
@@ -82,7 +82,7 @@ class GrammarStore:
         return self._tokenizer is not None
 
     def prepare(self, request_id: str, grammar: str) -> None:
-        """Begin to build a request's grammar; `take_built` reports the end."""
+        """Begin to build a request's grammar. `take_built` reports when it is built."""
         builder = self._start_builder()
         future = self._cache.get(grammar)
         if future is None:
@@ -95,7 +95,7 @@ class GrammarStore:
         self._unreported[request_id] = future
 
     def take_built(self, timeout_s: float = 0.0) -> list[GrammarBuilt]:
-        """Grammars that were finished since the last call, in the order of `prepare`.
+        """The grammars whose builds ended since the last call, in the order of `prepare`.
 
         Args:
             timeout_s: seconds to wait for the oldest unreported grammar.
@@ -127,18 +127,18 @@ class GrammarStore:
         self._unreported.pop(request_id, None)
 
     def close(self) -> None:
-        """End the thread."""
+        """End the second thread."""
         if self._builder is not None:
             self._builder.shutdown(cancel_futures=True)
 
     def _start_builder(self) -> ThreadPoolExecutor:
-        """The thread; it starts with its first task."""
+        """The second thread. It starts with its first task."""
         if self._builder is None:
             self._builder = ThreadPoolExecutor(1, thread_name_prefix="grammar")
         return self._builder
 
     def _load(self) -> None:
-        """Load the vocabulary; raises InvalidRequestError when grammars cannot use it."""
+        """Load the vocabulary; raises InvalidRequestError if grammars cannot use it."""
         if self._tokenizer is None:
             self._tokenizer = load_grammar_tokenizer(
                 self._path, self._vocab_size, self._eos_token_ids

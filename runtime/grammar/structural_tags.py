@@ -1,8 +1,8 @@
 """Translates structural tags into a Lark grammar: free text with constrained parts.
 
-Accepts vLLM's form (`structures` and `triggers`) and the `format` trees of xgrammar:
-const_string, json_schema, regex, grammar, any_text, sequence, or, tag, triggered_tags,
-tags_with_separator.
+Two notations are accepted: vLLM's `structures` and `triggers`, and xgrammar's `format`. A `format`
+is a tree of parts of these types: const_string, json_schema, regex, grammar, any_text, sequence,
+or, tag, triggered_tags, tags_with_separator.
 """
 
 from __future__ import annotations
@@ -85,10 +85,11 @@ def behind(preamble: Preamble, grammar: str, special_tokens: Mapping[str, int]) 
 
 
 def to_grammar(form: Literal["regex", "grammar"], text: str) -> str:
-    """A regular expression, or a grammar in Lark or GBNF, as a Lark grammar.
+    """Translate a regular expression, or a grammar in Lark or GBNF, into a Lark grammar.
 
     Raises:
-        ValueError: the text is not GBNF. Errors in the other forms appear at the build.
+        ValueError: the text is not GBNF. Errors in Lark and in regular expressions appear when the
+            grammar is built.
     """
     try:
         return grammar_from(form, text)
@@ -97,7 +98,10 @@ def to_grammar(form: Literal["regex", "grammar"], text: str) -> str:
 
 
 class _Builder:
-    """Collects the rules of one grammar. A method for a part returns the part's expression."""
+    """Collects the rules of one grammar.
+
+    Each type of part has a method, which adds rules and returns the expression of the part.
+    """
 
     def __init__(self, special_tokens: Mapping[str, int], form: JsonForm) -> None:
         self._special_tokens = special_tokens
@@ -128,7 +132,7 @@ class _Builder:
         return json.dumps({"grammars": grammars}, ensure_ascii=False)
 
     def part(self, part: object) -> str:
-        """The expression of one part of a format tree, of any type."""
+        """The Lark expression of one part of a `format` tree."""
         kind = part.get("type") if isinstance(part, dict) else None
         if not isinstance(part, dict) or kind not in self._parts:
             raise ValueError(
@@ -142,7 +146,7 @@ class _Builder:
         at_least_one, only_one = _flag(part, "at_least_one"), _flag(part, "stop_after_first")
         tags = _list(part, "tags")
         by_trigger = _by_trigger(tags, _list(part, "triggers"))
-        # The answer begins with a tag. After free text, the model might never begin one.
+        # The answer begins with a tag. After free text the model might never begin a tag.
         first = self._either([self._tag(tag) for tag in tags]) if at_least_one else ""
         if at_least_one and only_one:
             return first
@@ -155,7 +159,7 @@ class _Builder:
         """Text up to a trigger, then the rest of the tags that begin with that trigger."""
         special = self._special.search(trigger) if self._special else None
         if special is None:
-            # Lazy: the text ends where the trigger occurs first.
+            # The rule is lazy: the text ends where the trigger occurs first.
             head = self._rule(f"TEXT {_quoted(trigger)}", "[lazy]")
         elif special.start() == 0:
             head = f"TEXT {self._literal(trigger)}"
@@ -230,7 +234,7 @@ class _Builder:
         return parts[0] if len(parts) == 1 else f"({' | '.join(parts)})"
 
     def _literal(self, text: str) -> str:
-        """The expression of a text, in which special tokens are ids."""
+        """The expression of a text. Special tokens in the text become token ids."""
         if self._special is None:
             return _quoted(text)
         pieces: list[str] = []

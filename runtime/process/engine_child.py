@@ -1,6 +1,6 @@
-"""`EngineChild`: one engine process and the way its messages take. Imports no torch.
+"""`EngineChild`: one engine process, and how messages reach it. Imports no torch.
 
-`LocalChild` is a child of this process. runtime/nodes has the one on another machine.
+`LocalChild` is a process on this machine. `RemoteChild` (runtime/nodes) is one on another machine.
 """
 
 from __future__ import annotations
@@ -29,24 +29,28 @@ class EngineChild(Protocol):
     """An engine process on this or another machine. `spawn` starts it once.
 
     Attributes:
-        path: beside it lies the file of the flight recorder (`flight_path`), if there is one.
+        path: path of the socket's file. The file of the flight recorder (`flight_path`) lies in the
+            same directory, if there is one.
     """
 
     path: Path
 
     @property
     def pid(self) -> int | None:
-        """The process id on its machine; None before it has one."""
+        """The process id on the machine that the process runs on; None before it is started."""
         ...
 
     @property
     def node(self) -> str | None:
-        """The name of the other machine that it runs on; None = this one, or it has none yet."""
+        """The name of the other machine that the process runs on.
+
+        None = it runs on this machine, or is not placed yet.
+        """
         ...
 
     @property
     def cpu_seconds(self) -> float:
-        """Seconds of processor time that all its threads have used; 0 without a process."""
+        """Seconds of processor time that all threads of the process have used; 0 without one."""
         ...
 
     @property
@@ -66,8 +70,8 @@ class EngineChild(Protocol):
             start: a `StartEngine` as one line of JSON.
 
         Raises:
-            OSError: the system can not start another process.
-            zmq.ZMQError: the socket can not be bound.
+            OSError: the system cannot start another process.
+            zmq.ZMQError: the socket cannot be bound.
         """
         ...
 
@@ -92,7 +96,7 @@ class EngineChild(Protocol):
         ...
 
     def close(self) -> None:
-        """Free what belongs to a process that has ended. Safe to call twice."""
+        """Free the socket and files of a process that has ended. Safe to call twice."""
         ...
 
 
@@ -104,9 +108,9 @@ class LocalChild:
     def __init__(self, context: zmq.asyncio.Context, path: Path, gpu: str | None = None) -> None:
         """
         Args:
-            context: makes the socket; it outlives this object.
+            context: makes the socket. The caller closes the context after this object.
             path: the path of the socket's file, which does not exist yet.
-            gpu: the only GPU that the process sees; None = those of this process.
+            gpu: the only GPU that the process sees; None = it sees the GPUs of this process.
         """
         self.path = path
         self._socket = context.socket(zmq.PAIR)
@@ -163,7 +167,8 @@ class LocalChild:
             await self._process.stdin.drain()
 
     async def send(self, data: bytes) -> None:
-        # The queue has no limit, so a send would wait only for a peer that is gone, without end.
+        # The queue has no limit, so a send waits only if the other side is gone. It would then wait
+        # for ever.
         try:
             await self._socket.send(data, flags=zmq.NOBLOCK)
         except zmq.ZMQError as error:
@@ -174,8 +179,8 @@ class LocalChild:
         receive = asyncio.ensure_future(self._socket.recv())
         try:
             await asyncio.wait({receive, self._ended}, return_when=asyncio.FIRST_COMPLETED)
-            # The last message of a process that ended may arrive a moment after its end. A process
-            # that was killed wrote none, and its requests wait.
+            # The last message of a process can arrive a moment after its end. A process that was
+            # killed wrote no last message, and its requests wait for a new process.
             if not receive.done():
                 killed = self.return_code == -signal.SIGKILL
                 await asyncio.wait({receive}, timeout=0.02 if killed else 0.2)

@@ -57,10 +57,12 @@ __all__ = ("main", "run_loop")
 
 _LOG = logging.getLogger(__name__)
 _BEAT_S = 0.5  # seconds between the heartbeats of an idle engine
-_BEATS_BEFORE_CHECK = 4  # idle heartbeats before the integrity check, which would delay a request
+# Number of idle heartbeats before the integrity check. The check would delay a request.
+_BEATS_BEFORE_CHECK = 4
 _LONG_CALL_S = 60.0  # the watchdog allows this for a utility call; writing a trace takes long
-_LONG_STEP_S = 0.25  # a step predicted to take longer is announced to the client
-# Least and most time for messages between two steps. The others are read after the next step.
+_LONG_STEP_S = 0.25  # a step is announced to the client if it is predicted to take longer
+# Limits of the time for reading messages between two steps. The other messages are read after the
+# next step.
 _RECEIVE_S = 0.005
 _MOST_RECEIVE_S = 0.01
 _STATS_S = 0.05  # least time between two statistics in the outputs of steps
@@ -70,9 +72,9 @@ class _Connection:
     """The ZeroMQ socket to the client.
 
     Args:
-        address: of the socket.
-        clock_offset_s: `StartEngine.clock_offset_s`. Times in messages are those of the client's
-            clock, and times in this process those of this machine's.
+        address: the socket's address.
+        clock_offset_s: `StartEngine.clock_offset_s`. Messages have the times of the client's clock.
+            This class converts them from and to the times of this machine's clock.
     """
 
     def __init__(self, address: str, clock_offset_s: float = 0.0) -> None:
@@ -83,7 +85,7 @@ class _Connection:
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.connect(address)
         self._encoder = encoder()
-        self._grammar = ""  # received last
+        self._grammar = ""  # the grammar that was received last
 
     def send(self, message: EngineMessage) -> None:
         if self._clock_offset_s and isinstance(message, EngineOutputs):
@@ -96,7 +98,8 @@ class _Connection:
 
         Args:
             timeout_s: how long to wait for the first message.
-            step_s: seconds of the last step. Messages get half of that, but 5 to 10 ms.
+            step_s: seconds of the last step. Reading takes at most half of that, and at least 5 and
+                at most 10 ms.
         """
         if timeout_s and not self._socket.poll(int(timeout_s * 1000)):
             return
@@ -144,13 +147,13 @@ def run_loop(engine: Engine, connection: _Connection, calls: UtilityCalls) -> No
             elif isinstance(message, GetState):
                 connection.send(State(engine.inspect()))
             elif isinstance(message, UtilityCall):
-                # A call may take long. The announcement keeps the watchdog from killing the engine.
+                # A call can take long. The announcement keeps the watchdog from killing the engine.
                 connection.send(StepStarted([], _LONG_CALL_S))
                 connection.send(calls.answer(message))
             else:
                 return
         if idle_beats == _BEATS_BEFORE_CHECK:
-            engine.check_integrity()  # a damaged engine is restarted while it is idle
+            engine.check_integrity()  # raises if the engine is damaged; then it is restarted
         begin = time.monotonic()
         outputs = parts.pass_on([*outputs, *engine.step(announce)])
         now = time.monotonic()
@@ -208,19 +211,20 @@ def _read_start() -> StartEngine:
 
 
 def _start_ranks(start: StartEngine) -> RankProcesses | None:
-    """Start the processes of the other ranks, so that they import torch while this one does."""
+    """Start the processes of the other ranks, which import torch while this process does."""
     if start.config.parallel.num_ranks == 1:
         return None
-    # At level info all ranks would log the same lines. This process alone logs them.
+    # At level info all ranks would log the same lines. So only this process logs them.
     level = "warning" if start.log_level == "info" else start.log_level
     log = RankLog(level, start.log_format, f"{start.name} ")
     return RankProcesses(start.config.parallel.num_ranks, log)
 
 
 def _flight_recorder(num_steps: int, address: str) -> FlightRecorder | None:
-    """A recorder whose file lies beside the socket, where the client reads it after a crash.
+    """Make the flight recorder. Its file lies beside the socket, where the client reads it after a
+    crash.
 
-    None if it is switched off. None and a warning in the log if the file cannot be made.
+    None if the recorder is off, or if the file cannot be made, which is logged.
     """
     if not num_steps:
         return None

@@ -1,4 +1,4 @@
-"""Starts and ends one engine process and exchanges messages with it. Imports no torch."""
+"""Starts and ends one engine process, and exchanges messages with it. Imports no torch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class EngineProcess:
     def __init__(self, child: EngineChild) -> None:
         self._child = child
         self._encoder = encoder()
-        self._grammar = ""  # sent last
+        self._grammar = ""  # the grammar that was sent last
         self._is_ready = False
 
     @property
@@ -51,12 +51,12 @@ class EngineProcess:
 
     @property
     def path(self) -> Path:
-        """Beside it lies the file of the flight recorder."""
+        """Path of the socket's file. The flight recorder's file lies in the same directory."""
         return self._child.path
 
     @property
     def cpu_seconds(self) -> float:
-        """Seconds of processor time that all its threads have used; 0 without a process."""
+        """Seconds of processor time that all threads of the process have used; 0 without one."""
         return self._child.cpu_seconds
 
     @property
@@ -66,7 +66,7 @@ class EngineProcess:
 
     @property
     def return_code(self) -> int:
-        """The exit code of the process, which has ended; negative for a signal."""
+        """The exit code of the process; negative for a signal. The process must have ended."""
         code = self._child.return_code
         assert code is not None, "ended"
         return code
@@ -126,9 +126,10 @@ class EngineProcess:
         self._child.kill()
 
     async def stop(self) -> None:
-        """End the process; its last messages can still be read.
+        """End the process. Its last messages can still be read.
 
-        An engine that serves is asked to end and killed after 5 s. One that starts is killed.
+        An engine that serves is asked to end, and is killed after 5 s. An engine that is still
+        starting is killed at once.
         """
         if self._child.return_code is not None:
             return
@@ -136,7 +137,7 @@ class EngineProcess:
             with contextlib.suppress(EngineDeadError):
                 await self.send(Shutdown())
         else:
-            self._child.kill()  # it reads no messages yet and has nothing to save
+            self._child.kill()  # an engine that is starting reads no messages
         try:
             await asyncio.wait_for(self._child.wait(), _CLOSE_S)
         except TimeoutError:

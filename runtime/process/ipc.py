@@ -40,7 +40,7 @@ __all__ = (
 class StartEngine(msgspec.Struct, frozen=True, kw_only=True):
     """The configuration of an engine process, sent as one line of JSON to its standard input.
 
-    It has only the server's settings that the process needs, and no secret.
+    Of the server's settings it has only those that the process needs. It has no secrets.
     """
 
     config: EngineConfig
@@ -49,15 +49,15 @@ class StartEngine(msgspec.Struct, frozen=True, kw_only=True):
     log_format: str  # text | json
     flight_recorder_steps: int  # steps that the flight recorder keeps; 0 = no recorder
     profile_dir: str  # where profiles are written; empty = profiling is refused
-    # Seconds to add to this machine's time.monotonic() to get that of the client's machine.
+    # The time.monotonic() of the client's machine minus that of the engine's machine, in seconds.
     clock_offset_s: float = 0.0
 
 
 class AddRequest(msgspec.Struct, frozen=True, array_like=True, tag=1, gc=False):
     """Queue a request.
 
-    A grammar may have megabytes, and all completions of a prompt have the same one. So the second
-    and the further ones are sent without it.
+    A grammar can have megabytes, and all completions of a prompt have the same grammar. So only the
+    first request of a prompt is sent with the grammar.
     """
 
     request: Request
@@ -65,10 +65,14 @@ class AddRequest(msgspec.Struct, frozen=True, array_like=True, tag=1, gc=False):
 
 
 def without_repetition(message: ClientMessage, grammar: str) -> tuple[ClientMessage, str]:
-    """The message to send, and the grammar that was sent last after that.
+    """Remove a repeated grammar from a message. `with_repetition` puts it back.
 
     Args:
-        grammar: the grammar that was sent last; empty = none.
+        message: the message.
+        grammar: the last grammar that was sent before; empty = none.
+
+    Returns:
+        The message to send, and the last grammar that is sent now.
     """
     if not isinstance(message, AddRequest) or not message.request.grammar:
         return message, grammar
@@ -79,7 +83,15 @@ def without_repetition(message: ClientMessage, grammar: str) -> tuple[ClientMess
 
 
 def with_repetition(message: ClientMessage, grammar: str) -> tuple[ClientMessage, str]:
-    """What `without_repetition` was given, and the grammar that was received last after that."""
+    """Undo `without_repetition` on the receiving side.
+
+    Args:
+        message: the received message.
+        grammar: the last grammar that was received before; empty = none.
+
+    Returns:
+        The message with its grammar, and the last grammar that is received now.
+    """
     if not isinstance(message, AddRequest):
         return message, grammar
     if message.repeats_grammar:
@@ -134,7 +146,8 @@ class EngineOutputs(msgspec.Struct, frozen=True, array_like=True, tag=3, gc=Fals
 
     outputs: list[SequenceOutput]
     stats: EngineStats | None
-    # Positions computed, by id, of requests without an output: prompts in chunks, beam searches.
+    # Request id -> positions computed so far, for requests whose steps gave no output: prompts in
+    # chunks, beam searches.
     progress: dict[str, int] = {}
 
 
@@ -143,14 +156,14 @@ class EngineFailed(msgspec.Struct, frozen=True, array_like=True, tag=4, gc=False
 
     message: str  # one line
     at_start: bool  # the engine was not ready yet
-    reason: str = "error"  # killed, crash, exit or hang if a rank ended so; else error
+    reason: str = "error"  # how a rank ended: killed, crash, exit or hang; otherwise error
 
 
 class StepStarted(msgspec.Struct, frozen=True, array_like=True, tag=5, gc=False):
     """Sent before a step that admits requests, or is predicted to take more than 0.25 s.
 
     If the engine dies in that step, the client knows which requests were running. The watchdog
-    allows for `seconds`.
+    gives the step more time if `seconds` is large.
     """
 
     request_ids: list[str]  # requests that take part for the first time
@@ -162,7 +175,7 @@ class State(msgspec.Struct, frozen=True, array_like=True, tag=20, gc=False):
 
 
 class UtilityReply(msgspec.Struct, frozen=True, array_like=True, tag=6, gc=False):
-    """The result of a `UtilityCall`, or with `is_refused` the reason for a refusal."""
+    """The result of a `UtilityCall`. With `is_refused` the text is the reason for the refusal."""
 
     call_id: int
     text: str

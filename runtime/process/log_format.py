@@ -9,14 +9,14 @@ import msgspec
 __all__ = ("FIELDS", "JsonFormatter", "configure_logging")
 
 FIELDS = "fields_of_line"
-"""The attribute of a log record that holds a line's own fields, by their names."""
+"""The attribute of a log record that holds further fields of the line, as a dictionary."""
 
 
 class JsonFormatter(logging.Formatter):
     """Formats a record as JSON: time, level, process, logger, message and the record's FIELDS.
 
     Args:
-        process: `api`, `engine`, or one of several engines such as `engine 1`.
+        process: `api`, `engine`, or with several engines a name such as `engine 1`.
     """
 
     def __init__(self, process: str) -> None:
@@ -43,7 +43,7 @@ def configure_logging(level: str, log_format: str, process: str) -> None:
     Args:
         level: a value of `server.log_level`.
         log_format: a value of `server.log_format`.
-        process: `api`, `engine`, or one of several engines such as `engine 1`.
+        process: `api`, `engine`, or with several engines a name such as `engine 1`.
     """
     handler = logging.StreamHandler()
     if log_format == "json":

@@ -1,7 +1,8 @@
 """Splits outputs with many log-probabilities, so that no message takes long to write or to read.
 
-The log-probabilities of a long prompt, or of all beams of a search, may be a million entries. In
-one message they would hold up the next step of the engine, then all requests of the API process.
+The log-probabilities of a long prompt, or of all beams of a search, can be a million entries. One
+message with all entries would delay the engine's next step, and then all requests of the API
+process.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ _AT_ONCE = 2000  # entries of a message; the API process reads them in some 10 m
 class OutputParts:
     """Passes outputs on, at most 2000 log-probabilities of prompts and beams at a time.
 
-    A large output becomes several with `is_part`, then one that has the rest. The outputs of one
-    request keep their order.
+    A large output becomes several parts (`is_part`), then the output with the rest. The outputs of
+    one request keep their order.
     """
 
     def __init__(self) -> None:
@@ -33,7 +34,7 @@ class OutputParts:
         return len(self._waiting)
 
     def pass_on(self, outputs: Sequence[SequenceOutput]) -> list[SequenceOutput]:
-        """The outputs to send now: of the given ones and of those that wait."""
+        """Take new outputs; returns the outputs and parts to send now, also from earlier calls."""
         if not self._waiting and not any(map(_is_large, outputs)):
             return list(outputs)
         sent: list[SequenceOutput] = []
@@ -65,7 +66,7 @@ def _num_entries(output: SequenceOutput) -> int:
 
 
 def _parts(output: SequenceOutput) -> Iterator[SequenceOutput]:
-    """The parts of a large output, then the output without them."""
+    """The parts of a large output, then the output without the entries of the parts."""
     scores: list[TokenLogprobs] = output.prompt_logprobs or []
     beams: list[BeamOutput] = output.beams or []
     for begin in range(0, len(scores), _AT_ONCE):

@@ -1,8 +1,8 @@
 """The process of a rank after the first: `python -m ostinato.runtime.process.rank_main ...`.
 
-`RankProcesses` starts it. It builds its part of the model, then runs the steps that rank 0 sends.
-It waits for them in `recv`, so an idle rank uses no processor. It ends with its socket, which
-closes when rank 0's process ends, however that ends.
+`RankProcesses` starts this process. The process builds its part of the model, then runs the steps
+that rank 0 sends. It waits for steps in `recv`, so an idle rank uses no processor time. When rank
+0's process ends, for any reason, the socket between them closes. Then this process ends too.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ def main(
     Args:
         socket_fd: descriptor of the socket to rank 0.
         stack_fd: descriptor of the file for the stacks of threads, written on SIGUSR1 or a crash.
-        parent: process id of rank 0 if the system shall kill this process with it; 0 = else.
+        parent: process id of rank 0, if the system is to kill this process when rank 0 ends; else
+            0.
         log_level: the log level of this process.
         log_format: text or json.
         name: the name of this process, in its log.
@@ -69,7 +70,7 @@ def main(
         _run(channel)
     except EOFError:
         pass
-    except ConnectionError:  # the rank of another stage has ended; rank 0 finds out why
+    except ConnectionError:  # the rank of another stage has ended; rank 0 reports why
         channel.wait_for_end()
     except StartupError as error:
         code = 1
@@ -77,11 +78,11 @@ def main(
     except Exception as error:  # the boundary of the process: rank 0 reports why it ended
         code = 1
         channel.send(RankFailed(f"{type(error).__name__}: {error}", traceback.format_exc()))
-    os._exit(code)  # nothing is to be saved, and threads of libraries may wait for a rank
+    os._exit(code)  # threads of libraries can wait for a rank for ever, so exit without them
 
 
 def _end_with_rank_0(connection: socket.socket, parent: int) -> None:
-    """End this process when rank 0's process ends, even while a step waits for it."""
+    """End this process when rank 0's process ends, even while a step here waits for rank 0."""
     if parent:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
@@ -97,7 +98,7 @@ def _end_with_rank_0(connection: socket.socket, parent: int) -> None:
 
 
 def _run(channel: Channel) -> None:
-    # Imported now, while rank 0 reads the configuration.
+    # This import is slow. It runs while rank 0 reads the configuration.
     from ostinato.runtime.startup.rank_group import build_other_rank
 
     descriptors = channel.receive_descriptors()

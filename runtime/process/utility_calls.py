@@ -17,7 +17,7 @@ class UtilityCalls:
     """Executes utility calls.
 
     Args:
-        engine: the engine that the calls are for.
+        engine: the engine that executes the calls.
         profile_dir: where traces are written; empty = profiling is refused.
     """
 

@@ -1,19 +1,20 @@
 """Keeps unfinished requests, so that they continue in another engine when an engine process dies.
 
-The client keeps a request with the tokens that it has returned. When an engine process dies, its
-requests are held until the next process serves, or go to another replica. They are then submitted
-again with their tokens, as the scheduler resumes a preempted sequence.
+The client keeps each request with the tokens that the request has returned. When an engine process
+dies, its requests are held until the next process serves, or go to another replica. Then they are
+submitted again with their tokens. The scheduler continues them like preempted sequences.
 
     held -> submitted (sent to an engine) -> running (part of its steps) -> ended
       ^        |                                |
       +--------+--------------------------------+ the engine died
 
-A request that was running when an engine died may have caused the death, so it is a suspect. After
-a death by SIGKILL, only requests that were also running at the death before are suspects. Suspects
-stay with their replica and are quarantined: they are submitted one at a time, before all others.
-The next one is submitted when the one before is cleared. A suspect is cleared when it has ended,
-has returned a token, or (a prompt in chunks, a beam search) has computed more positions than at the
-death. So a request that kills the engine again runs alone, and the other requests continue.
+A request that was running when an engine died can be the cause, so it is a suspect. After a death
+by SIGKILL, only a request that was also running at the previous death is a suspect. Suspects stay
+with their replica and are quarantined: they are submitted one at a time, before all other requests.
+The next suspect is submitted when the suspect before it is cleared. A suspect is cleared when it
+has ended, or has returned a token. A prompt in chunks or a beam search is cleared when it has
+computed more positions than at the death. So a request that kills the engine again runs alone, and
+the other requests continue.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from ostinato.runtime.types.request import Request
 
 __all__ = ("InFlightRequest", "InFlightRequests", "given_up_output")
 
-Q = TypeVar("Q")  # the queue that gets a request's outputs
+Q = TypeVar("Q")  # the type of the queue that gets a request's outputs
 
 
 class InFlightRequest(Generic[Q]):
@@ -51,12 +52,12 @@ class InFlightRequest(Generic[Q]):
         self.request = request
         self.reader = reader
         self.output_token_ids: list[int] = []  # all tokens that the reader has received
-        self.is_submitted = False  # the engine process that runs now has it
-        self.is_running = False  # it has been part of that engine's steps
-        self.num_crashes = 0  # deaths while it was running, since it was last cleared
-        self.is_suspect = False  # it may have caused the last of these deaths
+        self.is_submitted = False  # the present engine process has the request
+        self.is_running = False  # the request has been part of that process's steps
+        self.num_crashes = 0  # engine deaths while it was running, since it was last cleared
+        self.is_suspect = False  # it is a possible cause of the last of these deaths
         self.progress = 0  # positions that engines are known to have computed
-        self.crashed_at = 0  # the progress at the last death
+        self.crashed_at = 0  # `progress` at the last death
 
 
 class InFlightRequests(Generic[Q]):
@@ -64,8 +65,8 @@ class InFlightRequests(Generic[Q]):
 
     def __init__(self) -> None:
         self._requests: dict[str, InFlightRequest[Q]] = {}
-        self._held: dict[str, InFlightRequest[Q]] = {}  # not submitted; quarantined ones first
-        self._quarantined: str | None = None  # the quarantined request that is submitted
+        self._held: dict[str, InFlightRequest[Q]] = {}  # not submitted; suspects come first
+        self._quarantined: str | None = None  # the suspect that is submitted
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -127,7 +128,7 @@ class InFlightRequests(Generic[Q]):
         They count as submitted from now on.
 
         Args:
-            most: the number of requests at most; the next call returns others.
+            most: the largest number of requests; the next call returns further requests.
         """
         if self._quarantined is not None or not self._held:
             return []
@@ -148,14 +149,14 @@ class InFlightRequests(Generic[Q]):
         return requests
 
     def mark_running(self, request_ids: Iterable[str]) -> None:
-        """These requests take part in the engine's next step."""
+        """Note that requests take part in the engine's next step."""
         for request_id in request_ids:
             one = self._requests.get(request_id)
             if one is not None:
                 one.is_running = True
 
     def take(self, output: SequenceOutput) -> InFlightRequest[Q] | None:
-        """Record an engine's output; returns its request, or None if that has ended."""
+        """Record an output of the engine; returns its request, or None if the request has ended."""
         one = self._requests.get(output.request_id)
         if one is None:
             return None
@@ -171,18 +172,22 @@ class InFlightRequests(Generic[Q]):
         """Record steps that gave no output.
 
         Args:
-            progress: positions that requests have come to, by request id.
+            progress: request id -> positions that are computed.
         """
         for request_id, position in progress.items():
             one = self._requests.get(request_id)
             if one is not None:
                 one.progress = max(one.progress, position)
-                # At the position of the death the next step may kill the engine again.
+                # At the same position the next step can kill the engine again.
                 if position > one.crashed_at:
                     self._clear(one)
 
     def remove(self, request_ids: Iterable[str]) -> list[str]:
-        """Forget requests whose outputs are not read any more; returns those to abort."""
+        """Forget requests whose outputs are not read any more.
+
+        Returns:
+            The requests that the engine has, which the caller must abort.
+        """
         submitted: list[str] = []
         for request_id in request_ids:
             one = self._requests.get(request_id)
@@ -193,17 +198,17 @@ class InFlightRequests(Generic[Q]):
         return submitted
 
     def on_engine_end(self) -> None:
-        """Hold every request again, because the engine ended as it was asked to."""
+        """Hold every request again after the engine ended on request."""
         for one in self._requests.values():
             one.is_submitted = one.is_running = False
         self._hold_all()
 
     def on_engine_death(self, num_allowed: int, num_free: int = 0) -> list[InFlightRequest[Q]]:
-        """Hold every request again; those that were running may become suspects.
+        """Hold every request again. Requests that were running can become suspects.
 
         Args:
-            num_allowed: deaths in a row that a request survives.
-            num_free: deaths in a row after which a running request is not a suspect yet.
+            num_allowed: a request is given up after more deaths in a row than this.
+            num_free: a running request becomes a suspect after more deaths in a row than this.
 
         Returns:
             The requests that are given up. They are forgotten.

@@ -1,4 +1,4 @@
-"""Asks the engine for its state, for `/debug` and the page; concurrent callers share an answer."""
+"""Asks the engine for its state, for `/debug` and the page. Concurrent callers share one answer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _FRESH_S = 0.2
 
 
 class Inspector:
-    """Shares answers between concurrent callers, and keeps one for 0.2 s.
+    """Shares an answer between concurrent callers, and keeps it for 0.2 s.
 
     Args:
         send: asks the engine. `answer` must be called with the reply.
@@ -48,13 +48,13 @@ class Inspector:
         try:
             return await asyncio.wait_for(asyncio.shield(asked), timeout_s)
         except TimeoutError:
-            # A restarted engine has not got the question, so the next call sends it again.
+            # A restarted engine did not get the question, so the next call sends it again.
             if self._asked is asked:
                 self._asked = None
             raise
 
     def answer(self, state: EngineState) -> None:
-        """The engine's reply has arrived."""
+        """Hand the engine's reply to the callers."""
         self._last = self._clock(), state
         asked, self._asked = self._asked, None
         if asked is not None and not asked.done():

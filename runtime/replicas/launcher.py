@@ -36,12 +36,11 @@ class EngineLauncher:
         name: the name of the replica's processes, in messages and logs.
         config: the engine's configuration.
         server: the settings for logs and profiles.
-        path: the beginning of the paths of the sockets' files.
-        make_child: makes a process that has not been started, whose socket's file has the given
-            path.
+        path: path of the socket files, without the number of the process.
+        make_child: takes the path of the socket's file; makes a process, which is not started.
 
     Attributes:
-        name: as above.
+        name: the name of the replica's processes.
     """
 
     def __init__(
@@ -89,8 +88,8 @@ class EngineLauncher:
     ) -> EngineReady:
         """Wait until the first process serves.
 
-        Further processes get its context length and its instruction set. So they accept every
-        request that the first one does, and give the same bits.
+        Later processes get the context length and the instruction set of the first. So they accept
+        every request that the first process accepts, and give the same bits.
 
         Args:
             engine: from `spawn`.
@@ -112,7 +111,7 @@ class EngineLauncher:
         return ready
 
     async def wait_for_next(self, engine: EngineProcess) -> EngineReady:
-        """Wait until a further process serves. If it fails or takes too long, it is killed.
+        """Wait until a later process serves. If it fails or takes too long, it is killed.
 
         Raises:
             StartupError: the engine cannot start, takes too long, or has another kind of model;

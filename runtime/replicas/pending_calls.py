@@ -1,6 +1,6 @@
-"""Utility calls that wait for their reply, on the client's side.
+"""Utility calls that wait for the engine's reply.
 
-The engine's side is runtime/process/utility_calls.py.
+The engine executes them in runtime/process/utility_calls.py.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ class PendingCalls:
         self._pending: dict[int, asyncio.Future[str]] = {}
 
     def begin(self, name: UtilityName) -> tuple[UtilityCall, asyncio.Future[str]]:
-        """The call to send, and the future that gets the reply's text."""
+        """Make a call; returns the message to send, and the future that gets the reply's text."""
         call = UtilityCall(next(self._ids), name)
         future: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._pending[call.call_id] = future
         return call, future
 
     def finish(self, reply: UtilityReply) -> None:
-        """A reply has arrived."""
+        """Hand a reply to its caller."""
         future = self._pending.pop(reply.call_id, None)
         if future is None or future.done():  # its caller is gone
             return
@@ -39,7 +39,7 @@ class PendingCalls:
             future.set_result(reply.text)
 
     def fail(self, reason: str) -> None:
-        """The engine died: end every call with an error."""
+        """End every call with an error, because the engine died."""
         pending, self._pending = self._pending, {}
         for future in pending.values():
             if not future.done():

@@ -1,7 +1,7 @@
 """Divides the machine between the replicas of a server: cores and memory, or GPUs.
 
-On a CPU every replica plans with an equal part of the cores and of the memory that was free before
-the first one started, so that all have the same limits, now and after a restart. On a machine with
+On a CPU every replica gets an equal part of the cores, and of the memory that was free before the
+first replica started. So all replicas have the same limits, also after a restart. On a machine with
 GPUs every replica has a GPU of its own.
 """
 
@@ -24,7 +24,7 @@ class Placement:
     """The part of the machine that one replica has."""
 
     config: EngineConfig
-    gpu: str | None = None  # the only GPU that its process sees; None = this process's GPUs
+    gpu: str | None = None  # the only GPU that its process sees; None = the GPUs of this process
 
 
 def place_replicas(config: EngineConfig, num_replicas: int) -> list[Placement]:
@@ -51,11 +51,12 @@ def divide(
     """The placements of several replicas on a machine with the given resources.
 
     Args:
-        config: the engines' configuration; `device.threads` and `device.memory_gib` count for each.
+        config: the engines' configuration. `device.threads` and `device.memory_gib` are limits of
+            each replica.
         num_replicas: at least 1.
-        cores: the cores that this process may use.
+        cores: number of cores that this process may use.
         free_bytes: free memory of the host.
-        gpus: by index or UUID; empty = the replicas run on the CPU.
+        gpus: indices or UUIDs of the GPUs; empty = the replicas run on the CPU.
 
     Raises:
         StartupError: there are fewer GPUs than replicas.

@@ -56,7 +56,7 @@ __all__ = ("Reader", "Replica")
 
 _LOG = logging.getLogger(__name__)
 _NOT_STARTED = "it was not started"
-_SENT_AT_ONCE = 8  # requests, before other tasks of the event loop have their turn
+_SENT_AT_ONCE = 8  # requests that are sent before other tasks of the event loop run
 
 Reader = FairQueue[tuple[str, SequenceOutput | EngineDeadError | DeadlineError]]
 """Gets the outputs of some requests with their ids, or the error that ends them."""
@@ -84,7 +84,7 @@ class Replica:
             launcher: starts its engine processes.
             server: the settings for the watchdog and restarts.
             on_change: called when the engine has died, serves again, or is not started again.
-            stop_limit_s: how long its process may be stopped with requests; None = as in a hang.
+            stop_limit_s: `HangLimits.stopped_s`.
         """
         self.number = number
         self.name = launcher.name
@@ -107,8 +107,8 @@ class Replica:
         self._restarts = RestartPolicy(
             server.max_restarts, server.restart_window_s, server.restart_backoff_s
         )
-        self._before: EngineStats | None = None  # the last figures of the process before this one
-        self.stats = EngineStats()  # newest; counters go on over restarts
+        self._before: EngineStats | None = None  # the last figures of the previous process
+        self.stats = EngineStats()  # the newest figures; a restart does not reset the counters
 
     @property
     def is_alive(self) -> bool:
@@ -122,7 +122,7 @@ class Replica:
 
     @property
     def restart_reason(self) -> str | None:
-        """Why the last engine died while the next one starts; None while none starts."""
+        """Why the last engine died, while the next engine starts; otherwise None."""
         return self._restarting
 
     @property
@@ -153,7 +153,7 @@ class Replica:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the engine, or None when there is none."""
+        """Process id of the engine, or None if there is no process."""
         return None if self._engine is None else self._engine.pid
 
     @property
@@ -200,7 +200,7 @@ class Replica:
 
         Args:
             requests: requests with unique ids.
-            reader: a queue that gets their outputs until each has ended or `remove` is called.
+            reader: a queue that gets the outputs, until all have ended or `remove` is called.
 
         Raises:
             EngineDeadError: the engine ended and is not started again.
@@ -212,7 +212,7 @@ class Replica:
         await self.submit_held()
 
     async def release(self) -> list[InFlightRequest[Reader]]:
-        """Take the requests, except suspects, from the engine; returns them for other replicas."""
+        """Take all requests except suspects from the engine; returns them for other replicas."""
         submitted = self._requests.submitted_ids() if self.is_alive else []
         released = self._requests.release()
         gone = {one.request.request_id for one in released}
@@ -226,7 +226,7 @@ class Replica:
         The requests of the old process continue in the new one.
 
         Raises:
-            StartupError: the new one cannot start; it is tried again as after a death.
+            StartupError: the new process cannot start. Its start is tried again, as after a death.
             EngineDeadError: the engine does not run.
         """
         self._check_alive()
@@ -237,7 +237,7 @@ class Replica:
         await self._reloading
 
     async def remove(self, request_ids: set[str] | list[str]) -> None:
-        """Forget requests, and abort those that the engine works on."""
+        """Forget requests, and abort the ones that the engine works on."""
         if submitted := self._requests.remove(request_ids):
             await self._send(AbortRequests(submitted))
         await self.submit_held()
@@ -277,11 +277,11 @@ class Replica:
         return await self._inspector.ask(timeout_s)
 
     def flight_records(self) -> list[StepRecord]:
-        """The engine's last steps, read from its file, even if the engine hangs."""
+        """The engine's last steps, read from the flight recorder's file, even if the engine hangs."""
         return [] if self._engine is None else read_flight(flight_path(self._engine.path))
 
     async def close(self) -> None:
-        """End the engine process; open requests get an error. Safe to call twice."""
+        """End the engine process. Unfinished requests get an error. Safe to call twice."""
         if self._death is None:
             self._mark_dead("it was closed")
         self._calls.fail("it was closed")
@@ -305,7 +305,7 @@ class Replica:
             for request in requests:
                 await self._send(AddRequest(request))
             if self._requests.num_held:
-                await asyncio.sleep(0)  # a large request must not hold up the others' outputs
+                await asyncio.sleep(0)  # large requests must not delay outputs of other requests
 
     async def _send(self, message: ClientMessage) -> None:
         """Send to the engine. If it has just died, `_supervise` handles the lost message."""
@@ -366,7 +366,7 @@ class Replica:
             self._inspector.answer(message.state)
 
     async def _watch_engine(self) -> None:
-        """Kill the engine when it completes no step for `server.hang_timeout_s`, or is stopped."""
+        """Kill the engine when it exceeds one of `HangLimits`."""
         limits = HangLimits(self._server.hang_timeout_s, self._stop_limit_s)
         then, cpu_s = time.monotonic(), 0.0
         while True:
@@ -383,7 +383,7 @@ class Replica:
             then = now
 
     def _give_up(self, death: Death) -> None:
-        """Hold the open requests; end those that were running when engines died too often."""
+        """Hold the unfinished requests. End the ones that were running at too many deaths."""
         allowed, free = death.num_allowed_crashes, death.num_unsuspicious_crashes
         for one in self._requests.on_engine_death(allowed, free):
             output = given_up_output(one.request, one.num_crashes, death.text)
@@ -391,7 +391,7 @@ class Replica:
             one.reader.put_nowait((one.request.request_id, output))
 
     async def _restart(self, death: Death) -> bool:
-        """Start the engine again; returns whether it serves, with the open requests."""
+        """Start the engine again, with the unfinished requests; returns whether it serves."""
         while True:
             delay = self._restarts.next_delay(death.reason, time.monotonic())
             if delay is None:
@@ -429,14 +429,14 @@ class Replica:
             return True
 
     def _end_reload(self, error: StartupError | None) -> None:
-        """Tell the caller of `reload`, if there is one, how the start of the new engine went."""
+        """Tell the caller of `reload`, if there is one, whether the new engine started."""
         future, self._reloading = self._reloading, None
         if future is not None and not future.done():
             future.set_result(None) if error is None else future.set_exception(error)
 
     def _route(self, output: SequenceOutput) -> None:
         one = self._requests.take(output)
-        if one is not None:  # else it was aborted a moment ago
+        if one is not None:  # None if the request was aborted a moment ago
             one.reader.put_nowait((output.request_id, output))
 
     def _mark_dead(self, reason: str) -> None:

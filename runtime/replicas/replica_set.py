@@ -1,7 +1,8 @@
 """All replicas of a server: routes requests to them, moves requests, drains and reloads replicas.
 
 When an engine dies, its requests go on in the other replicas at once, with the tokens that they
-have. Suspects (in_flight.py) stay with their replica, so that one request cannot end all engines.
+have. A request that is suspected to kill engines (in_flight.py) stays with its replica. So one
+request cannot end all engines.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class ReplicaSet:
     """The replicas of one model behind a router.
 
     Args:
-        launchers: start the engine processes of each replica.
+        launchers: one for each replica; starts the replica's engine processes.
         server: the section `server` of the configuration.
         parallel: the section `parallel` of the configuration.
         block_size: tokens of a block of the KV cache.
@@ -53,13 +54,13 @@ class ReplicaSet:
     def replica_for(self, request: Request) -> Replica:
         """The replica that serves a request, and all other requests of its prompt.
 
-        It is a dead one if all engines have ended and are not started again.
+        If all engines have ended and are not started again, it returns a dead replica.
         """
         left = self._open() or [one for one in self.replicas if one.death_reason is None]
         return self._choose(request, left or self.replicas)
 
     async def remove(self, request_ids: Iterable[str]) -> None:
-        """Forget requests, and abort those that an engine works on."""
+        """Forget requests, and abort the ones that an engine works on."""
         request_ids = list(request_ids)
         for replica in self.replicas:
             if any(name in replica.requests for name in request_ids):
@@ -68,8 +69,8 @@ class ReplicaSet:
     async def drain(self, number: int, timeout_s: float) -> int:
         """Take a replica out of service.
 
-        The router sends it no more requests. It finishes those that it has. After the timeout they
-        go on in the other replicas.
+        The router sends the replica no more requests. The replica finishes the requests that it
+        has. After the timeout the unfinished ones go on in the other replicas.
 
         Args:
             number: the number of the replica.
@@ -79,7 +80,7 @@ class ReplicaSet:
             How many requests went to other replicas.
 
         Raises:
-            InvalidRequestError: there is no such replica, or no other one takes requests.
+            InvalidRequestError: there is no such replica, or no other replica takes requests.
         """
         replica = self._get(number)
         if all(other is replica for other in self._open()):
@@ -105,15 +106,15 @@ class ReplicaSet:
     async def reload(self, timeout_s: float) -> None:
         """Let one replica after the other read the weights again, in a new engine process.
 
-        Each is drained before, if another one takes requests meanwhile. A single replica keeps its
-        requests, which go on in the new process.
+        Each replica is drained first, if another replica takes requests meanwhile. A single replica
+        keeps its requests, which go on in the new process.
 
         Args:
             timeout_s: seconds that the requests of a replica may take before they move.
 
         Raises:
-            InvalidRequestError: replicas are reloaded already, or one could not load the weights;
-                those after it keep what they have.
+            InvalidRequestError: a reload is running already, or a replica could not load the
+                weights. The replicas after it keep the weights that they have.
         """
         if self._reloads.locked():
             raise InvalidRequestError(
@@ -147,7 +148,7 @@ class ReplicaSet:
         return self.replicas[number]
 
     def _open(self) -> list[Replica]:
-        """The replicas that take requests: those that serve, else those that are started again."""
+        """The replicas that take requests: the serving ones or, if none serves, the others."""
         left = [one for one in self.replicas if one.death_reason is None and not one.is_drained]
         return [one for one in left if one.is_alive] or left
 
@@ -161,7 +162,10 @@ class ReplicaSet:
         return self.replicas[self._router.choose(prompt, request.cache_salt, numbers)]
 
     async def _on_change(self, replica: Replica) -> None:
-        """An engine has died, or serves again: move requests from engines that do not serve."""
+        """Move requests away from engines that do not serve.
+
+        Called when an engine has died, or serves again.
+        """
         if replica.is_alive:
             self._router.forget(replica.number)
         for other in self.replicas:
@@ -170,7 +174,7 @@ class ReplicaSet:
 
     async def _move_from(self, replica: Replica) -> int:
         """Let other replicas go on with a replica's requests, except suspects; returns how many."""
-        # If the engine is not started again, its requests may also go to one that is restarting.
+        # If the engine is not started again, its requests can also go to a restarting replica.
         targets = [
             one
             for one in self._open()

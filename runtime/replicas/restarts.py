@@ -1,7 +1,8 @@
-"""The restart policy: when a dead engine is started again, and after how many deaths it is not.
+"""The restart policy: when a dead engine is started again, and how many restarts are allowed.
 
-The first restart comes at once, the second one after `backoff_s`. Each further one within the
-window waits twice as long as the one before. The caller passes the time: no clock is read here.
+The first restart comes at once, the second restart after `backoff_s`. Each further restart within
+the window waits twice as long as the previous one. The caller passes the time, so this module reads
+no clock.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class DeathReason(StrEnum):
     exit = "exit"  # the process exited by itself
     hang = "hang"  # the watchdog killed it because it made no progress
     start = "start"  # a restart failed
-    reload = "reload"  # it was asked to end, because the next one loads the weights again
+    reload = "reload"  # it was asked to end, so that a new process loads the weights again
 
 
 class Death(NamedTuple):
@@ -38,13 +39,13 @@ class Death(NamedTuple):
     def num_allowed_crashes(self) -> int:
         """Deaths in a row that a running request survives, this death included.
 
-        More after SIGKILL, because a request rarely is its cause.
+        The number is larger after SIGKILL, because a request is rarely the cause of a SIGKILL.
         """
         return 2 if self.reason is DeathReason.killed else 1
 
     @property
     def num_unsuspicious_crashes(self) -> int:
-        """Deaths in a row, this death included, after which a running request is no suspect yet."""
+        """Deaths in a row, with this one, that do not make a running request a suspect yet."""
         return 1 if self.reason is DeathReason.killed else 0
 
 
@@ -57,10 +58,10 @@ def death_of(
     """The reason for the end of an engine process.
 
     Args:
-        return_code: the exit status of the process; negative for a signal, as `subprocess` has it.
+        return_code: the exit status of the process, as in `subprocess`: negative for a signal.
         reported_error: the error that the engine reported before it ended; None = none.
-        hang: why the watchdog killed it; None = it did not.
-        reason: why it ended, if it reported that: the reason of one of its ranks, or error.
+        hang: why the watchdog killed the process; None = the watchdog did not kill it.
+        reason: the reason that belongs to `reported_error`.
     """
     if hang is not None:
         return Death(DeathReason.hang, hang)
@@ -85,7 +86,8 @@ class RestartPolicy:
     Args:
         max_restarts: restarts allowed within the window; 0 = none.
         window_s: seconds after which a restart is forgotten.
-        backoff_s: seconds before the second restart within the window; doubled for each further.
+        backoff_s: seconds before the second restart within the window. Each further restart waits
+            twice as long.
     """
 
     def __init__(self, max_restarts: int, window_s: float, backoff_s: float) -> None:
@@ -113,11 +115,11 @@ class RestartPolicy:
             now: seconds of a monotonic clock.
 
         Returns:
-            Seconds to wait before the restart, or None when there were too many.
+            Seconds to wait before the restart, or None if there were too many restarts.
         """
         while self._recent and now - self._recent[0] >= self._window_s:
             self._recent.popleft()
-        if reason is DeathReason.reload:  # says nothing about the engine
+        if reason is DeathReason.reload:  # not a failure, so it does not count to the limit
             self.counts[reason.value] += 1
             return 0.0
         before = len(self._recent)

@@ -1,4 +1,4 @@
-"""Routing policies: which replica gets a request, in `run serve` and in `run simulate`."""
+"""Routing policies: they choose the replica of a request, in `run serve` and `run simulate`."""
 
 from __future__ import annotations
 
@@ -63,12 +63,16 @@ class RoundRobin:
 
 
 class LeastLoad:
-    """Chooses the replica with the fewest requests; of equals, the one that reached it first."""
+    """Chooses the replica with the fewest requests.
+
+    If several have equally few, it chooses the replica that has had this number for longest.
+    """
 
     reads_loads = True
 
     def __init__(self, num_replicas: int) -> None:
-        # {load: replicas with this load, in the order in which they reached it}.
+        # The item at index n holds the replicas with n requests, in the order in which they got
+        # this number.
         self._by_load: list[OrderedDict[int, None]] = [OrderedDict.fromkeys(range(num_replicas))]
         self.loads = [0] * num_replicas
 
@@ -94,9 +98,10 @@ class LeastLoad:
 class PrefixAware:
     """Chooses the replica that got the longest common prefix, unless it is much busier.
 
-    The router remembers the replica of each block of a prompt, up to `_MEMORY` blocks for each
-    replica. It does not see the replicas' caches. It chooses the least loaded replica if no block
-    is known, or if the known replica has more than twice the least load plus `_SLACK` requests.
+    The router does not see the replicas' caches. It remembers to which replica it sent each block
+    of a prompt, up to `_MEMORY` blocks for each replica. It chooses the least loaded replica if no
+    block is known, or if the known replica has more than twice the least load plus `_SLACK`
+    requests.
     """
 
     reads_loads = True
@@ -109,7 +114,7 @@ class PrefixAware:
     def __init__(self, num_replicas: int, block_size: int) -> None:
         self._least = LeastLoad(num_replicas)
         self._block_size = block_size
-        self._sent: OrderedDict[BlockHash, int] = OrderedDict()  # block -> its last replica
+        self._sent: OrderedDict[BlockHash, int] = OrderedDict()  # block -> last replica that got it
         self._most = self._MEMORY * num_replicas
 
     def choose(

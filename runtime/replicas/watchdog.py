@@ -1,11 +1,12 @@
-"""The hang watchdog: for how long an engine has made no progress, and how much of that is expected.
+"""The hang watchdog: measures how long an engine has made no progress, and when that is too long.
 
-It has no clock and sends nothing: its caller reports messages and elapsed time.
+It has no clock and sends nothing. Its caller reports messages and elapsed time.
 
 Time counts only while the caller runs. While the machine is suspended or the caller's process is
-stopped, no message can arrive. Time in which the engine's process computes counts less: on shared
-cores a step may take many times its prediction, whereas a process that hangs on a lock or is
-stopped uses no processor time.
+stopped, no message can arrive.
+
+Time in which the engine's process computes counts less than other time. On shared cores a step can
+take many times its prediction. A process that hangs on a lock or is stopped uses no processor time.
 """
 
 from __future__ import annotations
@@ -15,18 +16,18 @@ from typing import NamedTuple
 __all__ = ("TICK_S", "HangLimits", "Watchdog")
 
 TICK_S = 0.25  # the caller ticks about this often
-_LONGEST_TICK_S = 1.0  # a longer tick counts as this long: the caller was suspended
-# Predictions are medians of a machine without other work. On shared cores a step takes several
-# times as long. An engine that hangs is still noticed, only later.
+_LONGEST_TICK_S = 1.0  # a longer tick counts as this long, because the caller was suspended
+# Predictions are medians from a machine without other work. On shared cores a step takes several
+# times as long. So predictions are multiplied by this factor.
 _MARGIN = 5.0
-_COMPUTING_SHARE = 0.05  # share of one core; a process that used more in a tick was computing
+_COMPUTING_SHARE = 0.05  # a process that used more than this share of a core in a tick computes
 
 
 class HangLimits(NamedTuple):
-    """For how many seconds an engine may be silent; None = for ever."""
+    """How many seconds an engine may be silent; None = no limit."""
 
-    overdue_s: float | None  # server.hang_timeout_s, beyond the predicted time of its steps
-    stopped_s: float | None  # parallel.rank_timeout_s, for an engine of several ranks
+    overdue_s: float | None  # server.hang_timeout_s; it is added to the predicted time of a step
+    stopped_s: float | None  # parallel.rank_timeout_s; only for an engine of several ranks
 
 
 class Watchdog:
@@ -35,9 +36,11 @@ class Watchdog:
     def __init__(self) -> None:
         self._num_steps: int = 0
         self._stalled_s = 0.0
-        self._counted_s = 0.0  # the same with a lower weight for time in which the engine computed
-        self._announced_s = 0.0  # prediction of the longest step begun since the last progress
-        self._under_way_s = 0.0  # prediction of a step begun before that; it may still run
+        self._counted_s = 0.0  # like _stalled_s, but time of computing has a lower weight
+        # Predicted seconds of the longest step that has begun since the last progress.
+        self._announced_s = 0.0
+        # Predicted seconds of a step that began before the last progress. It can still be running.
+        self._under_way_s = 0.0
         self._stopped_s = 0.0
 
     @property
@@ -49,13 +52,13 @@ class Watchdog:
     def seconds_overdue(self) -> float:
         """The part of `seconds_stalled` that the announced steps do not explain.
 
-        A second in which the engine computed counts as a fifth: an endless loop is noticed later.
+        A second in which the engine computed counts as a fifth of a second.
         """
         expected_s = max(self._announced_s, self._under_way_s)
         return max(0.0, self._counted_s - _MARGIN * expected_s)
 
     def why_killed(self, limits: HangLimits) -> str | None:
-        """Why the process must be killed; None = it need not be."""
+        """Why the process must be killed; None = it must not be killed."""
         if limits.stopped_s is not None and self._stopped_s > limits.stopped_s:
             return (
                 f"it has been stopped for {self._stopped_s:.1f} s (SIGSTOP) and was killed, by "

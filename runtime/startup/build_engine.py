@@ -1,4 +1,4 @@
-"""Builds an engine from a configuration: the composition root of the leader.
+"""Builds an engine from a configuration. This is the composition root of rank 0, the leader.
 
     plan -> rank (rank.py) -> step costs -> scheduler -> engine
 
@@ -50,8 +50,8 @@ __all__ = ("build_engine", "compile_bundle")
 
 _LOG = logging.getLogger(__name__)
 
-# Seconds of an encoder's step on a CPU. Another client's text waits for the rest of a step, and
-# then for its own.
+# The longest step of an encoder on a CPU, in seconds. A new text waits for the rest of the running
+# step, and then for its own step.
 _TEXT_STEP_S = 0.03
 
 
@@ -68,11 +68,11 @@ def build_engine(
     Args:
         config: the engine's configuration; each component gets its section.
         report: called at the end of each phase of the start.
-        observer: called with every step; None = one that writes no file.
+        observer: called with every step; None = a default observer that writes no file.
         model_cache: keeps the loaded model for later engines; None = load the model.
         proposer: the drafter; None = as configured.
-        ranks: the processes of the other ranks, if they have been started; they are ended if the
-            engine cannot start. None = they are started here if the configuration asks for any.
+        ranks: the processes of the other ranks, if they have been started. They are ended if the
+            engine cannot start. None = they are started here, if the configuration asks for ranks.
 
     Raises:
         StartupError: the engine cannot start as configured; one line with the remedy.
@@ -86,7 +86,7 @@ def build_engine(
 
 
 def compile_bundle(config: EngineConfig, report: Report) -> Bundle | None:
-    """Build an engine and close it, so that the bundle of its compiled programs is saved.
+    """Build an engine, save the bundle of its compiled programs, and close the engine.
 
     Args:
         config: the engine's configuration.
@@ -162,13 +162,13 @@ def _build(
         ) from error
     except RankFailedError as error:
         raise StartupError(str(error)) from error
-    except OSError as error:  # a file, a process or a lock that the system refused
+    except OSError as error:  # the system refused a file, a process or a lock
         _LOG.debug("the engine was not built", exc_info=True)
         raise StartupError(f"the engine cannot start: {error}") from error
 
 
 def _with_trial(plan: EnginePlan, *, compiles_levels: bool) -> EnginePlan:
-    """The plan with the instruction set that was the fastest, if several were timed."""
+    """The plan with the fastest instruction set, if several were timed."""
     if compiles_levels:
         build_levels(plan.config, plan.source)
     trial = try_levels(plan.config, plan.source, anew=compiles_levels)
@@ -191,7 +191,7 @@ def _build_first_rank(
     monitor: CompileMonitor,
     undo: ExitStack,
 ) -> tuple[RankParts, Executor]:
-    """Build this process's rank while the others build theirs."""
+    """Build the first rank in this process, while the other ranks build theirs."""
     links = join(plan, ranks, undo)
     with phase("plan"):
         plan, infos = agree(plan, ranks.meet)

@@ -1,6 +1,7 @@
-"""Finds the compiled bundle of a configuration, and prepares the CPU kernels from it.
+"""Finds the bundle of compiled programs of a configuration, and takes the CPU kernels from it.
 
-Imports no torch, because the engine process prepares the kernels while another thread imports it.
+This module imports no torch: the engine process prepares the kernels while another thread imports
+torch.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def kernel_libraries(model: ModelSection) -> tuple[str, ...]:
 
 
 def _states_quantization(model: ModelSection) -> bool:
-    """Whether the settings of a local checkpoint mention a quantization; they are not parsed."""
+    """Whether the files of a local checkpoint mention a quantization. No file is parsed."""
     keys = ("quantization_config", "compression_config")
     if any(key in model.config for key in keys):
         return True
@@ -62,7 +63,7 @@ def planned_isa(device: DeviceConfig) -> str:
     """The instruction set that the CPU kernels will use if they can be built for it.
 
     Raises:
-        StartupError: the configuration names one that this machine does not run.
+        StartupError: the configuration names an instruction set that this machine does not run.
     """
     if device.isa is InstructionSetName.auto:
         return detect_isa()
@@ -98,14 +99,14 @@ def prepare_kernels(model: ModelSection, device: DeviceConfig, graphs: GraphConf
 
 
 def add_kernels(bundle: Bundle, model: ModelSection, isa: str) -> None:
-    """Put the CPU kernels of an instruction set for a model into its bundle."""
+    """Put a model's CPU kernels for one instruction set into the model's bundle."""
     for library in kernel_libraries(model):
         for path in native.intact_libraries(library, isa):
             bundle.put(f"{_kernels_name(library, isa)}.so", path.read_bytes())
 
 
 def _adopt(library: str, isa: str, root: Path | None) -> bool:
-    """Copy a library from any bundle below `root` that has it; False if none has."""
+    """Copy a library from any bundle below `root`; False if no bundle has the library."""
     for directory in () if root is None else trusted_directories(root):
         for path in directory.glob(f"{_kernels_name(library, isa)}*"):
             native.adopt(library, isa, path.read_bytes())

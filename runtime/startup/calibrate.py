@@ -1,6 +1,6 @@
-"""Measures step costs at the start and derives decode buckets, limits and the ITL bound from them.
+"""Measures step costs when the engine starts. Chooses decode buckets, limits and the ITL bound.
 
-It runs once, between the capture of graphs and the first request.
+This runs once, after the capture of graphs and before the first request.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ __all__ = ("CostStore", "calibrate", "make_scheduler")
 
 _LOG = logging.getLogger(__name__)
 
-# Bytes of KV cache that measured steps read contexts from: more than a processor's caches hold.
+# Bytes of KV cache that measured steps read. It is more than the caches of a processor hold.
 _CONTEXT_BYTES = 32 << 20
 
 
@@ -47,7 +47,7 @@ _CONTEXT_BYTES = 32 << 20
 class CostStore:
     """Step-cost tables in a bundle, so that a later start need not measure again.
 
-    A bundle may be used by several machines and configurations. Each has a table of its own.
+    Several machines and configurations can use one bundle. Each has a table of its own in it.
     """
 
     graphs: GraphConfig
@@ -96,10 +96,10 @@ def calibrate(
     """Measure steps before the first request, and drop the decode buckets that save no time.
 
     Args:
-        store: gets the table; has the limits and the time budget.
-        executor: all graphs are captured and no block is in use. Its counters are reset.
+        store: has the limits and the time budget. The table is stored in it.
+        executor: has captured all graphs and uses no block. Its counters are reset.
         plan: the engine's memory plan.
-        model: gives the default sampling parameters.
+        model: has the default sampling parameters.
         is_cpu: whether the executor's device is a CPU.
     """
     limits = store.limits
@@ -129,7 +129,7 @@ def calibrate(
     executor.call(ResetCounters())
     executor.idle()
     store.put(costs)
-    # On a CPU a bucket costs nothing, whereas padding to a larger one costs time.
+    # On a CPU a bucket costs nothing, but padding to a larger bucket costs time.
     redundant = [] if is_cpu else redundant_sizes(buckets, costs)
     if redundant:
         executor.call(DropDecodeBuckets(redundant))
@@ -160,12 +160,12 @@ def make_scheduler(  # noqa: PLR0913 - the parts of a scheduler
         upper: the limits that buffers are sized for.
         costs: the step-cost table; None = not measured.
         whole_prompts: compute each prompt in one step.
-        max_in_flight: steps that may be launched before one is read.
-        has_lanes: they are those of a pipeline's stages.
+        max_in_flight: steps that may be launched before the result of the first is read.
+        has_lanes: the steps in flight run on the stages of a pipeline.
         proposer: the drafter that `upper` was made for; None = no drafts.
         adaptive_drafts: choose the number of drafts by step costs.
-        text_step_s: seconds that a step of whole prompts should take at most, unless
-            scheduler.max_num_batched_tokens is set; None = no limit.
+        text_step_s: longest step of whole prompts in seconds; None = no limit. Ignored if
+            scheduler.max_num_batched_tokens is set.
 
     Raises:
         StartupError: scheduler.itl_target_ms is set and step costs were not measured.
@@ -176,7 +176,7 @@ def make_scheduler(  # noqa: PLR0913 - the parts of a scheduler
         ("max_num_batched_tokens", decided.limits.max_num_batched_tokens, decided.tokens_origin),
     ):
         _LOG.info("scheduler.%s=%d (%s)", key, value, origin)
-    # The cost of one log-probability of a prompt token, in tokens that take the same time.
+    # How many tokens take as long to compute as the log-probability of one prompt token.
     score_tokens = 1.0
     if costs is not None:
         score_tokens = costs.seconds_per_score / max(costs.seconds_per_token, 1e-9)

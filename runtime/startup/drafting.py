@@ -1,4 +1,4 @@
-"""Builds the drafter that has a model of its own: a draft model, or a head."""
+"""Builds a drafter that has weights: a draft model, or a draft head (EAGLE-3, next-token layer)."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def make_drafter(
     """Load the draft model or the head, compile its programs and measure its steps.
 
     Args:
-        plan: of the engine.
-        target: the model's rank.
-        texts: the drafter of predicted outputs.
+        plan: the engine's plan.
+        target: the rank of the model that is drafted for.
+        texts: the drafter of predicted outputs (`prediction`).
         monitor: counts compilations.
         undo: gets the callbacks that release resources if the start fails.
 
@@ -81,7 +81,7 @@ def make_drafter(
 
 
 def finish_rank(rank: RankParts, executor: Executor, phase: PhaseTimer) -> CostTable | None:
-    """Measure step costs, unless an earlier start did, and save the bundle."""
+    """Measure step costs, unless an earlier start measured them, and save the bundle."""
     plan, costs = rank.plan, rank.costs
     if costs is None and rank.cost_store.is_wanted and plan.source.config.kind.generates:
         with phase("cost table"):

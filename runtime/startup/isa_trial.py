@@ -1,15 +1,16 @@
 """Chooses the CPU instruction set at start-up, by timing a model's linear layers on each.
 
-The highest level of `ISA_LEVELS` is not always the fastest. On some processors the bfloat16 dot
-product of `avx512bf16` is slower than widening to float32, as `avx512` does. So with
-`device.isa=auto` the levels are timed at the first start, and the fastest is used. The decision is
-stored beside the bundles. Later starts on this processor use the same level, because the level
-decides the bits of logits.
+The highest level of `ISA_LEVELS` is not always the fastest. `avx512bf16` multiplies with the
+bfloat16 dot product; `avx512` widens to float32 first, which is faster on some processors. So with
+`device.isa=auto` the levels are timed at the first start, and the fastest level is used. The
+decision is stored beside the bundles. Later starts on this processor use the same level, because
+the bits of logits depend on the level.
 
-Only levels whose kernels are compiled are timed. A wheel carries all of them, and `run compile`
-builds them and decides anew. Only bfloat16 layers are timed: for float32 and quantised weights a
-higher level has the same instructions or better ones. `portable` is not timed. Neither are oneDNN
-and other libraries, whose order of sums depends on the number of rows.
+Only levels whose kernels are compiled are timed. A wheel carries the kernels of all levels, and
+`run compile` builds them and decides again. Only bfloat16 layers are timed: for float32 and
+quantised weights a higher level has the same instructions or better ones. The level `portable` is
+not timed. oneDNN and other libraries are no candidates, because their order of sums depends on the
+number of rows.
 """
 
 from __future__ import annotations
@@ -43,24 +44,26 @@ _LOG = logging.getLogger(__name__)
 _ENTRY = "trial.json"
 _ROWS = (1, 4, 16, 64, 512)
 _SAMPLES = 3
-_MOST_WEIGHTS = 1 << 22  # weights of a matrix that are timed; a larger matrix has the same rate
+_MOST_WEIGHTS = 1 << 22  # larger matrices are cut to this many weights, which changes no ratio
 _MANY_ROWS = 64  # with more rows than this, an eighth of the weights is multiplied
-_MARGIN = 0.85  # a lower level replaces a higher one if it takes less than this part of its time
+_MARGIN = 0.85  # a lower level is chosen if its time is below this fraction of the higher level's
 
 
 def try_levels(config: EngineConfig, source: ModelSource, *, anew: bool = False) -> IsaTrial | None:
-    """The decision for a model on this processor: the stored one, else a new one, which is stored.
+    """The stored decision for a model on this processor. Without one: decide now and store it.
 
     Args:
         config: the engine's configuration.
         source: the opened model.
-        anew: decide although a decision is stored.
+        anew: decide again, even if a decision is stored.
 
     Returns:
-        None if there is nothing to decide: the machine has one level only, the layers are not
-        bfloat16 on this project's kernels, or nothing is to be measured or stored
-        (`graphs.cost_table_budget_s=0`, `graphs.bundle=false`). If `device.isa` names a level, the
-        stored decision for it, or None.
+        The decision. If `device.isa` names a level, the stored decision for that level, or None.
+        None if there is nothing to decide:
+
+        - the machine has one level only,
+        - the layers are not bfloat16, or do not use this project's kernels, or
+        - measuring or storing is off (`graphs.cost_table_budget_s=0`, `graphs.bundle=false`).
     """
     if not _matters(config, source):
         return None
@@ -74,7 +77,7 @@ def try_levels(config: EngineConfig, source: ModelSource, *, anew: bool = False)
     root = bundle_root(config.graphs)
     try:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with FileLock(root / ".isa.lock"):  # engines that start together decide once
+        with FileLock(root / ".isa.lock"):  # of engines that start together, one decides
             bundle = _open(config, source)
             stored = None if anew else _read(bundle)
             if stored is not None:
@@ -96,20 +99,21 @@ def stored_trial(config: EngineConfig, source: ModelSource) -> IsaTrial | None:
 
 
 def build_levels(config: EngineConfig, source: ModelSource) -> None:
-    """Compile the kernels of every level that is timed, as far as the compiler can."""
+    """Compile the kernels of every level that is timed. Failures are ignored."""
     for level in _vector_levels() if _matters(config, source) else []:
         with contextlib.suppress(build.NativeBuildError):  # `load` reports it for the level in use
             build.build("core", level)
 
 
 def time_levels(levels: Sequence[str], config: ModelConfig) -> dict[str, dict[str, float]]:
-    """Microseconds of the products of one layer, by level and number of rows; the least of three.
+    """Microseconds of the matrix products of one layer, by level and number of rows.
 
-    They are CPU time of one thread, because other programs on the machine change it little.
+    Each figure is the least of three measurements. It is the CPU time of one thread, because other
+    programs on the machine hardly change CPU time.
 
     Args:
-        levels: some of ISA_LEVELS. Their libraries are loaded; a missing one is built first.
-        config: gives the shapes.
+        levels: some of ISA_LEVELS. Their libraries are loaded; a missing library is built first.
+        config: the model's shapes.
     """
     ops = {level: getattr(torch.ops, load("core", level).namespace) for level in levels}
     weights = [
@@ -135,8 +139,8 @@ def fastest(microseconds: Mapping[str, Mapping[str, float]]) -> str:
     """The level to use.
 
     For each number of rows, a level's time is divided by the least time of all levels. A level's
-    figure is the mean of these ratios. A level replaces those before it only if it is clearly
-    faster.
+    figure is the mean of these ratios. A lower level is chosen only if it is clearly faster than
+    the higher levels (`_MARGIN`).
 
     Args:
         microseconds: by level, the highest level first, then by number of rows.
@@ -152,7 +156,8 @@ def fastest(microseconds: Mapping[str, Mapping[str, float]]) -> str:
 
 
 def describe_times(isa: str, microseconds: Mapping[str, Mapping[str, float]]) -> str:
-    """`avx512 (timed, 64 rows: avx512 1.2 ms, amx 2.3 ms)`; the level alone without times."""
+    """A text such as `avx512 (timed, 64 rows: avx512 1.2 ms, amx 2.3 ms)`; without times, the level
+    alone."""
     if not microseconds:
         return isa
     times = ", ".join(f"{level} {each['64'] / 1e3:.2g} ms" for level, each in microseconds.items())
@@ -160,7 +165,7 @@ def describe_times(isa: str, microseconds: Mapping[str, Mapping[str, float]]) ->
 
 
 def _matters(config: EngineConfig, source: ModelSource) -> bool:
-    """Whether levels differ in speed for this model, and a decision can be measured and kept."""
+    """Whether levels differ in speed for this model, and a decision can be measured and stored."""
     graphs = config.graphs
     return (
         source.device.type == "cpu"
@@ -205,7 +210,7 @@ def _read(bundle: Bundle) -> IsaTrial | None:
     except msgspec.DecodeError as error:
         _LOG.warning("instruction sets are compared again: %s", error)
         return None
-    # The operating system may no longer allow a level that it allowed before.
+    # The operating system can forbid a level now that it allowed when the decision was stored.
     return trial if trial.isa in runnable_levels() else None
 
 

@@ -52,7 +52,7 @@ def begin_model(
         The model, and a function that compiles its program and waits for the weights.
     """
     config, memory = plan.config, plan.memory
-    # The key holds everything that a loaded model depends on.
+    # The key names everything that a loaded model depends on.
     sections = (config.model, config.device, config.graphs)
     cache = (config.cache.block_size, config.cache.dtype)
     key = repr((*sections, *cache, plan.backend, memory.max_model_len, plan.source.shard))
@@ -77,8 +77,8 @@ def begin_model(
 def _prototype(plan: EnginePlan, model: LanguageModel, undo: ExitStack) -> LanguageModel:
     """The model that is traced while `model` is loaded. Its weights have no defined contents.
 
-    On a CPU, loading replaces the memory of weights, so a second model is traced. The memory of
-    that one is never touched and costs nothing. On a GPU a second model would take memory, so
+    On a CPU, loading replaces the memory of weights, so a second model is traced. The second model
+    never touches its memory, so it costs nothing. On a GPU a second model would take memory, so
     `model` itself is traced while it is loaded.
     """
     if not plan.is_cpu:
@@ -184,7 +184,8 @@ def open_bundle(plan: EnginePlan) -> Bundle | None:
             "dtype": f"{source.dtype}, cache {source.cache_dtype}",
             "cache_dtype": str(source.cache_dtype),
             "device": device,
-            # Compiled programs use what the processor has, our kernels what was chosen.
+            # Our kernels use the chosen instruction set. Compiled programs use the best that the
+            # processor has.
             "isa": isa and f"{isa} of {detect_isa()}",
             "form": graphs.form.value,
             "attention": plan.backend,

@@ -1,4 +1,4 @@
-"""A cache of one loaded model, for engines that are built one after the other in one process.
+"""A cache of one loaded model, for engines that one process builds one after the other.
 
 A sweep over scheduler settings builds several engines with the same weights. Parts that depend on
 these settings (buffers, KV cache, captured buckets, step costs) are built for each engine.
@@ -32,7 +32,7 @@ class LoadedModelCache:
         self.num_reused = 0
 
     def get(self, key: Hashable) -> LoadedModel | None:
-        """The model that was put under this key; a model of another key is dropped."""
+        """The model that was stored under this key, or None. Drops a model under another key."""
         if self._model is None or self._key != key:
             self._model = None
             return None

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 __all__ = ("PhaseTimer", "Report")
 
 Report = Callable[[str, float], None]
-"""Called with a finished phase's name and its seconds, possibly from two threads."""
+"""Called with a finished phase's name and its seconds. Two threads can call it."""
 
 
 class PhaseTimer:

@@ -59,14 +59,18 @@ __all__ = ("Meet", "RankParts", "build_rank")
 _LOG = logging.getLogger(__name__)
 
 Meet = Callable[[str, list[int]], list[list[int]]]
-"""Waits until all ranks are at the point of this name; returns the numbers of each."""
+"""Exchanges numbers between the ranks.
+
+Takes the name of a point in the start, and this rank's numbers. Waits until all ranks have reached
+that point. Returns the numbers of every rank.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankParts:
     """A rank that is ready to run steps."""
 
-    plan: EnginePlan  # on CUDA with measured memory
+    plan: EnginePlan  # on CUDA, its memory plan is from measurements
     network: LanguageModel
     executor: InlineExecutor
     runner: ModelRunner
@@ -74,7 +78,7 @@ class RankParts:
     model: ServedModel
     bundle: Bundle | None  # the compiled programs, not saved yet; None = they are not saved
     cost_store: CostStore
-    costs: CostTable | None  # from an earlier start
+    costs: CostTable | None  # step costs that an earlier start measured; None = not measured
 
 
 def build_rank(
@@ -96,9 +100,9 @@ def build_rank(
         monitor: counts compilations; closed with the executor.
         undo: gets the callbacks that release resources if the start fails.
         model_cache: keeps the loaded model for later engines; None = load the model.
-        links: to the ranks that compute the model together; None = this one alone.
+        links: to the other ranks of the model; None = there is one rank.
         meet: waits for the other ranks.
-        has_grammars: its requests may have grammars.
+        has_grammars: requests can have grammars.
 
     Raises:
         StartupError: the weights cannot be loaded, or do not fit into the memory.
@@ -173,7 +177,7 @@ def _with_measured_memory(
     planner: AttentionPlanner | None,
     token_sampler: GraphSampler,
 ) -> EnginePlan:
-    """The plan with the memory of a CUDA device as measured."""
+    """The plan with the measured memory of a CUDA device."""
     memory = plan_measured(
         plan.config,
         plan.source,
@@ -215,11 +219,11 @@ def _open_programs(
 
 
 def _make_grammars(plan: EnginePlan, undo: ExitStack, *, is_needed: bool) -> GrammarStore:
-    """The store of grammars, which begins to load the vocabulary if it is needed."""
+    """Make the store of grammars. Begin to load the vocabulary if it is needed."""
     tokenizer, eos_token_ids = tokenizer_and_ends(plan)
     grammars = GrammarStore(tokenizer, plan.source.config.vocab_size, eos_token_ids)
     undo.callback(grammars.close)
-    # The leader samples for all.
+    # Only the leader samples.
     if is_needed and plan.source.shard.is_leader and plan.source.config.kind.generates:
         grammars.begin_loading()
     return grammars
@@ -283,7 +287,7 @@ def _make_runner(
     grammars: GrammarStore,
 ) -> ModelRunner:
     source = plan.source
-    sampler = None  # rank 0 draws for all
+    sampler = None  # only rank 0 samples
     if source.shard.is_leader:
         sampler = Sampler(
             max_num_seqs=source.limits.max_num_seqs,
@@ -293,7 +297,7 @@ def _make_runner(
             matchers=grammars.matcher,
             reports_forced=plan.config.speculation.method.uses_grammar,
         )
-    # Small steps may use several threads in the CPU kernels, but one in torch.
+    # In small steps the CPU kernels can use several threads, while torch uses one.
     is_eager = plan.config.graphs.mode is GraphMode.eager
     switches = plan.is_cpu and source.weights.uses_cpu_kernels and not is_eager
     threads = StepThreads(plan.threads) if switches else None
@@ -319,7 +323,7 @@ def _prepare_graphs(
         left_out = graphs.capture()
         draws = [] if token_sampler is None else token_sampler.capture()
     if left_out and plan.source.shard.num_ranks > 1:
-        raise StartupError(  # the others have captured them, and would wait for this rank
+        raise StartupError(  # the other ranks have captured them, and would wait for this rank
             "a rank ran out of memory during capture; set cache.memory_gib or "
             "scheduler.max_num_seqs to less"
         )

@@ -1,6 +1,7 @@
-"""Starts an engine on several ranks: what rank 0 and the others do together before the first step.
+"""Starts an engine on several ranks: the work that the ranks do together before the first step.
 
-    share the machine -> plan, agree on the smallest -> programs -> weights -> warm-up, capture
+    share the machine -> plan, agree on the smallest KV cache -> programs -> weights
+    -> warm-up, capture
 
 All ranks load their weights at the same time. Rank 0 compiles and saves the programs; the others
 load them, because one program serves every rank.
@@ -28,11 +29,11 @@ __all__ = ("agree", "build_other_rank", "join")
 
 
 def join(plan: EnginePlan, ranks: RankProcesses, undo: ExitStack) -> RankLinks:
-    """Rank 0's part: make the links, and send the other ranks what they are built from.
+    """On rank 0: make the links, and send the other ranks what they are built from.
 
     Args:
         plan: the plan of rank 0.
-        ranks: the processes of the others.
+        ranks: the processes of the other ranks.
         undo: gets the callbacks that release resources if the start fails.
 
     Raises:
@@ -65,7 +66,7 @@ def build_other_rank(
 
     Args:
         start: from rank 0.
-        descriptors: those of its links to other ranks; closed.
+        descriptors: file descriptors of the rank's links to other ranks; this function closes them.
         meet: waits for the other ranks.
         undo: gets the callbacks that release resources if the start fails.
 
@@ -88,11 +89,14 @@ def build_other_rank(
 
 
 def agree(plan: EnginePlan, meet: Meet) -> tuple[EnginePlan, tuple[RankInfo, ...]]:
-    """The plan with the fewest KV blocks that a rank has room for, and what each rank takes.
+    """Agree with the other ranks on the number of KV blocks: the least that any rank has room for.
 
     Args:
         plan: the plan of this rank.
         meet: exchanges numbers with the other ranks.
+
+    Returns:
+        The plan with this number of blocks, and the facts of each rank.
     """
     memory = plan.memory
     layers = plan.source.shard.layers(plan.source.config.num_layers)

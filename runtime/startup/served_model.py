@@ -22,17 +22,17 @@ from ostinato.runtime.types.params import PoolingKind
 
 __all__ = ("describe_model", "model_name", "tokenizer_and_ends")
 
-_END_BYTES = 4096  # the end of each file with weights that the fingerprint covers
-# generation_config.json's fields that are defaults of a request.
+_END_BYTES = 4096  # the fingerprint covers the last bytes of each weight file
+# Fields of generation_config.json that are defaults of a request.
 _SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def describe_model(plan: EnginePlan, phases: dict[str, float], isa: str) -> ServedModel:
-    """The facts about the model that the API shows, and checks requests against.
+    """The facts about the model that the API shows. The API also checks requests by them.
 
     Args:
         plan: the engine's plan.
-        phases: seconds of the start's parts; still grows while the engine is built.
+        phases: seconds of each phase of the start. The builder adds phases after this call.
         isa: instruction set of the CPU kernels; empty = none are used.
     """
     section, source = plan.config.model, plan.source
@@ -85,10 +85,10 @@ def tokenizer_and_ends(plan: EnginePlan) -> tuple[str, tuple[int, ...]]:
 
 
 def _eos_token_ids(source: ModelSource, tokenizer: Path | None) -> tuple[int, ...]:
-    """The tokens that end a sequence: those of the model's configuration, and the tokenizer's own.
+    """The tokens that end a sequence: from the model's configuration, and from its tokenizer.
 
-    A chat model that was trained further may end its turns with a token that only its tokenizer
-    names. If the model has no tokenizer of its own, only the tokens of its configuration count.
+    A chat model that was trained further can end its turns with a token that only its tokenizer
+    names. The tokenizer counts only if it is the model's own.
     """
     stated = source.config.eos_token_ids
     own = None if tokenizer is None else TokenizerFiles(tokenizer).eos_token_id()
@@ -98,10 +98,10 @@ def _eos_token_ids(source: ModelSource, tokenizer: Path | None) -> tuple[int, ..
 
 
 def _fingerprint(plan: EnginePlan, isa: str) -> str:
-    """A name of all that the bits of an answer depend on, besides the request.
+    """A digest of everything that the bits of an answer depend on, besides the request.
 
-    Equal names with `bitwise` in them promise equal bits. The number of threads and the limits of
-    steps are not part of it.
+    Two engines with equal fingerprints that contain `bitwise` give equal bits. The number of
+    threads and the limits of steps are not part of the fingerprint.
     """
     source, model = plan.source, plan.config.model
     digest = hashlib.sha256()
@@ -130,7 +130,7 @@ def _fingerprint(plan: EnginePlan, isa: str) -> str:
 
 
 def _end_of(file: Path) -> bytes:
-    """Its last weights: reading all of a large checkpoint would take as long as loading it."""
+    """The last bytes of a weight file. Reading the whole file would take as long as loading it."""
     with file.open("rb") as opened:
         opened.seek(max(0, file.stat().st_size - _END_BYTES))
         return opened.read()
@@ -145,7 +145,7 @@ def _tasks(source: ModelSource) -> tuple[ServedTask, ...]:
 
 
 def _pooling(section: ModelSection, source: ModelSource) -> PoolingKind:
-    """The pooling mode: as configured, else the checkpoint's, else the usual one."""
+    """The pooling mode: as configured, else the checkpoint's, else the default of its kind."""
     if source.config.num_labels:
         return PoolingKind.cls  # the hidden state that the classification head reads
     stated = source.pooling.mode

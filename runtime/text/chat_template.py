@@ -1,4 +1,4 @@
-"""Renders chat templates: from a conversation to the prompt text.
+"""Renders chat templates: turns a conversation into the prompt text.
 
 Templates are Jinja code from the model's author, so they run in Jinja's sandbox. The environment
 (filters, globals, white space rules, the `generation` tag) is that of Hugging Face templates.
@@ -46,7 +46,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own filter escapes HTML; templates expect plain JSON."""
+    """Replaces Jinja's own filter, which escapes HTML. Templates expect plain JSON."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -105,7 +105,8 @@ class ChatTemplate:
         """Render the prompt text of a conversation.
 
         Args:
-            messages: `{"role": ..., "content": text}`, oldest first; None values are left out.
+            messages: `{"role": ..., "content": text}`, oldest first. Keys with value None are left
+                out.
             add_generation_prompt: end with the header of a new assistant message.
             continue_final_message: leave the last message open, so that the model continues it.
             variables: further variables of the template (`enable_thinking`, ...).
@@ -143,7 +144,7 @@ class ChatTemplate:
             )
         except MemoryError:
             raise  # the limit of the process that prepares the request
-        except Exception as error:  # a template is a program, which may raise any other
+        except Exception as error:  # a template is a program and can raise any exception
             raise InvalidRequestError(
                 f"the model's chat template refuses these messages: {error}", param="messages"
             ) from error
@@ -169,7 +170,7 @@ def _mark_end(conversation: list[dict[str, Any]]) -> None:
 
 
 def _cut_at_end(text: str) -> str:
-    """The text up to the mark. A template that trims messages has also removed the mark's space."""
+    """The text before `_END_OF_MESSAGE`, whose last space a template that trims messages drops."""
     end = text.rfind(_END_OF_MESSAGE.rstrip())
     if end < 0:
         raise InvalidRequestError(

@@ -1,8 +1,8 @@
-"""Incremental detokenization: from the tokens of a completion to text that can be streamed.
+"""Incremental detokenization: turns the tokens of a completion into text that can be streamed.
 
-Three things are held back: the bytes of an incomplete character, text that may become a stop
-string, and (in the window method) text whose last character a further token may change. The result
-does not depend on how the tokens are grouped into calls. Imports neither torch nor transformers.
+Three things are held back: the bytes of an incomplete character, text that can become a stop
+string, and (in the window method) text whose last character can change with the next token. The
+result does not depend on how the tokens are grouped into calls.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from ostinato.runtime.types.params import SamplingParams
 __all__ = ("IncrementalDetokenizer", "PieceText", "TextDecoder", "WindowText")
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-_PROMPT_WINDOW = 6  # prompt tokens that the first output tokens are decoded after
+_PROMPT_WINDOW = 6  # prompt tokens at the beginning of the first window
 _MAX_SILENT = 16  # tokens without text in the window, such as ids that the tokenizer does not know
-_LONGEST_CHARACTER = 4  # bytes, so also tokens, of one UTF-8 character
+_LONGEST_CHARACTER = 4  # a UTF-8 character has at most this many bytes, and so as many tokens
 
 
 class TextDecoder(Protocol):
@@ -28,7 +28,7 @@ class TextDecoder(Protocol):
 
     @property
     def pieces(self) -> TokenPieces | None:
-        """The bytes of each token, if a text is the joined bytes of its tokens; else None."""
+        """The bytes of each token. None if a text is more than the joined bytes of its tokens."""
         ...
 
     @property
@@ -44,8 +44,8 @@ class TextDecoder(Protocol):
 class IncrementalDetokenizer:
     """The text of one completion as its tokens arrive.
 
-    The text is what the tokens add after the prompt, so a model whose words carry their leading
-    space continues a prompt correctly. Special tokens are left out with
+    The tokens are decoded as a continuation of the prompt. So the first word gets a space before it
+    where the tokenizer makes the space a part of the word. Special tokens are left out with
     `sampling.skip_special_tokens`.
 
     Args:
@@ -56,7 +56,7 @@ class IncrementalDetokenizer:
 
     Attributes:
         stop_reason: the stop string that ended the text, else None. Later tokens are ignored.
-        num_tokens: output tokens so far, up to the one that completed the stop string.
+        num_tokens: output tokens so far, up to the token that completed the stop string.
     """
 
     def __init__(
@@ -87,8 +87,8 @@ class IncrementalDetokenizer:
 
         Args:
             token_ids: the next output tokens.
-            ends_with_stop_token: the last of them is the end-of-sequence or stop token that ended
-                the completion; its text is left out unless `include_stop_str_in_output`.
+            ends_with_stop_token: the last token is the end-of-sequence token or a stop token that
+                ended the completion. Its text is left out without `include_stop_str_in_output`.
         """
         hidden = 1 if ends_with_stop_token and not self._include_stop else 0
         shown = token_ids[: len(token_ids) - hidden]
@@ -119,7 +119,7 @@ class IncrementalDetokenizer:
 
 
 class PieceText:
-    """Decodes tokens whose bytes are joined, with a table and an incremental UTF-8 decoder.
+    """Decodes with a table of the bytes of each token, and an incremental UTF-8 decoder.
 
     Each maximal invalid part becomes one replacement character (Unicode standard, section 3.9).
     """
@@ -132,7 +132,7 @@ class PieceText:
         self._at_beginning = pieces.strips_leading_space and not any(
             map(self._piece, reversed(prompt_token_ids))
         )
-        # A prompt of token ids may end within a character, which the output then completes.
+        # A prompt of token ids can end within a character, which the output then completes.
         self._decoder.decode(b"".join(map(self._piece, prompt_token_ids[-_LONGEST_CHARACTER:])))
 
     def append(self, token_ids: Sequence[int]) -> str:
@@ -149,10 +149,10 @@ class PieceText:
 
 
 class WindowText:
-    """Decodes with any tokenizer: decodes a short window of tokens and returns the new part.
+    """Works with any tokenizer: decodes a short window of tokens and returns the new text.
 
-    The window begins with tokens whose text was returned already. So a change that a decoder makes
-    at the beginning of a text, such as dropping a space, does not affect new tokens.
+    The window begins with tokens whose text was returned already. Some decoders change the
+    beginning of a text, for example drop a space. Such a change does not affect new tokens.
     """
 
     def __init__(

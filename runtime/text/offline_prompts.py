@@ -1,4 +1,4 @@
-"""The forms in which `LLM` takes prompts: text, token ids, and the dictionaries of vLLM."""
+"""The types of prompts that `LLM` takes: text, token ids, and the dictionaries of vLLM."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _unwrap(prompt: Mapping[str, object]) -> Prompt:
     if names == {"prompt"} and isinstance(prompt["prompt"], str):
         return prompt["prompt"]
     ids = prompt.get("prompt_token_ids")
-    # A dictionary from vLLM may have both the text and the ids. The ids are used.
+    # A dictionary from vLLM can have both the text and the ids. The ids are used.
     if names <= {"prompt", "prompt_token_ids"} and isinstance(ids, list | tuple):
         return cast(Sequence[int], ids)
     raise InvalidRequestError(

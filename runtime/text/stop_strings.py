@@ -1,8 +1,8 @@
-"""Stop strings on a growing text: holds back only text that may still become a stop string.
+"""Finds stop strings in a growing text; holds back only text that can still become a stop string.
 
 Only the longest suffix that is a proper prefix of a stop string is held back. The stop string that
-is complete first ends the text; of two that are complete at the same character, the longer one. So
-the result does not depend on how the text is cut into pieces. The parsers of reasoning and tool
+is complete first ends the text. If two are complete at the same character, the longer one counts.
+So the result does not depend on how the text is cut into pieces. The parsers of reasoning and tool
 calls (`api/parsing`) work in the same way on the released text.
 """
 
@@ -43,8 +43,8 @@ class StopStringMatcher:
 
         Args:
             text: the new text; it is ignored once a stop string has been found.
-            may_stop: False while `min_tokens` forbids stopping; a stop string that completes within
-                `text` is then ordinary text.
+            may_stop: False while `min_tokens` forbids stopping. Then a stop string that is complete
+                within `text` is ordinary text.
         """
         if self.matched is not None or not text:
             return ""
@@ -60,12 +60,12 @@ class StopStringMatcher:
         return buffer[:released]
 
     def flush(self) -> str:
-        """The text that is held back when generation ends for another reason."""
+        """Release the text that is held back. Called when generation ends without a stop string."""
         held, self._held = self._held, ""
         return held
 
     def _first_match(self, buffer: str, *, searched: int) -> tuple[int, str] | None:
-        """(position, stop string) of the match that ends first after `searched`."""
+        """The match that ends first after the position `searched`: (position, stop string)."""
         best: tuple[int, int, str] | None = None
         for stop in self._stop:
             start = buffer.find(stop, max(0, searched - len(stop) + 1))

@@ -1,15 +1,16 @@
 """Bounds the number of tokens of a text, and cuts long texts, before they are tokenised.
 
 Tokenising takes about a microsecond a character. With these bounds, a text that cannot fit into
-the context is refused by its length alone, and only a part of a text that is truncated is
-tokenised. Both results are exact. They exist only for the kinds of tokenizers that are known here.
+the context is refused by its length alone. If a text is to be truncated, only a part of it is
+tokenised. The results are the same as without the bounds. The bounds exist only for the kinds of
+tokenizers that this module knows.
 
-- `max_token_characters` is the most characters that a token stands for. It exists if the tokenizer
-  drops no text, and turns each unknown character into tokens of its own.
-- `TextCutter` cuts a text between an ASCII letter and a space that an ASCII letter follows. No
-  token spans such a place, and the tokens on each side do not depend on the other side. This holds
-  if the pre-tokenizer splits there, or no token of the vocabulary spans the place. So each word
-  between two such places is at least one token.
+- `max_token_characters` is the largest number of characters that one token stands for. It exists if
+  the tokenizer drops no text and turns each unknown character into tokens of its own.
+- `TextCutter` cuts a text only at a letter boundary: after an ASCII letter, before a space and
+  another ASCII letter. No token spans such a place, and the tokens on each side do not depend on
+  the other side. This holds if the pre-tokenizer splits there, or if no token of the vocabulary
+  spans such a place. So each word between two such places is at least one token.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ import tokenizers
 
 __all__ = ("TextCutter", "Window", "max_token_characters")
 
-# Unicode normalisation composes at most so many code points into one.
+# Unicode normalisation composes at most this many code points into one.
 _MOST_COMPOSED = 4
 _NORMAL_FORMS = {"NFC": _MOST_COMPOSED, "NFKC": _MOST_COMPOSED, "NFD": 1, "NFKD": 1}
-# A place to cut: a letter, a space and a letter.
+# A place to cut: after a letter that a space and a letter follow.
 _PLACE = re.compile(r"[A-Za-z](?= [A-Za-z])")
-_STRETCH = 1 << 16  # characters that are searched at a time from the end of a text
+_STRETCH = 1 << 16  # the search from the end of a text reads this many characters at a time
 
-# Parts of pre-tokenizers' patterns that match letters, with at most one space before them.
+# Alternatives in patterns of pre-tokenizers that match letters, with at most one space before them.
 _WORDS = frozenset(
     (
         r" ?\p{L}+",
@@ -44,7 +45,7 @@ _WORDS = frozenset(
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
     )
 )
-# Parts that never match a letter and a space after it, and have no look-behind.
+# Alternatives that never match a letter and a space after it, and have no look-behind.
 _OTHERS = frozenset(
     (
         *("'s", "'t", "'re", "'ve", "'m", "'ll", "'d"),
@@ -79,16 +80,17 @@ class TextCutter:
         self._keeps_space = _keeps_space(backend)
 
     def window(self, text: str, num_tokens: int, side: Literal["left", "right"]) -> Window:
-        """A part of `text` whose tokens include those that truncation keeps.
+        """Find a part of `text` that has all tokens that truncation keeps.
 
         Args:
+            text: the text that is to be truncated.
             num_tokens: tokens that are kept.
-            side: where tokens are cut off. With `right` the part is a beginning of the text, and
-                its first `num_tokens` tokens are those of the text. With `left` it is an end of
-                the text, and its last `num_tokens` tokens are those of the text.
+            side: where tokens are cut off. With `right` the part is at the beginning of the text,
+                and has the same first `num_tokens` tokens as the text. With `left` it is at the end
+                of the text, and has the same last `num_tokens` tokens.
 
         Returns:
-            The part; the whole text if no shorter part is known to be right.
+            The part; the whole text if no shorter part is known to have these tokens.
         """
         whole = Window(0, len(text))
         if self._keeps_space is None:
@@ -107,7 +109,7 @@ class TextCutter:
         end = len(text)
         while end > 0:
             begin = max(0, end - _STRETCH)
-            stretch = text[begin : end + 2]  # with the two characters that follow its last letter
+            stretch = text[begin : end + 2]  # the pattern looks two characters ahead
             places = [
                 match.end() for match in _PLACE.finditer(stretch) if match.end() <= end - begin
             ]
@@ -119,7 +121,7 @@ class TextCutter:
 
 
 def max_token_characters(backend: tokenizers.Tokenizer) -> int | None:
-    """The most characters of a text that one token stands for; None = not bounded."""
+    """The largest number of characters that one token stands for; None = no bound is known."""
     normalizer, pre_tokenizer = _state(backend.normalizer), _state(backend.pre_tokenizer)
     shrinkage = _shrinkage(normalizer)
     if shrinkage is None or not all(map(_keeps_text, _flat(pre_tokenizer, "pretokenizers"))):
@@ -134,7 +136,7 @@ def max_token_characters(backend: tokenizers.Tokenizer) -> int | None:
 
 
 def _shrinkage(normalizer: dict[str, Any] | None) -> int | None:
-    """The most characters of a text that become one character; None = text may vanish."""
+    """How many characters can become one in normalisation, at most; None = text can vanish."""
     result = 1
     for step in _flat(normalizer, "normalizers"):
         kind = step["type"]
@@ -151,14 +153,14 @@ def _shrinkage(normalizer: dict[str, Any] | None) -> int | None:
 
 
 def _keeps_text(step: dict[str, Any]) -> bool:
-    """Whether a pre-tokenizer drops nothing of a text."""
+    """Whether a step of a pre-tokenizer keeps the whole text."""
     if step["type"] in ("Split", "Punctuation"):
         return step["behavior"] != "Removed"
     return step["type"] in ("ByteLevel", "Metaspace", "Digits", "UnicodeScripts")
 
 
 def _knows_every_character(backend: tokenizers.Tokenizer, vocabulary: dict[str, int]) -> bool:
-    """Whether each character that is no token becomes at least one token of its own."""
+    """Whether each character without a token becomes at least one token of its own."""
     model = backend.model
     if not isinstance(model, tokenizers.models.BPE):
         return False
@@ -182,7 +184,10 @@ def _is_byte_level(backend: tokenizers.Tokenizer) -> bool:
 
 
 def _keeps_space(backend: tokenizers.Tokenizer) -> bool | None:
-    """See `TextCutter`; None = tokens may span a place, or depend on what is beyond it."""
+    """Whether the part after a cut begins with the space; None = the text cannot be cut.
+
+    A text cannot be cut if tokens can span a place to cut, or depend on the text beyond it.
+    """
     for token in backend.get_added_tokens_decoder().values():
         text = token.content
         if re.search(r"\s", text) or not text:
@@ -220,9 +225,9 @@ def _keeps_space(backend: tokenizers.Tokenizer) -> bool | None:
 
 
 def _adds_space(normalizer: dict[str, Any] | None) -> bool | None:
-    """Whether a text gets a space before it; None for a normalizer that is not known.
+    """Whether a normalizer puts a space before a text; None for a normalizer that is not known.
 
-    The known ones treat each side of a place by itself.
+    The known normalizers treat the text on each side of a cut by itself.
     """
     adds_space = False
     for step in _flat(normalizer, "normalizers"):
@@ -275,22 +280,22 @@ def _alternatives(pattern: str) -> list[str]:
 
 
 def _no_token_spans(backend: tokenizers.Tokenizer) -> bool:
-    """Whether no token of a BPE has a letter before a space; merges then stay on one side."""
+    """Whether no token of a BPE has a letter before a space. Then no merge spans a cut."""
     if not isinstance(backend.model, tokenizers.models.BPE):
         return False
     vocabulary = backend.get_vocab()
     if not _knows_every_byte(backend, vocabulary):
-        return False  # unknown characters next to each other may become one token
+        return False  # adjacent unknown characters can become one token
     return not any(re.search("[A-Za-z][▁Ġ ]", token) for token in vocabulary)
 
 
 def _state(part: Any) -> dict[str, Any] | None:
-    """The settings of a tokenizer's part; None where it has none."""
+    """The settings of one component of a tokenizer; None if the tokenizer does not have it."""
     return None if part is None else json.loads(part.__getstate__())
 
 
 def _flat(state: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:
-    """The steps of a part, which may be a sequence of sequences."""
+    """The steps of a component, which can be a sequence of sequences."""
     if state is None:
         return []
     if state["type"] != "Sequence":

@@ -1,9 +1,9 @@
 """The bytes of each token, for tokenizers whose text is the joined bytes of its tokens.
 
-That holds for byte-level BPE (GPT-2, Llama 3, Qwen) and for SentencePiece-style vocabularies with
-byte fallback (Llama 1 and 2, Mistral, Gemma): together nearly every model in use. With this table,
-incremental detokenisation is a table look-up and an incremental UTF-8 decoder, and
-log-probabilities can name a token that is half a character by its bytes.
+Byte-level BPE (GPT-2, Llama 3, Qwen) and SentencePiece-style vocabularies with byte fallback (Llama
+1 and 2, Mistral, Gemma) have this property. These are nearly all models in use. With this table,
+incremental detokenisation needs only look-ups and an incremental UTF-8 decoder. Log-probabilities
+can show the bytes of a token that is a part of a character.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ("TokenPieces",)
 
 
 def _byte_of_unicode() -> dict[str, int]:
-    """{character: byte}, the inverse of GPT-2's table of printable characters for bytes."""
+    """{character: byte}, the inverse of GPT-2's table of a printable character for each byte."""
     kept = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     moved = [byte for byte in range(256) if byte not in set(kept)]
     return {chr(byte): byte for byte in kept} | {

@@ -1,7 +1,7 @@
 """The tokenizer of a model, read from its `tokenizer.json`, with its chat template.
 
-Uses the `tokenizers` library. transformers takes seconds to import, so it is imported only for a
-directory without `tokenizer.json`.
+The module uses the `tokenizers` library. transformers takes seconds to import, so it is imported
+only for a directory without `tokenizer.json`.
 """
 
 from __future__ import annotations
@@ -67,13 +67,13 @@ class Tokenizer:
 
     @classmethod
     def from_path(cls, path: str | Path, *, chat_template_file: str = "") -> Self:
-        """Loads the tokenizer of a Hugging Face model directory or of a GGUF file.
+        """Load the tokenizer of a Hugging Face model directory or of a GGUF file.
 
         Args:
-            path: the directory or file; `tokenizer_config.json`, `special_tokens_map.json` and the
-                template files in a directory are read when they are there.
-            chat_template_file: a Jinja file instead of the model's own template; "" = the model's
-                own.
+            path: the directory or file. In a directory, `tokenizer_config.json`,
+                `special_tokens_map.json` and the template files are optional.
+            chat_template_file: a Jinja file that replaces the model's own template; "" = the
+                model's own.
 
         Raises:
             StartupError: there is no tokenizer, or a file cannot be read; the text names the file.
@@ -116,11 +116,11 @@ class Tokenizer:
 
     @cached_property
     def max_token_characters(self) -> int | None:
-        """The most characters of a text that a token stands for; None = not bounded."""
+        """The largest number of characters that one token stands for; None = no bound is known."""
         return max_token_characters(self._backend)
 
     def measure(self) -> None:
-        """Find out now what calls would find out later, such as `max_token_characters`."""
+        """Compute the cached properties now, so that a later call does not wait for them."""
         _ = self.max_token_characters, self._cutter
 
     def encode_truncated(
@@ -140,8 +140,8 @@ class Tokenizer:
         self, text: str, limit: int, *, side: Literal["left", "right"], add_special_tokens: bool
     ) -> list[tuple[int, int]]:
         """The `token_offsets` of the tokens of `encode_truncated`."""
-        # One token more is encoded and dropped. A cut may drop a space that the tokenizer then adds
-        # itself, and the offset of the first token after the cut would lack it.
+        # One token more is encoded and dropped. A cut can drop a space before the first token. The
+        # tokenizer adds the space again, but the first token's offset would lack it.
         encoding, begin = self._encode_part(
             text, limit + 1, side, add_special_tokens=add_special_tokens
         )
@@ -156,7 +156,11 @@ class Tokenizer:
     def _encode_part(
         self, text: str, limit: int, side: Literal["left", "right"], *, add_special_tokens: bool
     ) -> tuple[tokenizers.Encoding, int]:
-        """The encoding of a part of a text that has the `limit` tokens to keep, and its begin."""
+        """Encode a part of a text that has the `limit` tokens to keep.
+
+        Returns:
+            The encoding, and the index of the part's first character in the text.
+        """
         begin, end = self._cutter.window(text, limit, side)
         part = text if end - begin == len(text) else text[begin:end]
         return self._backend.encode(part, add_special_tokens=add_special_tokens), begin
@@ -230,7 +234,9 @@ class Tokenizer:
         variables: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """Render a conversation; see `ChatTemplate.render`. Encode it without special tokens.
+        """Render a conversation; see `ChatTemplate.render`.
+
+        The text contains the special tokens already, so encode it with `add_special_tokens=False`.
 
         Raises:
             InvalidRequestError: the model has no chat template, or it refuses the messages.
@@ -252,7 +258,7 @@ class Tokenizer:
 
 
 def tokenizer_facts(path: str | Path, tokenizer: Tokenizer) -> dict[str, Any]:
-    """The configuration of a tokenizer for clients: its tokenizer_config.json, completed.
+    """The configuration of a tokenizer for clients: tokenizer_config.json and the chat template.
 
     Raises:
         StartupError: the file cannot be read.
@@ -282,11 +288,11 @@ def _convert_with_transformers(directory: Path) -> tokenizers.Tokenizer:
     """The tokenizer of an older directory: vocab.json and merges.txt, or a SentencePiece model."""
     if not directory.is_dir():
         raise StartupError(f"{directory} is not a directory: give model.tokenizer=DIRECTORY")
-    from transformers import AutoTokenizer  # seconds to import, so only here
+    from transformers import AutoTokenizer  # imported here because the import takes seconds
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory)
-    except Exception as error:  # transformers raises many types; the remedy is the same for all
+    except Exception as error:  # transformers raises many types, and the remedy is the same
         raise StartupError(
             f"{directory} has no tokenizer.json and no tokenizer that can be converted"
             f" ({str(error).splitlines()[0]}): give model.tokenizer=DIRECTORY"

@@ -1,7 +1,4 @@
-"""The files of a tokenizer: those of a Hugging Face directory, or what a GGUF file has instead.
-
-Imports neither torch nor transformers.
-"""
+"""The files of a tokenizer, read from a Hugging Face directory or a GGUF file."""
 
 from __future__ import annotations
 
@@ -33,7 +30,7 @@ class _AddedTokens(msgspec.Struct):
 
 
 class TokenizerFiles:
-    """The texts that a tokenizer is made of.
+    """The contents of the files that a tokenizer is made from.
 
     Args:
         path: a directory or a GGUF file.
@@ -46,7 +43,7 @@ class TokenizerFiles:
         """The tokenizer.json; None if the directory has none.
 
         Raises:
-            StartupError: it cannot be read.
+            StartupError: the file cannot be read.
         """
         if self._gguf is None:
             return _read_text(self.path / "tokenizer.json")
@@ -60,7 +57,7 @@ class TokenizerFiles:
         """The tokenizer_config.json; {} if there is none.
 
         Raises:
-            StartupError: it cannot be read.
+            StartupError: the file cannot be read.
         """
         if self._gguf is None:
             return _read_json(self.path / "tokenizer_config.json")
@@ -74,14 +71,14 @@ class TokenizerFiles:
         """The special_tokens_map.json of an older directory; {} if there is none.
 
         Raises:
-            StartupError: it cannot be read.
+            StartupError: the file cannot be read.
         """
         return _read_json(self.path / "special_tokens_map.json") if self._gguf is None else {}
 
     def eos_token_id(self) -> int | None:
-        """The id of the end-of-sequence token that the directory names.
+        """The id of the end-of-sequence token that the directory names; None if it names none.
 
-        None if it names none, and for a GGUF file: the model's configuration has its id.
+        None for a GGUF file too, because the model's configuration has the id.
 
         Raises:
             StartupError: a file cannot be read.
@@ -98,17 +95,17 @@ class TokenizerFiles:
         try:  # the vocabulary is skipped, so this takes milliseconds
             found = msgspec.json.decode(self.tokenizer_json() or "{}", type=_AddedTokens)
         except msgspec.DecodeError:
-            return None  # loading the tokenizer says what is wrong with it
+            return None  # loading the tokenizer reports the error
         return next((added.id for added in found.added_tokens if added.content == text), None)
 
     def template_source(self, user_file: str) -> str | None:
-        """The chat template from the first place that has one: the user's file, then the model's.
+        """The chat template: the user's file, else the model's template; None if there is none.
 
         Args:
-            user_file: a Jinja file; "" = none is given.
+            user_file: a Jinja file; "" = no file.
 
         Raises:
-            StartupError: a file cannot be read, or the user's is not there.
+            StartupError: a file cannot be read, or the user's file does not exist.
         """
         for file in (Path(user_file),) if user_file else (self.path / "chat_template.jinja",):
             text = None if self._gguf is not None and not user_file else _read_text(file)

@@ -1,7 +1,4 @@
-"""Compares the vocabularies of two models, whose token ids must mean the same.
-
-Imports neither torch nor transformers.
-"""
+"""Compares the vocabularies of a draft model and its target, whose token ids must mean the same."""
 
 from __future__ import annotations
 
@@ -15,13 +12,14 @@ __all__ = ("vocabulary_difference",)
 
 
 def vocabulary_difference(draft: Path, target: Path) -> str | None:
-    """How the tokens of a draft model differ from the target's; None if they do not.
+    """How the tokens of a draft model differ from the target's; None if they are equal.
 
-    Added tokens are not compared: models of a family differ in them, and drafts rarely have any.
+    Added tokens are not compared. Models of one family differ in them, and draft tokens are rarely
+    added tokens.
 
     Args:
         draft: a directory or a GGUF file.
-        target: the same. A directory without tokenizer.json is not compared.
+        target: a directory or a GGUF file. A directory without tokenizer.json is not compared.
 
     Raises:
         StartupError: a file cannot be read.

@@ -23,8 +23,8 @@ def choose_isa(config: DeviceConfig, *, is_cpu: bool) -> None:
     """Let the CPU kernels use the instruction set of the configuration, if it names one.
 
     Raises:
-        StartupError: the machine does not run it, the process uses another one already, or the
-            model runs on another device.
+        StartupError: the machine does not run the instruction set, the process already uses
+            another one, or the model does not run on a CPU.
     """
     if config.isa is InstructionSetName.auto:
         return

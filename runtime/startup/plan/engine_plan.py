@@ -33,13 +33,13 @@ __all__ = ("EnginePlan", "check_determinism", "make_plan")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnginePlan:
-    """The decisions about an engine before it is built."""
+    """Everything that is decided about an engine before it is built."""
 
     config: EngineConfig
     source: ModelSource
     memory: MemoryPlan
     backend: str  # attention backend; empty for a model without a KV cache
-    buckets: BucketTable  # the buckets to capture; step costs may leave out some
+    buckets: BucketTable  # the buckets to capture; step costs can remove some
     overlap: bool  # whether a step is launched before the previous step is read
     threads: int  # threads of the model on a CPU
     isa_trial: IsaTrial | None = None  # how the instruction set was chosen; None = not by a trial
@@ -78,7 +78,7 @@ class EnginePlan:
         return self.source.kv_cache_spec(self.config.cache.block_size)
 
     def make_aux_states(self) -> AuxStates | None:
-        """What keeps the hidden states that the model's head reads; None without a head."""
+        """Buffers for the hidden states that the draft head reads; None without a head."""
         spec = None if self.draft is None else self.draft.source.config.head
         if isinstance(spec, HeadSpec):
             return AuxStates(spec.layers_of(self.source.config.num_layers))
@@ -98,9 +98,9 @@ class EnginePlan:
 
     @property
     def why_batch_dependent(self) -> str | None:
-        """Why the bits of a token's logits may depend on the batch, and the remedy on a CPU.
+        """Why the bits of a token's logits can depend on the batch, and the remedy on a CPU.
 
-        None if they do not.
+        None if the bits do not depend on the batch.
         """
         graphs, dtype = self.config.graphs, str(self.source.dtype).removeprefix("torch.")
         if not self.is_cpu:
@@ -156,10 +156,10 @@ def make_plan(
 
 
 def _draft_plan(plan: EnginePlan) -> EnginePlan:
-    """The plan of the draft model, whose steps are decodes and prompts like those of any other.
+    """The plan of the draft model, which runs steps of decodes and prompts like any model.
 
     Raises:
-        StartupError: it does not support a setting.
+        StartupError: the draft model does not support a setting.
     """
     source, config = plan.source.draft, draft_config(plan.config)
     assert source is not None, "there is a draft model"
@@ -191,10 +191,10 @@ def _select_backend(config: EngineConfig, source: ModelSource) -> str:
 
 
 def check_determinism(plan: EnginePlan) -> None:
-    """Check that the plan keeps the promise that the configuration asks for.
+    """Check that the plan keeps what `runtime.determinism` asks for.
 
     Raises:
-        StartupError: it does not; the text names the reason and the remedy.
+        StartupError: the plan does not keep it; the text names the reason and the remedy.
     """
     reason = plan.why_batch_dependent
     if plan.config.runtime.determinism is Determinism.bitwise and reason is not None:
@@ -216,7 +216,7 @@ def _check_graphs(config: EngineConfig, source: ModelSource, backend: str) -> No
             "graphs.attention=reference reads lengths on the host, so its steps cannot be "
             "captured; set graphs.mode=compiled"
         )
-    # Compiled GPU kernels index with 32 bits, and no guard checks the sizes when they run.
+    # Compiled GPU kernels compute indices with 32 bits, and no check of the sizes happens later.
     most = ((1 << 31) - 1) // max(model.hidden_size, 2 * model.widest_mlp, model.qkv_size())
     if source.limits.max_num_batched_tokens > most:
         raise StartupError(

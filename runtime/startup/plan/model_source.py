@@ -70,12 +70,13 @@ class ModelSource:
 
     @property
     def has_cache_scales(self) -> bool:
-        """Whether the checkpoint's scales of keys and values are used; other caches need none."""
+        """Whether the cache uses the checkpoint's scales of keys and values. Only a float8 cache
+        can."""
         return self.cache_dtype is torch.float8_e4m3fn and self.weights.has_cache_scales
 
     @property
     def handoff_shape(self) -> HiddenShape:
-        """The hidden states of the largest step, which stages hand on."""
+        """The shape of the hidden states that one pipeline stage hands to the next, at most."""
         return HiddenShape(self.limits.max_num_batched_tokens, self.config.hidden_size, self.dtype)
 
     def kv_cache_spec(self, block_size: int) -> KVCacheSpec:
@@ -94,14 +95,15 @@ def open_model(
 
     Args:
         config: the engine's configuration.
-        device: a device to plan for, which need not exist; None = the configured one.
+        device: a device to plan for, which need not exist; None = the configured device.
         max_drafts: draft tokens of one sequence in one step, at most; 0 = no drafter, None = as
             configured.
-        shard: the part of the model that this rank holds. The layers of its stage are dealt here.
+        shard: the part of the model that this rank holds. This function sets the layers of its
+            stage.
 
     Raises:
         StartupError: there is no such model, it is not supported, or it cannot be divided among
-            so many ranks or stages.
+            the configured ranks or stages.
     """
     try:
         checkpoint = open_checkpoint(config.model)
@@ -124,7 +126,7 @@ def open_model(
     weights = _choose_weights(config, checkpoint, device, dtype)
     cache_dtype = resolve_cache_dtype(config.cache.dtype, dtype)
     if cache_dtype is torch.float8_e4m3fn and weights.has_cache_scales:
-        # Only `Attention` (models/layers.py) divides by them.
+        # Only `Attention` (models/layers.py) divides by the scales.
         family = class_of(model_config)
         if not issubclass(family, Decoder) or model_config.latent is not None:
             raise StartupError(
@@ -149,10 +151,10 @@ def open_model(
 
 
 def part_of(source: ModelSource, shard: Shard) -> ModelSource:
-    """The part of a model that a rank holds. The layers of its stage are dealt here.
+    """The part of a model that a rank holds, with the layers of its stage.
 
     Raises:
-        StartupError: the model cannot be divided among so many ranks.
+        StartupError: the model cannot be divided among this number of ranks or stages.
     """
     for key, number, reason in (
         ("tensor", shard.size, source.config.why_unshardable(shard.size)),
@@ -170,7 +172,8 @@ def _open_draft(config: EngineConfig, target: ModelSource) -> ModelSource:
     """The draft model, or the head.
 
     Raises:
-        StartupError: there is none, it is not supported, or it does not fit to the target.
+        StartupError: the draft model does not exist, is not supported, or cannot draft for the
+            target.
     """
     path, method = config.speculation.model, config.speculation.method
     key = f"speculation.model={path}" if path else f"speculation.method={method}"
@@ -214,7 +217,7 @@ def _open_head(config: EngineConfig, target: ModelSource) -> ModelSource:
         target: the model.
 
     Raises:
-        StartupError: it is no head, or a value of its config is not supported.
+        StartupError: the checkpoint is not a head, or a value of its config is not supported.
     """
     checkpoint = open_checkpoint(config.model)
     try:
@@ -235,10 +238,10 @@ def _open_head(config: EngineConfig, target: ModelSource) -> ModelSource:
 
 
 def _open_next_token_layer(config: EngineConfig, target: ModelSource) -> ModelSource:
-    """The layer of the model's own checkpoint that predicts one token more.
+    """The next-token layer (multi-token prediction) of the model's own checkpoint.
 
     Raises:
-        StartupError: the checkpoint has none.
+        StartupError: the checkpoint has no such layer.
     """
     key = "speculation.method=mtp"
     try:
@@ -252,7 +255,7 @@ def _open_next_token_layer(config: EngineConfig, target: ModelSource) -> ModelSo
 
 
 def _why_hidden(config: EngineConfig) -> str | None:
-    """Why the programs of the model show no hidden states; None if they do."""
+    """Why the model's compiled programs do not return hidden states; None if they do."""
     if config.graphs.form is GraphForm.layer or config.graphs.mode is GraphMode.eager:
         return None
     return (
@@ -280,7 +283,7 @@ def _why_no_head(config: EngineConfig, head: ModelSource, target: ModelSource) -
 
 
 def _why_no_draft(draft: ModelSource) -> str | None:
-    """Why a model cannot draft for any other; None if it can."""
+    """Why a model cannot draft for any other model; None if it can."""
     if not draft.config.kind.generates:
         return f"{draft.config.architecture} does not generate"
     if num_kv_groups(class_of(draft.config).step_tensors) > 1:
@@ -291,7 +294,7 @@ def _why_no_draft(draft: ModelSource) -> str | None:
 def _why_other_vocabulary(
     config: EngineConfig, draft: ModelSource, target: ModelSource
 ) -> str | None:
-    """How the vocabulary of a draft model differs from the target's; None if it does not."""
+    """How the vocabulary of a draft model differs from the target's; None if they are equal."""
     sizes = draft.config.vocab_size, target.config.vocab_size
     if sizes[0] != sizes[1]:
         return f"it has another vocabulary, of {sizes[0]} tokens, and the model's has {sizes[1]}"
@@ -319,7 +322,7 @@ def _choose_weights(
 
 
 def _encoder_limits(config: EngineConfig, limits: StepLimits, max_model_len: int) -> StepLimits:
-    """The limits of an encoder's steps, which have room for a whole text.
+    """The limits of an encoder's steps. A step must have room for a whole text.
 
     Raises:
         StartupError: the configured step is too small, or scheduler.itl_target_ms is set.
@@ -339,10 +342,10 @@ def _encoder_limits(config: EngineConfig, limits: StepLimits, max_model_len: int
 
 
 def model_skeleton(source: ModelSource) -> LanguageModel:
-    """The model of this rank without memory, for the sizes of its weights.
+    """The model of this rank on the meta device: it shows the sizes of weights and has no memory.
 
     Raises:
-        StartupError: a quantised matrix cannot be divided among so many ranks.
+        StartupError: a quantised matrix cannot be divided among this number of ranks.
     """
     try:
         return build_model(

@@ -78,7 +78,7 @@ def plan_engine(
 
 
 def _footprint(config: EngineConfig, source: ModelSource) -> ModelFootprint:
-    """The sizes of a model."""
+    """The sizes of a model that the memory plan needs."""
     model, limits = source.config, source.limits
     skeleton = model_skeleton(source)
     stage = source.shard.stage
@@ -88,7 +88,7 @@ def _footprint(config: EngineConfig, source: ModelSource) -> ModelFootprint:
         weights_bytes=num_bytes(skeleton),
         kv_bytes_per_token=source.kv_cache_spec(1).bytes_per_block,
         hidden_size=model.hidden_size,
-        # Some values of experts are as wide as the hidden states. Every rank holds them whole.
+        # Every rank holds the activations of experts in full width.
         intermediate_size=model.widest_mlp // (1 if model.has_experts else source.shard.size),
         qkv_size=model.qkv_size(source.shard),
         dtype_bytes=source.dtype.itemsize,
@@ -112,7 +112,7 @@ def _footprint(config: EngineConfig, source: ModelSource) -> ModelFootprint:
 
 
 def _free_bytes(config: EngineConfig, *, is_cpu: bool) -> int:
-    """Free memory of this machine, as far as the engine may plan with it."""
+    """Free memory of this machine, or device.memory_gib if that is less."""
     free, limit_gib = free_memory(is_cpu=is_cpu).free_bytes, config.device.memory_gib
     return free if limit_gib is None else min(free, int(limit_gib * GIB))
 
@@ -122,13 +122,15 @@ def bucket_table(
 ) -> BucketTable:
     """The buckets to capture.
 
-    The table is empty unless graphs.mode=captured, and for an encoder, whose steps rarely have the
-    same shape twice. On a CPU every number of decodes has a bucket, because buckets cost nothing.
+    The table is empty without graphs.mode=captured. It is also empty for an encoder, because its
+    steps rarely have the same shape twice. On a CPU every number of decodes has a bucket, because
+    buckets cost nothing.
 
     Args:
         config: the engine's configuration.
         source: from `open_model`.
-        costs: step costs from an earlier start; buckets that save no time on a GPU are left out.
+        costs: step costs from an earlier start. By these, buckets that save no time on a GPU are
+            left out. None = all buckets.
     """
     graphs, scheduler, is_cpu = config.graphs, source.limits, source.device.type == "cpu"
     if graphs.mode is not GraphMode.captured or not source.config.kind.generates:
@@ -163,7 +165,7 @@ def plan_measured(
     planner: AttentionPlanner | None,
     token_sampler: GraphSampler,
 ) -> MemoryPlan:
-    """The memory plan with measured sizes, once everything but the KV cache is allocated.
+    """The memory plan with measured sizes. Called when all but the KV cache is allocated.
 
     The weights need not be loaded yet, because a step's allocations do not depend on their values.
 

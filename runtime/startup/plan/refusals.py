@@ -1,4 +1,4 @@
-"""Refuses settings that a model, or another setting, does not support; each in one line."""
+"""Refuses settings that a model or another setting does not support. Each error is one line."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ("check_division", "check_speculation")
 
 
 def check_speculation(config: EngineConfig, model: ModelConfig, limits: StepLimits) -> None:
-    """Refuse drafts that the model or the largest step cannot have.
+    """Refuse drafts if the model does not support them or a step is too small.
 
     Raises:
         StartupError: the model does not generate, or a step has fewer tokens than a draft.
@@ -37,10 +37,10 @@ def check_speculation(config: EngineConfig, model: ModelConfig, limits: StepLimi
 
 
 def check_division(config: EngineConfig, device: torch.device, shard: Shard) -> None:
-    """Refuse what ranks and stages do not support.
+    """Refuse ranks and stages together with a device or a setting that does not support them.
 
     Raises:
-        StartupError: the device or a setting excludes them.
+        StartupError: the device or a setting does not support ranks or stages.
     """
     for key, number in (("tensor", shard.size), ("pipeline", shard.stage.count)):
         if number > 1 and device.type != "cpu":
