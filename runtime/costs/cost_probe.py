@@ -4,18 +4,20 @@ A measured step is a `SchedulerOutput` like any other. Its time includes filling
 captured or compiled model, and the sampler. New tokens go to the null block. Contexts are read from
 blocks that no sequence holds yet.
 
-Token ids are random: equal tokens would all go to the same experts, and their steps would read
-fewer weights than those of service.
+Token ids are random. Equal tokens would all go to the same experts, and their steps would read
+fewer weights than steps in service.
 
 If there is a drafter, steps that verify drafts are timed without context, for a few numbers of
 sequences and tokens. The table has the difference between such a step and a decode.
 
-Log-probabilities of prompts are timed once, as the difference between a step with and without them.
+The log-probabilities of a prompt are timed once, as the difference between a step with them and a
+step without them.
 
-Only some lines of the grid are measured: prompts of one sequence and decodes of several, each
-without and with context. The other points are derived from them. A line is measured upwards with
-one run a point until the time budget ends, then downwards with two. A point's cost is the median of
-its runs. The runs lie apart in time, so a short disturbance hits at most one of them.
+Only some lines of the grid are measured: prompts of one sequence, and decodes of several sequences,
+each without and with context. The other points are derived from these lines. A line is measured
+from small to large sizes with one run a point until the time budget ends, then from large to small
+sizes with two runs a point. A point's cost is the median of its runs. The runs of a point lie apart
+in time, so a short disturbance hits at most one of them.
 """
 
 from __future__ import annotations
@@ -40,12 +42,13 @@ __all__ = ("StepSpace", "measure_costs")
 _LEAST_BUDGET_S, _MOST_BUDGET_S = 0.5, 4.0
 _BUDGET_STEPS = 150  # the budget is the time of 150 decode steps, between those two limits
 _CONTEXTS = (1024, 8192)
-# The share of the budget at which each line ends: prompts, decodes, then both for each context.
+# The share of the budget at which the measurement of each line ends. A pair is (prompts, decodes).
+# The first pair is without context, then one pair for each context.
 _SHARES = ((0.4, 0.65), (0.75, 0.9), (0.95, 1.0))
 _RUNS_UP, _RUNS_DOWN = 1, 2
 _SCORED_TOKENS = 64  # prompt tokens of the step whose log-probabilities are timed
 _SCORED_RUNS = 3
-_VERIFY_SHARE = 0.25  # verification gets this share of the budget in addition
+_VERIFY_SHARE = 0.25  # timing verification gets this share of the budget in addition
 _VERIFY_RUNS = 3
 _VERIFY_SEQS = (1, 4, 16, 64)  # numbers of sequences of measured verifications, at most
 
@@ -62,7 +65,7 @@ class StepSpace:
     decode_sizes: Sequence[int]  # numbers of sequences of the measured decodes, rising
     context_block_ids: Sequence[int]  # blocks that contexts are read from
     sampling: SamplingParams  # the parameters of a usual request
-    # Tokens of each sequence in the measured steps that verify drafts, rising from 2 on.
+    # Numbers of tokens of a sequence in the measured steps that verify drafts: at least 2, rising.
     verified_tokens: Sequence[int] = ()
 
 
@@ -81,11 +84,20 @@ class _Prober:
         self._random = random.Random(0)
 
     def decodes(self, num_seqs: int, context: int, num_runs: int) -> list[float]:
-        """Seconds of each of `num_runs` steps in which sequences of this context decode."""
+        """Seconds of each of `num_runs` steps in which `num_seqs` sequences decode.
+
+        Args:
+            num_seqs: number of sequences.
+            context: cached tokens of each sequence.
+            num_runs: number of steps.
+        """
         return self._times([Chunk(1, context)] * num_seqs, num_runs)
 
     def prompts(self, num_tokens: int, context: int, num_runs: int) -> list[float]:
-        """Seconds of each of `num_runs` steps that compute `num_tokens` after a context."""
+        """Seconds of each of `num_runs` steps that compute `num_tokens` prompt tokens.
+
+        The tokens follow `context` cached tokens.
+        """
         most = self._space.max_model_len - context
         chunks = [Chunk(most, context)] * (num_tokens // most)
         if rest := num_tokens % most:
@@ -135,7 +147,7 @@ class _Prober:
                 num_written = -(-(start + num_tokens) // space.block_size)
                 num_read = start // space.block_size  # a context consists of whole blocks
                 block_ids = [*islice(read, num_read), *[0] * (num_written - num_read)]
-            # A decode's token is the row's last one.
+            # A decode has no token ids: its token is the row's last sampled token.
             token_ids = [] if num_tokens == 1 else chosen[:num_tokens]
             num_logits = num_tokens if verifies else 1
             scheduled.append(
@@ -162,10 +174,10 @@ def measure_costs(
     """Run steps and tabulate their times.
 
     Args:
-        execute: runs a step until its tokens are on the host; compiles nothing any more.
+        execute: runs a step until its tokens are on the host. It must not compile anything.
         space: the limits of the steps.
-        budget_s: seconds that the measurement takes, about; None = the time of 150 decode steps,
-            at least half a second and at most 4. A slow device is measured at fewer points.
+        budget_s: about how many seconds the measurement takes. None = the time of 150 decode steps,
+            but at least 0.5 and at most 4 seconds. On a slow device fewer points are measured.
         clock: a monotonic clock in seconds.
     """
     prober = _Prober(execute, space, clock)
@@ -206,10 +218,13 @@ def measure_costs(
 def _scored_seconds(
     prober: _Prober, prompts: dict[int, float], space: StepSpace, until: float
 ) -> float | None:
-    """Seconds of one log-probability of a prompt; None when there is no time to measure it.
+    """Seconds that the log-probability of one prompt token adds; None = no time to measure it.
 
     Args:
+        prober: runs the steps.
         prompts: {number of tokens: seconds} of prompts without a context.
+        space: the limits of the steps.
+        until: the end of the measurement, by the prober's clock.
     """
     most = min(_SCORED_TOKENS, space.max_num_batched_tokens, space.max_model_len)
     num_tokens = max(size for size in prompts if size <= most)
@@ -223,12 +238,16 @@ def _scored_seconds(
 def _verify_surcharges(
     prober: _Prober, decodes: dict[int, float], space: StepSpace, until: float
 ) -> dict[tuple[int, int], float]:
-    """Seconds that verification adds, by (tokens of each sequence, sequences).
+    """Seconds that verification adds to a decode, by (tokens of each sequence, sequences).
 
-    One number of sequences is measured after the other, while there is time. The first always is.
+    The numbers of sequences are measured one after the other, while there is time. The first one is
+    always measured.
 
     Args:
+        prober: runs the steps.
         decodes: {number of sequences: seconds} without a context.
+        space: the limits of the steps.
+        until: the end of the measurement, by the prober's clock.
     """
     found: dict[tuple[int, int], float] = {}
     tokens = space.verified_tokens
@@ -312,10 +331,16 @@ def _tabulate(
     scored_seconds: float | None,
     verify: dict[tuple[int, int], float],
 ) -> CostTable:
-    """The grid from its measured lines, {context: {size: seconds}}.
+    """Compute the grid from the measured lines.
 
     The cost of a step of T tokens over S sequences is estimated as the cost of a prompt of T tokens
     plus the difference between S decodes and a prompt of S tokens.
+
+    Args:
+        prompts: {context: {number of tokens: seconds}}.
+        decodes: {context: {number of sequences: seconds}}.
+        scored_seconds: from `_scored_seconds`.
+        verify: from `_verify_surcharges`.
     """
     contexts, tokens, seqs = list(decodes), list(prompts[0]), list(decodes[0])
     prompt_lines: list[dict[int, float]] = []
@@ -353,7 +378,7 @@ def _surcharges(lines: dict[int, dict[int, float]], context: int) -> dict[int, f
 
 
 def _interpolate(line: dict[int, float], size: float) -> float:
-    """Linear between the points of a line, in proportion before and after them."""
+    """Linear between the points of a line. Outside of them, proportional to the size."""
     sizes = list(line)
     index = bisect_left(sizes, size)
     if index in (0, len(sizes)):

@@ -1,14 +1,14 @@
 """The step-cost table: how many seconds a step takes, by its tokens, sequences and context.
 
 runtime/costs/cost_probe.py measures it when the engine starts. A bundle stores it as bytes. A
-lookup takes microseconds and needs no torch. A step is described by
+lookup takes microseconds and needs no torch. A step is described by three numbers:
 
-    tokens    T, computed in the step, over all of its sequences
+    tokens    T, tokens that the step computes, over all of its sequences
     seqs      S, sequences that take part
     context   C, tokens that a sequence has in the cache before the step
 
 Steps in which every sequence decodes (T = S, all sampled) have a table of their own, because they
-may run as another program.
+can run as another program.
 """
 
 from __future__ import annotations
@@ -34,16 +34,17 @@ class Chunk(NamedTuple):
 
 
 class CostTable(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """Seconds at the points of a grid (see the module's text), and interpolation between them.
+    """Seconds at the points of a grid of T, S and C, and interpolation between the points.
 
     `seconds` and `decode` never fall when an argument grows. Between points they are multilinear. A
-    value below the first point of an axis counts as the first point. Past the last point, each axis
-    adds its excess times a slope. The slope is the steepest last interval among all points whose
-    other arguments are not larger, so the result never falls there either.
+    value below the first point of an axis counts as the first point. Past the last point of an
+    axis, the distance from that point times a slope is added. The slope is that of the steepest
+    last interval among all points whose other arguments are not larger. So the result never falls
+    there either.
 
     Raises:
         ValueError: an axis does not rise, the number of entries is wrong, or an entry is negative,
-            not finite or smaller than one before it on an axis.
+            not finite or smaller than an entry before it on an axis.
     """
 
     tokens: tuple[int, ...]  # T axis, rising
@@ -51,10 +52,12 @@ class CostTable(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     contexts: tuple[int, ...]  # C axis, rising
     seconds: tuple[float, ...]  # [T, S, C], contexts fastest
     decode: tuple[float, ...]  # [S, C], steps in which every sequence decodes
-    # Seconds that one log-probability of a prompt adds; None = not measured: it counts as a token.
+    # Seconds that the log-probability of one prompt token adds. None = not measured; then it counts
+    # like one token.
     scored_seconds: float | None = None
-    # `verify` has the seconds that verifying drafts adds to a decode: [Q, S], for each number of
-    # tokens per sequence (from 2 on) and each number of sequences. Empty = not measured.
+    # `verify` has the seconds that verifying drafts adds to a decode, [Q, S]. Q is the length of
+    # `verify_tokens` (tokens per sequence, at least 2), S that of `verify_seqs` (sequences).
+    # Empty = not measured.
     verify_tokens: tuple[int, ...] = ()
     verify_seqs: tuple[int, ...] = ()
     verify: tuple[float, ...] = ()
@@ -103,8 +106,9 @@ class CostTable(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         `verify` has the seconds that verification adds, by (tokens of each sequence, sequences), at
         all points of a grid.
 
-        Every entry becomes the least of those at or past it on all axes. Disturbances only add
-        time, so of two contradicting measurements the larger is wrong.
+        Every entry is lowered to the least entry that has no smaller argument on any axis.
+        Disturbances only add time, so if two measurements contradict each other, the larger one is
+        wrong.
         """
         shape = (len(tokens), len(seqs), len(contexts))
         points = verify or {}
@@ -135,11 +139,11 @@ class CostTable(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             raise ValueError(f"not a step-cost table: {error}") from error
 
     def to_bytes(self) -> bytes:
-        """The table as msgpack; a machine of the same kind may read it."""
+        """The table as msgpack. Machines of the same kind can use it."""
         return msgspec.msgpack.encode(self)
 
     def step_seconds(self, tokens: float, seqs: float, context: float) -> float:
-        """Seconds of a step of `tokens` tokens over `seqs` sequences that each have `context`."""
+        """Seconds of a step of `tokens` tokens over `seqs` sequences of `context` cached tokens."""
         t, s, c = _at(self.tokens, tokens), _at(self.seqs, seqs), _at(self.contexts, context)
         shape, slopes = self._shape, self._slopes
         seconds = _interpolate(self.seconds, shape, (t, s, c))
@@ -152,7 +156,7 @@ class CostTable(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return seconds
 
     def decode_seconds(self, seqs: float, context: float) -> float:
-        """Seconds of a step in which `seqs` sequences of `context` tokens each decode one more."""
+        """Seconds of a step in which `seqs` sequences decode, each with `context` cached tokens."""
         s, c = _at(self.seqs, seqs), _at(self.contexts, context)
         shape, slopes = self._shape[1:], self._decode_slopes
         seconds = _interpolate(self.decode, shape, (s, c))
@@ -165,8 +169,7 @@ class CostTable(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def verify_surcharge(self, seqs: int, num_drafts: int) -> float:
         """Seconds that verifying `num_drafts` draft tokens adds to a decode of `seqs` sequences.
 
-        If verification was not measured, the draft tokens count like tokens of a prompt: only the
-        last token of each sequence is sampled.
+        If verification was not measured, the draft tokens count like tokens of a prompt.
         """
         if not self.verify:
             plain = self.step_seconds(seqs, seqs, 0)
@@ -184,11 +187,11 @@ class CostTable(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return seconds
 
     def mixed_seconds(self, num_decodes: int, context: float, chunks: Iterable[Chunk]) -> float:
-        """Seconds of a step of decodes with `context` tokens each and of parts of prompts.
+        """Seconds of a step with decodes of `context` cached tokens each, and chunks of prompts.
 
-        The result is the step's cost without contexts, plus a surcharge for each part's context. A
-        mean context would be wrong: a decode reads its context for one token, a chunk reads it for
-        all tokens of the chunk.
+        The result is the step's cost without contexts, plus a surcharge for the context of the
+        decodes and of each chunk. A mean context would be wrong: a decode reads its context for one
+        token, a chunk reads its context for all tokens of the chunk.
         """
         chunks = list(chunks)
         if not chunks:
@@ -200,11 +203,11 @@ class CostTable(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return seconds + sum(self.chunk_surcharge(chunk) for chunk in chunks)
 
     def decode_surcharge(self, seqs: float, context: float) -> float:
-        """The part of `decode_seconds` that is due to the context."""
+        """The seconds that the context adds to `decode_seconds`."""
         return self.decode_seconds(seqs, context) - self.decode_seconds(seqs, 0)
 
     def chunk_surcharge(self, chunk: Chunk) -> float:
-        """The seconds that the tokens before a chunk and its log-probabilities add to it."""
+        """The seconds that a chunk's context and its log-probabilities add to the step."""
         scores = chunk.num_scored * self.seconds_per_score if chunk.num_scored else 0.0
         if chunk.start <= self.contexts[0]:
             return scores
@@ -214,12 +217,12 @@ class CostTable(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def seconds_per_token(self) -> float:
-        """Seconds of one token of a long prompt, from the largest step with one sequence."""
+        """Seconds of one token of a long prompt: those of the largest prompt, per token."""
         return self.step_seconds(self.tokens[-1], 1, 0) / self.tokens[-1]
 
     @cached_property
     def seconds_per_score(self) -> float:
-        """Seconds that one log-probability of a prompt adds to its step."""
+        """Seconds that the log-probability of one prompt token adds to its step."""
         return self.seconds_per_token if self.scored_seconds is None else self.scored_seconds
 
     def _check_verify(self) -> None:
@@ -238,7 +241,7 @@ class CostTable(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def _slopes(self) -> tuple[list[float], list[float], list[float]]:
-        """Slopes past the end of each axis, in seconds a unit, over the grid of the other two."""
+        """Slopes past the end of each axis, in seconds a unit, at each point of the other axes."""
         axes = (self.tokens, self.seqs, self.contexts)
         t, s, c = (_end_slopes(self.seconds, axes, axis) for axis in range(3))
         return t, s, c
@@ -250,10 +253,10 @@ class CostTable(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
 
 class _Place(NamedTuple):
-    """Where a value lies on an axis: between points `below` and `below + 1`."""
+    """The place of a value on an axis: between the points with index `below` and `below + 1`."""
 
     below: int
-    fraction: float  # share of the way from `below` to the next point; 0 at the last
+    fraction: float  # 0 at the point `below`, 1 at the next point; 0 at and past the last point
     excess: float  # distance past the last point, in units of the axis
 
 
@@ -284,7 +287,7 @@ def _interpolate(
 
 
 def _envelope(values: Sequence[float], shape: Sequence[int]) -> list[float]:
-    """Each value lowered to the least of those at or past it on every axis."""
+    """Lower each value to the least value that has no smaller index on any axis."""
     result = list(values)
     for axis, size in enumerate(shape):
         stride = math.prod(shape[axis + 1 :])
@@ -295,10 +298,11 @@ def _envelope(values: Sequence[float], shape: Sequence[int]) -> list[float]:
 
 
 def _end_slopes(values: Sequence[float], axes: Sequence[tuple[int, ...]], axis: int) -> list[float]:
-    """The slope of the last interval of `axis` at every point of the other axes, made to rise.
+    """The slope of the last interval of `axis`, at every point of the other axes.
 
-    An axis of tokens or sequences with a single point has the slope of the line through the origin.
-    A context axis with a single point has slope 0.
+    Slopes are raised where necessary, so that they do not fall along the other axes. An axis of
+    tokens or sequences with a single point has the slope of the line through the origin. A context
+    axis with a single point has slope 0.
     """
     shape = [len(points) for points in axes]
     points, stride = axes[axis], math.prod(shape[axis + 1 :])
@@ -310,6 +314,6 @@ def _end_slopes(values: Sequence[float], axes: Sequence[tuple[int, ...]], axis: 
     else:
         slopes = [values[i] / max(1, end) if axis != len(axes) - 1 else 0.0 for i in last]
     others = [size for index, size in enumerate(shape) if index != axis]
-    # Raise each slope to the largest one before it. `_envelope` lowers each value to the least one
-    # after it, so the slopes are negated and reversed for the call.
+    # Raise each slope to the largest slope before it. `_envelope` lowers each value to the least
+    # value after it, so the slopes are negated and reversed for the call.
     return [-value for value in reversed(_envelope([-v for v in reversed(slopes)], others))]

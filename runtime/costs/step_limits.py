@@ -1,8 +1,9 @@
 """Chooses max_num_seqs and max_num_batched_tokens: upper bounds first, limits after measuring.
 
-Step costs are measured with the static buffers, the memory plan and the captured buckets, whose
+Step costs are measured with the static buffers, the memory plan and the captured buckets. Their
 sizes depend on the limits. So a limit that is not configured starts as an upper bound, and buffers
-are sized for that. The measured table may then lower the scheduler's limit.
+are sized for this bound. Then the scheduler's limit is chosen by the measured table. It can be
+lower than the bound.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from ostinato.runtime.costs.cost_table import CostTable
 
 __all__ = ("DecidedLimits", "StepLimits", "decide_limits", "redundant_sizes", "upper_limits")
 
-# Upper bounds of limits that are not set. Batches that speed up a GPU may slow down a CPU.
+# Upper bounds of limits that are not set. Batches that speed up a GPU can slow down a CPU.
 _MAX_NUM_SEQS = {"cpu": 64, "cuda": 256}
 _MAX_NUM_BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}
 
-# A larger step is worth its latency when it raises tokens a second by more than this share.
+# A larger step is chosen only if it gives more tokens a second by more than this share.
 _WORTH = 0.03
-# Chosen limits are no lower than this, in case a measurement was disturbed.
+# Chosen limits are at least this, in case a measurement was disturbed.
 _LEAST_SEQS = 32
 _LEAST_TOKENS = 256
 # The context of each decode, in tokens, when the limits are chosen.
@@ -33,32 +34,37 @@ class StepLimits(NamedTuple):
 
     max_num_seqs: int
     max_num_batched_tokens: int
-    rows_per_seq: int = 1  # rows of logits that a sequence can have: 1 + drafts that are verified
+    rows_per_seq: int = 1  # rows of logits that a sequence can have: 1 + its draft tokens
 
     @property
     def max_num_rows(self) -> int:
-        """The most rows of logits, R; at least one a sequence, because buckets are padded so."""
+        """The largest number of rows of logits, R.
+
+        It is at least one a sequence, because padded buckets have a row for each sequence.
+        """
         rows = min(self.max_num_seqs * self.rows_per_seq, self.max_num_batched_tokens)
         return max(rows, self.max_num_seqs)
 
 
 class DecidedLimits(NamedTuple):
-    """Limits and where they come from."""
+    """Limits, and the reason for each in words, for the log."""
 
     limits: StepLimits
-    seqs_origin: str  # in words, for the log
+    seqs_origin: str
     tokens_origin: str
 
 
 def upper_limits(
     config: SchedulerConfig, *, is_cpu: bool = True, max_drafts: int = 0
 ) -> StepLimits:
-    """The limits that buffers, memory plan and buckets are sized for: the set ones or upper bounds.
+    """The limits that buffers, memory plan and buckets are sized for.
+
+    These are the configured limits. A limit that is not configured is an upper bound.
 
     Args:
         config: the limits that are set.
         is_cpu: the device is a CPU.
-        max_drafts: guesses that a step verifies for one sequence; 0 = there is no drafter.
+        max_drafts: draft tokens that a step verifies for one sequence; 0 = there is no drafter.
     """
     device = "cpu" if is_cpu else "cuda"
     seqs, tokens = config.max_num_seqs, config.max_num_batched_tokens
@@ -74,13 +80,13 @@ def decide_limits(
 ) -> DecidedLimits:
     """The scheduler's limits: as set, else chosen from the measured step costs.
 
-    A chosen limit is the smallest measured size past which a larger step gives hardly more tokens a
-    second. If throughput rises up to the upper bound, the upper bound is the limit.
+    A chosen limit is the smallest measured size whose tokens a second are nearly the best of all
+    sizes. If throughput rises up to the upper bound, the upper bound is the limit.
 
     Args:
         config: the limits that are set.
         upper: from `upper_limits`.
-        costs: the measured table; None = not measured, and the upper bounds are the limits.
+        costs: the measured table. None = not measured; then the upper bounds are the limits.
     """
     context = _TYPICAL_CONTEXT
     seqs, seqs_origin = upper.max_num_seqs, "set"
@@ -104,7 +110,7 @@ def decide_limits(
 
 
 def redundant_sizes(sizes: Sequence[int], costs: CostTable) -> list[int]:
-    """Decode buckets that are as slow as a larger one. Their steps can use the larger one.
+    """Decode buckets that are as slow as a larger bucket. Their steps can use the larger bucket.
 
     Args:
         sizes: numbers of sequences, rising.
@@ -132,7 +138,8 @@ def _decide(rates: dict[int, float], upper: int, least: int) -> tuple[int, str]:
         return upper, "the upper bound: not measured"
     best = max(rates.values())
     size = min(size for size, rate in rates.items() if rate >= (1.0 - _WORTH) * best)
-    # One larger size that is no better may be a disturbed measurement; two are a plateau.
+    # If one larger size is no better, its measurement was perhaps disturbed. Two larger sizes show
+    # that throughput does not rise any more.
     if sum(larger > size for larger in rates) < 2:
         return upper, f"the upper bound: throughput rises up to {max(rates)}, the most measured"
     if size < least:

@@ -1,20 +1,21 @@
 """The seconds that a token takes in an encoder's steps, learned from the steps themselves.
 
-An encoder computes a text in one step. Another client's text waits until the running step ends, so
-a step takes no more texts than fit into a time. No step is measured before the start.
+An encoder computes a whole text in one step. A new text waits until the running step ends. So a
+step takes only as many texts as it can compute within a target time. No steps are measured before
+the first request.
 """
 
 from __future__ import annotations
 
 __all__ = ("TokenRate",)
 
-_UNKNOWN_TOKENS = 256  # assumed for a step before the first one was measured
-_LEAST_TOKENS = 64  # smaller steps spend much of their time on other things than tokens
+_UNKNOWN_TOKENS = 256  # tokens of a step until the first step has been measured
+_LEAST_TOKENS = 64  # in smaller steps much of the time does not depend on the number of tokens
 _WEIGHT = 0.25  # weight of a new step in the moving average
 
 
 class TokenRate:
-    """A moving average of seconds per token, and the step that takes a given time.
+    """A moving average of seconds per token. It gives the number of tokens that fit into a time.
 
     Args:
         target_s: seconds that a step should take at most.
@@ -26,7 +27,7 @@ class TokenRate:
 
     @property
     def max_num_tokens(self) -> int:
-        """The tokens of a step that takes the target's time; at least 64, whatever they take."""
+        """The number of tokens that a step computes in the target time, but at least 64."""
         if self._seconds is None:
             return _UNKNOWN_TOKENS
         return max(_LEAST_TOKENS, int(self._target_s / self._seconds))

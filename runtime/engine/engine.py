@@ -32,7 +32,8 @@ __all__ = ("Announce", "Engine")
 Announce = Callable[[list[str], float], object]
 """Called before a step with the ids of the requests that it admits and its predicted seconds."""
 
-_GRAMMAR_WAIT_S = 0.02  # an engine without other work looks for new requests this often
+# How long an engine without other work waits for a grammar before it looks for new requests.
+_GRAMMAR_WAIT_S = 0.02
 
 
 class Engine:
@@ -55,7 +56,7 @@ class Engine:
             executor: runs the steps; closed with the engine.
             model: the served model's facts.
             cost_table: the step-cost table; None = not measured.
-            observer: called with every step; None = one that writes no file.
+            observer: called with every step; None = a default observer that writes no file.
         """
         self.model = model
         self.cost_table = cost_table
@@ -80,9 +81,9 @@ class Engine:
         return None if drafts is None else drafts.model_costs
 
     def add_request(self, request: Request) -> None:
-        """Queue a request that was validated before; `step` returns its outputs.
+        """Queue a request, which the caller has validated. `step` returns its outputs.
 
-        A request with a grammar is queued when the grammar is built; steps go on meanwhile.
+        A request with a grammar is queued when the grammar is built. Steps go on meanwhile.
 
         Raises:
             RankFailedError: an earlier step failed because a rank had ended.
@@ -100,7 +101,7 @@ class Engine:
             self._scheduler.add(request)
 
     def abort(self, request_id: str) -> SequenceOutput | None:
-        """End a request now; returns its last output, or None if it had ended already."""
+        """End a request now; returns its last output, or None if it has already ended."""
         self._observer.forget(request_id)
         if self._grammars.release(request_id):
             return SequenceOutput(request_id, [], FinishReason.abort)
@@ -113,23 +114,25 @@ class Engine:
         return [output for output in outputs if output is not None]
 
     def take_progress(self) -> dict[str, int]:
-        """The progress of requests that had no output since the last call.
+        """The progress of requests whose steps since the last call gave no output.
+
+        Such requests are prompts in chunks, and beam searches.
 
         Returns:
-            Positions computed, by request id. These are prompts in chunks, and beam searches.
+            Request id -> positions computed so far.
         """
         progress, self._observer.progress = self._observer.progress, {}
         return progress
 
     def step(self, announce: Announce | None = None) -> list[SequenceOutput]:
-        """Launch the next step, and read the oldest launched one if it is due.
+        """Launch the next step, and read the oldest launched step if it is due.
 
         Args:
             announce: called before a step that admits requests or computes more than one token of a
-                sequence. Its seconds are 0 without step costs.
+                sequence. Without step costs the predicted seconds are 0.
 
         Returns:
-            The outputs of the step that was read; empty when no step was read.
+            The outputs of the step that was read; empty if no step was read.
 
         Raises:
             RankFailedError: a rank has ended. No further step can run.
@@ -158,7 +161,7 @@ class Engine:
         return outputs
 
     def _take_grammars(self) -> list[SequenceOutput]:
-        """Queue the requests whose grammars are built; the outputs of those that failed."""
+        """Queue the requests whose grammars are built; returns outputs for failed grammars."""
         timeout_s = 0.0 if self._scheduler.has_work else _GRAMMAR_WAIT_S
         ready, failed = self._grammars.take_ready(timeout_s)
         for request in ready:
@@ -212,7 +215,7 @@ class Engine:
         """Forget all cached blocks and what drafters have learned.
 
         Returns:
-            False when sequences still use some of the blocks, and they are kept.
+            False if sequences use cached blocks. Then all blocks are kept.
         """
         if self._scheduler.drafts is not None:
             self._scheduler.drafts.proposer.reset()
@@ -251,7 +254,7 @@ class Engine:
     def predict_ttft(self, num_prompt_tokens: int) -> float | None:
         """Seconds until a request that is added now has its first token; None without step costs.
 
-        O(requests), so it is not called in every step.
+        The call takes O(requests), so it is not made in every step.
         """
         if self.cost_table is None:
             return None
@@ -277,7 +280,7 @@ class Engine:
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting + self._grammars.num_waiting,
             num_waiting_for_grammar=self._grammars.num_waiting,
-            # Without a KV cache the scheduler still counts blocks, although they hold nothing.
+            # Without a KV cache the scheduler counts blocks too, but these blocks hold nothing.
             num_blocks=cache.num_blocks if self.model.has_kv_cache else 0,
             num_free_blocks=cache.num_free_blocks if self.model.has_kv_cache else 0,
             num_steps=counters.num_steps,

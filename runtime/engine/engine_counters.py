@@ -18,7 +18,7 @@ class EngineCounters:
         step_seconds: seconds spent in `Engine.step`.
         busy_seconds: seconds spent in steps, and between steps while there was work.
         num_admitted: sequences that left the queue for the first time.
-        queue_seconds: seconds that these waited in the queue, summed.
+        queue_seconds: the sum of the seconds that these sequences waited in the queue.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,8 @@ class EngineCounters:
 
     def admit(self, output: SchedulerOutput) -> None:
         """Count the sequences that take rows in this step, and the time that they waited."""
-        # `arrival_time` is a time.monotonic() of this machine. Resumed ones were counted before.
+        # `arrival_time` is a time.monotonic() of this machine. Resumed sequences, which have output
+        # tokens, were counted before.
         now = time.monotonic()
         for admitted in output.admitted:
             if not admitted.output_token_ids:
@@ -55,7 +56,7 @@ class EngineCounters:
     def mean_prompt_tokens(self, max_model_len: int) -> int:
         """Mean prompt length of the requests so far, in tokens.
 
-        Before the first request it is 256, or less if `max_model_len` is.
+        Before the first request it is 256, or the longest possible prompt if that is shorter.
         """
         if not self._num_requests:
             return min(256, max_model_len - 1)

@@ -33,12 +33,12 @@ class RowState(msgspec.Struct, frozen=True, array_like=True):
     num_prompt_tokens: int
     num_computed_tokens: int
     num_output_tokens: int
-    max_num_tokens: int  # prompt and output tokens that it may reach
+    max_num_tokens: int  # the largest number of prompt and output tokens that it can reach
     num_blocks: int
     num_shared_blocks: int  # blocks that other sequences hold too
-    group: int  # colour of its shared blocks; 0 = it shares none
+    group: int  # number of the colour of its shared blocks, from 1; 0 = it has no shared blocks
     num_preemptions: int
-    age_s: float  # since it arrived
+    age_s: float  # seconds since the request arrived
 
 
 class WaitingState(msgspec.Struct, frozen=True, array_like=True):
@@ -47,18 +47,20 @@ class WaitingState(msgspec.Struct, frozen=True, array_like=True):
     request_id: str
     num_prompt_tokens: int
     num_output_tokens: int  # more than 0 after a preemption
-    age_s: float  # since it arrived
+    age_s: float  # seconds since the request arrived
     priority: int
 
 
 class BlockMap(msgspec.Struct, frozen=True, array_like=True):
-    """The block pool in at most 2048 cells of equally many consecutive blocks."""
+    """A picture of the block pool: at most 2048 cells. A cell is some consecutive blocks."""
 
-    num_blocks: int  # usable
+    num_blocks: int  # usable blocks
     block_size: int  # tokens
-    blocks_per_cell: int  # the last cell may have fewer
-    kinds: list[int]  # the commonest kind in each cell: 0 free, 1 cached, 2 held, 3 shared
-    groups: list[int]  # per cell, the colour of the prefix of its shared blocks, 1 to 8; 0 = none
+    blocks_per_cell: int  # the last cell can have fewer
+    kinds: list[int]  # the most frequent kind in each cell: 0 free, 1 cached, 2 held, 3 shared
+    # For each cell, the number of a colour (1 to 8) if it has shared blocks; 0 = none. The blocks
+    # of one shared prefix have the same colour.
+    groups: list[int]
     counts: list[int]  # number of blocks of each kind
 
 
@@ -72,7 +74,7 @@ class EngineState(msgspec.Struct, frozen=True, array_like=True):
     blocks: BlockMap
     steps: list[StepRecord]  # the last 120, oldest first, without their sequences
     bucket_tokens: list[int]  # token counts of the captured buckets
-    seconds: float = 0.0  # spent on making this description
+    seconds: float = 0.0  # time that making this description took
 
 
 def describe_engine(
@@ -85,8 +87,8 @@ def describe_engine(
     """The state of an engine between two steps.
 
     Args:
-        requests: those that have not ended, in order of arrival.
-        cache: says which blocks are held.
+        requests: sequences that have not ended, in order of arrival.
+        cache: knows which blocks are held.
         stats: the engine's counters.
         steps: the last steps.
         bucket_tokens: token counts of the captured programs.
@@ -102,7 +104,7 @@ def describe_engine(
                 waiting.append(_waiting(sequence, now))
             continue
         shared = [one for one in sequence.block_table.block_ids if kinds[one - 1] == _SHARED]
-        # Sequences that share a prefix have its first block in common.
+        # Sequences that share a prefix have the same first shared block, so they get one colour.
         group = 1 + shared[0] % _NUM_GROUPS if shared else 0
         groups.update(dict.fromkeys(shared, group))
         if len(rows) < _MAX_ROWS:
@@ -158,7 +160,7 @@ def _block_map(kinds: bytes, groups: dict[int, int], block_size: int) -> BlockMa
 
 
 def _most(kinds: bytes) -> int:
-    """The commonest kind; the largest if several are equally common."""
+    """The most frequent kind of block; the largest number if several are equally frequent."""
     if len(kinds) == 1:
         return kinds[0]
     _, most = max((kinds.count(kind), kind) for kind in range(_SHARED + 1))

@@ -1,9 +1,9 @@
 """The flight recorder: writes the last steps of an engine to a file that outlives its process.
 
-The file is a memory-mapped ring of slots. A step is written when it begins and again when it is
-done. So a step without an end was running when the process died. The kernel writes the pages even
-if the process is killed, and another process can read them while the engine hangs. Writing a record
-takes a few microseconds.
+The file is a memory-mapped ring of slots. A step is written when it begins, and again when it is
+done. So a record without an end shows a step that was running when the process died. The kernel
+writes the pages even if the process is killed. Another process can read the file while the engine
+hangs. Writing a record takes a few microseconds.
 
     header  magic, number of slots, bytes a slot       16 bytes
     slot    length of the record (uint32), the record in msgpack, rest unused
@@ -56,7 +56,7 @@ class StepRecord(msgspec.Struct, array_like=True, gc=False):
     entries: list[tuple[str, int, int]]  # (request id, start, tokens) of the first sequences
     kind: str = ""  # captured | compiled | eager; empty = its program was not started
     num_padded_tokens: int = 0  # tokens that the program computed, padding included
-    seconds: float = 0.0  # from the launch until the tokens arrived; 0 = they have not
+    seconds: float = 0.0  # from the launch until the tokens arrived; 0 = not arrived
 
     @property
     def is_done(self) -> bool:
@@ -68,7 +68,7 @@ class FlightRecorder:
     """Writes steps into the ring; one writer, any number of readers.
 
     Args:
-        path: the file to write; an existing one is replaced.
+        path: the file to write; an existing file is replaced.
         num_steps: number of slots, at least 1.
 
     Raises:
@@ -95,18 +95,18 @@ class FlightRecorder:
     def write(self, record: StepRecord) -> None:
         """Write a step, or its new state, to its slot."""
         data = self._encode(record)
-        if len(data) > _SLOT_BYTES - _LENGTH.size:  # a character of an id may take four bytes
+        if len(data) > _SLOT_BYTES - _LENGTH.size:  # a character of an id can take four bytes
             data = self._encode(msgspec.structs.replace(record, entries=[]))
         begin = _HEADER.size + record.step % self._num_steps * _SLOT_BYTES
         self._map[begin : begin + _LENGTH.size + len(data)] = _LENGTH.pack(len(data)) + data
 
     def close(self) -> None:
-        """Unmap the file; it is not removed."""
+        """Unmap the file. The file is not removed."""
         self._map.close()
 
     @staticmethod
     def entries(entries: Sequence[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
-        """The first of a step's (request id, start, tokens), as many as fit into a slot."""
+        """The first entries (request id, start, tokens) of a step, which fit into a slot."""
         return [(name[:_MAX_ID], start, num) for name, start, num in entries[:_MAX_ENTRIES]]
 
 
@@ -116,10 +116,10 @@ def flight_path(socket: str | Path) -> Path:
 
 
 def read_flight(path: Path) -> list[StepRecord]:
-    """Read the steps from a recorder's file, oldest first. Its process may run or have ended.
+    """Read the steps from a recorder's file, oldest first.
 
-    A slot that is being written at the same time may be left out. The result is empty if the file
-    cannot be read or is not a recorder's.
+    The recorder's process can still run. Then a slot that is being written can be missing from the
+    result. The result is empty if the file cannot be read or is not a recorder's.
     """
     try:
         data = path.read_bytes()
@@ -169,7 +169,7 @@ def dump_flight(records: Sequence[StepRecord], directory: Path, reason: str) -> 
 
 
 def keep_flight(path: Path, directory: str, reason: str) -> Path | None:
-    """Write the last steps of an engine that ended as JSON, and log the path.
+    """Write the last steps of a dead engine to a JSON file, and log the path.
 
     Args:
         path: the recorder's file.
@@ -177,7 +177,7 @@ def keep_flight(path: Path, directory: str, reason: str) -> Path | None:
         reason: why the engine ended.
 
     Returns:
-        The path of the JSON file; None if there were no steps or it could not be written.
+        The path of the JSON file; None if there were no steps or the file could not be written.
     """
     records = read_flight(path)
     if not records:
@@ -199,7 +199,7 @@ def keep_flight(path: Path, directory: str, reason: str) -> Path | None:
 
 
 def as_json(records: Sequence[StepRecord], reason: str | None = None) -> dict[str, object]:
-    """Steps as JSON objects with the names of their fields, oldest first."""
+    """Convert steps to JSON objects with named fields, oldest first."""
     steps = [
         {name: getattr(record, name) for name in StepRecord.__struct_fields__}
         | {"state": "done" if record.is_done else "under way"}

@@ -1,4 +1,4 @@
-"""Holds requests until the executor has built their grammars; the scheduler gets them then."""
+"""Holds requests until the executor has built their grammars. Then the scheduler gets them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class GrammarQueue:
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
         self._waiting: dict[str, Request] = {}
-        self._prepared: set[str] = set()  # requests that have not ended, the waiting ones included
+        self._prepared: set[str] = set()  # requests with a grammar that have not ended
 
     @property
     def num_waiting(self) -> int:
@@ -27,13 +27,13 @@ class GrammarQueue:
         return list(self._waiting)
 
     def add(self, request: Request) -> None:
-        """Have the request's grammar built; `take_ready` returns the request afterwards."""
+        """Have the request's grammar built. When it is built, `take_ready` returns the request."""
         self._waiting[request.request_id] = request
         self._prepared.add(request.request_id)
         self._executor.prepare_grammar(request.request_id, request.grammar)
 
     def take_ready(self, timeout_s: float) -> tuple[list[Request], list[SequenceOutput]]:
-        """Requests whose grammar is built, and error outputs for those whose grammar failed.
+        """The requests whose grammar is built, and error outputs for requests whose grammar failed.
 
         Args:
             timeout_s: how long to wait for the oldest grammar.

@@ -31,7 +31,7 @@ class _Progress:
     def __init__(self, scheduled_at: float) -> None:
         self.scheduled_at = scheduled_at
         self.is_reported = False  # whether an output has carried `scheduled_at`
-        self.is_preempted = False  # set for traced requests only
+        self.is_preempted = False  # only for traced requests
         self.num_preemptions = 0
 
 
@@ -46,10 +46,10 @@ class StepObserver:
     Attributes:
         recent: the last steps, oldest first, without their sequences.
         num_scheduled_tokens: tokens of all launched steps, without padding.
-        progress: {request id: positions computed} after the last finished step, for the requests
-            that had no output in it.
-        iteration_tokens: a histogram of tokens per step: one count per bound of ITERATION_TOKENS,
-            and one for the steps above the last bound.
+        progress: {request id: positions computed} for the requests that took part in the last
+            finished step and had no output in it.
+        iteration_tokens: a histogram of tokens per step: one count for each bound of
+            ITERATION_TOKENS, and one count for larger steps.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class StepObserver:
         self._traces.pop(request_id, None)
 
     def preempted(self, request_ids: Iterable[str]) -> None:
-        """Record that these traced requests were preempted."""
+        """Record that traced requests were preempted."""
         now = self._clock()
         for request_id in request_ids:
             progress = self._live.get(request_id)
@@ -130,7 +130,12 @@ class StepObserver:
         self._launched.append((now, record))
 
     def launch(self, kind: str, num_padded_tokens: int) -> None:
-        """Record how the step that began last is run."""
+        """Record how the step that began last runs.
+
+        Args:
+            kind: captured, compiled or eager.
+            num_padded_tokens: tokens that the program computes, padding included.
+        """
         _, record = self._launched[-1]
         record.kind, record.num_padded_tokens = kind, num_padded_tokens
         self.num_scheduled_tokens += record.num_tokens
@@ -177,7 +182,7 @@ class StepObserver:
             self._live[request_id] = _Progress(now)
             if events is not None:
                 events.append(TimelineEvent("scheduled", now))
-        elif not request.sampling.use_beam_search:  # the beams of a search take and change rows
+        elif not request.sampling.use_beam_search:  # beams take rows again without a preemption
             progress.num_preemptions += 1
             if events is not None:
                 if not progress.is_preempted:

@@ -1,8 +1,8 @@
-"""`EngineHosts`: where the engine processes of a server run.
+"""`EngineHosts`: decides on which machines the engine processes of a server run.
 
     parallel.nodes=1        all on this machine
-    parallel.nodes=N        an equal part on each of N machines; the others join with `run rank`
-    parallel.executor=ray   where Ray places them
+    parallel.nodes=N        an equal number on each of N machines; other machines join by `run rank`
+    parallel.executor=ray   on the machines that Ray chooses
 
 Imports no torch.
 """
@@ -31,16 +31,17 @@ class EngineHosts:
     """Starts the engine processes of all replicas, each on its machine.
 
     Args:
-        config: of every replica's engine.
+        config: the configuration of every replica's engine.
         server: the settings for logs and profiles.
-        directory: for the sockets' files.
+        directory: the directory of the sockets' files.
 
     Attributes:
-        launchers: of each replica; the first ones are on this machine. Used after `start`.
+        launchers: one for each replica. The first launchers start engines on this machine. Use them
+            after `start`.
 
     Raises:
-        StartupError: this machine has not enough GPUs, or the Ray cluster cannot be reached or
-            lacks what the engines need.
+        StartupError: this machine does not have enough GPUs. Or the Ray cluster cannot be reached,
+            or does not have the cores or GPUs that the engines need.
     """
 
     def __init__(self, config: EngineConfig, server: ServerConfig, directory: Path) -> None:
@@ -72,11 +73,11 @@ class EngineHosts:
         ]
 
     async def start(self) -> None:
-        """Make it possible for other machines to join; start the actors of Ray.
+        """Listen for other machines, and start the actors of Ray if Ray is used.
 
         Raises:
             StartupError: `parallel.host` is not an address of this machine, or other jobs of the
-                Ray cluster hold what the engines need.
+                Ray cluster hold the cores or GPUs that the engines need.
         """
         if self._hub is None:
             return
@@ -91,7 +92,10 @@ class EngineHosts:
             )
 
     async def close(self) -> None:
-        """Free everything; the engine processes on this machine have ended. Safe to call twice."""
+        """Close connections and end Ray's actors. Safe to call twice.
+
+        The engine processes on this machine must have ended.
+        """
         if self._ray is not None:
             await asyncio.to_thread(self._ray.rest)
         if self._hub is not None:

@@ -1,8 +1,9 @@
-"""`run rank`: offers this machine to a server on another one, and runs engines for it.
+"""`run rank`: offers this machine to a server on another machine, and runs engines for the server.
 
-It joins the server with its address and token, starts the engine processes that the server asks
-for, and passes their messages on. All goes through one encrypted connection, which this side opens.
-When the connection ends, the engines are killed, and it joins again. Imports no torch.
+The process joins the server with the server's address and token. It starts the engine processes
+that the server asks for, and passes their messages on. All messages go through one encrypted
+connection, which this side opens. If the connection ends, the process kills the engines and joins
+the server again. Imports no torch.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ __all__ = ("run_node",)
 
 _LOG = logging.getLogger(__name__)
 _JOIN_S = 60.0  # how long to wait for the server's answer
-_QUIET_S = 3.0  # of these, before a line says what is waited for
+_QUIET_S = 3.0  # after this part of _JOIN_S, a line says that the server has not answered
 _AGAIN_S = 0.5  # between two attempts to join
 _FAILED_HANDSHAKE = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -66,14 +67,14 @@ async def run_node(
     """Run engines for a server until it ends.
 
     Args:
-        address: of the server, `tcp://HOST:PORT`.
-        token: of the server.
-        name: of this machine, which the server shows.
-        say: called with a line when it waits for a server, has joined one, or lost it.
+        address: the server's address, `tcp://HOST:PORT`.
+        token: the server's token.
+        name: the name of this machine, which the server shows.
+        say: called with a line for the user: waits for the server, has joined it, has lost it.
 
     Raises:
-        StartupError: the address or the token is wrong, the server refuses this machine, or it has
-            not answered for a minute; one line that says why.
+        StartupError: the address or the token is wrong, the server refuses this machine, or the
+            server has not answered for a minute. One line that says why.
     """
     ensure_cache()
     directory = make_socket_directory()
@@ -89,7 +90,7 @@ async def run_node(
                     return
                 say(f"the connection to {address} was lost; its engines here were ended")
                 lost_at = time.monotonic()
-            except _ClosedError:  # after a loss, the network may need some time
+            except _ClosedError:  # after a loss, the network can need some time
                 if lost_at is None or time.monotonic() - lost_at > _JOIN_S:
                     raise
             finally:
@@ -102,7 +103,7 @@ async def run_node(
 async def _first_of(
     answer: asyncio.Future[bytes], failure: asyncio.Future[list[bytes]], timeout_s: float
 ) -> None:
-    """Wait until one of the two is done, or the time is over."""
+    """Wait until one of the two futures is done, or the time is over."""
     both = {answer, failure}
     await asyncio.wait(both, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
 
@@ -142,10 +143,10 @@ class _Session:
         """Connect and wait until the server has answered.
 
         Args:
-            say: as `run_node`.
+            say: see `run_node`.
 
         Raises:
-            StartupError: as `run_node`.
+            StartupError: see `run_node`.
         """
         try:
             self._socket.connect(self._address)
@@ -186,7 +187,11 @@ class _Session:
         self._clock_offset_s = order.clock - time.monotonic()
 
     async def run(self) -> bool:
-        """Do what the server asks for; True when the server has ended, False when it was lost."""
+        """Do what the server asks for, until the connection ends.
+
+        Returns:
+            True if the server has ended, False if the connection was lost.
+        """
         lost = asyncio.create_task(self._wait_for_loss())
         served = asyncio.create_task(self._serve())
         beats = asyncio.create_task(self._beat())
@@ -216,7 +221,7 @@ class _Session:
         self._context.term()
 
     def _post(self, report: NodeReport) -> None:
-        self._socket.send(encode(report))  # a queue without a limit: it never waits
+        self._socket.send(encode(report))  # never waits, because the queue has no limit
 
     async def _wait_for_loss(self) -> None:
         await self._monitor.recv_multipart()
@@ -242,10 +247,10 @@ class _Session:
         start = msgspec.json.decode(order.start, type=StartEngine)
         child: LocalChild | None = None
         try:
-            if not self._placements:  # the memory that was free before the first engine
+            if not self._placements:  # parts of the memory that is free before the first engine
                 self._placements = place_replicas(start.config, order.num_places)
             device = self._placements[order.place].config.device
-            # A restart repeats the instruction set of the first start.
+            # A restarted engine must use the instruction set of the first start.
             device = replace(device, isa=start.config.device.isa)
             start = msgspec.structs.replace(
                 start,

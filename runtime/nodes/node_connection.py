@@ -1,8 +1,8 @@
 """The connection between a server and another machine: token, keys, and options of its sockets.
 
-Both sides derive their keys from the token, so that one word is all that a user copies. ZeroMQ's
-CURVE (curvezmq.org) encrypts the connection: a side proves that it has its secret key, and each
-knows the other's public key.
+Both sides derive their keys from the token, so a user copies only one word. ZeroMQ's CURVE
+(curvezmq.org) encrypts the connection. Each side knows the public key of the other side, and proves
+that it has its own secret key.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from zmq.utils import z85
 __all__ = ("KeyPair", "configure_socket", "leader_keys", "new_token", "node_keys")
 
 _TOKEN_BYTES = 20
-_PING_S, _SILENCE_S = 0.5, 3.0  # between two pings; a side that is silent for longer is lost
+# Seconds between two pings, and seconds of silence after which the other side counts as lost.
+_PING_S, _SILENCE_S = 0.5, 3.0
 
 
 class KeyPair(NamedTuple):
@@ -47,8 +48,8 @@ def node_keys(token: str) -> KeyPair:
 def configure_socket(connection: zmq.asyncio.Socket) -> None:
     """Set the options of a socket before it is bound or connected.
 
-    Pings let it notice within 4 s that the other side is gone. Its queues have no limit, so that no
-    message is dropped and no send waits.
+    By pings the socket notices within 4 s that the other side is gone. The socket's queues have no
+    limit, so no message is dropped and no send waits.
     """
     connection.setsockopt(zmq.SNDHWM, 0)
     connection.setsockopt(zmq.RCVHWM, 0)

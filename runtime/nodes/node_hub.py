@@ -2,7 +2,7 @@
 
 The API process has one encrypted ZeroMQ socket for all machines. A machine joins with the address
 and the token of the server (`run rank`, node_agent.py). Engines wait here for a machine with room.
-A machine that joins when all engines have one is a spare. Imports no torch.
+A machine that joins when all engines are placed is a spare. Imports no torch.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ __all__ = ("NodeHub", "own_address", "reached_at")
 
 _LOG = logging.getLogger(__name__)
 _ANY = ("0.0.0.0", "::", "*")  # all addresses of this machine
-_LINGER_S = 1.0  # for the last messages of a server that ends
+_LINGER_S = 1.0  # how long a server that ends waits until its last messages are sent
 
 
 class _OneKey:
-    """Lets a client connect only if it has the secret key that belongs to this public key."""
+    """Lets a client connect only if it has the secret key that belongs to `public`."""
 
     def __init__(self, public: bytes) -> None:
         self._public = public
@@ -71,18 +71,18 @@ class _Node:
     def __init__(self, name: str, num_places: int) -> None:
         self.name = name
         self.free_places = list(range(num_places))
-        self.engines: dict[int, tuple[RemoteChild, int]] = {}  # by number, with their places
+        self.engines: dict[int, tuple[RemoteChild, int]] = {}  # number -> engine, its place
 
 
 class NodeHub:
     """Starts engine processes on other machines.
 
     Args:
-        host: the address of this machine at which it listens and others reach it; empty = that of
-            its default route; 0.0.0.0 or :: = it listens at all, and `address` has that of its
-            default route.
-        num_places: engines that each machine runs at the same time.
-        asks: whether a line of the log says how to add machines that are missing.
+        host: the address of this machine at which it listens, and at which other machines reach it.
+            Empty = the address of its default route. 0.0.0.0 or :: = it listens at all addresses,
+            and `address` is the address of its default route.
+        num_places: number of engines that each machine runs at the same time.
+        asks: log a line that says how to add machines, if machines are missing.
 
     Attributes:
         address: `tcp://HOST:PORT`, from `start` on.
@@ -98,7 +98,7 @@ class NodeHub:
         self._context = zmq.asyncio.Context()
         self._authenticator = AsyncioAuthenticator(self._context)
         self._socket = self._context.socket(zmq.ROUTER)
-        self._nodes: dict[bytes, _Node] = {}  # by the id of their connection
+        self._nodes: dict[bytes, _Node] = {}  # by the id of the machine's connection
         self._by_descriptor: dict[int, bytes] = {}
         self._waiting: deque[tuple[RemoteChild, bytes]] = deque()
         self._numbers = itertools.count()
@@ -145,7 +145,7 @@ class NodeHub:
         """An engine process that will run on one of the machines.
 
         Args:
-            path: beside it the flight recorder's file is written when the engine has ended.
+            path: the flight recorder's file is written beside this path when the engine has ended.
         """
         return RemoteChild(next(self._numbers), path, self._place)
 
@@ -156,7 +156,7 @@ class NodeHub:
             child.lose(reason)
 
     async def close(self) -> None:
-        """Tell the machines that the server ends. They kill what still runs there."""
+        """Tell the machines that the server ends. They kill the engines that still run there."""
         for peer in self._nodes:
             self._post(peer, Leave())
         for task in self._tasks:
@@ -180,7 +180,7 @@ class NodeHub:
     def _assign(self) -> None:
         """Start engines that wait, on machines with room."""
         while self._waiting and self._waiting[0][0].return_code is not None:
-            self._waiting.popleft()  # it was killed while it waited
+            self._waiting.popleft()  # the engine was killed while it waited
         free = ((peer, node) for peer, node in self._nodes.items() if node.free_places)
         for peer, node in free:
             while self._waiting and node.free_places:
@@ -215,7 +215,7 @@ class NodeHub:
             )
 
     def _post(self, peer: bytes, order: LeaderOrder) -> None:
-        # A ROUTER socket without limits sends at once, or drops what is for a peer that is gone.
+        # A ROUTER socket without limits sends at once. It drops messages to a peer that is gone.
         self._socket.send_multipart([peer, encode(order)])
 
     async def _receive(self) -> None:
@@ -236,7 +236,7 @@ class NodeHub:
     def _take(self, peer: bytes, report: Started | FromEngine | Ended | Beat) -> None:
         node = self._nodes.get(peer)
         if node is None:
-            return  # it was lost, and will join again
+            return  # the machine was lost, and will join again
         if isinstance(report, Beat):
             for child, _ in node.engines.values():
                 child.take(report)
@@ -281,7 +281,7 @@ class NodeHub:
 
 
 def reached_at(host: str) -> str:
-    """The address at which others reach a server that listens at `host`."""
+    """The address at which other machines reach a server that listens at `host`."""
     return own_address() if host in _ANY else host
 
 

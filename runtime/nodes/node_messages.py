@@ -1,8 +1,8 @@
 """Messages between the API process and another machine that runs engines for it.
 
-They are msgpack over one ZeroMQ connection for each machine, which is encrypted
-(node_connection.py). They carry the messages of an engine process as bytes
-(runtime/process/ipc.py).
+They are msgpack over an encrypted ZeroMQ connection (node_connection.py), one for each machine.
+`FromEngine` and `ToEngine` carry the messages of an engine process (runtime/process/ipc.py) as
+bytes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = (
 
 
 def software() -> dict[str, str]:
-    """What must be the same on all machines, because the bits of answers depend on it."""
+    """The versions that must be the same on all machines: the bits of answers depend on them."""
     made = made_by()
     return {"ostinato": version("ostinato"), "sources": made["sources"], "torch": made["torch"]}
 
@@ -43,7 +43,7 @@ def software() -> dict[str, str]:
 class Join(msgspec.Struct, frozen=True, array_like=True, tag=1):
     """The first message of a machine."""
 
-    name: str  # of the machine
+    name: str  # the machine's name
     software: dict[str, str]
 
 
@@ -55,7 +55,7 @@ class Started(msgspec.Struct, frozen=True, array_like=True, tag=2):
 
 
 class FromEngine(msgspec.Struct, frozen=True, array_like=True, tag=3, gc=False):
-    """A message of an engine process."""
+    """A message from an engine process."""
 
     engine: int
     data: bytes
@@ -94,10 +94,10 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, tag=2):
 class Spawn(msgspec.Struct, frozen=True, array_like=True, tag=3):
     """Start an engine process."""
 
-    engine: int  # its number in further messages; no other process gets the same
-    start: bytes  # `StartEngine` as one line of JSON; it does not know of parts of a machine
-    place: int  # which part of the machine it gets, 0 to num_places - 1
-    num_places: int  # equal parts that the machine has
+    engine: int  # the number of this process in later messages; no other process gets it
+    start: bytes  # `StartEngine` as one line of JSON, for a whole machine
+    place: int  # the part of the machine that the process gets, 0 to num_places - 1
+    num_places: int  # number of equal parts of the machine
 
 
 class ToEngine(msgspec.Struct, frozen=True, array_like=True, tag=4, gc=False):

@@ -1,9 +1,9 @@
 """`RayNodes`: Ray actors that run engines for a server (`parallel.executor=ray`).
 
-Ray chooses the machine of each engine, starts an actor there and tells when it ends. The actor does
-what `run rank` does on a machine without Ray (node_agent.py): messages of engines take our own
-connection, and no step passes through Ray. The ranks of an engine are processes beside each other,
-so an engine never spans machines. Ray is imported when it is used: it is an extra.
+Ray chooses the machine of each engine, starts an actor there, and reports when the actor ends. The
+actor does the same as `run rank` on a machine without Ray (node_agent.py). Messages of engines take
+our own connection, so no step passes through Ray. The ranks of one engine are processes of one
+machine, so an engine never spans machines. Ray is an extra, so it is imported only when it is used.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ __all__ = ("Demand", "RayNodes", "RayShare", "count_room", "share_cluster")
 
 _LOG = logging.getLogger(__name__)
 _GIB = 1 << 30
-_PLACE_S = 60.0  # how long other jobs of the cluster may hold what the engines need
+_PLACE_S = 60.0  # how long to wait while other jobs hold the cores or GPUs that engines need
 _POLL_S = 0.5
-_LEAVE_S = 3.0  # for actors whose server has ended
+_LEAVE_S = 3.0  # how long an actor gets to end after its server has ended
 _AGAIN_S = 1.0  # between the end of an actor and the start of the next one
 
 
@@ -39,30 +39,30 @@ Demand = Mapping[str, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RayShare:
-    """What every engine gets of a cluster."""
+    """The part of a cluster that every engine gets."""
 
     demand: Demand
     config: EngineConfig  # with the engine's part of a machine
 
 
 def count_room(nodes: Sequence[Demand], demand: Demand) -> int:
-    """The number of engines that fit on machines that are otherwise empty.
+    """The number of engines that fit on machines on which nothing else runs.
 
     Args:
         nodes: the resources of each machine.
-        demand: of one engine, which is on one machine; each amount is positive.
+        demand: the resources of one engine, which must fit on one machine; all are positive.
     """
     return sum(min(int(node.get(name, 0) // demand[name]) for name in demand) for node in nodes)
 
 
 def share_cluster(config: EngineConfig, nodes: Sequence[Demand]) -> RayShare:
-    """What every engine asks Ray for.
+    """The resources that every engine asks Ray for.
 
-    An engine on a CPU has `device.threads` cores, or one for each of its ranks. An engine on a GPU
-    has one GPU and one core.
+    An engine on a CPU has `device.threads` cores, or one core for each of its ranks. An engine on a
+    GPU has one GPU and one core.
 
     Args:
-        config: of every engine.
+        config: the configuration of every engine.
         nodes: the resources of each machine of the cluster.
 
     Raises:
@@ -100,13 +100,13 @@ def _amounts(resources: Demand) -> str:
 
 
 class RayNodes:
-    """The actors of one server, one for each engine. Making it connects to the cluster.
+    """The actors of one server, one for each engine. The constructor connects to the cluster.
 
     Args:
-        config: of every engine; its section `parallel` says how many.
+        config: the configuration of every engine. `parallel.data` is the number of engines.
 
     Attributes:
-        config: of every engine, with its part of a machine.
+        config: the configuration of every engine, with its part of a machine.
 
     Raises:
         StartupError: Ray is not installed, or the cluster cannot be reached or is too small.
@@ -115,11 +115,11 @@ class RayNodes:
     def __init__(self, config: EngineConfig) -> None:
         self._count = config.parallel.data
         self._group: Any = None  # the placement group
-        self._actors: dict[Any, tuple[int, Any]] = {}  # by the reference of its run
+        self._actors: dict[Any, tuple[int, Any]] = {}  # by Ray's reference to the actor's run
         self._ends = threading.Event()
         self._thread: threading.Thread | None = None
         self._ray = _import("ray")
-        self._is_own = not self._ray.is_initialized()  # False = another part of it has connected
+        self._is_own = not self._ray.is_initialized()  # False = this process was connected before
         if self._is_own:
             _connect(self._ray, config.parallel.ray_address)
         try:
@@ -135,12 +135,12 @@ class RayNodes:
         """Start the actors, which join the server. Blocks until Ray has placed them.
 
         Args:
-            address: of the server's `NodeHub`.
-            token: of the same.
+            address: the address of the server's `NodeHub`.
+            token: the token of the server's `NodeHub`.
             refuse: called by another thread with the reason when an actor cannot join.
 
         Raises:
-            StartupError: other jobs hold what the engines need.
+            StartupError: other jobs hold the cores or GPUs that the engines need.
         """
         groups = _import("ray.util.placement_group")
         self._group = groups.placement_group([self._demand] * self._count, strategy="SPREAD")
@@ -211,10 +211,10 @@ class RayNodes:
 
 
 class _NodeActor:
-    """The process that Ray places: it runs engines for the server until that ends."""
+    """The process that Ray places. It runs engines for the server until the server ends."""
 
     def run(self, address: str, token: str) -> None:
-        """As `run_node`, with the name of Ray's node."""
+        """Call `run_node` with the name of Ray's node."""
         node = _import("ray").get_runtime_context().get_node_id()
         asyncio.run(run_node(address, token, f"{socket.gethostname()}/{node[:8]}"))
 

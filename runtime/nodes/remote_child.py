@@ -19,9 +19,10 @@ Post = Callable[[Kill | ToEngine], None]
 
 
 class RemoteChild:
-    """An engine process on another machine; it starts when there is a machine with room.
+    """An engine process on another machine. It starts when there is a machine with room.
 
-    If the connection to the machine is lost, the process counts as killed. The machine ends it.
+    If the connection to the machine is lost, the process counts as killed. The machine then ends
+    the process.
     """
 
     def __init__(
@@ -29,9 +30,9 @@ class RemoteChild:
     ) -> None:
         """
         Args:
-            number: of the engine in messages.
-            path: beside it the flight recorder's file is written when the engine has ended.
-            place: calls `begin` when there is a machine with room.
+            number: the number of the engine in messages.
+            path: the flight recorder's file is written beside this path when the engine has ended.
+            place: queues the process for a machine. `begin` is called when it has one.
         """
         self.number = number
         self.path = path
@@ -72,8 +73,8 @@ class RemoteChild:
         """Note that a machine was told to start the process.
 
         Args:
-            node: name of the machine.
-            post: sends orders to it.
+            node: the machine's name.
+            post: sends orders to the machine.
         """
         self._node, self._post = node, post
 
@@ -85,11 +86,11 @@ class RemoteChild:
     async def receive(self) -> bytes | None:
         data = await self._inbox.get()
         if data is None:
-            self._inbox.put_nowait(None)  # for a further call
+            self._inbox.put_nowait(None)  # the next call must return None too
         return data
 
     def take(self, report: Started | FromEngine | Ended | Beat) -> None:
-        """Handle a message of the machine."""
+        """Handle a message from the machine."""
         if isinstance(report, FromEngine):
             self._inbox.put_nowait(report.data)
         elif isinstance(report, Started):

@@ -1,7 +1,7 @@
 """Messages between the ranks of an engine: msgpack over a Unix socket, one message for each step.
 
-Rank 0 is the engine's process. It sends every other rank the step that it is about to run. Only the
-parts that the model needs travel: no grammar, no sampling parameter, no text.
+Rank 0 is the engine's process. It sends every other rank the step that it is about to run. The
+message has only the parts that the model needs: no grammar, no sampling parameters, no text.
 
 Imports no torch.
 """
@@ -41,29 +41,29 @@ __all__ = (
 )
 
 _LENGTH_BYTES = 4
-_MOST_DESCRIPTORS = 8  # that a rank is sent
+_MOST_DESCRIPTORS = 8  # a rank gets at most this many file descriptors
 
 
 class StartRank(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """What a rank is built from. The descriptors of its links travel before it."""
+    """Build a rank. The file descriptors of the rank's links are sent before this message."""
 
-    config: EngineConfig  # with this rank's share of threads and memory
+    config: EngineConfig  # with this rank's part of the threads and the memory
     rank: int
     max_drafts: int  # draft tokens of one sequence in one step, at most
 
 
 class Met(msgspec.Struct, frozen=True, array_like=True, tag=2, gc=False):
-    """All ranks have arrived at a meeting; the numbers of each, in rank order."""
+    """All ranks have arrived at a meeting: a point of the start at which they exchange numbers."""
 
     name: str
-    numbers: list[list[int]]
+    numbers: list[list[int]]  # the numbers of each rank, in rank order
 
 
 class Step(msgspec.Struct, frozen=True, array_like=True, tag=3, gc=False):
     """Run a step."""
 
     output: SchedulerOutput  # from `for_other_ranks`
-    # For entries without token ids, in order: the last token, which only the sampling rank knows.
+    # The last token of each entry without token ids, in order. Only the sampling rank knows it.
     last_tokens: list[int]
 
 
@@ -74,11 +74,11 @@ class Call(msgspec.Struct, frozen=True, array_like=True, tag=4, gc=False):
 
 
 class Idle(msgspec.Struct, frozen=True, array_like=True, tag=5, gc=False):
-    """No step follows for now: background work may use the processors."""
+    """No step follows for now, so background work can use the processors."""
 
 
 class Serve(msgspec.Struct, frozen=True, array_like=True, tag=6, gc=False):
-    """The engine has started: a compilation from now on is a late one."""
+    """The engine has started. From now on, every compilation counts as late."""
 
 
 LeaderMessage = StartRank | Met | Step | Call | Idle | Serve
@@ -99,7 +99,7 @@ class Answer(msgspec.Struct, frozen=True, array_like=True, tag=2, gc=False):
 
 
 class LateCompiles(msgspec.Struct, frozen=True, array_like=True, tag=3, gc=False):
-    """All late compilations of the rank so far; sent when there is a new one."""
+    """All late compilations of the rank so far. Sent after each new one."""
 
     compiles: list[LateCompile]
 
@@ -119,7 +119,7 @@ rank_decoder = msgspec.msgpack.Decoder(RankMessage)
 
 
 def for_other_ranks(output: SchedulerOutput) -> SchedulerOutput:
-    """A step without what only the sampling rank needs.
+    """Remove the parts of a step that only the sampling rank needs.
 
     This halves the message of a step that admits a prompt of 8,192 tokens.
     """
@@ -133,7 +133,7 @@ def for_other_ranks(output: SchedulerOutput) -> SchedulerOutput:
 
 
 def _bare(request: Request) -> Request:
-    """What a rank that does not sample needs of a request: to score or pool it, or to encode."""
+    """The parts of a request that a rank needs which does not sample."""
     scored = request.sampling.prompt_logprobs
     is_read = scored is not None or request.pooling is not None
     return Request(
@@ -146,7 +146,7 @@ def _bare(request: Request) -> Request:
 
 
 def encode_frame(message: LeaderMessage | RankMessage) -> bytes:
-    """A message with its length before it."""
+    """Encode a message. Its length comes before it."""
     data = _encoder.encode(message)
     return len(data).to_bytes(_LENGTH_BYTES, "little") + data
 
@@ -158,7 +158,7 @@ class Frames:
         self._bytes = bytearray()
 
     def add(self, data: bytes) -> list[bytes]:
-        """Take in bytes; returns the messages that are complete now, without their lengths."""
+        """Add bytes; returns the messages that are now complete, without their lengths."""
         self._bytes += data
         complete: list[bytes] = []
         begin = 0
@@ -174,7 +174,7 @@ class Frames:
 
 
 class Channel:
-    """The socket to rank 0, on the side of another rank."""
+    """The socket to rank 0, as another rank uses it."""
 
     def __init__(self, connection: socket.socket) -> None:
         """
@@ -194,7 +194,7 @@ class Channel:
         self._socket.sendall(encode_frame(message))
 
     def receive(self) -> LeaderMessage:
-        """Wait for the next message, without use of the processor.
+        """Wait for the next message. The wait uses no processor time.
 
         Raises:
             EOFError: rank 0 has closed the socket, or has ended.
@@ -210,7 +210,7 @@ class Channel:
         return _leader_decoder.decode(self._received.pop(0))
 
     def meet(self, name: str, numbers: list[int]) -> list[list[int]]:
-        """Wait until all ranks are at this point.
+        """Wait until all ranks are at this point, and exchange numbers.
 
         Args:
             name: the name of the meeting, the same on all ranks.
@@ -240,7 +240,7 @@ class Channel:
         return descriptors
 
     def wait_for_end(self) -> None:
-        """Wait until rank 0 ends this process or has ended, and drop what it sends."""
+        """Wait until rank 0 ends this process or has ended. Drop all messages meanwhile."""
         with contextlib.suppress(EOFError):
             while True:
                 self.receive()

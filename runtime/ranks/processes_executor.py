@@ -1,14 +1,14 @@
 """The executor of an engine whose model is divided among several processes (ranks).
 
-Rank 0 runs in the engine's process, on its thread, and draws the tokens. Each step is sent to the
-other ranks first. The result comes from rank 0 alone.
+Rank 0 runs in the engine's process, on the engine's thread, and samples the tokens. Each step is
+sent to the other ranks first. The result comes from rank 0 alone.
 
-In one stage, all ranks compute the step at the same time and meet in the collectives of the model.
-Rank 0 runs it when it is launched.
+Without a pipeline, all ranks compute a step at the same time and wait for each other in the
+collectives of the model. `launch` runs rank 0's part.
 
-In a pipeline, rank 0 belongs to the last stage. It runs a step when it is read, and waits there for
-the hidden states of the stage before. As many steps as stages are in flight, and each stage works
-on another one.
+In a pipeline, rank 0 belongs to the last stage. `read` runs rank 0's part of a step, which waits
+for the hidden states of the stage before. A pipeline of N stages has N steps in flight. Each stage
+works on another step.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class ProcessesExecutor:
     ) -> None:
         """
         Args:
-            first: rank 0's executor, closed with this one; it reads each step before the next.
+            first: rank 0's executor; closed with this one. It reads each step before the next.
             runner: rank 0's runner.
-            ranks: the other ranks' processes, built and waiting for steps; ended with this object.
-            links: of rank 0 to the others; closed after the processes have ended.
-            num_stages: stages of the pipeline; 1 = there is none.
+            ranks: the processes of the other ranks, which wait for steps; ended with this object.
+            links: rank 0's links to the other ranks; closed after the processes have ended.
+            num_stages: stages of the pipeline; 1 = no pipeline.
         """
         self._first = first
         self._runner = runner
@@ -57,7 +57,8 @@ class ProcessesExecutor:
         self._end = weakref.finalize(self, _end, ranks, links)
         self._is_working = False
         self._num_launched = 0
-        # Steps of a pipeline that rank 0 has not run, each with the requests that ended meanwhile.
+        # Steps of a pipeline that rank 0 has not run yet. Each has the ids of requests that ended
+        # after its launch.
         self._waiting: deque[tuple[SchedulerOutput, list[str]]] = deque()
 
     @property
@@ -110,13 +111,13 @@ class ProcessesExecutor:
         return self._first.take_built_grammars(timeout_s)
 
     def release_grammar(self, request_id: str) -> None:
-        if self._waiting:  # one of these steps may admit it
+        if self._waiting:  # one of these steps can admit the request
             self._waiting[-1][1].append(request_id)
         else:
             self._first.release_grammar(request_id)
 
     def call(self, call: RankCall) -> list[str]:
-        answers = self._first.call(call)  # what it refuses is not sent
+        answers = self._first.call(call)  # raises if it refuses; then nothing is sent
         self._ranks.send(Call(call))
         others = self._ranks.answers()
         refused = next((answer for answer in others if answer.is_refusal), None)

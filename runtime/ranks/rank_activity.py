@@ -1,9 +1,10 @@
-"""Recognises ranks that hang: what the system says about their processes, and the rule.
+"""Finds ranks that hang, from the state of their processes.
 
-A step is a chain of sums over all ranks, so the ranks wait for each other in every layer. A rank
-that is stopped stops all. If no rank uses a processor, waits for one or waits for a disk, they wait
-for each other and always will. A rank that computes for long does not hang: the watchdog of the
-API process (runtime/replicas/watchdog.py) judges it by the predicted time of its step.
+In a step the ranks wait for each other in every layer, because they sum values. So a stopped rank
+stops all ranks. If no rank uses a processor, waits for a processor or waits for a disk, all ranks
+wait for each other for ever. A rank that computes for a long time does not hang in this sense. The
+watchdog of the API process (runtime/replicas/watchdog.py) ends such an engine, by the predicted
+time of its steps.
 """
 
 from __future__ import annotations
@@ -15,26 +16,27 @@ from typing import NamedTuple
 
 __all__ = ("Activity", "HangRule", "read_activity")
 
-_STATE, _UTIME, _STIME = 0, 11, 12  # places in /proc/PID/stat after the name
-_LONGEST_TICK_S = 0.5  # a longer tick counts as this long: this process was suspended
-_COMPUTING_SHARE = 0.05  # share of one core; a rank that only looks for the others uses less
+_STATE, _UTIME, _STIME = 0, 11, 12  # indices of fields in /proc/PID/stat after the name
+_LONGEST_TICK_S = 0.5  # a longer tick counts as this long, because this process was suspended
+_COMPUTING_SHARE = 0.05  # a rank that only waits uses less than this share of a core
 _CLOCK_S = 0.02  # two ticks of the system's clock, the resolution of processor times
 
 
 class Activity(NamedTuple):
-    """What a process does."""
+    """The state of a process at one time."""
 
-    is_stopped: bool  # by SIGSTOP
+    is_stopped: bool  # stopped by SIGSTOP
     has_work: bool  # a thread runs, or waits for a processor or a disk
     cpu_s: float  # processor time of all its threads so far
 
 
 def read_activity(pid: int, ignored_thread: int | None = None) -> Activity | None:
-    """What a process does now; None if it has ended.
+    """The state of a process now; None if it has ended.
 
     Args:
         pid: the process's id.
-        ignored_thread: id of a thread whose state does not count: the caller's, in its own process.
+        ignored_thread: id of a thread whose state does not count. It is the calling thread, if
+            `pid` is its own process.
     """
     try:
         stat = _stat(Path(f"/proc/{pid}/stat"))
@@ -54,7 +56,7 @@ def _stat(path: Path) -> list[str]:
 
 
 class HangRule:
-    """Decides whether ranks hang. It has no clock: its caller reports elapsed time.
+    """Decides whether ranks hang. It has no clock; its caller reports elapsed time.
 
     Args:
         limit_s: seconds that a rank may be stopped, or that no rank may do anything, in a step.
@@ -73,12 +75,13 @@ class HangRule:
         """Count time that has passed.
 
         Args:
-            elapsed_s: since the last tick.
-            step: number of the step that runs; None = none does, and ranks wait for the next one.
-            activities: what each living rank does.
+            elapsed_s: seconds since the last tick.
+            step: number of the running step; None = no step runs, and ranks wait for the next one.
+            activities: the state of each living rank's process, by rank.
 
         Returns:
-            None, or the rank that hangs (None if they wait for each other) and how it shows.
+            None if no rank hangs. Otherwise the hanging rank, and a text that describes the hang.
+            The rank is None if all ranks wait for each other.
         """
         cpu_s = sum(activity.cpu_s for activity in activities.values())
         if step is None or step != self._step:

@@ -1,7 +1,7 @@
-"""The links of a rank to others: its tensor-parallel group, the stage before and the stage after.
+"""The links of a rank: to its tensor-parallel group, to the stage before and to the stage after.
 
-Rank 0 makes the memory and the sockets of all links (`create_links`) and passes each rank the
-descriptors of its own.
+Rank 0 makes the memory and the sockets of all links (`create_links`). It passes each rank the
+descriptors of that rank's links.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from ostinato.runtime.host_resources import available_cores
 
 __all__ = ("RankLinks", "close_all", "create_links")
 
-# A wait needs no limit, because the processes are watched. This one is for a stop that the watch
-# does not notice. No step takes so long.
+# The processes are watched, so a wait hardly needs a limit. This limit is for a stop that the watch
+# does not notice. It is longer than any step.
 _LONGEST_WAIT_S = 1800.0
 
 
@@ -37,16 +37,16 @@ def create_links(tensor: int, pipeline: int, shape: HiddenShape) -> list[list[in
 
     Args:
         tensor: ranks of each stage.
-        pipeline: stages, which is also the number of steps under way at most.
+        pipeline: number of stages. At most this many steps are in flight.
         shape: the shape of the hidden states that stages hand on.
 
     Returns:
         The descriptors of each rank, in rank order, for `RankLinks`.
 
     Raises:
-        OSError: the system has no memory or no descriptors for them.
+        OSError: the system has no memory or no descriptors for the links.
     """
-    held: dict[tuple[int, int], list[int]] = {}  # by stage and rank of the stage
+    held: dict[tuple[int, int], list[int]] = {}  # by stage, and rank within the stage
     try:
         for stage in range(pipeline):
             for rank in range(tensor):
@@ -69,7 +69,7 @@ def create_links(tensor: int, pipeline: int, shape: HiddenShape) -> list[list[in
 
 
 def close_all(descriptors: Sequence[Sequence[int]]) -> None:
-    """Close descriptors that were passed on, or are not needed."""
+    """Close descriptors that were passed to other processes, or are not needed."""
     for each in descriptors:
         for descriptor in each:
             with contextlib.suppress(OSError):
@@ -82,7 +82,7 @@ class RankLinks:
     def __init__(
         self, shard: Shard, shape: HiddenShape, threads: int, descriptors: Sequence[int]
     ) -> None:
-        """Open the links; the descriptors are closed.
+        """Open the links, and close the descriptors.
 
         Args:
             shard: the shard of the rank.
@@ -131,7 +131,7 @@ class RankLinks:
         model.join_stages(self._previous, self._next)
 
     def abort(self) -> None:
-        """End all waits of this rank for others with an error; from any thread."""
+        """End all waits of this rank with an error. Any thread can call it."""
         if self._group is not None:
             self._group.abort()
         for end in (self._previous, self._next):

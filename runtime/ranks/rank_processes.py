@@ -1,12 +1,12 @@
 """Starts, watches and ends the processes of the ranks after the first.
 
-Rank 0 is the calling process: its results need no transport, and an engine with one rank has no
-further process. A thread reads the messages of the other ranks and notices their ends. When one
-ends or hangs, all others are killed, and every further call raises `RankFailedError`: a group of
-ranks is never repaired, its engine is started again.
+Rank 0 is the calling process. So its results need no transport, and an engine with one rank has no
+further process. A thread reads the messages of the other ranks and notices their ends. When a rank
+ends or hangs, all others are killed, and every further call raises `RankFailedError`. A group of
+ranks is never repaired; its engine is started again.
 
-No rank outlives this process: each watches its socket, which closes when this process ends, and the
-system kills it (PR_SET_PDEATHSIG). Nothing in the file system belongs to them. Imports no torch.
+No rank outlives this process. Each rank watches its socket, which closes when this process ends.
+The system also kills the ranks then (PR_SET_PDEATHSIG). Ranks leave no files. Imports no torch.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ __all__ = ("RANK_MODULE", "RankLog", "RankProcesses")
 RANK_MODULE = "ostinato.runtime.process.rank_main"
 
 _LOG = logging.getLogger(__name__)
-_TICK_S = 0.1  # between two looks for a hang while steps run
+_TICK_S = 0.1  # seconds between two checks for a hang while steps run
 _CLOSE_S = 2.0  # how long a rank gets to end when its socket closes
 _STACK_S = 0.3  # how long a rank that hangs gets to write its stack
 _MAX_STACK_BYTES = 1 << 16
 
 
 class RankLog(NamedTuple):
-    """How the ranks write their logs."""
+    """The log settings of the ranks."""
 
     level: str = "warning"
     log_format: str = "text"  # text | json
-    prefix: str = ""  # before `rank 1` in the name of the process
+    prefix: str = ""  # comes before `rank 1` in the name of the process
 
 
 class _Rank:
@@ -94,12 +94,12 @@ class _Rank:
 
     @property
     def stack(self) -> str:
-        """The stacks of its threads that it has written: on SIGUSR1, or when it crashed."""
+        """The stacks of threads that the process wrote on SIGUSR1 or when it crashed."""
         data = os.pread(self.stack_fd, _MAX_STACK_BYTES, 0)
         return data.decode(errors="replace").strip()
 
     def end(self, timeout_s: float) -> int:
-        """Wait for the process to end, kill it after a time; returns its exit code."""
+        """Wait until the process ends; kill it after `timeout_s`. Returns its exit code."""
         try:
             return self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -116,8 +116,8 @@ class RankProcesses:
     """The processes of ranks 1 to N - 1. One thread calls the methods; `close` may be called twice.
 
     Attributes:
-        size: N, the ranks of the engine, the calling process included.
-        failure: why a rank ended; None while all live.
+        size: N, the number of ranks of the engine, the calling process included.
+        failure: why a rank ended; None while all ranks live.
     """
 
     def __init__(self, size: int, log: RankLog | None = None) -> None:
@@ -125,7 +125,7 @@ class RankProcesses:
 
         Args:
             size: N, at least 1.
-            log: how they write their logs.
+            log: their log settings; None = the defaults.
 
         Raises:
             StartupError: the system cannot start another process, or is not Linux.
@@ -141,7 +141,7 @@ class RankProcesses:
         self._on_failure: list[Callable[[], object]] = []
         self._is_closing = False
         self._hang_rule: HangRule | None = None
-        self._is_working = False  # steps run now and then, so hangs are looked for
+        self._is_working = False  # steps run now and then, so the thread checks for hangs
         self._step: int | None = None  # number of the step that runs
         self._num_steps = 0
         self._wake_in, self._wake_out = os.pipe()
@@ -161,7 +161,7 @@ class RankProcesses:
 
     @property
     def late_compiles(self) -> list[LateCompile]:
-        """Compilations after the start of the ranks after the first."""
+        """Late compilations of the ranks after the first."""
         return [one for rank in self._ranks for one in rank.late_compiles]
 
     def start(
@@ -176,10 +176,10 @@ class RankProcesses:
 
         Args:
             messages: one for each rank after the first.
-            descriptors: those that each rank gets copies of.
-            hang_limit_s: seconds that a rank may be stopped, or that no rank may do anything,
-                within a step.
-            on_failure: called by another thread when a rank ends: it lets this rank's waits end.
+            descriptors: file descriptors for each rank, which gets copies of them.
+            hang_limit_s: within a step, a rank may be stopped for this long, and all ranks together
+                may be idle for this long.
+            on_failure: called by another thread when a rank ends. It must end this rank's waits.
 
         Raises:
             RankFailedError: a rank has ended.
@@ -205,7 +205,7 @@ class RankProcesses:
                 rank.socket.sendall(data)
 
     def meet(self, name: str, numbers: list[int]) -> list[list[int]]:
-        """Wait until all ranks are at this point, as `Channel.meet` does in the others.
+        """Wait until all ranks are at this point. The other ranks call `Channel.meet`.
 
         Raises:
             RankFailedError: a rank has ended.
@@ -232,10 +232,10 @@ class RankProcesses:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Around the part of a step in which ranks wait for each other.
+        """A context for the part of a step in which ranks wait for each other.
 
         Raises:
-            RankFailedError: instead of any other error, if a rank has ended.
+            RankFailedError: a rank has ended. It replaces any other error in the context.
         """
         self._num_steps += 1
         self._step = self._num_steps
@@ -248,11 +248,11 @@ class RankProcesses:
 
     @contextmanager
     def explained(self) -> Iterator[None]:
-        """Raise `RankFailedError` instead of another error that the end of a rank has caused."""
+        """A context that replaces an error by `RankFailedError` if the end of a rank caused it."""
         try:
             yield
         except Exception as error:
-            if isinstance(error, ConnectionError):  # a link broke; the thread finds out why
+            if isinstance(error, ConnectionError):  # a link broke; the thread will find the cause
                 self._wait_for_failure()
             self.check(error)
             raise
@@ -263,11 +263,11 @@ class RankProcesses:
             raise self.failure from cause
 
     def rest(self) -> None:
-        """No step follows for now: the thread sleeps until a rank ends or the next step."""
+        """Note that no step follows for now. The thread sleeps until a rank ends or a step runs."""
         self._is_working = False
 
     def close(self) -> None:
-        """End the processes, which waits for each at most 2 s, and close all descriptors."""
+        """End the processes, with at most 2 s of waiting for each, and close all descriptors."""
         with self._changed:
             if self._is_closing:
                 return
@@ -286,11 +286,11 @@ class RankProcesses:
 
     @contextmanager
     def _sending(self) -> Iterator[None]:
-        """Turn the error of a socket into that of the rank that has ended."""
+        """A context that replaces an error of a socket by the error of the rank that has ended."""
         try:
             yield
         except OSError as error:
-            self._wait_for_failure()  # the thread is about to find out why
+            self._wait_for_failure()  # the thread will find the cause
             self.check(error)
             raise
 
@@ -307,7 +307,7 @@ class RankProcesses:
             yield message
 
     def _watch(self) -> None:
-        """Read the messages of the ranks, notice their ends and hangs. Runs on a thread."""
+        """Read the messages of the ranks, and notice ends and hangs. Runs on a thread."""
         poll = select.poll()
         poll.register(self._wake_in, select.POLLIN)
         by_fd = {rank.socket.fileno(): rank for rank in self._ranks}
@@ -333,7 +333,7 @@ class RankProcesses:
                     return
 
     def _read(self, rank: _Rank) -> bool:
-        """Take in what a rank has sent; False if its process has ended."""
+        """Read the messages that a rank has sent; False if its process has ended."""
         try:
             data = rank.socket.recv(1 << 16, socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -368,7 +368,7 @@ class RankProcesses:
         where = self._where
         if words is not None:
             reason, text = "error", words.message
-            where = where if words.traceback else ""  # a line for the user says it all
+            where = where if words.traceback else ""  # without a traceback the message is complete
             stack = "\n".join(filter(None, (words.traceback.strip(), stack)))
         elif code < 0:
             reason = "killed" if code == -signal.SIGKILL else "crash"
@@ -392,7 +392,7 @@ class RankProcesses:
 
     @property
     def _where(self) -> str:
-        """What the ranks were doing, to follow the reason in a message."""
+        """The end of a message: what the ranks were doing."""
         if self._num_steps == 0:
             return ", while the engine started"
         return f", in step {self._num_steps}" if self._step else f", after step {self._num_steps}"
@@ -417,7 +417,7 @@ def _signal_name(number: int) -> str:
 
 
 def _own_stacks() -> str:
-    """The stacks of this process's threads, as the other ranks write theirs."""
+    """The stacks of this process's threads, in the format of the other ranks' stacks."""
     descriptor = os.memfd_create("stack-of-rank-0")
     try:
         faulthandler.dump_traceback(descriptor, all_threads=True)

@@ -14,7 +14,7 @@ _GIB = 1 << 30
 
 
 def share_of_rank(config: EngineConfig) -> EngineConfig:
-    """The configuration with one rank's part of this machine's cores and free memory."""
+    """The configuration of one rank: with its part of this machine's cores and free memory."""
     device = divide_device(
         config.device,
         config.parallel.num_ranks,
@@ -30,7 +30,7 @@ def divide_device(
     """An equal part of a CPU for each rank.
 
     Args:
-        device: `threads` and `memory_gib` are those of all ranks together; None = all there is.
+        device: `threads` and `memory_gib` are for all ranks together; None = the whole machine.
         num_ranks: at least 1.
         cores: the cores that this process may use.
         free_bytes: free memory of the host.

@@ -277,7 +277,7 @@ class Replica:
         return await self._inspector.ask(timeout_s)
 
     def flight_records(self) -> list[StepRecord]:
-        """The engine's last steps, read from the flight recorder's file, even if the engine hangs."""
+        """The engine's last steps, from the recorder's file. It works even if the engine hangs."""
         return [] if self._engine is None else read_flight(flight_path(self._engine.path))
 
     async def close(self) -> None:
