@@ -6,6 +6,7 @@ bandwidth measured just before.
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import time
 from dataclasses import dataclass
@@ -36,7 +37,11 @@ def read_bandwidth(device: torch.device) -> float:
 
 
 class LoadMeter:
-    """The share of all cores that other programs used between `start` and `stop`, in [0, 1]."""
+    """The share of all cores that other programs used between `start` and `stop`, in [0, 1].
+
+    The processes that this one has started, and those that they have started, are no other
+    programs. One of them that ends in between counts as one if nobody waits for its end.
+    """
 
     def __init__(self) -> None:
         self._cores = psutil.cpu_count() or 1
@@ -57,8 +62,12 @@ class LoadMeter:
         busy = sum(times) - times.idle - getattr(times, "iowait", 0.0)
         # Linux counts a guest's time twice: in itself and in user.
         busy -= getattr(times, "guest", 0.0) + getattr(times, "guest_nice", 0.0)
-        own = self._process.cpu_times()
-        return time.perf_counter(), busy, own.user + own.system + own.children_user
+        own = 0.0
+        for process in (self._process, *self._process.children(recursive=True)):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                used = process.cpu_times()
+                own += used.user + used.system + used.children_user + used.children_system
+        return time.perf_counter(), busy, own
 
 
 class EnergyMeter:

@@ -7,6 +7,8 @@
     ... --quantized int8 --quantized int4 --openvino VENV/bin/python=IR_DIR=int8 \\
         --llama-cpp SERVER=Q8_0.gguf=int8 --llama-cpp SERVER=Q4_0.gguf=int4
 
+    ... --drafts --llama-cpp-draft Q4_0.gguf --parts decode repeat
+
 Each peer runs in its own virtual environment at its best settings (the drive_*.py files in this
 folder), with the same prompts, numbers of tokens and threads. Engines stay loaded and take turns
 part by part, round by round (A B C, A B C). The memory speed of shared machines changes by a factor
@@ -15,6 +17,7 @@ its turn, so that its idle threads do not slow another. The read bandwidth is me
 turn.
 
 decode: tokens per second of one stream after its first token, from the times for 1 and 128 tokens.
+repeat: the same for 256 tokens after a prompt that repeats 32 tokens, as a greedy model then does.
 ttft: seconds to the first token after 512 prompt tokens, the median of five prompts.
 offline: 32 requests at once, with 64-512 prompt and 32-128 output tokens.
 prefix: 16 requests at once that share 1024 of 1088 prompt tokens, with an empty cache.
@@ -22,8 +25,10 @@ prefix: 16 requests at once that share 1024 of 1088 prompt tokens, with an empty
 The weights of every peer must have the requested precision: OpenVINO's exporter converts float32 to
 16 bits unless it gets `--weight-format fp32`.
 
-Engines of a class (int8, int4, or unquantised) are compared with each other: this engine with the
-best peer of the class.
+Engines of a class (int8, int4, drafts, or unquantised) are compared with each other: this engine
+with the best peer of the class. `--drafts` adds engines with drafts that come from earlier text:
+this engine with `speculation.method=auto`, vLLM's n-grams, OpenVINO's prompt lookup and each n-gram
+drafter of llama-server. Every engine draws the likeliest token.
 """
 
 from __future__ import annotations
@@ -59,9 +64,20 @@ __all__ = ("Engine", "measure_part")
 _FOLDER = Path(__file__).parent
 _OURS = "ostinato"
 _PARTS = ("decode", "ttft", "offline", "prefix")
-_UNITS = {"decode": "tok/s", "ttft": "ms", "offline": "tok/s", "prefix": "tok/s"}
+_UNITS = {
+    **dict.fromkeys(("decode", "offline", "prefix", "repeat"), "tok/s"),
+    "ttft": "ms",
+}
+_PERIOD, _PERIODS, _REPEAT_TOKENS = 32, 4, 256  # of `repeat`: its prompt and output
 _NUM_PROMPTS = 5  # in a round, one after the other, because one takes only a tenth of a second
-_KINDS = ("int8", "int4")
+_KINDS = ("int8", "int4", "drafts")
+# The drafters of llama-server that need no model. {} = draft tokens; short matches find more.
+_NGRAM_TYPES = {
+    "ngram-simple": "--spec-ngram-simple-size-n 3 --spec-ngram-simple-size-m {}",
+    "ngram-map-k": "--spec-ngram-map-k-size-n 3 --spec-ngram-map-k-size-m {}",
+    "ngram-mod": "--spec-ngram-mod-n-match 4 --spec-ngram-mod-n-min 1 --spec-ngram-mod-n-max {}",
+    "ngram-cache": "--spec-draft-n-max {}",
+}
 _WIDTH = 100
 
 
@@ -129,13 +145,16 @@ def measure_part(engine: Engine, name: str, number: int) -> float:
 
     Args:
         engine: the engine.
-        name: decode, ttft, offline or prefix.
+        name: decode, repeat, ttft, offline or prefix.
         number: the repetition; each has its own token ids, so that no cache helps it.
     """
     parts = {part.name: part for part in standard_workload()}
-    if name == "decode":
+    if name in ("decode", "repeat"):
         single = parts["single"]
         [item] = single.items
+        if name == "repeat":
+            item = WorkItem(item.prompt[:_PERIOD] * _PERIODS, _REPEAT_TOKENS)
+            single = Part(name, [item], shifts=True)
         one = Part("single", [WorkItem(item.prompt, 1)], shifts=True)
         first = engine.run(one.repetition(2 * number))
         whole = engine.run(single.repetition(2 * number + 1))
@@ -158,23 +177,47 @@ def _commands(options: argparse.Namespace) -> dict[str, list[str]]:
 
     ours = drive(sys.executable, "ostinato", model, *tail, *options.overrides)
     commands = {} if options.only_quantized else {_OURS: ours}
+    drafts = [str(options.draft_tokens)] if options.drafts else []
+    if drafts:
+        more = ["speculation=auto", f"speculation.max_tokens={options.draft_tokens}"]
+        commands[_named(_OURS, "drafts")] = ours + more
     for quantized in options.quantized:
         kind, _, more = quantized.partition(":")
         overrides = [f"model.quantization={kind}", *filter(None, more.split(","))]
         commands[_named(_OURS, kind)] = ours + overrides
     if options.vllm:
         commands["vllm"] = drive(options.vllm, "vllm", model, *tail)
+        if drafts:
+            commands["vllm-drafts"] = commands["vllm"] + drafts
     for openvino in options.openvino:
         python, directory, *kind = openvino.split("=")
         command = drive(python, "openvino", str(Path(directory).resolve()), *tail)
         commands[_named("openvino", *kind)] = command
+        if drafts and not kind:
+            commands["openvino-drafts"] = command + drafts
     for llama_cpp in options.llama_cpp:
         binary, gguf, *kind = llama_cpp.split("=")
         paths = (str(Path(binary).resolve()), str(Path(gguf).resolve()))
         command = drive(sys.executable, "llamacpp", *paths, str(options.threads))
         commands[_named("llama.cpp", *kind)] = command
+        if drafts and not kind:
+            commands |= _with_drafts(command, options)
     if options.transformers:
         commands["transformers"] = drive(options.transformers, "transformers", model, *tail)
+    return commands
+
+
+def _with_drafts(command: list[str], options: argparse.Namespace) -> dict[str, list[str]]:
+    """llama-server with each of its drafters that needs no model, and with a draft model."""
+    most = str(options.draft_tokens)
+    commands = {
+        f"llama.cpp-{kind}-drafts": [*command, "--spec-type", kind, *more.format(most).split()]
+        for kind, more in _NGRAM_TYPES.items()
+    }
+    if options.llama_cpp_draft:
+        gguf = str(Path(options.llama_cpp_draft).resolve())
+        more = ["--spec-type", "draft-simple", "-md", gguf, "--spec-draft-n-max", most]
+        commands["llama.cpp-model-drafts"] = command + more
     return commands
 
 
@@ -208,7 +251,7 @@ def _measure(
                             "value": value,
                             "unit": _UNITS[part],
                             "read_gb_s": bandwidth,
-                            "cores_used": load.stop(),  # the engines count as other programs
+                            "other_cpu": load.stop(),
                         }
                     )
                 _show(f"round {number + 1}: {part} of {engine.name}: {value:.1f} {_UNITS[part]}")
@@ -334,7 +377,14 @@ def main(arguments: list[str]) -> None:
         "--only-quantized", action="store_true", help="leave out this engine without quantization"
     )
     parser.add_argument("--transformers", help="python of its environment")
-    parser.add_argument("--parts", nargs="+", default=list(_PARTS), choices=_PARTS)
+    parser.add_argument(
+        "--drafts", action="store_true", help="also run the unquantised engines with drafts"
+    )
+    parser.add_argument(
+        "--draft-tokens", type=int, default=7, help="of one sequence in one step, at most"
+    )
+    parser.add_argument("--llama-cpp-draft", help="a draft model for llama-server: file.gguf")
+    parser.add_argument("--parts", nargs="+", default=list(_PARTS), choices=list(_UNITS))
     parser.add_argument("--warmup", type=int, default=1, help="rounds that do not count")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(

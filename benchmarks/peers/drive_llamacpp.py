@@ -1,7 +1,8 @@
-"""Drives llama.cpp's server on the loopback: `drive_llamacpp.py SERVER GGUF THREADS`.
+"""Drives llama.cpp's server on the loopback: `drive_llamacpp.py SERVER GGUF THREADS [OPTION ...]`.
 
-The server divides its context among its slots. So it is restarted with as many slots as a part has
-requests; one slot is best for a single stream. The measured times do not include the starts.
+The options are those of the server, such as `--spec-type ngram-simple`. It divides its context
+among its slots. So it is restarted with as many slots as a part has requests; one slot is best for
+a single stream. The measured times do not include the starts.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Server:
 
     def __init__(self, slots: int, context: int) -> None:
         self.slots, self.context = slots, context
-        binary, gguf, threads = sys.argv[1:4]
+        binary, gguf, threads, *more = sys.argv[1:]
         with socket.create_server(("127.0.0.1", 0)) as free:  # several drivers run at once
             self._port = free.getsockname()[1]
         self._process = subprocess.Popen(
@@ -35,6 +36,7 @@ class Server:
                 *(binary, "-m", gguf, "-t", threads, "-tb", threads),
                 *("--host", "127.0.0.1", "--port", str(self._port)),
                 *("-np", str(slots), "-c", str(slots * context)),
+                *more,
             ],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

@@ -1,7 +1,8 @@
-"""Drives OpenVINO GenAI's continuous batching: `drive_openvino.py MODEL_IR DTYPE THREADS`.
+"""Drives OpenVINO GenAI's continuous batching: `drive_openvino.py MODEL_IR DTYPE THREADS [DRAFTS]`.
 
 Its best settings here: prefix caching, dynamic split-fuse, 2048 tokens a step, its default KV cache
-of 8 bits; the dtype is the precision hint (bfloat16 = bf16, float32 = f32).
+of 8 bits; the dtype is the precision hint (bfloat16 = bf16, float32 = f32). DRAFTS is the number of
+draft tokens of its prompt lookup in a step; without it there are none.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ def load() -> Callable[[Requests], list[int]]:
     import openvino  # type: ignore[import-not-found]
     import openvino_genai  # type: ignore[import-not-found]
 
-    model, dtype, threads = sys.argv[1:4]
+    model, dtype, threads, *drafts = sys.argv[1:]
     scheduler = openvino_genai.SchedulerConfig()
     scheduler.cache_size = 2
     scheduler.max_num_seqs = 32
@@ -33,6 +34,7 @@ def load() -> Callable[[Requests], list[int]]:
         "INFERENCE_NUM_THREADS": int(threads),
         "ENABLE_CPU_PINNING": True,
         "INFERENCE_PRECISION_HINT": _HINTS[dtype],
+        **({"prompt_lookup": True} if drafts else {}),
     }
     pipeline = openvino_genai.ContinuousBatchingPipeline(model, scheduler, "CPU", properties)
 
@@ -41,6 +43,9 @@ def load() -> Callable[[Requests], list[int]]:
         config.max_new_tokens = config.min_new_tokens = count
         config.ignore_eos = True
         config.do_sample = False
+        if drafts:
+            config.num_assistant_tokens = int(drafts[0])
+            config.max_ngram_size = 3
         return config
 
     def run(requests: Requests) -> list[int]:

@@ -2,6 +2,7 @@
 
 import mmap
 import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,23 @@ def test_own_work_is_not_other_programs_work():
     for _ in range(200):
         data.sum()
     assert 0.0 <= meter.stop() <= 1.0
+
+
+def test_the_work_of_a_child_process_is_not_other_programs_work():
+    """The child's seconds are its own clock's, so another program's load changes nothing."""
+    meter = LoadMeter()
+    _, _, before = meter._now()
+    code = "import time\nwhile time.process_time() < 0.3: pass\nprint(flush=True)\ninput()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as child:
+        assert child.stdout is not None
+        child.stdout.readline()  # it has worked, and still runs
+        _, _, running = meter._now()
+        child.communicate(b"\n")
+    _, _, ended = meter._now()
+    assert running - before >= 0.25
+    assert ended >= running - 0.05
 
 
 def write_fresh_memory(num_bytes: int) -> mmap.mmap:
