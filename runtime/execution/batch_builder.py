@@ -16,7 +16,7 @@ from ostinato.models.step_tensors import tensor_specs
 from ostinato.runtime.types.request import Request
 from ostinato.runtime.types.step import ScheduledSequence, SchedulerOutput
 
-__all__ = ("BatchBuilder", "StepShape")
+__all__ = ("BatchBuilder", "StepShape", "tokens_per_seq")
 
 _FEW_SEQUENCES = 4  # up to this number of decoding sequences, entries are written one by one
 
@@ -194,12 +194,12 @@ class BatchBuilder:
             len(scheduled),
             sampled_rows,
             sampled_positions,
-            tokens_per_seq=_tokens_per_seq(scheduled) if has_drafts else 0,
+            tokens_per_seq=tokens_per_seq(scheduled) if has_drafts else 0,
             drafts=drafts if has_drafts else None,
         )
 
 
-def _tokens_per_seq(scheduled: list[ScheduledSequence]) -> int:
+def tokens_per_seq(scheduled: list[ScheduledSequence]) -> int:
     """Tokens of every sequence, if all have the same number and all are sampled; else 0."""
     counts = {entry.num_new_tokens if entry.is_decode else 0 for entry in scheduled}
     return counts.pop() if len(counts) == 1 else 0

@@ -11,7 +11,7 @@ from torch import Tensor
 from ostinato.graphs.buffers import StaticBuffers
 from ostinato.graphs.capture import GraphRunner, RunStep
 from ostinato.graphs.threads import StepThreads
-from ostinato.runtime.execution.batch_builder import BatchBuilder, StepShape
+from ostinato.runtime.execution.batch_builder import BatchBuilder, StepShape, tokens_per_seq
 from ostinato.runtime.execution.hidden_states import HiddenStates
 from ostinato.runtime.execution.pooler import PendingVectors, Pooler
 from ostinato.runtime.execution.prompt_logprobs import PromptScorer
@@ -120,13 +120,16 @@ class ModelRunner:
         self._batch.last_token[rows] = token_ids
 
     def foresee(self, output: SchedulerOutput) -> RunStep:
-        """How a step without drafts will be run."""
+        """How a step will be run."""
         num_rows = sum(entry.num_logits for entry in output.scheduled)
+        per_seq = int(output.num_tokens == output.num_seqs == num_rows)
+        if output.num_drafts:
+            per_seq = tokens_per_seq(output.scheduled)
         return self.graphs.foresee(
             output.num_tokens,
             output.num_seqs,
             num_rows,
-            tokens_per_seq=int(output.num_tokens == output.num_seqs == num_rows),
+            tokens_per_seq=per_seq,
             with_hidden=output.num_prompt_logits > 0 or output.num_pooled > 0,
         )
 

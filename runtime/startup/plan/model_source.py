@@ -182,10 +182,13 @@ def _open_draft(config: EngineConfig, target: ModelSource) -> ModelSource:
         raise StartupError(
             f"{key} needs a CPU, and the model runs on {target.device.type}; {remedy}"
         )
-    if target.shard != WHOLE:
+    shard = target.shard
+    if shard != WHOLE:
+        parts = {"parallel.tensor": shard.size, "parallel.pipeline": shard.stage.count}
+        divided = {name: number for name, number in parts.items() if number > 1}
         raise StartupError(
-            f"{key} runs on one rank, and parallel.tensor={target.shard.size}; {remedy}, or "
-            "parallel.tensor=1"
+            f"{key} runs on one rank, and {', '.join(f'{k}={n}' for k, n in divided.items())}; "
+            f"{remedy}, or {' and '.join(f'{k}=1' for k in divided)}"
         )
     if method is SpeculationMethod.mtp:
         return _open_next_token_layer(config, target)

@@ -51,11 +51,6 @@ def check_division(config: EngineConfig, device: torch.device, shard: Shard) -> 
     if shard.stage.count == 1:
         return
     key = f"parallel.pipeline={shard.stage.count}"
-    if config.speculation.method is not SpeculationMethod.none:
-        raise StartupError(
-            f"speculation.method={config.speculation.method} is for a model in one stage, and "
-            f"{key}; set speculation.method=none or parallel.pipeline=1"
-        )
     if config.graphs.form is not GraphForm.layer and config.graphs.mode is not GraphMode.eager:
         raise StartupError(
             f"graphs.form={config.graphs.form} compiles the model as a whole, and {key}; set "

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import psutil
 import pytest
@@ -29,6 +30,7 @@ SETTINGS = (
     "scheduler.max_num_batched_tokens=64",
     "graphs.cost_table_budget_s=0",
 )
+DRAFTS = ("speculation=auto", "speculation.adaptive=false")
 TEXTS = ["Once upon a time", "The scheduler", "A block table is", "Count to ten: one, two"]
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 KINDS = {
@@ -49,7 +51,7 @@ KINDS = {
 
 @pytest.fixture(scope="module")
 def divided() -> Iterator[LLM]:
-    with LLM(tensor_parallel_size=2, overrides=SETTINGS) as llm:
+    with LLM(tensor_parallel_size=2, overrides=(*SETTINGS, *DRAFTS)) as llm:
         yield llm
 
 
@@ -91,6 +93,25 @@ def test_all_kinds_of_requests_have_the_tokens_of_one_rank(divided: LLM, whole: 
     assert all(re.fullmatch("[a-f]{4}(-x){3}", one.outputs[0].text) for one in forms)
     for ours, theirs in zip(divided.embed(TEXTS), whole.embed(TEXTS), strict=True):
         np.testing.assert_allclose(ours.embedding, theirs.embedding, atol=1e-4)
+
+
+def check_drafts(llm: LLM) -> None:
+    """Compares answers with and without drafts. The last ones have the others as history."""
+    kinds = [GREEDY, KINDS["seeded"], KINDS["scored"], KINDS["grammar"]]
+    plain = [msgspec.structs.replace(one, speculation=False) for one in kinds]
+    answers = [
+        [each.outputs[0].token_ids for each in llm.generate(TEXTS, params, use_progress=False)]
+        for params in (plain, kinds, kinds)
+    ]
+    assert answers[0] == answers[1] == answers[2]
+    found = llm.stats().speculation
+    assert found is not None
+    assert found.num_accepted_tokens > 0
+    llm._engine.check_integrity()
+
+
+def test_drafts_change_no_token(divided: LLM) -> None:
+    check_drafts(divided)
 
 
 def test_a_batch_changes_no_token(divided: LLM) -> None:

@@ -13,7 +13,13 @@ from ostinato import LLM, SamplingParams
 from ostinato.conf.errors import ConfigError
 from ostinato.runtime.errors import RankFailedError, StartupError
 from ostinato.runtime.types.outputs import GenerationOutput
-from tests.runtime.ranks.test_ranks_of_llm import KINDS, SETTINGS, TEXTS
+from tests.runtime.ranks.test_ranks_of_llm import (
+    DRAFTS,
+    KINDS,
+    SETTINGS,
+    TEXTS,
+    check_drafts,
+)
 
 # A cache so small that sequences lose their blocks to others.
 SMALL = (*SETTINGS, "cache.memory_gib=0.002")
@@ -21,7 +27,7 @@ SMALL = (*SETTINGS, "cache.memory_gib=0.002")
 
 @pytest.fixture(scope="module")
 def staged() -> Iterator[LLM]:
-    with LLM(pipeline_parallel_size=2, overrides=SMALL) as llm:
+    with LLM(pipeline_parallel_size=2, overrides=(*SMALL, *DRAFTS)) as llm:
         yield llm
 
 
@@ -53,6 +59,10 @@ def test_all_kinds_of_requests_have_the_bits_of_one_process(staged: LLM, whole: 
     assert staged.stats().prefix_hits > 0
     for ours, theirs in zip(staged.embed(TEXTS), whole.embed(TEXTS), strict=True):
         np.testing.assert_allclose(ours.embedding, theirs.embedding, atol=1e-5)
+
+
+def test_drafts_change_no_token(staged: LLM) -> None:
+    check_drafts(staged)
 
 
 def test_each_rank_has_its_layers(staged: LLM) -> None:
@@ -89,7 +99,6 @@ def test_a_rank_that_ends_ends_the_engine() -> None:
     ("overrides", "message"),
     [
         (("parallel.pipeline=9",), "parallel.pipeline=9: the model has 5 layers; set parallel"),
-        (("speculation.method=ngram",), "set speculation.method=none or parallel.pipeline=1"),
         (
             ("graphs.mode=captured", "graphs.form=model"),
             "set graphs.form=layer or parallel.pipeline=1",
@@ -111,6 +120,7 @@ def test_stages_need_processes() -> None:
     ("ways", "like"),
     [
         (("parallel.pipeline=2",), ()),
+        (("parallel.pipeline=2", *DRAFTS), ()),
         (("parallel.pipeline=3",), ()),
         (("parallel.pipeline=2", "parallel.tensor=2"), ("parallel.tensor=2",)),
     ],

@@ -12,7 +12,7 @@ import ostinato
 from ostinato.conf.compose import load_config
 from ostinato.conf.errors import ConfigError
 from ostinato.conf.root import RunConfig
-from ostinato.models.sharding import Shard
+from ostinato.models.sharding import Shard, Stage
 from ostinato.runtime.errors import StartupError
 from ostinato.runtime.startup.plan.engine_plan import make_plan
 from ostinato.runtime.startup.plan.model_source import open_model
@@ -82,10 +82,28 @@ def test_a_gpu_has_no_draft_model_yet(tmp_path: Path) -> None:
     )
 
 
-def test_several_ranks_have_no_draft_model_yet(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("shard", "divided", "remedy"),
+    [
+        (Shard(0, 2), "parallel.tensor=2", "parallel.tensor=1"),
+        (Shard(0, 1, Stage(1, 2)), "parallel.pipeline=2", "parallel.pipeline=1"),
+        (
+            Shard(0, 2, Stage(1, 2)),
+            "parallel.tensor=2, parallel.pipeline=2",
+            "parallel.tensor=1 and parallel.pipeline=1",
+        ),
+    ],
+)
+def test_several_ranks_have_no_draft_model_yet(
+    tmp_path: Path, shard: Shard, divided: str, remedy: str
+) -> None:
     config = drafting(tmp_path).engine
-    with pytest.raises(StartupError, match=r"runs on one rank, and parallel\.tensor=2; set"):
-        open_model(config, shard=Shard(0, 2))
+    with pytest.raises(StartupError) as error:
+        open_model(config, shard=shard)
+    assert str(error.value) == (
+        f"speculation.model={tmp_path} runs on one rank, and {divided}; set "
+        f"speculation.method=auto without a model, or {remedy}"
+    )
 
 
 def test_a_next_token_layer_drafts_on_one_rank_of_a_cpu() -> None:
