@@ -28,6 +28,10 @@ from ostinato.runtime.types.step import ScheduledSequence
 
 __all__ = ("DraftPlanner",)
 
+# Steps in which no draft is looked for are compared with their predicted costs once in so many.
+# Predicting takes time too: 2 % of a step of a small model.
+_OBSERVED_STRIDE = 8
+
 
 @dataclass(frozen=True, slots=True)
 class _Place:
@@ -73,6 +77,7 @@ class DraftPlanner:
         self._depth = DepthChooser(costs, max_drafts, self.model_costs)
         # Whether the cost of looking for drafts is weighed. This needs the measured step costs.
         self._is_sparing = costs is not None and self._model is None
+        self._num_unobserved = 0  # steps since one with a load
         self._has_forced = False  # whether the last step's grammars forced tokens
 
     @property
@@ -107,25 +112,30 @@ class DraftPlanner:
             for admitted in step.admitted:
                 self._model.admit(admitted.row, admitted.request)
             self._follow(self._model, step)
+        begin = time.perf_counter()
+        is_paused = self._depth.is_paused
+        self._depth.pass_step()
+        looking = [] if is_paused else self._looking(step)
+        self._num_unobserved += 1
+        if self._is_sparing and not looking and self._num_unobserved < _OBSERVED_STRIDE:
+            return
         decodes = [entry.start for entry in step.scheduled if not entry.token_ids]
         if not decodes:
             return
+        self._num_unobserved = 0
         step.load = self._load(step, decodes)
-        if self._depth.is_paused:
+        if not looking:
             return
-        begin = time.perf_counter()
         places: list[int] = []
         candidates: list[Candidate] = []
-        for index, sequence in enumerate(step.sequences):
-            is_decode = not step.scheduled[index].token_ids
-            if is_decode and sequence.num_in_flight == 1 and step.budget_left > 0:
-                record = sequence.draft_record = sequence.draft_record or DraftRecord()
-                if self._is_sparing and record.rests() and not sequence.forced_token_ids:
-                    continue
-                draft = self._guess(sequence, min(step.budget_left, self._room(sequence)))
-                if draft is not None:
-                    places.append(index)
-                    candidates.append(Candidate(draft, record))
+        for index, record in looking:
+            if (budget := step.budget_left) < 1:
+                break
+            sequence = step.sequences[index]
+            draft = self._guess(sequence, min(budget, self._room(sequence)))
+            if draft is not None:
+                places.append(index)
+                candidates.append(Candidate(draft, record))
         counts = self._depth.choose(step.load, candidates) if candidates else []
         step.load = step.load._replace(lookup_seconds=time.perf_counter() - begin)
         taken = [
@@ -145,6 +155,22 @@ class DraftPlanner:
         """Free the draft model, if there is one."""
         if self._model is not None:
             self._model.close()
+
+    def _looking(self, step: StepPlan) -> list[tuple[int, DraftRecord]]:
+        """The step's entries for which a draft is looked for, and the records of their drafts."""
+        found: list[tuple[int, DraftRecord]] = []
+        for index, sequence in enumerate(step.sequences):
+            if sequence.num_in_flight != 1 or step.scheduled[index].token_ids:
+                continue
+            if not sequence.request.sampling.speculation:
+                continue
+            record = sequence.draft_record
+            if record is None:
+                record = sequence.draft_record = DraftRecord()
+            if self._is_sparing and record.rests() and not sequence.forced_token_ids:
+                continue
+            found.append((index, record))
+        return found
 
     def _load(self, step: StepPlan, decodes: list[int]) -> StepLoad:
         """The work that is planned so far; `decodes` lists the cached tokens of each decode."""

@@ -25,6 +25,7 @@ __all__ = ("Candidate", "DepthChooser", "DraftRecord", "StepLoad")
 
 _FIRST_PROBE, _LAST_PROBE = 8, 256  # steps of a sequence without drafts before one is tried
 _QUIET, _STRIDE = 8, 8  # after so many steps without a right draft, one step of 8 looks for one
+_CONTEXT_STEP, _MOST_DECODES = 32, 4096
 _CORRECTION = 0.05  # weight of the newest step in the corrections of the costs
 _WINDOW = 64  # steps with drafts after which their gain is checked
 # Steps without drafts after a check that found a loss. Each further loss doubles them.
@@ -103,6 +104,8 @@ class DepthChooser:
         self._costs = costs
         self._rates = AcceptanceRates(max_drafts)
         self._surcharges: dict[int, list[float]] = {}  # by decodes: seconds by draft tokens
+        # Predicted seconds by decodes and context, in units of _CONTEXT_STEP tokens.
+        self._decodes: dict[tuple[int, int], float] = {}
         self._max_drafts = max_drafts
         self._num_paused = 0  # steps that the pause still lasts
         self._next_pause = _PAUSE
@@ -193,6 +196,10 @@ class DepthChooser:
         ]
         return [0.0, *costs]
 
+    def pass_step(self) -> None:
+        """Count a step. A pause lasts for a number of steps."""
+        self._num_paused = max(0, self._num_paused - 1)
+
     @property
     def is_paused(self) -> bool:
         """Whether drafts pause, because steps with them were slower."""
@@ -208,7 +215,13 @@ class DepthChooser:
 
     def _plain_prediction(self, load: StepLoad) -> float:
         assert self._costs is not None, "the step costs are measured"
-        decode = self._costs.decode_seconds(load.num_decodes, load.context)
+        key = load.num_decodes, int(load.context) // _CONTEXT_STEP
+        decode = self._decodes.get(key)
+        if decode is None:
+            if len(self._decodes) == _MOST_DECODES:
+                self._decodes.clear()
+            decode = self._costs.decode_seconds(key[0], key[1] * _CONTEXT_STEP)
+            self._decodes[key] = decode
         return max(decode + load.prompt_seconds, 1e-9)
 
     def _surcharges_of(self, num_decodes: int) -> list[float]:
@@ -239,7 +252,6 @@ class DepthChooser:
         """
         if self._costs is None:
             return
-        self._num_paused = max(0, self._num_paused - 1)
         self._seconds += load.lookup_seconds  # steps that got no drafts take this time too
         if load.drafting_seconds and self._predicted_drafting:
             ratio = load.drafting_seconds / (self._predicted_drafting * self._plain)
