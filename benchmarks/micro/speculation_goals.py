@@ -2,17 +2,26 @@
 
     python -m ostinato.benchmarks.micro.speculation_goals
     python -m ostinato.benchmarks.micro.speculation_goals model=llama-45m model.quantization=int4
-    python -m ostinato.benchmarks.micro.speculation_goals model=qwen3-0.6b --tokens 48 --json FILE
+    python -m ostinato.benchmarks.micro.speculation_goals model=demo --starts 3 --json FILE
 
-Every engine runs in a process of its own and is used as the server uses it, without HTTP. A round
-sends the same requests to one engine after the other. The rounds of a case have different prompts.
+Every engine runs in a process of its own and is used as the server uses it, without HTTP. Engines
+answer each request, or each batch, in turns, in every order equally often. Before each turn an
+engine answers a short request that is not timed, because a process is slower after a pause. No two
+turns have the same prompts.
 
     free         tokens drawn at temperature 1, which nothing predicts; with 1 and with 32 streams
+    chat         the demo model answers questions at temperature 0.7; with 1 and with 32 streams
     replay       a prediction of which each token is wrong with probability 0.3, drafts of 3 tokens
     repeating    one token again and again, which is the only one that the requests allow
     prediction   a prediction of which each token is wrong with probability 0.03
+    head         the demo model with its EAGLE-3 head answers questions; its goal is tokens a step
 
-The ratio of a case is that of output tokens a second, the median of its rounds.
+The ratio of a case is that of output tokens a second, the median over all turns, with the interval
+that has the median of further such runs with 95 % (bootstrap). In `free` and `chat` the engine with
+drafts also answers every request with `speculation: false`. `ratio_off` compares that with the
+plain engine: it is due to the process, such as where its memory lies, and not to drafts. `--starts`
+starts the engines several times for that reason. `ratio_to_off` compares drafts with no drafts in
+one process.
 """
 
 from __future__ import annotations
@@ -26,48 +35,73 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from itertools import permutations
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import msgspec
 
 import ostinato
 from ostinato.benchmarks.machine.probes import LoadMeter, commit_of
 from ostinato.conf.compose import load_config
+from ostinato.models.demo.training import held_out
 from ostinato.runtime.async_engine import AsyncEngine
 from ostinato.runtime.client.client import EngineClient
 from ostinato.runtime.client.requests import PreparedParts
 from ostinato.runtime.machine_info import cpu_name, package_versions
 from ostinato.runtime.types.params import SamplingParams
+from ostinato.runtime.types.speculation import SpeculationReport
 
-__all__ = ("measure",)
+__all__ = ("Summary", "measure", "summarize")
 
+_DEMO = Path(held_out.__file__).parents[1]
 _ENGINES = {
     "plain": ["speculation.method=none"],
     "auto": ["speculation.method=auto"],
     "auto, 3 tokens": ["speculation.method=auto", "speculation.max_tokens=3"],
+    "head, 3 tokens": [
+        "speculation.method=eagle3",
+        f"speculation.model={_DEMO / 'eagle3'}",
+        "speculation.max_tokens=3",
+        "speculation.adaptive=false",
+    ],
 }
 _PROMPT_TOKENS = 64
+_FIRST_TOKENS = 16  # of the request before each turn
+_RESAMPLES = 2000
 
 
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """Requests that two engines answer in turns."""
+    """Requests that engines answer in turns."""
 
     name: str
     engine: str
-    goal: float  # the least ratio
+    goal: float | None  # the least ratio
     num_streams: int = 1
     accuracy: float | None = None  # of the tokens of a prediction; None = there is none
     repeats: bool = False  # one token is allowed
+    chat_temperature: float | None = None  # questions to the demo model; None = random prompts
+    step_goal: float | None = None  # the least number of tokens a step
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """Who answers: `off` is the engine with drafts, asked to have none."""
+        is_loss = self.goal is not None and self.goal < 1.0
+        return ("plain", "drafts", "off") if is_loss else ("plain", "drafts")
 
 
 _CASES = (
     _Case("free, 1 stream", "auto", 0.99),
     _Case("free, 32 streams", "auto", 0.99, num_streams=32),
+    _Case("chat, 1 stream", "auto", 0.99, chat_temperature=0.7),
+    _Case("chat, 32 streams", "auto", 0.99, num_streams=32, chat_temperature=0.7),
     _Case("replay 0.7", "auto, 3 tokens", 1.8, accuracy=0.7),
     _Case("repeating", "auto", 3.0, repeats=True),
     _Case("prediction 0.97", "auto", 3.0, accuracy=0.97),
+    _Case("head", "head, 3 tokens", None, chat_temperature=0.0, step_goal=2.0),
 )
 
 
@@ -75,83 +109,174 @@ _CASES = (
 class _Request:
     prompt: list[int]
     sampling: SamplingParams
-    prepared: PreparedParts
+    prepared: PreparedParts = field(default_factory=PreparedParts)
+    cache_salt: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class _Round:
-    answers: list[list[int]]
-    seconds: float
-    other_cpu: float  # share of the cores that other programs used
+class _Answer(NamedTuple):
+    token_ids: list[int]
+    num_steps: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
 
-    @property
-    def rate(self) -> float:
-        """Output tokens a second."""
-        return sum(map(len, self.answers)) / self.seconds
+
+@dataclass(slots=True)
+class _Found:
+    """What was measured of a case, by turn."""
+
+    rates: dict[str, list[float]]  # by role: output tokens a second
+    other_cpu: list[float] = field(default_factory=list)
+    is_equal: bool = True
+    num_tokens: int = 0  # of answers with drafts; the other numbers count in them too
+    num_steps: int = 0  # of each sequence
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+
+
+class Summary(msgspec.Struct, frozen=True):
+    """Ratios of the rates of two engines."""
+
+    median: float
+    low: float  # of the interval that has the median of further such runs with 95 %
+    high: float
+
+
+def summarize(rates: Sequence[float], others: Sequence[float]) -> Summary:
+    """The ratios of `rates` to `others`, turn by turn; both have the same number, at least one."""
+    ratios = [one / other for one, other in zip(rates, others, strict=True)]
+    generator = random.Random(0)
+    medians = sorted(
+        statistics.median(generator.choices(ratios, k=len(ratios))) for _ in range(_RESAMPLES)
+    )
+    edge = round(0.025 * _RESAMPLES)
+    found = statistics.median(ratios), medians[edge], medians[-edge - 1]
+    return Summary(*(round(one, 3) for one in found))
 
 
 async def measure(
-    overrides: Sequence[str], *, num_tokens: int, repeats: int
+    overrides: Sequence[str], *, num_tokens: int, turns: int, starts: int, only: Sequence[str] = ()
 ) -> list[dict[str, Any]]:
     """All cases with one model.
 
     Args:
         overrides: settings of every engine.
-        num_tokens: output tokens of a request.
-        repeats: rounds of each case.
+        num_tokens: output tokens of a request, at most.
+        turns: of each engine, in each case, after each start of the engines.
+        starts: how often the engines are started.
+        only: beginnings of the names of the cases to measure; empty = all.
     """
-    async with AsyncExitStack() as stack:
-        clients: dict[str, EngineClient] = {}
-        for name, words in _ENGINES.items():
-            config = load_config([*overrides, *words])
-            engine = await stack.enter_async_context(AsyncEngine(config=config))
-            assert engine.client is not None, "the engine has started"
-            clients[name] = engine.client
-        return [await _run_case(case, clients, num_tokens, repeats) for case in _CASES]
+    model = load_config(overrides).model
+    is_demo = not model.path and not model.config
+    cases = [
+        case
+        for case in _CASES
+        if (is_demo or case.chat_temperature is None)
+        and (not only or any(case.name.startswith(one) for one in only))
+    ]
+    found = {case.name: _Found({role: [] for role in case.roles}) for case in cases}
+    for start in range(starts):
+        async with AsyncExitStack() as stack:
+            clients: dict[str, EngineClient] = {}
+            for case in cases:
+                for name in ("plain", case.engine):
+                    if name not in clients:
+                        config = load_config([*overrides, *_ENGINES[name]])
+                        engine = await stack.enter_async_context(AsyncEngine(config=config))
+                        assert engine.client is not None, "the engine has started"
+                        clients[name] = engine.client
+                first = start * (turns + 1)
+                for number in range(first, first + turns + 1):
+                    await _take_turns(
+                        case,
+                        {"plain": clients["plain"], "drafts": clients[case.engine]},
+                        _Found({role: [] for role in case.roles})  # it warms up
+                        if number == first
+                        else found[case.name],
+                        num_tokens,
+                        number,
+                    )
+    return [_result(case, found[case.name]) for case in cases]
 
 
-async def _run_case(
-    case: _Case, clients: dict[str, EngineClient], num_tokens: int, repeats: int
-) -> dict[str, Any]:
-    plain, drafting = clients["plain"], clients[case.engine]
-    rounds: list[tuple[_Round, _Round]] = []
-    before = drafting.stats.speculation
-    for number in range(repeats + 1):
-        requests = _requests(case, plain.model.vocab_size, num_tokens, number)
-        if case.accuracy is not None:
-            answers = (await _answer(plain, requests)).answers
-            requests = [
-                _predicted(one, answer, case.accuracy, plain.model.vocab_size)
-                for one, answer in zip(requests, answers, strict=True)
-            ]
-        order = (plain, drafting) if number % 2 else (drafting, plain)
-        found = {id(client): await _answer(client, requests) for client in order}
-        rounds.append((found[id(plain)], found[id(drafting)]))
-    after = drafting.stats.speculation
-    ratios = [drafted.rate / base.rate for base, drafted in rounds[1:]]  # the first warms up
+async def _take_turns(
+    case: _Case, clients: dict[str, EngineClient], found: _Found, num_tokens: int, number: int
+) -> None:
+    """Let each engine answer the requests of turn `number`."""
+    plain = clients["plain"]
+    requests = _requests(case, plain, num_tokens, number)
+    if case.accuracy is not None:
+        generator = random.Random(f"{case.name}/{number}/prediction")
+        answers = await _answer(plain, requests)
+        requests = [
+            _predicted(one, answer.token_ids, case.accuracy, plain.model.vocab_size, generator)
+            for one, answer in zip(requests, answers, strict=True)
+        ]
+    orders = list(permutations(case.roles))
+    token_ids: list[list[list[int]]] = []
+    for role in orders[number % len(orders)]:
+        client = clients["plain" if role == "plain" else "drafts"]
+        asked = [_without_drafts(one, number) for one in requests] if role == "off" else requests
+        await _answer(client, [_first(client, f"{case.name}/{number}/{role}")])
+        load, begin = LoadMeter(), time.perf_counter()
+        answers = await _answer(client, asked)
+        seconds = time.perf_counter() - begin
+        found.other_cpu.append(load.stop())
+        num_output = sum(len(one.token_ids) for one in answers)
+        found.rates[role].append(num_output / seconds)
+        token_ids.append([one.token_ids for one in answers])
+        if role == "drafts":
+            found.num_tokens += num_output
+            found.num_steps += sum(one.num_steps for one in answers)
+            found.num_draft_tokens += sum(one.num_draft_tokens for one in answers)
+            found.num_accepted_tokens += sum(one.num_accepted_tokens for one in answers)
+    found.is_equal &= all(one == token_ids[0] for one in token_ids)
+
+
+def _result(case: _Case, found: _Found) -> dict[str, Any]:
+    rates = found.rates
     result: dict[str, Any] = {
         "case": case.name,
         "goal": case.goal,
-        "ratio": round(statistics.median(ratios), 3),
-        "ratios": [round(ratio, 3) for ratio in ratios],
-        "plain_tokens_per_s": round(statistics.median(base.rate for base, _ in rounds[1:]), 1),
-        "equal_to_plain": all(base.answers == drafted.answers for base, drafted in rounds),
-        "other_cpu": round(max(one.other_cpu for pair in rounds for one in pair), 3),
+        "ratio": msgspec.to_builtins(summarize(rates["drafts"], rates["plain"])),
     }
-    if after is not None:
-        drafted, right = after.num_draft_tokens, after.num_accepted_tokens
-        if before is not None:
-            drafted, right = drafted - before.num_draft_tokens, right - before.num_accepted_tokens
-        # The last steps may be missing: an engine process sends its counters every 50 ms.
-        result |= {"draft_tokens": drafted, "accepted_tokens": right}
-    return result
+    if "off" in rates:
+        result |= {
+            "ratio_to_off": msgspec.to_builtins(summarize(rates["drafts"], rates["off"])),
+            "ratio_off": msgspec.to_builtins(summarize(rates["off"], rates["plain"])),
+        }
+    if case.step_goal is not None:
+        result |= {
+            "goal_tokens_a_step": case.step_goal,
+            "tokens_a_step": round(found.num_tokens / found.num_steps, 3),
+        }
+    return result | {
+        "turns": len(rates["plain"]),
+        "plain_tokens_per_s": round(statistics.median(rates["plain"]), 1),
+        "tokens_per_s": {role: [round(rate, 1) for rate in one] for role, one in rates.items()},
+        "equal_to_plain": found.is_equal,
+        "other_cpu": round(statistics.median(found.other_cpu), 3),
+        "most_other_cpu": round(max(found.other_cpu), 3),
+        "draft_tokens": found.num_draft_tokens,
+        "accepted_tokens": found.num_accepted_tokens,
+    }
 
 
-def _requests(case: _Case, vocab_size: int, num_tokens: int, number: int) -> list[_Request]:
+def _requests(case: _Case, client: EngineClient, num_tokens: int, number: int) -> list[_Request]:
+    """The requests of a turn; those of a chat end by themselves."""
     generator = random.Random(f"{case.name}/{number}")
     found: list[_Request] = []
-    for index in range(case.num_streams if case.num_streams > 1 else 3):
-        prompt = [generator.randrange(16, vocab_size) for _ in range(_PROMPT_TOKENS)]
+    if case.chat_temperature is not None:
+        assert client.tokenizer is not None, "the demo model has one"
+        for index, text in enumerate(
+            held_out.questions(case.num_streams, generator.getrandbits(62))
+        ):
+            prompt = client.tokenizer.encode(text, add_special_tokens=False)
+            seed, temperature = number * 100 + index, case.chat_temperature
+            sampling = SamplingParams(temperature=temperature, seed=seed, max_tokens=num_tokens)
+            found.append(_Request(prompt, sampling))
+        return found
+    for index in range(case.num_streams):
+        prompt = [generator.randrange(16, client.model.vocab_size) for _ in range(_PROMPT_TOKENS)]
         sampling = SamplingParams(
             temperature=1.0, seed=number * 100 + index, max_tokens=num_tokens, ignore_eos=True
         )
@@ -162,13 +287,18 @@ def _requests(case: _Case, vocab_size: int, num_tokens: int, number: int) -> lis
                 ignore_eos=True,
                 allowed_token_ids=(prompt[0],),
             )
-        found.append(_Request(prompt, sampling, PreparedParts()))
+        found.append(_Request(prompt, sampling))
     return found
 
 
-def _predicted(request: _Request, answer: list[int], accuracy: float, vocab_size: int) -> _Request:
+def _predicted(
+    request: _Request,
+    answer: list[int],
+    accuracy: float,
+    vocab_size: int,
+    generator: random.Random,
+) -> _Request:
     """The request with a prediction: the answer, in which some tokens are wrong."""
-    generator = random.Random(request.sampling.seed)
     predicted = [
         token if generator.random() < accuracy else (token + 1) % vocab_size for token in answer
     ]
@@ -176,24 +306,48 @@ def _predicted(request: _Request, answer: list[int], accuracy: float, vocab_size
     return _Request(request.prompt, request.sampling, parts)
 
 
-async def _answer(client: EngineClient, requests: Sequence[_Request]) -> _Round:
-    """Send the requests one after the other, or together if they are many."""
-    load, begin = LoadMeter(), time.perf_counter()
-    if len(requests) > 3:
-        answers = await asyncio.gather(*(_generate(client, one) for one in requests))
-    else:
-        answers = [await _generate(client, one) for one in requests]
-    seconds = time.perf_counter() - begin
-    return _Round(list(answers), seconds, load.stop())
+def _without_drafts(request: _Request, number: int) -> _Request:
+    """The request without drafts.
+
+    The salt keeps its prompt from being found in the prefix cache, and its answer in the history.
+    """
+    sampling = msgspec.structs.replace(request.sampling, speculation=False)
+    return _Request(request.prompt, sampling, request.prepared, f"off {number}")
 
 
-async def _generate(client: EngineClient, request: _Request) -> list[int]:
+def _first(client: EngineClient, name: str) -> _Request:
+    """The request before a turn."""
+    generator = random.Random(name)
+    prompt = [generator.randrange(16, client.model.vocab_size) for _ in range(_FIRST_TOKENS)]
+    sampling = SamplingParams(
+        temperature=1.0, seed=0, max_tokens=_FIRST_TOKENS, ignore_eos=True, speculation=False
+    )
+    return _Request(prompt, sampling)
+
+
+async def _answer(client: EngineClient, requests: Sequence[_Request]) -> list[_Answer]:
+    """The answers to requests that are sent together."""
+    return list(await asyncio.gather(*(_generate(client, one) for one in requests)))
+
+
+async def _generate(client: EngineClient, request: _Request) -> _Answer:
     token_ids: list[int] = []
+    num_steps = num_draft_tokens = num_accepted_tokens = 0
     async for output in client.generate(
-        f"goal-{time.monotonic_ns()}", request.prompt, request.sampling, prepared=request.prepared
+        f"goal-{time.monotonic_ns()}",
+        request.prompt,
+        request.sampling,
+        cache_salt=request.cache_salt,
+        prepared=request.prepared,
     ):
         token_ids += output.new_token_ids
-    return token_ids
+        report = output.speculation or SpeculationReport()
+        num_draft_tokens += report.num_draft_tokens
+        num_accepted_tokens += report.num_accepted_tokens
+        # Accepted tokens after the one that ended the answer are not in it.
+        num_plain = len(output.new_token_ids) - report.num_accepted_tokens
+        num_steps += max(report.num_drafts, num_plain)
+    return _Answer(token_ids, num_steps, num_draft_tokens, num_accepted_tokens)
 
 
 def main(arguments: list[str]) -> None:
@@ -201,11 +355,21 @@ def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("overrides", nargs="*", help="settings, such as model=llama-45m")
     parser.add_argument("--tokens", type=int, default=192, help="output tokens of a request")
-    parser.add_argument("--repeats", type=int, default=5, help="rounds of each case")
+    parser.add_argument("--turns", type=int, default=18, help="of each engine and case, per start")
+    parser.add_argument("--starts", type=int, default=1, help="how often the engines are started")
+    parser.add_argument("--only", nargs="+", default=[], help="beginnings of names of cases")
     parser.add_argument("--json", type=Path, help="also write the results to this file")
     options = parser.parse_args(arguments)
     overrides = options.overrides or ["model=llama-45m"]
-    results = asyncio.run(measure(overrides, num_tokens=options.tokens, repeats=options.repeats))
+    results = asyncio.run(
+        measure(
+            overrides,
+            num_tokens=options.tokens,
+            turns=options.turns,
+            starts=options.starts,
+            only=options.only,
+        )
+    )
     for one in results:
         print(json.dumps(one), flush=True)
     if options.json is not None:
@@ -216,6 +380,7 @@ def main(arguments: list[str]) -> None:
             "versions": package_versions(),
             "overrides": overrides,
             "tokens": options.tokens,
+            "starts": options.starts,
         }
         record = {"conditions": conditions, "results": results}
         options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

@@ -14,28 +14,41 @@ from typing import Final
 
 from ostinato.models.demo.training.corpus import Conversation, conversation, render
 
-__all__ = ["main"]
+__all__ = ["main", "questions"]
 
 SEED: Final = 3 * 10**9
 
 
-def _entry(found: Conversation) -> dict[str, object]:
-    first = Conversation(found.system, found.turns[:1])
-    text = render(first)
-    begin = text.rindex("<|im_start|>assistant\n") + len("<|im_start|>assistant\n")
-    turns = [{"from": "human", "value": text[:begin]}, {"from": "gpt", "value": text[begin:]}]
-    return {"conversations": turns}
+def questions(count: int, number: int = 0) -> list[str]:
+    """The prompts of conversations, with the chat template, up to where the model answers.
+
+    Args:
+        count: how many.
+        number: other numbers give other conversations.
+    """
+    return [prompt for prompt, _ in _conversations(count, SEED + number)]
+
+
+def _conversations(count: int, seed: int) -> list[tuple[str, str]]:
+    """Prompts and answers."""
+    rng = random.Random(seed)
+    pairs: list[tuple[str, str]] = []
+    while len(pairs) < count:
+        found = conversation(rng)
+        if found.turns and len(found.turns[0].answer) > 40:
+            text = render(Conversation(found.system, found.turns[:1]))
+            begin = text.rindex("<|im_start|>assistant\n") + len("<|im_start|>assistant\n")
+            pairs.append((text[:begin], text[begin:]))
+    return pairs
 
 
 def main() -> None:
     """Print as many conversations as the command line says, 24 by default."""
     count = int(sys.argv[1]) if len(sys.argv) > 1 else 24
-    rng = random.Random(SEED)
-    entries: list[dict[str, object]] = []
-    while len(entries) < count:
-        found = conversation(rng)
-        if found.turns and len(found.turns[0].answer) > 40:
-            entries.append(_entry(found))
+    entries = [
+        {"conversations": [{"from": "human", "value": prompt}, {"from": "gpt", "value": answer}]}
+        for prompt, answer in _conversations(count, SEED)
+    ]
     print(json.dumps(entries, indent=1))
 
 
