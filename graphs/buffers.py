@@ -178,7 +178,7 @@ class StaticBuffers:
 
     def store_last_tokens(self, token_ids: Tensor) -> None:
         """Store the last token of each sequence that samples, in the order of `sampled_rows`."""
-        rows = self._device["sampled_rows"][: len(token_ids)]
+        rows = self._device["sampled_rows"][: token_ids.shape[0]]
         self.last_tokens.index_copy_(0, rows, token_ids)
 
     def batch(self, num_tokens: int, num_seqs: int, num_rows: int | None) -> ForwardBatch:

@@ -196,7 +196,8 @@ class GraphRunner:
             self._plan(key)
             self.num_padding_tokens += key.num_tokens - num_tokens
             self._begin(StepKind.captured, key.num_tokens, key.num_seqs)
-            return replay()[:num_rows]
+            logits = replay()
+            return logits if key.num_rows == num_rows else logits[:num_rows]
         if num_rows == 0:
             # Programs are traced for at least one row; its result is dropped.
             self._buffers.host.logits_indices[0] = 0
@@ -290,7 +291,9 @@ class GraphRunner:
 
     def _result(self, batch: ForwardBatch, num_rows: int | None = None) -> Tensor:
         """Logits of the batch's first rows; hidden states where the model has no head."""
-        hidden = self._hidden(batch)[:num_rows]
+        hidden = self._hidden(batch)
+        if num_rows is not None:
+            hidden = hidden[:num_rows]
         return self.compute_logits(hidden) if self._has_logits else hidden
 
     def _bind(self, key: GraphKey) -> Callable[[], Tensor]:

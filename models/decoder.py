@@ -187,8 +187,9 @@ class Decoder(CausalLM):
         rope = {kind: rotary(batch.positions) for kind, rotary in self._rotary_by_kind}
         if self._previous is not None:
             return self._previous.receive(len(batch.token_ids)), StepInputs(rope, batch)
-        assert self.embed_tokens is not None, "a later stage was joined to the one before"
-        hidden = self.embed_tokens(batch.token_ids)
+        embed = self.embed_tokens
+        assert embed is not None, "a later stage was joined to the one before"
+        hidden = embed(batch.token_ids)
         scale = self.config.embedding_scale
         if scale != 1.0:
             rounds = self.config.rounds_embedding_scale
@@ -203,14 +204,17 @@ class Decoder(CausalLM):
         if self._next is not None:
             self._next.send(hidden)
         else:
-            assert self.final_norm is not None, "a stage before the last was joined to the next"
-            hidden = self.final_norm(hidden)
+            norm = self.final_norm
+            assert norm is not None, "a stage before the last was joined to the next"
+            hidden = norm(hidden)
         if self._previous is not None:
             self._previous.release()
         return hidden
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        head = self.embed_tokens if self.lm_head is None else self.lm_head
+        head = self.lm_head
+        if head is None:
+            head = self.embed_tokens
         assert head is not None, "the last stage has the head"
         logits = head.logits(hidden)
         scale, cap = self.config.logit_scale, self.config.logit_soft_cap

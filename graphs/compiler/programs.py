@@ -198,7 +198,7 @@ class LayeredProgram:
         if (
             self._captured is None
             or self._captured_cache is not kv_cache
-            or len(hidden) > _CAPTURED_TOKENS
+            or hidden.shape[0] > _CAPTURED_TOKENS
         ):
             return self._called
         return self._captured
@@ -212,7 +212,7 @@ class LayeredProgram:
         aux: AuxStates | None,
     ) -> Tensor:
         """hidden [T, D] -> [T, D], or [R, D] of the wanted rows after the model's last layer."""
-        calls = self._few_calls if len(hidden) <= most_rows(hidden.dtype) else self._calls
+        calls = self._few_calls if hidden.shape[0] <= most_rows(hidden.dtype) else self._calls
         for index in range(part.first, part.stop):
             if aux is not None:
                 aux.see(index, hidden)

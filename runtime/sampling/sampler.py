@@ -197,6 +197,7 @@ class Sampler:
         self.grammars = GrammarMasks(vocab_size=vocab_size, device=device, matchers=matchers)
         self._token_sampler = token_sampler or EagerSampler()
         self._staged: list[_Row] = []
+        self._has_grammars = False  # whether a row of `_staged` has one
         self._reporting: list[int] = []  # indices into `_staged` of rows with log-probabilities
         self._rows: list[int] = []
         self._positions: list[int] = []
@@ -222,6 +223,7 @@ class Sampler:
             drafts: the draft tokens of each sequence that samples; None = no sequence has any.
         """
         self._staged = states = [self._state(row) for row in rows]
+        self._has_grammars = any(state.grammar is not None for state in states)
         self._reporting = [
             i for i, state in enumerate(states) if state.reported.num_top is not None
         ]
@@ -239,6 +241,8 @@ class Sampler:
     @property
     def waits_for_tokens(self) -> bool:
         """Whether `launch` must wait until the tokens of earlier steps are read."""
+        if not self._has_grammars:
+            return False
         grammars = (state.grammar for state in self._staged)
         return any(grammar is not None and grammar.num_unread for grammar in grammars)
 
@@ -379,7 +383,7 @@ class Sampler:
         processors = self._processors if any(state.is_edited for state in states) else ()
         for processor in processors:
             processor.apply(logits, rows, positions)
-        masks = [None if state.grammar is None else state.mask for state in states]
+        masks = [state.mask for state in states] if self._has_grammars else []
         has_masks = any(mask is not None for mask in masks)
         held: Set[int] = frozenset()
         if has_masks:

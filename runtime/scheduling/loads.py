@@ -48,7 +48,7 @@ class BlockLoads:
     @property
     def num_waiting(self) -> int:
         """Sequences that wait for a load."""
-        return len(self.sequences())
+        return len(self.sequences()) if self._loads else 0
 
     @property
     def num_blocks(self) -> int:

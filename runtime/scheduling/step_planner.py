@@ -122,7 +122,7 @@ class StepPlanner:
         if begin < end and waiting and not step.is_closed and waiting[0].order < running[-1].order:
             end = bisect_left(running, waiting[0].order, lo=begin, key=by_order)
         block_size, drafts, resting = self._cache.block_size, self._drafts, self._resting
-        scheduled, sequences = step.scheduled, step.sequences
+        scheduled, sequences, has_lanes = step.scheduled, step.sequences, self._num_lanes > 1
         for index, sequence in enumerate(running[begin:end], begin):
             if sequence.status is not _RUNNING:
                 break  # this sequence and all after it were preempted
@@ -142,7 +142,7 @@ class StepPlanner:
                 continue  # a beam that waits for the other beams of its search
             if start + 1 >= sequence.max_num_tokens:
                 continue  # its last token has not arrived
-            if step.decodes_left is not None and (sequence.num_in_flight or not step.decodes_left):
+            if has_lanes and (sequence.num_in_flight or not step.decodes_left):
                 continue  # the sequence is in another lane, or this lane is full
             if drafts is not None and sequence.num_in_flight and drafts.waits_for(sequence):
                 continue  # its last token is needed for its next draft

@@ -210,14 +210,14 @@ class Sequence:
 
     def ending(self) -> tuple[FinishReason, int | str | None] | None:
         """The finish reason and the stop reason if the last token ends the output; else None."""
-        token_id = self.token_ids[-1]
-        may_end = self.num_tokens >= self.min_num_tokens
+        token_id, num_tokens = self.token_ids[-1], len(self.token_ids)
+        may_end = num_tokens >= self.min_num_tokens
         if may_end:
             if token_id in self.eos_token_ids:
                 return FinishReason.stop, None
             if token_id in self.stop_token_ids:
                 return FinishReason.stop, token_id
-        if self.num_tokens >= self.max_num_tokens:
+        if num_tokens >= self.max_num_tokens:
             return FinishReason.length, None
         if may_end and self.repetition is not None and self.repetition.found:
             return FinishReason.repetition, REPETITION_REASON
