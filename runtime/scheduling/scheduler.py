@@ -297,9 +297,8 @@ class Scheduler:
             sequence.num_in_flight -= 1
             if entry.num_logits:
                 count = 1 if next_counts is None else next(next_counts)
-                report = None
-                if count and step.num_drafts:
-                    report = self._settle_drafts(step, sequence, count - 1)
+                has_drafts = count and step.num_drafts
+                report = self._settle_drafts(step, sequence, count - 1) if has_drafts else None
                 if sequence.status is _FINISHED:
                     pass
                 elif not count:
