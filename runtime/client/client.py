@@ -58,10 +58,10 @@ class EngineClient:
 
     Attributes:
         replicas: the engine processes with their requests.
-        startup_seconds: finished phases of the first start, so far.
+        startup_seconds: seconds of the finished phases of the first start, by name.
 
     Raises:
-        StartupError: no temporary directory can be made, or a machine has not enough GPUs.
+        StartupError: no temporary directory can be made, or a machine does not have enough GPUs.
     """
 
     model: ServedModel
@@ -83,7 +83,7 @@ class EngineClient:
         self._counter = itertools.count()
         self._grammars: GrammarCompiler | None = None
         self.startup_seconds: dict[str, float] = {}
-        self.determinism: dict[str, str] = {}  # class, isa and fingerprint, once it has started
+        self.determinism: dict[str, str] = {}  # class, isa and fingerprint; empty before the start
 
     @property
     def is_alive(self) -> bool:
@@ -98,7 +98,7 @@ class EngineClient:
 
     @property
     def restart_reason(self) -> str | None:
-        """Why a replica's engine died while the next one starts; None while a replica serves."""
+        """Why an engine died, while the next engine starts. None while a replica serves."""
         if self.is_alive:
             return None
         reasons = (replica.restart_reason for replica in self.replicas)
@@ -111,7 +111,7 @@ class EngineClient:
 
     @property
     def engine_pid(self) -> int | None:
-        """Process id of the first replica's engine, or None when there is none."""
+        """Process id of the first replica's engine, or None if it has no process."""
         return self.replicas[0].pid
 
     @property
@@ -152,7 +152,7 @@ class EngineClient:
         await self.wait_until_ready(on_phase)
 
     async def spawn(self) -> None:
-        """Start the engine processes. It returns at once; they load the model meanwhile.
+        """Start the engine processes. The call returns at once; the processes then load the model.
 
         Raises:
             StartupError: the system cannot start another process or open its socket.
@@ -193,7 +193,7 @@ class EngineClient:
         note("tokenizer", time.perf_counter() - begin)
 
     async def _wait_for(self, replica: Replica, note: Callable[[str, float], None]) -> None:
-        """Wait until a replica serves; of all but the first one the whole start is one phase."""
+        """Wait until a replica serves. For replicas after the first, the start is one phase."""
         begin = time.perf_counter()
         try:
             is_first = replica.number == 0  # the phases of one start are shown
@@ -209,7 +209,7 @@ class EngineClient:
         """The grammar of a constraint, which `generate` takes as one of its `prepared` parts.
 
         Raises:
-            InvalidRequestError: it is not valid, or takes too much.
+            InvalidRequestError: the constraint is not valid, or takes too much time or memory.
         """
         assert self._grammars is not None, "called before wait_until_ready"
         return await self._grammars.compile_async(constraint)
@@ -233,11 +233,11 @@ class EngineClient:
         one output, at its end. No outputs arrive while a dead engine is started again.
 
         Args:
-            share: of an HTTP request.
-            prepared: its parts, if `requests.resolve` gave the prompt and the parameters.
+            share: the part of an HTTP request that the prompt is.
+            prepared: computed parts. The prompt and parameters must come from `requests.resolve`.
 
         Raises:
-            DeadlineError: the deadline came before the first output.
+            DeadlineError: the deadline passed before the first output.
             InvalidRequestError: the request cannot be served; raised before the first output.
             EngineDeadError: the engine ended and is not started again.
         """
@@ -272,7 +272,7 @@ class EngineClient:
                     outputs = completions.cut(DEADLINE_REASON)
                 else:
                     outputs = completions.process(event)
-                # These ended on the client's side; the engine would go on with them.
+                # Abort completions that ended here by a stop string. The engine would go on.
                 await self._set.remove(set(unfinished).difference(completions.unfinished_ids))
                 for number, output in enumerate(outputs):
                     if number:  # the text of a long beam takes milliseconds
@@ -300,7 +300,7 @@ class EngineClient:
         """Compute the vector of one text. Cancelling the call aborts the request.
 
         Args:
-            place: texts of the same HTTP request before this one.
+            place: index of the text among the texts of its HTTP request.
 
         Raises:
             InvalidRequestError: the request cannot be served.
@@ -337,7 +337,7 @@ class EngineClient:
         )
 
     async def abort(self, request_id: str) -> None:
-        """End all completions of a request; no-op when it has ended."""
+        """End all completions of a request. Does nothing if the request has ended."""
         for replica in self.replicas:
             ids = replica.requests.ids()
             await replica.abort([one for one in ids if one.rsplit("#", 1)[0] == request_id])
@@ -379,7 +379,7 @@ class EngineClient:
         return await self.replicas[engine].inspect(timeout_s)
 
     def flight_records(self, engine: int = 0) -> list[StepRecord]:
-        """The last steps of one replica, read from its file, even if its engine hangs."""
+        """The last steps of one replica, from the recorder's file. Works if the engine hangs."""
         return self.replicas[engine].flight_records()
 
     async def drain_engine(self, engine: int, timeout_s: float) -> int:
@@ -400,7 +400,7 @@ class EngineClient:
         self._name_kernels()
 
     def _name_kernels(self) -> None:
-        """Tell what the bits of answers depend on; reloaded weights have another fingerprint."""
+        """Set `determinism` and the fingerprint of `model`. Reloaded weights change both."""
         fingerprint = self.replicas[0].model.system_fingerprint
         self.model = msgspec.structs.replace(self.model, system_fingerprint=fingerprint)
         self.determinism = {
@@ -410,7 +410,7 @@ class EngineClient:
         }
 
     async def drain(self, timeout_s: float) -> bool:
-        """Wait until no request is unfinished; False when that takes more than `timeout_s`."""
+        """Wait until all requests have ended; False if that takes more than `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         while self.num_unfinished and self.death_reason is None:
             if time.monotonic() >= deadline:
@@ -427,7 +427,7 @@ class EngineClient:
         self._remove_directory()
 
     def _unique(self, request_id: str) -> str:
-        """The engine's ids are unique even when a client sends one id twice."""
+        """The engine's id of a request. It is unique even if a client sends an id twice."""
         return f"{request_id}#{next(self._counter)}"
 
     async def _parts(self, sampling: SamplingParams) -> PreparedParts:

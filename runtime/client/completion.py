@@ -1,4 +1,4 @@
-"""Turns the engine's outputs into text completions, ends them at stop strings, picks the best."""
+"""Turns the engine's outputs into text completions; ends them at stop strings, picks the best."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class CompletionStream:
     def __init__(self, request: Request, index: int, tokenizer: TextDecoder | None) -> None:
         """
         Args:
-            request: what was sent to the engine.
-            index: its place among the n completions.
+            request: the request that was sent to the engine.
+            index: its index among the n completions.
             tokenizer: None = no text, token ids only.
         """
         self._request = request
@@ -44,7 +44,7 @@ class CompletionStream:
         self.is_finished = False
 
     def process(self, engine_output: SequenceOutput) -> RequestOutput:
-        """Turn an output of the engine into one for the caller.
+        """Turn an output of the engine into an output for the caller.
 
         A stop string ends the completion here, while the engine still runs the request. The caller
         then aborts the request in the engine and ignores later outputs.
@@ -93,8 +93,8 @@ class PromptCompletions:
     """All completions of one prompt: each is streamed, or the n best are returned at the end.
 
     Args:
-        requests: what `make_requests` made of the prompt.
-        sampling: what it was made from; `n`, `best_of` and `logprobs` are read.
+        requests: the engine's requests for the prompt, from `make_requests`.
+        sampling: the prompt's parameters; `n`, `best_of` and `logprobs` are read.
         tokenizer: None = no text, token ids only.
     """
 
@@ -108,7 +108,7 @@ class PromptCompletions:
             request.request_id: CompletionStream(request, index, tokenizer)
             for index, request in enumerate(requests)
         }
-        # With more candidates than `n`, the best are known when all have ended.
+        # With more candidates than `n`, the best are known only when all have ended.
         self._candidates: dict[str, _Candidate] | None = (
             {request.request_id: _Candidate(sampling) for request in requests}
             if len(requests) > sampling.n
@@ -166,7 +166,7 @@ class PromptCompletions:
         return outputs
 
     def _best(self, candidates: dict[str, _Candidate]) -> list[RequestOutput]:
-        """The n candidates with the highest log-probability per token; the first of equals."""
+        """The n candidates with the highest mean log-probability; of equals, the first."""
         ranked = sorted(candidates.values(), key=_Candidate.score, reverse=True)
         chosen, others = ranked[: self._sampling.n], ranked[self._sampling.n :]
         scores = next(iter(candidates.values())).prompt_logprobs
@@ -199,7 +199,8 @@ class PromptCompletions:
 class _SharedScores:
     """Gives each completion of a prompt the log-probabilities of the prompt's tokens.
 
-    The engine computes them with the first completion. Outputs of the others wait for them.
+    The engine computes them with the first completion. Outputs of the other completions wait for
+    them.
     """
 
     def __init__(self) -> None:
@@ -209,7 +210,7 @@ class _SharedScores:
         self._held: list[RequestOutput] = []
 
     def shared(self, output: RequestOutput) -> list[RequestOutput]:
-        """The outputs that can be given after this one came."""
+        """Take a new output; returns the outputs that can be given to the caller now."""
         if output.index == 0:
             self._scores = output.prompt_logprobs if not self._has_come else self._scores
             self._has_come = True
@@ -226,14 +227,14 @@ class _SharedScores:
 
 
 class _Parts:
-    """The parts of an output that have come; see `runtime.process.output_parts`."""
+    """The parts of an output that have arrived; see `runtime.process.output_parts`."""
 
     def __init__(self) -> None:
         self._prompt_logprobs: list[TokenLogprobs] = []
         self._beams: list[BeamOutput] = []
 
     def add(self, part: SequenceOutput) -> None:
-        # An engine that replaces one that died sends all parts again.
+        # After the death of an engine, the new engine sends all parts again.
         if part.prompt_logprobs is not None:
             self._prompt_logprobs[part.num_before :] = part.prompt_logprobs
         if part.beams is not None:
@@ -249,9 +250,10 @@ class _Parts:
 
 
 class _Candidate:
-    """One completion that may be among the best.
+    """One completion that can be among the best.
 
-    Its outputs are joined as they come: joining those of 128 candidates at the end would take long.
+    Its outputs are joined when they arrive. Joining the outputs of 128 candidates at the end would
+    take long.
 
     Args:
         sampling: the request's parameters; without `logprobs` the joined output has none.
@@ -279,16 +281,16 @@ class _Candidate:
             self._logprobs += entries
 
     def score(self) -> float:
-        """The mean log-probability of its tokens."""
+        """The mean log-probability of the completion's tokens."""
         return self._sum / max(1, self._num_scored)
 
     @property
     def prompt_logprobs(self) -> list[TokenLogprobs] | None:
-        """Those of the first output."""
+        """The prompt's log-probabilities, which come with the first output."""
         return None if self._first is None else self._first.prompt_logprobs
 
     def joined(self, index: int, scores: list[TokenLogprobs] | None) -> RequestOutput:
-        """All its outputs as one; `scores` are those of the prompt's tokens."""
+        """All outputs joined to one; `scores` are the log-probabilities of the prompt's tokens."""
         assert self._first is not None, "it has ended"
         assert self._last is not None, "it has ended"
         return msgspec.structs.replace(
@@ -305,7 +307,7 @@ class _Candidate:
 
 
 def join_outputs(outputs: Sequence[RequestOutput]) -> RequestOutput:
-    """All outputs of one completion, or some that follow each other, as one."""
+    """Join consecutive outputs of one completion to one output."""
     logprobs = [entry for output in outputs for entry in output.logprobs or ()]
     return msgspec.structs.replace(
         outputs[-1],

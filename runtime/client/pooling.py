@@ -38,7 +38,7 @@ _WHERE = {
 
 
 def require_task(model: ServedModel, task: ServedTask) -> None:
-    """Raises InvalidRequestError if the model cannot do `task`; the text says what it can do."""
+    """Raises InvalidRequestError if the model cannot do `task`. The text names its tasks."""
     if task in model.tasks:
         return
     verbs = {"generate": "generate text", "embed": "give embeddings", "classify": "classify"}
@@ -99,11 +99,11 @@ def make_pooling_request(
     """The engine's request for one text.
 
     Args:
-        prompt_token_ids: token ids; an encoder's second segment has `vocab_size` added to each.
-        place: texts of the same HTTP request before this one.
+        prompt_token_ids: token ids. In an encoder's second segment, `vocab_size` is added to each.
+        place: index of the text among the texts of its HTTP request.
 
     Raises:
-        InvalidRequestError: as `check_pooling`.
+        InvalidRequestError: see `check_pooling`.
     """
     check_pooling(prompt_token_ids, params, model)
     return Request(
@@ -120,10 +120,12 @@ def make_pooling_request(
 
 
 def make_pairs(first: Sequence[T], second: Sequence[T]) -> list[tuple[T, T]]:
-    """Pair each of `second` with the only one of `first`, or with the one at the same index.
+    """Pair each element of `second` with an element of `first`.
+
+    This is the only element of `first`, or the element at the same index.
 
     Raises:
-        InvalidRequestError: `first` has neither one element nor as many as `second`.
+        InvalidRequestError: `first` has several elements, but not the number that `second` has.
     """
     if not second or len(first) not in (1, len(second)):
         raise InvalidRequestError(
@@ -146,8 +148,8 @@ def check_score_head(model: ServedModel) -> None:
 
 
 def pair_token_ids(ids: Sequence[int], segments: Sequence[int], model: ServedModel) -> list[int]:
-    """A pair's token ids for an encoder: those of segment 1 have `vocab_size` added."""
-    last = model.num_segments - 1  # a model with one kind of segment does not tell them apart
+    """A pair's token ids for an encoder: `vocab_size` is added to the ids of segment 1."""
+    last = model.num_segments - 1  # a model with one segment type treats all segments as 0
     return [
         token + min(segment, last) * model.vocab_size
         for token, segment in zip(ids, segments, strict=True)

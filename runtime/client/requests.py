@@ -1,4 +1,4 @@
-"""Checks generation requests and builds requests that the engine does not refuse."""
+"""Checks generation requests and builds the requests that are sent to the engine."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ _MASK = (1 << 63) - 1
 
 
 class PreparedParts(msgspec.Struct, frozen=True):
-    """Parts of a request that are computed once its prompt and parameters are resolved."""
+    """Parts of a request that are computed after its prompt and parameters are resolved."""
 
-    grammar: str = ""  # what `GrammarCompiler` made of the constraint; empty without one
+    grammar: str = ""  # the constraint's grammar, from `GrammarCompiler`; empty = no constraint
     bad_words_token_ids: list[list[int]] = []
-    prediction_token_ids: list[int] = []  # a guess of the output
+    prediction_token_ids: list[int] = []  # the client's guess of the output
 
 
 class RequestShare(NamedTuple):
-    """The part of an HTTP request that a prompt is."""
+    """Says which part of an HTTP request a prompt is."""
 
-    place: int = 0  # sequences of the prompts before it
-    group: int = 0  # number of the HTTP request; 0 = there is none
-    size: int = 1  # sequences of all its prompts
+    place: int = 0  # number of sequences of the earlier prompts in the HTTP request
+    group: int = 0  # number of the HTTP request; 0 = no HTTP request
+    size: int = 1  # number of sequences of all prompts in the HTTP request
 
 
 ALONE = RequestShare()  # a prompt that is not a part of an HTTP request
@@ -63,7 +63,7 @@ def truncate(
 ) -> list[int]:
     """The part of a prompt that `truncate_prompt_tokens` leaves.
 
-    -1 leaves room for `max_tokens` output tokens, or for one when they are not limited.
+    -1 leaves room for `max_tokens` output tokens, or for one token if `max_tokens` is not set.
     """
     limit = sampling.truncate_prompt_tokens
     if limit is None:
@@ -80,7 +80,7 @@ def truncate(
 
 
 def bad_words_token_ids(words: Sequence[str], tokenizer: TextEncoder | None) -> list[list[int]]:
-    """Token ids of each word, as tokenized alone and within a text (after a space).
+    """Token ids of each word: of the word alone, and of the word after a space.
 
     Raises:
         InvalidRequestError: a word has too many tokens, or there is no tokenizer.
@@ -180,7 +180,7 @@ def _check_that_something_is_allowed(sampling: SamplingParams, model: ServedMode
 def resolve(
     prompt_token_ids: list[int], sampling: SamplingParams, model: ServedModel
 ) -> tuple[list[int], SamplingParams]:
-    """A prompt after `truncate` and its parameters after `resolve_sampling`."""
+    """Call `truncate` for the prompt, then `resolve_sampling` for its parameters."""
     prompt_token_ids = truncate(prompt_token_ids, sampling, model)
     return prompt_token_ids, resolve_sampling(prompt_token_ids, sampling, model)
 
@@ -196,22 +196,23 @@ def make_requests(
     share: RequestShare = ALONE,
     parts: PreparedParts = PreparedParts(),  # noqa: B008 - it is frozen
 ) -> list[Request]:
-    """The engine's requests for one prompt: one per candidate, which share the prompt's cached
-    blocks, or one for a beam search.
+    """The engine's requests for one prompt.
 
-    Every request gets a seed, drawn when the caller gave none, so that it can be replayed.
+    There is one request for each candidate, and these share the prompt's cached blocks. A beam
+    search is one request. Every request gets a seed, so that it can be replayed. The seed is random
+    if the caller gave none.
 
     Args:
-        prompt_token_ids: as `resolve` returns them, and `sampling` too.
+        prompt_token_ids: from `resolve`, like `sampling`.
         share: the part of an HTTP request that the prompt is.
-        parts: computed from `sampling`.
+        parts: the parts that were computed from `sampling`.
     """
     seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
     has_grammar = sampling.structured_outputs is not None
     assert has_grammar == bool(parts.grammar), "structured_outputs were not made a grammar"
     count, each = (
         sampling.num_candidates,
-        # `parts` has the results of these two, so the engine process does not get the sources.
+        # `parts` has the grammar and the words' tokens, so the engine does not need these two.
         msgspec.structs.replace(sampling, structured_outputs=None, bad_words=()),
     )
     if sampling.use_beam_search:
@@ -236,7 +237,7 @@ def make_requests(
         prediction_token_ids=parts.prediction_token_ids,
         grammar=parts.grammar,
     )
-    # The first request scores the prompt for all of them (`PromptCompletions`).
+    # The first request scores the prompt for all requests (`PromptCompletions`).
     each = msgspec.structs.replace(each, prompt_logprobs=None)
     return [
         first,
@@ -254,7 +255,7 @@ def make_requests(
 
 
 def _with_seed(sampling: SamplingParams, seed: int) -> SamplingParams:
-    """A copy with another seed. Unlike `replace` it does not check all parameters again."""
+    """A copy with another seed. Unlike `replace`, it does not check all parameters again."""
     other = copy.copy(sampling)
     msgspec.structs.force_setattr(other, "seed", seed)
     return other

@@ -29,8 +29,10 @@ class StepShape(NamedTuple):
     # [R]; the row of each position whose logits are computed, in the scheduler's order. A row with
     # k drafts occurs 1 + k times.
     sampled_rows: list[int]
-    sampled_positions: list[int]  # [R]; the position in its sequence of the token that is drawn
-    # Tokens of every sequence, if all have the same number and all are sampled; 0 = other steps.
+    # [R]; for each row of logits, the position in its sequence of the token that is drawn.
+    sampled_positions: list[int]
+    # The number of tokens of each sequence, if it is the same for all and all tokens are sampled.
+    # 0 = other steps.
     tokens_per_seq: int
     # The draft tokens of each sequence that samples; None = no sequence has any.
     drafts: list[list[int]] | None = None
@@ -48,7 +50,7 @@ class _GroupTensor:
         self._by_row = np.zeros_like(host)
 
     def write(self, output: SchedulerOutput) -> None:
-        """Take in the admitted sequences and write the entries of the step."""
+        """Store the values of the admitted sequences, and write the entries of the step."""
         for admitted in output.admitted:
             if self._by_row.ndim == 1:
                 self._by_row[admitted.row] = admitted.request.num_encoder_tokens
@@ -86,7 +88,7 @@ class BatchBuilder:
         self._num_blocks[row] = 0
 
     def build(self, output: SchedulerOutput) -> StepShape:
-        """Write the step into the host buffers, once the last upload has finished."""
+        """Write the step into the host buffers, after the last upload has finished."""
         self._buffers.wait_for_upload()
         for tensor in self._group_tensors:
             tensor.write(output)
@@ -107,7 +109,7 @@ class BatchBuilder:
         self._num_blocks[row] = used + len(block_ids)
 
     def _build_decode(self, scheduled: list[ScheduledSequence]) -> StepShape:
-        """A step of one sampled token per sequence, by array operations."""
+        """Write a step of one sampled token per sequence, by array operations."""
         host, count = self._buffers.host, len(scheduled)
         row_list = [entry.row for entry in scheduled]
         start_list = [entry.start for entry in scheduled]
@@ -134,7 +136,7 @@ class BatchBuilder:
     def _build_few(self, scheduled: list[ScheduledSequence]) -> StepShape:
         """Does what `_build_decode` does, with single writes.
 
-        One array operation takes as long as ten of them.
+        One array operation takes as long as ten single writes.
         """
         host, size, async_tokens = self._buffers.host, self._block_size, self._buffers.async_tokens
         for index, entry in enumerate(scheduled):
@@ -200,6 +202,6 @@ class BatchBuilder:
 
 
 def tokens_per_seq(scheduled: list[ScheduledSequence]) -> int:
-    """Tokens of every sequence, if all have the same number and all are sampled; else 0."""
+    """The number of tokens of each sequence, if it is equal for all and all are sampled; else 0."""
     counts = {entry.num_new_tokens if entry.is_decode else 0 for entry in scheduled}
     return counts.pop() if len(counts) == 1 else 0

@@ -1,7 +1,7 @@
 """Runs the steps of a head; implements `DraftHead` (runtime/speculation/head_drafter.py).
 
-The head's model, programs and sampler are those of any model. Added here is its input besides the
-tokens: hidden states of the target, or the head's own outputs.
+The head's model, programs and sampler work like those of any model. This module adds the head's
+second input: hidden states of the target, or the head's own outputs.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class HeadRunner:
 
     Args:
         model: the head.
-        executor: runs its steps.
-        runner: of the executor.
-        hidden_states: of the target's steps.
+        executor: runs the head's steps.
+        runner: the executor's runner.
+        hidden_states: the hidden states of the target's steps.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class HeadRunner:
         parts: list[torch.Tensor] = []
         for entry, begin in zip(output.scheduled, begins, strict=True):
             parts += self._states.take(entry.row, begin, begin + entry.num_new_tokens)
-            # The head's token at p is the sequence's at p + 1.
+            # The head's input at position p is the sequence's token at p + 1.
             self._offsets[entry.row] = begin - entry.start + 1
         self._model.read_hidden(torch.cat(parts))
         return self._run(output)

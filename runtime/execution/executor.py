@@ -1,8 +1,8 @@
 """The `Executor` protocol, through which the engine runs steps on one or more ranks.
 
-The engine and its scheduler run in one process. The model may be spread over several ranks (worker
-processes). All arguments and results are plain data, so an implementation may send them to other
-processes. `InlineExecutor` (inline_executor.py) runs one rank in the engine's own process.
+The engine and its scheduler run in one process. The model can be divided among several ranks
+(worker processes). All arguments and results are plain data, so an implementation can send them to
+other processes. `InlineExecutor` (inline_executor.py) runs one rank in the engine's own process.
 
 Imports no torch.
 """
@@ -34,27 +34,28 @@ class Pending(NamedTuple):
     """A launched step whose result has not been read."""
 
     number: int  # steps of this executor are numbered from 1
-    kind: str  # how it runs: captured | compiled | eager
+    kind: str  # the kind of program that runs it: captured | compiled | eager
     num_padded_tokens: int  # tokens that the program computes, padding included
 
 
 class ExecutorStats(msgspec.Struct, array_like=True, gc=False):
-    """Counters from zero at the engine's start. With several ranks, they are the leader's."""
+    """Counters since the engine's start. With several ranks, they are the counters of rank 0."""
 
     steps_by_kind: dict[str, int]  # captured | compiled | eager
-    layers_by_program: dict[str, int]  # how small steps run: captured | fx | inductor | eager
-    num_padding_tokens: int  # computed to fill captured buckets
-    model_seconds: float  # in the model and the sampler, waiting for the device included
+    # Number of layers by what runs them in small steps: captured | fx | inductor | eager.
+    layers_by_program: dict[str, int]
+    num_padding_tokens: int  # tokens computed only to fill captured buckets
+    model_seconds: float  # time in the model and the sampler, with waiting for the device
     device_seconds_by_kind: dict[str, float]  # seconds of finished steps on the device's clock
-    grammar_seconds: float  # making the masks of grammars, within steps
-    grammar_build_seconds: float  # building grammars, beside the steps
+    grammar_seconds: float  # time of steps that grammar masks took
+    grammar_build_seconds: float  # time of building grammars, in parallel with steps
     late_compiles: list[LateCompile]  # late compiles of all ranks
     decode_buckets: list[int]  # sequences of each captured decode bucket, ascending
     bucket_tokens: list[int]  # token counts of all captured buckets, ascending
 
 
 class StartProfile(msgspec.Struct, frozen=True, tag=1):
-    """Begin a torch.profiler recording. Raises InvalidRequestError when one is running."""
+    """Begin a torch.profiler recording. Raises InvalidRequestError if a recording is running."""
 
     directory: str  # where each rank writes its trace
 
@@ -76,8 +77,8 @@ class DropDecodeBuckets(msgspec.Struct, frozen=True, tag=4):
 class TouchBlocks(msgspec.Struct, frozen=True, tag=5):
     """Write zeros to KV cache blocks 0 to `num_blocks`, so that their memory is mapped.
 
-    On a CPU all unmapped pages are the same page of zeros, which stays in the processor's cache. A
-    measured step would read such a context too fast.
+    On a CPU all unmapped pages are the same page of zeros, which stays in the processor's cache. So
+    a measured step would read a context in unmapped pages too fast.
     """
 
     num_blocks: int
@@ -91,15 +92,19 @@ class Executor(Protocol):
 
     @property
     def max_in_flight(self) -> int:
-        """Steps that may be launched and not read: 1, 2 to schedule while the device works, or the
-        number of stages of a pipeline.
+        """Number of steps that may be launched and not read.
+
+        1 = no overlap. 2 = the next step is scheduled while the device works. For a pipeline it is
+        the number of stages.
         """
         ...
 
     @property
     def has_lanes(self) -> bool:
-        """Whether no token may be scheduled that follows from a step in flight, because the stages
-        of a pipeline work on different steps. Otherwise a step takes such tokens from the device.
+        """Whether the executor is a pipeline, whose stages work on different steps.
+
+        True = a sequence is scheduled again only after its last token was read. False = a step can
+        take the last token from the device while the previous step is in flight.
         """
         ...
 
@@ -116,19 +121,21 @@ class Executor(Protocol):
         ...
 
     def prepare_grammar(self, request_id: str, grammar: str) -> None:
-        """Begin to build a request's grammar beside the steps; `take_built_grammars` reports it.
+        """Begin to build a request's grammar, while steps go on.
+
+        `take_built_grammars` reports when it is built. It is kept until `release_grammar`.
 
         Args:
-            request_id: kept until `release_grammar`.
+            request_id: the request's id.
             grammar: `Request.grammar`.
         """
         ...
 
     def take_built_grammars(self, timeout_s: float) -> list[GrammarBuilt]:
-        """Grammars that were finished since the last call, in the order of `prepare_grammar`.
+        """The grammars whose builds ended since the last call, in the order of `prepare_grammar`.
 
         Args:
-            timeout_s: how long to wait for the oldest one; 0 = do not wait.
+            timeout_s: how long to wait for the oldest grammar; 0 = do not wait.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""Hidden states of a model's steps that wait for its head."""
+"""Keeps the hidden states of a model's steps until its draft head reads them."""
 
 from __future__ import annotations
 
@@ -31,19 +31,20 @@ class HiddenStates:
         self._rows: dict[int, _Waiting | None] = {}  # the watched rows
 
     def watch(self, row: int) -> None:
-        """Keep the states of a row's next steps; what is kept of it is dropped."""
+        """Keep the states of a row's next steps. Earlier states of the row are dropped."""
         self._rows[row] = None
 
     def unwatch(self, row: int) -> None:
-        """Keep nothing of a row."""
+        """Drop the states of a row, and keep no further ones."""
         self._rows.pop(row, None)
 
     def store(self, scheduled: Sequence[ScheduledSequence], states: Sequence[Tensor]) -> None:
-        """Keep what a step has computed. It replaces what is kept of the same positions.
+        """Keep the states that a step has computed. They replace states of the same positions.
 
         Args:
             scheduled: the step's entries.
-            states: [T, D] of each aux layer; T may include padding at the end.
+            states: for each layer that the head reads, its hidden states [T, D]. T can include
+                padding at the end.
         """
         if not any(entry.row in self._rows for entry in scheduled):
             return
@@ -62,14 +63,14 @@ class HiddenStates:
             self._rows[entry.row] = _Waiting(kept.begin, [*before, new])
 
     def span(self, row: int) -> tuple[int, int]:
-        """The positions that are kept of a row: the first one, and the end; (0, 0) = none."""
+        """The positions of a row that are kept: the first, and one past the last; (0, 0) = none."""
         kept = self._rows.get(row)
         return (0, 0) if kept is None else (kept.begin, kept.end)
 
     def take(self, row: int, begin: int, end: int) -> list[Tensor]:
-        """The states of positions `begin` to `end`, as parts; drops all before `end`.
+        """Take the states of positions [begin, end), in parts. Drops all states before `end`.
 
-        The positions must be kept.
+        The states of these positions must be kept.
         """
         kept = self._rows[row]
         assert kept is not None, f"hidden states of row {row} are kept"

@@ -45,7 +45,7 @@ class InlineExecutor:
         Args:
             runner: executes the steps.
             kv_cache: the KV cache that the runner uses.
-            grammars: builds the grammars; the runner's sampler gets its matchers from it.
+            grammars: builds the grammars. The runner's sampler gets its matchers from this store.
             monitor: counts compilations after the start; closed with the executor.
             pages: maps the KV cache's memory before its first use; None = not needed.
             overlap: a step may be launched before the previous step is read.
@@ -87,7 +87,7 @@ class InlineExecutor:
     def read(self, pending: Pending) -> StepResult:
         number, output, step = self._launched.popleft()
         assert number == pending.number, f"step {number} is to be read before {pending.number}"
-        if number != self._num_steps:  # a later step was launched since
+        if number != self._num_steps:  # a later step has been launched
             self._monitor.begin_step(output.num_tokens, output.num_seqs)
         result = self._runner.read(step)
         self._monitor.end_step()

@@ -24,10 +24,10 @@ from ostinato.runtime.types.step import SchedulerOutput, StepResult
 __all__ = ("ModelRunner", "PendingStep")
 
 
-# Rows of logits that are computed at once for prompt log-probabilities. More would take more memory
-# than a draw; fewer would take longer.
+# Rows of logits that are computed at once for prompt log-probabilities. More rows would take more
+# memory than sampling; fewer rows would take longer.
 _SCORED_ROWS = 16
-_MAX_MASKS_S = 0.05  # the limit in a step whose model takes long
+_MAX_MASKS_S = 0.05  # the largest time for grammar masks in one step, if the model takes long
 
 
 class PendingStep:
@@ -43,16 +43,17 @@ class PendingStep:
     ) -> None:
         self.launched_at = launched_at  # seconds, time.perf_counter()
         self.prompt_logprobs = prompt_logprobs
-        self.vectors = vectors  # None when no prompt is pooled
-        self.tokens: PendingTokens | VerifiedTokens | None = None  # None when no sequence samples
-        self.logits: Tensor | None = None  # set while the draw waits for the step before
+        self.vectors = vectors  # None = no prompt is pooled
+        self.tokens: PendingTokens | VerifiedTokens | None = None  # None = no sequence samples
+        self.logits: Tensor | None = None  # set while sampling waits for the previous step
 
 
 class ModelRunner:
     """Runs steps on one device.
 
-    `model_seconds` sums the seconds from a step's inputs being ready until its tokens are on the
-    host, without the caller's work between `launch` and `read`.
+    `model_seconds` is summed over steps. For each step it counts from the time when the inputs are
+    ready until the tokens are on the host. The caller's work between `launch` and `read` is left
+    out.
     """
 
     def __init__(
@@ -68,13 +69,13 @@ class ModelRunner:
         Args:
             graphs: runs the model's programs.
             buffers: the static buffers that `graphs` reads.
-            sampler: picks the tokens; None = another rank does.
+            sampler: samples the tokens; None = another rank samples.
             threads: switches the CPU thread pools around a step; None = no switching.
-            pooler: makes vectors; None = one for a model without a classification head.
-            hidden_states: takes what `graphs.aux` has kept of each step; None = nothing is kept.
+            pooler: makes vectors; None = a pooler for a model without a classification head.
+            hidden_states: gets the states of each step from `graphs.aux`; None = none are kept.
         """
-        # By row, what is added to the position of each draw. The head of a model
-        # (runtime/execution/draft_head.py) has positions of its own. None = nothing is added.
+        # For each row, a number that is added to the positions of its draws. Only a draft head
+        # (runtime/execution/draft_head.py) needs it, because its positions differ. None = 0.
         self.draw_offsets: dict[int, int] | None = None
         self.hidden_states = hidden_states
         self.graphs = graphs
@@ -95,7 +96,7 @@ class ModelRunner:
             self._pooler,
         )
         self._row_states = [state for state in states if state is not None]
-        self._undrawn: PendingStep | None = None  # the last launch, if its draw waits
+        self._undrawn: PendingStep | None = None  # the last launched step, if its sampling waits
         self._device_seconds_before: dict[str, float] = {}
         self.model_seconds = 0.0
 
@@ -116,11 +117,11 @@ class ModelRunner:
         return self._batch.last_token[rows].tolist()
 
     def set_last_tokens(self, rows: list[int], token_ids: list[int]) -> None:
-        """Take in the last tokens of rows, which another rank has drawn."""
+        """Set the last tokens of rows, which another rank has sampled."""
         self._batch.last_token[rows] = token_ids
 
     def foresee(self, output: SchedulerOutput) -> RunStep:
-        """How a step will be run."""
+        """How a step will run."""
         num_rows = sum(entry.num_logits for entry in output.scheduled)
         per_seq = int(output.num_tokens == output.num_seqs == num_rows)
         if output.num_drafts:
@@ -142,10 +143,10 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, output: SchedulerOutput) -> PendingStep:
-        """Start a step. The next one may be launched before this one is read.
+        """Start a step. The next step may be launched before this step is read.
 
-        The next step reads this one's tokens on the device. If its rows have grammars, its draw
-        waits until this step has been read.
+        The next step reads this step's tokens on the device. If rows of the next step have
+        grammars, its sampling waits until this step has been read.
         """
         for admitted in output.admitted:
             for state in self._row_states:
@@ -196,8 +197,9 @@ class ModelRunner:
                 pending.logits = logits
                 self._undrawn = pending
             else:
-                # Where the model has taken long, masks may take half as long. Otherwise the rows of
-                # a batch would take turns although its other rows wait for the model anyway.
+                # If the model has taken long, masks may take half of that time. Otherwise rows with
+                # grammars would get tokens only in some of the steps, and all rows wait for the
+                # model anyway.
                 seconds = time.perf_counter() - begin
                 masks_s = min(max(MASKS_S, seconds / 2), _MAX_MASKS_S)
                 self._draw(sampler, pending, logits, seconds, masks_s)
@@ -206,8 +208,8 @@ class ModelRunner:
     def read(self, pending: PendingStep) -> StepResult:
         """Wait for a launched step and return its tokens, in the order of its sampling rows.
 
-        Steps are read in the order in which they were launched. If the draw of the next step waits
-        for these tokens, it starts here.
+        Steps are read in the order in which they were launched. If the sampling of the next step
+        waits for these tokens, it starts here.
         """
         begin = time.perf_counter()
         result = StepResult([]) if pending.tokens is None else pending.tokens.read()
@@ -241,8 +243,8 @@ class ModelRunner:
         self, num_tokens: int, *, pools: bool = False
     ) -> AbstractContextManager[None]:
         has_loops = self.graphs.has_loops
-        # The bits of a pooled sum depend on the number of threads, which is therefore the same for
-        # steps of all sizes.
+        # The bits of a pooled sum depend on the number of threads. So this number must not depend
+        # on the size of the step.
         if self._threads is None or (pools and has_loops):
             return nullcontext()
         return self._threads.for_step(num_tokens, has_loops=has_loops)

@@ -1,4 +1,4 @@
-"""Pools hidden states into one vector per prompt: mean, last token or first token, by chunks."""
+"""Pools hidden states into one vector per prompt, chunk by chunk: mean, last or first token."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class PendingVectors:
     """Vectors that the device may still be computing.
 
     Args:
-        vectors: float32, of any lengths.
+        vectors: float32 vectors, which can have different lengths.
     """
 
     def __init__(self, vectors: list[Tensor]) -> None:
@@ -49,8 +49,8 @@ class Pooler:
     """Pools the prompts of all rows; keeps the partial result of each row between chunks.
 
     Args:
-        classify: [P, D] hidden states of first tokens -> [P, num_labels] float32 logits; None =
-            the model has no classification head.
+        classify: the classification head: [P, D] hidden states of first tokens -> [P, num_labels]
+            float32 logits. None = the model has no classification head.
     """
 
     def __init__(self, classify: Callable[[Tensor], Tensor] | None = None) -> None:

@@ -27,8 +27,9 @@ class PromptScorer:
 
     Args:
         compute_logits: [R, D] hidden states -> [R, V] float32 logits.
-        max_rows: rows of logits computed at once, beside those of the step itself.
-        hold_threads: called with the number of logits; the context lasts while they are processed.
+        max_rows: largest number of rows of logits that are computed at once.
+        hold_threads: called with the number of logits. Returns a context, which is open while they
+            are processed.
     """
 
     def __init__(

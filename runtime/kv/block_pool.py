@@ -1,8 +1,8 @@
-"""Allocation of fixed-size KV cache blocks: reference counts, free list, lookup by content hash.
+"""Allocates fixed-size KV cache blocks: reference counts, free list, lookup by content hash.
 
 A block is free when its reference count is 0. A free block keeps its contents and its hash until it
 is allocated again, so a later request with the same prefix can reuse it. Blocks are allocated from
-the head of the free list. Block 0 is the null block: padding tokens write to it, no sequence reads
+the head of the free list. Block 0 is the null block. Padding tokens write to it. No sequence reads
 it, and it is never allocated.
 """
 
@@ -20,7 +20,7 @@ _DIGEST_BYTES = 32
 _KEY_PERSON = b"ostinato key"
 
 BlockHash = NewType("BlockHash", bytes)
-"""Digest of a full block's tokens and of everything before them (parent digest, cache salt)."""
+"""Digest of a full block's tokens and of all that comes before them (parent digest, salt)."""
 
 
 def hash_root(cache_salt: str = "", extra_keys: Sequence[str] = ()) -> BlockHash:
@@ -31,11 +31,12 @@ def hash_root(cache_salt: str = "", extra_keys: Sequence[str] = ()) -> BlockHash
 
     Args:
         cache_salt: chosen by the client.
-        extra_keys: other things that keys and values depend on: adapter, media, KV cache group.
+        extra_keys: names of other things that keys and values depend on: adapter, media, KV cache
+            group.
     """
     digest = blake2b(cache_salt.encode(), digest_size=_DIGEST_BYTES).digest()
     for key in extra_keys:
-        # The personalisation keeps keys, salts and blocks' tokens from having equal digests.
+        # With a personalisation, a key never has the digest of a salt or of a block's tokens.
         keyed = blake2b(digest + key.encode(), digest_size=_DIGEST_BYTES, person=_KEY_PERSON)
         digest = keyed.digest()
     return BlockHash(digest)
@@ -53,7 +54,8 @@ def hash_blocks(
         parent: the digest of the block before, or `hash_root` at a sequence's beginning.
         token_ids: [n * block_size], each in [0, 2**32).
         block_size: tokens per block.
-        extras: [n], bytes that each block's contents depend on besides its tokens; may be empty.
+        extras: [n], for each block the bytes that its contents depend on besides its tokens. An
+            entry may be empty. None = all entries are empty.
 
     Raises:
         OverflowError: a token id is not a 32-bit unsigned integer.
@@ -63,7 +65,7 @@ def hash_blocks(
     hashes: list[BlockHash] = []
     digest: bytes = parent
     for index, begin in enumerate(range(0, len(packed), width)):
-        # The parent and the tokens have fixed lengths, so no separator is needed before the extra.
+        # The parent and the tokens have fixed lengths, so no separator is needed before `extras`.
         data = digest + packed[begin : begin + width]
         if extras is not None:
             data += extras[index]
@@ -94,8 +96,8 @@ class BlockPool:
 
     Args:
         total_blocks: blocks in the cache tensors, the null block included.
-        on_evict: called with a block's id and hash before the block is allocated for other
-            contents. The old contents stay in the block until the next step writes.
+        on_evict: called with a block's id and hash before a block with known contents is allocated
+            for other contents. The old contents stay in the block until the next step writes.
 
     Raises:
         ValueError: there is no usable block.
@@ -122,14 +124,14 @@ class BlockPool:
 
     @property
     def num_cached(self) -> int:
-        """Blocks whose contents a lookup can find, free or in use."""
+        """Blocks, free or in use, whose contents a lookup can find."""
         return len(self._cached)
 
     def allocate(self, num_blocks: int) -> list[int] | None:
         """Take blocks from the head of the free list, each with one reference and no hash.
 
         Returns:
-            Their ids, or None (and nothing is taken) when fewer are free.
+            Their ids. None if fewer blocks are free; then nothing is taken.
         """
         if num_blocks > self.num_free:
             return None
@@ -154,7 +156,7 @@ class BlockPool:
         return block_ids
 
     def touch(self, block_ids: Iterable[int]) -> None:
-        """Add one reference to each block; a free one leaves the free list with its contents."""
+        """Add one reference to each block. A free block leaves the free list; its contents stay."""
         for block_id in block_ids:
             block = self._blocks[block_id]
             if block.ref_count == 0:
@@ -165,9 +167,9 @@ class BlockPool:
     def free(self, block_ids: Sequence[int]) -> None:
         """Drop one reference of each block of a table, last block first.
 
-        Blocks that no table holds any more join the free list. Hashed blocks join at the tail, the
-        last block of a prefix first, so that the end of a prefix is evicted before its beginning.
-        Blocks without a hash join at the head.
+        Blocks that no table holds any more go to the free list. Blocks with a hash go to the tail,
+        the last block of a prefix first. So the end of a prefix is evicted before its beginning.
+        Blocks without a hash go to the head.
 
         Raises:
             RuntimeError: a block is freed more often than it was taken.
@@ -188,10 +190,13 @@ class BlockPool:
         return None if block is None else block.block_id
 
     def register(self, block_id: int, block_hash: BlockHash) -> bool:
-        """Make a held, full block findable. False if another block has the same contents already.
+        """Let lookups find a full block that a table holds.
 
-        The first block with these contents keeps the hash. A duplicate stays in its table without a
-        hash, and is allocated first once it is freed.
+        The first block with certain contents keeps the hash. A second block with the same contents
+        stays in its table without a hash. After it is freed, it is allocated before other blocks.
+
+        Returns:
+            False if another block has the same contents already.
         """
         block = self._blocks[block_id]
         assert block.ref_count > 0, f"{block!r} gets a hash while no table holds it"
@@ -207,7 +212,7 @@ class BlockPool:
         return self._blocks[block_id].ref_count
 
     def num_held_once(self, block_ids: Iterable[int]) -> int:
-        """How many of these blocks are held by one table alone."""
+        """How many of these blocks are held by exactly one table."""
         blocks = self._blocks
         return sum(1 for block_id in block_ids if blocks[block_id].ref_count == 1)
 
@@ -217,8 +222,9 @@ class BlockPool:
         return sum(1 for block_id in block_ids if blocks[block_id].ref_count == 0)
 
     def kinds(self) -> bytes:
-        """What each usable block is, block 1 first: 0 free, 1 free with known contents, 2 held by
-        one table, 3 by several. O(blocks).
+        """The state of each usable block, from block 1 on. O(blocks).
+
+        0 = free, 1 = free with known contents, 2 = held by one table, 3 = held by several tables.
         """
         blocks = self._blocks[1:]
         return bytes(
@@ -229,13 +235,13 @@ class BlockPool:
         )
 
     def forget_cached(self) -> None:
-        """Drop every hash: no lookup finds a block until new ones are registered."""
+        """Drop every hash. Lookups find nothing until blocks are registered again."""
         for block in self._cached.values():
             block.block_hash = None
         self._cached.clear()
 
     def free_block_ids(self) -> list[int]:
-        """The free list, next to be handed out first."""
+        """The free list, beginning with the block that is allocated next."""
         block_ids: list[int] = []
         block = self._free_ends.next_free
         while block is not self._free_ends:
@@ -247,7 +253,7 @@ class BlockPool:
         """Compare free list, reference counts and hash table with each other. O(blocks).
 
         Raises:
-            AssertionError: they disagree; the text names the first block at fault.
+            AssertionError: the records disagree; the text names the first block at fault.
         """
         free = self.free_block_ids()
         _check(

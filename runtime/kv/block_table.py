@@ -1,7 +1,7 @@
 """The block table of one sequence: which KV cache blocks hold its tokens, and their hashes.
 
-Plain data. `KVCacheManager` fills a table, registers its full blocks and takes the blocks back. A
-table refers to no request and no scheduler: token ids and counts come with each call.
+A table is plain data. `KVCacheManager` fills it, registers its full blocks and frees its blocks. A
+table refers to no request and no scheduler. Token ids and counts come with each call.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ class BlockTable:
     Args:
         root: the parent hash of the first block; see `hash_root`. Tables share blocks only with
             tables of an equal root.
-        extras: for each block index, what the contents depend on besides the tokens (for
-            example the digest of an image whose placeholder tokens lie in the block).
+        extras: block index -> bytes that the contents depend on besides the tokens. An example is
+            the digest of an image whose placeholder tokens lie in the block.
 
     Attributes:
-        block_ids: block ids by position // block_size. Blocks are only appended, or replaced by a
-            copy; they are given up all at once.
-        hashes: hashes of the leading full blocks, as many as were computed so far. They are kept
-            when the blocks are given up, because the tokens stay the same.
-        num_registered: number of leading blocks that were registered by their hash.
+        block_ids: block ids; the index is position // block_size. Blocks are only appended, or
+            replaced by a copy. They are freed all at once.
+        hashes: hashes of the first full blocks, so far as they are computed. They are kept when the
+            blocks are freed, because the tokens stay the same.
+        num_registered: how many blocks were registered by their hash, counted from the first.
     """
 
     __slots__ = ("block_ids", "extras", "hashes", "num_registered", "root")
@@ -42,7 +42,7 @@ class BlockTable:
         self.num_registered = 0
 
     def fork(self) -> BlockTable:
-        """An empty table of a sequence with the same tokens so far: the hashes are copied."""
+        """An empty table for a sequence with the same tokens so far. The hashes are copied."""
         other = BlockTable(self.root, self.extras)
         other.hashes = self.hashes[:]
         return other

@@ -1,11 +1,12 @@
 """The KV cache manager: fills the block tables of sequences and finds cached prefixes.
 
-A block is findable as soon as the step that fills it is scheduled. The attention op writes all keys
-and values of a step before any row attends, so sequences of the same step may share the block too.
-Therefore every scheduled step must be executed. If one was not, the cache must be reset.
+Lookups find a block as soon as the step that fills it is scheduled. The attention op writes all
+keys and values of a step before any row attends, so sequences of the same step can share the block
+too. Therefore every scheduled step must be executed. If a scheduled step was not executed, the
+cache must be reset.
 
-The manager takes token ids and counts as plain arguments and keeps no record of sequences. The
-scheduler alone keeps the number of computed tokens of each sequence.
+The manager takes token ids and counts as plain arguments and keeps no record of sequences. Only the
+scheduler keeps the number of computed tokens of each sequence.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ class PrefixMatch(NamedTuple):
     """The longest known prefix of a sequence, in whole blocks.
 
     Attributes:
-        block_ids: device blocks with its first tokens.
-        places: where the blocks that follow those lie in a slower tier.
+        block_ids: device blocks that hold the first tokens.
+        places: places in a slower tier that hold the blocks after these.
     """
 
     block_ids: list[int]
@@ -35,12 +36,12 @@ class PrefixMatch(NamedTuple):
 
 
 class KVGroup(NamedTuple):
-    """Attention layers whose keys and values lie in one block table per sequence.
+    """Attention layers that use the same block table of a sequence.
 
     Attributes:
         name: for example "self" or "cross".
-        grows: each token of the sequence adds an entry; False = the number of entries is the number
-            of the encoder's tokens, from admission on.
+        grows: True = each token of the sequence adds an entry. False = there is one entry for each
+            token of the encoder, from admission on.
     """
 
     name: str
@@ -54,17 +55,18 @@ class KVCacheManager:
         total_blocks: blocks in the cache tensors; block 0 is the null block, the others are used.
         block_size: tokens per block.
         enable_prefix_caching: whether full blocks are shared between sequences with equal prefixes.
-        groups: the KV cache groups; each sequence has a block table in each. All tables use one
-            pool. The first grows with the sequence, and only its prefixes are shared. The others
-            have a fixed size.
-        tier: a slower memory with copies of blocks; None = there is none.
+        groups: the KV cache groups. A sequence has one block table in each group. All tables use
+            one pool. Tables of the first group grow with the sequence, and only their prefixes are
+            shared. Tables of the other groups have a fixed size.
+        tier: a slower memory with copies of blocks; None = no such memory.
 
     Attributes:
         prefix_queries: prompt tokens that were looked up at a sequence's first admission.
         prefix_hits: tokens of these lookups that were found.
 
     Raises:
-        ValueError: fewer than 2 blocks, an empty block, or more than one group that grows.
+        ValueError: there are fewer than 2 blocks, a block has no token, or another group than the
+            first grows.
     """
 
     def __init__(
@@ -103,7 +105,7 @@ class KVCacheManager:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that can be allocated; cached contents that no table holds count as free."""
+        """Blocks that can be allocated. Cached blocks that no table holds count as free."""
         return self._pool.num_free
 
     @property
@@ -112,7 +114,7 @@ class KVCacheManager:
         return self._pool.num_evictions
 
     def block_kinds(self) -> bytes:
-        """What each usable block is; see `BlockPool.kinds`. O(blocks)."""
+        """The state of each usable block; see `BlockPool.kinds`. O(blocks)."""
         return self._pool.kinds()
 
     def new_tables(
@@ -152,15 +154,15 @@ class KVCacheManager:
         return PrefixMatch(block_ids, places)
 
     def num_missing_blocks(self, num_tokens: int, match: PrefixMatch) -> int:
-        """Free blocks needed for `num_tokens` that begin with a matched prefix."""
+        """Free blocks that a sequence of `num_tokens` tokens with this prefix match needs."""
         in_free_list = self._pool.num_unheld(match.block_ids)
         return -(-num_tokens // self.block_size) - len(match.block_ids) + in_free_list
 
     def admit(self, table: BlockTable, match: PrefixMatch, num_tokens: int) -> bool:
         """Fill an empty table for `num_tokens` tokens, beginning with the matched blocks.
 
-        All blocks of a prompt are taken at once, whatever the size of its first chunk. So an
-        admitted sequence has enough blocks until its first output token.
+        All blocks of a prompt are taken at once, even if its first chunk is small. So an admitted
+        sequence has enough blocks until its first output token.
 
         Args:
             table: holds no blocks yet.
@@ -168,7 +170,7 @@ class KVCacheManager:
             num_tokens: the sequence's known tokens.
 
         Returns:
-            False, with nothing changed, when too few blocks are free.
+            False if too few blocks are free; then nothing is changed.
         """
         assert not table.block_ids, f"{table!r} is admitted while it holds blocks"
         if self.num_missing_blocks(num_tokens, match) > self._pool.num_free:
@@ -181,7 +183,7 @@ class KVCacheManager:
         return True
 
     def count_lookup(self, num_tokens: int, num_found: int) -> None:
-        """Count a prefix lookup of `num_tokens` prompt tokens of which `num_found` were cached."""
+        """Count a prefix lookup of `num_tokens` prompt tokens; `num_found` of them were cached."""
         if self.enable_prefix_caching:
             self.prefix_queries += num_tokens
             self.prefix_hits += num_found
@@ -190,7 +192,7 @@ class KVCacheManager:
         """Extend a table so that it holds positions [0, num_tokens).
 
         Returns:
-            The appended block ids, or None with nothing changed when too few blocks are free.
+            The appended block ids. None if too few blocks are free; then nothing is changed.
         """
         missing = -(-num_tokens // self.block_size) - len(table.block_ids)
         block_ids = self._pool.allocate(max(missing, 0))
@@ -200,11 +202,11 @@ class KVCacheManager:
 
     @property
     def has_tier(self) -> bool:
-        """Whether evicted blocks may go to a slower tier."""
+        """Whether evicted blocks can go to a slower tier."""
         return self._tier is not None
 
     def take_stores(self) -> list[BlockTransfer]:
-        """Copies to the slower tier that the next step makes before it writes."""
+        """The copies to the slower tier that the next step makes before it writes."""
         return [] if self._tier is None else self._tier.take_stores()
 
     def hold_places(self, places: Sequence[int]) -> None:
@@ -218,9 +220,9 @@ class KVCacheManager:
         self._tier.release(places)
 
     def fork(self, parent: BlockTable, child: BlockTable) -> None:
-        """Let a sequence with the same tokens share the same blocks, a partly filled one included.
+        """Let a sequence with the same tokens share all blocks, also a partly filled last block.
 
-        Before either sequence writes to that block, `make_writable` gives it a copy.
+        Before one of the two sequences writes to the last block, `make_writable` gives it a copy.
         """
         assert not child.block_ids, f"{child!r} is forked while it holds blocks"
         self._pool.touch(parent.block_ids)
@@ -228,11 +230,11 @@ class KVCacheManager:
         child.num_registered = parent.num_registered
 
     def make_writable(self, table: BlockTable, position: int) -> list[tuple[int, int]] | None:
-        """Make sure that `position`, the next to be computed, lies in a block of this table alone.
+        """Make sure that only this table holds the block of `position`, which is computed next.
 
         Returns:
-            At most one copy (from, to), which must be made before the step writes. None, with
-            nothing changed, if a block is needed and none is free.
+            At most one copy (from, to), which must be made before the step writes. None if a block
+            is needed and no block is free; then nothing is changed.
         """
         index, offset = divmod(position, self.block_size)
         ids = table.block_ids
@@ -249,13 +251,13 @@ class KVCacheManager:
         return [(shared, block_ids[0])] if offset else []
 
     def register(self, table: BlockTable, token_ids: Sequence[int], num_computed: int) -> None:
-        """Make a table's full blocks findable.
+        """Let lookups find a table's full blocks.
 
         Args:
-            table: the sequence's.
-            token_ids: its known tokens.
-            num_computed: leading positions that are computed, or will be by a scheduled step.
-                Positions beyond the known tokens are ignored, because their token has not arrived.
+            table: the sequence's table.
+            token_ids: the sequence's known tokens.
+            num_computed: how many positions are computed, or will be by a scheduled step. Positions
+                beyond the known tokens are ignored, because their token has not arrived.
         """
         if not self.enable_prefix_caching:
             return
@@ -266,17 +268,17 @@ class KVCacheManager:
         table.num_registered = max(table.num_registered, num_full_blocks)
 
     def free(self, table: BlockTable) -> None:
-        """Give up all blocks of a table; their contents stay findable until they are reused."""
+        """Free all blocks of a table. Lookups find their contents until the blocks are reused."""
         self._pool.free(table.block_ids)
         table.block_ids = []
         table.num_registered = 0
 
     def num_reclaimable_blocks(self, table: BlockTable) -> int:
-        """Blocks that become free when this table gives up its own."""
+        """Blocks that become free when this table frees its blocks."""
         return self._pool.num_held_once(table.block_ids)
 
     def reset(self) -> bool:
-        """Forget all cached contents; False, with nothing changed, while a table holds blocks."""
+        """Forget all cached contents. While a table holds blocks: change nothing, return False."""
         if self._pool.num_free != self._pool.num_blocks:
             return False
         self._pool.forget_cached()
@@ -285,10 +287,10 @@ class KVCacheManager:
         return True
 
     def check_integrity(self, tables: Iterable[BlockTable] | None = None) -> None:
-        """Check the pool and, given all tables that hold blocks, that tables and references agree.
+        """Check the pool. If all tables that hold blocks are given, compare references with them.
 
         Raises:
-            AssertionError: they contradict each other; the text names the block.
+            AssertionError: the records contradict each other; the text names the block.
         """
         self._pool.check_integrity()
         if tables is None:
@@ -305,7 +307,7 @@ class KVCacheManager:
                 )
 
     def _hash_up_to(self, table: BlockTable, token_ids: Sequence[int], num_blocks: int) -> None:
-        """Hash as many leading blocks of a table as are not hashed yet."""
+        """Hash the first `num_blocks` blocks of a table, if they are not hashed yet."""
         hashes, size = table.hashes, self.block_size
         if len(hashes) < num_blocks:
             parent = hashes[-1] if hashes else table.root

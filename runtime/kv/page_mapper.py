@@ -1,11 +1,13 @@
 """Maps the memory pages of a CPU's KV cache shortly before they are used.
 
-The whole cache is allocated at the start, but the system maps and zeroes a page only when it is
-first written to. That happens within a step, at about 2 GB/s, while the threads of a kernel wait
-for each other. The block pool allocates unused blocks before it evicts cached ones, so every prompt
-would pay for this until the whole cache has been used. Therefore a thread maps the pages of the
-next blocks while the engine starts and while it is idle. It does not run during a step, which it
-would slow down as much. Pages far beyond the blocks in use are never mapped.
+The whole cache is allocated at the start, but the system maps and zeroes a page only when the page
+is first written to. This would happen within a step, at about 2 GB/s, while the threads of a kernel
+wait for each other. The block pool allocates unused blocks before it evicts cached ones, so every
+prompt would pay for this until the whole cache has been used.
+
+Therefore a thread maps the pages of the next blocks while the engine starts and while it is idle.
+The thread does not run during a step, because it would slow the step down as much. Pages far beyond
+the blocks in use are not mapped.
 """
 
 from __future__ import annotations
@@ -24,13 +26,14 @@ from ostinato.models.kv_cache import KVCache, KVCacheSpec
 __all__ = ("CachePages", "map_ahead")
 
 _LOG = logging.getLogger(__name__)
-_AHEAD_BYTES = 256 << 20  # mapped beyond the blocks in use: the prompts of a few large steps
-_PIECE_BYTES = 2 << 20  # mapped at a time: one huge page of one tensor
+# Bytes that are mapped beyond the blocks in use. They hold the prompts of a few large steps.
+_AHEAD_BYTES = 256 << 20
+_PIECE_BYTES = 2 << 20  # bytes that are mapped at a time: one huge page of one tensor
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
 
 
 def map_ahead(kv_cache: KVCache, spec: KVCacheSpec) -> CachePages | None:
-    """Start mapping if the cache is on a CPU and holds keys and values; else None."""
+    """Start to map pages. None if the cache is not on a CPU, or holds no keys and values."""
     if not spec.bytes_per_block or kv_cache[0][0].device.type != "cpu":
         return None
     return CachePages(kv_cache, spec.bytes_per_block)
@@ -48,7 +51,7 @@ class CachePages:
         self._tensors = [side for layer in kv_cache for side in layer]
         self._num_blocks = self._tensors[0].shape[0]
         self._ahead = max(1, _AHEAD_BYTES // bytes_per_block)
-        self._wanted = 0  # blocks [0, wanted) shall be mapped
+        self._wanted = 0  # blocks [0, _wanted) are to be mapped
         self._mapped = 0
         self._busy = False
         self._changed = threading.Condition()
@@ -60,7 +63,8 @@ class CachePages:
     def use(self, block_id: int) -> None:
         """Note that blocks up to this one are in use. Returns at once."""
         wanted = min(block_id + 1 + self._ahead, self._num_blocks)
-        # a quarter late, so that a decoding engine does not wake the thread at every block
+        # Wake the thread only after a quarter of `_ahead`, so that a decoding engine does not wake
+        # it at every block.
         if wanted - self._wanted <= self._ahead // 4 and wanted < self._num_blocks:
             return
         if wanted > self._wanted:
@@ -69,14 +73,14 @@ class CachePages:
                 self._changed.notify_all()
 
     def set_busy(self, busy: bool) -> None:
-        """Note whether steps are run. Nothing is mapped while they are."""
+        """Note whether steps run. Nothing is mapped while steps run."""
         if busy != self._busy:
             with self._changed:
                 self._busy = busy
                 self._changed.notify_all()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until all requested pages are mapped or given up; False after `timeout_s`."""
+        """Wait until all requested pages are mapped, or mapping failed; False after `timeout_s`."""
         with self._changed:
             return self._changed.wait_for(lambda: self._mapped >= self._wanted, timeout_s)
 
@@ -123,7 +127,10 @@ class CachePages:
 
 
 def _map(tensor: Tensor, begin: int, end: int) -> str | None:
-    """Map the pages of these bytes for writing, contents kept; returns the error, or None."""
+    """Map the pages of bytes `begin` to `end` for writing; returns the error, or None.
+
+    The contents of the pages are kept.
+    """
     page = mmap.PAGESIZE
     first = (tensor.data_ptr() + begin) // page * page
     last = -(-(tensor.data_ptr() + end) // page) * page

@@ -1,7 +1,7 @@
 """The protocol of slower memories (host memory, disk) that keep copies of KV blocks.
 
-To the scheduler a tier is an index from block hashes to places. The executor makes the copies that
-the `BlockTransfer`s of a step name. No tier is part of the engine yet.
+For the scheduler, a tier is an index from block hashes to places. A place holds one block. The
+executor makes the copies that the `BlockTransfer`s of a step name. The engine has no tier yet.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ __all__ = ("BlockTier",)
 
 
 class BlockTier(Protocol):
-    """Index of one slower memory. A place holds the contents of one block."""
+    """The index of one slower memory."""
 
     def find(self, block_hash: BlockHash) -> int | None:
         """The place with these contents, or None."""
         ...
 
     def on_evict(self, block_id: int, block_hash: BlockHash) -> None:
-        """A device block with these contents is about to be reused.
+        """Note that a device block with these contents is about to be reused.
 
-        The tier may plan a store. The next `take_stores` returns it, and the executor copies the
-        block before a step writes to it.
+        The tier can plan a store: the next `take_stores` returns it, and the executor copies the
+        block before a step writes to the block.
         """
         ...
 

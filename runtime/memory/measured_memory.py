@@ -1,11 +1,11 @@
 """Measures memory on a CUDA device, to replace the estimates of the memory plan.
 
-    weights, buffers and workspaces have their memory   -> used
-    the largest step runs on a cache of one block       -> its peak
+    weights, buffers and workspaces are allocated       -> used memory
+    the largest step runs with a KV cache of one block  -> peak memory of a step
     the KV cache gets the rest, then graphs are captured
     free memory after the capture                       -> compared with the plan
 
-The memory of the graphs stays an estimate, because they can only be captured over the final cache.
+The memory of the graphs stays an estimate, because they can be captured only with the final cache.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class CudaMemory:
         before = torch.cuda.memory_reserved()
         run()
         torch.cuda.synchronize()
-        # Reserved, not allocated: the KV cache cannot use fragments either.
+        # Count reserved memory, not allocated memory. The KV cache cannot use the fragments.
         return torch.cuda.max_memory_reserved() - before
 
 
@@ -64,7 +64,7 @@ def measure(
         free_before: free bytes before this engine allocated anything.
     """
     step_bytes = memory.peak_of(largest_step)
-    # Libraries allocate at their first use, so this comes after the step.
+    # Libraries allocate at their first use, so free memory is read after the step.
     return MeasuredMemory(used_bytes=max(0, free_before - memory.free()), step_bytes=step_bytes)
 
 
@@ -73,8 +73,8 @@ def compare_with_plan(plan: MemoryPlan, *, free_before_capture: int, free_now: i
 
     Args:
         plan: the plan that the engine was built with.
-        free_before_capture: free bytes before the first graph.
-        free_now: free bytes after the last.
+        free_before_capture: free bytes before the capture of the first graph.
+        free_now: free bytes after the capture of the last graph.
     """
     took = free_before_capture - free_now
     text = (

@@ -1,20 +1,20 @@
 """The memory plan: divides free memory between weights, activations, graphs and the KV cache.
 
-`plan_memory` is a function of sizes alone and allocates nothing. `run plan` prints its result, and
-the engine allocates as it says. On CUDA the engine plans once more with measured sizes
-(runtime/memory/measured_memory.py). `free_memory` reads the free memory of this machine, container
-limits included.
+`plan_memory` computes with sizes only and allocates nothing. `run plan` prints its result, and the
+engine allocates by it. On CUDA the engine plans once more with measured sizes
+(runtime/memory/measured_memory.py). `free_memory` reads the free memory of this machine, with the
+limits of containers.
 
     free memory x device.memory_fraction = budget
     budget - weights - activations - graph pool = room for KV blocks
 
-How much of that room the KV cache takes:
+The KV cache takes this part of the room:
 
     cache.memory_gib is set   that size
     CUDA                      all of the room
-    CPU                       the need of max_num_seqs sequences of max_model_len, at most 4 GiB.
-                              Where a single one needs more than that: its need, at most half of
-                              the room. Other programs need a CPU's memory too.
+    CPU                       the size for max_num_seqs sequences of max_model_len, but at most
+                              4 GiB. If one such sequence needs more than 4 GiB, its size, but at
+                              most half of the room. Other programs need a CPU's memory too.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ CUDA_GRAPH_BYTES = 4 << 20  # driver state of one captured graph, beside the sha
 class MeasuredMemory:
     """Measured memory of a device in bytes, which replaces the plan's estimates."""
 
-    used_bytes: int  # by weights, static buffers, workspaces and libraries, without the KV cache
-    step_bytes: int  # peak of the largest uncaptured step, beyond `used_bytes`
+    used_bytes: int  # weights, static buffers, workspaces and libraries, without the KV cache
+    step_bytes: int  # peak memory of the largest uncaptured step, in addition to `used_bytes`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +58,7 @@ class ModelFootprint:
     kv_bytes_per_token: int  # keys and values of all layers
     hidden_size: int
     intermediate_size: int  # the size of the widest MLP, see `ModelConfig.widest_mlp`
-    qkv_size: int  # of one token: queries, keys and values
+    qkv_size: int  # numbers in the queries, keys and values of one token
     dtype_bytes: int  # bytes of one activation
     max_model_len: int  # tokens; the model's own limit
     num_fixed_groups: int = 0  # KV groups that do not grow, for example of cross attention
@@ -66,7 +66,7 @@ class ModelFootprint:
     sampling_bytes: int = 0  # logits of the largest step and their sampling
     workspace_bytes: int = 0  # workspace of the attention backend in the largest step
     measured: MeasuredMemory | None = None  # replaces estimates; None = plan with estimates
-    draft: ModelFootprint | None = None  # the draft model, whose KV cache has as many blocks
+    draft: ModelFootprint | None = None  # the draft model; its cache has equally many blocks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,17 +81,17 @@ class GraphFootprint:
 class MemoryPlan:
     """The shares of the memory in bytes, and what fits in them."""
 
-    free_bytes: int  # before the weights are loaded
+    free_bytes: int  # free memory before the weights are loaded
     budget_bytes: int  # the part of `free_bytes` that the plan may use
     weights_bytes: int  # weights of the model and of the draft model
     activation_bytes: int
     graph_bytes: int
     kv_bytes: int  # num_blocks * bytes_per_block
     block_size: int  # tokens
-    bytes_per_block: int  # a block in the KV caches of the model and the draft model
-    num_blocks: int  # to allocate, the null block included
+    bytes_per_block: int  # a block in the KV cache of the model, plus one in the draft model's
+    num_blocks: int  # blocks to allocate, the null block included
     fixed_blocks_per_seq: int  # blocks of one sequence in the fixed KV groups, at most
-    max_model_len: int  # tokens; may be less than the model's own limit
+    max_model_len: int  # tokens; at most the model's own limit
     reasons: tuple[str, ...]  # the decisions and their reasons, one sentence each
 
     @property
@@ -110,11 +110,11 @@ class MemoryPlan:
         return (self.num_blocks - 1) / self.sequence_blocks(self.max_model_len)
 
     def limited(self, num_blocks: int, max_model_len: int) -> MemoryPlan:
-        """The plan of a rank if other ranks of its engine have room for less.
+        """The plan of a rank, limited to what every rank of the engine has room for.
 
         Args:
-            num_blocks: blocks of the rank with the fewest.
-            max_model_len: the length of the rank with the shortest.
+            num_blocks: the least number of blocks of all ranks.
+            max_model_len: the least `max_model_len` of all ranks.
         """
         return replace(
             self,
@@ -129,7 +129,7 @@ class MemoryPlan:
 
     @property
     def unplanned_bytes(self) -> int:
-        """Free bytes that the plan does not use; not negative in the result of `plan_memory`."""
+        """Free bytes that the plan does not use. Never negative in the result of `plan_memory`."""
         used = self.weights_bytes + self.activation_bytes + self.graph_bytes + self.kv_bytes
         return self.free_bytes - used
 
@@ -149,9 +149,9 @@ def plan_memory(
 
     Args:
         model: the model's sizes.
-        free_bytes: free on the device before the weights are loaded.
+        free_bytes: free memory of the device before the weights are loaded.
         is_cpu: use the CPU's rule for the KV cache, not CUDA's.
-        device: the share of the free memory to plan with.
+        device: has the share of the free memory to plan with.
         cache: the block size and, if set, the memory for blocks.
         scheduler: the largest step.
         max_model_len: the configured length in tokens; None = the model's own limit, shortened if
@@ -228,8 +228,8 @@ def plan_memory(
 
 
 def _without_cache(plan: MemoryPlan, scheduler: StepLimits) -> MemoryPlan:
-    """The plan of an encoder. Its blocks take no memory, so there are enough for all sequences."""
-    per_sequence = _blocks(plan.max_model_len, plan.block_size) + 1  # one to spare at admission
+    """The plan of an encoder. Its blocks take no memory, so it has blocks for all sequences."""
+    per_sequence = _blocks(plan.max_model_len, plan.block_size) + 1  # admission needs a spare block
     return replace(
         plan,
         num_blocks=scheduler.max_num_seqs * per_sequence + 1,
@@ -241,7 +241,7 @@ def _room(plan: MemoryPlan) -> int:
     """Bytes that the budget leaves for KV blocks.
 
     Raises:
-        StartupError: there is no room for the null block and one more.
+        StartupError: there is no room for the null block and one usable block.
     """
     room = plan.budget_bytes - plan.weights_bytes - plan.activation_bytes - plan.graph_bytes
     if room < 2 * plan.bytes_per_block:
@@ -258,7 +258,7 @@ def _room(plan: MemoryPlan) -> int:
 def _kv_bytes(
     room: int, *, one_sequence: int, all_sequences: int, is_cpu: bool, memory_gib: float | None
 ) -> tuple[int, str]:
-    """Bytes for KV blocks, the null block included, and the reason for that size.
+    """Choose the bytes for KV blocks, the null block included. Returns the reason too.
 
     Raises:
         StartupError: cache.memory_gib is more than `room`.
@@ -285,7 +285,7 @@ def _kv_bytes(
 
 
 def _with_length(plan: MemoryPlan, *, is_asked: bool, room: int) -> MemoryPlan:
-    """The plan with `max_model_len` shortened to the longest sequence that fits.
+    """Shorten `max_model_len` of a plan to the longest sequence that fits.
 
     Raises:
         StartupError: the configured length does not fit, or not even one token does.
@@ -326,9 +326,10 @@ def _graph_bytes(model: ModelFootprint, graphs: GraphFootprint) -> int:
 def _activation_bytes(model: ModelFootprint, num_tokens: int) -> int:
     """Peak estimate of a step's intermediate tensors.
 
-    Per token, a layer holds three vectors of the hidden size (the residual, the normed input and a
-    result), and the larger of these two: queries, keys and values before and after rotation, or the
-    two halves of the gated MLP with their product. The attention workspace and sampling are added.
+    Per token, a layer holds three vectors of the hidden size: the residual, the normed input and a
+    result. It also holds the larger of two things: queries, keys and values before and after
+    rotation, or the two halves of the gated MLP with their product. The memory of sampling and the
+    attention workspace are added.
     """
     layer = 3 * model.hidden_size + max(2 * model.qkv_size, 3 * model.intermediate_size)
     return num_tokens * layer * model.dtype_bytes + model.sampling_bytes + model.workspace_bytes

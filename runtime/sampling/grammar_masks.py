@@ -1,13 +1,14 @@
 """Makes the token masks of a step from grammars and thinking budgets, one bit a token.
 
-A row's mask depends on the token that it sampled last. If two successive steps both have such a
-row, the second step's draw waits until the first step has been read. Its model runs meanwhile.
+A row's mask depends on the token that the row sampled last. If two successive steps have such a
+row, the sampling of the second step waits until the first step has been read. The model of the
+second step runs meanwhile.
 
-The masks of a step take a limited time. Rows whose masks do not fit draw no token in this step, and
-have the first turns in the next one, which computes their position again.
+The masks of a step take a limited time. A row whose mask does not fit into this time draws no token
+in this step. In the next step its mask is made first, and its position is computed again.
 
-Masks of some grammars take a hundred times as long as those of others. They are made last. If other
-rows of the step do not need such masks, these masks together take a limited share of the time.
+Masks of costly grammars take a hundred times as long as other masks. They are made last. If other
+rows of the step need no costly mask, all costly masks together get a limited share of the time.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ if TYPE_CHECKING:
 __all__ = ("MASKS_S", "GrammarMasks", "MatcherSource")
 
 # Seconds of a step after which no further masks are begun. Masks that are being made then are
-# completed. One call makes as many masks as fit into the time that is left, judged by the last
-# masks, but at least one for each thread.
+# completed. One call makes a batch of masks, at least one for each thread. The batch is so large
+# that it fits into the remaining time, if its masks take as long as the last masks.
 MASKS_S = 0.01
 _MOST_ROWS_PER_THREAD = 64
 _MAX_THREADS = 32
-# While a step has other rows, masks of costly grammars get a share of the model's time:
-# `_COSTLY_SHARE` for each request that needs them, divided by the number of the other rows, and
-# `_LEAST_COSTLY_SHARE` at least. What they do not use adds up to `_MOST_CREDIT_S`.
+# If a step has other rows, masks of costly grammars get a share of the model's time. The share is
+# `_COSTLY_SHARE` for each request that needs them, divided by the number of the other rows, but at
+# least `_LEAST_COSTLY_SHARE`. Unused time is saved for later steps, up to `_MOST_CREDIT_S`.
 _COSTLY_SHARE = 0.5
 _LEAST_COSTLY_SHARE = 0.05
 _MOST_CREDIT_S = 0.01
@@ -51,7 +52,7 @@ class GrammarMasks:
     """Makes a step's masks and applies them to its logits.
 
     Attributes:
-        seconds: spent on masks, summed over steps.
+        seconds: time spent on masks, summed over steps.
     """
 
     def __init__(
@@ -68,10 +69,10 @@ class GrammarMasks:
         self._matchers = matchers
         self._num_threads = min(len(os.sched_getaffinity(0)), _MAX_THREADS)
         self._executor: LLExecutor | None = None
-        self._seconds_left = MASKS_S  # of the present step
-        self._model_s = 0.0  # of the present step
-        self._credit_s = 0.0  # for masks of costly grammars; negative after a long one
-        self._mask_s = SLOW_S  # of one mask, in those that were made together last
+        self._seconds_left = MASKS_S  # time left for masks in the present step
+        self._model_s = 0.0  # time that the model took in the present step
+        self._credit_s = 0.0  # time for masks of costly grammars; negative after a long mask
+        self._mask_s = SLOW_S  # time of one mask in the last batch
         self._costs: WeakValueDictionary[str, MaskCost] = WeakValueDictionary()  # by grammar
         self.seconds = 0.0
 
@@ -90,8 +91,8 @@ class GrammarMasks:
         """Begin a step, whose masks the next calls of `apply` make.
 
         Args:
-            seconds: that the masks may take together.
-            model_s: that the model has taken.
+            seconds: time that all masks together may take.
+            model_s: time that the model has taken.
         """
         self._seconds_left = seconds
         self._model_s = model_s
@@ -103,12 +104,13 @@ class GrammarMasks:
 
         Args:
             logits: [R, V] float32.
-            rows: [R], the mask state of each row or None. All their drawn tokens have been read.
+            rows: [R], the mask state of each row or None. All tokens that the rows have drawn must
+                have been read.
             positions: [R], the position of each row's new token in its sequence.
 
         Returns:
-            Indices of the rows without a mask, whose drawn tokens are void. The step has no time
-            for their masks, or it was launched as if the step before had drawn their token.
+            Indices of the rows that got no mask. Their drawn tokens are void. Either the step has
+            no time for their masks, or the previous step drew no token for them.
         """
         begin = time.perf_counter()
         where: list[int] = []
@@ -143,22 +145,22 @@ class GrammarMasks:
         indices = torch.tensor(where, dtype=torch.int64, pin_memory=bits.is_pinned())
         indices = indices.to(self._device, non_blocking=True)
         bits = bits.to(self._device, non_blocking=True)
-        at_once = rows_at_once(logits.shape[-1])  # masking takes as much memory a row as a draw
+        at_once = rows_at_once(logits.shape[-1])  # masking takes the memory of sampling
         for some, their_bits in zip(indices.split(at_once), bits.split(at_once), strict=True):
             apply_token_bitmask(logits, some, their_bits)
 
     def _fill(self, states: Sequence[GrammarRow], num_free: int) -> tuple[Tensor, set[int]]:
-        """The masks of the rows that have grammars, and all bits of the others.
+        """Make the masks of rows. A row without a grammar gets a mask of ones.
 
         Args:
-            states: of the rows.
-            num_free: further rows of the step, which need no mask.
+            states: the mask states of C rows.
+            num_free: number of further rows of the step, which need no mask.
 
         Returns:
-            [C, W] int32, and the indices of the rows for whose masks there was no time.
+            [C, W] int32, and the indices of the rows whose masks were not made in time.
         """
         words = -(-self._vocab_size // 32)
-        # New memory in every step: the device may still copy from that of the last step.
+        # New memory in every step, because the device can still be copying the last step's masks.
         bits = torch.empty(
             (len(states), words), dtype=torch.int32, pin_memory=self._device.type == "cuda"
         )
@@ -183,8 +185,8 @@ class GrammarMasks:
         """Seconds that masks of costly grammars may take in this step.
 
         Args:
-            rows: that need them.
-            num_others: rows of the step that do not.
+            rows: the rows that need such masks.
+            num_others: number of other rows in the step.
         """
         if not num_others:
             self._credit_s = 0.0
@@ -198,7 +200,13 @@ class GrammarMasks:
     def _make_all(
         self, waiting: list[int], states: Sequence[GrammarRow], bits: Tensor
     ) -> list[int]:
-        """Make masks while there is time; returns the places of those that were not made."""
+        """Make masks while there is time; returns the indices of the masks that were not made.
+
+        Args:
+            waiting: indices of the masks to make, in this order.
+            states: the mask state of each row.
+            bits: [C, W] int32, the masks.
+        """
         at_once = self._at_once()
         has_slow = any(states[place].is_slow for place in waiting)
         has_suspects = any(states[place].cost.is_suspect for place in waiting)
@@ -209,7 +217,7 @@ class GrammarMasks:
             slow = (index for index, place in enumerate(waiting) if states[place].is_slow)
             count = min(at_once, next(slow, at_once) if has_slow else at_once)
             if has_suspects and states[waiting[0]].cost.is_suspect:
-                count = 1  # to find out whether it is costly
+                count = 1  # made alone, to find out whether its grammar is costly
             some = waiting[: max(1, count)]
             del waiting[: len(some)]
             cpu = time.process_time()
@@ -229,7 +237,7 @@ class GrammarMasks:
         return self._num_threads * min(max(1, rounds), _MOST_ROWS_PER_THREAD)
 
     def _make(self, rows: list[tuple[GrammarRow, int]], bits: Tensor) -> None:
-        """Write the masks of some rows; each has its place in `bits`."""
+        """Write the masks of some rows into `bits`; each row comes with its index there."""
         num_bytes = bits.shape[1] * 4
         if len(rows) == 1:
             ((row, place),) = rows
@@ -249,21 +257,21 @@ class GrammarMasks:
         num_rounds = -(-len(rows) // self._num_threads)
         is_slow = time.perf_counter() - begin > SLOW_S * num_rounds
         if is_slow and time.process_time() - cpu > SLOW_S:
-            for row, _ in rows:  # it is not known which of them took so long
+            for row, _ in rows:  # any of these rows can be the slow one
                 row.is_slow = True
 
 
 def _turn(row: GrammarRow) -> tuple[bool, int, bool]:
-    """The key by which rows are sorted that do not all get their masks in a step."""
+    """The sort key of rows that wait for masks. If time is short, the first rows get masks."""
     return not row.cost.is_suspect, -row.num_turns, row.is_slow
 
 
 def _note_costs(costs: Sequence[MaskCost], seconds: float) -> None:
-    """Note how long masks took that were made together.
+    """Note how long a batch of masks took.
 
     Args:
-        costs: of the grammars.
-        seconds: of processor time of one mask on average.
+        costs: the `MaskCost` of each mask's grammar.
+        seconds: mean processor time of one mask.
     """
     kinds = set(costs)
     if len(kinds) == 1:

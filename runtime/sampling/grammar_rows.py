@@ -1,4 +1,4 @@
-"""What masks the next token of a running sequence: its grammar, its thinking budget, its limits."""
+"""`GrammarRow`: the mask state of a running sequence: grammar, thinking budget, token limits."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 __all__ = ("COSTLY_S", "SLOW_S", "GrammarRow", "MaskCost", "forced_tokens")
 
-# The limits of matcher.py do not bound ambiguous grammars, such as `s: s s | "a"`: their
-# masks take longer with each token. A row whose mask takes `SLOW_S` is made alone from then on. A
-# row whose mask or token takes `_MAX_S` of processor time ends with an error.
+# The limits of matcher.py do not bound ambiguous grammars such as `s: s s | "a"`. Their masks take
+# longer with each token. If a row's mask takes `SLOW_S`, its masks are made alone from then on. If
+# a row's mask or token takes `_MAX_S` of processor time, the row ends with an error.
 SLOW_S = 0.005
 _MAX_S = 0.03
 # A grammar is costly if its masks take more processor time than this.
 COSTLY_S = 0.001
-_WEIGHT = 0.125  # of the last measurement in the moving average
+_WEIGHT = 0.125  # weight of the last measurement in the moving average
 _NOTHING_LEFT = (
     "the grammar allows no token that allowed_token_ids leave; allow more tokens or change the "
     "grammar"
@@ -35,10 +35,10 @@ class MaskCost:
     """How long the masks of one grammar take.
 
     Attributes:
-        seconds: processor time of one mask, a moving average; 0 at first. Masks of several grammars
-            that were made together count only if they took at most `COSTLY_S` each.
-        is_suspect: masks of it and of other grammars were made together and took long. It is not
-            known which of the grammars is costly.
+        seconds: processor time of one mask, a moving average; 0 at first. A batch of masks of
+            several grammars counts only if its masks took at most `COSTLY_S` on average.
+        is_suspect: a batch of masks of this and other grammars took long. It is not known which of
+            the grammars is costly.
     """
 
     __slots__ = ("__weakref__", "is_suspect", "seconds")
@@ -48,13 +48,13 @@ class MaskCost:
         self.is_suspect = False
 
     def note(self, seconds: float) -> None:
-        """Add a measurement. Single masks may take a tenth or ten times as long as others."""
+        """Add a measurement. Masks of one grammar differ by a factor of ten and more."""
         self.is_suspect = False
         self.seconds += (seconds - self.seconds) * (_WEIGHT if self.seconds else 1.0)
 
     @property
     def is_costly(self) -> bool:
-        """Whether the masks take long, or may do so."""
+        """Whether the masks take long, or possibly take long."""
         return self.is_suspect or self.seconds > COSTLY_S
 
 
@@ -63,11 +63,11 @@ class GrammarRow:
 
     Attributes:
         matcher: the grammar's matcher; None = the row has no grammar.
-        cost: of the grammar's masks.
-        group: of the request.
-        position: the place in the sequence of the token that the next mask is for.
-        is_slow: its last mask took long, perhaps because of others that were made with it.
-        num_turns: steps that the row has waited for its mask.
+        cost: the cost of the grammar's masks.
+        group: `Request.group`.
+        position: position in the sequence of the token that the next mask is for.
+        is_slow: a batch with its last mask took long.
+        num_turns: number of steps that the row has waited for its mask.
         num_unread: tokens that were drawn for the row and have not been read yet.
         ending: None while the answer continues; "" = the grammar is complete; else the error.
     """
@@ -127,11 +127,11 @@ class GrammarRow:
 
     @property
     def is_free(self) -> bool:
-        """Whether nothing is masked any more: it has no grammar and its reasoning is over."""
+        """Whether no token is masked any more: no grammar, and the reasoning is over."""
         return self.matcher is None and (self._thinking is None or self._thinking.is_over)
 
     def limit(self, bits: np.ndarray, position: int) -> None:
-        """Apply the request's other limits to its mask, [W] int32; sets `ending` on a conflict."""
+        """Apply the request's other limits to its mask, [W] int32. Sets `ending` on a conflict."""
         error = None if self.matcher is None else problem(self.matcher)
         if error is not None and self.ending is None:
             self.ending = f"structured_outputs cannot go on: {error}"
@@ -139,11 +139,11 @@ class GrammarRow:
         if self._kept is not None:
             bits &= self._kept
         if position < self.min_position and (bits & self._early).any():
-            bits &= self._early  # if this left no token, the answer would end before min_tokens
+            bits &= self._early  # skipped if no token were left; then min_tokens is not kept
         if self._thinking is not None and self._thinking.is_spent:
             end = self._thinking.end_token_id
             word, bit = divmod(end, 32)
-            if bits[word] >> bit & 1:  # else another limit forbids it
+            if bits[word] >> bit & 1:  # 0 = another limit forbids the end token
                 bits[:] = 0
                 bits[word] = np.uint32(1 << bit).view(np.int32)
         if self.ending is None and not bits.any():
@@ -152,20 +152,20 @@ class GrammarRow:
             bits[:] = -1  # allow all; the drawn token is dropped
 
     def forced_token_ids(self) -> list[int]:
-        """The tokens that the grammar forces after those taken in, such as the keys of an object.
+        """The tokens that the grammar forces next, such as the keys of an object.
 
-        They are guesses: a grammar forces bytes, and other tokens may have the same bytes.
+        They are guesses. A grammar forces bytes, and other tokens can have the same bytes.
         """
         if self.matcher is None or self.ending is not None or not self._is_drafted:
             return []
         return self.matcher.compute_ff_tokens()
 
     def take(self, token_id: int) -> str | None:
-        """Take in the row's next token.
+        """Advance by the row's next token.
 
         Returns:
-            None if the answer continues; "" if the grammar is complete with this token; else an
-            error, and the token is not part of the answer.
+            None if the answer continues. "" if the grammar is complete with this token. Otherwise
+            an error; then the token is not part of the answer.
         """
         self.num_unread -= 1
         self.position += 1
@@ -196,7 +196,7 @@ class GrammarRow:
 
 
 def forced_tokens(rows: Iterable[GrammarRow | None]) -> dict[int, list[int]]:
-    """The tokens that grammars force next, by index of their row; only of rows that have some."""
+    """The tokens that grammars force next, by index of the row. Rows without any are left out."""
     forced: dict[int, list[int]] = {}
     for index, row in enumerate(rows):
         if row is not None and (token_ids := row.forced_token_ids()):

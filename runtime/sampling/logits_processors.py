@@ -1,7 +1,7 @@
 """Logits processors: apply logit bias, penalties and minimum length to logits before the draw.
 
-A processor keeps its own state by row. The sampler uses the protocol only, so a new parameter that
-changes logits is a class here and an entry of `make_processors`.
+A processor keeps its own state for each row. The sampler uses the protocol only. So a new parameter
+that changes logits needs only a class here and an entry in `make_processors`.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class LogitsProcessor(RowState, Protocol):
     """Changes the logits of the rows whose requests ask for it."""
 
     def changes(self, row: int) -> bool:
-        """Whether it may change the row's logits."""
+        """Whether the processor can change the row's logits."""
         ...
 
     def depends_on_output(self, row: int) -> bool:
-        """Whether its effect on the row depends on the tokens drawn before."""
+        """Whether its effect on the row depends on the tokens that the row drew before."""
         ...
 
     def apply(self, logits: Tensor, rows: Sequence[int], positions: Sequence[int]) -> None:
@@ -36,13 +36,14 @@ class LogitsProcessor(RowState, Protocol):
 
         Args:
             logits: [R, V] float32.
-            rows: [R], the row of each row of logits; one may occur again with a later position.
+            rows: [R], for each row of logits the row of its sequence. With drafts, a sequence's row
+                occurs several times, with rising positions.
             positions: [R], the position of each new token in its sequence.
         """
         ...
 
     def advance(self, rows: Sequence[int], token_ids: Tensor) -> None:
-        """Take in the tokens that were drawn: [R] int64, on the device."""
+        """Note the tokens that were drawn: [R] int64, on the device."""
         ...
 
 
@@ -152,7 +153,7 @@ class _Early(NamedTuple):
 class MinTokens:
     """`min_tokens`: no end-of-sequence or stop token before this number of output tokens.
 
-    `GrammarMasks` does this for a row with a grammar, which may allow no other token.
+    For a row with a grammar `GrammarMasks` does this, because the grammar can allow no other token.
     """
 
     def __init__(self, device: torch.device) -> None:

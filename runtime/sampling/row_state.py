@@ -13,11 +13,11 @@ class RowState(Protocol):
     """State of running sequences by row. A row is an index into persistent buffers."""
 
     def admit(self, row: int, request: Request, output_token_ids: list[int]) -> None:
-        """A sequence takes a row; what the row had before is forgotten.
+        """Note that a sequence takes a row. The state of the row's previous sequence is forgotten.
 
         Args:
             row: in [0, max_num_seqs).
-            request: what the sequence is computed for.
-            output_token_ids: its output so far; not empty when it resumes.
+            request: the sequence's request.
+            output_token_ids: its output so far; not empty if the sequence resumes.
         """
         ...

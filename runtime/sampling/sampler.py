@@ -1,12 +1,12 @@
-"""The sampler: from a step's logits to tokens, with the sampling state of every row.
+"""The sampler: turns a step's logits into tokens, and keeps the sampling state of every row.
 
 Order: log-probabilities from the raw logits; logits processors (logit bias, penalties, minimum
     length, allowed tokens and bad words); grammar; temperature; top-k, top-p, min-p; one draw keyed
     by (seed, position).
 
-A sequence with k drafts has 1 + k rows of logits. Its tokens are drawn one after the other, each as
-without drafts, up to the first that differs from its draft. So drafts change neither tokens nor
-log-probabilities.
+A sequence with k drafts has 1 + k rows of logits. Its tokens are drawn one after the other, each
+in the same way as without drafts, up to the first token that differs from its draft. So drafts
+change neither tokens nor log-probabilities.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = ("PendingTokens", "Sampler", "VerifiedTokens", "sampling_bytes")
 
 
 class _Row:
-    """How a running sequence's tokens are drawn and reported."""
+    """The parameters by which a running sequence's tokens are drawn and reported."""
 
     __slots__ = ("grammar", "is_beam", "is_edited", "params", "path", "reported", "seed", "top_k")
 
@@ -46,7 +46,7 @@ class _Row:
         params = request.sampling
         self.params = params
         self.seed = params.seed or 0
-        # 0 means that top-k is off, which the draw expresses as V tokens.
+        # If top-k is off (0), the draw chooses among all V tokens.
         self.top_k = params.top_k if 0 < params.top_k < vocab_size else vocab_size
         self.path = sample_path(
             temperature=params.temperature,
@@ -62,7 +62,7 @@ class _Row:
 
     @property
     def mask(self) -> GrammarRow | None:
-        """The state that masks the next token; None if nothing does."""
+        """The state that masks the next token; None if no token is masked."""
         return None if self.grammar is None or self.grammar.is_free else self.grammar
 
     def draw(self, position: int) -> RowSampling:
@@ -77,10 +77,10 @@ class _Row:
 
 
 class PendingTokens:
-    """A step's tokens, which the device may still be working on.
+    """A step's tokens, which the device can still be computing.
 
-    `last_tokens` [R] int64 lies on the device and is overwritten by the next launch; the copy to
-    the host starts at once.
+    `last_tokens` [R] int64 lies on the device. The next launch overwrites it. The copy to the host
+    starts at once.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class PendingTokens:
             self._copied.record()
 
     def read(self) -> StepResult:
-        """Wait for the device; returns the tokens after passing them to the rows' grammars."""
+        """Wait for the device, pass the tokens to the rows' grammars, and return the tokens."""
         if self._copied is not None:
             self._copied.synchronize()
         token_ids: list[int] = self._host.tolist()
@@ -138,9 +138,9 @@ class VerifiedTokens(NamedTuple):
         last_tokens: [N] int64 on the device, the last token of each sequence that samples.
         token_ids: the tokens of all sequences, flat.
         counts: the number of tokens of each sequence.
-        endings: as in `StepResult`.
+        endings: see `StepResult`.
         logprobs: log-probabilities of the tokens; None = no row reports any.
-        forced_token_ids: as in `StepResult`.
+        forced_token_ids: see `StepResult`.
     """
 
     last_tokens: Tensor
@@ -183,9 +183,9 @@ class Sampler:
             max_num_seqs: number of rows.
             vocab_size: V.
             device: the device of the logits.
-            token_sampler: samples the tokens; None = row by row, as is faster on a CPU.
+            token_sampler: samples the tokens. None = sample row by row, which is faster on a CPU.
             matchers: gives a request's grammar matcher; None = no request has a grammar.
-            reports_forced: results have the tokens that grammars force.
+            reports_forced: results include the tokens that grammars force.
         """
         self._reports_forced = reports_forced
         self._states: list[_Row | None] = [None] * max_num_seqs
@@ -204,7 +204,7 @@ class Sampler:
         self._drafts: list[list[int]] | None = None
 
     def admit(self, row: int, request: Request, output_token_ids: list[int]) -> None:
-        """A sequence takes the row; `output_token_ids` is not empty when it resumes."""
+        """Note that a sequence takes the row; `output_token_ids` is not empty if it resumes."""
         grammar = self.grammars.admit(request, output_token_ids)
         state = _Row(request, grammar, self._vocab_size, self._device)
         for processor in self._processors:
@@ -218,8 +218,8 @@ class Sampler:
         """Copy the parameters of a step's rows to the device.
 
         Args:
-            rows: [R], the row of each row of logits.
-            positions: [R], the position in its sequence of the token drawn there.
+            rows: [R], for each row of logits the row of its sequence.
+            positions: [R], the position of each drawn token in its sequence.
             drafts: the draft tokens of each sequence that samples; None = no sequence has any.
         """
         self._staged = states = [self._state(row) for row in rows]
@@ -249,12 +249,12 @@ class Sampler:
     def launch(
         self, logits: Tensor, masks_s: float = MASKS_S, model_s: float = MASKS_S
     ) -> PendingTokens | VerifiedTokens:
-        """Pick the tokens of the staged rows; without drafts it does not wait for the device.
+        """Draw the tokens of the staged rows. Without drafts it does not wait for the device.
 
         Args:
             logits: [R, V] float32; changed in place.
-            masks_s: seconds after which no further masks of grammars are begun. Their rows get no
-                token: `StepResult.counts`.
+            masks_s: seconds after which no further grammar masks are begun. Rows without a mask get
+                no token (`StepResult.counts`).
             model_s: seconds that the model has taken for the step.
         """
         self.grammars.begin_step(masks_s, model_s)
@@ -264,7 +264,7 @@ class Sampler:
         raw = logits.clone() if any(map(self._reports_before, self._reporting)) else logits
         token_ids, masks, held = self._pick(logits, self._rows, states, self._positions)
         if raw is not logits:
-            # A beam search needs the likeliest tokens after the edits.
+            # A beam search needs the likeliest tokens after the logits were changed.
             for index, state in enumerate(states):
                 if state.is_beam:
                     raw[index] = logits[index]
@@ -282,8 +282,8 @@ class Sampler:
         """Draw every sequence's tokens until one differs from its draft.
 
         In each round, every unfinished sequence draws its next token. A sequence whose draws do not
-        depend on its output draws all its tokens in the first round. A sequence without time for
-        its next mask ends with the tokens that it has.
+        depend on its output draws all its tokens in the first round. If there is no time for a
+        sequence's next mask, it keeps the tokens that it has.
         """
         starts = [0]
         for guesses in drafts:
@@ -303,7 +303,7 @@ class Sampler:
             still_open: list[int] = []
             begin = 0
             for seq, count in zip(open_seqs, counts, strict=True):
-                if begin in held:  # a row with a mask is drawn alone
+                if begin in held:  # a row with a mask draws one token a round
                     begin += count
                     continue
                 for token, mask in zip(
@@ -343,7 +343,7 @@ class Sampler:
         begins = [0]
         for some in tokens:
             begins.append(begins[-1] + len(some))
-        last = [some[-1] if some else 0 for some in tokens]  # 0: the next step gets it by value
+        last = [some[-1] if some else 0 for some in tokens]  # 0 is not read: the host has the token
         return VerifiedTokens(
             torch.tensor(last, dtype=torch.int64, device=self._device),
             flat,
@@ -358,7 +358,7 @@ class Sampler:
     def _pick_some(
         self, logits: Tensor, chosen: list[int]
     ) -> tuple[list[int], Sequence[GrammarRow | None], Set[int]]:
-        """Draw for some rows of the logits, as `_pick`. Only the rows of beams are changed."""
+        """Like `_pick`, for some rows of the logits. Only the rows of beams are changed."""
         states = [self._staged[index] for index in chosen]
         positions = [self._positions[index] for index in chosen]
         part = logits[torch.tensor(chosen, device=self._device)]
@@ -374,11 +374,11 @@ class Sampler:
     def _pick(
         self, logits: Tensor, rows: list[int], states: list[_Row], positions: list[int]
     ) -> tuple[Tensor, Sequence[GrammarRow | None], Set[int]]:
-        """Change the logits as the rows' parameters ask, draw, and take in the tokens.
+        """Change the logits by the rows' parameters, draw tokens, and note them.
 
         Returns:
-            [R] int64 token ids; the mask state of each row, empty when no row was masked; and the
-            indices of rows without time for their masks, whose tokens are void.
+            [R] int64 token ids. The mask state of each row, empty if no row was masked. The indices
+            of rows whose masks were not made in time; their tokens are void.
         """
         processors = self._processors if any(state.is_edited for state in states) else ()
         for processor in processors:
@@ -405,14 +405,14 @@ class Sampler:
         )
 
     def _depends_on_output(self, index: int) -> bool:
-        """Whether the draw from a staged row of logits depends on the tokens drawn before."""
+        """Whether the draw from a staged row of logits depends on tokens drawn before."""
         if self._staged[index].mask is not None:
             return True
         row = self._rows[index]
         return any(processor.depends_on_output(row) for processor in self._processors)
 
     def _reports_before(self, index: int) -> bool:
-        """Whether a staged row reports log-probabilities from before its logits are changed."""
+        """Whether a staged row needs a copy of its logits before they are changed."""
         state = self._staged[index]
         return not state.is_beam and (state.is_edited or state.mask is not None)
 
@@ -423,10 +423,10 @@ class Sampler:
 
 
 def sampling_bytes(max_num_rows: int, max_num_seqs: int, vocab_size: int) -> int:
-    """The most bytes that logits and sampling take at once, if every row uses every parameter.
+    """The largest memory of logits and sampling in bytes, if every row uses every parameter.
 
-    Bytes per logit: the head's output (2), float32 (4), the sampling input (4), the copy from
-    before the edits (4), temporaries of allowed tokens (2). Bytes per sequence and vocabulary
+    Bytes per logit: the output of the LM head (2), float32 (4), the sampling input (4), the copy of
+    unchanged logits (4), temporaries of allowed tokens (2). Bytes per sequence and vocabulary
     entry: counts (4) and prompt (1) for penalties, allowed tokens (1). The draw's memory is added.
 
     Args:

@@ -1,6 +1,6 @@
 """Thinking budgets: decide when the reasoning of an answer must end.
 
-grammar_masks.py makes the mask that allows only the end token then.
+When it must end, grammar_masks.py makes a mask that allows only the end token.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class ThinkingBudget:
 
     Args:
         limit: the limit of the reasoning.
-        token_ids: output tokens so far, when a sequence resumes.
+        token_ids: output tokens so far, if a sequence resumes.
 
     Attributes:
         is_over: whether the reasoning has ended, or there was none.

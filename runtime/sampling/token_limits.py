@@ -1,7 +1,7 @@
 """Applies allowed token ids and bad words to the logits of all rows of a step.
 
 The state of every row lies in tensors on the device. `apply` and `advance` are tensor operations
-whose shapes depend on the number of rows alone. They do not wait for the device and could be part
+whose shapes depend only on the number of rows. They do not wait for the device, and could be part
 of a captured graph.
 """
 
@@ -16,23 +16,23 @@ from ostinato.runtime.types.request import Request
 
 __all__ = ("TokenLimits", "limits_tokens")
 
-# The logit of a bad word's last token. It is lower than any other logit, and finite, so that it is
+# The logit of a bad word's last token. It is finite and lower than any other logit, so the token is
 # drawn only if no other token is allowed.
 BAD_WORD_LOGIT = -1e30
-_ANY = -1  # matches every token: fills up words that are shorter than the longest
-_NONE = -2  # matches no token: the history before the first output token
+_ANY = -1  # matches every token; pads words that are shorter than the longest word
+_NONE = -2  # matches no token; pads the history before the first output token
 
 
 def limits_tokens(request: Request) -> bool:
-    """Whether a request needs `TokenLimits` at all."""
+    """Whether a request has limits that `TokenLimits` applies."""
     return request.sampling.allowed_token_ids is not None or bool(request.bad_words_token_ids)
 
 
 class TokenLimits:
     """The limits of every row, S rows over a vocabulary of V tokens.
 
-    Nothing is allocated before the first request with such a limit: [S, V] booleans for allowed
-    token ids; for W bad words of at most L tokens [S, W, L - 1] and [S, W] 32-bit integers.
+    Tensors are allocated at the first request with such a limit. Allowed token ids take [S, V]
+    booleans. W bad words of at most L tokens take [S, W, L - 1] and [S, W] 32-bit integers.
     """
 
     def __init__(self, *, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
@@ -49,7 +49,7 @@ class TokenLimits:
         self._latest = self._full((max_num_seqs, 0), _NONE)  # [S, L - 1] output tokens, newest last
 
     def admit(self, row: int, request: Request, output_token_ids: list[int]) -> None:
-        """A sequence takes the row; `output_token_ids` is not empty when it resumes."""
+        """Note that a sequence takes the row; `output_token_ids` is not empty if it resumes."""
         if row in self._limited:
             self._limited.discard(row)
             self._is_word[row] = False
@@ -73,15 +73,16 @@ class TokenLimits:
         return row in self._limited
 
     def depends_on_output(self, row: int) -> bool:
-        """Whether the row's limits may depend on the tokens drawn before: it may have bad words."""
+        """Whether the row's limits can depend on tokens drawn before, because of bad words."""
         return row in self._limited and self._latest.shape[1] > 0
 
     def apply(self, logits: Tensor, rows: Sequence[int], positions: Sequence[int]) -> None:
-        """Lower the logits of tokens that the rows may not pick, in place.
+        """Lower the logits of tokens that the rows must not draw, in place.
 
         Args:
             logits: [R, V] float32.
-            rows: [R], the row of each row of logits; rows without limits are not changed.
+            rows: [R], for each row of logits the row of its sequence. Rows without limits are not
+                changed.
             positions: [R], the position of each new token in its sequence; not used.
         """
         if not self._limited or self._limited.isdisjoint(rows):
@@ -95,7 +96,7 @@ class TokenLimits:
             latest = self._latest[rows][:, None, :]
             beginnings = self._beginnings[rows]
             matches = ((beginnings == latest) | (beginnings == _ANY)).all(-1) & self._is_word[rows]
-            # The minimum over all words, because one token may end several.
+            # The minimum over all words, because one token can be the last of several words.
             values = torch.where(matches, BAD_WORD_LOGIT, float("inf")).to(logits.dtype)
             logits.scatter_reduce_(1, self._ends[rows].long(), values, "amin")
 
@@ -118,7 +119,10 @@ class TokenLimits:
         self._latest[row] = self._tensor([_NONE] * (length - len(latest)) + latest)
 
     def _grow(self, num_words: int, length: int) -> None:
-        """Room for words whose beginnings have up to `length` tokens; sizes are powers of two."""
+        """Make room for words whose beginnings have up to `length` tokens.
+
+        The sizes of the tensors are powers of two.
+        """
         old_words, old_length = self._ends.shape[1], self._latest.shape[1]
         new_words = max(old_words, _power_of_two(num_words))
         new_length = max(old_length, _power_of_two(length))

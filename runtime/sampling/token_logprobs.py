@@ -1,7 +1,7 @@
 """Log-probabilities of sampled tokens: `logprobs`, `logprob_token_ids` and the candidates of beams.
 
-They are computed from the model's raw logits. Those of beams are computed after the logits
-processors and masks.
+They are computed from the model's raw logits. The log-probabilities of beams are computed from the
+logits after the logits processors and masks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class LogprobRequest:
     """Which log-probabilities a row reports.
 
     Attributes:
-        num_top: how many of the likeliest tokens; None = the row reports nothing.
+        num_top: number of likeliest tokens to report; None = the row reports nothing.
         token_ids: tokens to report instead of the likeliest; None = report the likeliest.
     """
 
@@ -42,9 +42,9 @@ class LogprobRequest:
 
 
 class PendingLogprobs(NamedTuple):
-    """Log-probabilities on their way to the host."""
+    """Log-probabilities that the device can still be computing."""
 
-    columns: RowLogprobs  # for the rows in `asking`; each begins with the drawn token
+    columns: RowLogprobs  # the results of the rows in `asking`; the first is the drawn token's
     asking: list[int]  # indices of the rows that report log-probabilities
     requests: Sequence[LogprobRequest]  # one per row of the step
 

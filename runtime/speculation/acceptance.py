@@ -1,6 +1,6 @@
 """Acceptance rates of draft tokens: by drafter, match length and position, and by sequence.
 
-The rates follow the traffic: a count loses half of its weight while 256 more drafts are verified.
+The rates follow the traffic: after 256 more verified drafts a count has half of its weight.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from ostinato.runtime.speculation.proposer import Draft, DraftSource
 
 __all__ = ("AcceptanceRates", "OwnRate", "strength_class")
 
-_HALF_LIFE = 256  # verified drafts of one source and strength
-_OWN_HALF_LIFE = 32  # verified draft tokens of one sequence
-_PRIOR_WEIGHT = 4.0  # draft tokens that the assumed initial rate counts as
-_OWN_PRIOR_WEIGHT = 4.0  # draft tokens that the common rate counts as in a sequence's own rate
-_CLASSES = (2, 3, 4, 6, 8, 16, 32)  # match lengths; one between two counts as the lower one
+_HALF_LIFE = 256  # in verified drafts of one source and strength
+_OWN_HALF_LIFE = 32  # in verified draft tokens of one sequence
+_PRIOR_WEIGHT = 4.0  # the assumed initial rate counts like this many draft tokens
+_OWN_PRIOR_WEIGHT = 4.0  # in a sequence's own rate, the common rate counts like this many tokens
+_CLASSES = (2, 3, 4, 6, 8, 16, 32)  # match lengths; other lengths are rounded down to one of these
 _PRIORS = {DraftSource.grammar: 0.9, DraftSource.prediction: 0.8}  # assumed initial rates
 _PRIOR = 0.4  # the initial rate of the other sources
 
@@ -33,13 +33,13 @@ class OwnRate:
         self.num_tried = 0.0
 
     def add(self, num_tried: int, num_right: int) -> None:
-        """Count draft tokens that were compared, and those of them that were right."""
+        """Count draft tokens that were compared, and how many of them were right."""
         keep = 0.5 ** (num_tried / _OWN_HALF_LIFE)
         self.num_tried = self.num_tried * keep + num_tried
         self.num_right = self.num_right * keep + num_right
 
     def blend(self, common: float) -> float:
-        """The sequence's rate. It is near the common one while few of its drafts are verified."""
+        """The sequence's rate. It is near `common` while few of its drafts are verified."""
         return (self.num_right + _OWN_PRIOR_WEIGHT * common) / (self.num_tried + _OWN_PRIOR_WEIGHT)
 
 
@@ -73,7 +73,7 @@ class AcceptanceRates:
         chance = 1.0
         for place in range(len(draft.token_ids)):
             common = (right[place] + _PRIOR_WEIGHT * prior) / (tried[place] + _PRIOR_WEIGHT)
-            # The next place is verified less often, so its rate is assumed to be that of this one.
+            # The next place is verified less often. Until then, it is assumed to have this rate.
             prior = common
             chance *= own.blend(common)
             chances.append(chance)

@@ -1,12 +1,13 @@
 """The engine's earlier answers, searched for the last tokens of a sequence.
 
-Answers are in a ring buffer of token ids, where the newest overwrite the oldest. A key is
-`min_match` successive tokens. A hash table gives the latest place after each key. Each place stores
-the distance to the place before it with the same hash. The memory is fixed: 16 bytes per token.
+Answers are in a ring buffer of token ids, where the newest overwrite the oldest. A place is an
+index in this text. A key is `min_match` successive tokens. A hash table gives the latest place that
+follows each key. For each place, the distance to the previous place with the same hash is stored.
+The memory is fixed: 16 bytes per token.
 
-A sequence finds only answers of its own partition: those of requests with the same cache salt and
-the same adapters, as in the prefix cache. Otherwise the speed of a reply would tell one client what
-the server has answered to another.
+A sequence finds only answers of its own partition. A partition has the requests with the same cache
+salt and the same adapters, as in the prefix cache. Otherwise the speed of a reply would tell one
+client what the server has answered to another client.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ class AnswerHistory:
         """Forget all answers."""
         size = self._num_tokens
         self._ring = array("i", [0]) * size
-        self._distance = array("i", [0]) * size  # to the place before with the same hash; 0 = none
-        self._table = array("q", [-1]) * size  # by hash: the latest place
-        self._end = 0  # number of tokens so far; places count from the first token ever
+        self._distance = array("i", [0]) * size  # to the previous place of the same hash; 0 = none
+        self._table = array("q", [-1]) * size  # hash -> latest place
+        self._end = 0  # number of tokens so far, overwritten ones included
         self._begins: list[int] = []  # where each answer begins, rising
         self._partitions: list[Hashable] = []  # the partition of each answer
 
@@ -70,7 +71,9 @@ class AnswerHistory:
     def find(
         self, partition: Hashable, token_ids: Sequence[int], most: int
     ) -> tuple[list[int], int] | None:
-        """Find the last tokens of a sequence in an answer of its partition; return what followed.
+        """Find the last tokens of a sequence in an answer of its partition.
+
+        Returns the tokens that followed them there.
 
         Args:
             partition: the partition of the sequence.
@@ -78,7 +81,7 @@ class AnswerHistory:
             most: the largest number of tokens to return.
 
         Returns:
-            The tokens, and how many tokens before them match; None without a match.
+            The tokens that followed, and the length of the match; None without a match.
         """
         size, num_key, num_tokens = self._num_tokens, self._min_match, len(token_ids)
         if num_tokens < num_key or not self._begins:
@@ -89,7 +92,7 @@ class AnswerHistory:
             if place < self._begins[0]:
                 break
             index = bisect_right(self._begins, place) - 1
-            # A place whose match is no longer is known by one token.
+            # One comparison tells whether the match at this place can be longer than the best one.
             reach = best_length + 1
             is_longer = (
                 reach <= min(num_tokens, place - self._begins[index])
@@ -120,7 +123,7 @@ class AnswerHistory:
         return length
 
     def _drop_overwritten(self) -> None:
-        """Forget the answers of which some tokens are overwritten."""
+        """Forget the answers that are partly overwritten."""
         first = self._end - self._num_tokens
         num_lost = bisect_right(self._begins, first - 1)
         if num_lost:

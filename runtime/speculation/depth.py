@@ -1,15 +1,16 @@
 """Chooses how many draft tokens a step verifies, from measured costs and acceptance.
 
 The choice maximises the tokens that a step is expected to give per second. A step has S decoding
-sequences. Let s_1 >= s_2 >= ... be, for all their draft tokens, the probability that the token and
-all before it in its draft are right. The step gets the first B of these tokens, so that B maximises
+sequences. For each draft token, take the probability that it and all tokens before it in its draft
+are right. Let s_1 >= s_2 >= ... be these probabilities for the tokens of all drafts. The step gets
+the first B of these tokens, where B maximises
 
     (S + s_1 + ... + s_B) / seconds(S, B)
 
-B is 0 where drafts do not pay. With a draft model the seconds of drafting are added: the model
-draws one token of all sequences at a time, as long as one wants more. The seconds are those of
-the step-cost tables, corrected by the steps that were observed. If steps with drafts turn out
-slower than plain ones, drafts pause.
+B is 0 if drafts do not pay. With a draft model the seconds of drafting are added. The model draws
+in rounds. A round draws one token for every sequence that still wants one. The seconds come from
+the step-cost tables, and are corrected by the observed steps. If steps with drafts are slower than
+steps without, drafts pause.
 """
 
 from __future__ import annotations
@@ -23,17 +24,20 @@ from ostinato.runtime.speculation.proposer import Draft, DraftSource
 
 __all__ = ("Candidate", "DepthChooser", "DraftRecord", "StepLoad")
 
-_FIRST_PROBE, _LAST_PROBE = 8, 256  # steps of a sequence without drafts before one is tried
-_QUIET, _STRIDE = 8, 8  # after so many steps without a right draft, one step of 8 looks for one
+# After this many steps of a sequence without drafts, one draft token is tried. The number begins
+# with the first value and doubles after each wrong draft, up to the last value.
+_FIRST_PROBE, _LAST_PROBE = 8, 256
+# After _QUIET steps without a right draft, only every _STRIDE-th step looks for a draft.
+_QUIET, _STRIDE = 8, 8
 _CONTEXT_STEP, _MOST_DECODES = 32, 4096
 _CORRECTION = 0.05  # weight of the newest step in the corrections of the costs
 _WINDOW = 64  # steps with drafts after which their gain is checked
-# Steps without drafts after a check that found a loss. Each further loss doubles them.
+# The length of a pause in steps, after a check that found a loss. Each further loss doubles it.
 _PAUSE, _LONGEST_PAUSE = 256, 1024
 
 
 class DraftRecord:
-    """How often the drafts of one sequence were right, and when the next one is tried."""
+    """How often the drafts of one sequence were right, and when the next draft is tried."""
 
     __slots__ = ("num_idle", "num_quiet", "own", "wait")
 
@@ -44,15 +48,15 @@ class DraftRecord:
         self.wait = _FIRST_PROBE  # steps without drafts before one token is tried
 
     def rests(self) -> bool:
-        """Count a step; returns whether no draft is looked for in it.
+        """Count a step; returns whether the step does not look for a draft.
 
-        Looking for drafts takes time too, about 20 microseconds where there are many matches.
+        Looking for a draft takes time: about 20 microseconds if there are many matches.
         """
         self.num_quiet += 1
         return self.num_quiet > _QUIET and self.num_quiet % _STRIDE != 0
 
     def skip(self) -> bool:
-        """Count a step without drafts; returns whether one token is to be tried in it instead."""
+        """Count a step without drafts; returns whether it should try one draft token instead."""
         self.num_idle += 1
         return self.num_idle >= self.wait
 
@@ -69,9 +73,9 @@ class StepLoad(NamedTuple):
 
     num_decodes: int
     context: float  # mean number of cached tokens of the decodes
-    prompt_seconds: float = 0.0  # predicted for the prompts beside the decodes
+    prompt_seconds: float = 0.0  # predicted seconds of the prompts in the step
     drafting_seconds: float = 0.0  # time that a draft model took before the step
-    lookup_seconds: float = 0.0  # time that looking for drafts and choosing their number took
+    lookup_seconds: float = 0.0  # time of looking for drafts and of choosing their number
 
 
 class Candidate(NamedTuple):
@@ -85,12 +89,12 @@ class DepthChooser:
     """Chooses the draft tokens of each step.
 
     Args:
-        costs: the step-cost table; None = not measured, and all drafts are verified.
+        costs: the step-cost table. None = not measured; then all drafts are verified.
         max_drafts: draft tokens of one sequence in one step, at most.
         model_costs: the step costs of the draft model; None = drafts take no time.
 
     Attributes:
-        num_pauses: times that drafts paused because they were slower.
+        num_pauses: how often drafts paused because steps with drafts were slower.
     """
 
     def __init__(
@@ -103,19 +107,22 @@ class DepthChooser:
         self._model_costs = model_costs
         self._costs = costs
         self._rates = AcceptanceRates(max_drafts)
-        self._surcharges: dict[int, list[float]] = {}  # by decodes: seconds by draft tokens
-        # Predicted seconds by decodes and context, in units of _CONTEXT_STEP tokens.
+        # Number of decodes -> results of `_surcharges_of`.
+        self._surcharges: dict[int, list[float]] = {}
+        # (number of decodes, context in units of _CONTEXT_STEP tokens) -> predicted seconds.
         self._decodes: dict[tuple[int, int], float] = {}
         self._max_drafts = max_drafts
-        self._num_paused = 0  # steps that the pause still lasts
+        self._num_paused = 0  # steps until the end of the pause
         self._next_pause = _PAUSE
-        self._predicted_drafting = 0.0  # for the last choice, relative to uncorrected step costs
+        # Predicted seconds of drafting for the last choice, divided by `_plain`.
+        self._predicted_drafting = 0.0
         self._plain = 1.0  # observed / predicted seconds of steps without drafts
         self._drafted = 1.0  # a further factor for the seconds of steps with drafts
         self._drafting = 1.0  # observed / predicted seconds of drafting
         self._num_steps = 0  # steps with drafts since the last check of their gain
-        self._seconds = 0.0  # time that these steps took, and looking for drafts since the check
-        self._plain_seconds = 0.0  # predicted for the same tokens without drafts
+        # Time of these steps, plus the time of looking for drafts in all steps since that check.
+        self._seconds = 0.0
+        self._plain_seconds = 0.0  # predicted seconds for the same tokens without drafts
 
     def choose(self, load: StepLoad, candidates: Sequence[Candidate]) -> list[int]:
         """How many draft tokens of each candidate the step verifies.
@@ -137,7 +144,7 @@ class DepthChooser:
         expected, surcharges = float(load.num_decodes), self._surcharges_of(load.num_decodes)
         plain = self._plain_prediction(load)
         rounds = self._round_costs(load, candidates)
-        in_round = [0] * self._max_drafts  # sequences with a draft of the model, by place
+        in_round = [0] * self._max_drafts  # for each round of drafting, its number of sequences
         drafting = 0.0
         best, best_rate, best_drafting = 0, expected / plain, 0.0
         for count, (chance, place, index) in enumerate(chances, 1):
@@ -159,12 +166,12 @@ class DepthChooser:
         return counts
 
     def is_better(self, model: Candidate, text: Candidate, context: float) -> bool:
-        """Whether a draft of the model is expected to give more tokens a second than one from text.
+        """Whether the draft model's draft is expected to give more tokens a second than the text's.
 
         Args:
-            model: a draft whose tokens the draft model has yet to draw.
-            text: the other draft.
-            context: tokens of the sequence.
+            model: a draft whose tokens the draft model has not drawn yet.
+            text: a draft from text.
+            context: number of tokens of the sequence.
         """
         if self._costs is None or self._model_costs is None:
             return False
@@ -182,10 +189,10 @@ class DepthChooser:
         return best[0] > best[1]
 
     def _round_costs(self, load: StepLoad, candidates: Sequence[Candidate]) -> list[float]:
-        """Seconds of one round of drafting, by its sequences from 0 on; empty without a model.
+        """Seconds of one round of drafting; the index is its number of sequences.
 
-        The seconds are divided by the correction of plain steps, because the prediction of the step
-        is not corrected either.
+        The list is empty without a draft model. The seconds are divided by the correction of steps
+        without drafts (`_plain`), because the prediction of the step is not corrected either.
         """
         if self._model_costs is None:
             return []
@@ -246,9 +253,9 @@ class DepthChooser:
 
         Args:
             load: the step.
-            num_drafts: its draft tokens.
-            num_accepted: how many of them were right.
-            seconds: from its launch until its tokens were read, without those of drafting.
+            num_drafts: the draft tokens of the step.
+            num_accepted: how many draft tokens were right.
+            seconds: from the step's launch until its tokens were read, without the drafting.
         """
         if self._costs is None:
             return

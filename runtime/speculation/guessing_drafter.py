@@ -1,7 +1,7 @@
-"""What drafters with a model share: drafts from text go first, placeholders stand for the model's.
+"""The common part of drafters with a model. Drafts from text are preferred to the model's drafts.
 
-A step is planned before its drafts are drawn. So the planner gets a draft of placeholders. The
-model's tokens take their places when they have been drawn.
+A step is planned before the model draws its drafts. So the planner gets a draft of placeholders.
+The model's tokens replace the placeholders when they have been drawn.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class GuessingDrafter(ABC):
 
     @abstractmethod
     def _room(self, request: Request, num_tokens: int) -> int:
-        """The most drafts that the model has positions for, after this many tokens."""
+        """The number of drafts after `num_tokens` tokens that the model has positions for."""
 
     def learn(self, request: Request, token_ids: Sequence[int]) -> None:
         self._texts.learn(request, token_ids)
@@ -56,10 +56,10 @@ class GuessingDrafter(ABC):
 
 
 def draft_request(request: Request) -> Request:
-    """The request as the draft model's sampler sees it.
+    """The request for the draft model's sampler.
 
-    Penalties and other parameters that depend on earlier tokens are left out: tokens of refused
-    drafts would have to be subtracted again.
+    Penalties and other parameters that depend on earlier tokens are left out. With them, the
+    sampler would have to undo the tokens of refused drafts.
     """
     sampling = request.sampling
     return Request(

@@ -1,14 +1,15 @@
 """The drafter with a head, which drafts from the target model's hidden states (EAGLE-3, MTP).
 
-The head's input at position p is the target's hidden state of p and the token at p + 1. So a
-sequence of n tokens gives it the positions 0 to n - 2, and the last of them gives the first draft.
-Each further draft takes one more position, whose input is the head's output at the one before.
+The head's input at position p is the target's hidden state at p and the token at p + 1. So a
+sequence of n tokens has inputs for positions 0 to n - 2, and the output of position n - 2 is the
+first draft token. Each further draft token takes one more position. Its input is the head's output
+at the position before.
 
-The head's KV cache has the target's number of blocks, and a sequence has one block table for both,
-as with a draft model (model_drafter.py). The target's hidden states are there only in the step that
-computes them. So the head computes positions soon after the target has, whether drafts are wanted
-or not. Of blocks that the target finds in its prefix cache, the head may lack some. The sequence
-then begins, for the head, at the first block from which on it has all.
+The head's KV cache has the target's number of blocks. A sequence has one block table for both, as
+with a draft model (model_drafter.py). The target's hidden states exist only in the step that
+computes them. So the head computes positions soon after the target, even if no drafts are wanted.
+The target can find blocks in its prefix cache that the head has not computed. Then the head treats
+the sequence as if it began at a later block: the first one from which on it has all blocks.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from ostinato.runtime.types.step import AdmittedSequence, ScheduledSequence, Sch
 
 __all__ = ("DraftHead", "HeadDrafter")
 
-_FEW = 16  # waiting positions of a sequence from which on they are computed without a draft
+_FEW = 16  # a sequence with this many waiting positions is computed even without a draft
 
 
 class DraftHead(Protocol):
@@ -35,7 +36,7 @@ class DraftHead(Protocol):
     """
 
     def watch(self, row: int) -> None:
-        """A new sequence has the row; keep the hidden states that the target computes of it."""
+        """Note that a new sequence has the row, and keep its hidden states from the target."""
         ...
 
     def unwatch(self, row: int) -> None:
@@ -43,15 +44,15 @@ class DraftHead(Protocol):
         ...
 
     def span(self, row: int) -> tuple[int, int]:
-        """The positions whose hidden states are kept: the first one, and the end."""
+        """The positions whose hidden states are kept: the first one, and one past the last."""
         ...
 
     def compute(self, output: SchedulerOutput, begins: Sequence[int]) -> list[int]:
-        """Run a step with the target's hidden states, which are dropped.
+        """Run a step with the target's hidden states, which are dropped afterwards.
 
         Args:
             output: the step.
-            begins: for each entry the sequence's position that its first one is.
+            begins: for each entry, its first position, counted from the sequence's beginning.
 
         Returns:
             The drawn tokens.
@@ -59,11 +60,11 @@ class DraftHead(Protocol):
         ...
 
     def extend(self, output: SchedulerOutput, kept: Sequence[int]) -> list[int]:
-        """Run a step of one token for each sequence with the head's outputs of the step before.
+        """Run a step of one token for each sequence, with the head's own outputs as input.
 
         Args:
             output: the step.
-            kept: for each entry its place among the drawn tokens of the step before.
+            kept: for each entry, the index of its token among the tokens of the previous step.
         """
         ...
 
@@ -72,7 +73,7 @@ class DraftHead(Protocol):
         ...
 
     def close(self) -> None:
-        """Free its memory and threads."""
+        """Free the head's memory and threads."""
         ...
 
 
@@ -84,14 +85,14 @@ class _Whole(NamedTuple):
 
 
 class _Row:
-    """What the head's cache has of the sequence in a row."""
+    """The part of a row's sequence that the head's cache has."""
 
     __slots__ = ("base", "end", "is_sent", "num_sent_blocks", "num_whole")
 
     def __init__(self, base: int, begin: int, block_size: int) -> None:
-        self.base = base  # blocks before the first one that the head has
-        self.end = begin  # positions before it are computed, from that block on
-        self.num_whole = begin // block_size  # blocks before it are noted as computed
+        self.base = base  # index of the first block that the head has
+        self.end = begin  # positions from that block up to this one are computed
+        self.num_whole = begin // block_size  # blocks before this index are noted as computed
         self.num_sent_blocks = base
         self.is_sent = False  # whether the head's sampler knows the sequence
 
@@ -159,7 +160,7 @@ class HeadDrafter(GuessingDrafter):
         self._head.close()
 
     def follow(self, jobs: Sequence[DraftJob]) -> None:
-        """Compute positions of sequences of which many wait. The last one is left for a draft."""
+        """Compute the sequences with many waiting positions, except their last position."""
         due: list[tuple[DraftJob, int]] = []
         for job in jobs:
             if job.request.request_id not in self._watched:
@@ -200,7 +201,7 @@ class HeadDrafter(GuessingDrafter):
     def _extend(
         self, jobs: Sequence[DraftJob], drawing: list[int], drafts: list[list[int]]
     ) -> None:
-        """Draw the further drafts, one of each sequence in a step."""
+        """Draw the draft tokens after the first. A step draws one token for each sequence."""
         for place in range(1, max((job.count for job in jobs), default=0)):
             kept: list[int] = []
             scheduled: list[ScheduledSequence] = []
@@ -224,11 +225,12 @@ class HeadDrafter(GuessingDrafter):
     def _compute(
         self, due: Sequence[tuple[DraftJob, int]], num_logits: Callable[[DraftJob, int], int]
     ) -> list[int]:
-        """Compute sequences up to given positions, as far as one step has room.
+        """Compute sequences up to given positions, until the step is full.
 
         Args:
-            due: sequences with their positions, each with at least one position to compute.
-            num_logits: 1 if a token is drawn after a sequence was computed up to this position.
+            due: sequences and the positions up to which they are computed, at least one each.
+            num_logits: called with a sequence and a position. Returns 1 if a token is drawn when
+                the sequence is computed up to this position, else 0.
 
         Returns:
             The drawn tokens.
@@ -271,7 +273,7 @@ class HeadDrafter(GuessingDrafter):
         return ScheduledSequence(job.row, start, end - begin, token_ids, new_blocks, num_logits)
 
     def _row_of(self, job: DraftJob) -> _Row:
-        """The row of a sequence; a new one if the head lacks positions after the end of the old."""
+        """The row of a sequence. It is made anew if the head lacks positions after its end."""
         row, (begin, end) = self._rows.get(job.row), self._head.span(job.row)
         if row is None or (end > begin and begin > row.end):
             base = self._base_of(job, begin) if end > begin else len(job.token_ids)
@@ -282,7 +284,10 @@ class HeadDrafter(GuessingDrafter):
         return row
 
     def _base_of(self, job: DraftJob, begin: int) -> int:
-        """The first block of a sequence for the head, if it has no hidden states before `begin`."""
+        """The block at which a sequence begins for the head.
+
+        The head has no hidden states before the position `begin`.
+        """
         size, table = self._block_size, job.table
         num_before = -(-begin // size)
         if begin % size or not num_before or len(table.hashes) < num_before:
@@ -297,11 +302,11 @@ class HeadDrafter(GuessingDrafter):
         return last.base
 
     def _context_end(self, row: _Row) -> int:
-        """The end of the positions of a sequence that the head can have."""
+        """One past the last position of a sequence that the head can have."""
         return row.base * self._block_size + self._max_model_len
 
     def _note_whole(self, row: _Row, job: DraftJob) -> None:
-        """Note the blocks that are full. A block that is not hashed yet is noted later."""
+        """Note the full blocks as computed. A block without a hash is noted later."""
         hashes = job.table.hashes
         num_full = min(row.end // self._block_size, len(hashes))
         for index in range(row.num_whole, num_full):

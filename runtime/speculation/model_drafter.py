@@ -1,18 +1,18 @@
 """The drafter with a model: a second, smaller model draws the drafts of all sequences of a step.
 
-The draft model has programs, buffers and a KV cache of its own. Its cache has as many blocks as the
-target's, and a sequence's block table is the same for both: the keys and values of a position lie
-in the same block and slot of either cache. So the draft model allocates no blocks, and what the
-target shares between sequences, the draft model shares too.
+The draft model has programs, buffers and a KV cache of its own. Its cache has the target's number
+of blocks, and a sequence's block table is the same for both models. The keys and values of a
+position lie in the same block and slot of either cache. So the draft model allocates no blocks, and
+it shares blocks between sequences wherever the target does.
 
-The draft model computes a sequence only when drafts of it are wanted. It then computes all tokens
-that its cache lacks: the prompt at first, and usually one or two tokens later. A block counts as
-computed if it was filled for the contents that it has now, which the hash of the block names.
+The draft model computes a sequence only when drafts for it are wanted. It then computes all tokens
+that its cache lacks: at first the prompt, later usually one or two tokens. A block counts as
+computed if the draft model filled it for the hash that the block has now.
 
-The drafts are drawn with the request's sampling parameters and with the random numbers that the
-target draws with at the same positions. So a draft model that agrees with the target draws the same
-tokens at any temperature. Penalties, grammars and limits of tokens are left out. They only lower
-the number of drafts that are accepted.
+The drafts are drawn with the request's sampling parameters, and with the same random numbers as the
+target at the same positions. So a draft model that agrees with the target draws the same tokens at
+any temperature. Penalties, grammars and limits of tokens are left out. So fewer drafts of requests
+with these are accepted.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ __all__ = ("ModelDrafter",)
 
 
 class _Row:
-    """What the draft model's cache holds of the sequence in a row."""
+    """The part of a row's sequence that the draft model's cache holds."""
 
     __slots__ = ("guesses", "num_computed", "num_sent_blocks", "num_whole")
 
     def __init__(self, num_whole: int, block_size: int) -> None:
-        self.num_whole = num_whole  # leading blocks that are full and noted as computed
-        self.num_computed = num_whole * block_size  # positions with tokens of the sequence
-        self.guesses: Sequence[int] = ()  # drafts that were computed after these
+        self.num_whole = num_whole  # number of first blocks that are full and noted as computed
+        self.num_computed = num_whole * block_size  # computed positions with tokens of the sequence
+        self.guesses: Sequence[int] = ()  # draft tokens that were computed after these positions
         self.num_sent_blocks = 0  # blocks of the table that are in the draft model's step buffers
 
     def settle(self, token_ids: Sequence[int]) -> int:
         """Keep the guesses that were right; returns the first position to be computed.
 
-        The last token is always computed, because its logits are wanted.
+        The last token is always computed, because the first draft needs its logits.
         """
         following = token_ids[self.num_computed : self.num_computed + len(self.guesses)]
         for guess, token in zip(self.guesses, following, strict=False):
@@ -109,7 +109,7 @@ class ModelDrafter(GuessingDrafter):
         self._rows.pop(row, None)
 
     def follow(self, jobs: Sequence[DraftJob]) -> None:
-        """Does nothing: a draft model computes a sequence when drafts of it are wanted."""
+        """Does nothing. A draft model computes a sequence only when drafts for it are wanted."""
 
     def idle(self) -> None:
         self._idle()
@@ -137,17 +137,17 @@ class ModelDrafter(GuessingDrafter):
             ]
             self._run(scheduled, [], drawing, drafts)
         for job, draft in zip(jobs, drafts, strict=True):
-            if draft:  # the last one was drawn, and not computed
+            if draft:  # the last draft token was drawn, but not computed
                 self._rows[job.row].guesses = draft[:-1]
         return drafts
 
     def _catch_up(
         self, jobs: Sequence[DraftJob], most_tokens: int, drafts: list[list[int]]
     ) -> list[int]:
-        """Compute what the cache lacks of the sequences, and draw the first draft of each.
+        """Compute the tokens that the cache lacks, and draw the first draft token of each sequence.
 
         Returns:
-            Indices of the jobs that have their first draft.
+            Indices of the jobs that have their first draft token.
         """
         admitted: list[AdmittedSequence] = []
         starts: list[int] = []
@@ -168,7 +168,7 @@ class ModelDrafter(GuessingDrafter):
                 if is_last:
                     drawing.append(index)
         if not scheduled:
-            for one in admitted:  # the draft model's sampler has not seen them
+            for one in admitted:  # the draft model's sampler has not seen these sequences
                 del self._rows[one.row]
             return []
         self._run(scheduled, admitted, drawing, drafts)
@@ -181,7 +181,7 @@ class ModelDrafter(GuessingDrafter):
     def _chunk_limits(
         self, jobs: Sequence[DraftJob], starts: Sequence[int], most_tokens: int
     ) -> list[int]:
-        """Tokens of each sequence that are computed now; the sequences with few tokens go first."""
+        """Tokens of each sequence that are computed now. Sequences with few tokens go first."""
         limits = [0] * len(jobs)
         left, room = most_tokens, self._max_num_tokens
         missing = [len(job.token_ids) - start for job, start in zip(jobs, starts, strict=True)]
@@ -218,7 +218,10 @@ class ModelDrafter(GuessingDrafter):
             drafts[index].append(token)
 
     def _count_whole(self, table: BlockTable) -> int:
-        """Leading blocks of a table whose contents were computed, for any sequence."""
+        """How many blocks of a table, from the first, the draft model has computed.
+
+        They can have been computed for another sequence.
+        """
         count = 0
         for block_id, block_hash in zip(table.block_ids, table.hashes, strict=False):
             if self._whole.get(block_id) != block_hash:
@@ -227,7 +230,7 @@ class ModelDrafter(GuessingDrafter):
         return count
 
     def _note_whole(self, row: _Row, table: BlockTable) -> None:
-        """Note the blocks that are full. A block that is not hashed yet is noted later."""
+        """Note the full blocks as computed. A block without a hash is noted later."""
         num_full = min(row.num_computed // self._block_size, len(table.hashes))
         for index in range(row.num_whole, num_full):
             self._whole[table.block_ids[index]] = table.hashes[index]

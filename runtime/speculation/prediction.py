@@ -13,9 +13,9 @@ __all__ = ("PredictionFollower",)
 class PredictionFollower:
     """Keeps the place in the prediction that corresponds to the end of the answer.
 
-    Each new token of the answer advances the place by one, also when it differs from the
-    prediction. After a difference the last tokens of the answer are looked up in the prediction.
-    Where they are found, the place is moved.
+    Each new token of the answer advances the place by one, even if the token differs from the
+    prediction. After a difference, the last tokens of the answer are looked up in the prediction.
+    If they are found, the place moves behind them.
 
     Args:
         predicted: token ids of the prediction.
@@ -29,7 +29,7 @@ class PredictionFollower:
         self._index = TextIndex(predicted, min_match)
         self._place = 0  # index of the token that should follow
         self._num_seen = num_prompt_tokens  # tokens of the sequence when `_place` was set
-        self._num_equal = MAX_MATCH  # tokens before `_place` that were as predicted
+        self._num_equal = MAX_MATCH  # number of last tokens that were as predicted
 
     def propose(self, token_ids: Sequence[int], most: int) -> Draft | None:
         """The next predicted tokens; None at the end of the prediction."""

@@ -1,8 +1,8 @@
 """The protocol of drafters, which guess the tokens that follow a sequence's last one.
 
 A step computes the last token and the guesses after it together. The sampler draws a token for each
-position as plain decoding does. It keeps the tokens up to and including the first that differs from
-its draft. So drafts never change the output, and a drafter may guess anything.
+position, as decoding without drafts does. It keeps the tokens up to and including the first that
+differs from its draft. So drafts never change the output, and a drafter can guess anything.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ("BatchProposer", "Draft", "DraftJob", "DraftSource", "Proposer")
 
 
 class DraftSource(StrEnum):
-    """Where a draft comes from."""
+    """The source of a draft."""
 
     grammar = "grammar"  # forced by the request's grammar
     prediction = "prediction"  # the request's `prediction`
@@ -34,9 +34,9 @@ class Draft(NamedTuple):
 
     Attributes:
         token_ids: ids of the vocabulary, in order.
-        source: where they come from.
-        strength: the number of tokens that match before them; 0 = the source has no such number.
-            Drafts of one source and strength are expected to be right equally often.
+        source: the source of the guesses.
+        strength: length of the match before the guesses; 0 = the source has no such number. Drafts
+            of one source and strength are expected to be right equally often.
     """
 
     token_ids: Sequence[int]
@@ -45,13 +45,13 @@ class Draft(NamedTuple):
 
 
 class Proposer(Protocol):
-    """A drafter. It sees only what is known when a step is planned."""
+    """A drafter. It proposes drafts when a step is planned."""
 
     @property
     def max_drafts(self) -> int:
-        """The most draft tokens for one sequence in one step, at least 1.
+        """The largest number of draft tokens for one sequence in one step, at least 1.
 
-        The engine plans memory for this many further rows of logits per sequence.
+        The engine plans memory for this many additional rows of logits per sequence.
         """
         ...
 
@@ -61,10 +61,10 @@ class Proposer(Protocol):
         Args:
             request: the sequence's request.
             token_ids: its prompt and the output so far; must not be changed.
-            most: draft tokens that can be used, at least 1.
+            most: largest number of draft tokens that can be used, at least 1.
 
         Returns:
-            Up to `most` tokens (further ones are ignored); None = no guess.
+            Up to `most` tokens; further tokens are ignored. None = no guess.
         """
         ...
 
@@ -73,24 +73,24 @@ class Proposer(Protocol):
         ...
 
     def forget(self, request_id: str) -> None:
-        """Drop the state of a request that has ended, whatever ended it."""
+        """Drop the state of a request that has ended for any reason."""
         ...
 
     def reset(self) -> None:
-        """Drop all that was learned from requests that have ended."""
+        """Drop everything that was learned from requests that have ended."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class DraftJob:
-    """A sequence whose drafts a model is to draw.
+    """A sequence for which a model is to draw drafts.
 
     Attributes:
         row: its row in the step.
         request: its request.
         token_ids: its prompt and the output so far; must not be changed.
         table: its block table, with room for the drafts.
-        count: draft tokens that are wanted, at least 1.
+        count: number of draft tokens to draw, at least 1.
     """
 
     row: int
@@ -110,22 +110,22 @@ class BatchProposer(Proposer, Protocol):
 
     @property
     def costs(self) -> CostTable | None:
-        """The step costs of the model; one draft token of S sequences takes a decode of S.
+        """The step costs of the model; None = not measured.
 
-        None = they are not measured.
+        One draft token for each of S sequences costs a decode step of S sequences.
         """
         ...
 
     def admit(self, row: int, request: Request) -> None:
-        """A sequence takes the row, or takes it again after a preemption."""
+        """Note that a sequence takes the row, or takes it again after a preemption."""
         ...
 
     def follow(self, jobs: Sequence[DraftJob]) -> None:
-        """Compute what has to be computed of the sequences of a step, whether drafted or not."""
+        """Compute the positions that cannot wait, for all sequences of a step."""
         ...
 
     def guess(self, request: Request, token_ids: Sequence[int], most: int) -> Draft | None:
-        """As `propose`, without the drafts of a drafter that goes first."""
+        """Like `propose`, but without drafts from text."""
         ...
 
     def draw(self, jobs: Sequence[DraftJob], most_tokens: int) -> list[list[int]]:
@@ -133,11 +133,11 @@ class BatchProposer(Proposer, Protocol):
 
         Args:
             jobs: sequences in different rows.
-            most_tokens: tokens that may be computed of sequences that the drafter has not seen for
-                long, such as a whole prompt.
+            most_tokens: largest number of tokens to compute for sequences of which the drafter
+                lacks much, such as a whole prompt.
 
         Returns:
-            The draft of each job: `count` tokens, or fewer, or none.
+            The draft of each job, with at most `count` tokens.
         """
         ...
 
@@ -146,5 +146,5 @@ class BatchProposer(Proposer, Protocol):
         ...
 
     def close(self) -> None:
-        """Free its memory and threads."""
+        """Free the drafter's memory and threads."""
         ...

@@ -1,8 +1,8 @@
 """The drafter without a model (n-gram lookup): finds a sequence's last tokens in earlier text.
 
-The draft is what followed them there. Up to three texts are searched: the request's `prediction`,
-the sequence's own prompt and output, and the earlier answers of the engine. The longest match gives
-the draft.
+The draft is the text that followed them there. Up to three texts are searched: the request's
+`prediction`, the sequence's own prompt and output, and the earlier answers of the engine. The
+longest match gives the draft.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class TextDrafter:
     """Implements `Proposer`.
 
     Args:
-        config: the section that says which texts are searched.
+        config: the section `speculation`. Its method decides which texts are searched.
     """
 
     def __init__(self, config: SpeculationConfig) -> None:
@@ -93,15 +93,15 @@ class TextDrafter:
 
 
 def _partition(request: Request) -> Hashable:
-    """Answers are found only by requests of the same partition."""
+    """The partition of a request. Requests find only answers of their own partition."""
     return request.cache_salt, request.cache_keys
 
 
 def _continue(token_ids: Sequence[int], place: int, most: int) -> list[int]:
     """The tokens from `place` on, repeated until there are `most`.
 
-    In a text that repeats with a period of p tokens, `place` is p tokens before the end. Without
-    the repetition the draft would have p tokens only.
+    In a text that repeats with a period of p tokens, `place` is p tokens before the end. So only p
+    tokens follow it. Repeating them gives a longer draft.
     """
     draft = list(token_ids[place : place + most])
     period = len(draft)

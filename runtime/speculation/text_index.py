@@ -1,4 +1,4 @@
-"""Finds where the last tokens of a sequence occurred before, in its own text or in another one."""
+"""Finds where the last tokens of a sequence occurred before, in its own or in another text."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 __all__ = ("MAX_MATCH", "Match", "TextIndex", "match_length")
 
-MAX_MATCH = 32  # a longer match is as good as this
+MAX_MATCH = 32  # longer matches are not told apart
 _MAX_CANDIDATES = 6  # places of one key that are compared, the latest first
 _MAX_TOKENS = 16384  # tokens of the initial text that are indexed, counted from its end
 _MOST_AT_ONCE = 1024  # tokens that one call indexes, at about half a microsecond each
@@ -23,7 +23,7 @@ class Match(NamedTuple):
 class TextIndex:
     """Finds the places in a text that follow given `min_match` tokens.
 
-    The text may grow. It is indexed piece by piece, so no call takes longer than a millisecond. The
+    The text can grow. It is indexed piece by piece, so no call takes longer than a millisecond. The
     index takes about 150 bytes per token.
 
     Args:
@@ -42,7 +42,7 @@ class TextIndex:
         self._earlier: list[int] = []
 
     def take(self, end: int) -> None:
-        """Index the places before `end`, at most the next 1024 of them."""
+        """Index the next places before `end`, at most 1024."""
         text, size, latest, earlier = self._text, self._min_match, self._latest, self._earlier
         end = min(end, len(text), self._next + _MOST_AT_ONCE)
         for place in range(self._next, end):
@@ -56,8 +56,8 @@ class TextIndex:
 
         Args:
             token_ids: the sequence whose last tokens are looked up.
-            near: among equally long matches, the first place at or after `near` is preferred;
-                else the latest one. 0 = always the latest.
+            near: among equally long matches, the first place at or after `near` is taken, or the
+                latest place if there is none. 0 = always the latest.
         """
         size, num_tokens = self._min_match, len(token_ids)
         if num_tokens < size:
