@@ -1,4 +1,4 @@
-"""A decoder block in seven kernels, for steps of few tokens on a GPU.
+"""A decoder block in few kernels, for steps of few tokens on a GPU.
 
     1. norm, QKV projection
     2. norms and rotation of the heads, write of K and V
@@ -7,6 +7,13 @@
     5. output projection, residual
     6. norm, gate and up projection, activation
     7. down projection, residual
+
+With a mixture of experts, the last three are
+
+    5. output projection, residual
+    6. norm, router, choice of experts
+    7. gate and up of the chosen experts, activation
+    8. down of the chosen experts, their weighted sum, residual
 
 `FewRowsBlock` holds the modules of a `DecoderBlock` and calls the ops of ops/fused/. Steps
 of more tokens than `most_rows` spend most of their time in matrix products. cuBLAS is faster at
@@ -18,11 +25,13 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ostinato.models.block_parts.moe import MoE
 from ostinato.models.layers import Attention, GatedMLP, RMSNorm
 from ostinato.models.linear_layers import LinearBase
 from ostinato.models.step_tensors import StepInputs
 from ostinato.models.weight_methods.plain import Plain
 from ostinato.ops.activation import ACTIVATIONS
+from ostinato.ops.fused.fused_experts import MOST_EXPERTS, fused_experts
 from ostinato.ops.fused.fused_linear import FUSED_DTYPES, fused_linear
 
 __all__ = ("FewRowsBlock",)
@@ -32,7 +41,7 @@ class FewRowsBlock(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)); `of` says for which modules."""
 
     def __init__(
-        self, attention_norm: RMSNorm, self_attn: Attention, mlp_norm: RMSNorm, mlp: GatedMLP
+        self, attention_norm: RMSNorm, self_attn: Attention, mlp_norm: RMSNorm, mlp: GatedMLP | MoE
     ) -> None:
         super().__init__()
         self.attention_norm, self.self_attn = attention_norm, self_attn
@@ -47,15 +56,15 @@ class FewRowsBlock(nn.Module):
             isinstance(attention_norm, RMSNorm)
             and isinstance(self_attn, Attention)
             and isinstance(mlp_norm, RMSNorm)
-            and isinstance(mlp, GatedMLP)
+            and isinstance(mlp, GatedMLP | MoE)
         ):
             return None
-        matrices = (self_attn.qkv_proj, self_attn.o_proj, mlp.gate_up_proj, mlp.down_proj)
+        matrices = (self_attn.qkv_proj, self_attn.o_proj)
         if (
             not all(map(_is_plain, matrices))
             or not self_attn.is_fused
             or self_attn.qkv_clip
-            or mlp.activation not in ACTIVATIONS
+            or not (_has_plain_experts(mlp) if isinstance(mlp, MoE) else _is_plain_mlp(mlp))
         ):
             return None
         return cls(attention_norm, self_attn, mlp_norm, mlp)
@@ -74,6 +83,8 @@ class FewRowsBlock(nn.Module):
         out = attention.attend(qkv, step, k_cache, v_cache)
         if rows is not None:
             out, hidden = F.embedding(rows, out), F.embedding(rows, hidden)
+        if isinstance(mlp, MoE):
+            return _experts(attention.o_proj, self.mlp_norm, mlp, out, hidden)
         hidden = _multiply(attention.o_proj, out, residual=hidden)
         inner = _multiply(mlp.gate_up_proj, hidden, norm=self.mlp_norm, activation=mlp.activation)
         return _multiply(mlp.down_proj, inner, residual=hidden)
@@ -83,6 +94,44 @@ def _is_plain(linear: LinearBase) -> bool:
     """Whether the matrix is whole, is stored as such, and has a dtype of the kernel."""
     is_stored_plain = isinstance(linear.method, Plain)
     return is_stored_plain and not linear.is_partial and linear.spec.dtype in FUSED_DTYPES
+
+
+def _is_plain_mlp(mlp: GatedMLP) -> bool:
+    return mlp.activation in ACTIVATIONS and all(map(_is_plain, (mlp.gate_up_proj, mlp.down_proj)))
+
+
+def _has_plain_experts(moe: MoE) -> bool:
+    """Whether the experts are all that the MLP has, all on this rank, and without biases."""
+    route, experts = moe.spec.route, moe.experts
+    return (
+        all(map(_is_plain, (moe.gate, experts.gate_up_proj, experts.down_proj)))
+        and experts.activation in ACTIVATIONS
+        and experts.down_proj.experts.size == route.num_experts <= MOST_EXPERTS
+        and route.num_groups == 1
+        and moe.shared_expert is None
+        and moe.gated_expert is None
+        and not moe.spec.has_bias
+        and not moe.spec.scales_input
+    )
+
+
+def _experts(o_proj: LinearBase, norm: RMSNorm, moe: MoE, x: Tensor, residual: Tensor) -> Tensor:
+    """The output projection of the attention, and the experts after it."""
+    return fused_experts(
+        x,
+        o_proj.weights["weight"],
+        o_proj.bias,
+        residual,
+        norm.weight,
+        norm.eps,
+        moe.gate.weights["weight"],
+        moe.score_bias,
+        moe.experts.gate_up_proj.weights["weight"],
+        moe.experts.down_proj.weights["weight"],
+        moe.spec.route,
+        rounds_logits=not moe.spec.float32_router,
+        activation=moe.experts.activation,
+    )
 
 
 def _multiply(

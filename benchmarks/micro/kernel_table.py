@@ -31,6 +31,8 @@ from ostinato.ops.backends.triton_tiles import (
     write_constants,
 )
 from ostinato.ops.fused.fused_linear import TILE_ROWS
+from ostinato.ops.fused.triton_expert_kernels import down_kernel, gate_up_kernel, router_kernel
+from ostinato.ops.fused.triton_fused_experts import experts_constants, router_constants
 from ostinato.ops.fused.triton_fused_linear import (
     choose_tile,
     fused_linear_kernel,
@@ -49,10 +51,13 @@ _METADATA = {
     "block_table": "*i32",
     "slot_mapping": "*i64",
 }
+_COUNTS = ("members", "counters", "counts", "slots_done", "cleared")  # tensors of int32
+_SINGLE_RESULTS = ("logits", "products", "routing_weights")  # of float32
 _STRIDES = ("x_stride", "residual_stride", "qkv_stride")
 _SINGLE = ("alibi_slopes", "sinks", "cos", "sin")  # tensors of float32
 # Arguments that may be None, in which case the kernel leaves something out.
-_OPTIONAL = (*_SINGLE, "q_weight", "k_weight", "bias", "norm_weight", "residual")
+_WEIGHTS = ("q_weight", "k_weight", "bias", "norm_weight", "residual")
+_OPTIONAL = (*_SINGLE, *_WEIGHTS, "cleared", "score_bias")
 _TITLE = "# Triton kernels\n"
 _INTRODUCTION = """
 Compiled ahead of time for compute capability 9.0 by
@@ -63,9 +68,10 @@ kernel of attention and of matrix products.
 
 Columns: *short* is the attention of sequences whose query rows fit one tile (decode), *long* that
 of the others (prefill). *Rotate* rotates the heads and writes K and V. *Linear* is a matrix product
-with what is fused with it, for steps of up to 16, 64 and 256 rows. *Cache* is the KV cache's
-type where it is another (`cache.dtype`); it is widened in registers. M × N is query rows × keys of
-a tile, or rows × columns of a result. Spills are bytes stored and loaded. Copies are asynchronous
+with what is fused with it, for steps of up to 16, 64 and 256 rows. *Router* and *experts* are the
+kernels of a mixture of experts for such steps. *Cache* is the KV cache's type where it is another
+(`cache.dtype`); it is widened in registers. M × N is query rows × keys of a tile, or rows × columns
+of a result. Spills are bytes stored and loaded. Copies are asynchronous
 copies from global memory, tensor the matrix instructions (`wgmma` on tiles of 64 rows and more,
 else `mma`), both counted in the PTX. Programs is how many fit one multiprocessor.
 """
@@ -76,16 +82,17 @@ class Variant:
     """One kernel, specialised to a model."""
 
     model: str
-    role: str  # short | long | combine | write | rotate | linear
+    role: str  # short | long | combine | write | rotate | linear | router | experts
     dtype: str
     kernel: Any
-    constants: Mapping[str, int | float]
+    constants: Mapping[str, Any]
     cache_dtype: str = ""  # the KV cache's dtype; empty = `dtype`
     optional: tuple[str, ...] = ()  # the entries of `_OPTIONAL` that the model has
 
     @property
     def uses_tensor_cores(self) -> bool:
-        return self.role in ("short", "long", "linear") and self.dtype != "float32"
+        is_product = self.role in ("short", "long", "linear", "router", "experts")
+        return is_product and self.dtype != "float32"
 
 
 def variants() -> Iterator[Variant]:
@@ -146,6 +153,7 @@ def variants() -> Iterator[Variant]:
 
     yield from _rotations()
     yield from _products()
+    yield from _experts()
 
 
 def _rotations() -> Iterator[Variant]:
@@ -182,6 +190,30 @@ def _products() -> Iterator[Variant]:
                 yield Variant(model, "linear", "bfloat16", kernel, constants, optional=(optional,))
 
 
+def _experts() -> Iterator[Variant]:
+    """The router and both products of experts, of small steps and of one with larger tiles."""
+    for model, size, inner, num_experts, top_k, rows in (
+        ("Qwen3-30B-A3B", 2048, 768, 128, 8, 8),
+        ("Mixtral-8x7B", 4096, 14336, 8, 2, 256),
+    ):
+        shared = {"SLOTS": top_k, "NUM_EXPERTS": num_experts}
+        first, second = (
+            experts_constants(rows * top_k, num_experts, depth, 2, is_gated=is_gated)
+            for depth, is_gated in ((size, True), (inner, False))
+        )
+        router = router_constants(num_experts, size, top_k, 2, -(-size // second["BLOCK_N"]))
+        router |= {"SCORING": "softmax", "RENORMALIZE": True, "ROUNDS": True}
+        gate_up = {"N": inner, "K": size, "ACTIVATION": "silu", **shared, **first}
+        down = {"N": size, "K": inner, **shared, **second}
+        for part, role, kernel, constants, optional in (
+            ("router", "router", router_kernel, router, ("norm_weight",)),
+            ("gate and up", "experts", gate_up_kernel, gate_up, ()),
+            ("down", "experts", down_kernel, down, ("residual",)),
+        ):
+            name = f"{model} {part}, {rows} rows"
+            yield Variant(name, role, "bfloat16", kernel, constants, optional=optional)
+
+
 def compile_variant(variant: Variant) -> Resources:
     """Compile for capability 9.0 and read the assembler's report."""
     options = {name: n for name, n in variant.constants.items() if name in _LAUNCH_OPTIONS}
@@ -211,11 +243,13 @@ def compile_variant(variant: Variant) -> Resources:
 def _type_of(name: str, variant: Variant) -> str:
     if name in _METADATA:
         return _METADATA[name]
-    if name.startswith("partial_") or name in _SINGLE:
+    if name.startswith("partial_") or name in (*_SINGLE, *_SINGLE_RESULTS):
         return "*fp32"
+    if name in _COUNTS:
+        return "*i32"
     if name in ("k_cache", "v_cache"):
         return _POINTERS[variant.cache_dtype or variant.dtype]
-    if name in (*_OPTIONAL, "out", "q", "k", "v", "qkv", "x", "weight"):
+    if name in (*_WEIGHTS, "out", "q", "k", "v", "qkv", "x", "weight", "normal", "inner"):
         return _POINTERS[variant.dtype]
     return "fp32" if name in ("scale", "eps") else "i32"
 

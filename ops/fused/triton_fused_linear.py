@@ -26,7 +26,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ("LinearTile", "choose_tile", "fused_linear_kernel", "launch", "linear_constants")
+__all__ = (
+    "LinearTile",
+    "choose_tile",
+    "fused_linear_kernel",
+    "gated",
+    "launch",
+    "linear_constants",
+)
 
 _FEW, _MORE, _MANY = 16, 64, 128  # rows of the tiles; tensor cores take 16 at least
 _PROGRAMS = 128  # programs of a launch at least, if possible, so that all multiprocessors read
@@ -95,7 +102,7 @@ def _many_rows(out_features: int, *, is_gated: bool, shared_memory: int) -> Line
 
 
 def linear_constants(
-    tile: LinearTile, out_features: int, in_features: int, activation: str
+    tile: LinearTile, out_features: int, in_features: int, activation: str, num_cleared: int = 0
 ) -> dict[str, Any]:
     """The constants of `fused_linear_kernel`, launch options included."""
     return {
@@ -105,13 +112,14 @@ def linear_constants(
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
         "BLOCK_K": tile.block_k,
+        "CLEARED": num_cleared,
         "num_warps": tile.num_warps,
         "num_stages": tile.num_stages,
     }
 
 
 @triton.jit
-def _gated(gate, up, KIND: tl.constexpr):
+def gated(gate, up, KIND: tl.constexpr):
     """KIND(gate) * up in float32."""
     if KIND == "silu":
         active = gate / (1.0 + tl.exp(-gate))
@@ -149,6 +157,7 @@ def fused_linear_kernel(
     bias,  # [N] or [2 N], or None
     norm_weight,  # [K], or None
     residual,  # [T, N], or None
+    cleared,  # [CLEARED] int32, set to zeros for a later kernel, or None
     num_rows,  # T
     x_stride,
     residual_stride,
@@ -159,8 +168,12 @@ def fused_linear_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    CLEARED: tl.constexpr,  # 0 or a power of two
 ):
     """One program for each row tile and column tile of the result."""
+    if CLEARED:  # noqa: SIM102 - known when the kernel is compiled
+        if tl.program_id(0) + tl.program_id(1) == 0:
+            tl.store(cleared + tl.arange(0, CLEARED), tl.zeros([CLEARED], tl.int32))
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     row_ok, column_ok = row < num_rows, column < N
@@ -194,7 +207,7 @@ def fused_linear_kernel(
         if ACTIVATION != "":
             acc_up += tl.load(bias + N + column, mask=column_ok, other=0.0).to(tl.float32)[None, :]
     if ACTIVATION != "":
-        acc = _gated(acc, acc_up, ACTIVATION)
+        acc = gated(acc, acc_up, ACTIVATION)
     ok = row_ok[:, None] & column_ok[None, :]
     if residual is not None:
         before = residual + wide_row[:, None] * residual_stride + column[None, :]
@@ -210,8 +223,12 @@ def launch(
     eps: float,
     activation: str,
     residual: Tensor | None,
+    cleared: Tensor | None = None,
 ) -> Tensor:
     """`fused_linear` with the kernel; arguments as for the op.
+
+    Args:
+        cleared: int32, a power of two of elements, which the launch sets to zeros; None = nothing.
 
     Raises:
         ValueError: the dtype is not one of `FUSED_DTYPES`, or a tensor does not fit `fused_linear`.
@@ -238,12 +255,15 @@ def launch(
         bias,
         norm_weight,
         residual,
+        cleared,
         num_rows,
         # A single row may have any stride. Triton would compile the kernel again for some strides.
         x.stride(0) if num_rows > 1 else in_features,
         residual.stride(0) if residual is not None and num_rows > 1 else out_features,
         eps,
-        **linear_constants(tile, out_features, in_features, activation),
+        **linear_constants(
+            tile, out_features, in_features, activation, 0 if cleared is None else cleared.numel()
+        ),
     )
     return out
 

@@ -15,12 +15,72 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ("expert_order", "expert_order_kernel", "launch_route", "pairs_of_tile", "route_kernel")
+__all__ = (
+    "choose_experts",
+    "expert_order",
+    "expert_order_kernel",
+    "launch_route",
+    "pairs_of_tile",
+    "route_kernel",
+)
 
 # pairs; torch sorts more pairs, because counting compares each pair with all others
 _MOST_COUNTED = 8192
 _PAIRS, _OTHERS = 32, 128  # pairs of a program, and pairs that it compares them with at a time
 _LEAST_SUM = tl.constexpr(1e-20)  # as in ops/moe/routing.py
+
+
+@triton.jit
+def choose_experts(
+    values,  # [M, BLOCK_E] float32: logits; -inf beyond the experts
+    bias,  # pointer to [NUM_EXPERTS] float32, or None
+    scale,
+    NUM_EXPERTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    SCORING: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_K: tl.constexpr,  # power of two, at least TOP_K
+):
+    """The experts [M, BLOCK_K] int32 of M tokens and their weights float32, as `route`."""
+    lane = tl.arange(0, BLOCK_E)
+    is_open = (lane < NUM_EXPERTS)[None, :] & tl.full([BLOCK_M, BLOCK_E], 1, tl.int1)
+    scores = values
+    if SCORING == "softmax":
+        scores = tl.exp(values - tl.max(values, 1)[:, None])
+        scores = scores / tl.sum(scores, 1)[:, None]
+    if SCORING == "sigmoid":
+        scores = 1.0 / (1.0 + tl.exp(-values))
+    choice = values
+    if bias is not None:
+        choice = scores + tl.load(bias + lane, mask=lane < NUM_EXPERTS, other=0.0)[None, :]
+    slot = tl.arange(0, BLOCK_K)[None, :]
+    in_use = slot < TOP_K
+    # The number of NaN that a token has met.
+    wrong = tl.sum((values != values).to(tl.int32), 1)
+    chosen = tl.zeros([BLOCK_M, BLOCK_K], tl.int32)
+    taken = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
+    for k in range(TOP_K):
+        greatest = tl.max(tl.where(is_open, choice, float("-inf")), 1)
+        is_best = is_open & (choice == greatest[:, None])
+        best = tl.min(tl.where(is_best, lane[None, :], BLOCK_E), 1)
+        wrong += tl.where(best == BLOCK_E, 1, 0)  # no number was left to choose
+        is_best = lane[None, :] == best[:, None]
+        score = tl.sum(tl.where(is_best, scores, 0.0), 1)
+        chosen = tl.where(slot == k, best[:, None], chosen)
+        taken = tl.where(slot == k, score[:, None], taken)
+        is_open = is_open & (lane[None, :] != best[:, None])
+    if SCORING == "top_softmax":
+        taken = tl.where(in_use, taken, float("-inf"))
+        taken = tl.exp(taken - tl.max(taken, 1)[:, None])
+        taken = taken / tl.sum(taken, 1)[:, None]
+    if RENORMALIZE:
+        taken = taken / (tl.sum(tl.where(in_use, taken, 0.0), 1) + _LEAST_SUM)[:, None]
+    taken = taken * scale
+    wrong += tl.sum((in_use & (taken != taken)).to(tl.int32), 1)
+    is_wrong = (wrong > 0)[:, None]
+    return tl.where(is_wrong, slot, chosen), tl.where(is_wrong, float("nan"), taken)
 
 
 @triton.jit(do_not_specialize=["scale"])
@@ -40,44 +100,16 @@ def route_kernel(
 ):
     """One program for each token."""
     token = tl.program_id(0).to(tl.int64)
-    lane = tl.arange(0, BLOCK_E)
-    is_open = lane < NUM_EXPERTS
-    values = tl.load(logits + token * logits_stride + lane, mask=is_open, other=float("-inf"))
-    values = values.to(tl.float32)
-    scores = values
-    if SCORING == "softmax":
-        scores = tl.exp(values - tl.max(values, 0))
-        scores = scores / tl.sum(scores, 0)
-    if SCORING == "sigmoid":
-        scores = 1.0 / (1.0 + tl.exp(-values))
-    choice = values
-    if bias is not None:
-        choice = scores + tl.load(bias + lane, mask=is_open, other=0.0)
-    slot = tl.arange(0, BLOCK_K)
-    # The number of NaN that the token has met.
-    wrong = tl.zeros([BLOCK_K], tl.int32) + tl.sum((values != values).to(tl.int32), 0)
-    in_use = slot < TOP_K
-    chosen = tl.zeros([BLOCK_K], tl.int32)
-    taken = tl.zeros([BLOCK_K], tl.float32)
-    for k in range(TOP_K):
-        greatest = tl.max(tl.where(is_open, choice, float("-inf")), 0)
-        best = tl.min(tl.where(is_open & (choice == greatest), lane, BLOCK_E), 0)
-        wrong += tl.where(best == BLOCK_E, 1, 0)  # no number was left to choose
-        score = tl.sum(tl.where(lane == best, scores, 0.0), 0)
-        chosen = tl.where(slot == k, best, chosen)
-        taken = tl.where(slot == k, score, taken)
-        is_open = is_open & (lane != best)
-    if SCORING == "top_softmax":
-        taken = tl.where(in_use, taken, float("-inf"))
-        taken = tl.exp(taken - tl.max(taken, 0))
-        taken = taken / tl.sum(taken, 0)
-    if RENORMALIZE:
-        taken = taken / (tl.sum(tl.where(in_use, taken, 0.0), 0) + _LEAST_SUM)
-    taken = taken * scale
-    wrong += tl.sum((in_use & (taken != taken)).to(tl.int32), 0)
+    lane = tl.arange(0, BLOCK_E)[None, :]
+    row = logits + token * logits_stride
+    values = tl.load(row + lane, mask=lane < NUM_EXPERTS, other=float("-inf")).to(tl.float32)
+    chosen, taken = choose_experts(
+        values, bias, scale, NUM_EXPERTS, TOP_K, SCORING, RENORMALIZE, 1, BLOCK_E, BLOCK_K
+    )
+    slot = tl.arange(0, BLOCK_K)[None, :]
     target = token * TOP_K + slot
-    tl.store(ids + target, tl.where(wrong > 0, slot, chosen), mask=in_use)
-    tl.store(weights + target, tl.where(wrong > 0, float("nan"), taken), mask=in_use)
+    tl.store(ids + target, chosen, mask=slot < TOP_K)
+    tl.store(weights + target, taken, mask=slot < TOP_K)
 
 
 def launch_route(

@@ -10,7 +10,9 @@ from ostinato.models.base import CausalLM, DecoderLayer
 from ostinato.models.checkpoints.weights import init_dummy_weights
 from ostinato.models.families.llama import LlamaForCausalLM
 from ostinato.models.registry import build_model
+from ostinato.ops.fused.fused_experts import fused_experts
 from ostinato.ops.fused.fused_linear import fused_linear, most_rows
+from ostinato.ops.moe.routing import RouteSpec
 from tests.gpu.tiny_llama import MODEL
 
 pytestmark = pytest.mark.gpu
@@ -84,3 +86,30 @@ def test_layers_have_a_form_for_few_rows() -> None:
     assert isinstance(model, CausalLM)
     assert isinstance(layer := model.layers[0], DecoderLayer)
     assert layer.few_rows() is not None
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 40, MOST_ROWS])
+def test_experts(tokens: int) -> None:
+    """Against plain torch in float32. All experts are chosen, so no rounding changes the choice."""
+    spec = RouteSpec(8, 8)
+    x, residual = random(tokens, 1024, seed=1), random(tokens, 512, seed=2)
+    sizes = ((512, 1024), (8, 512), (8, 512, 512), (8, 512, 256))
+    output, router, gate_up, down = (
+        random(*size, seed=seed) * size[-1] ** -0.5 for seed, size in enumerate(sizes, 3)
+    )
+    norm_weight = 1 + 0.1 * random(512, seed=8)
+
+    def call(*tensors: Tensor) -> Tensor:
+        x, output, residual, norm_weight, router, gate_up, down = tensors
+        matrices = (router, None, gate_up, down)
+        options = {"rounds_logits": False, "activation": "silu"}
+        return fused_experts(
+            x, output, None, residual, norm_weight, 1e-5, *matrices, spec, **options
+        )
+
+    operands = (x, output, residual, norm_weight, router, gate_up, down)
+    result = call(*operands)
+    expected = call(*(tensor.cpu().float() for tensor in operands))
+    assert float((result.cpu().float() - expected).abs().max()) <= 3 * rounding(expected)
+    for _ in range(20):  # other programs may be the last of a token
+        assert torch.equal(call(*operands), result)

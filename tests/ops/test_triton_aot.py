@@ -17,6 +17,9 @@ UNMARKED = {
     "window 4096, cap 50, D128",
     "gpt-oss 64/8 heads, D64, window 128, sinks",
     "BLOOM-7B 32/32 heads, D128, ALiBi",
+    "Qwen3-30B-A3B router, 8 rows",
+    "Qwen3-30B-A3B gate and up, 8 rows",
+    "Qwen3-30B-A3B down, 8 rows",
 }
 CASES = [
     pytest.param(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ostinato.benchmarks.gpu.without_device.expert_bytes import read_weights
 from ostinato.benchmarks.gpu.without_device.kernels import OwnLaunch, recorded_launches
 from ostinato.benchmarks.gpu.without_device.lowering import By, Launch
 from ostinato.benchmarks.gpu.without_device.model_programs import ModelPrograms, counted_ops
@@ -81,7 +82,7 @@ class _Recording(TorchDispatchMode):
                 result = moe_linear_on_cuda(*args)
             launches = [*others, *_products(args, result, kernels)]
             x, ids, weight = args[:3]
-            ideal = x.nbytes + _read_weights(ids, weight) + result.nbytes
+            ideal = x.nbytes + read_weights(weight, *ids.shape) + result.nbytes
             self._add("moe_linear", launches, kernels, ideal)
             return result
         return func(*args, **(kwargs or {}))
@@ -106,19 +107,12 @@ def _products(args: tuple[Any, ...], result: Tensor, kernels: list[OwnLaunch]) -
         elif kernel.name == "grouped_kernel":
             itemsize = x.element_size() if routing_weights is None else 4
             written = pairs * width * itemsize
-            read = x.nbytes + _read_weights(ids, weight) + 8 * (pairs + num_experts)
+            read = x.nbytes + read_weights(weight, *ids.shape) + 8 * (pairs + num_experts)
             name = f"experts, {width} x {depth}"
             yield _launch(name, read + written, 2 * pairs * width * depth)
         else:
             read = 4 * pairs * width + 4 * pairs + (0 if residual is None else residual.nbytes)
             yield _launch("sum of slots", read + result.nbytes, 0)
-
-
-def _read_weights(ids: Tensor, weight: Tensor) -> int:
-    """Bytes of the matrices that random tokens are routed to, on average."""
-    num_tokens, slots = ids.shape
-    num_experts = len(weight)
-    return round(weight.nbytes * (1 - (1 - slots / num_experts) ** num_tokens))
 
 
 def _launch(name: str, num_bytes: int, num_flop: int) -> Launch:

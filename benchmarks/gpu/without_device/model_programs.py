@@ -13,6 +13,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ostinato.benchmarks.gpu.without_device.expert_bytes import fused_experts_launches
 from ostinato.benchmarks.gpu.without_device.kernels import OwnLaunch, recorded_launches
 from ostinato.benchmarks.gpu.without_device.lowering import By, Launch, Lowered, lowered_graphs
 from ostinato.conf.compose import load_config
@@ -27,6 +28,7 @@ from ostinato.models.registry import build_model
 from ostinato.models.step_tensors import ForwardBatch, Size, StepSizes, tensor_specs
 from ostinato.ops.backends.triton_tiles import ceil_div
 from ostinato.ops.fused import triton_fused_linear
+from ostinato.ops.fused.triton_fused_experts import launch_experts
 from ostinato.runtime.startup.plan.model_source import open_model
 
 __all__ = (
@@ -261,6 +263,14 @@ class _Fused(TorchDispatchMode):
             with recorded_launches(self._arch) as kernels:
                 triton_fused_linear.launch(*args)
             self._launches.append(FusedLaunch(launch=_linear(args, result), kernel=kernels[0]))
+        elif func is torch.ops.ostinato.fused_experts.default:
+            with recorded_launches(self._arch) as kernels:
+                launch_experts(*args)
+            launches = fused_experts_launches(args, result)
+            self._launches += [
+                FusedLaunch(launch=launch, kernel=kernel)
+                for launch, kernel in zip(launches, kernels, strict=True)
+            ]
         elif func is torch.ops.ostinato.rotary_attention.default:
             launch = _launch(By.own, "rotary_attention", 0, 0, 0)
             self._launches.append(FusedLaunch(launch=launch, kernel=None))

@@ -28,6 +28,24 @@ from tests.runtime.tiny import MODEL
 CPU = torch.device("cpu")
 MOST_ROWS = most_rows(torch.float32)
 QWEN3 = {**MODEL, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+EXPERTS = {
+    **MODEL,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "norm_topk_prob": True,
+}
+SHARED_EXPERT = {
+    **EXPERTS,
+    "architectures": ["Qwen2MoeForCausalLM"],
+    "model_type": "qwen2_moe",
+    "shared_expert_intermediate_size": 32,
+}
+DENSE = ["fused_linear", "rotary_attention", *["fused_linear"] * 3]
 
 
 def build(hf_config: dict[str, Any], dtype: torch.dtype = torch.float32) -> tuple[CausalLM, Any]:
@@ -71,10 +89,18 @@ def few_calls(
     return calls
 
 
-@pytest.mark.parametrize("hf_config", [MODEL, QWEN3], ids=["llama", "qwen3"])
+@pytest.mark.parametrize(
+    ("hf_config", "ops"),
+    [
+        (MODEL, DENSE),
+        (QWEN3, DENSE),
+        (EXPERTS, ["fused_linear", "rotary_attention", "fused_experts"]),
+    ],
+    ids=["llama", "qwen3", "experts"],
+)
 @torch.inference_mode()
-def test_a_layer_is_five_calls_of_ops(hf_config: dict[str, Any]) -> None:
-    """The attention op is three kernels, so a layer is seven. Results are those of the model."""
+def test_a_layer_is_few_calls_of_ops(hf_config: dict[str, Any], ops: list[str]) -> None:
+    """The attention op is three kernels, and that of experts four. Results are those of the model."""
     model, config = build(hf_config)
     spec = config.kv_cache_spec(8, torch.float32)
     cache, expected_cache = spec.allocate(80, CPU), spec.allocate(80, CPU)
@@ -83,7 +109,7 @@ def test_a_layer_is_five_calls_of_ops(hf_config: dict[str, Any]) -> None:
     assert all(map(is_portable, store.files.values()))
     for function, _ in calls:
         found = re.findall(r"\bop_(\w+)\(", function.program.source)
-        assert found == ["fused_linear", "rotary_attention", *["fused_linear"] * 3]
+        assert found == ops
         assert function.pieces == []
 
     def larger(*arguments: Any) -> Tensor:
@@ -113,8 +139,9 @@ def test_a_layer_is_five_calls_of_ops(hf_config: dict[str, Any]) -> None:
         (MODEL, torch.float16),
         ({**MODEL, "architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"}, torch.float32),
         ({**MODEL, "architectures": ["CohereForCausalLM"], "model_type": "cohere"}, torch.float32),
+        (SHARED_EXPERT, torch.float32),
     ],
-    ids=["float16", "post-norm", "layer norm"],
+    ids=["float16", "post-norm", "layer norm", "shared expert"],
 )
 def test_layers_without_such_a_form(hf_config: dict[str, Any], dtype: torch.dtype) -> None:
     model, _ = build(hf_config, dtype)

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[3]
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("marks", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
 def test_under_the_interpreter(marks: str) -> None:
-    """The tests of interpreted_fused.py with these marks, in a process where no kernel is decorated yet."""
+    """The interpreted tests with these marks, in a process where no kernel is decorated yet."""
     environment = os.environ | {
         "TRITON_INTERPRET": "1",
         # NumPy multiplies small tiles, for which more threads are slower.
@@ -26,8 +26,9 @@ def test_under_the_interpreter(marks: str) -> None:
         "OPENBLAS_NUM_THREADS": "1",
     }
     options = ["-x", "-q", "-p", "no:cacheprovider", "-m", marks]
+    files = [f"tests/ops/fused/interpreted_{name}.py" for name in ("fused", "experts")]
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, "tests/ops/fused/interpreted_fused.py"],
+        [sys.executable, "-m", "pytest", *options, *files],
         cwd=ROOT,
         env=environment,
         capture_output=True,

@@ -1,0 +1,281 @@
+"""The Triton kernels of `ostinato::fused_experts`, for few rows. Not yet verified on hardware.
+
+    1. output projection of the attention, residual (triton_fused_linear.py)
+    2. `router_kernel`: norm, logits, choice of experts, pairs of each expert
+    3. `gate_up_kernel`: grouped product of gate and up, activation
+    4. `down_kernel`: grouped product, weighted sum over the slots of a token, residual
+
+A pair is a token and one of its slots. Every expert has a list of its pairs, in any order: a row of
+a product has the same bits wherever it lies in a tile.
+
+Two of the kernels finish what several programs have begun: the program that arrives last at a
+counter reads the results of the others. It is the only one that writes, and it reads in a fixed
+order, so results do not depend on who is last. A counter is zero when its kernel begins: an earlier
+launch of the same call has cleared it.
+
+Source: the grouped product over sorted tokens of MegaBlocks (Gale et al., arXiv:2211.15841).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ostinato.ops.fused.triton_fused_linear import gated
+from ostinato.ops.moe.triton_routing import choose_experts
+
+__all__ = ("down_kernel", "gate_up_kernel", "router_kernel")
+
+
+@triton.jit
+def _tile(pointers, rows_ok, columns_ok, MASK_ROWS: tl.constexpr, MASK_COLUMNS: tl.constexpr):
+    """A tile of rows; what lies outside reads as 0."""
+    if MASK_COLUMNS:
+        tile = tl.load(pointers, mask=rows_ok[:, None] & columns_ok[None, :], other=0.0)
+    elif MASK_ROWS:
+        tile = tl.load(pointers, mask=rows_ok[:, None], other=0.0)
+    else:
+        tile = tl.load(pointers)
+    return tile
+
+
+@triton.jit
+def _store_normal(normal, x, norm_weight, factor, row, row_ok, K: tl.constexpr,
+                  BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
+    """Store this program's share of the columns of a row tile's norm."""
+    for start in range(tl.program_id(1) * BLOCK_K, K, tl.num_programs(1) * BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        ok = row_ok[:, None] & (k < K)[None, :]
+        wide = tl.load(x + row * K + k[None, :], mask=ok, other=0.0).to(tl.float32)
+        scale = tl.load(norm_weight + k, mask=k < K, other=0.0).to(tl.float32)
+        result = (wide * factor * scale[None, :]).to(normal.dtype.element_ty)
+        tl.store(normal + row * K + k[None, :], result, mask=ok)
+
+
+@triton.jit
+def _list_pairs(routing_weights, members, counts, logits, score_bias, row, num_rows, scale,
+                NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SCORING: tl.constexpr,
+                RENORMALIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr,
+                BLOCK_S: tl.constexpr):  # fmt: skip
+    """Choose the experts of a row tile, and append its pairs to the lists of these experts."""
+    row_ok = (row < num_rows)[:, None]
+    lane = tl.arange(0, BLOCK_E)[None, :]
+    place = row.to(tl.int64)[:, None] * NUM_EXPERTS + lane
+    values = tl.load(logits + place, mask=row_ok & (lane < NUM_EXPERTS), other=0.0)
+    values = tl.where(lane < NUM_EXPERTS, values, float("-inf"))
+    chosen, taken = choose_experts(
+        values, score_bias, scale, NUM_EXPERTS, TOP_K, SCORING, RENORMALIZE, BLOCK_M, BLOCK_E,
+        BLOCK_S,
+    )  # fmt: skip
+    slot = tl.arange(0, BLOCK_S)[None, :]
+    ok = row_ok & (slot < TOP_K)
+    pair = row[:, None] * TOP_K + slot
+    tl.store(routing_weights + pair, taken, mask=ok)
+    index = tl.atomic_add(counts + chosen, 1, mask=ok, sem="relaxed")
+    tl.store(members + chosen * num_rows + index, pair, mask=ok)
+
+
+@triton.jit(do_not_specialize=["num_rows", "eps", "scale"])
+def router_kernel(
+    normal,  # [T, K] contiguous: the normalised rows, for the experts
+    routing_weights,  # [T, TOP_K] float32
+    members,  # [NUM_EXPERTS, T] int32: the pairs (token * TOP_K + slot) of each expert
+    counters,  # int32 zeros: for each expert its number of pairs; for each row tile its arrivals
+    slots_done,  # [T, DOWN_TILES] int32, cleared for `down_kernel`
+    logits,  # [T, NUM_EXPERTS] float32, intermediate
+    x,  # [T, K] contiguous
+    weight,  # [NUM_EXPERTS, K] contiguous
+    norm_weight,  # [K]
+    score_bias,  # [NUM_EXPERTS] float32, or None
+    num_rows,  # T
+    eps,
+    scale,
+    K: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    SCORING: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+    ROUNDS: tl.constexpr,  # logits are rounded to x's dtype
+    DOWN_TILES: tl.constexpr,
+    BLOCK_C: tl.constexpr,  # power of two, at least DOWN_TILES
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_E: tl.constexpr,  # power of two, at least NUM_EXPERTS
+    BLOCK_S: tl.constexpr,  # power of two, at least TOP_K
+):
+    """One program for each row tile and column tile of the logits.
+
+    The last program of a row tile chooses the experts of its tokens.
+    """
+    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    row_ok = row < num_rows
+    wide_row = row.to(tl.int64)[:, None]
+    column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    column_ok = column < NUM_EXPERTS
+    depth = tl.arange(0, BLOCK_K)
+    sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    squares = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
+    for start in range(0, K, BLOCK_K):
+        k = start + depth
+        tile = _tile(x + wide_row * K + k[None, :], row_ok, k < K, True, K % BLOCK_K != 0)
+        wide = tile.to(tl.float32)
+        squares += wide * wide
+        scale_k = tl.load(norm_weight + k, mask=k < K, other=0.0).to(tl.float32)
+        tile = (wide * scale_k[None, :]).to(tile.dtype)
+        columns = _tile(weight + column[:, None] * K + k[None, :], column_ok, k < K,
+                        NUM_EXPERTS % BLOCK_N != 0, K % BLOCK_K != 0)  # fmt: skip
+        sums = tl.dot(tile, tl.trans(columns), sums, input_precision="ieee")
+    factor = tl.rsqrt(tl.sum(squares, 1) / K + eps)[:, None]
+    sums = sums * factor
+    if ROUNDS:
+        sums = sums.to(x.dtype.element_ty).to(tl.float32)
+    tl.store(logits + wide_row * NUM_EXPERTS + column[None, :], sums,
+             mask=row_ok[:, None] & column_ok[None, :])  # fmt: skip
+
+    _store_normal(normal, x, norm_weight, factor, wide_row, row_ok, K, BLOCK_M, BLOCK_K)
+    if tl.program_id(1) == 0:
+        done = tl.arange(0, BLOCK_C)
+        tl.store(slots_done + row[:, None] * DOWN_TILES + done[None, :],
+                 tl.zeros([BLOCK_M, BLOCK_C], tl.int32),
+                 mask=row_ok[:, None] & (done < DOWN_TILES)[None, :])  # fmt: skip
+
+    tl.debug_barrier()  # all logits of this program are written before it is counted
+    arrived = tl.atomic_add(counters + NUM_EXPERTS + tl.program_id(0), 1, sem="acq_rel")
+    if arrived == tl.num_programs(1) - 1:
+        tl.debug_barrier()
+        _list_pairs(
+            routing_weights, members, counters, logits, score_bias, row, num_rows, scale,
+            NUM_EXPERTS, TOP_K, SCORING, RENORMALIZE, BLOCK_M, BLOCK_E, BLOCK_S,
+        )  # fmt: skip
+
+
+@triton.jit
+def _pairs(tile, members, counts, num_rows, NUM_EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr,
+           BLOCK_M: tl.constexpr):  # fmt: skip
+    """The pairs of a tile: their expert, at least NUM_EXPERTS if there are none; the pairs; which
+    of them there are.
+    """
+    lane = tl.arange(0, BLOCK_E)
+    count = tl.load(counts + lane, mask=lane < NUM_EXPERTS, other=0)
+    tiles = (count + BLOCK_M - 1) // BLOCK_M  # of each expert
+    before = tl.cumsum(tiles, 0) <= tile
+    expert = tl.sum(before.to(tl.int32))
+    first = (tile - tl.sum(tl.where(before, tiles, 0))) * BLOCK_M
+    place = first + tl.arange(0, BLOCK_M)
+    is_pair = place < tl.sum(tl.where(lane == expert, count, 0))
+    pair = tl.load(members + expert * num_rows + place, mask=is_pair, other=0)
+    return expert, pair, is_pair
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def gate_up_kernel(
+    inner,  # [T * SLOTS, N] contiguous
+    normal,  # [T, K] contiguous
+    weight,  # [NUM_EXPERTS, 2 N, K] contiguous: gate and up
+    members,  # [NUM_EXPERTS, T] int32
+    counts,  # [NUM_EXPERTS] int32
+    num_rows,  # T
+    N: tl.constexpr,
+    K: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    SLOTS: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """One program for each tile of pairs and tile of columns."""
+    expert, pair, is_pair = _pairs(
+        tl.program_id(0), members, counts, num_rows, NUM_EXPERTS, BLOCK_E, BLOCK_M
+    )
+    if expert < NUM_EXPERTS:
+        row = (pair // SLOTS).to(tl.int64)[:, None] * K
+        column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+        column_ok = column < N
+        depth = tl.arange(0, BLOCK_K)
+        matrix = weight + expert.to(tl.int64) * (2 * N * K)
+        masked: tl.constexpr = K % BLOCK_K != 0
+        gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for start in range(0, K, BLOCK_K):
+            k = start + depth
+            left = _tile(normal + row + k[None, :], is_pair, k < K, True, masked)
+            source = matrix + column[:, None] * K + k[None, :]
+            right = _tile(source, column_ok, k < K, N % BLOCK_N != 0, masked)
+            gate = tl.dot(left, tl.trans(right), gate, input_precision="ieee")
+            right = _tile(source + N * K, column_ok, k < K, N % BLOCK_N != 0, masked)
+            up = tl.dot(left, tl.trans(right), up, input_precision="ieee")
+        target = inner + pair.to(tl.int64)[:, None] * N + column[None, :]
+        result = gated(gate, up, ACTIVATION).to(inner.dtype.element_ty)
+        tl.store(target, result, mask=is_pair[:, None] & column_ok[None, :])
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def down_kernel(
+    out,  # [T, N] contiguous
+    products,  # [T * SLOTS, N] float32, intermediate
+    slots_done,  # [T, column tiles] int32 zeros
+    inner,  # [T * SLOTS, K] contiguous
+    weight,  # [NUM_EXPERTS, N, K] contiguous
+    routing_weights,  # [T, SLOTS] float32
+    residual,  # [T, N] contiguous
+    members,  # [NUM_EXPERTS, T] int32
+    counts,  # [NUM_EXPERTS] int32
+    num_rows,  # T
+    N: tl.constexpr,
+    K: tl.constexpr,
+    SLOTS: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """One program for each tile of pairs and tile of columns.
+
+    The last program of a token adds its slots, in their order.
+    """
+    expert, pair, is_pair = _pairs(
+        tl.program_id(0), members, counts, num_rows, NUM_EXPERTS, BLOCK_E, BLOCK_M
+    )
+    if expert < NUM_EXPERTS:
+        row = pair.to(tl.int64)[:, None]
+        column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+        column_ok = column < N
+        depth = tl.arange(0, BLOCK_K)
+        matrix = weight + expert.to(tl.int64) * (N * K)
+        masked: tl.constexpr = K % BLOCK_K != 0
+        sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for start in range(0, K, BLOCK_K):
+            k = start + depth
+            left = _tile(inner + row * K + k[None, :], is_pair, k < K, True, masked)
+            right = _tile(
+                matrix + column[:, None] * K + k[None, :],
+                column_ok,
+                k < K,
+                N % BLOCK_N != 0,
+                masked,
+            )
+            sums = tl.dot(left, tl.trans(right), sums, input_precision="ieee")
+        tl.store(products + row * N + column[None, :], sums,
+                 mask=is_pair[:, None] & column_ok[None, :])  # fmt: skip
+        tl.debug_barrier()  # all products of this program are written before it is counted
+        token = pair // SLOTS
+        counter = slots_done + token * tl.num_programs(1) + tl.program_id(1)
+        before = tl.atomic_add(counter, 1, mask=is_pair, sem="acq_rel")
+        is_last = is_pair & (before == SLOTS - 1)
+        if tl.sum(is_last.to(tl.int32)) > 0:
+            tl.debug_barrier()
+            stored = is_last[:, None] & column_ok[None, :]
+            place = token.to(tl.int64)[:, None] * N + column[None, :]
+            total = tl.load(residual + place, mask=stored, other=0.0).to(tl.float32)
+            summed = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+            for slot in range(SLOTS):
+                source = (token * SLOTS + slot).to(tl.int64)
+                factor = tl.load(routing_weights + source, mask=is_last, other=0.0)
+                product = tl.load(products + source[:, None] * N + column[None, :], mask=stored,
+                                  other=0.0)  # fmt: skip
+                summed += factor[:, None] * product
+            tl.store(out + place, (total + summed).to(out.dtype.element_ty), mask=stored)

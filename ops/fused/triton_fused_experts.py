@@ -1,0 +1,204 @@
+"""Launches the kernels of `ostinato::fused_experts` (triton_expert_kernels.py)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from ostinato.ops.fused import triton_fused_linear
+from ostinato.ops.fused.fused_linear import TILE_ROWS
+from ostinato.ops.fused.triton_expert_kernels import down_kernel, gate_up_kernel, router_kernel
+from ostinato.ops.moe.moe_linear import TILE_MEANS
+
+__all__ = ("experts_constants", "launch_experts", "router_constants")
+
+_ROUTED = 16  # tokens of a program of the router; tensor cores take 16 at least
+_MOST_ROW_TILES = TILE_ROWS[torch.bfloat16][-1] // _ROUTED
+
+
+def router_constants(
+    num_experts: int, in_features: int, top_k: int, itemsize: int, down_tiles: int
+) -> dict[str, Any]:
+    """The constants of `router_kernel` without the router's options, launch options included."""
+    block_k = min(512 // itemsize, max(16, triton.next_power_of_2(in_features)))
+    return {
+        "K": in_features,
+        "NUM_EXPERTS": num_experts,
+        "TOP_K": top_k,
+        "DOWN_TILES": down_tiles,
+        "BLOCK_C": triton.next_power_of_2(down_tiles),
+        "BLOCK_M": _ROUTED,
+        "BLOCK_N": 16,
+        "BLOCK_K": block_k,
+        "BLOCK_E": triton.next_power_of_2(num_experts),
+        "BLOCK_S": triton.next_power_of_2(top_k),
+        "num_warps": 4,
+        "num_stages": 4,
+    }
+
+
+def experts_constants(
+    num_pairs: int, num_experts: int, in_features: int, itemsize: int, *, is_gated: bool
+) -> dict[str, Any]:
+    """The tile of a grouped product: about as many rows as an expert has on average.
+
+    Args:
+        num_pairs: tokens times slots.
+        num_experts: how many there are.
+        in_features: K.
+        itemsize: bytes of an element of rows and weights.
+        is_gated: whether a column of the result needs two columns of products.
+    """
+    is_few = num_pairs <= TILE_MEANS[0] * num_experts
+    if itemsize == 4:  # multiplied without tensor cores
+        block_m, block_n, block_k = 16, 16, 64
+    else:
+        # One sequence has about one tile of pairs for each slot. Its tiles of columns must be so
+        # narrow that all multiprocessors read.
+        block_m, block_n, block_k = (16, 64, 128) if is_few else (64, 128, 64)
+        block_n //= 2 if is_gated else 1
+    return {
+        "BLOCK_E": triton.next_power_of_2(num_experts),
+        "BLOCK_M": block_m,
+        "BLOCK_N": block_n,
+        "BLOCK_K": min(block_k, max(16, triton.next_power_of_2(in_features))),
+        "num_warps": 4,
+        "num_stages": 2 if itemsize == 4 else 4 if is_few else 3,
+    }
+
+
+def launch_experts(
+    x: Tensor,
+    output_weight: Tensor,
+    output_bias: Tensor | None,
+    residual: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    router: Tensor,
+    score_bias: Tensor | None,
+    gate_up: Tensor,
+    down: Tensor,
+    top_k: int,
+    scoring: str,
+    renormalize: bool,
+    scale: float,
+    rounds_logits: bool,
+    activation: str,
+) -> Tensor:
+    """`fused_experts` with the kernels; arguments as for the op.
+
+    Raises:
+        ValueError: a dtype or stride is not as the op says.
+    """
+    num_rows, (num_experts, size, _) = x.shape[0], down.shape
+    for name, tensor in (("the router", router), ("gate and up", gate_up), ("down", down)):
+        if not tensor.is_contiguous() or tensor.dtype != x.dtype:
+            raise ValueError(
+                f"fused_experts: {name} of {tensor.dtype} with strides {tensor.stride()} must be "
+                f"dense and of x's dtype, {x.dtype}"
+            )
+
+    def empty(*shape: int, dtype: torch.dtype = x.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=x.device)
+
+    row_tiles = triton.cdiv(num_rows, _ROUTED)
+    # One size for all steps of the engine, because it is a constant of the kernel that clears them.
+    num_counters = num_experts + max(_MOST_ROW_TILES, row_tiles)
+    counters = empty(triton.next_power_of_2(num_counters), dtype=torch.int32)
+    hidden = triton_fused_linear.launch(
+        x, output_weight, output_bias, None, 0.0, "", residual, counters
+    )
+    if num_rows == 0:
+        return hidden
+    down_tiles = triton.cdiv(size, _tiles(num_rows * top_k, down)[1]["BLOCK_N"])
+    normal = empty(num_rows, size)
+    routing_weights = empty(num_rows, top_k, dtype=torch.float32)
+    members = empty(num_experts, num_rows, dtype=torch.int32)
+    slots_done = empty(num_rows, down_tiles, dtype=torch.int32)
+    options = {"SCORING": scoring, "RENORMALIZE": renormalize, "ROUNDS": rounds_logits}
+    constants = options | router_constants(num_experts, size, top_k, x.element_size(), down_tiles)
+    router_kernel[(row_tiles, triton.cdiv(num_experts, constants["BLOCK_N"]))](
+        normal,
+        routing_weights,
+        members,
+        counters,
+        slots_done,
+        empty(num_rows, num_experts, dtype=torch.float32),
+        hidden,
+        router,
+        norm_weight,
+        score_bias,
+        num_rows,
+        eps,
+        scale,
+        **constants,
+    )
+    return _multiply(
+        hidden, normal, routing_weights, members, counters, slots_done, gate_up, down, activation
+    )
+
+
+def _multiply(
+    hidden: Tensor,
+    normal: Tensor,
+    routing_weights: Tensor,
+    members: Tensor,
+    counts: Tensor,
+    slots_done: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    activation: str,
+) -> Tensor:
+    """hidden [T, D] plus the experts' results [T, D] for the normalised rows [T, D].
+
+    Args:
+        routing_weights: [T, slots] float32.
+        members, counts, slots_done: as `router_kernel` has written them.
+        gate_up, down, activation: as for the op.
+    """
+    (num_rows, top_k), (num_experts, size, width) = routing_weights.shape, down.shape
+    pairs = num_rows * top_k
+    first, second = _tiles(pairs, down)
+    # The fullest tiles and one begun tile for each expert, but not more than there are pairs.
+    tiles = min(pairs, triton.cdiv(pairs, first["BLOCK_M"]) + num_experts)
+    shared = {"SLOTS": top_k, "NUM_EXPERTS": num_experts}
+    first |= {"N": width, "K": size, "ACTIVATION": activation, **shared}
+    second |= {"N": size, "K": width, **shared}
+    inner = normal.new_empty((pairs, width))
+    gate_up_kernel[(tiles, triton.cdiv(width, first["BLOCK_N"]))](
+        inner,
+        normal,
+        gate_up,
+        members,
+        counts,
+        num_rows,
+        **first,
+    )
+    out = torch.empty_like(hidden)
+    down_kernel[(tiles, slots_done.shape[1])](
+        out,
+        hidden.new_empty((pairs, size), dtype=torch.float32),
+        slots_done,
+        inner,
+        down,
+        routing_weights,
+        hidden,
+        members,
+        counts,
+        num_rows,
+        **second,
+    )
+    return out
+
+
+def _tiles(pairs: int, down: Tensor) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The tiles of gate and up, and of down."""
+    num_experts, size, width = down.shape
+    itemsize = down.element_size()
+    return (
+        experts_constants(pairs, num_experts, size, itemsize, is_gated=True),
+        experts_constants(pairs, num_experts, width, itemsize, is_gated=False),
+    )
