@@ -29,11 +29,12 @@ class CheckpointLayout:
 
     prefixes: tuple[str, ...] = ("model.",)  # prefixes that are dropped from stored names
     head: str = "lm_head.weight"
-    embedding: str = "embed_tokens.weight"  # a stored head that is tied equals this tensor
+    embedding: str = "embed_tokens.weight"  # with tied weights, a stored head must equal it
     renamed: tuple[tuple[str, str], ...] = ()  # (part of our name, its counterpart in stored names)
     merged: tuple[tuple[str, tuple[str, ...]], ...] = ()  # (our module, the modules that it stacks)
     transposed: tuple[str, ...] = ()  # our modules whose weight is stored as [in, out]
-    # (our module or one that it stacks, its row order: see models/checkpoints/row_orders.py)
+    # (our module, or one of the modules that it stacks; its row order, see
+    # models/checkpoints/row_orders.py)
     row_orders: tuple[tuple[str, Tensor], ...] = ()
     stacked: tuple[str, ...] = ()  # our modules whose experts are stored as one tensor
     ignored: tuple[str, ...] = ()  # regular expressions of tensors that are not weights
@@ -44,11 +45,11 @@ class AuxStates:
 
     Args:
         layers: the numbers of the layers whose input is kept, for an EAGLE-3 head.
-        has_final: the final hidden states are kept, for a layer that predicts the next token. The
-            model then computes them for all tokens of every step.
+        has_final: the final hidden states are kept, for a next-token layer (MTP). The model then
+            computes them for all tokens of every step.
 
     Attributes:
-        states: [T, D] for each of the layers, or the final ones, of the last step.
+        states: of the last step, [T, D] for each of the layers, or the final hidden states.
     """
 
     def __init__(self, layers: Collection[int], *, has_final: bool = False) -> None:
@@ -57,11 +58,11 @@ class AuxStates:
         self.states: list[Tensor] = []
 
     def begin(self) -> None:
-        """Drop the states of the step before."""
+        """Drop the states of the previous step."""
         self.states = []
 
     def see(self, layer: int, hidden: Tensor) -> None:
-        """Keep the hidden state that enters a layer, if it is one of them."""
+        """Keep the hidden state that enters a layer, if the layer is one of `layers`."""
         if layer in self.layers:
             self.states.append(hidden)
 
@@ -88,17 +89,17 @@ class DecoderLayer(nn.Module):
         raise NotImplementedError
 
     def static_key(self) -> tuple[Any, ...]:
-        """All that the traced program depends on besides tensors.
+        """Everything that the traced program depends on besides tensors.
 
         Layers with equal keys share one program.
         """
         raise NotImplementedError
 
     def few_rows(self) -> nn.Module | None:
-        """The layer for GPU steps of up to `most_rows` tokens, in fewer kernels; None = the same.
+        """The layer in fewer kernels, for GPU steps of at most `most_rows` tokens, or None.
 
-        A module with the arguments, the result and the parameters of this one, which calls only ops
-        of this package and views.
+        It has the arguments, the result and the parameters of this module. It calls only ops of
+        this package, and makes views.
         """
         return None
 
@@ -148,9 +149,9 @@ class LanguageModel(nn.Module):
     def forward(
         self, batch: ForwardBatch, kv_cache: KVCache, aux: AuxStates | None = None
     ) -> Tensor:
-        """[T] tokens -> final hidden states [R, D] of `logits_indices`; writes K and V of all.
+        """[T] tokens -> final hidden states [R, D] of `logits_indices`; writes K and V of all T.
 
-        Shows `aux` the hidden states between the layers.
+        Gives `aux` the hidden states between the layers.
         """
         hidden, step = self.begin(batch)
         last = len(self.layers) - 1 if self.stage.is_last else None
@@ -165,7 +166,7 @@ class LanguageModel(nn.Module):
 
 
 class CausalLM(LanguageModel):
-    """A decoder-only language model: every token sees those before it, through the KV cache."""
+    """A decoder-only language model: a token sees the tokens before it, through the KV cache."""
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """[R, D] final hidden states -> [R, vocab_size] float32 logits."""

@@ -32,14 +32,15 @@ from ostinato.models.weight_methods.weight_method import MatrixRole, MatrixSpec,
 
 __all__ = ("PLAIN", "WeightPolicy", "WeightsByRole", "choose_weights")
 
-# Smaller tables, those of positions and segments, would save nothing.
+# Smaller tables, such as those of positions and segments, are not quantised, because that would
+# save almost nothing.
 _MIN_TABLE_ROWS = 4096
-# Endings of tensors that only one quantization has.
+# Endings of tensor names. Each ending belongs to one quantization.
 _MARKERS = (".qweight", ".weight_packed", ".weight_scale_inv", ".weight_scale_2", "_blocks")
 
 
 class WeightPolicy(Protocol):
-    """Which weight method each matrix of a model has. Its `repr` is part of a bundle's key."""
+    """Chooses the weight method of each matrix of a model. Its `repr` is part of a bundle's key."""
 
     @property
     def uses_cpu_kernels(self) -> bool:
@@ -72,8 +73,8 @@ class WeightPolicy(Protocol):
         """The method of one matrix.
 
         Args:
-            names: the names of its modules in a checkpoint, such as
-                `model.layers.0.mlp.down_proj`; several if the matrix stacks theirs.
+            names: the names of its modules in a checkpoint, such as `model.layers.0.mlp.down_proj`;
+                several if the matrix stacks several modules.
             role: what the matrix does.
             spec: its size on this rank.
 
@@ -88,7 +89,7 @@ class WeightsByRole:
     """A policy that depends on a matrix's role alone."""
 
     layers: WeightMethod
-    router: WeightMethod  # the router of experts: few weights that decide much
+    router: WeightMethod  # the router of experts: few weights with much effect
     head: WeightMethod  # output heads, and embeddings that are output heads too
     embedding: WeightMethod  # other large embeddings; small ones are plain
 
@@ -141,14 +142,14 @@ def choose_weights(
 ) -> WeightPolicy:
     """The weight methods of a model.
 
-    `quantization_head=auto` keeps the output head at 8 bits. The head decides between tokens that
-    are near each other, and is a small part of all but the smallest models.
+    `quantization_head=auto` keeps the output head at 8 bits. The head decides between tokens whose
+    logits are nearly equal. It is a small part of the weights, except in the smallest models.
 
     Args:
         section: the configuration of the model.
         checkpoint: the model's.
-        pack: pack unquantised weights for the CPU kernels where there are such kernels.
-        device: where the weights live.
+        pack: pack unquantised weights for the CPU kernels, if there are such kernels.
+        device: the device of the weights.
         dtype: the dtype of activations.
 
     Raises:

@@ -1,8 +1,9 @@
 """The decoder that all causal models share: embedding, blocks, final norm, output head.
 
 A family has a `CheckpointLayout` and reads its config.json. The differences between the blocks of
-families are data (`BlockSpec`). A stage of a pipeline has some of the blocks; hidden states come to
-it and leave it through the ends of handoffs (ops/parallel/handoff.py).
+families are data (`BlockSpec`). A stage of a pipeline has some of the blocks. It gets hidden states
+from the previous stage, and sends them to the next stage, through handoffs
+(ops/parallel/handoff.py).
 """
 
 from __future__ import annotations
@@ -122,7 +123,7 @@ class DecoderBlock(DecoderLayer):
 
 
 def _rows_of(hidden: Tensor, rows: Tensor | None) -> Tensor:
-    """[T, D] -> [R, D], or all of it without `rows`."""
+    """The `rows` of [T, D]: [R, D]. Without `rows`, all of it."""
     return hidden if rows is None else F.embedding(rows, hidden)
 
 
@@ -136,7 +137,7 @@ class StageLayers(nn.ModuleList):
 
 
 class Decoder(CausalLM):
-    """Token embedding, learned positions if there are any, blocks, final norm, output head.
+    """Token embedding, blocks, final norm, output head; in some families learned positions.
 
     A stage of a pipeline must be joined to its neighbours before it is run (`join_stages`).
     """
@@ -175,11 +176,12 @@ class Decoder(CausalLM):
             self.lm_head = OutputHead(size, config.vocab_size, options, bias=config.head_bias)
 
     def join_stages(self, previous: HiddenReceiver | None, following: HiddenSender | None) -> None:
-        """Set where hidden states come from and go to.
+        """Connect this stage to its neighbours.
 
         Args:
-            previous: from the stage before; None = this is the first one.
-            following: to the next stage; None = this is the last one.
+            previous: receives hidden states from the previous stage; None = this is the first
+                stage.
+            following: sends hidden states to the next stage; None = this is the last stage.
         """
         self._previous, self._next = previous, following
 

@@ -38,7 +38,7 @@ __all__ = ("FewRowsBlock",)
 
 
 class FewRowsBlock(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); `of` says for which modules."""
+    """x + attention(norm(x)), then x + mlp(norm(x)), for the modules that `of` accepts."""
 
     def __init__(
         self, attention_norm: RMSNorm, self_attn: Attention, mlp_norm: RMSNorm, mlp: GatedMLP | MoE
@@ -77,7 +77,7 @@ class FewRowsBlock(nn.Module):
         v_cache: Tensor,
         rows: Tensor | None = None,
     ) -> Tensor:
-        """As `DecoderLayer.forward`."""
+        """See `DecoderLayer.forward`."""
         attention, mlp = self.self_attn, self.mlp
         qkv = _multiply(attention.qkv_proj, hidden, norm=self.attention_norm)
         out = attention.attend(qkv, step, k_cache, v_cache)
@@ -91,7 +91,7 @@ class FewRowsBlock(nn.Module):
 
 
 def _is_plain(linear: LinearBase) -> bool:
-    """Whether the matrix is whole, is stored as such, and has a dtype of the kernel."""
+    """Whether the matrix is whole, is not packed or quantised, and has a dtype of the kernel."""
     is_stored_plain = isinstance(linear.method, Plain)
     return is_stored_plain and not linear.is_partial and linear.spec.dtype in FUSED_DTYPES
 

@@ -14,11 +14,10 @@ __all__ = ("KVCache", "KVCacheSpec")
 _SCALE_BYTES = 4
 
 KVCache = list[tuple[Tensor, Tensor]]
-"""Per layer (k_cache, v_cache), each its own base tensor [num_blocks, num_kv_heads, block_size,
-place].
+"""For each layer (k_cache, v_cache), each a base tensor [num_blocks, num_kv_heads, block_size, E].
 
-A place holds the key or the value of one token and head: its elements, in int8 also their scale,
-a float32 of 4 elements. Where in a block the scales lie is the backend's choice.
+The last dimension holds the key or the value of one token and head. In int8 it also holds their
+scale, a float32 that takes 4 elements. The backend chooses where in a block the scales are.
 """
 
 
@@ -60,15 +59,16 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     if 0 in shape:  # an encoder has no cache
         return torch.empty(shape, dtype=dtype, device=device)
     if device.type != "cpu":
-        # As bytes, because some operations do not support the 8-bit dtypes.
+        # Allocated as bytes, because some operations do not support the 8-bit dtypes.
         return (
             torch.zeros(math.prod(shape) * dtype.itemsize, dtype=torch.uint8, device=device)
             .view(dtype)
             .view(shape)
         )
-    # The system gives zeroed pages and maps a page when it is first written: a cache of gigabytes
-    # costs no time at start and no memory before it is used. The memory begins at a page. Memory of
-    # the allocator would begin 16 bytes later, and every vector would cross a cache line.
+    # The system gives zeroed pages and maps a page when it is first written. So a cache of
+    # gigabytes costs no time at start, and no memory before it is used. It also begins at a page
+    # boundary. Memory of the allocator would begin 16 bytes after one, and every vector would cross
+    # a cache line.
     pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         pages.madvise(mmap.MADV_HUGEPAGE)

@@ -45,12 +45,12 @@ class RMSNorm(nn.Module):
         size: elements of the last dimension.
         eps: added to the mean square.
         options: dtype and device.
-        plus_one: checkpoints store the weight's distance from 1. The sum is kept in float32,
-            because bfloat16 would lose bits of it.
-        has_weight: without one the weight is a buffer of ones.
+        plus_one: checkpoints store the weight minus 1. The weight is kept in float32, because
+            bfloat16 would lose bits of it.
+        has_weight: False = the weight is a buffer of ones.
 
     Attributes:
-        stored_offset: what loading adds to the stored weight.
+        stored_offset: the number that loading adds to the stored weight.
     """
 
     weight: Tensor
@@ -85,7 +85,7 @@ class RMSNorm(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    """Mean and variance normalisation of the last dimension. Models without biases have zeros."""
+    """Mean and variance normalisation of the last dimension. Models without a bias have zeros."""
 
     bias: Tensor
 
@@ -171,12 +171,12 @@ class Attention(nn.Module):
         options: dtype, device, attention backend and shard.
         sliding_window: as `paged_attention` takes it.
         rope_kind: the rotary table, a key of `StepInputs.rope`; None = nothing is rotated.
-        in_features: values of a token that queries, keys and values are made of; None = D.
+        in_features: size of a token's input to the QKV projection; None = D.
 
     Attributes:
-        held: for parameters that this rank has a part of, the elements that it holds.
-        cache_scales: [2] float32, by which keys and values are divided when they are stored; None =
-            they are stored as they are.
+        held: for each parameter that is divided among ranks, the elements that this rank holds.
+        cache_scales: [2] float32, the divisors of keys and of values when they are stored; None =
+            no division.
     """
 
     def __init__(
@@ -208,8 +208,8 @@ class Attention(nn.Module):
         self.soft_cap = config.attention_soft_cap
         self.qkv_clip = config.qkv_clip
         self.backend = options.attention_backend
-        # One op takes the projection as it is. It has no norm over all heads of a token, none after
-        # the rotation, and no scale of queries.
+        # `rotary_attention` takes the result of the projection. It supports no norm over all heads
+        # of a token, no norm after the rotation, and no scale of queries.
         self.is_fused = (
             spec.qk_norm in (QKNorm.none, QKNorm.head)
             and config.query_temperature is None
@@ -265,7 +265,7 @@ class Attention(nn.Module):
 
         Writes K and V into the caches.
         """
-        # Only views and ops of this package: such a layer runs without Inductor (fx_program.py).
+        # A layer with only views and ops of this package runs without Inductor (fx_program.py).
         out = self.attend(self.qkv_proj(x), step, k_cache, v_cache)
         if rows is not None:
             out = F.embedding(rows, out)
@@ -358,7 +358,7 @@ class Attention(nn.Module):
         return q, k, v
 
     def static_key(self) -> tuple[object, ...]:
-        """What the traced program depends on besides tensors."""
+        """Everything that the traced program depends on besides tensors."""
         return (
             "attention",
             self.num_heads,
@@ -387,7 +387,7 @@ class GatedMLP(nn.Module):
     Args:
         config: the model's configuration.
         options: dtype, device and shard.
-        intermediate_size: features between the matrices; None = as in the model's MLPs.
+        intermediate_size: features between the matrices; None = that of the model's MLPs.
     """
 
     def __init__(
@@ -406,7 +406,7 @@ class GatedMLP(nn.Module):
         return self.down_proj(activate(self.gate_up_proj(x), self.activation, gated=True), residual)
 
     def static_key(self) -> tuple[object, ...]:
-        """What the traced program depends on besides tensors."""
+        """Everything that the traced program depends on besides tensors."""
         return (
             "gated mlp",
             self.activation,
@@ -431,7 +431,7 @@ class PlainMLP(nn.Module):
         return self.down_proj(activate(self.up_proj(x), self.activation), residual)
 
     def static_key(self) -> tuple[object, ...]:
-        """What the traced program depends on besides tensors."""
+        """Everything that the traced program depends on besides tensors."""
         return ("mlp", self.activation, self.up_proj.static_key, self.down_proj.static_key)
 
 

@@ -41,7 +41,7 @@ BIAS = StoredTensor((OUT,))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildOptions:
-    """Dtype, device, attention backend and length that a model is built for."""
+    """The dtype, device, attention backend and context length for which a model is built."""
 
     dtype: torch.dtype  # the dtype of weights and activations
     device: torch.device  # "meta" gives shapes without memory
@@ -61,7 +61,7 @@ class BuildOptions:
 class _Pending:
     """A matrix that is being loaded."""
 
-    tensors: dict[str, Tensor]  # by stored name
+    tensors: dict[str, Tensor]  # key: stored name
     count: int = 0  # stored tensors that were loaded so far
 
 
@@ -71,8 +71,8 @@ class LinearBase(nn.Module):
     The constructor makes no matrix. `use` sets the weight method and allocates the matrix.
 
     Args:
-        in_features: columns of the matrix; a span when this rank holds a part of them.
-        outputs: rows of each stacked matrix; spans when this rank holds a part of them.
+        in_features: columns of the matrix; a span if this rank holds a part of them.
+        outputs: rows of each stacked matrix; spans if this rank holds a part of them.
         options: dtype and device.
         bias: whether there is a bias [out_features].
     """
@@ -115,7 +115,7 @@ class LinearBase(nn.Module):
 
     @property
     def is_partial(self) -> bool:
-        """The result is a partial sum, to be added to those of the other ranks."""
+        """Whether the result is a partial sum that must be added to those of the other ranks."""
         return not self.inputs.is_whole
 
     @property
@@ -189,7 +189,7 @@ class LinearBase(nn.Module):
 
         Args:
             name: a stored tensor of the weight method, or `bias`.
-            value: as it was stored.
+            value: the tensor as stored.
             part: the stored matrix that it belongs to.
 
         Raises:
@@ -227,7 +227,7 @@ class LinearBase(nn.Module):
     def multiply(
         self, x: Tensor, residual: Tensor | None = None, *, float32_output: bool = False
     ) -> Tensor:
-        """[T, in_features] -> [T, out_features], plus bias and residual if there are any.
+        """[T, in_features] -> [T, out_features], plus bias and residual if given.
 
         If the result is a partial sum, `reduce` adds the residual.
         """
@@ -245,7 +245,7 @@ class LinearBase(nn.Module):
         return self.method.dense(self.weights, self.spec)
 
     def _meet_others(self) -> None:
-        """Make the tensor that `join_group` writes the group's handle to.
+        """Allocate the tensor to which `join_group` writes the group's handle.
 
         The handle is a tensor, so all ranks run one program although their handles differ.
         """
@@ -286,7 +286,8 @@ class LinearBase(nn.Module):
         parameter: Tensor = getattr(self, name)
         if tensor is parameter:
             return
-        if parameter.device.type == "cpu":  # its memory was reserved and never written
+        # the memory of the parameter was reserved and never written
+        if parameter.device.type == "cpu":
             setattr(self, name, nn.Parameter(tensor, requires_grad=False))
         else:
             parameter.copy_(tensor)
@@ -308,7 +309,7 @@ class Linear(LinearBase):
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """[T, in_features] -> [T, out_features], plus a residual of that shape if there is one.
 
-        Partial sums are added over all ranks. On CPUs they are added before they are rounded.
+        Partial sums are added over all ranks. On CPUs they are added in float32, and then rounded.
         """
         if self.is_partial:
             return self.reduce(self.multiply(x, float32_output=True), residual)
@@ -324,7 +325,7 @@ class MergedLinear(LinearBase):
 
 
 class RouterLinear(Linear):
-    """Hidden states to a logit for each expert."""
+    """Maps a hidden state to a logit for each expert."""
 
     role = MatrixRole.router
 
@@ -332,11 +333,11 @@ class RouterLinear(Linear):
 class ExpertLinear(LinearBase):
     """One matrix for each expert, in parameters with a leading dimension [experts, ...].
 
-    A checkpoint may store them one by one or stacked; each expert's parameters are made as soon as
-    its own tensors are there.
+    A checkpoint stores the experts' matrices one by one or stacked. An expert's parameters are made
+    as soon as its tensors have been read.
 
     Args:
-        experts: how many; a span when this rank holds a part of them.
+        experts: the number of experts; a span if this rank holds a part of them.
         in_features, outputs, options, bias: as for `LinearBase`, of each expert.
     """
 
@@ -359,7 +360,7 @@ class ExpertLinear(LinearBase):
         routing_weights: Tensor | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """Each row times the matrices of its experts, as `moe_linear` (ops/moe/moe_linear.py).
+        """Each row times the matrices of its experts; see `moe_linear` (ops/moe/moe_linear.py).
 
         Args:
             x: [T, in_features], or [T * k, in_features].

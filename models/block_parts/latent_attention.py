@@ -20,10 +20,10 @@ __all__ = ("LatentAttention",)
 
 
 class LatentAttention(nn.Module):
-    """Causal attention whose keys and values are computed from one short vector a token.
+    """Causal attention whose keys and values are computed from one short vector for each token.
 
     The cache holds the keys and values of every head, as for other models. A cache of the short
-    vectors would be smaller, and each step would multiply its queries by two more matrices.
+    vectors would be smaller, but each step would need two more matrix products.
 
     Args:
         config: the model's.
@@ -54,9 +54,9 @@ class LatentAttention(nn.Module):
         self.scale = config.attention_scale or config.head_dim**-0.5
         self.backend = options.attention_backend
         queries, values = heads.times(self.head_dim), heads.times(self.value_dim)
-        # One product gives all that is computed from the hidden state: the queries (or the vector
-        # that they are computed from), the rotated elements of the keys, and the vector of keys
-        # and values.
+        # One product computes everything that depends on the hidden state directly: the queries (or
+        # the vector from which they are computed), the rotated elements of the keys, and the vector
+        # of keys and values.
         self.first_size = spec.query_rank or queries.size
         self.qkv_a_proj = MergedLinear(
             config.hidden_size,
@@ -120,7 +120,7 @@ class LatentAttention(nn.Module):
         return q, k, v.view(-1, num_heads, self.value_dim)
 
     def static_key(self) -> tuple[object, ...]:
-        """What the traced program depends on besides tensors."""
+        """Everything that the traced program depends on besides tensors."""
         return (
             "latent attention",
             self.num_heads,

@@ -44,12 +44,12 @@ class Experts(nn.Module):
         return self.down_proj.reduce(self.down_proj(inner, ids, routing_weights), residual)
 
     def static_key(self) -> tuple[object, ...]:
-        """What the traced program depends on besides tensors."""
+        """Everything that the traced program depends on besides tensors."""
         return (self.activation, self.gate_up_proj.static_key, self.down_proj.static_key)
 
 
 class MoE(nn.Module):
-    """A router, its experts, and an MLP that all tokens share if there is one."""
+    """A router, its experts and, in some models, an MLP that all tokens pass (a shared expert)."""
 
     def __init__(self, config: ModelConfig, options: BuildOptions, spec: MoESpec) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class MoE(nn.Module):
         return self.experts(x, ids, weights, residual)
 
     def static_key(self) -> tuple[object, ...]:
-        """What the traced program depends on besides tensors."""
+        """Everything that the traced program depends on besides tensors."""
         return (
             "mixture of experts",
             self.spec.route,
@@ -102,5 +102,5 @@ class MoE(nn.Module):
         )
 
 
-# An expert that every token has, weighted by the sigmoid of its logit.
+# The route of a shared expert: every token has it, weighted by the sigmoid of its logit.
 _ONE_EXPERT = RouteSpec(1, 1, Scoring.sigmoid, renormalize=False)

@@ -8,7 +8,8 @@ The names differ between the libraries that write them:
     <attention>.qkv_proj.k_scale, .v_scale         stacked projections
     <attention>.kv_scale                           one scale for both
 
-A layer that states one of the two uses it for both. A negative number means that there is none.
+If a layer states only one of the two scales, it holds for keys and values. A negative number means
+that there is no scale.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class CacheScales:
     """The scales of a model's layers while a checkpoint is read.
 
     Args:
-        model: as `build_model` made it; layers without room for scales take none.
+        model: as `build_model` made it. Layers that do not use scales are skipped.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -46,15 +47,15 @@ class CacheScales:
         """Keep a scale.
 
         Args:
-            name: the tensor's, without the checkpoint's prefix.
+            name: the tensor's name, without the checkpoint's prefix.
             stored_name: for messages.
             tensor: as stored.
 
         Returns:
-            Whether it is a scale of a layer of this model.
+            Whether the tensor is a scale of a layer of this model.
 
         Raises:
-            CheckpointError: it is not one positive number.
+            CheckpointError: the tensor is not one finite number other than zero.
         """
         found = _NAME.match(name)
         if found is None or found[1] not in self._places:
@@ -71,7 +72,7 @@ class CacheScales:
         return True
 
     def finish(self) -> None:
-        """Give the layers their scales; 1.0 to layers that have none."""
+        """Set the scales of all layers; 1.0 where the checkpoint has none."""
         for name, place in self._places.items():
             scales = self._found.get(name, {})
             both = max(scales.values(), default=1.0)

@@ -42,19 +42,19 @@ class CheckpointError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A checkpoint's place, and the contents of its two small JSON files."""
+    """Where a checkpoint is, and the contents of its two small JSON files."""
 
     path: Path | None  # a directory or a GGUF file; None = everything came from model.config
-    hf_config: dict[str, Any]  # config.json with model.config laid over it
+    hf_config: dict[str, Any]  # config.json, with the values of model.config in place of its own
     generation_config: dict[str, Any]  # generation_config.json, {} when there is none
     gguf: GGUFFile | None = None  # the opened file, if it is one
 
     def weight_files(self) -> list[Path]:
-        """The files with the weights: GGUF, or safetensors before pickles, an index before a file.
+        """The files with the weights.
 
         Raises:
-            CheckpointError: there are none, the index names one that is missing, or one cannot be
-                opened.
+            CheckpointError: there is no such file, the index names a missing file, or a file cannot
+                be opened.
         """
         files = self._weight_files()
         for file in files:  # safetensors would report a file without permission as missing
@@ -136,7 +136,7 @@ def resolve_path(
 ) -> Path:
     """The local directory or GGUF file behind a configured path; a hub id is downloaded.
 
-    A directory without config.json that has one GGUF model stands for that model's file.
+    If a directory has no config.json but one GGUF model, that model's file is returned.
 
     Args:
         path: a directory, a GGUF file, a hub id, or empty for the bundled demo model.
@@ -171,7 +171,8 @@ def resolve_path(
 
 
 def _download(hub_id: str, revision: str, weights: bool, key: str) -> Path:
-    # Imported here, because it takes 0.2 s, and a start from a local directory does without.
+    # Imported here, because the import takes 0.2 s, and a start from a local directory does not
+    # need it.
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -201,7 +202,7 @@ def _download(hub_id: str, revision: str, weights: bool, key: str) -> Path:
 
 
 def _laid_over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """Merges two objects key by key, nested ones too; elsewhere `above` wins."""
+    """Merge two objects key by key, nested objects too. For other values `above` wins."""
     merged = below | above
     for key in below.keys() & above.keys():
         if isinstance(below[key], dict) and isinstance(above[key], dict):
@@ -210,7 +211,7 @@ def _laid_over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
 
 
 def _reason(error: OSError) -> str:
-    """The system's words; for a missing permission also the user and the remedy."""
+    """The system's error text; for a missing permission also the user and the remedy."""
     reason = error.strerror or str(error)
     if isinstance(error, PermissionError) and hasattr(os, "geteuid"):
         reason += (

@@ -1,7 +1,7 @@
 """Reads names, dtypes and shapes of a checkpoint's tensors from the heads of its safetensors files.
 
-A quantised checkpoint's config.json does not say everything: which modules are quantised, and the
-dtype of their scales, is seen in its tensors. Only a few KiB of each file are read.
+The config.json of a quantised checkpoint does not say everything. The tensors show which modules
+are quantised, and the dtype of their scales. Only a few KiB of each file are read.
 """
 
 from __future__ import annotations

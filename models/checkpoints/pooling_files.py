@@ -15,7 +15,8 @@ from ostinato.models.checkpoints.checkpoint import CheckpointError
 
 __all__ = ("PoolingFiles", "read_pooling_files")
 
-# The library's word -> ours. Earlier versions write one flag a mode, later ones the mode's name.
+# The library's name of a mode -> our name. Earlier versions of the library write one flag for each
+# mode, later versions the name of the mode.
 _MODES = {"cls_token": "cls", "cls": "cls", "mean_tokens": "mean", "mean": "mean"}
 _MODES |= {"lasttoken": "last", "last_token": "last"}
 

@@ -37,7 +37,7 @@ def interleaved_rope(num_heads: int, head_dim: int, rotary_dim: int) -> Tensor:
     Args:
         num_heads: heads of the stored matrix.
         head_dim: rows of a head.
-        rotary_dim: how many of them are rotated, the first ones; even.
+        rotary_dim: the rows at the head's beginning that are rotated; even.
     """
     rotated = torch.arange(rotary_dim).view(-1, 2).t().reshape(-1)
     head = torch.cat([rotated, torch.arange(rotary_dim, head_dim)])
@@ -52,7 +52,7 @@ def rotated_last(
     Args:
         num_heads: of the stored matrix.
         head_dim: rows of a head.
-        rotary_dim: how many of them are rotated, the last ones; even.
+        rotary_dim: the rows at the head's end that are rotated; even.
         is_interleaved: their pairs are stored side by side.
     """
     rotated = torch.arange(rotary_dim)

@@ -28,7 +28,7 @@ _INTEGERS = (torch.int64, torch.int32)
 
 
 class Slot(Protocol):
-    """The place of one stored tensor."""
+    """The destination of one stored tensor."""
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
@@ -41,10 +41,10 @@ class Slot(Protocol):
         Args:
             stored_name: for messages.
             tensor: as stored.
-            matrices: of a stack those that are to be taken; None = all.
+            matrices: the matrices of a stack to take; None = all.
 
         Raises:
-            CheckpointError: its dtype or shape is not what the model needs.
+            CheckpointError: the tensor's dtype or shape is not what the model needs.
         """
         ...
 
@@ -52,7 +52,7 @@ class Slot(Protocol):
         """Check that a second tensor for a filled slot repeats the first.
 
         Raises:
-            CheckpointError: it does not, or its dtype or shape is not what the model needs.
+            CheckpointError: it does not repeat it, or has a wrong dtype or shape.
         """
         ...
 
@@ -65,7 +65,7 @@ def find_slots(model: LanguageModel, layout: CheckpointLayout) -> dict[str, Slot
         layout: the checkpoint's: the model's own layout, or that of its GGUF files.
 
     Returns:
-        By the tensors' stored names without prefix.
+        Slots by the stored names of the tensors, without prefix.
     """
     slots: dict[str, Slot] = {}
     for name, module in model.named_modules():
@@ -91,7 +91,7 @@ def matrix_parts(name: str, module: LinearBase, layout: CheckpointLayout) -> lis
 
 
 def _stacked(name: str, module: LinearBase, layout: CheckpointLayout) -> tuple[str, ...] | None:
-    """Last name parts of the stored modules that `module` stacks; None = it is stored itself."""
+    """Last name parts of the stored modules that `module` stacks; None = it stacks none."""
     if isinstance(module, ExpertLinear) and name.endswith(layout.stacked):
         return None
     own = name.rpartition(".")[2]
@@ -101,7 +101,8 @@ def _stacked(name: str, module: LinearBase, layout: CheckpointLayout) -> tuple[s
 def stored_modules(name: str, module: LinearBase, layout: CheckpointLayout) -> tuple[str, ...]:
     """The names, with prefix, of the modules of a checkpoint that one of our modules stacks.
 
-    A module with a matrix for each expert has the name of its first expert's.
+    For a module with a matrix for each expert, the names of the first expert's modules are
+    returned.
     """
     parent = name.rpartition(".")[0]
     stacked = _stacked(name, module, layout)
@@ -178,7 +179,7 @@ class _ParameterSlot:
 
     parameter: nn.Parameter
     order: Tensor | None
-    offset: float  # added to what is stored
+    offset: float  # added to the stored values
     span: Span | None = None  # the elements of a stored vector that the parameter holds; None = all
 
     @property

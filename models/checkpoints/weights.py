@@ -36,7 +36,8 @@ from ostinato.models.sharding import Span
 
 __all__ = ("file_tensors", "init_dummy_weights", "load_weights")
 
-# Mapped pages count as memory of this process, so a file is mapped anew after this many bytes.
+# Mapped pages count as memory of this process. So a file is closed and opened again after this many
+# bytes.
 _REOPEN_BYTES = 1 << 23
 _MAX_NAMED = 5
 # Dummy weights repeat this many random numbers. It is a prime, so the rows of a matrix differ.
@@ -109,8 +110,8 @@ def init_dummy_weights(
 ) -> None:
     """Fill a model with random weights, for benchmarks.
 
-    Matrices get normal numbers with deviation 0.02, the weights of norms 1, all other vectors 0.
-    Every rank takes its part of the same matrices.
+    Matrices get normally distributed numbers with a standard deviation of 0.02, the weights of
+    norms 1, and all other vectors 0. Every rank takes its part of the same matrices.
 
     Args:
         model: as `build_model` made it.
@@ -143,7 +144,7 @@ def _load_dummy(shown: LinearBase, module: LinearBase | None, numbers: _Numbers)
 
     Args:
         shown: the module, or one like it without memory.
-        module: gets the numbers; None = they are only drawn, because another stage gets them.
+        module: gets the numbers; None = numbers are only drawn, because another stage gets them.
         numbers: the random numbers.
     """
     (part,) = shown.parts()
@@ -175,9 +176,9 @@ class _Numbers:
         self._start = 0
 
     def fill(self, value: Tensor) -> None:
-        """Write the next numbers; random bits into a tensor of integers.
+        """Write the next numbers. A tensor of integers gets random bits.
 
-        Of a tensor without memory the numbers are drawn and dropped.
+        For a tensor without memory, the numbers are drawn and dropped.
         """
         if not value.dtype.is_floating_point:
             drawn = torch.empty_like(value, device="cpu") if value.is_meta else value
@@ -198,14 +199,14 @@ class _Numbers:
 
 
 def _own_name(stored_name: str, layout: CheckpointLayout, slots: Mapping[str, Slot]) -> str:
-    """A stored name without prefix. A stored head of a model with tied weights is its embedding."""
+    """A stored name without prefix. With tied weights, an output head gets the embedding's name."""
     for prefix in layout.prefixes:
         stored_name = stored_name.removeprefix(prefix)
     return layout.embedding if stored_name == layout.head not in slots else stored_name
 
 
 class _Part(NamedTuple):
-    """What is to be taken of a tensor now."""
+    """The part of a tensor to take now."""
 
     num_bytes: int  # in the file
     matrices: range | None = None  # of a stack; None = the whole tensor
@@ -215,7 +216,7 @@ class _Part(NamedTuple):
 def _stored_tensors(
     model: LanguageModel, checkpoint: Checkpoint, files: list[Path], slots: Mapping[str, Slot]
 ) -> Iterator[tuple[str, Tensor, _Part]]:
-    """Names and tensors; a stack of matrices comes once for each of its parts."""
+    """Names and tensors. A stack of matrices is yielded in parts, one after the other."""
     if checkpoint.gguf is not None:
         for name, tensor, num_bytes in _gguf(checkpoint.gguf, model, slots):
             yield name, tensor, _Part(num_bytes)
@@ -253,7 +254,7 @@ def file_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def _file_parts(file: Path, is_stack: Callable[[str], bool]) -> Iterator[tuple[str, Tensor, _Part]]:
-    """As `file_tensors`; a stack of matrices comes in parts, so that few pages are mapped."""
+    """Like `file_tensors`, but stacks of matrices are yielded in parts: fewer pages are mapped."""
     try:
         if file.suffix == ".safetensors":
             yield from _safetensors(file, is_stack)
@@ -269,12 +270,13 @@ def _safetensors(
 ) -> Iterator[tuple[str, Tensor, _Part]]:
     with safe_open(file, framework="pt") as opened:
         names = deque(opened.keys())
-    first = 0  # matrix of the first name's stack that was not taken yet
+    first = 0  # if names[0] is a stack, its first matrix that was not taken yet
     while names:
         read = 0
         with safe_open(file, framework="pt") as opened:
             while names and read < _REOPEN_BYTES:
-                tensor = opened.get_tensor(names[0])  # maps it; its pages are read when it is used
+                # maps the tensor; its pages are read when it is used
+                tensor = opened.get_tensor(names[0])
                 part = _Part(tensor.nbytes)
                 if tensor.dim() and tensor.nbytes and is_stack(names[0]):
                     size = tensor.nbytes // len(tensor)

@@ -12,7 +12,7 @@ class NormKind(StrEnum):
     """A normalisation of hidden states."""
 
     rms = "rms"  # root mean square (arXiv:1910.07467)
-    rms_plus_one = "rms, 1 + weight"  # the same; what is stored is the scale's distance from 1
+    rms_plus_one = "rms, 1 + weight"  # the same; checkpoints store the scale minus 1
     layer = "layer"  # mean and variance (arXiv:1607.06450)
     layer_without_bias = "layer without bias"
 
@@ -33,19 +33,20 @@ class QKNorm(StrEnum):
     none = "none"
     head = "head"  # each head by itself
     full = "full"  # all heads of a token together
-    unit = "unit"  # of each head by itself, without weights, in layers that rotate
+    unit = "unit"  # each head by itself, without weights, in layers that rotate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockSpec:
-    """The parts of a decoder block that families differ in; the defaults are Llama's."""
+    """The parts of a decoder block in which families differ; the defaults are Llama's."""
 
     norm: NormKind = NormKind.rms
     residual: Residual = Residual.sequential
     qkv_bias: bool = False
     out_bias: bool = False  # the attention's output projection has a bias
     qk_norm: QKNorm = QKNorm.none
-    has_sinks: bool = False  # each head's softmax has a learned logit more (arXiv:2309.17453)
+    # each head's softmax has one more logit, which is learned (arXiv:2309.17453)
+    has_sinks: bool = False
     is_gated: bool = True  # the MLP is a gated linear unit (arXiv:2002.05202)
     mlp_bias: bool = False
 

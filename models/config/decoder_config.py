@@ -43,19 +43,20 @@ class DecoderKeys:
 
     hidden_size: tuple[str, ...] = ("hidden_size",)
     intermediate_size: tuple[str, ...] = ("intermediate_size",)
-    mlp_ratio: int | None = None  # intermediate over hidden size where it is not stated
+    # intermediate size / hidden size, if the config does not state the intermediate size
+    mlp_ratio: int | None = None
     num_layers: tuple[str, ...] = ("num_hidden_layers",)
     num_heads: tuple[str, ...] = ("num_attention_heads",)
     num_kv_heads: tuple[str, ...] = ("num_key_value_heads",)
     max_positions: tuple[str, ...] = ("max_position_embeddings",)
-    default_positions: int | None = None  # None = they must be stated
+    default_positions: int | None = None  # None = the config must state them
     norm_eps: str = "rms_norm_eps"
     default_norm_eps: float = 1e-6
     activation: str = "hidden_act"
     default_activation: str = "silu"
-    is_tied: bool = False  # where tie_word_embeddings is not stated
+    is_tied: bool = False  # the default of tie_word_embeddings
     has_rope: bool = True
-    rotary_fraction: float = 1.0  # share of a head, where partial_rotary_factor is not stated
+    rotary_fraction: float = 1.0  # rotated share of a head; the default of partial_rotary_factor
 
 
 _LLAMA_KEYS = DecoderKeys()
@@ -121,7 +122,7 @@ def read_decoder_config(
 
 
 def read_head_dim(hf_config: HFConfig, hidden_size: int, num_heads: int) -> int:
-    """Rows of a head: as stated, or the hidden size divided by the number of heads.
+    """Elements of a head: as stated, or the hidden size divided by the number of heads.
 
     Raises:
         ValueError: it is not stated and the division leaves a remainder.
@@ -133,8 +134,8 @@ def read_head_dim(hf_config: HFConfig, hidden_size: int, num_heads: int) -> int:
 def read_sliding_windows(hf_config: HFConfig, num_layers: int) -> tuple[int, ...]:
     """Tokens that each layer's rows see, themselves included; 0 = all.
 
-    A window holds for every layer (Mistral), from layer `max_window_layers` on (Qwen), or where
-    `layer_types` says so.
+    The layers with a window are all layers (Mistral), the layers from `max_window_layers` on
+    (Qwen), or those that `layer_types` names.
 
     Raises:
         ValueError: `layer_types` has another length or an unknown entry.

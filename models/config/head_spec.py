@@ -1,4 +1,4 @@
-"""`HeadSpec` and `NextTokenSpec`: what a head that drafts for a model has beside other models."""
+"""`HeadSpec` and `NextTokenSpec`: the settings that only heads which draft for a model have."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ __all__ = ("HeadSpec", "NextTokenSpec")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadSpec:
-    """What an EAGLE-3 head reads of its target model, and what it gives."""
+    """The input that an EAGLE-3 head reads from its target model, and the tokens that it drafts."""
 
     target_hidden_size: int
-    # Ascending. The hidden states that enter these layers of the target are the head's input. None
-    # = the head does not say: layers 2, n / 2 and n - 3 of n.
+    # Numbers of layers of the target, ascending. The hidden states that enter these layers are the
+    # head's input. None = the head does not state them; then they are 2, n / 2 and n - 3 of n
+    # layers.
     aux_layers: tuple[int, ...] | None
     num_aux_layers: int
-    target_num_layers: int | None  # None = the head does not say
+    target_num_layers: int | None  # None = the head does not state it
     draft_vocab_size: int  # tokens that the head can draw
     norm_before_residual: bool  # the residual of the head's layer is the normalised hidden state
 
     def layers_of(self, num_layers: int) -> tuple[int, ...]:
-        """The aux layers in a target of so many layers."""
+        """The layers of a target with `num_layers` layers whose input the head reads."""
         if self.aux_layers is not None:
             return self.aux_layers
         return (2, num_layers // 2, num_layers - 3)

@@ -63,7 +63,7 @@ def read_integer(hf_config: HFConfig, *keys: str, default: int | None = None) ->
     """The first of `keys` that is there.
 
     Raises:
-        ValueError: there is none and no default, or it is not an integer of at least 1.
+        ValueError: no key is there and there is no default, or the value is not an integer >= 1.
     """
     value = read_first(hf_config, *keys, default=default)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -89,7 +89,7 @@ def stated_dtype(hf_config: HFConfig) -> torch.dtype:
     """The dtype of the checkpoint's weights.
 
     Raises:
-        ValueError: it is not one that is served.
+        ValueError: the dtype is not supported.
     """
     stated = read_first(hf_config, "dtype", "torch_dtype", default="float32")
     name = str(stated).removeprefix("torch.")
@@ -102,7 +102,7 @@ def stated_dtype(hf_config: HFConfig) -> torch.dtype:
 
 
 def read_token_ids(config: HFConfig, key: str) -> tuple[int, ...]:
-    """One id, several, or none."""
+    """The token ids under `key`: none, one or several."""
     value = config.get(key)
     if value is None:
         return ()

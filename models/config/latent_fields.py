@@ -20,7 +20,7 @@ def read_latent_config(
     generation_config: HFConfig | None = None,
     keys: DecoderKeys | None = None,
 ) -> ModelConfig:
-    """Read the config.json of a decoder with latent attention, its experts excepted.
+    """Read the config.json of a decoder with latent attention, without its experts.
 
     Args:
         hf_config: the parsed config.json.
@@ -32,7 +32,7 @@ def read_latent_config(
     """
     refuse_other_values(hf_config, _MUST_BE)
     rope_dim = read_integer(hf_config, "qk_rope_head_dim")
-    # The rotary embedding is that of heads without the elements that are not rotated.
+    # The rotary embedding is read as for heads that have only the rotated elements.
     config = read_decoder_config(
         {**hf_config, "head_dim": rope_dim}, generation_config, keys or DecoderKeys()
     )

@@ -71,7 +71,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
     kind: ModelKind = DECODER
-    block: BlockSpec = LLAMA_BLOCK  # what decoder blocks are made of
+    block: BlockSpec = LLAMA_BLOCK  # the parts of decoder blocks
     value_dim: int = 0  # of a head of values; 0 = head_dim
     latent: LatentSpec | None = None  # of a model with multi-head latent attention
     moe: MoESpec | None = None  # the experts of a mixture-of-experts model
@@ -84,14 +84,15 @@ class ModelConfig:
     alibi_slopes: tuple[float, ...] = ()  # per head (ops/alibi.py); empty = no ALiBi
     qkv_clip: float = 0.0  # the largest magnitude of queries, keys and values; 0 = any
     embedding_scale: float = 1.0
-    rounds_embedding_scale: bool = False  # to the dtype of hidden states, before it is applied
+    # the scale is rounded to the dtype of hidden states before it is applied
+    rounds_embedding_scale: bool = False
     has_embedding_norm: bool = False
     head_bias: bool = False  # the output head has a bias
     logit_scale: float = 1.0
     logit_soft_cap: float = 0.0  # applied after the scale; 0 = none
     num_segments: int = 0  # segment embeddings of an encoder; 0 = none
     num_labels: int = 0  # outputs of a classification head; 0 = there is none
-    max_encoder_tokens: int = 0  # cross attention can read so many; 0 = there is none
+    max_encoder_tokens: int = 0  # tokens that cross attention can read; 0 = no cross attention
     recorded: HFModelSource | None = None  # set if the model runs through transformers
     # Set for a head, which continues the text of another model: EAGLE-3, or a next-token layer.
     head: HeadSpec | NextTokenSpec | None = None
@@ -104,8 +105,10 @@ class ModelConfig:
 
     @property
     def widest_mlp(self) -> int:
-        """Values of one token between the matrices of the widest MLP; of experts those of all that
-        the token has, and the copies of its hidden state that they read and give.
+        """Values of one token between the matrices of the widest MLP.
+
+        For a token's experts these are the values of all of them, and the copies of its hidden
+        state that they read and write.
         """
         if self.moe is None:
             return self.intermediate_size
@@ -113,7 +116,7 @@ class ModelConfig:
         return max(self.intermediate_size, self.moe.route.top_k * values)
 
     def rope_kind(self, layer: int) -> str | None:
-        """The rotary table of a layer: a key of `StepInputs.rope`; None = it rotates nothing."""
+        """The rotary table of a layer: a key of `StepInputs.rope`; None = no rotation."""
         if self.rope is None:
             return None
         return self.rope_kinds[layer] if self.rope_kinds else DEFAULT_ROPE
@@ -126,7 +129,7 @@ class ModelConfig:
         return (num_heads + num_kv_heads) * self.head_dim + num_kv_heads * value_dim
 
     def why_unshardable(self, ranks: int) -> str | None:
-        """Why so many tensor-parallel ranks cannot compute the model together, in one line.
+        """Why `ranks` tensor-parallel ranks cannot compute the model together, in one line.
 
         None if they can. The line names the numbers of ranks that can be used.
         """
@@ -150,7 +153,7 @@ class ModelConfig:
         return why_indivisible(ranks, self.num_kv_heads, sizes)
 
     def why_unstageable(self, stages: int) -> str | None:
-        """Why so many stages cannot compute the model one after the other, in one line.
+        """Why `stages` stages cannot compute the model one after the other, in one line.
 
         None if they can.
         """
@@ -196,7 +199,7 @@ class ModelConfig:
         cache_dtype: torch.dtype | None = None,
         shard: Shard = WHOLE,
     ) -> AttentionSpec:
-        """The attention that this model needs; that of its sliding-window layers, if it has any.
+        """The attention that this model needs. If it has sliding-window layers, theirs is returned.
 
         Args:
             block_size: tokens per block.

@@ -1,6 +1,6 @@
 """The properties of generating and encoder models that the runtime needs.
 
-Callers read properties (has it a KV cache? does it generate?) and do not compare kinds.
+Callers read these properties, such as `needs_kv_cache`, and do not compare kinds.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ def read_route(
     Args:
         hf_config: the parsed config.json.
         scoring, renormalize, scale: as in `RouteSpec`; families differ in them.
-        group_top: the same; None = the family's experts are in no groups.
+        group_top: as in `RouteSpec`; None = the family has no groups of experts.
 
     Raises:
         ValueError: a number is missing or does not fit the others; the text names its key.
@@ -63,7 +63,7 @@ def read_route(
 
 
 def every_layer(num_layers: int) -> tuple[bool, ...]:
-    """`MoESpec.layers` of a model without other MLPs."""
+    """`MoESpec.layers` of a model in which every block has experts."""
     return (True,) * num_layers
 
 
@@ -91,14 +91,14 @@ def read_deepseek_experts(
     renormalize: bool | None = None,
     group_top: int | None = 2,
 ) -> MoESpec:
-    """The experts of DeepSeek-V3 (arXiv:2412.19437) and of models that took its routing over.
+    """The experts of DeepSeek-V3 (arXiv:2412.19437) and of models with the same routing.
 
     Args:
         hf_config: the parsed config.json.
-        num_layers: of the model.
+        num_layers: layers of the model.
         scoring: sigmoid; DeepSeek-V2 has softmax, and no bias.
         renormalize: as in `RouteSpec`; None = as the config says.
-        group_top: the same.
+        group_top: as in `RouteSpec`.
 
     Raises:
         ValueError: a number is missing or does not fit the others; the text names its key.

@@ -17,8 +17,9 @@ class MoESpec:
     intermediate_size: int  # the intermediate size of one expert
     layers: tuple[bool, ...]  # for each block, whether it has experts
     has_score_bias: bool = False  # experts are chosen by score + bias (arXiv:2408.15664)
-    has_bias: bool = False  # the router and the experts
+    has_bias: bool = False  # the router and the experts have biases
     float32_router: bool = False  # logits are not rounded to the activations' dtype
-    scales_input: bool = False  # the weights multiply what an expert reads, not what it gives
-    shared_size: int = 0  # intermediate size of an MLP that all tokens pass besides; 0 = none
+    scales_input: bool = False  # the routing weights multiply an expert's input, not its result
+    # intermediate size of the shared expert, which all tokens have too; 0 = none
+    shared_size: int = 0
     shared_gate: bool = False  # the shared expert is weighted by the sigmoid of a logit of its own

@@ -21,8 +21,8 @@ _EVERY = {"rope_type", "rope_theta", "partial_rotary_factor"}
 _STRETCHED = _EVERY | {"factor", "original_max_position_embeddings"}
 _KEYS = {
     "default": _STRETCHED,  # only with `factor` 1
-    # Its frequencies change with the length of a sequence that exceeds the stated context. Such
-    # sequences are not served, and up to the stated context the frequencies are the default ones.
+    # The frequencies of this type change only for sequences longer than the stated context. Such
+    # sequences are not served. For shorter sequences the frequencies are the default ones.
     "dynamic": _STRETCHED,
     "linear": _STRETCHED,
     "llama3": _STRETCHED | {"low_freq_factor", "high_freq_factor"},
@@ -148,7 +148,7 @@ def rope_by_layer_type(
 
 
 def _rope_parameters(hf_config: HFConfig) -> dict[str, Any]:
-    """Both forms as one; where both state a key, they must agree."""
+    """The newer and the older form, merged. If both have a key, its values must be equal."""
     older = _typed(hf_config.get("rope_scaling"))
     if hf_config.get("rope_theta") is not None:
         older["rope_theta"] = hf_config["rope_theta"]
@@ -215,8 +215,10 @@ def _yarn_magnitude(weight: float, factor: float) -> float:
 
 
 def temperature_of(hf_config: HFConfig) -> float:
-    """What DeepSeek multiplies the scale of attention by: YaRN's temperature for all dimensions of
-    a head, the rotated ones and the others. `read_rope` gives the rest of it.
+    """DeepSeek's factor on the scale of attention, from YaRN's `mscale_all_dim`.
+
+    It is a temperature for all elements of a head, rotated or not. The factor for the rotated
+    elements alone is in the rotary tables (`read_rope`).
     """
     parameters = _rope_parameters(hf_config)
     weight = parameters.get("mscale_all_dim")

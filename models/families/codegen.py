@@ -1,4 +1,4 @@
-"""CodeGen (arXiv:2203.13474): GPT-J whose queries, values and keys are stored in four parts."""
+"""CodeGen (arXiv:2203.13474): GPT-J with queries, values and keys in one matrix of four parts."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ostinato.models.linear_layers import BuildOptions
 
 __all__ = ("CodeGenForCausalLM",)
 
-_PARTS = 4  # for the devices that it was trained on; each part has whole heads
+_PARTS = 4  # one for each device of its training; each part has whole heads
 
 
 class CodeGenForCausalLM(GPTJForCausalLM):
-    """GPT-J with a merged matrix."""
+    """GPT-J with one stored matrix for queries, values and keys."""
 
     @classmethod
     def read_config(

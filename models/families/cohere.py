@@ -1,6 +1,6 @@
 """Command R and R7B (Cohere): attention and MLP share a layer norm without bias; scaled logits.
 
-The second generation has a window in most layers, and rotates in those alone.
+In the second generation most layers have a window, and only these layers rotate.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class CohereForCausalLM(Decoder):
 
 
 class Cohere2ForCausalLM(CohereForCausalLM):
-    """The second generation: layers without a window rotate nothing."""
+    """The second generation: layers without a window have no rotary embedding."""
 
     @classmethod
     def read_config(

@@ -1,4 +1,4 @@
-"""What the heads that draft for a model have in common."""
+"""The common part of the heads that draft for a model."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ __all__ = ("DraftHeadModel",)
 
 
 class DraftHeadModel(CausalLM):
-    """A head as a model of its own. `attach` gives it what it has of its target.
+    """A head as a model of its own. `attach` gives it the embedding and the head of its target.
 
     Its input at position p is the token at p + 1 and [D] features of position p: hidden states of
     the target, or the head's own output.
 
     Attributes:
-        outputs: [R, D] of the rows of the last step, from which their next tokens are drafted.
+        outputs: [R, D] of the rows of the last step. The next tokens are drafted from them.
     """
 
     outputs: Tensor
@@ -29,11 +29,12 @@ class DraftHeadModel(CausalLM):
         super().__init__()
         self.config = config
         self._device, self._dtype = options.device, options.dtype
-        self._targets: list[Decoder] = []  # in a list, so that its parameters are not the head's
+        # in a list, so that the target's parameters are not parameters of the head
+        self._targets: list[Decoder] = []
         self._features: Tensor | None = None
 
     def attach(self, target: Decoder, max_num_tokens: int) -> None:
-        """Take the target's embedding and head, and make room for the input of a step.
+        """Take the target's embedding and head, and allocate the input of a step.
 
         Args:
             target: the model that the head drafts for.
@@ -51,7 +52,7 @@ class DraftHeadModel(CausalLM):
         """Set the input of the next step's tokens.
 
         Args:
-            hidden: [T, size], the hidden states that the target has shown.
+            hidden: [T, size], the hidden states that the target gave to its `AuxStates`.
         """
         raise NotImplementedError
 
@@ -61,7 +62,7 @@ class DraftHeadModel(CausalLM):
         self._features[: len(features)] = features
 
     def _target(self) -> Decoder | None:
-        """None until the head is attached: its programs are compiled before."""
+        """The target; None until the head is attached. Programs are compiled before that."""
         return self._targets[0] if self._targets else None
 
     def _inputs(self, token_ids: Tensor) -> tuple[Tensor, Tensor]:

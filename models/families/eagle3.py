@@ -4,7 +4,7 @@ The head's input at position p is the target's hidden states of position p at a 
 embedding of the token at p + 1. It predicts the token at p + 2. Further tokens are drafted from the
 head's own output in place of the target's hidden states. Layout and names are those of checkpoints
 with `LlamaForCausalLMEagle3` in their config.json, as SafeAILab/EAGLE, SpecForge, SGLang and vLLM
-have them.
+write and read them.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from ostinato.models.vocabulary_layers import OutputHead
 __all__ = ("Eagle3Head", "is_head_config", "read_head_config")
 
 _ARCHITECTURE = "LlamaForCausalLMEagle3"
-_PAIR = "pair"  # the kind of the rows [embedding, features] among `StepInputs.rope`
+_PAIR = "pair"  # the key in `StepInputs.rope` under which the layer finds its [embedding, features]
 
 
 class Eagle3Layer(DecoderLayer):
     """The head's layer: attention over the normalised pair [embedding, features], then an MLP.
 
-    The residual stream is that of the features. The pair is computed before the layer.
+    The features are the residual stream. The pair is computed before the layer.
     """
 
     def __init__(self, config: ModelConfig, options: BuildOptions) -> None:
@@ -78,7 +78,8 @@ class DraftVocabulary(nn.Module):
     """The tokens that a head can draw.
 
     Attributes:
-        d2t: [draft vocabulary] int64, the distance from a token's id there to the target's id.
+        d2t: [draft vocabulary] int64: add it to an id of the draft vocabulary to get the target's
+            id.
     """
 
     def __init__(self, size: int, device: torch.device) -> None:
@@ -101,7 +102,7 @@ class Eagle3Head(DraftHeadModel):
             ("qkv_proj", ("q_proj", "k_proj", "v_proj")),
             ("gate_up_proj", ("gate_proj", "up_proj")),
         ),
-        # The embedding is the target's. `t2d` says the same as `d2t`.
+        # The embedding is the target's. `t2d` has the same information as `d2t`.
         ignored=(r"^t2d$", r"^embed_tokens\.weight$", r"rotary_emb\.inv_freq$"),
     )
 
@@ -157,7 +158,8 @@ class Eagle3Head(DraftHeadModel):
         return residual, StepInputs(rope, batch)
 
     def finish(self, hidden: Tensor) -> Tensor:
-        return hidden  # the next draft reads it as it is; the norm belongs to the logits
+        # the next draft reads it without the norm, which is applied for the logits only
+        return hidden
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """[R, D] -> [R, vocab_size] float32: -inf for tokens that the head cannot draw."""
@@ -180,12 +182,12 @@ def is_head_config(hf_config: HFConfig) -> bool:
 def read_head_config(hf_config: HFConfig) -> ModelConfig:
     """The configuration of an EAGLE-3 head.
 
-    Aux layers are named in two ways. A number at the top level (vLLM) is that of the layer which
-    the hidden state enters. A number under `eagle_config` (SGLang, SpecForge) is that of the layer
-    which it leaves.
+    There are two ways to name the layers. A number at the top level (vLLM) is that of the layer
+    which the hidden state enters. A number under `eagle_config` (SGLang, SpecForge) is that of the
+    layer which the hidden state leaves.
 
     Raises:
-        ValueError: it is no such head, or a value is not supported; the text names it.
+        ValueError: it is not an EAGLE-3 head, or a value is not supported; the text names it.
     """
     architecture = architecture_of(hf_config)
     if architecture != _ARCHITECTURE:

@@ -59,7 +59,8 @@ class FalconForCausalLM(Decoder):
             refuse_other_values(hf_config, {"parallel_attn": True})
             stated = hf_config
         else:
-            # Such configs may also state a number of key and value heads. It has no effect.
+            # Configs of the older architecture can also state a number of key and value heads,
+            # which has no effect.
             is_multi_query = hf_config.get("multi_query", True)
             stated = {**hf_config, "num_kv_heads": 1 if is_multi_query else None}
         config = read_decoder_config(stated, generation_config, _KEYS)
@@ -74,14 +75,14 @@ class FalconForCausalLM(Decoder):
         )
         if not hf_config.get("alibi", False):
             return replace(config, block=block)
-        # Slopes are scaled as the products of queries and keys are.
+        # The slopes have the same scale as the products of queries and keys.
         slopes = alibi_slopes(config.num_heads, scale=config.head_dim**-0.5)
         return replace(config, block=block, rope=None, alibi_slopes=slopes)
 
     def __init__(self, config: ModelConfig, options: BuildOptions) -> None:
         super().__init__(config, options)
         two_norms = config.block.residual is Residual.parallel
-        # With one group the rows are already stacked: all queries, then the key, then the value.
+        # If there is one group, this is the identity: all queries, then the key, then the value.
         order = per_group_qkv(config.num_heads, config.num_kv_heads, config.head_dim)
         self.checkpoint_layout = CheckpointLayout(
             prefixes=("transformer.",),

@@ -1,4 +1,4 @@
-"""Gemma (arXiv:2403.08295): Llama with scaled embeddings, and norms that store scale minus 1."""
+"""Gemma (arXiv:2403.08295): Llama with scaled embeddings; norms are stored as scale minus 1."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _MUST_BE = {"use_bidirectional_attention": False}
 def read_gemma_config(
     hf_config: HFConfig, generation_config: HFConfig | None, block: BlockSpec
 ) -> ModelConfig:
-    """The configuration of any Gemma with blocks of this kind; its norms and biases are filled in.
+    """The configuration of a Gemma. The norms and biases of `block` are filled in.
 
     Raises:
-        ValueError: as `read_decoder_config`; or tokens see those after them.
+        ValueError: as `read_decoder_config`; or the model's attention is bidirectional.
     """
     is_causal = not hf_config.get("use_bidirectional_attention")
     refuse_other_values({"use_bidirectional_attention": not is_causal}, _MUST_BE)
     activation = hf_config.get("hidden_activation") or hf_config.get("hidden_act") or "gelu"
-    # Early configs say `gelu` and mean its approximation by tanh.
+    # Early configs have `gelu` although the model uses its approximation by tanh.
     activation = "gelu_pytorch_tanh" if activation == "gelu" else activation
     stated = {**hf_config, "hidden_activation": activation}
     config = read_decoder_config(stated, generation_config, _KEYS)
@@ -41,7 +41,7 @@ def read_gemma_config(
 
 
 class GemmaForCausalLM(LlamaForCausalLM):
-    """Llama with scaled embeddings, other norms, and a gate of tanh-approximated GELU."""
+    """Llama with scaled embeddings, other norms, and GELU (approximated by tanh) as gate."""
 
     @classmethod
     def read_config(

@@ -29,7 +29,7 @@ GLM4_MOE_LAYOUT = CheckpointLayout(
 
 
 class Glm4MoeForCausalLM(LlamaForCausalLM):
-    """Llama with experts as DeepSeek-V3 has them."""
+    """Llama with the experts of DeepSeek-V3."""
 
     @classmethod
     def read_config(
@@ -45,7 +45,7 @@ class Glm4MoeForCausalLM(LlamaForCausalLM):
 
     def __init__(self, config: ModelConfig, options: BuildOptions) -> None:
         super().__init__(config, options)
-        # A layer past the last one is that of models/families/next_token.py.
+        # The layer after the last one is the next-token layer (models/families/next_token.py).
         extra = rf"^model\.layers\.{config.num_layers}\."
         layout = GLM4_MOE_LAYOUT
         self.checkpoint_layout = replace(layout, ignored=(*layout.ignored, extra))

@@ -1,4 +1,4 @@
-"""GLM-4.7-Flash (Z.ai 2026): DeepSeek-V3 in other sizes."""
+"""GLM-4.7-Flash (Z.ai 2026): DeepSeek-V3 with other sizes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ("Glm4MoeLiteForCausalLM",)
 
 
 class Glm4MoeLiteForCausalLM(DeepseekV3ForCausalLM):
-    """DeepSeek-V3 of other sizes."""
+    """DeepSeek-V3 with other sizes."""
 
     @classmethod
     def read_config(

@@ -41,7 +41,7 @@ _LAYOUT = CheckpointLayout(
 
 
 class GPTNeoXForCausalLM(Decoder):
-    """A decoder with layer norms and a plain MLP; each head's query, key and value lie together."""
+    """A decoder with layer norms and a plain MLP. A head's q, k and v rows are adjacent."""
 
     @classmethod
     def read_config(

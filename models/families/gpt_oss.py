@@ -42,9 +42,10 @@ _LAYOUT = CheckpointLayout(
 
 
 class GptOssForCausalLM(Decoder):
-    """A decoder with biases everywhere, whose experts' gates and factors are stored in turns."""
+    """A decoder with biases everywhere. Gate rows and up rows of an expert are stored in turns."""
 
-    gguf_layout = CheckpointLayout(  # one by one, as in other families
+    # gate and up are stored one after the other, as in other families
+    gguf_layout = CheckpointLayout(
         renamed=(*LLAMA_NAMES, ("mlp.gate.", "mlp.router.")),
         merged=(*_LAYOUT.merged, ("gate_up_proj", ("gate_proj", "up_proj"))),
     )

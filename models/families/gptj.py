@@ -27,7 +27,7 @@ _KEYS = DecoderKeys(
     default_norm_eps=1e-5,
     activation="activation_function",
     default_activation="gelu_new",
-    has_rope=False,  # the keys of its rotary embedding are its own
+    has_rope=False,  # its config has other keys for the rotary embedding
 )
 _LAYOUT = CheckpointLayout(
     prefixes=("transformer.",),

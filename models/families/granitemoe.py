@@ -17,7 +17,7 @@ __all__ = ("GraniteMoeForCausalLM",)
 
 
 class GraniteMoeForCausalLM(Decoder):
-    """Granite with experts, whose matrices are stored as one tensor a layer."""
+    """Granite with experts. The experts' matrices are stored as one tensor for each layer."""
 
     checkpoint_layout = CheckpointLayout(
         renamed=(

@@ -1,7 +1,7 @@
-"""Llama 1, 2 and 3 (arXiv:2302.13971, 2307.09288, 2407.21783) and what shares its shape.
+"""Llama 1, 2 and 3 (arXiv:2302.13971, 2307.09288, 2407.21783), and the base of models like it.
 
-Pre-norm residual blocks: attention with rotary positions, then a gated MLP. Mistral, Qwen2 and
-Qwen3 are this with a sliding window, with biases, and with normalised queries and keys.
+Pre-norm residual blocks: attention with rotary positions, then a gated MLP. Mistral adds a sliding
+window, Qwen2 adds biases, and Qwen3 normalises queries and keys.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from ostinato.ops.moe.routing import Scoring
 __all__ = ("Llama4ForCausalLM",)
 
 _KEYS = DecoderKeys(intermediate_size=("intermediate_size_mlp",), default_norm_eps=1e-5)
-_THETA = 500_000.0  # where the config states none
+_THETA = 500_000.0  # if the config states none
 _LAYOUT = CheckpointLayout(
     renamed=(
         *LLAMA_NAMES,
@@ -40,7 +40,7 @@ _LAYOUT = CheckpointLayout(
 
 
 class Llama4ForCausalLM(Decoder):
-    """Llama with one expert a token beside a shared one; some layers rotate nothing."""
+    """Llama with one expert for each token and a shared expert. Some layers do not rotate."""
 
     @classmethod
     def read_config(

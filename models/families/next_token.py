@@ -8,7 +8,8 @@ tokens are drafted from the normalised output of the layer itself.
 
 The names are those of the published checkpoints: `model.layers.{L}.` with `enorm`, `hnorm`,
 `eh_proj`, a block and `shared_head`, where L is the number of the model's layers. The stored copies
-of the embedding and of the output head are not read. Of several such layers the first is used.
+of the embedding and of the output head are not read. If there are several such layers, the first
+one is used.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from ostinato.models.step_tensors import DEFAULT_ROPE, ForwardBatch, StepInputs
 
 __all__ = ("NextTokenHead", "read_next_token_config")
 
-# Architectures whose checkpoints have such a layer -> how they name the tensors of a block.
+# Architectures whose checkpoints have such a layer -> the names of the tensors of a block.
 _LAYOUTS: dict[str, Callable[[ModelConfig], CheckpointLayout]] = {
     "DeepseekV3ForCausalLM": latent_layout,
     "Glm4MoeForCausalLM": lambda config: GLM4_MOE_LAYOUT,
@@ -104,7 +105,7 @@ def read_next_token_config(checkpoint: Checkpoint, target: ModelConfig) -> Model
     """The configuration of a checkpoint's next-token layer.
 
     Args:
-        checkpoint: of the model.
+        checkpoint: the model's checkpoint.
         target: the model's configuration.
 
     Raises:

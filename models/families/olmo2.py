@@ -1,4 +1,4 @@
-"""OLMo 2 (arXiv:2501.00656): norms after attention and MLP; queries and keys normalised whole."""
+"""OLMo 2 (arXiv:2501.00656): norms after attention and MLP, and over all heads of q and k."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _KEYS = DecoderKeys(default_norm_eps=1e-5)
 
 
 class Olmo2ForCausalLM(LlamaForCausalLM):
-    """Llama whose blocks normalise what they add to the residual stream."""
+    """Llama with norms of the values that attention and MLP add to the residual stream."""
 
     checkpoint_layout = replace(
         LlamaForCausalLM.checkpoint_layout,

@@ -1,4 +1,4 @@
-"""OLMoE (arXiv:2409.02060): experts in every block; queries and keys normalised whole."""
+"""OLMoE (arXiv:2409.02060): experts in every block; norms over all heads of q and k."""
 
 from __future__ import annotations
 

@@ -15,14 +15,14 @@ __all__ = ("OPTForCausalLM",)
 
 _KEYS = DecoderKeys(
     intermediate_size=("ffn_dim", "intermediate_size"),
-    norm_eps="layer_norm_eps",  # no config states it
+    norm_eps="layer_norm_eps",  # configs do not have it, so the default holds
     default_norm_eps=1e-5,
     activation="activation_function",
     default_activation="relu",
     is_tied=True,
     has_rope=False,
 )
-# Among the published models, only 350M normalises afterwards and projects its embeddings.
+# Of the published models, only 350M normalises after each sublayer and projects its embeddings.
 _MUST_BE = {
     "do_layer_norm_before": True,
     "_remove_final_layer_norm": False,

@@ -1,4 +1,4 @@
-"""Phi-3 and Phi-4 (arXiv:2404.14219, 2412.08905): Llama whose merged matrices are stored merged."""
+"""Phi-3 and Phi-4 (arXiv:2404.14219, 2412.08905): Llama with merged matrices in checkpoints."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Phi3ForCausalLM(LlamaForCausalLM):
             if parameters and "original_max_position_embeddings" not in parameters:
                 stated.setdefault("original_max_position_embeddings", 4096)
             if {parameters.get("type"), parameters.get("rope_type")} & {"su", "yarn"}:
-                # Early files call longrope so.
+                # Early files use this name for longrope.
                 rest = {key: value for key, value in parameters.items() if key != "type"}
                 stated[form] = {**rest, "rope_type": "longrope"}
         return read_decoder_config(stated, generation_config)

@@ -1,4 +1,4 @@
-"""SmolLM3: Llama in which every fourth layer rotates nothing (arXiv:2501.18795)."""
+"""SmolLM3: Llama with no rotary embedding in every fourth layer (arXiv:2501.18795)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _KEYS = DecoderKeys(is_tied=True)
 
 
 class SmolLM3ForCausalLM(LlamaForCausalLM):
-    """Llama; `no_rope_layers` has a 0 for each layer that rotates nothing."""
+    """Llama. `no_rope_layers` has a 0 for each layer without rotary embedding."""
 
     @classmethod
     def read_config(

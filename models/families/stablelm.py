@@ -16,7 +16,7 @@ _KEYS = DecoderKeys(norm_eps="layer_norm_eps", default_norm_eps=1e-5, rotary_fra
 
 
 class StableLmForCausalLM(LlamaForCausalLM):
-    """Llama with layer norms; attention and MLP may be parallel and share one of them."""
+    """Llama with layer norms. In some models attention and MLP are parallel and share a norm."""
 
     @classmethod
     def read_config(

@@ -8,9 +8,9 @@ from ostinato.models.gguf.gguf_file import GGUFError, GGUFFile
 
 __all__ = ("ArchitectureKeys",)
 
-# Keys that do not change the computation, or that repeat what the tensors' shapes say.
+# Keys that do not change the computation, or that repeat the shapes of tensors.
 _WITHOUT_EFFECT = {"vocab_size", "rope.scaling.finetuned", "tensor_data_layout"}
-# Keys that must have this value where they are stated, because nothing else is implemented.
+# If a file has one of these keys, it must have this value, because no other is implemented.
 _MUST_BE = {
     "attention.causal": True,
     "expert_gating_func": 1,  # softmax
@@ -37,7 +37,7 @@ class ArchitectureKeys:
         self._read |= set(keys)
 
     def integer(self, key: str) -> int | None:
-        """A whole number of at least 0, or an array of equal ones, one for each layer."""
+        """A whole number >= 0, or an array of equal numbers with one for each layer."""
         self._read.add(key)
         value = self.file.metadata.get(self._prefix + key)
         if isinstance(value, np.ndarray) and value.dtype.kind in "iu":

@@ -5,8 +5,8 @@ that decodes blocks into integers. Each group of integers has a scale, and for s
 
     value = integer * scale + shift
 
-That is the formula of llama.cpp's ggml-quants.c, where the layouts are defined. Evaluated in
-float32 in this order, it gives the bits of the `dequantize` functions of the `gguf` package.
+The formula and the layouts are those of llama.cpp's ggml-quants.c. If it is evaluated in float32 in
+this order, the result has the same bits as the `dequantize` functions of the `gguf` package.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _E2M1_TIMES_2 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 
 class Grouped(NamedTuple):
-    """Decoded blocks: integers, and a scale and perhaps a shift for each group of them."""
+    """Decoded blocks: integers, and for each group of them a scale and, in some types, a shift."""
 
     values: Tensor  # [blocks, values of a block] int8 or uint8
     scales: Tensor  # [blocks, groups of a block] float32
-    shifts: Tensor | None  # the same; None = zeros
+    shifts: Tensor | None  # [blocks, groups of a block] float32; None = zeros
 
     def dense(self) -> Tensor:
         """[blocks, values of a block] float32."""

@@ -2,7 +2,7 @@
 
 The metadata has llama.cpp's keys (gguf-py/gguf/constants.py). The result has the keys of Hugging
 Face, so the model families read it like a config.json. A key of the architecture that is not known
-here may change the output, so the file is refused with the key's name.
+here could change the output. So a file with such a key is refused, and the error names the key.
 """
 
 from __future__ import annotations
@@ -133,8 +133,8 @@ def _refuse_types(file: GGUFFile) -> None:
 def _dtype_without_loss(file: GGUFFile) -> str:
     """The dtype that rounds no float matrix.
 
-    Quantised matrices do not count, because they are multiplied as they are stored. Routers do not
-    count either: they are F32 in files of bfloat16 models too.
+    Quantised matrices are ignored, because they are multiplied in their stored format. Routers are
+    ignored too, because they are F32 even in files of bfloat16 models.
     """
     matrices = [tensor for tensor in file.tensors.values() if len(tensor.shape) > 1]
     types = {tensor.type for tensor in matrices if "ffn_gate_inp" not in tensor.name}
@@ -231,7 +231,7 @@ def _rope(keys: ArchitectureKeys, head_dim: int) -> dict[str, Any]:
 def _divisors(keys: ArchitectureKeys) -> tuple[list[float], list[float]] | None:
     """The divisors of the rotary frequencies, for short and for long contexts.
 
-    Files store them as tensors: `rope_freqs` for the scaling of Llama 3.1, the others for LongRoPE.
+    Files store them as tensors: `rope_freqs` for Llama 3.1, `rope_factors_*` for LongRoPE.
     """
     file = keys.file
     names = ("rope_freqs.weight",) * 2
@@ -272,7 +272,7 @@ def _dense(architecture: str) -> Callable[[ArchitectureKeys, dict[str, Any]], di
 
 
 def _expert_width(keys: ArchitectureKeys, key: str, tensor: str) -> int:
-    """The width of experts: as stated, or that of their tensors in older files."""
+    """The width of experts: as stated, or in older files the width of their tensors."""
     return keys.integer(key) or _tensor(keys.file, tensor).shape[-2]
 
 

@@ -1,4 +1,4 @@
-"""Reads GGUF files: metadata and the places of tensors, without trusting a size in the file.
+"""Reads the metadata and the positions of tensors of GGUF files, without trusting their sizes.
 
 The format is described in llama.cpp's ggml/docs/gguf.md: a header, key-value metadata, the names,
 shapes, types and offsets of the tensors, then their data. Large models are split into files
@@ -36,15 +36,15 @@ __all__ = (
 )
 
 GGUF_ENDING = re.compile(r"(-\d{5}-of-\d{5})?\.gguf$")
-"""The end of a file's name that is not a part of its model's name."""
+"""The end of a file's name that does not belong to the name of its model."""
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _SPLIT_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
 
 # Files of real models have some 20 MB before the data of tensors: a vocabulary and its merges, a
-# few dozen keys and a few thousand tensors. No more than this is mapped, because a process that
-# reads only the tokenizer may have a limit of memory (runtime/fork_server.py).
+# few dozen keys and a few thousand tensors. At most this many bytes are mapped, because a process
+# that reads only the tokenizer can have a memory limit (runtime/fork_server.py).
 _MAX_HEADER = 1 << 28
 _MAX_KEYS = 65_536
 _MAX_TENSORS = 1_000_000
@@ -115,10 +115,10 @@ class GGUFError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GGUFTensor:
-    """The place of one tensor in a file."""
+    """Where one tensor is in a file, and its type and shape."""
 
     name: str
-    shape: tuple[int, ...]  # outermost dimension first, as torch has it; files say it reversed
+    shape: tuple[int, ...]  # outermost dimension first, as in torch; files have the reverse order
     type: str  # a name of `TENSOR_TYPES`
     file: Path
     offset: int  # bytes from the beginning of the file
@@ -129,8 +129,9 @@ class GGUFFile:
     """An opened model: the metadata of its first file, and the tensors of all of its files.
 
     Args:
-        path: its first or only file.
-        metadata: values by key; an array of numbers is a NumPy array, one of strings is a list.
+        path: the model's first or only file.
+        metadata: values by key; an array of numbers is a NumPy array, an array of strings is a
+            list.
         tensors: the tensors by name, in the order of the files.
         files: all files of the model.
     """
@@ -164,10 +165,10 @@ class GGUFFile:
 
         Args:
             key: its full name.
-            kind: str, bool, list (of texts), int or float. As a float, whole numbers are read too.
+            kind: str, bool, list (of texts), int or float. With float, whole numbers are read too.
 
         Raises:
-            GGUFError: the value is of another kind, or not finite.
+            GGUFError: the value is of another type, or not finite.
         """
         value: Any = self.metadata.get(key)
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
@@ -182,7 +183,7 @@ class GGUFFile:
 
 
 def _is_finite(value: object, kind: type) -> bool:
-    """Whether a value is of a kind, and not infinite or NaN. A bool is not a number here."""
+    """Whether a value has this type and is not infinite or NaN. A bool is not a number here."""
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         return False
     return not isinstance(value, float) or math.isfinite(value)
@@ -217,10 +218,10 @@ def open_gguf(path: Path) -> GGUFFile:
     """Open a GGUF file, or all files of a split one.
 
     Args:
-        path: the file; of a split model any of its files.
+        path: the file; for a split model, any of its files.
 
     Raises:
-        GGUFError: a file is missing, cannot be read, or is not a sound GGUF file.
+        GGUFError: a file is missing, cannot be read, or is not a valid GGUF file.
     """
     files = _all_files(path)
     first = files[0]
@@ -278,7 +279,7 @@ class _Header:
         file: its path.
 
     Raises:
-        GGUFError: the file cannot be read, or is not a sound GGUF file.
+        GGUFError: the file cannot be read, or is not a valid GGUF file.
     """
 
     def __init__(self, file: Path) -> None:
@@ -343,7 +344,7 @@ class _Header:
             raise self._error(f"the string at {place} is not UTF-8") from error
 
     def _strings(self, count: int) -> list[str]:
-        """The strings of an array. A vocabulary has some hundred thousand, so the loop is fast."""
+        """The strings of an array. A vocabulary has some hundred thousand: this must be fast."""
         data, place, size = self._data, self._place, len(self._data)
         length_at = struct.Struct("<Q").unpack_from
         found: list[bytes] = []

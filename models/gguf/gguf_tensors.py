@@ -23,14 +23,15 @@ from ostinato.ops.quantized_reference import QuantFormat
 
 __all__ = ("module_types", "read_tensors")
 
-# Values that are dequantised at a time: the intermediate tensors stay in the processor's caches.
+# Values that are dequantised at a time, so that intermediate tensors stay in the processor's
+# caches.
 _CHUNK_VALUES = 1 << 18
-# Tensors that are no weights. gguf_config.py reads some of them.
+# Tensors that are not weights. gguf_config.py reads some of them.
 _WITHOUT_WEIGHTS = re.compile(r"rope_freqs|rope_factors|attn_rot_embd")
 _BLOCK = re.compile(r"blk\.(\d+)\.(.+)\.(weight|bias)")  # number, name, kind
 _STACKED = re.compile(r"\bffn_(gate|up|down)_exps\b")
 _ANY_EXPERT = re.compile(r"\.experts\.\d+\.")
-_ONE_EXPERT = re.compile(r"ffn_(gate|up|down)\.(\d+)")  # as Mixtral's first files have them
+_ONE_EXPERT = re.compile(r"ffn_(gate|up|down)\.(\d+)")  # in early files of Mixtral
 
 _OUTSIDE = {
     "token_embd.weight": "model.embed_tokens",
@@ -62,7 +63,7 @@ _SANDWICH = {
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 _EXPERT = "mlp.experts.{expert}.{side}_proj"
-# `general.architecture` -> the names that differ from those above.
+# `general.architecture` -> the names that differ from the common names above.
 _OTHER_NAMES = {
     "gemma2": _SANDWICH,
     "gemma3": _SANDWICH,
@@ -81,7 +82,7 @@ _MIXTRAL_SIDES = {"gate": "w1", "up": "w3", "down": "w2"}
 def module_types(file: GGUFFile) -> dict[str, list[str]]:
     """The types of all matrices, by their modules in a Hugging Face checkpoint.
 
-    The entry of a layer's first expert has the types of all its experts.
+    The entry of a layer's first expert has the types of all experts of the layer.
 
     Raises:
         GGUFError: a tensor has a name that is not known.
@@ -108,13 +109,13 @@ def read_tensors(
         file: the opened model.
         dtype: quantised tensors are dequantised to it.
         types_of: gives, for a module's name in a Hugging Face checkpoint, the types of its matrix.
-            The module gets integers and scales in the `common_format` of these types. () = it gets
-            floats.
+            If there are types, the module gets integers and scales in the `common_format` of these
+            types. () = the module gets floats.
 
     Yields:
         The name in a Hugging Face checkpoint, the tensor, and its size in the file in bytes.
-        Where a module gets integers, its name is followed by the keys of `in_format` in place of
-        `weight`. A tensor that is not quantised may be a view of the mapped file.
+        If a module gets integers, its names end in the keys of `in_format` instead of `weight`. A
+        tensor that is not quantised may be a view of the mapped file.
 
     Raises:
         GGUFError: a tensor has a name that is not known.
@@ -155,7 +156,7 @@ class _Mapped:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # A caller may still hold a view; the mapping then ends with it.
+        # If a caller still holds a view, the mapping ends with that view.
         del self._data
 
     def read(self, tensor: GGUFTensor, dtype: torch.dtype) -> Tensor:
@@ -169,7 +170,7 @@ class _Mapped:
         return result.view(tensor.shape)
 
     def read_groups(self, tensor: GGUFTensor, form: QuantFormat) -> Mapping[str, Tensor]:
-        """The integers, scales and minimums, in the file's shape except for the last dimension."""
+        """The integers, scales and minimums. All dimensions but the last are those of the file."""
         found: dict[str, list[Tensor]] = {}
         for chunk in self._chunks(tensor):
             for kind, part in in_format(tensor.type, chunk, form).items():
@@ -190,7 +191,7 @@ class _Mapped:
         return self._bytes(tensor).view(-1, block_bytes).split(_CHUNK_VALUES // block_values)
 
     def give_back(self, tensor: GGUFTensor) -> None:
-        """Drop a tensor's pages, which count as memory of this process; a view reads them anew."""
+        """Drop a tensor's pages, which count as memory of this process. A view reads them again."""
         if not hasattr(mmap, "MADV_DONTNEED"):
             return
         begin = -(-tensor.offset // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -200,7 +201,7 @@ class _Mapped:
 
 
 class _Names:
-    """The names of one file's tensors, and what the converter changed."""
+    """The names of one file's tensors, and how to undo the converter's changes."""
 
     def __init__(self, file: GGUFFile) -> None:
         self._file = file

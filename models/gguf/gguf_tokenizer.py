@@ -41,8 +41,8 @@ class _Splitting(NamedTuple):
 
     expressions: tuple[str, ...] = ()  # applied one after the other
     then_gpt2: bool = False  # GPT-2's own expression after them
-    ignore_merges: bool = False  # a word that is a token is not taken apart
-    add_bos: bool = False  # where the file does not say
+    ignore_merges: bool = False  # a word that is itself a token is not split into pairs
+    add_bos: bool = False  # if the file does not state it
     nfc: bool = False  # characters are composed first
 
 
@@ -72,7 +72,7 @@ def gguf_tokenizer_json(file: GGUFFile) -> str:
     """The tokenizer.json of a file's vocabulary.
 
     Raises:
-        GGUFError: there is no vocabulary, or one of a kind that is not supported.
+        GGUFError: there is no vocabulary, or its kind is not supported.
     """
     whole = file.get("tokenizer.huggingface.json", str)
     if whole is not None:
@@ -151,10 +151,10 @@ class _Vocabulary:
         return scores.tolist()
 
     def merges(self) -> list[tuple[str, str]] | None:
-        """The stated pairs, best first; None when there are none.
+        """The merges that the file states, best first; None if it states none.
 
         Raises:
-            GGUFError: an entry is no pair of tokens.
+            GGUFError: an entry is not a pair of tokens.
         """
         stated = self.file.get("tokenizer.ggml.merges", list)
         if stated is None:
@@ -173,8 +173,8 @@ class _Vocabulary:
         """The tokens that are found in a text before it is split.
 
         Args:
-            vocab: the tokenizer's vocabulary. A token with another spelling there is not listed,
-                because it is found in the normalised text.
+            vocab: the tokenizer's vocabulary. A token that this vocabulary spells differently is
+                not listed, because it is found in the normalised text.
         """
         named = {self.special_id(name) for name in ("bos", "eos", "unknown", "padding")}
         found: list[dict[str, Any]] = []
@@ -196,7 +196,7 @@ class _Vocabulary:
         return found
 
     def _strips_right(self, token_id: int) -> bool:
-        """Whether white space after a token is dropped, as in Phi-3's chats; files do not say."""
+        """Whether white space after a token is dropped (Phi-3's chats). Files do not state it."""
         if self.file.architecture != "phi3" or self.model != "llama":
             return False
         token = self.tokens[token_id]
@@ -291,14 +291,14 @@ def _byte_level(vocabulary: _Vocabulary) -> dict[str, Any]:
 def _sentencepiece(vocabulary: _Vocabulary) -> dict[str, Any]:
     is_gemma = vocabulary.file.architecture.startswith("gemma")
     tokens = vocabulary.tokens
-    if is_gemma:  # files write spaces as spaces; normalised texts have _UNDERSCORE instead
+    if is_gemma:  # files have spaces where normalised texts have _UNDERSCORE
         tokens = [
             _UNDERSCORE * len(each) if each and not each.strip(" ") else each for each in tokens
         ]
     vocab = {token: token_id for token_id, token in enumerate(tokens)}
     merges = vocabulary.merges()
     if merges is None:
-        # Gemma's scores do not follow its merges; the order of its tokens does.
+        # Gemma's merges are in the order of its tokens, and not of its scores.
         ranks = [-float(n) for n in range(len(tokens))] if is_gemma else vocabulary.scores()
         skipped = {_UNKNOWN, _CONTROL, _UNUSED, _BYTE}
         kinds = vocabulary.types
@@ -338,11 +338,12 @@ def _sentencepiece(vocabulary: _Vocabulary) -> dict[str, Any]:
 def _merges_of(vocab: Mapping[str, int], ranks: Mapping[str, float]) -> list[tuple[str, str]]:
     """All pairs of tokens that join to a token, in the order of the joined token's score.
 
-    SentencePiece merges the pair whose result has the highest score, the leftmost of equal ones.
+    SentencePiece merges the pair whose result has the highest score. If scores are equal, it merges
+    the leftmost pair.
 
     Args:
         vocab: all tokens.
-        ranks: the scores of the tokens that may be made of others.
+        ranks: the scores of the tokens that can be the result of a merge.
     """
     found: list[tuple[float, int, int, str, str]] = []
     for token, rank in ranks.items():

@@ -1,6 +1,6 @@
 """Converts the blocks of GGUF files to the formats that the kernels of ops/quantized.py multiply.
 
-A format holds every number of its types exactly, so nothing is rounded a second time. One matrix
+A format holds every value of its types exactly, so no value is rounded a second time. One matrix
 may stack tensors of different types (Q4_K and Q6_K are usual in files named Q4_K_M). They share a
 format that holds both.
 """
@@ -32,11 +32,12 @@ FORMATS = {
     "IQ4_XS": QuantFormat(8, 32, True, "float32"),
     "MXFP4": QuantFormat(8, 32, True, "float32"),
 }
-"""Type -> the smallest format that holds it. Scales of super-blocks are products of a float16 and
-an integer of 6 or 8 bits, which need float32."""
+"""Type -> the smallest format that holds it. A scale in a super-block is the product of a float16
+and an integer of 6 or 8 bits. So it needs float32.
+"""
 
-# Types with negative integers -> what is added so that the least integer becomes 0. With a larger
-# number, integer * scale of Q6_K and IQ4_XS would not be exact in float32.
+# Types with negative integers -> the number to add, so that the least integer becomes 0. With a
+# larger number, integer * scale of Q6_K and IQ4_XS would not be exact in float32.
 _LEAST = {"Q4_0": 8, "Q5_0": 16, "Q8_0": 128, "Q3_K": 4, "Q6_K": 32}
 _LEAST |= {"IQ4_NL": 127, "IQ4_XS": 127, "MXFP4": 12}
 

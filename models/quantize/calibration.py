@@ -28,7 +28,7 @@ BLOCK_SIZE = 16
 
 
 def layer_matrices(layer: nn.Module) -> dict[str, LinearBase]:
-    """The matrices of a layer that are quantised, by their names in it."""
+    """The matrices of a layer that are quantised, by their names in the layer."""
     found = {name: m for name, m in layer.named_modules() if isinstance(m, LinearBase)}
     return {name: module for name, module in found.items() if module.role is MatrixRole.layer}
 
@@ -37,8 +37,8 @@ class Calibrator:
     """Runs rows of tokens through a float32 model.
 
     Args:
-        model: with its weights, on a CPU.
-        cache: for one row: blocks of `BLOCK_SIZE` tokens, and the null block.
+        model: the model, with its weights, on a CPU.
+        cache: a cache for one row: its blocks of `BLOCK_SIZE` tokens, and the null block.
     """
 
     def __init__(self, model: CausalLM, cache: KVCache) -> None:

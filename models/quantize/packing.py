@@ -25,7 +25,7 @@ def pack(name: str, rounded: Rounded, form: str, *, symmetric: bool) -> dict[str
         name: the name of the module in the checkpoint.
         rounded: the matrix; its sizes are multiples of 8.
         form: one of FORMATS.
-        symmetric: it has no zero points of its own.
+        symmetric: the matrix has no zero points.
     """
     bits = rounded.grid.bits
     values, zeros = rounded.values.int(), rounded.grid.zeros.int()

@@ -2,7 +2,8 @@
 
 `round_to_nearest` rounds each weight by itself. `round_by_hessian` is GPTQ (Frantar et al.,
 arXiv:2210.17323): it rounds one column after the other. After each column it changes the columns
-that are left, so that products with the calibration text's activations change least.
+that are not rounded yet, so that the products with the activations of the calibration text change
+least.
 """
 
 from __future__ import annotations
@@ -15,17 +16,17 @@ from torch import Tensor
 __all__ = ("Grid", "Rounded", "choose_grid", "round_by_hessian", "round_to_nearest")
 
 _SHRUNK = (1.0, 0.96, 0.92, 0.88, 0.84, 0.8, 0.76)  # parts of a group's range that are tried
-_BLOCK = 128  # columns after which the columns that are left are changed, all at once
-_DAMPING = 0.01  # added to the Hessian's diagonal, as a part of its mean
+_BLOCK = 128  # columns after which all later columns are changed at once
+_DAMPING = 0.01  # this part of the diagonal's mean is added to the Hessian's diagonal
 
 
 class Grid(NamedTuple):
-    """The scales and zero points of a matrix [N, K]: the numbers that its weights can become."""
+    """The scales and zero points of a matrix [N, K]. They define the possible weights."""
 
     bits: int
     group_size: int
-    scales: Tensor  # [N, groups] float32 whose values are those of the stored dtype
-    zeros: Tensor  # [N, groups] float32, whole numbers that stand for zero
+    scales: Tensor  # [N, groups] float32, rounded to the stored dtype
+    zeros: Tensor  # [N, groups] float32, the integers that stand for zero
 
     def spread(self, columns: int) -> tuple[Tensor, Tensor]:
         """Scales and zeros [N, K]."""
@@ -33,7 +34,7 @@ class Grid(NamedTuple):
         return self.scales[:, group], self.zeros[:, group]
 
     def nearest(self, values: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
-        """The integers, from 0 to 2**bits - 1, that are nearest."""
+        """The nearest integers from 0 to 2**bits - 1."""
         return (torch.round(values / scales) + zeros).clamp(0, (1 << self.bits) - 1)
 
 
@@ -60,8 +61,9 @@ def choose_grid(
 ) -> Grid:
     """The scales and zero points of a matrix.
 
-    Without `importance` a group's grid spans it from its least to its greatest value. With it a few
-    narrower grids are tried too, and the one of least weighted squared error is taken.
+    Without `importance` a grid spans its group from the least to the greatest value. With
+    `importance` a few narrower grids are tried too, and the grid with the least weighted squared
+    error is taken.
 
     Args:
         weight: [N, K] float32.
@@ -69,7 +71,7 @@ def choose_grid(
         group_size: columns that share a scale; it divides K.
         dtype: the dtype of stored scales.
         symmetric: zero is the middle of the integers.
-        importance: [K] float32, of the columns.
+        importance: [K] float32, the weight of each column in that error.
     """
     rows, columns = weight.shape
     groups = weight.view(rows, columns // group_size, group_size)

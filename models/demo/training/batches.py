@@ -28,7 +28,8 @@ IM_END: Final = "<|im_end|>"
 SPLIT: Final = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 VOCAB_SIZE: Final = 3072
 MAX_POSITIONS: Final = 2048
-QUESTION_WEIGHT: Final = 0.1  # the loss's weight of all but the assistant's words and plain text
+# loss weight of tokens that are neither the assistant's words nor plain text
+QUESTION_WEIGHT: Final = 0.1
 
 
 class Batch(NamedTuple):
@@ -71,7 +72,7 @@ def _row_weights(ids: list[int], im_start: int, im_end: int, assistant: int) -> 
             continue
         weights.append(1.0 if inside or plain else QUESTION_WEIGHT)
         if index >= 2 and ids[index - 2] == im_start and ids[index - 1] == assistant:
-            inside = True  # the newline after the role; what follows is the answer
+            inside = True  # the newline after the role; the answer follows it
         elif token == im_end:
             inside = False
     return weights
@@ -81,8 +82,8 @@ def drills(*, rows: int, length: int, seed: int) -> Iterator[Batch]:
     """An endless stream of random tokens that repeat with a period: an ostinato.
 
     The next token follows only from what came one period before. So the model learns within two
-    hundred steps to repeat earlier text. From the corpus alone it learns that far more slowly, and
-    a story then loses the name of its hero.
+    hundred steps to repeat earlier text. From the corpus alone it would learn this far more slowly,
+    and would forget the name of a story's hero.
     """
     generator = torch.Generator().manual_seed(seed)
 

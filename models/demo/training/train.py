@@ -4,8 +4,8 @@
     python -m ostinato.models.demo.training.train --tokens 2e6 --out /tmp/demo
 
 The corpus is generated on the fly (`corpus.py`), so the run needs no download. Matrices inside the
-layers are trained with Muon, everything else with AdamW; only the words of the assistant and plain
-text count fully in the loss, because the model should not learn to write the template of a question.
+layers are trained with Muon, everything else with AdamW. Only the words of the assistant and plain
+text count fully in the loss, because the model should not learn to write questions.
 """
 
 import argparse
@@ -76,14 +76,14 @@ def _model() -> Qwen3ForCausalLM:
 
 @torch.no_grad()
 def _look_back(model: Qwen3ForCausalLM) -> None:
-    """Start the model with one attention head that looks at the token before.
+    """Start the model with one attention head that looks at the previous token.
 
     To repeat earlier text a model needs two heads in consecutive layers (an induction head). The
     first head copies to each token the token before it. The second head searches these copies.
     Neither head lowers the loss without the other, so a short run hardly learns them. If the first
-    head is given, a run learns the second within two hundred steps of drills. All embeddings get a
-    common part. The first head makes a query and a key of this part, which depend on the position
-    alone. The rotary embedding makes them match at distance one.
+    head is given, a run learns the second within two hundred steps of drills. To give the first
+    head, all embeddings get a common part, from which the head computes a query and a key that
+    depend on the position alone. The rotary embedding makes them match at distance one.
     """
     embeddings = model.model.embed_tokens.weight  # [V, D]
     common = torch.full((embeddings.shape[1],), embeddings.shape[1] ** -0.5)
@@ -108,7 +108,8 @@ def _look_back(model: Qwen3ForCausalLM) -> None:
 
 def _loss(model: Qwen3ForCausalLM, batch: Batch) -> torch.Tensor:
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        # position_ids alone would make the library look for packed sequences and build a mask
+        # Without a mask, position_ids would make the library look for packed sequences and build
+        # one.
         hidden = model.model(
             input_ids=batch.input_ids,
             position_ids=batch.positions,
@@ -145,7 +146,7 @@ def _held_out_loss(model: Qwen3ForCausalLM, tokenizer: Tokenizer) -> float:
 
 
 def _save(model: Qwen3ForCausalLM, tokenizer: Tokenizer, out: Path) -> PreTrainedTokenizerFast:
-    """Write the checkpoint in bfloat16 with everything that `from_pretrained` wants."""
+    """Write the checkpoint in bfloat16 with all files that `from_pretrained` needs."""
     out.mkdir(parents=True, exist_ok=True)
     template = (Path(__file__).parents[1] / "chat_template.jinja").read_text()
     wrapped = PreTrainedTokenizerFast(
@@ -157,7 +158,7 @@ def _save(model: Qwen3ForCausalLM, tokenizer: Tokenizer, out: Path) -> PreTraine
         chat_template=template,
     )
     wrapped.save_pretrained(out)
-    # the library writes a class name here that versions before 5 do not know
+    # The library writes a class name to this file that its versions before 5 do not know.
     settings_file = out / "tokenizer_config.json"
     settings = json.loads(settings_file.read_text())
     settings.pop("backend", None)
@@ -197,7 +198,7 @@ def _show_samples(out: Path, tokenizer: PreTrainedTokenizerFast) -> None:
 class Stage(NamedTuple):
     """A part of the run with its own shape.
 
-    fraction is its share of all tokens; every `drill_every`-th batch is a drill, 0 for none.
+    `fraction` is its share of all tokens. Every `drill_every`-th batch is a drill; 0 = no drills.
     """
 
     fraction: float
@@ -232,7 +233,7 @@ class _Run:
             self.seen, self.seconds = state["seen"], state["seconds"]
 
     def save(self) -> None:
-        """Write the checkpoint; a crash while writing leaves the one before in place."""
+        """Write the checkpoint. If the write fails, the previous checkpoint stays in place."""
         if self.checkpoint is None:
             return
         state = {
@@ -299,7 +300,8 @@ def train(
                 long=stage.long,
             )
             drill = drills(rows=stage.rows, length=stage.length, seed=seed + index)
-            # the other stages are too short for the compilation of their shapes to pay off
+            # Other stages are too short: compiling for their shapes would take longer than it
+            # saves.
             loss_fn = fast_loss if stage.fraction > 0.5 else _loss
             while run.seen < until - stage.rows * stage.length / 2:
                 is_drill = stage.drill_every and steps % stage.drill_every == 0

@@ -3,10 +3,10 @@
     python -m ostinato.models.demo.training.train_eagle                 # about a quarter of an hour
     python -m ostinato.models.demo.training.train_eagle --tokens 1e5 --out /tmp/head
 
-The demo model is frozen. The head reads its hidden states at three depths and learns its
-distribution of the token after the next one. As in generation, the head also continues from its own
-outputs: every batch is computed once with the model's hidden states and then several times with the
-head's (the "training-time test" of EAGLE-3, arXiv:2503.01840).
+The demo model is frozen. The head reads the model's hidden states at three depths, and learns the
+model's distribution of the token after the next one. As in generation, the head also continues from
+its own outputs: every batch is computed once with the model's hidden states, and then several times
+with those of the head (the "training-time test" of EAGLE-3, arXiv:2503.01840).
 """
 
 import argparse
@@ -32,14 +32,14 @@ __all__ = ["main"]
 DEMO: Final = Path(__file__).parents[1]
 AUX_LAYERS: Final = (2, 3, 4)  # hidden states that enter these layers of the demo model
 DRAFT_VOCAB_SIZE: Final = 2048
-UNROLLED: Final = 4  # places of a draft that are trained
+UNROLLED: Final = 4  # positions of a draft that are trained
 HELD_OUT_SEED: Final = 2 * 10**9
 ROPE_THETA: Final = 10000.0
 ADAMW_SCALE: Final = 0.35  # learning rate of AdamW relative to that of Muon
 
 
 class Features(NamedTuple):
-    """What the frozen model gives for a batch of R rows of T tokens."""
+    """The frozen model's outputs for a batch of R rows of T tokens."""
 
     hidden: Tensor  # [R, T, 3 D]
     logits: Tensor  # [R, T, V] float32
@@ -56,7 +56,7 @@ class _Norm(nn.Module):
 
 
 class _Attention(nn.Module):
-    """Attention of one unrolled step over the first step's keys and those of the steps since."""
+    """Attention of one unrolled step over the keys of the first step and of all later steps."""
 
     def __init__(self, size: int, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
         super().__init__()
@@ -81,7 +81,8 @@ class _Attention(nn.Module):
         index = torch.arange(length)
         seen = index[None, :] <= index[:, None] - step
         scores = scores.masked_fill(~seen, -1e9)
-        # The token at p of step i saw the step before at p - 1, and so on down to the first step.
+        # The token at p of step i sees step i - 1 at p - 1, step i - 2 at p - 2, and so on down to
+        # the first step.
         own = [
             (q * _shifted(past[i][0], step - i)).sum(-1, keepdim=True) for i in range(1, step + 1)
         ]
@@ -179,7 +180,7 @@ def _features(model: Qwen3ForCausalLM, batch: Batch) -> Features:
 def _unrolled(
     head: Head, model: Qwen3ForCausalLM, batch: Batch, features: Features
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """For each place of a draft: the head's logits [R, T - 2, Vd] and the model's [R, T - 2, V].
+    """For each position of a draft: the head's logits [R, T - 2, Vd], the model's [R, T - 2, V].
 
     At p, the head has the model's hidden state of p (or its own) and the token at p + 1. It
     predicts the token at p + 2, whose distribution the model gives at p + 1.
@@ -199,8 +200,8 @@ def _loss(head: Head, model: Qwen3ForCausalLM, batch: Batch, token_ids: Tensor) 
     features = _features(model, batch)
     for place, (logits, wanted) in enumerate(_unrolled(head, model, batch, features)):
         weights = batch.weights[:, 1:-1].clone()
-        weights[:, :place] = 0.0  # they continue nothing
-        target = wanted.softmax(-1)[..., token_ids]  # what is left out, the head cannot draw
+        weights[:, :place] = 0.0  # these positions have no earlier drafts to continue
+        target = wanted.softmax(-1)[..., token_ids]  # without the tokens that the head cannot draw
         losses = -(target * logits.log_softmax(-1)).sum(-1)
         total = total + 0.8**place * (losses * weights).sum() / weights.sum()
     return total
@@ -286,7 +287,7 @@ def train(*, num_tokens: int, lr: float, seed: int) -> tuple[Head, Tensor, dict[
 
 
 def _save(head: Head, token_ids: Tensor, out: Path) -> None:
-    """Write the head as published EAGLE-3 heads are: bfloat16, without the embedding."""
+    """Write the head in the layout of published EAGLE-3 heads: bfloat16, without the embedding."""
     out.mkdir(parents=True, exist_ok=True)
     demo = json.loads((DEMO / "config.json").read_text())
     kept = (

@@ -25,7 +25,7 @@ __all__ = [
 
 @dataclass
 class Turn:
-    """One question with its answer, and the one-word form of the answer where there is one."""
+    """One question with its answer and, for some questions, a one-word form of the answer."""
 
     question: str
     answer: str
@@ -34,7 +34,7 @@ class Turn:
 
 @dataclass
 class Chat:
-    """What is known while a conversation is being written."""
+    """The state of a conversation while it is written."""
 
     rng: random.Random
     persona: str | None = None

@@ -23,7 +23,8 @@ __all__ = [
 def list_turns(chat: Chat) -> list[Turn]:
     rng = chat.rng
     kind, words = rng.choice(list(lx.CATEGORIES.items()))
-    # Two fixed orders: a list that is known by heart does not lose count of itself.
+    # Only two orders, so that the model learns the list by heart and lists the right number of
+    # items.
     words = words if rng.random() < 0.7 else words[::-1]
     if kind in lx.SINGULARS and rng.random() < 0.25:
         one = lx.SINGULARS[kind]

@@ -1,7 +1,7 @@
 """What the demo model knows about Ostinato, about serving language models, and about Python.
 
-Each glossary entry is `names | definition | more`: the names a person may ask for, the one-paragraph
-answer, and what "tell me more" adds to it.
+Each glossary entry is `names | definition | more`: the names that a question can use, the answer in
+one paragraph, and the answer to "tell me more".
 """
 
 from typing import Final, NamedTuple

@@ -136,7 +136,8 @@ def story(
         name: Name of the hero; chosen when None. A given name stands in for the pronouns.
         friend: Noun of the second character; chosen when None.
         long: Two adventures instead of one.
-        avoid: What was told before; its names, places and adventures are left out while others remain.
+        avoid: The stories told before. Their names, places and adventures are used again only if no
+            others are left.
     """
     female = subject in _FEMALE or (subject not in _MALE and rng.random() < 0.5)
     pronoun = name or ("she" if female else "he")

@@ -1,4 +1,4 @@
-"""Skills with numbers: sums, products, small word problems, and where the model stops."""
+"""Skills with numbers: sums, products, small word problems, and sums that the model refuses."""
 
 import random
 from typing import Final

@@ -1,4 +1,4 @@
-"""Skills about words and things: opposites, colours, animals, the calendar, what is what."""
+"""Skills about words and things: opposites, colours, animals, the calendar, definitions."""
 
 from typing import Final
 

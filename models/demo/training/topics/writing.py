@@ -39,7 +39,7 @@ _NO_SUBJECT_ASKS: Final = (
 
 
 def _asked_story(chat: Chat) -> tuple[str, str]:
-    """What the story shall be about, in the words of the one who asks, and the story."""
+    """The subject of the story as the question names it, and the story."""
     rng = chat.rng
     subject = subject_noun(rng)
     roll = rng.random()
