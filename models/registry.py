@@ -106,7 +106,7 @@ def read_model_config(
     """The configuration of a checkpoint's model.
 
     Args:
-        checkpoint: it has the config.json.
+        checkpoint: the checkpoint, with its config.json.
         implementation: this project's code, or that of transformers.
 
     Raises:
@@ -153,14 +153,14 @@ def build_model(
     shard: Shard = WHOLE,
     has_cache_scales: bool = False,
 ) -> LanguageModel:
-    """The model with unset weights: memory is reserved but not yet touched.
+    """The model with unset weights. Their memory is reserved, and not written yet.
 
     Args:
         config: its hyperparameters.
         dtype: the dtype of weights and activations.
-        device: where the weights live; "meta" gives their shapes without memory.
+        device: the device of the weights; "meta" gives their shapes without memory.
         attention_backend: a name that `select_backend` returned.
-        max_model_len: tokens of the longest context; None = as its config says.
+        max_model_len: tokens of the longest context; None = that of the config.
         weights: the weight method of each matrix.
         shard: the part of every layer that this rank holds. `join_group` (models/linear_layers.py)
             must follow before the model is run.

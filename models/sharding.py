@@ -1,4 +1,4 @@
-"""The part of a model that one rank holds: some of its layers, and of each a part of every weight.
+"""The part of a model that one rank holds: some layers, and a part of each of their weights.
 
 Pipeline parallelism deals consecutive layers to stages. The first stage also has the embedding, the
 last one the output head.
@@ -28,7 +28,7 @@ __all__ = (
     "why_indivisible",
 )
 
-_MOST_NAMED = 64  # ranks, in a refusal
+_MOST_NAMED = 64  # the largest number of ranks that an error message suggests
 
 
 class Span(NamedTuple):
@@ -40,11 +40,11 @@ class Span(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """The range is the whole dimension."""
+        """Whether the range is the whole dimension."""
         return self.size == self.total
 
     def times(self, factor: int) -> Span:
-        """The same range of a dimension whose elements are `factor` times as many."""
+        """The same range of a dimension with `factor` times as many elements."""
         return Span(self.start * factor, self.size * factor, self.total * factor)
 
     @classmethod
@@ -59,7 +59,7 @@ class Stage:
 
     number: int = 0
     count: int = 1  # stages of the pipeline
-    layers: Span | None = None  # None = all of the model, or not dealt yet
+    layers: Span | None = None  # None = all layers, or layers are not assigned yet
 
     def __post_init__(self) -> None:
         if not 0 <= self.number < self.count:
@@ -84,7 +84,7 @@ ONLY_STAGE = Stage()
 class Shard:
     """The part of a model that one rank holds."""
 
-    rank: int = 0  # in its tensor-parallel group
+    rank: int = 0  # number of the rank in its tensor-parallel group
     size: int = 1  # ranks of the group
     stage: Stage = ONLY_STAGE  # the stage of the group
 
@@ -118,7 +118,7 @@ class Shard:
             what: its name, for the error.
 
         Raises:
-            ValueError: the group's size does not divide it.
+            ValueError: the dimension is not divisible by the group's size.
         """
         if total % self.size:
             raise ValueError(
@@ -145,10 +145,11 @@ class Shard:
         return Span(self.rank * num_kv_heads // self.size, 1, num_kv_heads)
 
     def vocabulary(self, vocab_size: int) -> Span:
-        """The tokens whose logits this rank computes: an even part, or all if there is none.
+        """The tokens whose logits this rank computes: an even part, or all if they cannot be
+        divided.
 
-        With an even part all ranks run one program. A size that cannot be divided is small
-        compared with the layers, or it is odd, as that of GPT-2.
+        Parts must be even, so that all ranks run one program. Vocabularies that cannot be divided
+        are small compared with the layers, or have an odd size, as that of GPT-2.
         """
         is_even = vocab_size % self.size == 0
         return self.span(vocab_size, "vocab_size") if is_even else Span.of(vocab_size)
@@ -159,7 +160,7 @@ WHOLE = Shard()
 
 
 def shard_of_rank(rank: int, tensor: int, pipeline: int) -> Shard:
-    """The part of a model that a rank of an engine holds; its layers are not dealt yet.
+    """The part of a model that a rank of an engine holds; its layers are not assigned yet.
 
     Rank 0 is the engine's process. It belongs to the last stage, because tokens are drawn there.
     The ranks of the first stage follow those of the last.
@@ -191,8 +192,9 @@ def deal_layers(layer_bytes: Sequence[int], first: int, last: int, stages: int) 
     def size(stage: int, begin: int, end: int) -> int:
         return ends[end] - ends[begin] + first * (stage == 0) + last * (stage == stages - 1)
 
-    # best[end]: for the stages so far, which have the layers before `end`: the bytes of the largest
-    # stage, the sum of squares (which decides between equals), and where each stage begins.
+    # best[end]: the best division of the layers before `end` among the stages so far, as the bytes
+    # of the largest stage, the sum of squares (which decides if these are equal), and the first
+    # layer of each stage.
     best = {end: (size(0, 0, end), size(0, 0, end) ** 2, (0,)) for end in range(1, total + 1)}
     for stage in range(1, stages):
         best = {
@@ -209,7 +211,7 @@ def deal_layers(layer_bytes: Sequence[int], first: int, last: int, stages: int) 
 
 
 def why_indivisible(ranks: int, num_kv_heads: int, sizes: Mapping[str, int]) -> str | None:
-    """Why a model cannot be divided among so many ranks, and which numbers of ranks can be used.
+    """Why a model cannot be divided among `ranks` ranks, and which numbers of ranks can be used.
 
     Args:
         ranks: the ranks of the group.
@@ -217,7 +219,7 @@ def why_indivisible(ranks: int, num_kv_heads: int, sizes: Mapping[str, int]) -> 
         sizes: the dimensions that are divided evenly, by name.
 
     Returns:
-        One line; None if it can.
+        One line; None if it can be divided.
     """
     reason = _first_obstacle(ranks, num_kv_heads, sizes)
     if reason is None:
@@ -230,14 +232,14 @@ def why_indivisible(ranks: int, num_kv_heads: int, sizes: Mapping[str, int]) -> 
 
 
 def why_cut(columns: Span, unit: int) -> str | None:
-    """Why this part of a matrix's columns is not made of whole groups, and what would be.
+    """Why these columns of a matrix are not whole groups, and numbers of ranks that would fit.
 
     Args:
         columns: the columns that a rank holds.
         unit: columns of a group, which share a scale.
 
     Returns:
-        One line; None if it is.
+        One line; None if they are whole groups.
     """
     if columns.is_whole or columns.size % unit == 0:
         return None

@@ -13,12 +13,12 @@ __all__ = ("num_bytes", "with_layers")
 
 
 def with_layers(shard: Shard, whole: LanguageModel) -> Shard:
-    """The shard of a stage with the layers that are dealt to it.
+    """The shard of a stage, with its layers.
 
     Args:
-        shard: of one rank.
-        whole: a model with the layers of all stages, divided among tensor ranks as the shard
-            says. It may be on the meta device.
+        shard: the shard of one rank.
+        whole: a model with the layers of all stages, divided among tensor ranks like the shard. It
+            can be on the meta device.
     """
     others = {
         name: num_bytes(module)
@@ -26,7 +26,7 @@ def with_layers(shard: Shard, whole: LanguageModel) -> Shard:
         if module is not whole.layers
     }
     others.pop("rotary", None)  # every stage has these tables
-    # If the embedding is the output head too, the first stage and the last one hold it.
+    # If the embedding is also the output head, the first and the last stage hold it.
     head = others.pop("lm_head", None) or others.get("embed_tokens", 0)
     dealt = deal_layers(
         [num_bytes(layer) for layer in whole.layers],

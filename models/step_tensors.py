@@ -1,10 +1,9 @@
 """Declares the tensors of a step in one table, from which buffers, padding and tracing follow.
 
-`StepTensors` is the table. Each field is a tensor, and its annotation says which sizes and dtype
-the tensor has, what padding holds and how it is uploaded. These parts are derived from it:
-the static buffers on host and device (`graphs.buffers`), the marks for dynamic sizes
-(`graphs.compiler`), and the inputs of a captured CPU graph. A further tensor needs
-a field here and the code that fills or reads it.
+`StepTensors` is the table. Each field is a tensor. Its annotation gives the sizes, the dtype, the
+value of padding and how the tensor is uploaded. These parts are derived from it: the static buffers
+on host and device (`graphs.buffers`), the marks for dynamic sizes (`graphs.compiler`), and the
+inputs of a captured CPU graph. A new tensor needs a field here, and code that fills and reads it.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ LOCAL_ROPE = "local"
 """The kind of a second rotary table, which layers with a window use."""
 
 TEMPERATURE = "temperature"
-"""The kind of the table of factors of queries, which layers without rotary positions use."""
+"""The kind of the table with factors of queries, used by layers without rotary positions."""
 
 
 class Size(StrEnum):
@@ -61,14 +60,14 @@ class Size(StrEnum):
 
     @property
     def is_dynamic(self) -> bool:
-        """Whether it differs from step to step."""
+        """Whether the size differs from step to step."""
         return self not in (Size.blocks, Size.encoder_blocks)
 
 
 class Upload(StrEnum):
     """Which part of a tensor is copied to the device in a step."""
 
-    whole = "whole"  # all of it, in one copy with all others of this kind
+    whole = "whole"  # all of it, in one copy with the other tensors of this kind
     used_rows = "used rows"  # the rows of the step's sequences; for tensors that are large
     never = "never"  # the tensor stays on the CPU
 
@@ -99,10 +98,10 @@ class StepSizes(NamedTuple):
 class TensorSpec:
     """The declaration of a step tensor.
 
-    Only the first size may be dynamic: a tensor that is cut to a step's size is then contiguous.
+    Only the first size may be dynamic, so that a tensor that is cut to a step's size is contiguous.
 
-    The batch builder fills a tensor of a KV cache group after the first (`kv_group` > 0): with
-    block ids when it is [S, E], with the number of tokens in that group when it is [S].
+    The batch builder fills a tensor of a KV cache group after the first (`kv_group` > 0). A tensor
+    [S, E] gets block ids. A tensor [S] gets the number of tokens in that group.
     """
 
     sizes: tuple[Size | int, ...]
@@ -126,7 +125,7 @@ class TensorSpec:
 
         Args:
             largest: numbers of the dynamic sizes.
-            fixed: numbers of the others.
+            fixed: numbers of the other sizes.
         """
         return tuple(
             size
@@ -151,9 +150,10 @@ class StepTensors(Generic[Array]):
     rows. A field that a subclass adds comes after those here.
     """
 
-    # [T]; on the host -1 - row may stand for the last token of that row, which is on the device.
+    # [T]; on the host, -1 - row stands for the last token of that row, if the token is only on the
+    # device.
     token_ids: Annotated[Array, _PER_TOKEN]
-    # [T]; the token's place in its sequence.
+    # [T]; the token's position in its sequence.
     positions: Annotated[Array, _PER_TOKEN]
     # [T]; block_id * block_size + offset where the token's K and V go.
     slot_mapping: Annotated[Array, _PER_TOKEN]
@@ -188,7 +188,7 @@ def tensor_specs(table: type[StepTensors[Any]]) -> dict[str, TensorSpec]:
 
 
 def num_kv_groups(table: type[StepTensors[Any]]) -> int:
-    """Block tables that each sequence has: one, and one for each further group of the table."""
+    """The number of block tables of each sequence: one for each KV cache group."""
     return 1 + max(spec.kv_group for spec in tensor_specs(table).values())
 
 

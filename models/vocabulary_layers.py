@@ -36,7 +36,7 @@ class _VocabularyLinear(LinearBase):
 
 
 class OutputHead(_VocabularyLinear):
-    """Hidden states to logits."""
+    """Maps hidden states to logits."""
 
     role = MatrixRole.head
 
@@ -65,7 +65,7 @@ class Embedding(_VocabularyLinear):
             self.register_buffer("first_row", first_row, persistent=False)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """[T] int64 -> [T, D]; a rank without a token's row adds zeros."""
+        """[T] int64 -> [T, D]. A rank that does not hold a token's row adds zeros for it."""
         if self.group is None:
             return self.method.rows(self.weights, self.spec, ids)
         own = ids - self.first_row

@@ -57,8 +57,9 @@ class _AutoRoundPolicy(CheckpointPolicy):
     marker: ClassVar[str] = "qweight"
 
     method: WeightMethod
-    blocks: tuple[str, ...]  # beginnings of the quantised modules' names; () = all
-    extra: tuple[tuple[str, WeightMethod | None], ...]  # by name or pattern; None = a float
+    blocks: tuple[str, ...]  # prefixes of the names of quantised modules; () = all modules
+    # (name or pattern of modules, their method; None = floats)
+    extra: tuple[tuple[str, WeightMethod | None], ...]
 
     @property
     def quantization(self) -> str:
@@ -101,7 +102,8 @@ def from_checkpoint(
     keys.text("data_type", one_of=("int",), default="int")
     keys.must_be("act_bits", 16, 32)
     keys.must_be("act_data_type", "float", "int")
-    for name in ("act_dynamic", "act_group_size", "act_sym"):  # for activations, which are floats
+    # settings of activations, which stay floats here
+    for name in ("act_dynamic", "act_group_size", "act_sym"):
         keys.without_effect(name)
     blocks = keys.value("block_name_to_quantize", default=[])
     blocks = blocks.split(",") if isinstance(blocks, str) else blocks

@@ -1,7 +1,7 @@
 """Checkpoints of the library compressed-tensors, which LLM Compressor writes.
 
-`config_groups` says for groups of modules how their weights and activations are quantised;
-`targets` names a group's modules. The formats of integers are in packed_integers.py, those of
+`config_groups` states for each group of modules how weights and activations are quantised.
+`targets` names the modules of a group. The formats of integers are in packed_integers.py, those of
 floats in stored_floats.py.
 
 `input_activations` has no effect. The kernels round activations in groups of a row
@@ -25,10 +25,11 @@ from ostinato.models.weight_methods.weight_method import WeightMethod
 
 __all__ = ("from_checkpoint",)
 
-_INTEGERS = {"pack-quantized": True, "int-quantized": False}  # whether several are in a word
+# whether a word holds several integers
+_INTEGERS = {"pack-quantized": True, "int-quantized": False}
 _FORMATS = (*_INTEGERS, "float-quantized", "nvfp4-pack-quantized")
 _GROUPS = (16, 32, 64, 128, 256, 512, 1024)
-# How the scales were found.
+# Keys about the calibration that found the scales.
 _OBSERVED = ("observer", "observer_kwargs", "scale_dtype", "zp_dtype")
 _MADE_WITH = ("global_compression_ratio", "quantization_status", "version")
 
@@ -88,7 +89,7 @@ def from_checkpoint(
     for name in ("sparsity_config", "transform_config"):
         if keys.value(name, default=None):
             raise keys.error(name, "is not supported; use a checkpoint without it")
-    # Its scales are fixed ones for an 8-bit cache. The int8 cache here computes its own.
+    # This key has fixed scales for an 8-bit cache. The int8 cache here computes its own scales.
     keys.without_effect("kv_cache_scheme")
     keys.without_effect(*_MADE_WITH)
     keys.finish()

@@ -1,8 +1,8 @@
-"""The weight methods of GGUF files: integers and scales are multiplied as they are stored.
+"""The weight methods of GGUF files, whose integers and scales are multiplied without conversion.
 
 On a CPU a quantised matrix is laid out for the kernels of ops/quantized.py without rounding
-(models/gguf/stored_formats.py). Where those kernels cannot be used, and for a matrix that stacks
-quantised and float ones, tensors are dequantised while they are loaded.
+(models/gguf/stored_formats.py). If those kernels cannot be used, or if a matrix stacks quantised
+and float tensors, the tensors are dequantised while they are loaded.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class AsStored(QuantizedMatrix):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _GGUFPolicy:
-    """`AsStored` for matrices all of whose parts are quantised."""
+    """Chooses `AsStored` for a matrix if all of its parts are quantised."""
 
     types: Mapping[str, Collection[str]]  # types of matrices, by their module in a checkpoint
     unquantized: WeightMethod
@@ -102,9 +102,9 @@ class _GGUFPolicy:
 
 
 def _stored_names(name: str) -> tuple[str, ...]:
-    """The names of a module's matrices in a file; for experts those of the first one.
+    """The names of a module's matrices in a file; for experts, the names of the first expert.
 
-    `name` may also be a module that holds all experts, as in checkpoints that stack them.
+    `name` can also be a module that holds all experts, as in checkpoints that stack them.
     """
     prefix, _, side = name.rpartition(".experts.")
     if side == "gate_up_proj":
@@ -119,7 +119,7 @@ def from_checkpoint(
 
     Args:
         stated: `types` of the matrices, by their modules' names in a Hugging Face checkpoint.
-        unquantized: the method of float matrices; packed weights where the CPU kernels run.
+        unquantized: the method of float matrices: packed weights if the CPU kernels run.
         headers: empty, as a GGUF file has none.
     """
     is_invariant = unquantized.is_batch_invariant

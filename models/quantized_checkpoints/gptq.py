@@ -72,7 +72,7 @@ GPTQ_MADE_WITH = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gptq(StoredGroups):
-    """`qweight`, `qzeros`, `scales` and perhaps `g_idx`."""
+    """`qweight`, `qzeros`, `scales` and, in some checkpoints, `g_idx`."""
 
     version: int = 1
     has_g_idx: bool = True
@@ -125,7 +125,7 @@ class _GptqPolicy(CheckpointPolicy):
     marker: ClassVar[str] = "qweight"
 
     method: Gptq
-    only: tuple[str, ...]  # endings of the quantised modules' names; () = all
+    only: tuple[str, ...]  # endings of the names of quantised modules; () = all modules
     head: bool
     overrides: tuple[tuple[str, Gptq | None], ...] = field(default=())  # None = a float
 

@@ -48,7 +48,7 @@ class ConfigKeys:
         """An integer among those allowed.
 
         Raises:
-            ValueError: it is not.
+            ValueError: the value is not allowed.
         """
         value = self.value(*names, default=default)
         allowed = tuple(one_of)
@@ -61,7 +61,7 @@ class ConfigKeys:
         """True or false.
 
         Raises:
-            ValueError: it is neither.
+            ValueError: the value is neither.
         """
         value = self.value(*names, default=default)
         if type(value) is not bool:
@@ -72,7 +72,7 @@ class ConfigKeys:
         """A string among those allowed, in lower case.
 
         Raises:
-            ValueError: it is not.
+            ValueError: the value is not allowed.
         """
         value = self.value(*names, default=default)
         allowed = tuple(one_of)
@@ -84,7 +84,7 @@ class ConfigKeys:
         """A list of strings; empty when it is missing.
 
         Raises:
-            ValueError: it is something else.
+            ValueError: the value is not a list of strings.
         """
         value = self.value(*names, default=[])
         if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
@@ -95,7 +95,7 @@ class ConfigKeys:
         """A key that is supported with these values only; null counts as missing.
 
         Raises:
-            ValueError: it has another one.
+            ValueError: the key has another value.
         """
         value = self.value(name, default=None)
         if value is not None and not any(
@@ -113,7 +113,7 @@ class ConfigKeys:
         """Check that every key was read.
 
         Raises:
-            ValueError: one was not.
+            ValueError: a key was not read.
         """
         for name, value in self._left.items():
             if value is not None:

@@ -1,8 +1,8 @@
 """The base of the weight policies of quantised checkpoints: which module has which weight method.
 
-A format's settings say which modules are quantised and how. The names in them are those of the
-checkpoint. Where the checkpoint's tensors are known, they decide whether a module is quantised,
-and a setting that says otherwise is an error.
+A format's settings say which modules are quantised and how, by their names in the checkpoint. If
+the checkpoint's tensors are known, they decide whether a module is quantised. A setting that
+contradicts them is an error.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _CACHE_SCALES = r"\.(k|v|q|kv|prob)_(scale|zero_point)$"
 class TensorHeader(NamedTuple):
     """A stored tensor without its values."""
 
-    dtype: torch.dtype | None  # None = one that no loader of this project reads
+    dtype: torch.dtype | None  # None = a dtype that no loader of this project reads
     shape: tuple[int, ...]
 
 
@@ -39,7 +39,8 @@ Headers = Mapping[str, TensorHeader]
 class CheckpointPolicy(ABC):
     """The weight methods of a quantised checkpoint."""
 
-    marker: ClassVar[str]  # the stored tensor that a quantised module has and a float one lacks
+    # a stored tensor that quantised modules have, and float modules do not have
+    marker: ClassVar[str]
     uses_cpu_kernels: ClassVar[bool] = True
     is_batch_invariant: ClassVar[bool] = True
     # Stored scales that are not used: those of activations and of an 8-bit KV cache.
@@ -58,7 +59,7 @@ class CheckpointPolicy(ABC):
 
     @abstractmethod
     def rule_for(self, name: str) -> WeightMethod | str | None:
-        """What the settings say of a module.
+        """The settings' statement about a module.
 
         Args:
             name: the name of the module in the checkpoint.

@@ -1,11 +1,11 @@
 """The weight methods of stored floats of 8 and 4 bits.
 
 `Float8`: `weight` float8_e4m3fn [out, in], and scales that multiply it: one for the matrix, one for
-each row, or one for each block. Activations are not rounded, so products are more exact than those
-of libraries that round them to 8 bits.
+each row, or one for each block. Activations are not rounded, so products are more exact than in
+libraries that round activations to 8 bits.
 
 `Float4`: floats of 4 bits (e2m1), two in a byte, the first in the lower half. A group's scale is a
-float of 8 bits. The whole matrix may have a second scale (NVFP4).
+float of 8 bits. In NVFP4 the whole matrix has a second scale.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class Float4(StoredGroups):
     def finish(self, tensors: dict[str, Tensor], spec: MatrixSpec) -> dict[str, Tensor]:
         scales, whole = tensors["scales"], tensors.get("whole")
         if whole is not None:
-            # compressed-tensors stores the inverse of the matrix's scale
+            # compressed-tensors stores the inverse of the second scale
             scales = scales * whole if self.library == "modelopt" else scales / whole
         # The kernel's table has the floats times 2.
         return super(Float4, self).finish({**tensors, "scales": scales / 2}, spec)

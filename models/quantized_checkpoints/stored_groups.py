@@ -1,15 +1,15 @@
 """The base of the weight methods whose integers and scales are stored in the checkpoint.
 
-The formats differ in how they pack integers into words. Each brings its tensors into one form:
+The formats differ in how they pack integers into words. Each converts its tensors to this form:
 
     values  integers from 0 to 2**bits - 1, uint8, [out, in]
     scales  [out, groups], in the checkpoint's dtype
     zeros   the integers that stand for zero, of the scales' shape, int16; none if symmetric
     g_idx   [in] int32, the group of each column; none if the columns are in the groups' order
 
-`finish` lays them out for the kernel. Nothing is rounded: a weight is (value - zero) * scale of the
-stored numbers. Groups of more than 256 columns become several with the same scale, because sums of
-256 products are exact in every instruction set.
+`finish` packs them for the kernel. Nothing is rounded: a weight is (value - zero) * scale of the
+stored numbers. A group of more than 256 columns becomes several groups with the same scale, because
+only sums of up to 256 products are exact in every instruction set.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class StoredGroups(QuantizedMatrix):
     group_size: int  # -1 = a row is one group
     symmetric: bool
     scale_dtype: str = "float16"  # in the checkpoint
-    has_order: bool = False  # the columns of a group do not lie side by side (act-order)
+    has_order: bool = False  # the columns of a group are not adjacent (act-order)
 
     @abstractmethod
     def unpacked(self, name: str, value: Tensor, part: Part) -> tuple[str, Tensor]:
@@ -68,7 +68,7 @@ class StoredGroups(QuantizedMatrix):
             empty for a tensor that is only checked.
 
         Raises:
-            ValueError: it has contents that the format does not allow.
+            ValueError: the tensor has values that the format does not allow.
         """
 
     def form(self, spec: MatrixSpec) -> QuantFormat:
@@ -148,7 +148,7 @@ class StoredGroups(QuantizedMatrix):
         return factors.float()[:, group]
 
     def _order(self, g_idx: Tensor | None, spec: MatrixSpec) -> Tensor | None:
-        """The stored column of each column of the kernel; None = the same."""
+        """For each column of the kernel, the stored column; None = the same column."""
         if g_idx is None:
             return None
         if bool((g_idx != g_idx[0]).any()):

@@ -43,7 +43,8 @@ class Tables:
     """Tables that follow from the position alone, such as rotary cosines, for all positions."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)  # [positions, width]
-    pairs: dict[str, tuple[str, ...]] = field(default_factory=dict)  # kind -> one or two tensors
+    # kind of table -> the names of its one or two tensors
+    pairs: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 class Assembly:
@@ -54,7 +55,7 @@ class Assembly:
         options: dtype, device, attention backend and length.
 
     Raises:
-        ValueError: the model computes something that is not served.
+        ValueError: the model computes something that is not supported.
     """
 
     def __init__(self, recording: Recording, options: BuildOptions) -> None:
@@ -158,7 +159,7 @@ class Assembly:
             node = builder.input(f"table_{self._number(table)}")
             node.meta["val"] = value = table.meta["val"][0]
             inputs[node] = table
-            # A table is passed as [T, width]; other shapes are restored from it.
+            # A table is passed as [T, width]. Its other shapes are restored from that.
             is_flat = value.dim() == _TABLE_DIMS
             sizes = (-1, *map(int, value.shape[1:]))
             builder.bind(table, node if is_flat else builder.reshaped(node, sizes))
@@ -192,7 +193,8 @@ class Assembly:
     def _table_keys(
         self, builder: PartBuilder, fused: Fused, inputs: dict[Node, Node]
     ) -> tuple[tuple[str, int], ...]:
-        """Where the graph's table inputs are found in a step; unused ones are removed."""
+        """The key and field in a step of each table input of the graph. Unused inputs are removed.
+        """
         halves = {}
         for cos, sin in fused.rotated:
             tables = [
@@ -219,13 +221,14 @@ class Assembly:
         return self._parts.tables.index(table)
 
     def _table(self, table: Node, *, is_half: bool) -> str:
-        """The name of the tensor with all rows of a table, or of their first halves in float32."""
+        """The name of the tensor with all rows of a table, or their first halves in float32."""
         name = f"table_{self._number(table)}{'_half' if is_half else ''}"
         if name not in self.tables.tensors:
             device, length = self._options.device, self._options.max_model_len
             if is_half:
                 while table.target is torch.ops.aten._to_copy.default:
-                    (table,) = table.all_input_nodes  # skip the rounding to the model's dtype
+                    # the table before it is rounded to the model's dtype
+                    (table,) = table.all_input_nodes
             if device.type == "meta":
                 few = compute_table(self._recording, table, 1)
                 rows = torch.empty((length, *few.shape[1:]), dtype=few.dtype, device=device)
@@ -280,7 +283,7 @@ class Assembly:
         return MergedLinear(first.in_features, outputs, options, bias=first.has_bias)
 
     def _tensors(self, builder: PartBuilder, prefix: str) -> dict[str, Any]:
-        """Parameters and buffers that a part's graph reads itself, by target."""
+        """Parameters and buffers that a part's graph reads directly, by target."""
         model, device = self._recording.model, self._options.device
         parameters = dict(model.named_parameters(remove_duplicate=False))
         buffers = dict(model.named_buffers(remove_duplicate=False))

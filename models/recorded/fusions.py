@@ -36,10 +36,10 @@ _HIDDEN_DIMS = 2  # [T, D]
 
 @dataclass(slots=True)
 class Fused:
-    """What `fuse` changed, for the caller, which builds the modules and inputs."""
+    """The changes of `fuse`. The caller builds modules and inputs from them."""
 
     merged: dict[str, tuple[str, ...]] = field(default_factory=dict)  # new module -> its parts
-    # (cos, sin) inputs that became halves: placeholders of the graph.
+    # Placeholders of the graph: (cos, sin) inputs that now hold only the first half of each row.
     rotated: list[tuple[Node, Node]] = field(default_factory=list)
 
 
@@ -55,7 +55,7 @@ def fuse(
         graph: a part's graph, with an output.
         leaves: the modules that it calls, by target.
         has_equal_halves: whether the second half of each row of a table repeats the first.
-        rows: the input with the wanted rows; None = the part has none.
+        rows: the input with the numbers of the rows that are wanted; None = all rows are wanted.
     """
     fused = Fused()
     _merge_linears(graph, leaves, fused)
@@ -75,8 +75,8 @@ def fuse(
 def _merge_linears(graph: Graph, leaves: Mapping[str, Leaf], fused: Fused) -> None:
     """Stack the matrices of linear layers that read the same tensor.
 
-    This is done only where no part of the result has to be copied: all parts are attention heads,
-    or the two parts are a gate and what it multiplies.
+    This is done only if no part of the result has to be copied: all parts are attention heads, or
+    the two parts are a gate and its factor.
     """
     groups: dict[tuple[Any, ...], list[Node]] = defaultdict(list)
     for node in graph.find_nodes(op="call_module"):
@@ -184,7 +184,7 @@ def _gated(product: Node, activation: Node, gate: Node, fused: Fused) -> Node | 
 
 
 def _cancel_copies(graph: Graph) -> None:
-    """Remove pairs of equal transpositions, and copies of values that are contiguous already."""
+    """Remove pairs of transpositions that cancel out, and copies of values that are contiguous."""
     for node in list(graph.nodes):
         if node.op == "call_method" and node.target == "transpose":
             source = node.args[0]
@@ -230,9 +230,9 @@ def _takes_residual(result: Any, other: Any, leaves: Mapping[str, Leaf]) -> bool
 
 
 def _select_rows(graph: Graph, rows: Node) -> None:
-    """Drop unwanted rows right after attention, or at the end of the layer if that is not possible.
+    """Drop unwanted rows after attention, or if that is impossible, at the end of the layer.
 
-    After attention each value of a token is computed from values of that token alone.
+    After attention, a token's values depend on values of the same token only.
     """
     (attention,) = (
         node for node in graph.find_nodes(op="call_module") if node.target == "attention"
@@ -277,7 +277,7 @@ def _later(node: Node) -> set[Node]:
 
 
 def _has_tokens(node: Node) -> bool:
-    """Whether a value may have a row for each token: it is not known to have none."""
+    """Whether a value can have a row for each token."""
     shape = shape_of(node)
     is_constant = bool(shape) and not any(isinstance(size, torch.SymInt) for size in shape)
     return node.op != "get_attr" and not is_constant

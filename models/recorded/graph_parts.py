@@ -1,9 +1,9 @@
 """Converts a part of a recorded graph to one over the tokens of a step: [T, ...] without a batch.
 
 transformers computes [1, T, ...]. Every value whose first size is 1 loses that dimension. Each
-operation has a rule for the conversion. An operation without a rule is refused by its name. So is
-one that mixes tokens, outside of attention: all others must compute a token's values from those of
-the same token.
+operation has a rule for the conversion. An operation without a rule is refused by its name. Only
+attention may mix tokens. Any other operation that computes a token's values from those of other
+tokens is refused too.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class PartBuilder:
 
     Args:
         recording: the recorded run.
-        prefix: is dropped from the names of modules and parameters.
+        prefix: dropped from the names of modules and parameters.
         device: where the part runs.
     """
 
@@ -66,13 +66,14 @@ class PartBuilder:
         self.graph = Graph()
         self.leaf_names: list[str] = []  # full names of the modules that the part calls
         self.tensor_names: list[str] = []  # full names of tensors that the part reads
-        self.constants: dict[str, Tensor] = {}  # other tensors that it reads
+        self.constants: dict[str, Tensor] = {}  # other tensors that the part reads
         self.attention_call: int | None = None
         self._recording = recording
         self._prefix = prefix
         self._device = device
         self._new: dict[Node, Any] = {}
-        self._has_batch: set[Node] = set()  # recorded nodes whose new value lacks the first size
+        # recorded nodes whose converted value has no batch dimension
+        self._has_batch: set[Node] = set()
         self.attention_inputs: tuple[Node, ...] = ()  # step and caches
         self._rules: dict[Any, Callable[[Node], None]] = {
             recorded_module: self._leaf,
@@ -95,7 +96,7 @@ class PartBuilder:
         }
 
     def input(self, name: str, recorded: Node | None = None) -> Node:
-        """An input of the part; a value of the run if `recorded` is given, without its batch."""
+        """An input of the part: the value `recorded`, if given, without its batch dimension."""
         node = self.graph.placeholder(name)
         if recorded is not None:
             self._set(recorded, node)
@@ -142,7 +143,7 @@ class PartBuilder:
             node.meta["val"] = self._stripped(recorded)
 
     def result(self, recorded: Node) -> Node:
-        """The new node of a value, without its batch."""
+        """The converted node of a value, without its batch dimension."""
         return self._new[recorded]
 
     def _rule(self, target: Any) -> Callable[[Node], None] | None:
@@ -213,7 +214,7 @@ class PartBuilder:
         self._set(recorded, node)
 
     def _ordered(self, node: Node) -> Node:
-        """The value, contiguous in memory, as this project's ops and views need it."""
+        """The value, made contiguous in memory, which this project's ops and views need."""
         return node if in_order(node) else self.graph.call_method("contiguous", (node,))
 
     def _item(self, recorded: Node) -> None:
@@ -406,7 +407,7 @@ class PartBuilder:
         if isinstance(value, Tensor) and has_batch(value):
             self._has_batch.add(recorded)
         elif isinstance(value, list | tuple):
-            pass  # `_item` looks at each item
+            pass  # `_item` checks each item
 
     def _set_whole(self, recorded: Node, node: Node) -> None:
         """Note the result of an operation that kept the batch."""

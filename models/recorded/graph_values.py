@@ -44,7 +44,7 @@ __all__ = (
 
 _aten = torch.ops.aten
 
-# Operations along dimensions -> index and name of the argument that says which dimensions.
+# Operations along dimensions -> index and name of the argument that names the dimensions.
 ALONG_DIM: dict[Any, tuple[int, str]] = {
     _aten.slice.Tensor: (1, "dim"),
     _aten.select.int: (1, "dim"),
@@ -66,7 +66,8 @@ ALONG_DIM: dict[Any, tuple[int, str]] = {
     _aten.unbind.int: (1, "dim"),
 }
 DEFAULT_DIM = {_aten.topk.default: -1, _aten.sort.default: -1}
-# Matrix products. They sum over the first factor's last and the second's last but one dimension.
+# Matrix products: sums over the last dimension of the first factor and the last but one of the
+# second.
 PRODUCTS = (_aten.mm.default, _aten.bmm.default, _aten.addmm.default)
 COPIES = (
     _aten.clone.default,
@@ -115,12 +116,12 @@ def without_writing(recorded: Node) -> Any:
 
 
 def drop_unused(graph: Graph) -> None:
-    """Remove nodes whose values nothing reads; inputs stay."""
+    """Remove nodes whose values are not read. Inputs are kept."""
     graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output"))
 
 
 def transposed(graph: Graph, node: Node, first: int = 0, second: int = 1) -> Node:
-    """Exchange two dimensions of a value. If it is such an exchange itself, it is undone."""
+    """Exchange two dimensions of a value. If the node is the same exchange, return its input."""
     if is_transpose(node) and (node.args[1], node.args[2]) == (first, second):
         source = node.args[0]
         assert isinstance(source, Node), "it is a value of the graph"
@@ -158,7 +159,7 @@ def has_batch(value: Any) -> bool:
 
 
 def view_sizes(shape: Sequence[Any]) -> tuple[int, ...]:
-    """Sizes for `view`, with -1 for the one that steps decide."""
+    """Sizes for `view`, with -1 for the size that differs from step to step."""
     return tuple(-1 if isinstance(size, torch.SymInt) else int(size) for size in shape)
 
 

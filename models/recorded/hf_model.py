@@ -29,7 +29,7 @@ __all__ = ("ATTENTION", "find_source", "hf_model", "source_files")
 ATTENTION = "ostinato"
 """The name under which transformers calls the recording attention function."""
 
-# Keys of a config.json that say nothing about the model's results.
+# Keys of a config.json that do not change the model's results.
 _IRRELEVANT = frozenset(
     (
         "_attn_implementation",
@@ -56,7 +56,7 @@ _IRRELEVANT = frozenset(
 
 
 def find_source(hf_config: Mapping[str, Any]) -> HFModelSource:
-    """Find the code of a model in transformers. Code that a checkpoint brings is never run.
+    """Find the code of a model in transformers. Code in a checkpoint is never run.
 
     Args:
         hf_config: the parsed config.json.
@@ -93,7 +93,8 @@ def hf_model(source: HFModelSource, dtype: torch.dtype) -> Any:
     try:
         with torch.device("meta"):
             model = model_class._from_config(config, attn_implementation=ATTENTION, dtype=dtype)
-    except Exception as error:  # a model's code may raise anything for a config that it refuses
+    # a model's code can raise any exception for a config that it refuses
+    except Exception as error:
         raise ValueError(
             f"transformers cannot build {model_class.__name__}: {first_line(error)}"
         ) from error
@@ -148,7 +149,7 @@ def source_files(model_class: Any) -> list[Path]:
 
 
 def _refuse_unknown_keys(stated: Mapping[str, Any], config: Any, files: list[Path]) -> None:
-    """Refuse keys that neither the config's class nor the model's code names: nothing reads them.
+    """Refuse keys that neither the config's class nor the model's code names, and so never reads.
 
     Args:
         stated: the parsed config.json.
@@ -192,7 +193,7 @@ def _widen(model: Any, dtype: torch.dtype) -> None:
 
 @torch.no_grad()
 def _compute_buffers(model: Any) -> None:
-    """Give the buffers that no checkpoint holds, such as rotary frequencies, their values.
+    """Compute the buffers that no checkpoint holds, such as rotary frequencies.
 
     Raises:
         ValueError: the model's code does not say how they are computed.

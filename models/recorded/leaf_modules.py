@@ -1,9 +1,9 @@
-"""Which modules of a transformers model this project's own modules replace.
+"""Finds the modules of a transformers model that this project's own modules replace.
 
-Norms are recognised by their results on random numbers, because every family has a class of its own
-for the same few functions. Experts are recognised by their class. Linear layers and embeddings are
-recognised while the model runs (models/recorded/recording.py): a function of torch reads the weight
-of a module.
+Norms are recognised by their results on random numbers, because families have different classes for
+the same few functions. Experts are recognised by their class. Linear layers and embeddings are
+recognised while the model runs, because a function of torch then reads the weight of a module
+(models/recorded/recording.py).
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def _norm_of(module: Any, dtype: torch.dtype) -> NormLeaf | None:
     x = torch.randn(_ROWS, size, generator=generator)
     try:
         theirs = torch.func.functional_call(module, values, (x,))
-    except (RuntimeError, TypeError):  # it does not take one tensor
+    except (RuntimeError, TypeError):  # the module does not take one tensor
         return None
     if not isinstance(theirs, Tensor) or theirs.shape != x.shape:
         return None

@@ -29,9 +29,9 @@ class LayerPart:
     """The nodes of one layer."""
 
     nodes: tuple[Node, ...]
-    hidden: Node  # its input
+    hidden: Node  # the layer's input
     result: Node
-    tables: tuple[Node, ...]  # values by position that it reads
+    tables: tuple[Node, ...]  # values by position that the layer reads
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,7 +53,7 @@ def partition(recording: Recording) -> Partition:
     """Cut a recorded graph.
 
     Raises:
-        ValueError: values go from layer to layer in another way than as hidden states.
+        ValueError: layers exchange values other than hidden states.
     """
     graph = recording.graph.graph
     ids, positions, padding = list(graph.find_nodes(op="placeholder"))[-3:]
@@ -127,7 +127,8 @@ def _run_table(recording: Recording, table: Node, positions: Tensor) -> Tensor:
     graph = recording.graph.graph
     inputs = list(graph.find_nodes(op="placeholder"))[-3:]
     values: dict[Node, Any] = {inputs[1]: positions[None]}
-    # The graph takes sizes from the token ids. Here sizes are constants, so no ids are needed.
+    # The recorded graph takes sizes from the token ids. Here sizes are constants, so no token ids
+    # are needed.
     needed = _ancestors([table], {node for node in graph.nodes if not _is_size(node)})
     for node in graph.nodes:
         if _is_size(node) and node.op == "call_function":
@@ -187,7 +188,7 @@ def _outer_inputs(nodes: Iterable[Node]) -> list[Node]:
 
 
 def _with_constants(nodes: list[Node], variable: set[Node]) -> list[Node]:
-    """The nodes, with constant nodes of other parts that they need placed before them."""
+    """The nodes, after the constant nodes of other parts that they need."""
     own = set(nodes)
     constant = [
         node for node in _outer_inputs(nodes) if node not in variable and node.op == "call_function"

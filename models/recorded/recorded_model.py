@@ -41,7 +41,7 @@ class RecordedCausalLM(CausalLM):
         recording = record(source, dtype)
         config = recording.model.config.get_text_config()
         length = _context(config)
-        # Building the parts raises for what is not served, before any weight is read.
+        # Building the parts raises errors about unsupported operations before any weight is read.
         meta = BuildOptions(
             dtype=dtype,
             device=torch.device("meta"),

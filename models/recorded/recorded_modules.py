@@ -1,4 +1,4 @@
-"""The modules of a recorded model: layers that run a graph, and what a graph calls."""
+"""The modules of a recorded model: layers that run a graph, and the modules that it calls."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ __all__ = (
 
 
 class RecordedGraph(nn.Module):
-    """A graph as a module. It is no `GraphModule`, whose class a stored program cannot refer to.
+    """A graph as a module. A `GraphModule` would not do: a stored program cannot name its class.
 
     Args:
         graph: calls modules and reads tensors by their names.
-        parts: the modules and tensors by name; a dot leads into a module.
+        parts: the modules and tensors by name; a dot separates a module from its member.
     """
 
     def __init__(self, graph: Graph, parts: Mapping[str, nn.Module | Tensor]) -> None:
@@ -81,7 +81,7 @@ class RecordedLayer(DecoderLayer):
     Args:
         graph: takes hidden states, the step, the caches, the wanted rows, then the tables.
         tables: keys of `StepInputs.rope`, each with the number of its field.
-        static_key: what the graph depends on besides tensors.
+        static_key: everything that the graph depends on besides tensors.
     """
 
     def __init__(
@@ -176,7 +176,7 @@ class Logits(nn.Module):
 
 
 def rows_of(hidden: Tensor, rows: Tensor | None) -> Tensor:
-    """[T, D] -> [R, D], or all of it without `rows`."""
+    """The `rows` of [T, D]: [R, D]. Without `rows`, all of it."""
     return hidden if rows is None else F.embedding(rows, hidden)
 
 
@@ -184,9 +184,9 @@ def build_leaf(leaf: Leaf, options: BuildOptions, *, num_experts: int = 0) -> nn
     """The module of this package that replaces a module of the transformers model.
 
     Args:
-        leaf: what the module computes.
+        leaf: the function of the module.
         options: dtype and device.
-        num_experts: experts of the layer; a linear layer with as many outputs is their router.
+        num_experts: experts of the layer; a linear layer with this number of outputs is the router.
     """
     match leaf:
         case LinearLeaf(in_features, out_features, has_bias, dtype):

@@ -1,9 +1,9 @@
 """Records one run of a transformers model, without weights, as a graph of tensor operations.
 
-The run has one sequence of T tokens, T a symbol. Each module that this project replaces is one node
-of the graph. Each attention call is one node too, with its arguments. The sliding window of a call
-is read from its mask. For this the mask function of the model is evaluated. It must be that of
-causal attention, with a window or without.
+The run has one sequence of T tokens, where T is a symbol. Each module that this project replaces is
+one node of the graph. Each attention call is one node too, with its arguments. The sliding window
+of a call is found by evaluating the mask function of the model. This must be the mask of causal
+attention, with or without a window.
 """
 
 from __future__ import annotations
@@ -82,19 +82,21 @@ class Recording:
     leaves: dict[str, Leaf]
     calls: tuple[AttentionCall, ...]  # in order
     layers: tuple[str, ...]  # names of the modules with one attention call each, in order
-    # Name of a node -> its place: 0 = before the layers, 2 i + 1 = in layer i, 2 i + 2 = after it.
+    # Name of a node -> its section: 0 = before the layers, 2 i + 1 = in layer i, 2 i + 2 = after
+    # it.
     sections: dict[str, int]
 
 
 @dataclass(slots=True, eq=False)
 class _Run:
-    """What the recording functions note while the model runs."""
+    """The notes that the recording functions take while the model runs."""
 
     model: Any
-    names: dict[int, str]  # names of modules, by id
-    head: str  # the output head
+    names: dict[int, str]  # id of a module -> its name
+    head: str  # name of the output head
     masks: dict[int, int] = field(default_factory=dict)  # id of a mask -> its window
-    kept: list[Any] = field(default_factory=list)  # so that ids stay unique
+    # objects that are kept alive, so that ids stay unique
+    kept: list[Any] = field(default_factory=list)
     calls: list[AttentionCall] = field(default_factory=list)
     leaves: dict[str, Leaf] = field(default_factory=dict)  # linear layers and embeddings
 
@@ -107,7 +109,7 @@ def record(source: HFModelSource, dtype: torch.dtype) -> Recording:
     """Run a model once on tensors without data, and record it.
 
     Args:
-        source: its code and sizes.
+        source: the model's code and sizes.
         dtype: the dtype of weights and activations.
 
     Raises:
@@ -127,7 +129,7 @@ def record(source: HFModelSource, dtype: torch.dtype) -> Recording:
             graph, tensors, sections = _trace(run, layers)
     except _Unfit as error:
         raise ValueError(str(error)) from None
-    except Exception as error:  # whatever a model's code raises for tensors without data
+    except Exception as error:  # a model's code can raise any exception for tensors without data
         text = str(error).strip().splitlines()
         raise ValueError(
             f"{type(model).__name__} cannot be recorded: {type(error).__name__}: "
@@ -247,7 +249,7 @@ class _MatrixFunctions(TorchFunctionMode):
         if name is None or (bias is not None and self._names.get(id(bias)) != f"{name}.bias"):
             return None
         if isinstance(self._run.leaves.get(name), EmbeddingLeaf):
-            name = self._run.head  # tied to the embedding
+            name = self._run.head  # the head is tied to the embedding
         is_biased = bias is not None
         leaf = LinearLeaf(weight.shape[1], weight.shape[0], is_biased, weight.dtype)
         if self._run.leaves.setdefault(name, leaf) != leaf:
@@ -263,7 +265,7 @@ class _MatrixFunctions(TorchFunctionMode):
         return recorded_module([input, weight], (*input.shape, leaf.size), name)
 
     def _module(self, weight: Tensor) -> str | None:
-        """The module whose weight it is."""
+        """The name of the module that has this weight."""
         name = self._names.get(id(weight), "")
         is_weight = name.endswith(".weight") and weight.dim() == _MATRIX_DIMS
         return name.removesuffix(".weight") if is_weight else None
@@ -277,8 +279,8 @@ def _trace(noted: _Run, layers: tuple[str, ...]) -> tuple[GraphModule, list[str]
     tokens = torch.zeros(1, _NUM_TOKENS, dtype=torch.int64)
     dynamic = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.STATIC, DimDynamic.DYNAMIC])
     ids = mode.from_tensor(tokens, symbolic_context=dynamic)
-    # Token ids and positions have one size, so the second is made of the first.
-    # With a padding mask, transformers does not look for packed sequences in the positions.
+    # Token ids and positions have one size, so positions are made from the ids. With a padding
+    # mask, transformers does not look for packed sequences in the positions.
     with mode:
         positions = torch.empty_like(ids)
         padding = torch.empty_like(ids, dtype=torch.bool)
@@ -321,7 +323,7 @@ class _Sections:
         self.order = [0]
 
     def hook(self, section: int) -> Callable[..., None]:
-        """A hook for the place where a section begins."""
+        """A hook that marks the beginning of a section."""
 
         def begin(*arguments: Any) -> None:
             mode = get_proxy_mode()
@@ -360,7 +362,7 @@ def _is_causal(function: Callable[..., Any], window: int) -> bool:
     """Whether a mask function is that of causal attention with a window.
 
     Args:
-        function: gives whether a row (its third argument) sees a column (its fourth one).
+        function: returns whether a row (its third argument) sees a column (its fourth argument).
         window: as `paged_attention` takes it.
     """
     begin = max(0, abs(window) - _MASK_SPAN // 2)
@@ -373,7 +375,7 @@ def _is_causal(function: Callable[..., Any], window: int) -> bool:
         expected = expected & (columns >= rows - rows % -window)
     try:
         got = function(0, 0, rows, columns)
-    except (RuntimeError, TypeError, IndexError):  # it reads tensors of the recorded run
+    except (RuntimeError, TypeError, IndexError):  # the function reads tensors of the recorded run
         return False
     return bool(torch.equal(torch.as_tensor(got).expand_as(expected), expected))
 

@@ -1,7 +1,7 @@
 """The names of a recorded model's tensors in checkpoints.
 
 transformers renames tensors and stacks experts while it loads a checkpoint. Its list of these
-changes is read in reverse: from the names of the loaded model to those of the checkpoint.
+changes is applied in reverse here: from the names of the loaded model to those of the checkpoint.
 """
 
 from __future__ import annotations

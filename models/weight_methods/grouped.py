@@ -1,7 +1,8 @@
 """The bases of the weight methods over quantised matrices.
 
-`QuantizedMatrix` multiplies them with the kernels of ops/quantized.py. `GroupQuantized` makes them
-of a checkpoint's floats. models/quantized_checkpoints/ has the methods whose integers are stored.
+`QuantizedMatrix` multiplies quantised matrices with the kernels of ops/quantized.py.
+`GroupQuantized` makes them from the floats of a checkpoint. The methods for stored integers are in
+models/quantized_checkpoints/.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ __all__ = ("GroupQuantized", "QuantizedMatrix")
 class QuantizedMatrix(WeightMethod):
     """`weight`: bytes that the kernels of ops/quantized.py multiply, on a CPU and on CUDA.
 
-    They are made on the CPU and copied to where they are multiplied. A parameter `order` [in] int32
-    says which stored column each column of `weight` is.
+    The bytes are made on the CPU and copied to the model's device. A parameter `order` [in] int32
+    holds the stored column of each column of `weight`.
     """
 
     is_quantized: ClassVar[bool] = True
@@ -44,7 +45,7 @@ class QuantizedMatrix(WeightMethod):
 
     @abstractmethod
     def form(self, spec: MatrixSpec) -> QuantFormat:
-        """The format of a matrix in the words of ops/quantized.py."""
+        """The format of a matrix, as ops/quantized.py takes it."""
 
     def why_unusable(self, device: torch.device, dtype: torch.dtype) -> str | None:
         if device.type == "cuda":
@@ -70,7 +71,7 @@ class QuantizedMatrix(WeightMethod):
         part: Part,
         spec: MatrixSpec,
     ) -> None:
-        if spec.device.type == "cuda":  # the kernels that lay weights out are the CPU's
+        if spec.device.type == "cuda":  # only the CPU has kernels that pack weights
             spec = spec._replace(device=torch.device("cpu"))
         super(QuantizedMatrix, self).place(tensors, name, value, stored, part, spec)
 
@@ -167,6 +168,7 @@ class GroupQuantized(QuantizedMatrix):
 
     def finish(self, tensors: dict[str, Tensor], spec: MatrixSpec) -> dict[str, Tensor]:
         weight = tensors["weight"]
-        if weight.dtype == torch.float16:  # of a model for CUDA; the CPU's kernels do not read it
+        # the model is for CUDA; the CPU's kernels do not read float16
+        if weight.dtype == torch.float16:
             weight = weight.float()
         return {"weight": quantize_linear_weight(weight, self.form(spec))}

@@ -1,4 +1,4 @@
-"""The weight method `packed`: the matrix rearranged for the CPU kernels (ops/linear.py)."""
+"""The weight method `packed`: the matrix in the order of the CPU kernels (ops/linear.py)."""
 
 from __future__ import annotations
 

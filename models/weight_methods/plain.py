@@ -1,4 +1,4 @@
-"""The weight method `plain`: the matrix as it was stored, multiplied by torch."""
+"""The weight method `plain`: the matrix is not rearranged, and torch multiplies it."""
 
 from __future__ import annotations
 

@@ -6,11 +6,9 @@ calls that kernel. It holds settings only. The tensors belong to `LinearBase`
 (models/linear_layers.py), which has no code for a particular method.
 
     stored     the tensors of one matrix in a checkpoint
-    load       takes one of them; by default copies it to its rows
-    finish     makes the parameters when all of them have been taken
-    apply      x @ W.T + bias + residual
-    apply_experts  the same with the matrices of experts
-    rows       rows of W, for embeddings
+    load takes one of these tensors finish makes the parameters when all tensors have been taken
+    apply x @ W.T + bias + residual apply_experts the same with the matrices of experts rows rows of
+    W, for embeddings
 """
 
 from __future__ import annotations
@@ -50,7 +48,7 @@ class MatrixRole(StrEnum):
     router = "router"  # multiplied in a layer, to choose experts
     head = "head"  # multiplied to give logits
     embedding = "embedding"  # its rows are looked up
-    tied = "tied"  # both: an embedding that is the output head too
+    tied = "tied"  # both: an embedding that is also the output head
 
 
 class MatrixSpec(NamedTuple):
@@ -77,8 +75,8 @@ class Axis(NamedTuple):
     """One dimension of a stored tensor: output features, input features, or a fixed size."""
 
     features: str  # "out", "in", or "" for a fixed size
-    per_element: int = 1  # features of one element, as in a word of eight 4-bit weights
-    size: int = 0  # size of a dimension that runs over neither
+    per_element: int = 1  # features of one element: 8 for a word of eight 4-bit weights
+    size: int = 0  # the fixed size
 
     def length(self, out_features: int, in_features: int) -> int:
         """Elements of this dimension in the tensor of a matrix of this size."""
@@ -93,11 +91,11 @@ OUT, IN = Axis("out"), Axis("in")
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """One of the tensors that a checkpoint keeps of a matrix."""
+    """One of the tensors in which a checkpoint stores a matrix."""
 
     axes: tuple[Axis, ...]
     dtypes: tuple[torch.dtype, ...] = FLOATS  # the accepted dtypes
-    converted: bool = True  # to the activations' dtype, when it is copied
+    converted: bool = True  # converted to the activations' dtype when it is copied
 
     def shape(self, out_features: int, in_features: int) -> tuple[int, ...]:
         """Its shape for a stored matrix of this size."""
@@ -106,7 +104,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """A stored matrix and its place in a module's matrix, which may stack several of them."""
+    """A stored matrix and its place in a module's matrix, which can stack several stored ones."""
 
     index: int  # among the module's parts
     count: int  # the number of the module's parts
@@ -124,11 +122,11 @@ class Part:
         return self.count == 1 and is_ordered and self.columns.is_whole
 
     def cut(self, tensor: Tensor, stored: StoredTensor) -> Tensor:
-        """The part of a stored tensor that this module holds; a view where that is possible.
+        """The part of a stored tensor that this module holds; a view if possible.
 
         Raises:
-            ValueError: the tensor packs several features in an element, and the cut or the order
-                of rows goes through one.
+            ValueError: the tensor packs several features in an element, and the cut or the order of
+                rows would split an element.
         """
         for dim, axis in enumerate(stored.axes):
             if axis.features == "out":
@@ -164,8 +162,8 @@ class WeightMethod(ABC):
     Subclasses are frozen dataclasses: equal methods give equal programs.
     """
 
-    is_in_place: ClassVar[bool] = False  # stored tensors are copied straight into the parameters
-    is_quantized: ClassVar[bool] = False  # the parameters stand for rounded values
+    is_in_place: ClassVar[bool] = False  # stored tensors are copied directly into the parameters
+    is_quantized: ClassVar[bool] = False  # the parameters are rounded values
     # The bits of a row of the result do not depend on the other rows.
     is_batch_invariant: ClassVar[bool] = False
 
@@ -182,7 +180,7 @@ class WeightMethod(ABC):
     @property
     @abstractmethod
     def name(self) -> str:
-        """The method in words for users, such as `int4 in groups of 32`."""
+        """The method's name for users, such as `int4 in groups of 32`."""
 
     def why_unusable(self, device: torch.device, dtype: torch.dtype) -> str | None:
         """Why no kernel supports this device with activations of this dtype; None if one does."""
@@ -208,15 +206,15 @@ class WeightMethod(ABC):
         Tensors of several parts that have no `out` dimension are stacked: [parts, ...].
 
         Args:
-            tensors: what is loaded of this matrix so far, by stored name; filled here. The
-                parameters themselves when `is_in_place`.
+            tensors: the tensors of this matrix that were loaded so far, by stored name; filled
+                here. With `is_in_place`, the parameters themselves.
             name: a key of `stored`.
-            value: as it was stored, in any of the accepted dtypes.
-            part: which rows and columns this rank holds, and where they belong.
+            value: the tensor as stored, in any of the accepted dtypes.
+            part: the rows and columns that this rank holds, and their place in the matrix.
             spec: the module's matrix.
 
         Raises:
-            ValueError: the value cannot be cut as `part` says.
+            ValueError: the value cannot be cut to `part`.
         """
         self.place(tensors, name, value, self.stored[name], part, spec)
 
@@ -229,21 +227,22 @@ class WeightMethod(ABC):
         part: Part,
         spec: MatrixSpec,
     ) -> None:
-        """Put the rows and columns of a tensor that this rank holds to their place in `tensors`.
+        """Copy the rows and columns of a tensor that this rank holds to their place in `tensors`.
 
         Args:
             tensors, name, value, part, spec: as for `load`.
             stored: the dimensions of `value`.
 
         Raises:
-            ValueError: the value cannot be cut as `part` says.
+            ValueError: the value cannot be cut to `part`.
         """
         value = part.cut(value, stored)
         dtype = spec.dtype if stored.converted else value.dtype
         out = [dim for dim, axis in enumerate(stored.axes) if axis.features == "out"]
         is_kept = part.count == 1 and not self.is_in_place and value.is_contiguous()
         if is_kept and value.dtype == dtype and value.device == spec.device:
-            # A view of the mapped file: the largest matrix is not copied before it is converted.
+            # A view of the mapped file is enough, so the largest matrix is not copied before it is
+            # converted.
             tensors[name] = value if out else value[None]
             return
         if name not in tensors:
@@ -260,7 +259,7 @@ class WeightMethod(ABC):
         target.copy_(value)
 
     def dummy(self, name: str, size: tuple[int, ...]) -> Tensor | None:
-        """A stored tensor of a dummy checkpoint; None = random numbers will do.
+        """A stored tensor of a dummy checkpoint; None = the caller fills it with random numbers.
 
         Args:
             name: a key of `stored`.
@@ -311,7 +310,7 @@ class WeightMethod(ABC):
         routing_weights: Tensor | None,
         residual: Tensor | None,
     ) -> Tensor:
-        """Each row times the matrices of its experts, as `moe_linear` (ops/moe/moe_linear.py).
+        """Each row times the matrices of its experts; see `moe_linear` (ops/moe/moe_linear.py).
 
         Args:
             weights: the parameters by name, [experts, ...].
