@@ -1,7 +1,7 @@
 """`run bench`: runs one kind of measurement, writes its record, prints and plots it.
 
-Each kind is a function from the configuration to a `Record`. The record is written as JSON,
-appended to a history if wanted, printed as a table, and plotted.
+Each kind is a function from the configuration to a `Record`. The record is written as JSON, printed
+as a table and plotted. With `bench.append` it is also appended to a history.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ COMPARED = (
 @dataclass(frozen=True, slots=True)
 class _Engine:
     name: str
-    config: RunConfig | None  # None = it runs at `name`
+    config: RunConfig | None  # None = the server runs already, at the URL `name`
 
 
 def compare(config: RunConfig, context: BenchContext) -> Record:
@@ -74,7 +74,8 @@ def compare(config: RunConfig, context: BenchContext) -> Record:
         for point in points:
             runs: list[list[Point]] = [[] for _ in engines]
             for number in range(config.bench.warmup + config.bench.repeats):
-                # The order rotates, so that no engine always runs after the same other one.
+                # The order rotates, so that an engine does not always run after the same other
+                # engine.
                 for turn in range(len(engines)):
                     place = (number + turn) % len(engines)
                     result, warnings = runner.measure(targets[place], point)

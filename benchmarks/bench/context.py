@@ -51,7 +51,7 @@ class BenchContext:
         """The configuration with further overrides.
 
         Raises:
-            ConfigError: one of them is wrong.
+            ConfigError: an override is wrong.
         """
         return load_config([*self.overrides, *words], config_dir=self._config_dir)
 

@@ -2,9 +2,9 @@
 
     run bench determinism workload=random workload.num_requests=32
 
-Every request runs alone first, then together with all others, then in another order, then from the
-prefix cache. Each is done greedily and with seeded sampling. The result counts the answers with
-equal tokens.
+Every request runs four times: alone, together with all others, in another order, and from the
+prefix cache. All of this is done with greedy and with seeded sampling. The result counts the
+answers with equal tokens.
 """
 
 from __future__ import annotations

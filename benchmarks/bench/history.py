@@ -4,8 +4,8 @@
     run bench history bench.files=[history.jsonl]
 
 Points with the same kind, model, workload, number of threads and parameters are printed one below
-the other, each figure with its change from the first. The notes list other differences between
-their configurations.
+the other. Each figure is shown with its change from the first such point. The notes list other
+differences between their configurations.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from ostinato.conf.root import RunConfig
 __all__ = ("history",)
 
 _MAX_CHANGES = 5
-# Where results go, and what differs between the points of one result anyway.
+# Settings that are not compared: where results are written, and those that differ between the
+# points of one result.
 _NOT_MEASURED = {"bench", "slo", "workload", "load.rates", "load.concurrency", "load.url"}
 
 
@@ -60,7 +61,8 @@ def history(config: RunConfig, context: BenchContext) -> Record:
             details = {"measured": _what(record)}
             points.append(replace(point, label=label, parameters=parameters, details=details))
     order = {key: n for n, key in enumerate(dict.fromkeys(_identity(point) for point in points))}
-    points.sort(key=lambda point: order[_identity(point)])  # stable: by time within
+    # a stable sort: equal identities stay in the order of time
+    points.sort(key=lambda point: order[_identity(point)])
     machines = {record.conditions["machine"]["cpu"] for record in records}
     notes = []
     if len(machines) > 1:
@@ -71,7 +73,7 @@ def history(config: RunConfig, context: BenchContext) -> Record:
 
 
 def _what(record: Record) -> dict[str, object]:
-    """The facts that must be equal for figures to be compared."""
+    """The facts that must be equal so that figures can be compared."""
     conditions = record.conditions
     workload = conditions["config"].get("workload")
     return {"model": conditions["model"], "threads": conditions["threads"], "workload": workload}

@@ -3,8 +3,9 @@
     run bench ops model=qwen3-0.6b model.load_format=dummy bench.batch_sizes=[1,8,64]
 
 Each kernel runs on copies of its data that together exceed the caches, as the layers of a model do.
-Its share of the roofline is the least possible time over the median of the calls. The least time is
-the larger of bytes / measured read bandwidth and operations / measured matrix rate.
+A kernel's share of the roofline is the least possible time divided by the median time of its calls.
+The least time is the larger of bytes / measured read bandwidth and operations / measured matrix
+rate.
 """
 
 from __future__ import annotations
@@ -68,7 +69,8 @@ def ops(config: RunConfig, context: BenchContext) -> Record:
             timed.append(
                 (case._replace(calls=[]), _time(case, device, _SECONDS * config.bench.repeats))
             )
-    # The machine's state may have changed meanwhile. Kernels are compared with the better rates.
+    # The machine can have become faster or slower since the first measurement. Kernels are compared
+    # with the better rates.
     after = machine_of(device, source.dtype)
     machine = Machine(
         copy_bytes_s=max(before.copy_bytes_s, after.copy_bytes_s),
@@ -216,7 +218,7 @@ def _elementwise_cases(
 def _attention_case(
     config: RunConfig, source: ModelSource, backend: str, lengths: list[tuple[int, int]]
 ) -> _Case:
-    """Attention over sequences of (new tokens, context with them), each with its own blocks."""
+    """Attention over sequences of (new tokens, context with them). Each has its own blocks."""
     model, dtype, device = source.config, source.dtype, source.device
     size = config.cache.block_size
     counts = [-(-context // size) for _, context in lengths]
@@ -272,7 +274,7 @@ def _attention_case(
 
 
 def _made_up(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A cache with numbers in it: bytes of one are a finite scale too."""
+    """A cache filled with numbers. Bytes of 1 are also a finite float32 scale."""
     if dtype is torch.int8:
         return torch.ones(shape, dtype=dtype, device=device)
     return torch.randn(shape, device=device).to(dtype)

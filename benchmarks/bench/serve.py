@@ -5,7 +5,7 @@
     run bench serve workload=trace workload.path=trace.jsonl
 
 Each rate and each concurrency is one point. Points send different token ids, so that the prompts of
-one are not in the prefix cache for another.
+one point are not in the prefix cache for another.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def workload_of(config: RunConfig, facts: ModelFacts) -> tuple[Part, list[str]]:
 
 
 def first_shift(config: RunConfig, *, stays_up: bool) -> int:
-    """The number of the first measurement, which shifts the ids that it sends.
+    """The number of the first measurement. The token ids that a measurement sends depend on it.
 
     A server that keeps running may have cached the prompts of an earlier `run bench`. So the number
     is random for random prompts. Prompts of a file are sent unchanged.
@@ -105,7 +105,7 @@ def _is_drawn(config: RunConfig) -> bool:
 
 @dataclass(slots=True)
 class LoadRunner:
-    """Measures points with one workload; every measurement sends ids of its own."""
+    """Measures points with one workload. Every measurement sends different token ids."""
 
     config: RunConfig
     context: BenchContext

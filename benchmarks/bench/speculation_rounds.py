@@ -2,17 +2,17 @@
 
     run bench speculation speculation.max_tokens=3 workload=fixed
 
-Every drafter answers the same requests as the plain engine, in rounds that alternate with it. The
-requests run one after the other, then together. The result has the ratio of output tokens a second,
-the tokens a step, and whether all answers are equal to those of plain decoding.
+Every drafter answers the same requests as plain decoding, and the two take turns round by round.
+The requests run one after the other, then together. The result has the ratio of output tokens a
+second, the tokens a step, and whether all answers are equal to those of plain decoding.
 
     ngram    the text of the request itself
-    auto     all drafters without a model; in the second round the first round's answers are history
+    auto     all drafters without a model; the second round can use the first round's answers
     draft    the draft model, if speculation.model names one with speculation.method=draft
     eagle3   the head, if speculation.model names one with speculation.method=eagle3
     mtp      the next-token layer of the checkpoint, with speculation.method=mtp
-    replay   the plain answer, of which each token is wrong with a given probability: what a drafter
-             of that quality is worth
+    replay   the answer of plain decoding, of which each token is wrong with a given probability; it
+             shows the gain of a drafter of that quality
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _METHODS = {
     "draft": SpeculationMethod.draft,
     "eagle3": SpeculationMethod.eagle3,
     "mtp": SpeculationMethod.mtp,
-    f"replay {_ACCURACY}": SpeculationMethod.grammar,  # its engine gets a drafter of its own
+    f"replay {_ACCURACY}": SpeculationMethod.grammar,  # the measurement gives this engine a drafter
 }
 
 
@@ -69,7 +69,7 @@ class ReplayProposer:
         return self._max_drafts
 
     def memorize(self, items: Sequence[WorkItem], answers: Sequence[list[int]]) -> None:
-        """The answers to these requests."""
+        """Store the answers to these requests."""
         self._answers = {
             tuple(item.prompt): answer for item, answer in zip(items, answers, strict=True)
         }

@@ -5,8 +5,8 @@
 
 It starts real server processes. A cold start has an empty cache directory, so it builds kernels and
 traces and compiles programs. A warm start uses the bundle of the cold one. Both are measured until
-the first token of a request. The operating system's file cache is warm in both; the first import of
-torch after a boot takes longer.
+the first token of a request. In both, the files are already in the operating system's file cache.
+The first import of torch after a boot takes longer.
 """
 
 from __future__ import annotations

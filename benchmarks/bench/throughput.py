@@ -47,8 +47,8 @@ class Measurement:
     first_token_s: float | None  # TTFT, for a single request
     decode_tok_s: float | None  # rate of the tokens after the first, for a single request
     counters: dict[str, Metric]  # growth of the engine's counters
-    roofline_share: float  # least possible seconds of the steps over their seconds
-    bandwidth_gb_s: float  # memory read bandwidth just before
+    roofline_share: float  # least possible seconds of the steps / their seconds
+    bandwidth_gb_s: float  # memory read bandwidth, measured just before
     other_cpu: float  # share of the cores that other programs used
     joules: float | None  # energy of the GPUs
     steps: dict[str, list[float]]  # columns
@@ -116,7 +116,7 @@ class EngineUnderTest:
     ready_s: float
 
     def conditions(self) -> dict[str, Any]:
-        """The conditions to report with figures of this engine."""
+        """The conditions that are reported with figures of this engine."""
         model, stats = self.llm.model, self.llm.stats()
         return {
             "model": model.name,

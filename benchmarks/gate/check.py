@@ -1,10 +1,10 @@
 """One check of the gate: times its work and a reference in turns, and reads stored ratios.
 
 The work and the reference run one after the other within milliseconds. So a change of the machine's
-state affects both, and their ratio stays. Single-threaded work is timed by its processor time,
-which other programs do not change. Multi-threaded work is timed by the wall clock, because waiting
-threads use processor time too. The result of a check is the median ratio of its pairs. A check that
-fails is measured again, in case it was disturbed.
+speed affects both, and their ratio stays the same. Single-threaded work is timed by its processor
+time, which other programs do not change. Multi-threaded work is timed by the wall clock, because
+waiting threads use processor time too. The result of a check is the median ratio of its pairs. A
+check that fails is measured again, in case it was disturbed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Check:
     prepare: Callable[[], object] | None = None  # called before each turn of the work, not timed
     repeats: int | None = None  # runs of the work in a turn; None = as many as fill a turn
     clock: Callable[[], float] = time.perf_counter  # seconds
-    share: float = 0.5  # the quantile of the pairs' ratios that is the result; 0.5 = the median
+    share: float = 0.5  # the result is this quantile of the pairs' ratios; 0.5 = the median
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +58,7 @@ class Finding:
 
     @property
     def change(self) -> float | None:
-        """Relative to the stored ratio; above 0 is slower."""
+        """The change of the ratio relative to the stored ratio; above 0 is slower."""
         return None if self.stored is None else self.ratio / self.stored - 1.0
 
 

@@ -3,8 +3,8 @@
 The model is the 45M shape with dummy weights in bfloat16. It is larger than a processor's caches
 and quick to load. It runs on one thread and is timed by processor time. With two threads, one would
 wait for the other whenever another program takes a core, and a step could take three times as long.
-The gain of a second thread is a check of its own, timed by the wall clock. Its result is the
-quickest tenth of its pairs, and it is skipped while other programs use the cores.
+A separate check measures the gain of a second thread, by the wall clock. Its result is the lowest
+tenth of the ratios. It is skipped while other programs use the cores.
 """
 
 from __future__ import annotations
@@ -102,9 +102,10 @@ class EngineChecks:
         self._others = LoadMeter()
         self._engine = _build(1)
         self._on_two: Engine | None = None
-        # Products by torch with as many parameters as a step reads: the same mix of memory traffic
-        # and arithmetic in other code. A plain read of memory is not a good reference, because its
-        # speed varies by a factor of two on shared machines and that of the steps does not.
+        # The reference is a product by torch with as many parameters as a step reads. It has the
+        # same mix of memory traffic and arithmetic as the step, in other code. A plain read of
+        # memory is not a good reference: on shared machines its speed varies by a factor of two,
+        # and the speed of the steps does not.
         self._weights = torch.ones(_PARAMETERS // _WIDTH, _WIDTH, dtype=torch.bfloat16)
         self._left = torch.ones(_PROMPT, _WIDTH, dtype=torch.bfloat16)
         self._right = torch.ones(_WIDTH, _LAYER_PARAMETERS // (2 * _WIDTH), dtype=torch.bfloat16)
@@ -137,7 +138,7 @@ class EngineChecks:
         self._engine.step()
 
     def checks(self) -> list[Check]:
-        """All of them."""
+        """All checks of this module."""
         endless = SamplingParams(temperature=0.0, max_tokens=_LENGTH // 2, ignore_eos=True)
         greedy, drawn = endless, msgspec.structs.replace(endless, temperature=0.8, top_p=0.9)
         decodes = [(NAMES[0], 1, greedy), (NAMES[1], 8, greedy), (NAMES[2], 8, drawn)]

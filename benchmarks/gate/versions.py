@@ -29,7 +29,8 @@ from ostinato.runtime.errors import EngineError
 
 __all__ = ("ALLOWED", "Comparison", "Worker", "compare_works", "extract", "lower_bound")
 
-ALLOWED = 0.03  # two processes of the same version differ by less, through their memory layout
+# two processes of the same version differ by less than this, because of their memory layout
+ALLOWED = 0.03
 _MISTAKE = 0.01  # probability that the lower bound is wrong
 _MIN_PAIRS, _MAX_PAIRS = 15, 120
 _WORK_S = 3.5  # seconds of one work, both versions together
@@ -57,7 +58,7 @@ def lower_bound(ratios: Sequence[float]) -> float:
     Minus infinity if there are too few ratios.
     """
     ordered, count = sorted(ratios), len(ratios)
-    below, place = 0.5**count, 0  # the share of samples of which no value is below the median
+    below, place = 0.5**count, 0  # the probability that no value of a sample is below the median
     if below > _MISTAKE:
         return float("-inf")
     while (more := below + comb(count, place + 1) * 0.5**count) <= _MISTAKE:
@@ -75,7 +76,7 @@ class Worker:
 
     def __init__(self, tree: Path, bundles: Path) -> None:
         self._process = subprocess.Popen(
-            # -P: nothing beside the script is to be imported.
+            # -P keeps modules in the script's folder from being imported.
             [sys.executable, "-P", str(_WORKER), str(bundles), str(tree)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -119,7 +120,7 @@ class Worker:
             _pipe(self._process.stdin).write(f"{name}\n")
             _pipe(self._process.stdin).flush()
         except BrokenPipeError:
-            pass  # it has ended; reading reports that
+            pass  # the process has ended; reading its answer reports that
         return self._read()
 
     def _read(self) -> Any:
@@ -196,7 +197,7 @@ def _compare(ours: Worker, other: Worker, name: str) -> Comparison:
     while len(ratios) < _MIN_PAIRS or (
         len(ratios) < _MAX_PAIRS and time.monotonic() - begin < _WORK_S
     ):
-        # The order alternates, so that an effect on the second of a pair affects both versions.
+        # The order alternates, so that being second in a pair affects both versions equally.
         if len(ratios) % 2:
             theirs, own = other.seconds(name), ours.seconds(name)
         else:

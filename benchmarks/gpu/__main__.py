@@ -121,7 +121,7 @@ def _describe_here(device: str, tiny: bool, output: Path) -> int:
 
 
 def _describe_apart(devices: list[str], tiny: bool) -> dict[str, Any]:
-    """Each device in a process of its own: compilers keep what they learned about a device.
+    """Describe each device in its own process, because compilers remember the first device.
 
     Raises:
         RuntimeError: a process failed; the end of its output is in the text.
@@ -145,7 +145,7 @@ def _write_page(records: dict[str, Any], page: Path | None) -> int:
     from ostinato.benchmarks.gpu.without_device.step_table import section_of
     from ostinato.benchmarks.micro.kernel_table import replace_section
 
-    # A build for CPUs lowers what any other build does.
+    # The part of the version after "+" is left out, because all builds of a version lower the same.
     versions = {name: text.partition("+")[0] for name, text in package_versions().items()}
     section = section_of(records, f"torch {versions['torch']} and triton {versions['triton']}")
     print(section)

@@ -24,7 +24,8 @@ from ostinato.runtime.types.request import Request
 __all__ = ("EngineUnderTest", "decode", "offline", "prefill", "stage_config", "startup_once")
 
 _WARM_UP_STEPS = 8
-_MAX_ID = 10_000  # the largest id of random prompts; only the tiny model has fewer
+# the largest token id of random prompts; only the tiny model has a smaller vocabulary
+_MAX_ID = 10_000
 _TINY_MODEL = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",

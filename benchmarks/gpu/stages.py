@@ -1,4 +1,4 @@
-"""The GPU stages by name, and those that do not run the engine."""
+"""The table of all GPU stages, and the stages that do not run the engine."""
 
 from __future__ import annotations
 
@@ -61,7 +61,8 @@ def _tests(tiny: bool) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu and not slow"]
-        # One process: tests read the free memory of the device. FlashInfer builds for minutes.
+        # The tests run in one process, because some read the free memory of the device. The limit
+        # is long because FlashInfer builds for minutes.
         command += ["-n", "0", "--timeout", "900"]
         command += ["-p", "no:cacheprovider", f"--junitxml={report}", "tests/gpu"]
         done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
@@ -83,7 +84,7 @@ def _tests(tiny: bool) -> dict[str, Any]:
 
 
 class StageFailedError(Exception):
-    """A stage failed a check and still has measurements."""
+    """A stage failed a check, but it has measurements."""
 
     def __init__(self, text: str, result: dict[str, Any]) -> None:
         super().__init__(text)

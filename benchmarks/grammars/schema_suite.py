@@ -38,7 +38,7 @@ DRAFTS = {
     "draft2019-09": "https://json-schema.org/draft/2019-09/schema",
     "draft2020-12": "https://json-schema.org/draft/2020-12/schema",
 }
-# Files that assume one of two allowed behaviours, where this engine has the other one.
+# Files of the suite that assume one of two allowed behaviours, while this engine has the other.
 OTHER_CHOICE = {
     "format.json": "`format` is an annotation there; here it is enforced",
     "optional/content.json": "`contentEncoding` is enforced there; here it is an annotation",
@@ -72,13 +72,14 @@ class DocumentWriter:
             matcher: at the beginning of the grammar; it stays there.
         """
         for end, text in self._value(matcher, value):
-            # `_value` tokenises part by part. Tokens of the whole text may differ: test them too.
+            # `_value` tokenises part by part. The tokens of the whole text can differ, so they are
+            # tested too.
             if end.is_accepting() and self.after(matcher, text) is not None:
                 return text
         return None
 
     def after(self, matcher: LLMatcher, text: str) -> LLMatcher | None:
-        """The matcher after the tokens of a text; None where the mask does not allow one."""
+        """The matcher after the tokens of a text; None if the mask does not allow one of them."""
         matcher = matcher.deep_copy()
         for token_id in self._tokenizer.tokenize_str(text):
             mask = matcher.compute_bitmask()
@@ -89,7 +90,7 @@ class DocumentWriter:
         return matcher
 
     def _value(self, matcher: LLMatcher, value: Any) -> Iterator[tuple[LLMatcher, str]]:
-        """All ways to write a value: what the matcher is afterwards, and the text."""
+        """All ways to write a value: the matcher afterwards, and the text."""
         if isinstance(value, list | dict):
             begin, end = "[]" if isinstance(value, list) else "{}"
             inner = self.after(matcher, begin)
@@ -134,7 +135,7 @@ class DocumentWriter:
 
 
 def _spellings(value: Any) -> list[str]:
-    """JSON texts of a value that is no list and no object."""
+    """JSON texts of a value that is not a list or an object."""
     texts = [json.dumps(value, ensure_ascii=False)]
     if isinstance(value, str):
         codes = struct.iter_unpack("<H", value.encode("utf-16-le"))

@@ -254,8 +254,9 @@ class LoadClient:
                 group.create_task(work())
 
     async def _sleep_until(self, at: float) -> bool:
-        """Sleep until `at`; False if the job was stopped meanwhile."""
-        # If it is late, it yields too, so that a burst of sends does not delay reading.
+        """Sleep until `at`. Returns False if the job was stopped meanwhile."""
+        # Even if the time has passed, yield to the event loop, so that a burst of sends does not
+        # delay reading.
         await asyncio.sleep(0)
         while (rest := at - self._now()) > 0:
             with contextlib.suppress(TimeoutError):
@@ -294,7 +295,7 @@ class LoadClient:
             return [*prompt, {"role": "assistant", "content": text}]  # type: ignore[list-item]
         if isinstance(prompt, str):
             return prompt + text
-        # Without token ids from the server, ids of the prompt are repeated for the right length.
+        # If the server sends no token ids, ids of the prompt are repeated to get the right length.
         count = answer.times.num_output_tokens
         return prompt + (answer.token_ids or [prompt[k % len(prompt)] for k in range(count)])  # type: ignore[operator]
 

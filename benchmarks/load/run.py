@@ -47,7 +47,7 @@ class Target:
 
 
 def find_target(url: str, load: LoadSection, *, is_ours: bool = False) -> tuple[Target, list[str]]:
-    """The server at `url` and its model, and notes on questions that it did not answer.
+    """The server at `url` and its model, and notes on requests that it did not answer.
 
     A server that does not answer is still a target. Failed requests are counted.
 
@@ -71,9 +71,9 @@ def find_target(url: str, load: LoadSection, *, is_ours: bool = False) -> tuple[
             return Target(url=base, model=str(entry["id"]), gives_token_ids=is_ours), []
         except urllib.error.HTTPError as error:
             problem = f"answered {error.code}"
-            if error.code != 503:  # a server that starts answers 503
+            if error.code != 503:  # a server that is still starting answers 503
                 break
-        except (  # no server, another protocol, or no JSON of this form
+        except (  # no server, another protocol, or other JSON
             OSError,
             HTTPException,
             ValueError,

@@ -21,7 +21,8 @@ from ostinato.conf.bench_schema import SloSection
 __all__ = ("client_warnings", "failures", "itl_histogram", "load_metrics", "meets", "request_rows")
 
 _BINS_PER_DECADE = 10
-# If the client's timer is later than this, the figures say more about the client than the server.
+# If the client's timer is later than this, the figures depend on the client more than on the
+# server.
 _MAX_LAG_MS = 10.0
 _MAX_CPU = 0.85
 
@@ -122,7 +123,7 @@ def _peak_concurrency(done: Iterable[RequestTimes]) -> int:
 
 
 def failures(report: LoadReport) -> dict[str, dict[str, Any]]:
-    """{status: number of requests that ended so, and the error of the first}."""
+    """{status: number of requests with this status, and the error of the first}."""
     found: dict[str, dict[str, Any]] = {}
     for one in report.requests:
         if one.status != "ok":

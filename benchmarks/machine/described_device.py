@@ -29,7 +29,7 @@ class DescribedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     @property
     def arch(self) -> int:
-        """The compute capability as one number: 90 of 9.0."""
+        """The compute capability as one number: 90 for 9.0."""
         return 10 * self.capability[0] + self.capability[1]
 
     def resident_programs(self, registers: int, shared_bytes: int, num_threads: int) -> int:

@@ -1,7 +1,7 @@
 """Gives a CPU build of torch a CUDA device guard that does nothing.
 
-With it, ops on tensors that claim a CUDA device can be traced: fake tensors, and those of a
-device that a test makes up. Nothing of CUDA runs.
+With this guard, ops can be traced on tensors that claim a CUDA device, such as fake tensors and the
+tensors of a test's simulated device. CUDA itself does not run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SOURCE = Path(__file__).with_name("device_guard.cpp")
 def install_device_guard() -> None:
     """Compile the guard (seconds, once a version of torch) and register it; safe to call twice.
 
-    Does nothing where torch is built with CUDA, which has a guard.
+    Does nothing if torch is built with CUDA, because that build has a guard.
 
     Raises:
         RuntimeError: the C++ compiler fails; its message is in the text.

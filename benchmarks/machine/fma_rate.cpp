@@ -24,7 +24,7 @@ int main() {
   F32 sum[kChains];
   for (F32& each : sum) each = ostinato::broadcast(1.0f);
   F32 factor = ostinato::broadcast(0.999f);
-  asm volatile("" : "+x"(factor.v));  // not a constant for the compiler
+  asm volatile("" : "+x"(factor.v));  // so that the compiler does not know the value
   double best = 1e9;
   for (int repeat = 0; repeat < kRepeats; ++repeat) {
     const double begin = cpu_seconds();

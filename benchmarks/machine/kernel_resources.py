@@ -30,10 +30,10 @@ def read_resources(ptx: str, shared_bytes: int, num_warps: int, arch: int) -> Re
     """The resources of a kernel.
 
     Args:
-        ptx: its text.
+        ptx: the kernel's PTX.
         shared_bytes: shared memory of a program, as the compiler reports it.
         num_warps: warps of a program.
-        arch: the compute capability as one number, 90 of 9.0.
+        arch: the compute capability as one number: 90 for 9.0.
 
     Raises:
         RuntimeError: the assembler refuses the text.

@@ -80,7 +80,7 @@ class EnergyMeter:
         self._began = self._joules()
 
     def stop(self) -> float | None:
-        """Joules since `start`; None without a GPU, or if one does not count energy."""
+        """Joules since `start`; None without a GPU, or if a GPU does not count energy."""
         now = self._joules()
         return None if now is None or self._began is None else now - self._began
 
@@ -105,7 +105,7 @@ class EnergyMeter:
 
 @dataclass(slots=True)
 class PeakMemory:
-    """This process's peak resident memory, without the memory of the probes where possible."""
+    """This process's peak resident memory, without the memory of the probes if possible."""
 
     _peak: int = 0
     forgets: bool = True  # False = the kernel's peak could not be reset and includes the probes
@@ -138,7 +138,7 @@ class PeakMemory:
 
 
 def commit_of(directory: Path) -> str | None:
-    """The git commit that `directory` is at, "-dirty" when it has changes; None without git."""
+    """The git commit of `directory`, with "-dirty" if there are changes; None without git."""
     command = ["git", "-C", str(directory), "describe", "--always", "--dirty", "--abbrev=40"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)

@@ -40,7 +40,7 @@ def fma_peak(isa: str) -> float:
 
     Raises:
         NativeBuildError: there is no C++ compiler.
-        subprocess.CalledProcessError: it failed, or the processor does not run `isa`.
+        subprocess.CalledProcessError: the compiler failed, or the processor does not run `isa`.
     """
     with tempfile.TemporaryDirectory() as folder:
         program = Path(folder) / "fma_rate"

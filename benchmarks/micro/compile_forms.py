@@ -1,4 +1,5 @@
-"""Measures the two compiled forms: seconds to compile by depth, milliseconds per decode step.
+"""Measures the two compiled forms (a layer or the whole model as one program): compile and step
+times.
 
     python -m ostinato.benchmarks.micro.compile_forms 4 32
     python -m ostinato.benchmarks.micro.compile_forms 4 32 --json F --overrides device.threads=2

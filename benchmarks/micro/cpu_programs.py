@@ -55,11 +55,11 @@ _OPTIONS: dict[str, Any] = {
 }
 
 Step = Callable[[ForwardBatch], Tensor]
-"""A decode step: its tensors -> hidden [R, D]."""
+"""A decode step: step tensors -> hidden [R, D]."""
 
 
 class Layer(torch.nn.Module):
-    """A decoder layer as a function of tensors alone, its weights among them."""
+    """A decoder layer as a function of tensors only; its weights are arguments too."""
 
     def __init__(self, layer: torch.nn.Module, kind: str) -> None:
         super().__init__()
@@ -136,8 +136,8 @@ class Ways:
         batch = self._bench.buffers.batch(16, 3, 3)
         hidden, inputs = self._model.begin(batch)
         ((kind, (cos, sin)),) = inputs.rope.items()
-        # Zeros are a step of padding alone. The last step's values would not fit this shape, and
-        # the attention kernel would refuse them when the C++ wrapper first runs.
+        # Zeros describe a step of padding only. The values of the last step would not fit this
+        # shape, and the attention kernel would refuse them when the C++ wrapper first runs.
         metadata = [torch.zeros_like(tensor) for tensor in inputs.attention]
         tensors = (hidden.clone(), cos.clone(), sin.clone(), metadata)
         return Layer(self._model.layers[0], kind), (self._weights[0], *tensors, *self._cache[0])
@@ -196,7 +196,8 @@ def measure(batches: list[int], context: int, num_steps: int) -> dict[str, dict[
         for way in WAYS:
             try:
                 steps[way] = ways.make(way)
-            except Exception as error:  # this version of torch lacks the way; the table says so
+            # this version of torch does not support this way; the table shows the error
+            except Exception as error:
                 results[way] = dict.fromkeys(map(str, batches), _first_line(error))
     for batch in batches:
         times: dict[str, list[float]] = {way: [] for way in steps}

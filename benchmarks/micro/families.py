@@ -169,12 +169,14 @@ def _engine(name: str, config: dict[str, Any], implementation: str) -> LLM:
 
 
 def bytes_of_step(config: ModelConfig, parameters: Callable[[], int]) -> int:
-    """Bytes of weights that a decode step of one sequence reads: all but the embedding of a model
-    whose head is its own, and of the experts those that a token has.
+    """Bytes of weights that a decode step of one sequence reads.
+
+    An embedding that is not also the output head is not counted. Of a layer's experts, only those
+    of one token are counted.
 
     Args:
-        config: the model's.
-        parameters: gives the number of its parameters.
+        config: the model's configuration.
+        parameters: returns the number of the model's parameters.
     """
     count = parameters()
     if not config.tie_word_embeddings:

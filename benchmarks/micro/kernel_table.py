@@ -226,8 +226,8 @@ def compile_variant(variant: Variant) -> Resources:
     divisible: dict[tuple[int], list[list[Any]]] = {}
     for index, name in enumerate(variant.kernel.arg_names):
         signature[name] = "constexpr" if name in constants else _type_of(name, variant)
-        # A launch assumes the same: data pointers and strides are multiples of 16, and metadata is
-        # not examined.
+        # A launch makes the same assumptions: pointers to data and strides are multiples of 16, and
+        # metadata is not examined.
         is_data = signature[name].startswith("*") and name not in _METADATA
         if is_data or name in _STRIDES or name.endswith(("_stride_token", "_stride_head")):
             divisible[(index,)] = [["tt.divisibility", 16]]

@@ -61,7 +61,8 @@ class _Case(NamedTuple):
         return self.rows * self.context - self.rows * (self.rows - 1) // 2
 
 
-_Sides = tuple[Tensor, ...]  # of keys and of values: [blocks, Hkv, block size, place] each
+# caches of keys and of values: [blocks, Hkv, block size, elements of a token] each
+_Sides = tuple[Tensor, ...]
 
 
 def _caches(heads: _Heads, case: _Case, dtype: torch.dtype, cold_bytes: int) -> list[_Sides]:
@@ -75,7 +76,7 @@ def _caches(heads: _Heads, case: _Case, dtype: torch.dtype, cold_bytes: int) -> 
         block_size=_BLOCK_SIZE,
         dtype=dtype,
     )
-    # In int8 all bytes are 1. The scales are floats of such bytes, so they are finite too.
+    # In int8 all bytes are 1. A scale is four such bytes, which are a finite float32.
     is_int8 = dtype is torch.int8
     shapes = [(blocks, heads.keys, _BLOCK_SIZE, size) for size in spec.place_sizes]
     one = tuple(
@@ -141,7 +142,8 @@ def measure_case(
         op = getattr(torch.ops, f"ostinato_{level}").paged_attention.default
         for kind, (some, values) in kinds.items():
             num_bytes[name := level + kind] = _num_read(some[0], case)
-            # Kernels that read the same cache in one turn would find it in the processor's caches.
+            # Each kernel begins at another copy. Otherwise the second kernel of a turn would find
+            # the data in the processor's caches.
             first = place * len(some) // (len(levels) + 1)
             calls[name] = lambda copy, op=op, some=some, values=values, first=first: op(
                 *(q, k, values, *some[(copy + first) % len(some)], *metadata),
@@ -160,7 +162,7 @@ def measure_case(
 
 
 def _in_turns(calls: dict[str, Callable[[int], Tensor]], seconds: float) -> dict[str, float]:
-    """The median seconds of each call, in CPU time where there is one thread."""
+    """The median seconds of each call: CPU time with one thread, else wall-clock time."""
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     times: dict[str, list[float]] = {name: [] for name in calls}
     for call in calls.values():

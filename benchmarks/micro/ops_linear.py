@@ -6,11 +6,11 @@
     python -m ostinato.benchmarks.micro.ops_linear --show FILE
 
 The candidates are, for each instruction set (`--levels`), the packed op and the quantised op with 8
-and 4 bits; `torch.nn.functional.linear`; and oneDNN with weights that it has packed itself, if this
-torch and this processor have that for the type. A sum over as many bytes measures the bandwidth of
-the memory. Calls of all candidates alternate, so that a change of the machine's state affects all.
-Each call uses another copy of the weights. All copies together exceed the processor's caches, like
-the layers of a model.
+and 4 bits; `torch.nn.functional.linear`; and oneDNN with weights in its own packed form, if this
+torch and this processor support that for the dtype. A sum over as many bytes measures the bandwidth
+of the memory. Calls of all candidates alternate, so that a change of the machine's state affects
+all. Each call uses another copy of the weights. All copies together exceed the processor's caches,
+like the layers of a model.
 
 With one thread, times are CPU times of that thread. Other programs do not add to them, except that
 they use caches and memory too. With several threads, times are wall-clock times.
@@ -54,7 +54,7 @@ _SHAPES = "3072x1024,1024x3072,6144x1024,1024x1024"
 _ROWS = "1,4,16,32,64,128,512"
 _KINDS = ("packed", "int8", "int4")
 _MIN_CALLS, _MAX_CALLS = 3, 400
-_FEW_ROWS = 4  # up to here the memory is the limit, and the table has GB/s
+_FEW_ROWS = 4  # up to this number of rows memory is the limit, and the table has GB/s
 _FILE = "ops-linear.json"
 
 
@@ -101,7 +101,7 @@ def _candidates(
     candidates: dict[str, Callable[[int], Tensor]] = {}
     for index, level in enumerate(levels):
         ops = getattr(torch.ops, f"ostinato_{level}")
-        # each level begins at another copy, because one that was just read is in the cache
+        # Each level begins at another copy, because a copy that was just read is in the cache.
         part = index / len(levels)
 
         def of(copies: list[Tensor], copy: int, part: float = part) -> Tensor:

@@ -6,7 +6,7 @@ The perplexity is that of the demo model on text that it was not trained on. Eve
 from its beginning. Logit errors are those of random weights in the shapes of larger models,
 relative to the same weights unquantised. Each format is measured twice. The first measurement uses
 the kernels of the format. The second one dequantises the weights and uses the kernels for floats.
-So it excludes the rounding of activations.
+So the second measurement excludes the rounding of activations.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Measures what drafts gain or lose through an engine process, in turns with plain decoding.
+"""Measures the gain or loss by drafts in an engine process, in turns with plain decoding.
 
     python -m ostinato.benchmarks.micro.speculation_goals
     python -m ostinato.benchmarks.micro.speculation_goals model=llama-45m model.quantization=int4
     python -m ostinato.benchmarks.micro.speculation_goals model=demo --starts 3 --json FILE
 
-Every engine runs in a process of its own and is used as the server uses it, without HTTP. Engines
+Every engine runs in a process of its own. It is called as by the server, but without HTTP. Engines
 answer each request, or each batch, in turns, in every order equally often. Before each turn an
 engine answers a short request that is not timed, because a process is slower after a pause. No two
 turns have the same prompts.
@@ -81,8 +81,9 @@ class _Case:
     engine: str
     goal: float | None  # the least ratio
     num_streams: int = 1
-    accuracy: float | None = None  # of the tokens of a prediction; None = there is none
-    repeats: bool = False  # one token is allowed
+    # probability that a token of the prediction is right; None = no prediction
+    accuracy: float | None = None
+    repeats: bool = False  # only one token is allowed
     chat_temperature: float | None = None  # questions to the demo model; None = random prompts
     step_goal: float | None = None  # the least number of tokens a step
 

@@ -1,11 +1,11 @@
-"""Measures how fast stored weights are loaded from the page cache, and the memory that it takes.
+"""Measures the speed of loading stored weights from the page cache, and the memory it takes.
 
     python -m ostinato.benchmarks.micro.weight_loading --model qwen3-0.6b --json FILE
 
 For each format a checkpoint with random numbers is written to a temporary directory, and loaded
 several times in bfloat16 on a CPU. "GB/s" counts bytes of the files. "peak" is the most resident
-memory above what the process had before, mapped pages of the files included. It is stated beside
-the bytes of the finished weights and those of the largest matrix before it is laid out. Linux only.
+memory during the loading, minus the memory before; mapped pages of the files count. The table also
+has the bytes of the finished weights, and of the largest matrix before it is packed. Linux only.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Measured(NamedTuple):
     format: str
     file_bytes: int
     weight_bytes: int  # finished
-    matrix_bytes: int  # the largest matrix in bytes of 8 bits a weight
+    matrix_bytes: int  # of the largest matrix, at 8 bits for each weight
     peak_bytes: int  # at the last loading
     seconds: list[float]  # of each loading
 
@@ -146,7 +146,7 @@ def _stored(model: LanguageModel) -> Iterator[tuple[str, Tensor]]:
             yield full_name, torch.ones(shape, dtype=torch.bfloat16)
             continue
         value = slot.module.method.dummy(slot.kind, shape)
-        if slot.kind == "weight_shape":  # of compressed-tensors
+        if slot.kind == "weight_shape":  # a tensor of compressed-tensors
             value = torch.tensor(slot.size)
         if value is None:
             dtypes = slot.stored.dtypes

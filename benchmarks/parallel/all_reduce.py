@@ -10,8 +10,9 @@ one      microseconds of one sum, called from Python as a captured graph of one 
          the call, and the time that this process waits for the loop of the other one.
 in step  microseconds of a sum in a captured graph of 16, as many as a decode step of llama-45m has
 
-Other programs delay a rank, and all ranks wait for it. So each measurement is cut into 20 windows,
-and the figures of the window with the least p99 stand beside those of all times (`quiet`).
+Other programs delay a rank, and all ranks wait for it. So each measurement is cut into 20 windows.
+The figures of the window with the least p99 are reported as `quiet`, beside the figures of all
+times.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ _WINDOWS = 20
 
 
 def percentile(values: list[float], percent: float) -> float:
-    """The smallest value that at least this share of the values does not exceed."""
+    """The smallest value such that at least `percent` % of the values do not exceed it."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
 
@@ -61,7 +62,7 @@ def time_sums(
         group: with this process's rank.
         shape: [T, D] of the values, float32.
         sums: sums of one captured graph, whose time is divided by their number.
-        rounds: replays that are timed; a tenth as many come before.
+        rounds: replays that are timed. A tenth of this number run first as a warm-up.
 
     Returns:
         One number for each replay.
@@ -149,7 +150,7 @@ def main() -> int:
         "cores": os.cpu_count(),
         "ranks": arguments.ranks,
         "load_average": os.getloadavg()[0],
-        # The time of the other ranks counts as that of other programs while they run.
+        # The meter counts the other ranks as other programs.
         "cpu_besides_rank_0": round(meter.stop(), 3),
         "versions": package_versions(),
     }

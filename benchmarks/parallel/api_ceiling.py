@@ -4,7 +4,7 @@
     python -m ostinato.benchmarks.parallel.api_ceiling --engines 8 --streams 256 --json FILE
 
 The server is real: HTTP, detokenisation, server-sent events, a router. Its engines are processes
-that give a token for each request every 20 ms and compute nothing (fake_engine.py). Tokens are
+without a model, which send a token for each request every 20 ms (fake_engine.py). Tokens are
 divided by the processor time of the API process, so that other work on the machine, this client
 included, changes the result little.
 """
@@ -49,7 +49,7 @@ async def stream(host: str, port: int, number: int) -> int:
     """Ask for one stream and read it to its end; returns the number of its events.
 
     Raises:
-        RuntimeError: it broke off.
+        RuntimeError: the stream ended early.
     """
     body = json.dumps(
         {"prompt": f"Once {number}", "max_tokens": _TOKENS, "stream": True, "ignore_eos": True}
@@ -68,7 +68,7 @@ async def stream(host: str, port: int, number: int) -> int:
 
 
 async def _measure(url: str, num_streams: int, rounds: int, pid: int) -> list[float]:
-    """Tokens for each second of processor time of the API process, one figure a round."""
+    """Tokens for each second of processor time of the API process, one figure for each round."""
     address, process = urlsplit(url), psutil.Process(pid)
     host, port = address.hostname or "", address.port or 0
     rates: list[float] = []

@@ -38,7 +38,7 @@ _FIRST_TOKEN, _NUM_TOKENS = 300, 1500  # ids of whole words
 
 
 class _FakeEngine:
-    """Requests that have not ended, and how many tokens each has."""
+    """The requests that have not ended, with the number of tokens of each."""
 
     def __init__(self) -> None:
         self._live: dict[str, Request] = {}

@@ -1,4 +1,4 @@
-"""Predicts what GPUs serve, one or many, and writes the tables of docs/scaling.md.
+"""Predicts the speed of serving on one GPU or many, and writes the tables of docs/scaling.md.
 
     python -m ostinato.benchmarks.parallel.scaling_forecast            # cases without results
     python -m ostinato.benchmarks.parallel.scaling_forecast --again    # all; minutes on two cores
@@ -37,7 +37,7 @@ PAGE = _ROOT / "docs/scaling.md"
 RESULTS = _ROOT / "benchmarks/results/scaling-forecast.json"
 _PLOT = _ROOT / "docs/images/scaling-forecast.png"
 _LOADS = (2, 8, 32)  # requests in progress for each GPU
-_MOST = 128  # the same, for layouts that are `full`
+_MOST = 128  # requests in progress for each GPU, for layouts that are `full`
 _CHAT = ("workload=random", "workload.input_len=1024", "workload.output_len=256")
 _NAMES = {
     "llama-8b": "Llama 8B",
@@ -53,7 +53,7 @@ class Layout(NamedTuple):
     tensor: int = 1
     pipeline: int = 1
     link: str = "nvlink"  # between the ranks of a stage
-    stage_link: str = ""  # between stages; empty = the same
+    stage_link: str = ""  # between stages; empty = as `link`
     full: bool = False  # whether it is also predicted with `_MOST` requests
     max_num_seqs: int = 1024
 
@@ -70,7 +70,7 @@ class Layout(NamedTuple):
 
     @property
     def links(self) -> str:
-        """What connects the GPUs."""
+        """The links between the GPUs."""
         if self.num_gpus == 1:
             return ""
         return f"{self.link}, {self.stage_link}" if self.stage_link else self.link
@@ -89,7 +89,7 @@ class Layout(NamedTuple):
         return found
 
     def commands(self) -> list[list[str]]:
-        """A single request at a time, and then the loads for each GPU."""
+        """Commands for one request at a time, and then for the loads of each GPU."""
         counts = [load * self.num_gpus for load in _LOADS]
         busy = f"load.concurrency=[{','.join(map(str, counts))}]"
         alone = [*self.words(), *_CHAT, "workload.num_requests=8", "load.concurrency=[1]"]
@@ -110,11 +110,12 @@ class Fleet(NamedTuple):
     num_engines: int
     router: str
     rate: float  # requests a second of each engine
-    num_prefixes: int = 0  # of 3,072 tokens, one at the head of each prompt; 0 = none
+    # prefixes of 3,072 tokens; each prompt begins with one of them; 0 = no prefixes
+    num_prefixes: int = 0
     requests: int = 60  # of each engine
 
     def command(self) -> list[str]:
-        """As on a command line."""
+        """The words of the command line."""
         traffic = list(_CHAT)
         if self.num_prefixes:
             traffic = ["workload=prefix", "workload.input_len=128", "workload.output_len=128"]
@@ -286,7 +287,8 @@ def _draw(results: dict[str, Any], file: Path) -> None:
             plain_log(axes.xaxis)
             plain_log(axes.yaxis)
             if axes is not found[0]:
-                axes.xaxis.set_minor_formatter("")  # two decades have no room for 20 and 50
+                # with two decades there is no room for the labels 20 and 50
+                axes.xaxis.set_minor_formatter("")
             axes.legend(fontsize=7, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.2))
         found[0].set_ylabel("output tokens/s of each GPU")
         figure.savefig(file, dpi=160)

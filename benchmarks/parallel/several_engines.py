@@ -9,8 +9,9 @@ without HTTP. The machine should have two cores and no other work.
 throughput  output tokens a second of one and of two engines, in turns
 ranks       output tokens a second of one process with two threads, of two ranks and of two stages,
             in turns, with 1, 8 and 32 requests in progress
-prefixes    share of prompt tokens found in the cache, for two routers: live, simulated (the same
-            requests, cache sizes and router code), and ideal: each prefix is computed once
+prefixes    share of prompt tokens found in the cache, for two routers: measured, simulated (with
+            the same requests, cache sizes and router code), and ideal (each prefix is computed
+            once)
 death       the longest pause of a stream after SIGKILL of its engine, beside another engine
 rank_death  the longest pause of a stream after SIGKILL of a rank of the only engine, for two ranks
             and for two stages, beside the time of a start
@@ -165,7 +166,7 @@ async def ranks(model: str, rounds: int) -> dict[str, Any]:
 
 
 async def _rate(client: EngineClient, draw: random.Random, streams: int) -> float:
-    """Output tokens a second with so many requests in progress."""
+    """Output tokens a second with `streams` requests in progress."""
     prompts = [_random_prompt(draw, _OWN) for _ in range(2 * streams)]
     room = asyncio.Semaphore(streams)
 
@@ -190,7 +191,7 @@ def ideal_share(prompts: Sequence[Sequence[int]]) -> float:
 
 
 async def prefixes(model: str, rounds: int) -> dict[str, Any]:
-    """Shares of prompt tokens found in the caches; no single cache has room for all prefixes."""
+    """Shares of prompt tokens found in the caches. No cache is large enough for all prefixes."""
     found: dict[str, Any] = {}
     prompts: list[list[int]] = []
     for router in ("least_load", "prefix_aware"):
@@ -251,7 +252,7 @@ async def death(model: str, rounds: int) -> dict[str, Any]:
 async def rank_death(model: str, rounds: int) -> dict[str, Any]:
     """The longest pause of a stream after SIGKILL of the last rank of the only engine.
 
-    `start_s` are the times of starts with saved programs, of all ranks.
+    `start_s` has the times of starts of all ranks with saved programs.
     """
     found: dict[str, Any] = {}
     for name, overrides in _DIVISIONS.items():
@@ -285,8 +286,8 @@ async def _gap_after_kill(
     """The longest time without a token of one of eight streams, after SIGKILL of a process.
 
     Args:
-        client: whose engines have no other request. They serve again when this returns.
-        victim: the id of the process, asked for when every stream has a token.
+        client: its engines have no other requests. When this returns, they serve again.
+        victim: returns the id of the process; called when every stream has a token.
         within_s: pauses that begin later do not count.
     """
     draw = random.Random(3)

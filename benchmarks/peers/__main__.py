@@ -12,9 +12,9 @@
 Each peer runs in its own virtual environment at its best settings (the drive_*.py files in this
 folder), with the same prompts, numbers of tokens and threads. Engines stay loaded and take turns
 part by part, round by round (A B C, A B C). The memory speed of shared machines changes by a factor
-of two, so ratios from separate runs are not valid. An engine is stopped (SIGSTOP) while it is not
-its turn, so that its idle threads do not slow another. The read bandwidth is measured before each
-turn.
+of two, so ratios from separate runs are not valid. Outside of its turn an engine is stopped
+(SIGSTOP), so that its idle threads do not slow another engine. The read bandwidth is measured
+before each turn.
 
 decode: tokens per second of one stream after its first token, from the times for 1 and 128 tokens.
 repeat: the same for 256 tokens after a prompt that repeats 32 tokens, as a greedy model then does.
@@ -69,7 +69,8 @@ _UNITS = {
     "ttft": "ms",
 }
 _PERIOD, _PERIODS, _REPEAT_TOKENS = 32, 4, 256  # of `repeat`: its prompt and output
-_NUM_PROMPTS = 5  # in a round, one after the other, because one takes only a tenth of a second
+# prompts of a round, one after the other, because one takes only a tenth of a second
+_NUM_PROMPTS = 5
 _KINDS = ("int8", "int4", "drafts")
 # The drafters of llama-server that need no model. {} = draft tokens; short matches find more.
 _NGRAM_TYPES = {
@@ -146,7 +147,7 @@ def measure_part(engine: Engine, name: str, number: int) -> float:
     Args:
         engine: the engine.
         name: decode, repeat, ttft, offline or prefix.
-        number: the repetition; each has its own token ids, so that no cache helps it.
+        number: the repetition. Each has other token ids, so that no cache has its prompts.
     """
     parts = {part.name: part for part in standard_workload()}
     if name in ("decode", "repeat"):

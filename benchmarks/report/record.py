@@ -1,9 +1,8 @@
 """`Record`: the result of a benchmark, with points, metrics and conditions.
 
-Every kind of `run bench` writes the form that `benchmarks/report/schema.json` describes: a list of
-points, each with its parameters and its metrics. A metric has one value, its unit, whether higher
-or lower is better, and every single measurement. Data that only one kind has are in a point's
-`details`.
+Every kind of `run bench` writes the format of `benchmarks/report/schema.json`: a list of points,
+each with its parameters and its metrics. A metric has one value, its unit, whether higher or lower
+is better, and every single measurement. Data that only one kind has are in a point's `details`.
 """
 
 from __future__ import annotations

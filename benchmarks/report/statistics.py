@@ -22,7 +22,7 @@ def percentile(
     Args:
         values: [n] in any order.
         q: in [0, 100].
-        weights: [n] whole numbers, how often each value counts; None = once each.
+        weights: [n] whole numbers: how often each value counts; None = each counts once.
 
     Raises:
         ValueError: there are no values.

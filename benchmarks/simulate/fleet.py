@@ -73,7 +73,7 @@ def _run(
     fast_forward: bool,
     on_request: Callable[[int], None] = _ignore,
 ) -> SimulationResults:
-    """Simulate the replicas `mine` of the fleet; requests for others are only counted."""
+    """Simulate the replicas `mine` of the fleet. Requests for other replicas are only counted."""
     results = SimulationResults()
     replicas = {index: Replica(spec, results, fast_forward=fast_forward) for index in mine}
     watch = _Watch(replicas) if router.reads_loads else None
@@ -102,8 +102,8 @@ def _run(
 class _Watch:
     """Keeps a router's loads up to date, and runs only replicas whose load may have changed.
 
-    A replica cannot finish a request before one of its running requests has all its tokens. So it
-    is not run until then.
+    A replica cannot finish a request before one of its running requests can have all its tokens. So
+    the replica is not run until then.
     """
 
     def __init__(self, replicas: dict[int, Replica]) -> None:
@@ -124,12 +124,13 @@ class _Watch:
         while due and due[0][0] < time_s:
             when, index = heapq.heappop(due)
             if self._when.get(index) != when:
-                continue  # an older entry of a replica that has been run
+                continue  # an outdated entry: the replica has been run since
             del self._when[index]
             replica = self._replicas[index]
             replica.advance(time_s)
             router.note(index, replica.num_live)
             if replica.has_work:
-                # Its clock is at or after `time_s`, so it is checked again for a later request.
+                # The replica's clock is at or after `time_s`. It is checked again at a later
+                # request.
                 self._when[index] = max(replica.quiet_until, time_s)
                 heapq.heappush(due, (self._when[index], index))

@@ -31,7 +31,7 @@ def _ids(request: JobRequest) -> list[int]:
 class JobTraffic:
     """Independent requests, repeated in rounds with other token ids in each.
 
-    So the prefix cache finds only prefixes that requests share within one round.
+    The ids differ so that the prefix cache finds only prefixes that requests share within a round.
 
     Args:
         requests: requests with their times.
@@ -50,7 +50,7 @@ class JobTraffic:
     def __call__(self) -> Iterator[Arrival]:
         for number in range(self._rounds):
             begin = number * self._period_s
-            # Ids have 32 bits in a block's digest, so a long run repeats the first ones.
+            # Ids have 32 bits in a block's digest, so a long run repeats the first ids.
             offset = number * self._vocab_size % ((1 << 31) - self._vocab_size)
             for request in self._requests:
                 ids = _ids(request)
@@ -130,7 +130,7 @@ class _Dependent:
                 first = min(busy, key=lambda one: one.now)
                 others = (one.quiet_until for one in busy if one is not first)
                 until = min(time_s, min(others, default=math.inf))
-                # At least one step, even if another replica's clock shows the same time.
+                # Run at least one step, even if another replica's clock has the same time.
                 first.advance(max(until, math.nextafter(first.now, math.inf)), num_ends=1)
             elif self._due:
                 self._arrive(*heapq.heappop(self._due))

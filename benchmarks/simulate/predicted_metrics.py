@@ -1,4 +1,4 @@
-"""Metrics of a simulation, named as those of a measurement (benchmarks/load/serving_metrics.py)."""
+"""Metrics of a simulation, under the names of benchmarks/load/serving_metrics.py."""
 
 from __future__ import annotations
 

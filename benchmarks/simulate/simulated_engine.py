@@ -24,7 +24,7 @@ class EngineSpec:
     """The engine of every replica of a fleet."""
 
     scheduler: SchedulerConfig
-    upper: StepLimits  # the limits that buffers are sized for; the step costs may lower them
+    upper: StepLimits  # the limits for which buffers are sized; step costs can lower them
     num_blocks: int  # blocks of the KV cache, the null block included
     block_size: int  # tokens
     max_model_len: int  # tokens

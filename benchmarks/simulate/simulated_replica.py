@@ -66,7 +66,7 @@ class Replica:
         on_end: Callable[[int, float], None] | None = None,
     ) -> None:
         self.now = 0.0  # simulated seconds of the engine's loop
-        self.quiet_until = 0.0  # no request ends before this, unless one is added
+        self.quiet_until = 0.0  # no request ends before this time, unless a request is added
         self._spec = spec
         self._results = results
         self._on_end = on_end
@@ -89,8 +89,10 @@ class Replica:
             draft_costs=spec.costs if drafts is not None and drafts.adaptive else None,
         )
         self._live: dict[str, _Live] = {}
-        self._pending: deque[tuple[float, Request]] = deque()  # on their way to the engine
-        self._in_flight: deque[tuple[SchedulerOutput, float]] = deque()  # with their ends
+        # requests that have not reached the engine
+        self._pending: deque[tuple[float, Request]] = deque()
+        # with the times of their ends
+        self._in_flight: deque[tuple[SchedulerOutput, float]] = deque()
         self._max_in_flight = spec.max_in_flight
         self._device_free = 0.0
         self._stages_free = [0.0] * spec.num_stages
@@ -110,7 +112,7 @@ class Replica:
         """Add a request that arrives at `now`.
 
         `now` must not be before the arrival of another added request or the start of a simulated
-        step. The request's time of sending may be earlier if it waited elsewhere.
+        step. `arrival.time_s` is earlier than `now` if the request waited elsewhere.
 
         Returns:
             False if the engine refuses it because its prompt leaves no room for output.
@@ -139,7 +141,7 @@ class Replica:
 
         Args:
             until: seconds; infinite to run all requests to their ends.
-            num_ends: return also after the step in which so many requests have ended.
+            num_ends: return also after the step in which this number of requests has ended.
         """
         enough = None if num_ends is None else len(self._live) - num_ends
         while self._live and self.now < until:
@@ -174,7 +176,7 @@ class Replica:
             self._num_equal_steps = 0
 
     def _step(self) -> None:
-        """Do as Engine.step: schedule, launch, update with the oldest step that is due."""
+        """Does what Engine.step does: schedule, launch, update with the oldest step that is due."""
         output = self._scheduler.schedule()
         if self._proposer is not None:
             self.now += self._proposer.take_seconds()
@@ -182,7 +184,7 @@ class Replica:
             self._device_free = self._end_of(self._clock.step(output))
             self._in_flight.append((output, self._device_free))
         if not self._in_flight:
-            # All work waits for requests that are on their way.
+            # There is nothing to do until the next request arrives.
             self.now = self._pending[0][0]
             return
         if output is not None and len(self._in_flight) < self._max_in_flight:
@@ -192,8 +194,8 @@ class Replica:
         outputs = self._scheduler.update(oldest, simulated_result(oldest))
         self._results.add_step(self.now - begin, len(oldest.scheduled), self._used_blocks())
         self._deliver(outputs)
-        # With a step in flight, its rows and blocks become free one step late. A step that was
-        # planned before does not tell whether a waiting sequence can be admitted after it.
+        # With a step in flight, the rows and blocks of ended sequences become free one step late.
+        # So an earlier plan does not show whether a waiting sequence can be admitted now.
         is_alike = output is not None and len(oldest.scheduled) == len(output.scheduled)
         has_lanes = self._spec.num_stages > 1
         if output is None or has_lanes:
@@ -206,7 +208,7 @@ class Replica:
     def _end_of(self, seconds: float) -> float:
         """When a step that is launched now has passed through all stages, each for an equal time.
 
-        A stage begins when the one before has ended, and when it has ended its own last step.
+        A stage begins when the previous stage has ended, and when it has ended its own last step.
         """
         end = self.now
         for stage, free in enumerate(self._stages_free):
@@ -226,7 +228,7 @@ class Replica:
             else:
                 at = max(at, live.last_s)
                 gap = at - live.last_s
-                # A token that arrives with the one before it is part of the same piece.
+                # A token that arrives together with the previous token belongs to the same piece.
                 if gap > _ONE_PIECE_S:
                     gaps[gap] = gaps.get(gap, 0) + 1
                     live.longest_s = max(live.longest_s, gap)
@@ -254,7 +256,7 @@ class Replica:
         def seconds(count: int) -> float:
             return count * (first_s + growth * (count - 1) / 2)
 
-        # With a step in flight the loop is one step behind the device.
+        # With a step in flight, the loop is one step behind the device.
         ahead, done = len(self._in_flight), self._device_free if self._in_flight else self.now
 
         def loop_at(count: int) -> float:
@@ -269,7 +271,7 @@ class Replica:
         if ahead:
             output, _ = self._in_flight.pop()
             self._device_free = done + seconds(most)
-            self._stages_free = [self._device_free]  # there are no lanes, so one stage
+            self._stages_free = [self._device_free]  # without a pipeline there is one stage
             self._in_flight.append((output, self._device_free))
         results = self._results
         results.add_step(took, num_seqs, (used + self._used_blocks()) / 2, count=most)
@@ -294,7 +296,7 @@ class Replica:
         return self._cache.num_blocks - self._cache.num_free_blocks
 
     def _next_end(self) -> float:
-        """No request ends before this, unless one is added."""
+        """The time before which no request ends, unless a request is added."""
         scheduler = self._scheduler
         few = self._num_equal_steps < self._max_in_flight
         if few or not scheduler.num_running or not self._clock.is_exact:

@@ -72,7 +72,8 @@ def measured_spec(config: RunConfig) -> EngineSpec:
             "a simulation needs step costs, but graphs.cost_table_budget_s=0; raise it, leave it "
             "null, or set simulate.costs or simulate.device"
         )
-    engine = build_engine(config)  # with its drafter, so that verification is measured
+    # the engine has its drafter, so that verification is measured too
+    engine = build_engine(config)
     try:
         costs, stats = engine.cost_table, engine.stats()
         assert costs is not None, "step costs are measured unless that is switched off"
@@ -239,7 +240,7 @@ def model_shape(source: ModelSource) -> ModelShape:
 
 def _experts(source: ModelSource, skeleton: nn.Module) -> tuple[int, float]:
     """The parameters of routed experts, and the share of these experts that one token uses."""
-    # A layer with a single expert routes nothing: every token uses it.
+    # In a layer with a single expert, every token uses it.
     routed = [
         module
         for module in skeleton.modules()

@@ -193,8 +193,7 @@ class Assembly:
     def _table_keys(
         self, builder: PartBuilder, fused: Fused, inputs: dict[Node, Node]
     ) -> tuple[tuple[str, int], ...]:
-        """The key and field in a step of each table input of the graph. Unused inputs are removed.
-        """
+        """The key and field of each table input of the graph. Unused inputs are removed."""
         halves = {}
         for cos, sin in fused.rotated:
             tables = [

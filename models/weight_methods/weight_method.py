@@ -6,9 +6,11 @@ calls that kernel. It holds settings only. The tensors belong to `LinearBase`
 (models/linear_layers.py), which has no code for a particular method.
 
     stored     the tensors of one matrix in a checkpoint
-    load takes one of these tensors finish makes the parameters when all tensors have been taken
-    apply x @ W.T + bias + residual apply_experts the same with the matrices of experts rows rows of
-    W, for embeddings
+    load       takes one of these tensors
+    finish     makes the parameters when all tensors have been taken
+    apply      x @ W.T + bias + residual
+    apply_experts  the same with the matrices of experts
+    rows       rows of W, for embeddings
 """
 
 from __future__ import annotations

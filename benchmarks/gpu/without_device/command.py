@@ -1,4 +1,4 @@
-"""`run compile`, for this machine or with `compile.gpu` for a GPU that need not be here."""
+"""`run compile`: for this machine, or with `compile.gpu` for a GPU that can be elsewhere."""
 
 from __future__ import annotations
 

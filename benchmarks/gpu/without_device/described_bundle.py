@@ -1,13 +1,15 @@
 """Compiles the bundle of a model for a described GPU.
 
-It holds the programs of layers for few rows, which are text, and the compiled kernels of all
-programs: ours, in the shapes of the engine's buckets, and those that Inductor wrote.
+The bundle holds the programs of layers for few rows, as text. It also holds the compiled kernels of
+all programs: this project's kernels in the shapes of the engine's buckets, and the kernels that
+Inductor wrote.
 
-It holds no program that Inductor made. torch stores one with the version and the toolkit of the
-build that made it, and compares both when it loads one (torch/_dynamo/package.py, SystemInfo). So a
-build without CUDA makes programs that no build with CUDA loads. In a build with CUDA, Inductor
-loads the kernels of a program before it can be stored, which needs a driver. So a first start on
-the GPU lowers those layers again, finds their kernels compiled, and stores them.
+The bundle holds no program that Inductor made. torch stores such a program with the version and the
+toolkit of its build, and compares both when it loads the program (torch/_dynamo/package.py,
+SystemInfo). So a build with CUDA does not load the programs of a build without CUDA. A build with
+CUDA needs a driver to store a program, because Inductor first loads the program's kernels. So a
+first start on the GPU lowers those layers again, finds their kernels compiled, and stores the
+programs.
 """
 
 from __future__ import annotations
@@ -57,7 +59,8 @@ class _Portable:
         self._bundle = bundle
 
     def get(self, name: str) -> bytes | None:
-        return None  # no program is loaded: compiling it compiles its kernels
+        # no stored program is used, so that every program, and with it its kernels, is compiled
+        return None
 
     def put(self, name: str, data: bytes) -> None:
         if is_portable(data):
@@ -128,7 +131,7 @@ def _check(plan: EnginePlan) -> None:
 
 @contextmanager
 def _kernel_folder() -> Iterator[Path]:
-    """A cache of Triton that is empty at first, so that all it holds in the end is new."""
+    """An empty folder as Triton's cache. In the end it holds only the kernels compiled here."""
     with tempfile.TemporaryDirectory() as folder, triton_cache_in(Path(folder)):
         yield Path(folder)
 

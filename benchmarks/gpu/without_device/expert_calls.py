@@ -1,4 +1,4 @@
-"""The launches of the ops of experts: what a call of `route` or `moe_linear` runs on a GPU."""
+"""The launches that a call of `route` or `moe_linear` makes on a GPU."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ExpertCall:
 
     op: str  # one of `EXPERT_OPS`
     launches: tuple[Launch, ...]
-    kernels: tuple[OwnLaunch, ...]  # those of the launches that are ours
+    kernels: tuple[OwnLaunch, ...]  # the launches of this project's kernels
     ideal_bytes: int  # of a matrix product: weights, operand and result once
 
 
@@ -41,7 +41,7 @@ def expert_calls(programs: ModelPrograms, num_tokens: int, arch: int) -> list[Ex
     A step is assumed to route each token to random experts.
 
     Args:
-        programs: the model's; its first layer stands for all.
+        programs: the model's programs. Its first layer stands for all layers.
         num_tokens: rows of the MLP.
         arch: the compute capability as one number.
     """

@@ -1,7 +1,7 @@
 """Makes torch, Inductor and Triton find a described GPU, so that they compile for it.
 
 Nothing runs: tensors are fake (shapes without memory), and a kernel that would be launched raises
-an error. What is replaced are the questions that compilers ask about the device.
+an error. The functions through which compilers query the device are replaced.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _REGISTERS = 64 * 1024  # registers of a multiprocessor
 
 @contextmanager
 def replaced(owner: Any, **values: Any) -> Iterator[None]:
-    """Attributes of an object or class with other values, some of which it may not have."""
+    """Set attributes of an object or class, also new ones, and restore the object at the end."""
     missing = object()
     before = {name: vars(owner).get(name, missing) for name in values}
     for name, value in values.items():
@@ -43,7 +43,7 @@ def replaced(owner: Any, **values: Any) -> Iterator[None]:
 
 @contextmanager
 def fake_device(device: DescribedDevice) -> Iterator[None]:
-    """Inside, the only CUDA device is the described one. One device a process: compilers remember.
+    """Inside, the only CUDA device is the described one. Use one device in a process.
 
     Args:
         device: the description.
@@ -82,7 +82,8 @@ def fake_device(device: DescribedDevice) -> Iterator[None]:
         stack.enter_context(replaced(torch.cuda, **answers))
         # torch.tensor(..., device="cuda") would otherwise allocate.
         stack.enter_context(replaced(FakeTensorMode, avoid_device_init=True))
-        # Patterns of torch's own attention, which no layer calls; to make them needs a GPU.
+        # Inductor's patterns for torch's own attention. No layer calls it, and making them needs a
+        # GPU.
         stack.enter_context(replaced(fuse_attention, _sfdp_init=lambda device=None: None))
         stack.enter_context(replaced(CudaInterface, **interface))
         stack.enter_context(replaced(CudaInterface.Worker, **worker))
@@ -93,7 +94,7 @@ def fake_device(device: DescribedDevice) -> Iterator[None]:
 
 
 def _properties(device: DescribedDevice) -> SimpleNamespace:
-    """What `torch.cuda.get_device_properties` says of it."""
+    """The result of `torch.cuda.get_device_properties` for the device."""
     return SimpleNamespace(
         name=device.name,
         major=device.capability[0],
@@ -114,7 +115,7 @@ def _properties(device: DescribedDevice) -> SimpleNamespace:
 
 
 class _Driver:
-    """What Triton asks of a driver to compile; it has nothing to load or launch a kernel with."""
+    """The functions of a driver that Triton needs to compile. It cannot load or launch kernels."""
 
     def __init__(self, device: DescribedDevice) -> None:
         self._device = device

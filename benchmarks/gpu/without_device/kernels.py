@@ -30,7 +30,7 @@ class OwnLaunch:
 
     @property
     def resources(self) -> Resources:
-        """What its assembler reports. A kernel from a bundle has no text to assemble."""
+        """What the assembler reports. A kernel from a bundle has no text to assemble."""
         return _resources(self.compiled, self.arch)
 
 

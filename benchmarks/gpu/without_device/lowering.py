@@ -1,7 +1,6 @@
-"""What Inductor makes of a program: its launches in order, the bytes of each, and the kernels.
+"""Lowers a program by Inductor, and lists its launches in order, their bytes and its kernels.
 
-Sizes stay symbols: a program is lowered once, as the engine compiles it once, and counted for any
-step.
+Sizes stay symbols. So a program is lowered once, as in the engine, and can be counted for any step.
 """
 
 from __future__ import annotations
@@ -47,7 +46,8 @@ class Launch:
 
     by: By
     name: str
-    num_bytes: sympy.Expr  # read and written, each element once; 0 of our ops, which count it
+    # read and written, each element once; 0 for this project's ops, which are counted elsewhere
+    num_bytes: sympy.Expr
     input_bytes: sympy.Expr  # the part that is read
     num_flop: sympy.Expr  # floating point operations of matrix products
 
@@ -60,13 +60,13 @@ class Lowered:
     waits: tuple[str, ...]  # lines at which the host would wait for the device
     copies: tuple[str, ...]  # lines at which torch would copy a whole tensor
     sources: Mapping[str, str]  # the source of each Triton kernel, by name
-    hints: Mapping[sympy.Symbol, int]  # what each size was in the example
+    hints: Mapping[sympy.Symbol, int]  # the value of each size in the example
     wrapper: str
 
 
 @contextmanager
 def lowered_graphs() -> Iterator[list[Lowered]]:
-    """Inside, what Inductor lowers is appended to the list. Its kernels are not compiled."""
+    """Inside, every lowered program is appended to the list. Kernels are not compiled."""
     found: list[Lowered] = []
     sources: dict[str, str] = {}
     codegen: Callable[..., Any] = GraphLowering.codegen
@@ -135,7 +135,7 @@ def _calls(wrapper: str) -> Iterator[tuple[By, str]]:
 
 
 def _launches(node: Any) -> bool:
-    """Whether a scheduled node is a call; views of results of an op are none."""
+    """Whether a scheduled node is a call. Views of an op's results are not."""
     from torch._inductor.ir import MultiOutput
     from torch._inductor.scheduler import NopKernelSchedulerNode
 
@@ -164,7 +164,7 @@ def _bytes_of(graph: GraphLowering, node: Any) -> tuple[sympy.Expr, sympy.Expr]:
         for name, counts in by_name.items():
             size, itemsize = _buffer(graph, name)
             count = sum(counts, sympy.S.Zero)
-            # A whole buffer that is read at several places in a kernel is read once.
+            # If a kernel reads a whole buffer in several places, the buffer counts once.
             excess = sympy.expand(count - size).subs(list(graph.sizevars.backed_var_to_val.items()))
             total += (size if excess > 0 else count) * itemsize
         totals.append(total)

@@ -52,7 +52,7 @@ class FusedLaunch:
     """A launch of a layer for few rows."""
 
     launch: Launch
-    kernel: OwnLaunch | None  # None of attention, which makes several launches
+    kernel: OwnLaunch | None  # None for attention, which makes several launches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,9 +107,9 @@ class ModelPrograms:
         """The launches of a layer for few rows, our matrix kernels compiled.
 
         Args:
-            sizes: of the step.
+            sizes: the sizes of the step.
             arch: the compute capability as one number.
-            is_last: of the last layer, which computes the wanted rows only.
+            is_last: whether it is the last layer, which computes only the rows that need logits.
         """
         index = len(self.model.layers) - 1 if is_last else 0
         block = self._few_rows(index)
@@ -160,11 +160,11 @@ def lower_config(
 
     Args:
         config: its hyperparameters.
-        dtype: of weights and activations.
+        dtype: the dtype of weights and activations.
         cache: the shapes of its KV cache.
         max_model_len: tokens of the longest context.
         weights: the weight method of each matrix.
-        form: what is one program.
+        form: whether a layer or the whole model is one program.
         store: where compiled functions are put; None = nowhere.
     """
     device = torch.device("cuda", 0)
@@ -286,7 +286,7 @@ def _torch_launch(func: Any, args: tuple[Any, ...], result: Tensor) -> Launch:
     name = str(func)
     read = sum(one.nbytes for one in inputs)
     if name.startswith("aten.embedding"):
-        read = result.nbytes + inputs[1].nbytes  # the rows alone
+        read = result.nbytes + inputs[1].nbytes  # only the rows that are read
     is_product = name.startswith(("aten.mm", "aten.addmm"))
     flop = 2 * result.numel() * inputs[-1].shape[0] if is_product else 0
     return _launch(By.cublas if is_product else By.torch, name, read, result.nbytes, flop)

@@ -62,7 +62,7 @@ class _Kernel:
 def describe_steps(
     device_name: str, models: Iterable[str] = MODELS, steps: Iterable[Step] = STEPS
 ) -> dict[str, Any]:
-    """Lower, compile and count, in this process; one device a process.
+    """Lower, compile and count, in this process. A process can describe only one device.
 
     Args:
         device_name: a file of benchmarks/machine/gpus/.
@@ -70,7 +70,7 @@ def describe_steps(
         steps: the steps to describe.
 
     Returns:
-        What `section_of` writes; plain numbers and texts.
+        The input of `section_of`: plain numbers and texts.
     """
     device = described_device(device_name)
     record: dict[str, Any] = {"device": device.name, "models": {}}
@@ -95,7 +95,7 @@ def describe_steps(
 
 
 def _forms(programs: ModelPrograms, step: Step) -> tuple[bool, ...]:
-    """Whether a step's layers are those for few rows. Both forms of small steps are counted."""
+    """The forms of layers to count: True = the form for few rows. Small steps have both forms."""
     return (True, False) if _takes_few_rows(programs, step) else (False,)
 
 
@@ -167,7 +167,7 @@ def section_of(records: Mapping[str, dict[str, Any]], versions: str) -> str:
     """The Markdown of a file's described devices; the first device has its kernels listed.
 
     Args:
-        records: what `describe_steps` returned, by the name of the device.
+        records: the results of `describe_steps`, by the name of the device.
         versions: the versions of torch and Triton.
     """
     first, *others = records
@@ -266,7 +266,7 @@ def _wait_lines(records: Mapping[str, dict[str, Any]]) -> list[str]:
 
 
 def _goal_line(models: Iterable[dict[str, Any]]) -> str:
-    """How far decode steps are from what the project wants of them."""
+    """Compares decode steps with the project's goals for them."""
     by_kind: dict[str, list[dict[str, Any]]] = {}
     for found in models:
         is_fused = any(row["is_fused"] for row in found["steps"])

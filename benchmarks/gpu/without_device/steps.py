@@ -1,4 +1,4 @@
-"""Counts what a step of a model launches and moves on a described GPU, and predicts its time.
+"""Counts the launches and bytes of a model's step on a described GPU, and predicts its time.
 
 The prediction is a sum over launches, each of which takes the longest of: its bytes at a share of
 the memory's rate, its operations at a share of the matrix units' rate, and the shortest time that a
@@ -56,7 +56,7 @@ class Step:
 
     @property
     def most_query_rows(self) -> int:
-        """What the backend's planner says: 1 if no sequence has more, else 0."""
+        """The result of the backend's planner: 1 if each sequence has one query row, else 0."""
         return int(all(new == 1 for _, new, _ in self.seqs))
 
 
@@ -83,9 +83,9 @@ class CountedStep:
     """A step in numbers; bytes and launches are those of one layer."""
 
     step: Step
-    is_fused: bool  # by the layers for few rows
+    is_fused: bool  # computed by the layers for few rows
     layer: tuple[TimedLaunch, ...]
-    ideal_bytes: int  # weights, cache, and each product's and the attention's operands once
+    ideal_bytes: int  # weights, cache, and the operands of each product and of attention, once each
     copies_cache: bool
     waits: tuple[str, ...]
     seconds: float  # duration of the whole step
@@ -105,11 +105,11 @@ def count_step(
     """Count a step, inside `fake_device`.
 
     Args:
-        programs: the model's.
+        programs: the model's programs.
         step: the shape.
-        device: whose rates count.
-        is_fused: whether the layers are those for few rows, which the engine takes up to
-            `most_rows` tokens; else those that Inductor lowers.
+        device: the device whose rates are used.
+        is_fused: True = the layers for few rows, which the engine takes up to `most_rows` tokens;
+            False = the layers that Inductor lowers.
     """
     attention = _attention_launches(programs, step, device)
     layer, ideal, copies = _count(programs, programs.layer, step, attention, device)
@@ -197,7 +197,7 @@ def _numbers(launch: Launch, values: dict[sympy.Symbol, int]) -> tuple[int, int]
 
 
 def _values(lowered: Lowered, sizes: StepSizes) -> dict[sympy.Symbol, int]:
-    """The numbers of a program's sizes, which its example tells apart."""
+    """The numbers of a program's sizes. The values in the example identify the sizes."""
     by_hint = {
         16: sizes.num_tokens,
         2: sizes.num_seqs,

@@ -3,7 +3,7 @@
     seconds = max(operations / rate, bytes / bandwidth) of layers + attention + fixed cost of a step
 
 In a mixture of experts, a token is multiplied with the experts that it is routed to. A step reads
-all experts that its tokens are routed to. Routing counts as uniform and independent.
+all experts that its tokens are routed to. Routing is assumed to be uniform and independent.
 
 An engine on several devices adds the time of exchanges between them: two sums over all ranks of a
 stage in each layer (in two phases, each of one latency, as reduce-scatter and all-gather), and one
@@ -65,7 +65,7 @@ ACCELERATORS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """What connects two devices."""
+    """The connection of two devices."""
 
     gb_s: float  # in one direction
     latency_us: float  # time of a small message
@@ -89,14 +89,14 @@ class Division:
     stage_link: Link = LINKS[LinkName.nvlink]  # between stages
 
     def sum_seconds(self, num_bytes: float) -> float:
-        """A sum over the ranks of a stage, whose result all of them have."""
+        """Seconds of an all-reduce among the ranks of a stage."""
         if self.tensor == 1:
             return 0.0
         moved = 2 * (self.tensor - 1) / self.tensor * num_bytes
         return 2 * self.link.latency_us / 1e6 + moved / _reached(self.link)
 
     def hand_off_seconds(self, num_bytes: float) -> float:
-        """All hand-offs of hidden states on the way through the stages."""
+        """Seconds of all hand-offs of hidden states of a step."""
         link = self.stage_link
         return (self.pipeline - 1) * (link.latency_us / 1e6 + num_bytes / _reached(link))
 
@@ -113,12 +113,12 @@ ONE_DEVICE = Division()
 class ModelShape:
     """The sizes of a model that determine a step's work."""
 
-    # Parameters that one token is multiplied with. Only its own experts count, and the output layer
-    # does not.
+    # Parameters that one token is multiplied with: of the experts only its own, and without the
+    # output layer.
     num_parameters: int
     num_logit_parameters: int  # parameters of the output layer; rows that sample use them
     weight_bytes: int  # bytes of all parameters of the layers and the output layer
-    expert_bytes: int = 0  # those of experts that tokens are routed to
+    expert_bytes: int = 0  # bytes of the parameters of routed experts
     expert_share: float = 1.0  # the share of the experts that a token has
     kv_bytes_per_token: int  # keys and values of all layers
     attention_width: int  # layers x query heads x head dimension
