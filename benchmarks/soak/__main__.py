@@ -19,9 +19,9 @@ The checks:
 - In runs of 100 seconds and more: memory does not grow, `/health` answers within 100 ms, and the
   p99 of good clients is at most twice what it was before the hostile connections began.
 
-The slowest ten requests of good clients and libraries, and the slowest ten that no restart
-overlapped, are printed at the end, with the phases that the server logs: preparation, queue, first
-token, further tokens.
+At the end two lists are printed: the slowest ten requests of good clients and libraries, and the
+slowest ten of those that were not under way during a restart. Each request has the phases that the
+server logs: preparation, queue, first token, further tokens.
 
 The KV cache is so small that sequences wait and are preempted. A model other than the demo needs
 its own `cache.memory_gib`. Needs `httpx`, of the extra `test`. The exit code is 1 if a check fails.

@@ -25,7 +25,8 @@ REPLY_S = 120.0  # the longest wait for a response
 class ClientCounts:
     """How the clients' requests ended."""
 
-    # answered, refused, hung up (by the client), told to come again (a 503 with Retry-After)
+    # counts of: answered, refused, hung up (by the client), told to come again (a 503 with
+    # Retry-After)
     exchanges: Counter[str] = field(default_factory=Counter)
     statuses: Counter[int] = field(default_factory=Counter)
     options: Counter[str] = field(default_factory=Counter)
@@ -108,7 +109,7 @@ def _check_ends(reasons: list[str], exchange: Exchange, counts: ClientCounts) ->
 async def send_traffic(
     url: str, seconds: float, *, seed: int, num_clients: int, rate: float
 ) -> ClientCounts:
-    """Send traffic for that long, then wait until all clients have their last answers.
+    """Send traffic for `seconds`, then wait until all clients have their last answers.
 
     Args:
         url: the URL of the server.

@@ -1,12 +1,12 @@
-"""How long `/health` takes to answer, measured by a process that does nothing else.
+"""Measures how long `/health` takes to answer, in a process that does nothing else.
 
     python -m ostinato.benchmarks.soak.health_poll URL
 
-Writes `ready`, polls until its stdin is closed, then writes what it saw as one line of JSON. Times
+Writes `ready`, polls until its stdin is closed, then writes the results as one line of JSON. Times
 are those of `time.time()`.
 
 A thread beside the polls sleeps for short times. A sleep that lasts much longer shows that the
-machine gave this process no processor then, so the server may not have had one either.
+machine gave this process no processor then. The server can have had no processor either.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ __all__ = ("main",)
 _POLL_S = 0.02
 _ANSWER_S = 60.0
 _SLEEP_S = 0.005
-_PAUSE_S = 0.05  # a sleep that lasts so much longer is a pause of the machine
+_PAUSE_S = 0.05  # a sleep that lasts this much too long is a pause of the machine
 
 
 def _poll(address: tuple[str, int]) -> list[tuple[float, float, int]]:
-    """(when, seconds, status) of each poll; the status is 0 where there was no answer."""
+    """(when, seconds, status) of each poll; status 0 = there was no answer."""
     polls: list[tuple[float, float, int]] = []
     connection = http.client.HTTPConnection(*address, timeout=_ANSWER_S)
     while not select.select([sys.stdin], [], [], _POLL_S)[0]:
@@ -62,7 +62,7 @@ def _watch_sleeps(pauses: list[tuple[float, float]]) -> None:
 def main(arguments: list[str]) -> int:
     """Poll until stdin is closed, and print the result; returns the exit code 0."""
     with suppress(PermissionError):
-        os.nice(-5)  # it measures the server, not how long this process waits for a processor
+        os.nice(-5)  # so that the wait of this process for a processor is not measured
     address = urlsplit(arguments[0])
     pauses: list[tuple[float, float]] = []
     threading.Thread(target=_watch_sleeps, args=(pauses,), daemon=True).start()

@@ -1,4 +1,4 @@
-"""Where the time of good requests went: what clients measured, joined with the server's log lines.
+"""Divides the time of good requests into phases, from the clients' times and the server's log.
 
 Every good request has an id of its own in its header `X-Request-Id`, which the server logs.
 """
@@ -13,8 +13,8 @@ __all__ = ("GoodRequest", "phases_of", "slowest")
 
 _FIELD = re.compile(r" (\w+)=(\S+)")
 _LINE = re.compile(r"INFO (\S+) done( .*)")
-# The end of each phase in a log line, in their order. The seconds of a phase are its end less the
-# end of the phase before.
+# The ends of the phases in a log line, in their order. The seconds of a phase are its end minus the
+# end of the previous phase.
 _ENDS = {
     "preparation": "preparation",
     "queue": "queue",
@@ -30,13 +30,14 @@ class GoodRequest(NamedTuple):
     client: str  # `good` or a library
     kind: str  # endpoint and size in words
     sent: float  # time.time()
-    seconds: float  # until the whole answer was there
+    seconds: float  # until the whole answer had arrived
 
 
 def phases_of(lines: Iterable[str]) -> dict[str, dict[str, float]]:
     """The phases of the requests in a server's log, by request id, in seconds.
 
-    `preparation` includes the wait for a grammar, which `grammar` has alone. `preemptions` counts.
+    `preparation` includes the wait for a grammar. `grammar` is that wait alone. `preemptions` is a
+    number, not seconds.
     """
     found: dict[str, dict[str, float]] = {}
     for line in lines:
@@ -68,15 +69,15 @@ def slowest(
 ) -> list[dict[str, Any]]:
     """The requests that took longest, with the phases that the server has logged.
 
-    Those that a restart of the engine overlapped are counted apart, so that they do not hide the
-    others.
+    Requests that were under way during a restart of the engine are listed apart, so that they do
+    not hide the other requests.
 
     Args:
-        requests: of all good clients.
-        lines: of the server's log.
-        begin: of the test, time.time().
+        requests: the requests of all good clients.
+        lines: the lines of the server's log.
+        begin: the beginning of the test, as time.time().
         restarts: begin and end of each restart of the engine.
-        count: how many, with and without a restart.
+        count: the length of each of the two lists.
 
     Returns:
         Rows with `client`, `kind`, `at`, `seconds`, `in_restart`, `phase` (the longest one) and

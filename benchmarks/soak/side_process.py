@@ -32,17 +32,17 @@ class SideProcess:
         )
 
     def wait_until_ready(self) -> None:
-        """Wait for its first line.
+        """Wait for the first line of the process.
 
         Raises:
-            RuntimeError: it ended.
+            RuntimeError: the process ended.
         """
         assert self._process.stdout is not None, "stdout=PIPE"
         if not self._process.stdout.readline():
             raise RuntimeError(f"{self._name} did not start:\n{self._process.communicate()[1]}")
 
     def begin(self) -> None:
-        """Send it a line."""
+        """Send a line to the process."""
         assert self._process.stdin is not None, "stdin=PIPE"
         self._process.stdin.write("\n")
         self._process.stdin.flush()
@@ -61,7 +61,7 @@ class SideProcess:
         return json.loads(lines[-1])
 
     def kill(self) -> None:
-        """Kill it, if it still runs."""
+        """Kill the process, if it still runs."""
         if self._process.poll() is None:
             self._process.kill()
             self._process.communicate()

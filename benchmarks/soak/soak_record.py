@@ -76,7 +76,7 @@ def record_of(plan: SoakPlan, seen: Observations) -> dict[str, Any]:
             "every answer as expected": not wrong,
             "every kind of attack was made": not is_long
             or min(seen.hostile.get("groups", {}).values(), default=1) > 0,
-            # The engine checks its block accounting when it ends, and logs what is broken.
+            # The engine checks its block accounting when it ends, and logs errors in it.
             "no error in the log, exit code 0": not errors and seen.exit_code == 0,
         },
         "late_compiles": late,
@@ -147,10 +147,10 @@ def _latency(plan: SoakPlan, seen: Observations) -> dict[str, dict[str, float]]:
     """Seconds until good clients have whole answers, grouped by when the requests were sent.
 
     `calm` is the time before the hostile clients begin, `storm` the time after that. `restarts` has
-    the answers that a restart of a killed engine overlapped; `storm` leaves these out. The first
-    tenth of the calm time does not count, because all clients begin at once. The last tenth does
-    not count, because its answers overlap the storm. The result is empty if `calm` or `storm` has
-    too few answers.
+    the requests that were under way while a killed engine restarted; they are left out of `storm`.
+    The first tenth of the calm time is left out, because all clients begin at once. The last tenth
+    is left out, because its answers arrive during the storm. The result is empty if `calm` or
+    `storm` has too few answers.
     """
     calm_end = seen.begin + plan.calm_s
     margin = 0.1 * plan.calm_s
@@ -170,8 +170,8 @@ def _latency(plan: SoakPlan, seen: Observations) -> dict[str, dict[str, float]]:
 def _health(plan: SoakPlan, seen: Observations) -> dict[str, dict[str, Any]]:
     """Milliseconds that `/health` took, before (`calm`) and after the hostile clients began.
 
-    `late` has the slow answers as rows of seconds since the beginning and milliseconds. `pauses`
-    has such rows of the times in which the machine gave the poll no processor.
+    `late` lists the slow answers: seconds since the beginning, and milliseconds. `pauses` lists the
+    times in which the machine gave the poll no processor, in the same form.
     """
     calm_end = seen.begin + plan.calm_s
     parts = {
@@ -205,9 +205,9 @@ def _growth(
 ) -> dict[str, dict[str, float]]:
     """MiB in the second and in the last quarter of the time with hostile clients.
 
-    The least value of a quarter counts, because memory of large requests is freed only when Python
-    collects garbage. An engine that starts again is smaller than it will be: its values within
-    `starts`, in seconds since the beginning, do not count.
+    The least value of a quarter is taken, because memory of large requests is freed only when
+    Python collects garbage. An engine that has just started is still small. So its values within
+    `starts`, in seconds since the beginning, are left out.
     """
     growth = {}
     quarter = (plan.seconds - plan.calm_s) / 4

@@ -31,7 +31,8 @@ OVERRIDES = (
     "cache.memory_gib=0.004",
     "server.response_store_mib=8",
 )
-# How much each may grow. Pools of threads and of helper processes grow to their limits.
+# The allowed growth of each resource. Pools of threads and of helper processes grow to their
+# limits.
 ALLOWED_GROWTH = Resources(
     fds=16, engine_fds=16, threads=16, engine_threads=16, processes=8, temporary_files=0
 )
@@ -48,12 +49,13 @@ class SoakPlan:
     Attributes:
         seconds: how long requests are sent, the calm time included.
         seed: the seed of all requests. Their order at the server depends on timing.
-        num_clients: good ones.
+        num_clients: good clients.
         rate: requests per second of all good clients; 0 = each sends as soon as it can.
         calm_s: seconds before the hostile connections and the kills begin.
         num_hostile: hostile connections.
         hostile_rate: short attacks per second of all hostile connections.
-        heavy_rate: large requests, hard constraints and templates per second of all of these.
+        heavy_rate: large requests, hard constraints and templates per second of all hostile
+            connections.
         stall_cases: a regular expression for names of `stall_cases`.
         kill_every_s: seconds between two kills of the engine process; 0 = it is not killed.
         libraries: names of client libraries that send requests too.
@@ -96,7 +98,7 @@ class Observations:
 
     @property
     def restarts(self) -> list[tuple[float, float]]:
-        """Times of each kill and of the first `/health` that says that the engine works again."""
+        """Times of each kill and of the first `/health` with a working engine after it."""
         spans = []
         for killed in self.kills:
             later = [poll for poll in self.polls if poll[0] >= killed]

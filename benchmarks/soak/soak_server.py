@@ -27,7 +27,7 @@ class Resources(NamedTuple):
     engine_fds: int
     threads: int  # threads of the API process
     engine_threads: int
-    processes: int  # children of the API process and theirs
+    processes: int  # children of the API process and their children
     temporary_files: int
 
 
@@ -58,7 +58,7 @@ class SoakServer:
         """Wait until the server is ready; returns its URL.
 
         Raises:
-            RuntimeError: it ended, or took too long.
+            RuntimeError: the server ended, or took too long.
         """
 
         def ended() -> bool:
@@ -72,7 +72,7 @@ class SoakServer:
         return next(line for line in self.lines if "answers 503 until" in line).split()[2]
 
     def resources(self) -> Resources:
-        """The resources of its processes now; zeros for an engine that does not run."""
+        """The server's present resources; zeros for an engine that does not run."""
         engine_fds = engine_threads = 0
         with suppress(psutil.Error):
             engine = self._engine()
@@ -97,7 +97,7 @@ class SoakServer:
         return {name: round(size / 2**20, 1) for name, size in sizes.items()}
 
     def kill_engine(self) -> bool:
-        """Kill the engine process; False when none runs."""
+        """Kill the engine process. Returns False if no engine runs."""
         with suppress(psutil.Error):
             engine = self._engine()
             if engine is not None:
@@ -106,7 +106,7 @@ class SoakServer:
         return False
 
     def stop(self) -> int:
-        """Ask it to end; returns its exit code, -9 when it had to be killed."""
+        """Ask the server to end; returns its exit code, -9 if it had to be killed."""
         self.process.send_signal(signal.SIGTERM)
         try:
             code = self.process.wait(_STOP_S)
@@ -117,7 +117,7 @@ class SoakServer:
         return code
 
     def kill(self) -> None:
-        """Kill it, if it still runs, and remove its temporary files."""
+        """Kill the server, if it still runs, and remove its temporary files."""
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()

@@ -1,6 +1,6 @@
 """The requests that `soak.stalls` measures: requests of the largest allowed size, and attacks.
 
-The cases that show how an answer is written end within a few seconds. The others may take longer.
+Cases that measure the writing of an answer end within a few seconds. Other cases can take longer.
 
 A case is one or several HTTP requests as bytes, each sent on a new connection, one after the other.
 `generation_cases` are for a model that generates, `pooling_cases` for an embedding model.
@@ -27,7 +27,8 @@ class StallCase:
 
     Attributes:
         name: the name in the table.
-        requests: makes its requests; called when they are sent, because they are large.
+        requests: makes the case's requests; called just before they are sent, because they are
+            large.
         num_at_once: clients that send the same requests at the same time.
         group: the kind of attack; set by `generation_cases`.
     """
@@ -269,7 +270,7 @@ def _many(**fields: Any) -> dict[str, Any]:
 
 
 def _many_sequences(max_model_len: int) -> list[StallCase]:
-    """Requests with the most sequences that one may have, and the costliest options."""
+    """Requests with the largest allowed number of sequences, and the costliest options."""
 
     words = [f"{_PROSE[index : index + 30]} {index}" for index in range(256)]
     chosen = list(range(300, 428))
@@ -337,7 +338,7 @@ def _many_sequences(max_model_len: int) -> list[StallCase]:
 
 
 def _many_masks() -> list[StallCase]:
-    """Sequences with grammars whose masks take long."""
+    """Sequences with grammars whose masks take long to compute."""
     once = '"once " ' * 60
     return [
         _one(

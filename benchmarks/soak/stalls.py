@@ -7,11 +7,12 @@
 A real `run serve` answers a plain stream, polls of `/health` and ordinary requests of 12 kB during
 each case of `stall_cases`. The table shows, for each case, its status, the longest gap between two
 tokens of the stream, the longest time of an answer to `/health` and to an ordinary request, and the
-memory of the API process afterwards. The first row is the server without a large request. Instead
-of a stream, an embedding model embeds short texts; the gap is the longest time of one.
+memory of the API process afterwards. The first row is measured without a large request. With an
+embedding model, short texts are embedded instead of a stream, and the gap is the longest time of
+one of them.
 
-A client leaves a case after 8 s, and its status then ends with "left". The cases that show how
-an answer is written are small enough to end before.
+The client of a case disconnects after 8 s, and the status of the case then ends with "left". Cases
+that measure the writing of an answer are small enough to end earlier.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ _POLL_S = 0.01  # seconds between two polls of /health
 _ORDINARY_S = 0.2  # seconds between two ordinary requests
 _IDLE_S = 6.0  # duration of the first row
 _BEFORE_S, _AFTER_S = 0.3, 0.7  # measured before a case begins and after its end
-_CASE_S = 8.0  # after which the client of a case leaves
+_CASE_S = 8.0  # the client of a case disconnects after this time
 _END_S = 30.0  # the longest wait until the server has dropped a request whose client has left
 _ANSWER_S = 300.0  # the longest wait for the answer to another client
 _TEXT = "A melody that is learned once can be repeated under everything. "
@@ -61,8 +62,9 @@ _OVERRIDES = ("server.port=0",)
 class _Waits:
     """The waits of the other clients during one case, in seconds.
 
-    A client takes its list when a wait begins. So a wait that began before the case is not counted:
-    making the requests of a case holds this process's own interpreter lock for up to 0.15 s.
+    A client chooses its list when a wait begins. So a wait that began before the case is not
+    counted. Such a wait would include up to 0.15 s in which this process makes the requests of the
+    case and holds its own interpreter lock.
     """
 
     gaps: list[float] = field(default_factory=list)
@@ -96,7 +98,7 @@ class _Others:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def check(self) -> None:
-        """Raise the error that has ended one of the clients."""
+        """If an error has ended one of the clients, raise it."""
         for task in self._tasks:
             if task.done():
                 task.result()
@@ -160,7 +162,7 @@ def _send(address: tuple[str, int], requests: Sequence[bytes], until: float) -> 
     Runs in a thread; sending and receiving release the interpreter's lock.
 
     Args:
-        address: of the server.
+        address: the server's address.
         requests: sent one after the other.
         until: when the client leaves, by `time.perf_counter`.
     """
@@ -223,7 +225,7 @@ async def _wait_for_the_end(url: str) -> None:
     """Wait until the server has no request but those of the other clients.
 
     Raises:
-        RuntimeError: it still has one.
+        RuntimeError: the server still has another request.
     """
     async with httpx.AsyncClient(base_url=url, timeout=_ANSWER_S) as client:
         end = time.perf_counter() + _END_S

@@ -19,7 +19,8 @@ TEXT = (
 )
 _WORDS = tuple(dict.fromkeys(TEXT.split()))
 _SHORT_OUTPUT = 48  # tokens; many short answers keep the batch changing
-_SHARE_OF_LONG_OUTPUTS = 0.2  # up to a third of the context: these outgrow the cache
+# long outputs have up to a third of the context, which together exceed the cache
+_SHARE_OF_LONG_OUTPUTS = 0.2
 _SHARE_OF_OPTION = 0.15
 _SHARE_INVALID = 0.03
 _SHARE_OF_HANG_UPS = 0.25
@@ -41,7 +42,7 @@ class Exchange:
 
     @property
     def kind(self) -> str:
-        """The endpoint and what makes the request large, in words."""
+        """The endpoint and the reason for the request's size, in words."""
         body = self.body
         words = [self.path.removeprefix("/v1/"), f"max_tokens={body.get('max_tokens')}"]
         if self.num_choices > 1:
@@ -65,8 +66,8 @@ _CONSTRAINTS: tuple[dict[str, Any], ...] = (
     {"json": {"type": "object", "properties": {"count": {"type": "integer"}}}},
 )
 
-# Values of every field that changes how tokens are picked, where they end or what is reported; each
-# is a function of (random numbers, token ids of TEXT, max_tokens).
+# Random values for every field that changes the choice of tokens, the end of the answer or the
+# reported data. Each is a function of (random numbers, token ids of TEXT, max_tokens).
 OPTIONS: dict[str, Callable[[Numbers, Sequence[int], int], Any]] = {
     "temperature": lambda r, ids, most: r.choice([0, 0.3, 0.8, 1.5, 2]),
     "top_p": lambda r, ids, most: r.choice([0.05, 0.5, 0.95]),
@@ -107,7 +108,7 @@ OPTIONS: dict[str, Callable[[Numbers, Sequence[int], int], Any]] = {
     "n": lambda r, ids, most: r.randint(2, 5),
     "structured_outputs": lambda r, ids, most: r.choice(_CONSTRAINTS),
 }
-# Fields that may leave no token that a grammar allows.
+# Fields that can forbid every token that a grammar allows.
 _AGAINST_GRAMMARS = (
     "allowed_token_ids",
     "bad_words",

@@ -5,7 +5,7 @@
 
 Points run in child processes, so that a crash fails one point only. Points with the same model,
 device and graphs share a process, which keeps its loaded model and compiled program. Each finished
-point is a file, so the same command continues after an interruption and repeats failed points.
+point is a file. So after an interruption the same command continues, and it repeats failed points.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ def main(config_dir: str) -> None:
         except Exception as error:  # an error of one point must not end the sweep
             traceback.print_exc()
             answer = {"error": f"{type(error).__name__}: {error}"}
-        idle.set()  # before the answer, after which the next line arrives
+        idle.set()  # set before the answer, because the next line arrives after the answer
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
 

@@ -5,8 +5,8 @@
 
 First, the given configuration runs on a real server. This run shows which goals it misses, and it
 calibrates the serving overheads. Then the step costs of every variant are measured, and an Optuna
-study searches with the simulator. At last the best few candidates run on a real server. The
-measurement of each corrects the predictions by which the next one is chosen.
+study searches with the simulator. Finally, the best few candidates run on a real server. Each
+measurement corrects the predictions by which the next candidate is chosen.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ _GIB = 1 << 30
 _WIDTH = 100
 _TRIAL_FORMAT = 2  # format of a stored trial; a study in another format is not resumed
 _BLOCK_SIZES = (16, 32, 64)
-# The share of the budget at which each part ends.
+# The shares of the time budget at which the two parts end.
 _VARIANTS_BY, _SEARCH_BY = 0.4, 0.6
 _MIN_RUN_S = 4.0
 
@@ -253,7 +253,7 @@ class _Tuning:
             last_s = time.monotonic() - begin
 
     def _factors(self, runs: Sequence[Verified] | None = None) -> dict[str, float]:
-        """{figure: measured over predicted}, the median over `runs` or over all real runs."""
+        """{figure: measured / predicted}, the median over `runs` or over all real runs."""
         factors: dict[str, float] = {}
         runs = self.verified if runs is None else runs
         for name in ("ttft_ms", "itl_ms", "tpot_ms", "e2e_ms", "throughput"):
@@ -315,7 +315,7 @@ class _Tuning:
         text = option_text(tuned, provenance(self.config, goals, facts, best))
         path = write_option(directory, section.name, text)
         if goals.limits:
-            # A configuration's own ratio of measured to predicted fits its other loads best.
+            # A configuration's own ratio of measured to predicted corrects its predictions best.
             loads = [
                 highest_load(config, self.forecast, goals, self._factors([run]))
                 for config, run in ((self.config, self.verified[0]), (tuned, best))

@@ -71,7 +71,7 @@ class Forecast:
         return ServingMetrics.of(metrics, self._percentile)
 
     def part_of_job(self, share: float) -> LoadJob:
-        """A job of this share of the requests: the first ones, with the earlier turns of each."""
+        """A job of the first requests, up to this share, with the earlier turns of each."""
         count = max(1, round(share * len(self._job.requests)))
         return _with_requests(self._job, self._job.requests[:count])
 

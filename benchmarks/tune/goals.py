@@ -25,11 +25,11 @@ class ServingMetrics:
     tpot_ms: float
     e2e_ms: float
     throughput: float  # output tokens per second
-    completed_share: float = 1.0  # completed requests over sent ones
+    completed_share: float = 1.0  # completed requests / sent requests
 
     @classmethod
     def of(cls, metrics: Mapping[str, Metric], percentile: float) -> Self:
-        """Make it from a result's metrics; a latency without measurements is 0."""
+        """The metrics of a result. A latency without measurements is 0."""
 
         def value(name: str) -> float:
             return metrics[name].value if name in metrics else 0.0
@@ -71,12 +71,12 @@ class Goals:
         return {name: limit for name, limit in pairs if limit is not None}
 
     def ratios(self, metrics: ServingMetrics) -> dict[str, float]:
-        """{name: figure over its limit}; a ratio of at most 1 meets the goal."""
+        """{name: figure / limit}; a ratio of at most 1 meets the goal."""
         found = {
             name: getattr(metrics, f"{name}_ms") / limit for name, limit in self.limits.items()
         }
         if metrics.completed_share < 1.0:
-            found["completed"] = math.inf  # a failed request meets no goal
+            found["completed"] = math.inf  # if a request failed, the goals are not met
         return found
 
     def violation(self, metrics: ServingMetrics) -> float:
@@ -91,7 +91,8 @@ class Goals:
         violation = self.violation(metrics)
         if violation > 0.0:
             return (1.0 + violation, 0.0)
-        # Throughputs within two percent count as equal; then the margin to the goals decides.
+        # Throughputs within two percent count as equal. Among equals the margin to the goals
+        # decides.
         worst = violation if self.limits else metrics.ttft_ms + metrics.e2e_ms
         if self.objective is TuneObjective.latency:
             return (0.0, worst)

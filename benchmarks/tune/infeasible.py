@@ -18,10 +18,10 @@ _BISECTIONS = 7
 def impossible_goals(config: RunConfig, forecast: Forecast, goals: Goals) -> list[str]:
     """Messages about goals that are missed even with one request at a time.
 
-    No schedule can meet these, because a request does not wait for others there.
+    No schedule can meet such a goal, because even a request that waits for no other misses it.
     """
     overheads = forecast.overheads
-    # Disturbances by other programs must not count, so overheads are their medians.
+    # Overheads are replaced by their medians, so that disturbances by other programs do not count.
     forecast.overheads = overheads and overheads.typical()
     alone = forecast.predict(config, job=forecast.one_at_a_time())
     forecast.overheads = overheads
@@ -70,7 +70,7 @@ def why_missed(candidates: list[Candidate], goals: Goals, factors: dict[str, flo
 def highest_load(
     config: RunConfig, forecast: Forecast, goals: Goals, factors: dict[str, float]
 ) -> float | None:
-    """The highest multiple of the load that meets the goals by prediction; None = none does."""
+    """The highest multiple of the load that is predicted to meet the goals; None = no load does."""
 
     def holds(load: float) -> bool:
         metrics: ServingMetrics | None = forecast.predict(config, job=forecast.at_load(load))

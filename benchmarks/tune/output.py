@@ -45,7 +45,7 @@ def option_text(config: RunConfig, provenance: Sequence[str]) -> str:
 
     Args:
         config: the configuration to serve.
-        provenance: lines of a comment that say how it was found.
+        provenance: lines of a comment about how the configuration was found.
     """
     changes: dict[str, dict[str, Any]] = {}
     for name in _ENGINE:

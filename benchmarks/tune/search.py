@@ -210,7 +210,7 @@ class Search:
         if first is None:
             raise optuna.TrialPruned("such an engine cannot start")
         best = min((_violation(one) for one in self._completed()), default=None)
-        # The queue only grows, so a trial that is far from the goals stays so.
+        # The queue only grows, so a trial that is far from the goals will not come closer.
         if best is not None and self._goals.violation(first) > _HOPELESS * max(best, 0.5):
             raise optuna.TrialPruned("far from the goals after a third of the requests")
         metrics = self._forecast.predict(config)

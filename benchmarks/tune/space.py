@@ -31,7 +31,7 @@ _ALIKE = 0.1  # targets whose relative difference is smaller count as equal
 
 
 class Variant(NamedTuple):
-    """The settings that step costs depend on. Each variant has a step-cost table of its own."""
+    """The settings on which step costs depend. Each variant has its own step-cost table."""
 
     threads: int
     block_size: int
@@ -107,10 +107,7 @@ class Space:
 
 
 def _methods(config: RunConfig) -> tuple[Value, ...]:
-    """No drafts, and the drafts that are configured, or else all that need no model.
-
-    A draft model is part of every engine that has one, so it is not left out in some.
-    """
+    """The values: no drafts, and the configured drafts (by default, all drafts without a model)."""
     method = config.speculation.method
     if config.speculation.uses_model:
         return (method,)

@@ -1,8 +1,8 @@
 """Arrival times of requests, computed from a seed.
 
-Gaps are drawn from a gamma distribution with the rate's mean. Its shape is the burstiness: 1 is the
-exponential distribution (a Poisson process); below 1 arrivals come in bursts, above 1 they are more
-even. A ramp changes the rate from request to request.
+Gaps are drawn from a gamma distribution whose mean is 1 / rate. Its shape is the burstiness: 1 is
+the exponential distribution (a Poisson process). Below 1 arrivals come in bursts, above 1 they are
+more even. A ramp changes the rate from request to request.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def load_points(load: LoadSection) -> list[LoadPoint]:
     """The points of a load section; one without rate and concurrency if it has neither.
 
     Raises:
-        ConfigError: a ramp without a rate to begin or end with.
+        ConfigError: there is a ramp, but no rate to begin or to end with.
     """
     points = [LoadPoint(rate=rate) for rate in load.rates]
     points += [LoadPoint(concurrency=count) for count in load.concurrency]

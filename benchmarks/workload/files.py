@@ -6,10 +6,10 @@
 | BurstGPT | CSV with `Timestamp` | `Request tokens`, `Response tokens` |
 | Mooncake, and ours | JSON lines | `timestamp` (ms), `input_length`, `output_length`, `hash_ids` |
 
-Traces have no text. A prompt of a trace with `hash_ids` has one block of random ids for each hash,
-with the hash as the seed. So prompts with a common beginning have one here too. A line with
-`block_size` (as `server.record_trace` writes) has blocks of that size, others of 512 as Mooncake's.
-Other prompts have nothing in common.
+Traces have no text. If a trace has `hash_ids`, a prompt gets one block of random ids for each hash,
+with the hash as the seed. So prompts with a common beginning also have one here. Blocks have the
+size `block_size`, if the line has this field (`server.record_trace` writes it), else 512 as in
+Mooncake's traces. Prompts without `hash_ids` have nothing in common.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ostinato.conf.errors import ConfigError
 
 __all__ = ("MOONCAKE_BLOCK", "sharegpt_part", "trace_part")
 
-MOONCAKE_BLOCK = 512  # tokens that one entry of Mooncake's hash_ids stands for
+MOONCAKE_BLOCK = 512  # tokens of one entry of Mooncake's hash_ids
 _MAX_TOKENS = 100_000_000  # a request in a file may not have more
 _MIN_TOKENS = 4  # shorter questions and answers are left out
 

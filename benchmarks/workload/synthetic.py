@@ -59,7 +59,7 @@ def prefix_part(section: WorkloadSection, vocab_size: int) -> Part:
 
 
 def conversations_part(section: WorkloadSection, vocab_size: int) -> Part:
-    """`num_requests` conversations; each turn is sent when the one before has been answered."""
+    """`num_requests` conversations. Each turn is sent when the previous turn has been answered."""
     source = _Source(section, vocab_size)
     items: list[WorkItem] = []
     for _ in range(_count(section)):

@@ -30,7 +30,7 @@ __all__ = (
 )
 
 PARTS = ("single", "ttft", "offline", "prefix")
-# The standard ids lie in [256, 30000): ordinary tokens of every model with so large a vocabulary.
+# The standard ids are in [256, 30000), which are ordinary tokens in every large enough vocabulary.
 _FIRST_ID, _END_ID = 256, 30_000
 _SEED = 20_240_607
 
@@ -39,7 +39,7 @@ _SEED = 20_240_607
 class WorkItem:
     """One request."""
 
-    prompt: list[int]  # token ids; for a later turn, those after the previous answer
+    prompt: list[int]  # token ids; for a later turn, the ids after the previous answer
     max_tokens: int  # the number of output tokens
     arrival_s: float | None = None  # seconds after the first request, for recorded traffic
     after: int | None = None  # index in the list of the previous turn
@@ -56,7 +56,7 @@ class Part:
 
     name: str
     items: list[WorkItem]
-    shifts: bool = False  # whether repetitions use other ids, so that no cache helps them
+    shifts: bool = False  # whether repetitions use other ids, so that no cache has them
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -121,7 +121,7 @@ def shift(token_ids: list[int], number: int) -> list[int]:
 
 
 def standard_workload() -> list[Part]:
-    """The four parts that peers are measured with, always the same ids.
+    """The four parts with which engines are compared. The ids are always the same.
 
     single: 128 prompt and 128 output tokens. ttft: 512 prompt tokens. offline: 32 requests, prompts
     of 64-512, outputs of 32-128. prefix: 16 requests that share 1024 of their 1088 tokens, outputs
@@ -155,7 +155,7 @@ def load_tokens(path: str) -> list[Part]:
         content = json.loads(text) if text.strip() else None
     except OSError as error:
         raise ConfigError(f"workload.path={path} cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:  # of JSON and of UTF-8; nested too deep
+    except (ValueError, RecursionError) as error:  # errors of JSON and of UTF-8; too deep nesting
         raise ConfigError(f"workload.path={path} is not JSON: {error}") from error
     if not text.strip():
         raise ConfigError(f"workload.path={path} is empty")

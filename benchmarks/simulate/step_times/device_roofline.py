@@ -126,7 +126,7 @@ class ModelShape:
     hidden_bytes: int = 0  # one token's hidden state, which ranks and stages exchange
 
     def read_bytes(self, tokens: int) -> float:
-        """The bytes of weights that a step of so many tokens reads."""
+        """The bytes of weights that a step of `tokens` tokens reads."""
         return self.weight_bytes - self.expert_bytes * (1 - self.expert_share) ** tokens
 
 
@@ -146,7 +146,7 @@ def roofline_table(
         max_model_len: tokens of a sequence, at most.
         division: how the model is divided among devices of this kind.
     """
-    # Of the ranks of one stage together; the stages take turns.
+    # The rate of the ranks of one stage together, because the stages take turns.
     rate = division.tensor * device.tflops * 1e12 * _COMPUTE_SHARE
     bandwidth = division.tensor * device.bandwidth_gb_s * 1e9 * _MEMORY_SHARE
 

@@ -2,8 +2,8 @@
 
 A server receives calibration traffic. Its flight recorder has the beginning, the duration and the
 sequences of each step. Together with the client's times, this gives the distributions of four
-values: step time over the table's, pause between steps, time from a request's sending to its first
-step, and time from a token's step to its arrival at the client.
+values: the ratio of step time to the table, the pause between steps, the time from a request's
+sending to its first step, and the time from a token's step to its arrival at the client.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def _compare(costs: CostTable, steps: Sequence[EngineStep], first: int) -> list[
     rows: list[SeenStep] = []
     ended_at = -math.inf
     for step in steps:
-        # With overlap, a step is launched while the one before it runs.
+        # With overlap, a step is launched while the previous step runs.
         seconds = step.ended_at - max(step.began_at, ended_at)
         ended_at = step.ended_at
         table_s = _table_seconds(costs, step)
@@ -156,7 +156,7 @@ def _add_requests(seen: _Seen, recording: Recording) -> None:
     entries: dict[str, list[tuple[int, int]]] = defaultdict(list)  # id -> (step, end of positions)
     for number, step in enumerate(steps):
         for request_id, start, tokens in step.entries:
-            # The engine's id is the client's with a number appended.
+            # The engine's request id is the client's id with a number appended.
             entries[request_id.partition("#")[0]].append((number, start + tokens))
     delays: dict[int, list[float]] = defaultdict(list)  # the delays of each step's tokens
     pairs = zip(recording.job.requests, report.requests, strict=False)
@@ -186,8 +186,9 @@ def _add_admission(seen: _Seen, steps: Sequence[EngineStep], number: int, sent_a
     if _was_idle(before, step):
         if sent_at > before.ended_at:
             seen.idle.append(max(0.0, wait_s))
-    elif not before.num_waiting:  # otherwise it may have waited for a row
-        # It had not arrived when the step before began, which would have admitted it.
+    elif not before.num_waiting:  # otherwise the request can have waited for a row
+        # The previous step would have admitted the request. So the request arrived after that step
+        # began.
         bounds = (max(0.0, before.began_at - sent_at), max(0.0, wait_s))
         seen.busy[before.num_seqs.bit_length() - 1].append(bounds)
 
@@ -220,7 +221,7 @@ def _busy(seen: _Seen) -> tuple[SizedValues, ...]:
 
 
 def _gather(found: dict[int, list[T]], least: int) -> list[tuple[int, list[T]]]:
-    """Merge neighbouring groups until each has `least` values; a rest joins the last group."""
+    """Merge neighbouring groups until each has `least` values. A remainder joins the last group."""
     groups: list[tuple[int, list[T]]] = []
     gathered: list[T] = []
     for key in sorted(found):
@@ -243,7 +244,7 @@ def _kept(values: Iterable[float]) -> tuple[float, ...]:
 
 
 def _from_bounds(bounds: Sequence[tuple[float, float]]) -> tuple[float, ...]:
-    """Evenly spaced quantiles of a distribution of which only bounds of the values are known.
+    """Evenly spaced quantiles of a distribution, if only bounds of each value are known.
 
     The distribution is estimated by expectation-maximisation (Turnbull, 1976).
     """

@@ -34,8 +34,8 @@ class SizedValues(NamedTuple):
 class ServingOverheads:
     """Distributions of overheads, each as its measured values."""
 
-    decode: StepRatios  # seconds of steps in which all decode, over the table's
-    prompt: StepRatios  # seconds of steps with prompts, over the table's
+    decode: StepRatios  # ratio of seconds to the table, for steps in which all sequences decode
+    prompt: StepRatios  # ratio of seconds to the table, for steps with prompts
     pause_s: tuple[float, ...]  # between two steps: messages, scheduling
     idle_request_s: tuple[float, ...]  # from the client's sending to the step of an idle engine
     # Seconds from the client's sending until a step can admit it, by running sequences.
@@ -67,7 +67,8 @@ class StepClock:
 
     Args:
         costs: the step-cost table.
-        overheads: the overheads; None = steps take the table's seconds, all else takes no time.
+        overheads: the overheads; None = steps take the table's seconds, and nothing else takes
+            time.
         seed: seed of the draws.
     """
 

@@ -2,10 +2,10 @@
 
 The table is measured in a few seconds by an engine that runs alone, and single entries may be wrong
 by a third. So the usual ratio is a curve over prompt tokens and decoding sequences, fitted to
-measured steps. The noise is each step's ratio over the usual one, in the order of time. It is
-correlated: neighbouring steps had a correlation of 0.5, and in some seconds every prompt took 1.4
-times as long. If noise were drawn independently for each step, every simulated run would contain
-such slow steps, and its tail latency would be that of the worst measured run.
+measured steps. The noise is each step's ratio divided by the usual ratio, in the order of time. It
+is correlated: neighbouring steps had a correlation of 0.5, and in some seconds every prompt took
+1.4 times as long. If noise were drawn independently for each step, every simulated run would
+contain such slow steps, and its tail latency would be that of the worst measured run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Curve = tuple[tuple[int, float], ...]  # (number, logarithm of a ratio), numbers
 # Weights of the differences between neighbouring points, where a step has weight 1.
 _SMOOTH_TOKENS, _SMOOTH_SEQS = 2.0, 10.0
 _ROUNDS = 30
-_LEAST_RESIDUAL = 0.02  # a smaller distance from the curve counts squared
+_LEAST_RESIDUAL = 0.02  # smaller distances from the curve are squared
 _MEAN_RUN = 256  # mean number of steps drawn in succession, about a second
 
 
@@ -35,7 +35,7 @@ class SeenStep(NamedTuple):
     number: int  # among all measured steps
     num_prompt_tokens: int
     num_decodes: int  # sequences
-    ratio: float  # its seconds over the table's
+    ratio: float  # its seconds / the table's seconds
 
 
 class StepRatios(NamedTuple):
@@ -78,7 +78,7 @@ class NoiseSampler:
 
 
 def fit_ratios(steps: Sequence[SeenStep]) -> StepRatios:
-    """Fit curves through the medians of steps of one kind: all have prompts, or none has.
+    """Fit curves through the medians of steps of one kind (with prompts, or without).
 
     It minimises the absolute distances of logarithms, by iteratively reweighted least squares.
     Differences between neighbouring points of a curve are penalised, for points with few steps.

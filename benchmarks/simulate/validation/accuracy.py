@@ -1,4 +1,4 @@
-"""Compares predicted with measured metrics, considering the spread of the measured ones."""
+"""Compares predicted with measured metrics. The spread of the measurements is considered."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def classify(point: Point, figure: str, tolerance: float) -> Accuracy:
     """Compare the prediction of a figure with the measurements of the rounds.
 
     If the interval of the measured median is wider than the tolerance, it cannot confirm a
-    prediction. It still refutes a prediction that is too far from the whole interval.
+    prediction. It can still refute one that is too far from the whole interval.
     """
     measured = point.metrics[figure]
     low, high = interval(measured.runs)

@@ -1,9 +1,9 @@
 """Sends calibration traffic to a running server and records step times and client times.
 
-Two kinds of traffic take turns: a closed loop, which is as fast as the server, and requests whose
-rate rises to almost the rate of the closed loop. So there are batches of all sizes, with and
-without prompts, and requests of very different lengths. The traffic does not depend on the workload
-that is to be predicted.
+Two kinds of traffic take turns: a closed loop, which sends as fast as the server answers, and
+requests whose rate rises to almost the rate of the closed loop. So there are batches of all sizes,
+with and without prompts, and requests of very different lengths. The traffic does not depend on the
+workload that is to be predicted.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Calibration:
         self._batches = cycle([min(one, spec.limits.max_num_seqs) for one in _BATCHES])
         sample = self._closed(_SAMPLE, _SAMPLE)
         takes_s = max(simulate_job(spec, sample).last_s)
-        # Twice as many as are expected, because the measurement ends by time.
+        # Twice the expected number of requests, because the measurement ends by time.
         self._rate: float | None = None  # requests a second of the last closed loop
         self._num_runs = 0
         self._num_closed = max(_BATCHES) + round(2 * _SAMPLE / takes_s * _CLOSED_S)

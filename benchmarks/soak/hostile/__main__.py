@@ -55,7 +55,7 @@ class _Heavy(NamedTuple):
 
 
 class _Rotation:
-    """Gives the heavy acts: each group in turn, and all acts of a group in a random order.
+    """Chooses the heavy acts: the groups take turns, and the acts of a group are in random order.
 
     Args:
         groups: the acts by the name of their group; none is empty.
@@ -99,7 +99,7 @@ class _Hostile:
         self.counts = _Counts()
 
     async def run(self, seed: str, until: float) -> None:
-        """One connection after the other, until `until` (time.monotonic)."""
+        """Open one connection after the other, until `until` (time.monotonic)."""
         numbers = random.Random(seed)
         while (now := time.monotonic()) < until:
             rest = min(numbers.expovariate(self._light + self._heavy), until - now)
@@ -176,7 +176,7 @@ async def _read_whole(
 
 
 def _heavy_acts(max_model_len: int, pattern: str) -> dict[str, list[_Heavy]]:
-    """The heavy acts by group; of the stall cases those whose names match the pattern."""
+    """The heavy acts by group. Only stall cases whose names match the pattern are included."""
     groups = {
         "hard constraints": [
             _Heavy("a hard constraint", lambda numbers: [hostile_constraint(numbers)])

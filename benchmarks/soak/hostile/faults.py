@@ -1,7 +1,7 @@
 """Acts of a hostile connection of the soak test: broken HTTP, slow bytes, early disconnects.
 
 Each function of `STAGES` gets a connection of its own. It returns the answer, or None if it reads
-none.
+no answer.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Answer(NamedTuple):
 
     @property
     def is_fault(self) -> bool:
-        """Whether it is a 5xx other than the 503 that says when to try again."""
+        """Whether it is a 5xx other than a 503 with Retry-After."""
         return self.status >= 500 and not (
             self.status == 503 and "\r\nretry-after:" in self.text.lower()
         )
@@ -39,7 +39,7 @@ Stage = Callable[[asyncio.StreamReader, asyncio.StreamWriter, bytes], Awaitable[
 
 
 def post(path: str, body: bytes, length: int | None = None) -> bytes:
-    """A request with a body; its Content-Length is `length` where that is given."""
+    """A request with a body. Its Content-Length is `length`, if given."""
     head = (
         f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
         f"Content-Length: {len(body) if length is None else length}\r\n\r\n"
@@ -69,7 +69,7 @@ async def drip(
     """Send a request byte by byte and leave it unfinished.
 
     Args:
-        seconds: how long bytes are sent. If the server answers before, its answer is returned.
+        seconds: how long bytes are sent. If the server answers earlier, its answer is returned.
         in_body: whether the headers are complete and the body drips.
     """
     writer.write(

@@ -14,7 +14,7 @@ from ostinato.benchmarks.soak.hostile.faults import post
 __all__ = ("hostile_constraint", "hostile_template", "huge_number")
 
 _COMPLETIONS, _CHAT = "/v1/completions", "/v1/chat/completions"
-# As JSON text: Python would not write some of them.
+# Numbers as JSON text, because Python would not write some of them.
 _NUMBERS = ("9" * 19, f"-{'9' * 25}", "1" + "0" * 400, "1e308", "1e400", "-0.0", "2.5", "9" * 5000)
 _FIELDS = (
     "max_tokens",

@@ -2,9 +2,9 @@
 
     python calls.py openai http://127.0.0.1:8000 60
 
-Imports nothing of this project, because the library may be in an environment of its own. Ends with
-one line of JSON: each call with its request id, when it was sent and its seconds; which were wrong;
-and the library's version.
+Imports nothing of this project, because the library may be in an environment of its own. Prints one
+line of JSON at the end: for each call its request id, when it was sent and its seconds; the wrong
+answers; and the library's version.
 """
 
 from __future__ import annotations
@@ -228,7 +228,7 @@ def main(arguments: list[str]) -> int:
         sent, begin = time.time(), time.perf_counter()
         try:
             call({"X-Request-Id": request_id})
-        except Exception as error:  # whatever a library raises
+        except Exception as error:  # a library can raise any exception
             wrong.append(f"{name}: {kind}: {type(error).__name__}: {error}"[:1000])
         made.append((request_id, kind, sent, time.perf_counter() - begin))
         time.sleep(_REST_S)

@@ -44,8 +44,8 @@ def install(directory: Path) -> None:
     """Install every library below a directory: Python libraries, and npm's `node_modules`.
 
     Each Python library has a virtual environment of its own, because litellm pins an older `openai`
-    than langchain-openai needs. What is installed already stays. Without npm, its libraries are
-    left out.
+    than langchain-openai needs. Libraries that are already installed are kept. Without npm, its
+    libraries are left out.
 
     Raises:
         subprocess.CalledProcessError: pip or npm failed.
@@ -75,8 +75,8 @@ def command(name: str, url: str, seconds: float, directory: Path | None) -> list
         name: one of LIBRARIES.
         url: the URL of the server.
         seconds: how long it runs.
-        directory: what `install` returned, and the working directory of the command; None = only
-            what this interpreter can import.
+        directory: the directory of `install`, which is also the working directory of the command;
+            None = only libraries that this interpreter can import.
     """
     library = LIBRARIES[name]
     arguments = [library.argument, url, str(seconds)]
