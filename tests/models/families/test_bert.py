@@ -100,11 +100,11 @@ SEQUENCES = [[(7 * i * i + 13 * i + n) % 199 for i in range(n)] for n in (5, 31,
     ("packed", "form"),
     [
         (False, None),
-        (False, GraphForm.layer),
-        pytest.param(False, GraphForm.model, marks=pytest.mark.slow),  # as those of test_parity.py
+        pytest.param(False, GraphForm.layer, marks=pytest.mark.slow),
+        pytest.param(False, GraphForm.model, marks=pytest.mark.slow),  # test_parity.py has others
         (True, None),
         (True, GraphForm.layer),
-        (True, GraphForm.model),
+        pytest.param(True, GraphForm.model, marks=pytest.mark.slow),
     ],
 )
 def test_hidden_states_of_a_packed_batch(tiny, packed, form):

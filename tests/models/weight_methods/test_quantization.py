@@ -155,7 +155,9 @@ def test_cut_into_steps_and_batched_the_bits_are_the_same(directory, kind: str) 
     assert torch.equal(logits[0], whole[:20])
 
 
-@pytest.mark.parametrize("form", GraphForm)
+@pytest.mark.parametrize(
+    "form", [GraphForm.layer, pytest.param(GraphForm.model, marks=pytest.mark.slow)]
+)
 def test_compiled_equals_eager(directory, form: GraphForm) -> None:
     model, config = loaded(directory("qwen3-tied"), BOTH["int4"])
     driver = Driver(model, config, dtype=torch.float32)

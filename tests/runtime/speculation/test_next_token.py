@@ -65,9 +65,9 @@ def test_drafts_are_those_of_transformers_and_change_nothing(
     reference = ReferenceLayer(variant, tmp_path)
     answers = []
     drawn: list[tuple[list[int], list[int]]] = []
-    for method in ("none", "mtp"):
+    for method, graphs in (("none", "eager"), ("mtp", mode)):
         with LLM(
-            config=config(tmp_path, f"graphs.mode={mode}", f"speculation.method={method}")
+            config=config(tmp_path, f"graphs.mode={graphs}", f"speculation.method={method}")
         ) as llm:
             if method == "mtp":
                 drawn = DraftRecorder(llm).drawn
