@@ -24,9 +24,9 @@ class AnswerPlan(msgspec.Struct, frozen=True, kw_only=True):
     """How an answer is constrained and parsed."""
 
     form: AnswerForm  # makes the parser of an answer
-    skip_special_tokens: bool  # false where a marker of the form is a special token
-    # Replaces the request's own constraint: a grammar for tool calls, or the request's constraint
-    # with reasoning allowed before it. None = the request's own constraint stays.
+    skip_special_tokens: bool  # false if a marker of the form is a special token
+    # Replaces the request's own constraint. It is a grammar for tool calls, or the request's
+    # constraint with reasoning allowed before it. None = the request's own constraint is used.
     constraint: StructuredOutputsParams | None = None
     thinking: ThinkingLimit | None = None  # None = reasoning is not limited
 
@@ -80,7 +80,7 @@ def _ends_in_reasoning(body: ChatCompletionRequest, prompt: ChatPrompt) -> bool:
     markers = prompt.traits.reasoning
     if markers is None:
         return False
-    if body.continue_final_message:  # the template's own text does not count
+    if body.continue_final_message:  # only the last message counts, not the template's own text
         last = body.messages[-1].text or ""
         return last.rfind(markers.begin) > last.rfind(markers.end)
     return prompt.text.rstrip().endswith(markers.begin)

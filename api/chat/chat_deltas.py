@@ -1,6 +1,6 @@
-"""Parses the engine's outputs of a chat into events, for all dialects of chat.
+"""Parses the engine's outputs of a chat into events, for all chat APIs.
 
-A streamed reply turns the events into chunks; a whole reply joins them.
+A streamed reply turns the events into chunks. A whole reply joins them.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class ChatDelta(msgspec.Struct, frozen=True):
     """The part of an answer that one output of the engine adds."""
 
     output: RequestOutput
-    events: list[Event]  # its text, parsed; every call has an id
-    finish_reason: str | None = None  # as the OpenAI API names it, `tool_calls` included
+    events: list[Event]  # the parsed text of the output; every call has an id
+    finish_reason: str | None = None  # the OpenAI API's word, such as `tool_calls`
     num_reasoning_tokens: int = 0  # tokens of the output that are reasoning
     cuts_call: bool = False  # the answer ends within its last call
 
@@ -41,7 +41,7 @@ class ChatOutputParser:
     """Parses the outputs of all answers to one prompt, each with a parser of its own.
 
     Args:
-        form: what an answer may contain.
+        form: the parts that an answer can have.
     """
 
     def __init__(self, form: AnswerForm) -> None:
@@ -49,7 +49,7 @@ class ChatOutputParser:
         self._parsers: dict[int, AnswerParser] = {}  # by the index of the answer
 
     def feed(self, output: RequestOutput) -> ChatDelta:
-        """The delta of the next output."""
+        """Parse the next output."""
         parser = self._parsers.get(output.index)
         if parser is None:
             parser = self._parsers[output.index] = self._form.parser()
@@ -71,7 +71,7 @@ class ChatOutputParser:
 
 
 def join_deltas(deltas: Sequence[ChatDelta]) -> ChatDelta:
-    """Consecutive deltas of one answer as one."""
+    """Join consecutive deltas of one answer to one delta."""
     return ChatDelta(
         join_outputs([one.output for one in deltas]),
         merge(event for one in deltas for event in one.events),
@@ -82,9 +82,9 @@ def join_deltas(deltas: Sequence[ChatDelta]) -> ChatDelta:
 
 
 def collect_delta(answers: dict[int, CollectedAnswer], delta: ChatDelta) -> None:
-    """Join one delta to its answer in `answers`, which has the answers' indices as keys.
+    """Add a delta to its answer in `answers`. The keys are the indices of the answers.
 
-    A call that was cut is left out: its arguments are no JSON.
+    A call that was cut off is left out, because its arguments are not JSON.
     """
     index = delta.output.index
     answer = answers.get(index)

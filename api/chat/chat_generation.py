@@ -1,4 +1,4 @@
-"""Converts a chat request to the engine's request, for all dialects of chat."""
+"""Converts a chat request to the engine's request, for all chat APIs."""
 
 from __future__ import annotations
 
@@ -26,15 +26,16 @@ class ChatGeneration(msgspec.Struct, frozen=True, kw_only=True):
 
     generation: Generation
     form: AnswerForm  # makes the parser of its answers
-    constraint_field: str  # the field of the request that a constraint comes from
-    report: PromptReport  # what the reply shows of the prompt
+    constraint_field: str  # the field of the request that has the constraint
+    report: PromptReport  # the parts of the prompt that the reply shows
 
 
 def count_chat(preparation: Preparation, body: ChatCompletionRequest) -> int:
-    """How many tokens the prompt of a request has that could be answered.
+    """Count the prompt tokens of a request, after the checks of a request that is answered.
 
     Raises:
-        InvalidRequestError: the model does not generate, or `encode_chat` or `plan_answer` refuses.
+        InvalidRequestError: the model does not generate, or `encode_chat` or `plan_answer` refuses
+            the request.
     """
     require_task(preparation.model, ServedTask.generate)
     prompt = encode_chat(preparation, body, is_counted=True)
@@ -45,14 +46,16 @@ def count_chat(preparation: Preparation, body: ChatCompletionRequest) -> int:
 def prepare_chat(
     preparation: Preparation, body: ChatCompletionRequest, *, request_id: str
 ) -> ChatGeneration:
-    """Check a chat request. The engine's client makes the remaining checks later.
+    """Check a chat request and convert it. The engine's client makes the remaining checks later.
 
     Args:
+        preparation: the model, its tokenizer and the server's settings.
+        body: the request.
         request_id: the id that the client sees.
 
     Raises:
         InvalidRequestError: a parameter is out of range, or the prompt does not fit.
-        ForkNeededError: as `encode_chat`.
+        ForkNeededError: see `render`.
     """
     require_task(preparation.model, ServedTask.generate)
     prompt = encode_chat(preparation, body)
@@ -87,10 +90,10 @@ def prepare_chat(
 def _encode_prediction(
     preparation: Preparation, body: ChatCompletionRequest, prediction: Prediction
 ) -> list[int]:
-    """The tokens of a predicted answer, at most as many as the context holds.
+    """The tokens of a predicted answer, cut to the length of the context.
 
     Raises:
-        InvalidRequestError: the server or the request has no drafts.
+        InvalidRequestError: the server or the request does not use drafts.
     """
     model, reason = preparation.model, ""
     if not model.speculates:

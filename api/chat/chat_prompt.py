@@ -1,4 +1,4 @@
-"""The prompt of a chat request: the conversation through the chat template, then token ids."""
+"""Makes the prompt of a chat request: renders the chat template, then tokenises the text."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def encode_chat(
     """The prompt of a chat request.
 
     Args:
-        is_counted: its tokens are only counted, so it may be longer than the context.
+        is_counted: the tokens are only counted, so the prompt may be longer than the context.
 
     Raises:
-        InvalidRequestError: as `render`; or the template shows no `documents`, or the text cannot
-            fit into the context.
-        ForkNeededError: as `render`.
+        InvalidRequestError: see `render`. Or the template does not use `documents`, or the text
+            cannot fit into the context.
+        ForkNeededError: see `render`.
     """
     encoder = preparation.encoder
     tokenizer = encoder.tokenizer("messages")
@@ -63,8 +63,9 @@ def render(preparation: Preparation, body: TokenizeRequest, messages: list[Messa
 
     Raises:
         InvalidRequestError: there is no template; the template refuses the messages; a message is
-            not complete; tools are given and no parser reads this model's calls.
-        ForkNeededError: the request has a template of its own, and this process is no fork.
+            not complete; or there are tools, but no parser for this model's calls.
+        ForkNeededError: the request has a template of its own, and this process also prepares other
+            requests.
     """
     found = _traits(preparation, preparation.encoder.tokenizer("messages"), body)
     return _render(preparation, body, messages, tool_use(body.tools, None, None), found)
@@ -124,10 +125,10 @@ def _render_given(
     conversation: list[dict[str, Any]],
     settings: dict[str, Any],
 ) -> str:
-    """The conversation through a template of the client's."""
+    """Render the conversation with a template that the client sent."""
     try:
         return ChatTemplate(source, special_tokens).render(conversation, **settings)
-    except StartupError as error:  # its remedy is meant for the operator of the server
+    except StartupError as error:  # leave out the remedy, which is for the server's operator
         message, param = str(error).partition(";")[0], "chat_template"
     except InvalidRequestError as error:
         message = str(error).replace("the model's chat template", "chat_template")
@@ -136,7 +137,7 @@ def _render_given(
 
 
 def adds_generation_prompt(body: ChatCompletionRequest | TokenizeRequest) -> bool:
-    """Whether a new assistant message begins; by default, unless the last one is continued."""
+    """Whether a new assistant message begins. Default: yes, unless the last one is continued."""
     if body.add_generation_prompt is None:
         return not body.continue_final_message
     return body.add_generation_prompt
@@ -145,7 +146,7 @@ def adds_generation_prompt(body: ChatCompletionRequest | TokenizeRequest) -> boo
 def _variables(
     body: ChatCompletionRequest | TokenizeRequest, found: TemplateTraits
 ) -> dict[str, Any]:
-    """The template's variables; `chat_template_kwargs` takes precedence."""
+    """The template's variables. Those of `chat_template_kwargs` take precedence."""
     given = body.chat_template_kwargs or {}
     if isinstance(body, ChatCompletionRequest) and body.documents:
         if not found.knows_documents:
@@ -162,7 +163,7 @@ def _variables(
 def _settings(
     body: ChatCompletionRequest | TokenizeRequest, found: TemplateTraits
 ) -> dict[str, Any]:
-    """`reasoning_effort` and `verbosity`, if the template has such a setting."""
+    """`reasoning_effort` and `verbosity`, if the template uses them."""
     if not isinstance(body, ChatCompletionRequest):
         return {}
     settings: dict[str, Any] = {}

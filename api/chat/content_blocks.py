@@ -1,6 +1,6 @@
 """Converts parsed events to content blocks (reasoning, text, tool calls).
 
-The Responses and Anthropic dialects have blocks. Each block begins, grows and ends once.
+The Responses and Anthropic APIs have content blocks. Each block begins, grows and ends once.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ class BlockKind(StrEnum):
 
 
 class ContentBlock(msgspec.Struct, kw_only=True):
-    """One block. Its `text` grows until the block ends; the text of a call is its arguments."""
+    """One block. Its `text` grows until the block ends. The text of a call is its arguments."""
 
     index: int
     kind: BlockKind
     text: str = ""
-    name: str = ""  # the function that is called
-    is_custom: bool = False  # a custom tool is called, and the text is its input
+    name: str = ""  # name of the called function
+    is_custom: bool = False  # the call is of a custom tool; the text is the tool's input
     call_id: str = ""
     is_cut: bool = False  # the answer ended within this call
 
 
 class BlockDelta(msgspec.Struct, frozen=True):
-    """One change of a block: its beginning, new text, or its end; only new text has a `delta`."""
+    """One change of a block: its beginning, new text, or its end. Only new text has a `delta`."""
 
     block: ContentBlock
     delta: str = ""

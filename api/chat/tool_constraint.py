@@ -1,6 +1,6 @@
 """Makes the constraint for tool calls that are required or must match a schema.
 
-With `response_format` beside tools, an answer has either calls or that format.
+If a request has tools and `response_format`, an answer has either calls or that format.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ __all__ = ("tool_constraint",)
 def tool_constraint(
     use: ToolUse, form: AnswerForm, wanted: StructuredOutputsParams | None
 ) -> StructuredOutputsParams | None:
-    """The constraint for the answer; None if its calls need none.
+    """The constraint for the answer; None if no constraint is needed.
 
     Args:
-        form: the parts that the answer may have; its `calls` are not None.
+        use: the tools.
+        form: the parts that the answer can have.
         wanted: the request's own constraint.
 
     Raises:
@@ -68,7 +69,7 @@ def _calls(
 
 
 def _tag(use: ToolUse, calls: CallFormat, tool: FunctionTool) -> dict[str, Any]:
-    """The tag of one function; a custom tool's text for a Lark grammar is verbatim."""
+    """The tag of one function. If a custom tool has a Lark grammar, its text is verbatim."""
     grammar = use.lark_grammars.get(tool.name)
     if grammar is not None:
         begin, end = calls.style.raw_ends("input")
@@ -79,7 +80,7 @@ def _tag(use: ToolUse, calls: CallFormat, tool: FunctionTool) -> dict[str, Any]:
 
 
 def _answer(form: AnswerForm, part: dict[str, Any]) -> dict[str, Any]:
-    """The format of an answer without calls, behind what the model writes before an answer."""
+    """The format of an answer without calls. On channels, the header of a message precedes it."""
     if form.reasoning is None or not form.reasoning.has_channels:
         return part
     header = {"type": "const_string", "value": form.reasoning.answer}

@@ -1,4 +1,4 @@
-"""Tools of a request: checks of `tools` and `tool_choice`, and messages for the chat template."""
+"""Checks `tools` and `tool_choice` of a request; converts messages for the chat template."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ _ALPHANUMERIC = string.ascii_letters + string.digits
 
 
 class ToolUse(msgspec.Struct, frozen=True, kw_only=True):
-    """The functions that the model may call; the default is none.
+    """The functions that the model may call. Default: none.
 
-    For the model a custom tool is a function with one text, `input`.
+    The model sees a custom tool as a function with one text argument, `input`.
     """
 
     tools: tuple[FunctionTool, ...] = ()
@@ -57,17 +57,17 @@ class ToolUse(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_strict(self) -> bool:
-        """Whether the arguments of some function must match its schema."""
+        """Whether the arguments of at least one function must match its schema."""
         return any(one.strict for one in self.callable_tools)
 
     @property
     def needs_grammar(self) -> bool:
-        """Whether calls that the model makes by itself are constrained."""
+        """Whether calls are constrained even if the model decides whether to call."""
         return self.is_strict or self.only_names is not None or bool(self.names & self.custom_names)
 
     @property
     def for_template(self) -> list[dict[str, Any]]:
-        """The tools as chat templates expect them."""
+        """The tools in the format of chat templates."""
         shown = []
         for tool in self.tools:
             function = {"name": tool.name, "description": tool.description or ""}
@@ -162,14 +162,14 @@ def _only_names(
 
 
 def _named(choice: NamedToolChoice | NamedCustomToolChoice) -> tuple[str, bool]:
-    """The name of a tool, and whether it is a custom one."""
+    """The name of a tool, and whether it is a custom tool."""
     if isinstance(choice, NamedCustomToolChoice):
         return choice.custom.name, True
     return choice.function.name, False
 
 
 def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """The messages as chat templates expect them.
+    """Convert messages to the format of chat templates.
 
     Raises:
         InvalidRequestError: a message lacks a field that its role needs, or has a field of another
@@ -238,10 +238,10 @@ def _object(text: str, place: str) -> dict[str, Any]:
 def explained(
     messages: Iterable[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], form: CallFormat
 ) -> list[dict[str, Any]]:
-    """The conversation for a template that cannot show tools: messages describe them.
+    """Rewrite a conversation for a template that cannot show tools.
 
-    The system message lists the functions. Calls become text of the assistant in the format of the
-    parser, and results become messages of the user.
+    The system message then lists the functions. Calls become text of the assistant, in the format
+    that the parser reads. Results become messages of the user.
     """
     shown: list[dict[str, Any]] = []
     names: dict[str, str] = {}  # id of a call -> name of its function
@@ -275,7 +275,7 @@ def explained(
 
 
 def new_call_id(form: CallFormat | None) -> str:
-    """A random id for a call without one."""
+    """A random id for a call that has no id."""
     if form is not None and form.short_ids:
         return "".join(secrets.choice(_ALPHANUMERIC) for _ in range(9))
     return f"call_{secrets.token_hex(12)}"

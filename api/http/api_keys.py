@@ -1,4 +1,4 @@
-"""API keys: reading them from a file, and comparing a request's key with them.
+"""Reads API keys from a file, and compares the keys of requests with them.
 
 Only digests of keys are kept. A comparison takes the same time for every key. No key is logged or
 sent to the engine process. This module imports nothing of the web framework.
@@ -19,7 +19,7 @@ __all__ = ("KeyRing", "with_keys")
 
 
 def with_keys(server: ServerConfig) -> ServerConfig:
-    """The section with the keys of `api_key_file` added to `api_keys`.
+    """Add the keys of `api_key_file` to `api_keys`.
 
     Raises:
         StartupError: the file cannot be read, has no key, or has a line that is not a key.

@@ -1,4 +1,4 @@
-"""API keys: an ASGI middleware that checks the key of a request and limits requests per key."""
+"""An ASGI middleware that checks the API key of a request and limits the requests of each key."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from ostinato.runtime.errors import InvalidRequestError
 
 __all__ = ("OPEN", "AccessControl", "keep_counted")
 
-# A route handler with this option in its `opt` is reached without a key.
+# A route handler with this option in its `opt` needs no key.
 OPEN = "open_without_key"
-_USE = "ostinato.key_use"  # in the scope of a request
+_USE = "ostinato.key_use"  # the entry in a request's scope that has its `_KeyUse`
 
 
 class AccessControl:
-    """Refuses requests without a valid key, and more than `max_requests` at once with one key.
+    """Refuses requests without a valid key, and requests above a key's limit.
 
     A reply that is made in the background counts until it ends.
 
     Args:
         app: the protected application.
         keys: the valid keys.
-        max_requests: per key at once; None = no limit.
+        max_requests: how many requests of one key may run at once; None = no limit.
     """
 
     def __init__(self, app: ASGIApp, keys: KeyRing, max_requests: int | None) -> None:
@@ -36,7 +36,8 @@ class AccessControl:
         self._running: Counter[int] = Counter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # OPTIONS is answered with the methods of a path alone; browsers send it without a key.
+        # OPTIONS needs no key, because browsers send it without one. Its answer only has the
+        # methods of the path.
         if (
             scope["type"] != "http"
             or scope["method"] == "OPTIONS"
@@ -65,7 +66,7 @@ class AccessControl:
         use = _KeyUse(self._running, key)
         scope[_USE] = use  # type: ignore[typeddict-unknown-key]
         try:
-            # A stream is sent within this call, so its request counts until the end of the stream.
+            # This call sends the whole stream, so the request counts until the stream ends.
             await self._app(scope, receive, send)
         finally:
             if not use.is_kept:
@@ -86,9 +87,9 @@ class _KeyUse:
 
 
 def keep_counted(scope: Scope) -> Callable[[], None]:
-    """Count the request for its key until the returned function is called.
+    """Let a request count for its key until the returned function is called.
 
-    For work that continues after the answer. Does nothing on a server without keys.
+    This is for work that continues after the answer. It does nothing on a server without keys.
     """
     use: _KeyUse | None = scope.get(_USE)  # type: ignore[assignment]
     if use is None:

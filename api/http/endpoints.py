@@ -1,8 +1,8 @@
 """Decorators that declare an endpoint: its path, its body, its answer, its OpenAPI entry.
 
-Handlers decode bodies and encode answers themselves, so Litestar cannot derive their schemas; the
-decorators give them. The types within a body or an answer are described beside it, under `$defs`,
-because Litestar rewrites the shared components.
+Handlers decode bodies and encode answers themselves, so Litestar cannot derive the schemas. The
+decorators supply them. The types within a body or an answer are described under `$defs` of its
+schema, because Litestar rewrites the shared components.
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ def post_endpoint(
     errors: Errors | None = None,
     is_open: bool = False,
 ) -> Decorator:
-    """A POST handler that answers 200.
+    """Declare a POST handler that answers 200.
 
     Args:
-        paths: the paths of the endpoint; the OpenAPI document describes the first.
-        body: type of the JSON body, or the types that it can have; None = there is no body.
+        paths: the paths of the endpoint. The OpenAPI document describes the first path.
+        body: type of the JSON body, or the types that it can have; None = no body.
         answer: type of the whole answer; None = any JSON object.
-        events: the types that the data of a server-sent event can have; () = there is no stream.
-        form: how the dialect encodes its events.
-        error: type of the body of every error of an endpoint with a body.
-        errors: for endpoints without a body: status -> type of the answer, beside 401 and 500.
-        is_open: whether a request without an API key is answered too.
+        events: the types that the data of a server-sent event can have; () = no stream.
+        form: how the API encodes its events.
+        error: for endpoints with a body: type of the body of every error.
+        errors: for endpoints without a body: status -> type of the answer. 401 and 500 are added.
+        is_open: whether the endpoint needs no API key.
     """
     base = f"#/paths/{_escaped(_documented(paths[0]))}/post"
     options: dict[str, Any] = {"status_code": 200, "opt": {OPEN: is_open}}
@@ -89,14 +89,16 @@ def get_endpoint(
     media_type: str = _JSON,
     is_open: bool = False,
 ) -> Decorator:
-    """A GET handler.
+    """Declare a GET handler.
 
     Args:
+        path: the path of the endpoint.
         answer: type of the answer; None = any JSON object.
-        events: as in `post_endpoint`, like `form`.
-        errors: status -> type of the answer; beside 401 and 500.
+        events: see `post_endpoint`.
+        form: see `post_endpoint`.
+        errors: status -> type of the answer. 401 and 500 are added.
         media_type: the media type of the answer.
-        is_open: whether a request without an API key is answered too.
+        is_open: whether the endpoint needs no API key.
     """
     base = f"#/paths/{_escaped(_documented(path))}/get"
     responses = _responses(base, answer, _with_common(errors))
@@ -108,7 +110,7 @@ def get_endpoint(
 
 
 def delete_endpoint(path: str, *, answer: object, errors: Errors | None = None) -> Decorator:
-    """A DELETE handler that answers 200; as `get_endpoint`."""
+    """Declare a DELETE handler that answers 200. For the arguments see `get_endpoint`."""
     base = f"#/paths/{_escaped(_documented(path))}/delete"
     operation = _operation(None, _responses(base, answer, _with_common(errors)))
     return delete(path, status_code=200, operation_class=operation)
@@ -119,7 +121,7 @@ def _with_common(errors: Errors | None) -> Errors:
 
 
 def _documented(path: str) -> str:
-    """The path as the document has it: without the types of its parameters."""
+    """The path as in the OpenAPI document: without the types of its parameters."""
     return re.sub(r":\w+}", "}", path)
 
 
@@ -153,9 +155,10 @@ def _add_events(
     events: Sequence[object],
     form: EventForm,
 ) -> None:
-    """Describe the stream of events, if there are any, as another form of the answer.
+    """Describe the stream of events, if there is one, as another media type of the answer.
 
-    As in OpenAPI, the schema is that of one event, whose data is a text with a schema of its own.
+    The schema describes one event, as OpenAPI prescribes. The event's data is a text, which has a
+    schema of its own.
     """
     if not events:
         return
@@ -207,5 +210,5 @@ def _described_any(kinds: Sequence[object], place: str) -> Schema:
 
 
 def _escaped(part: str) -> str:
-    """A name within a JSON pointer."""
+    """Escape a name for a JSON pointer."""
     return part.replace("~", "~0").replace("/", "~1")

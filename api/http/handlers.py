@@ -48,13 +48,13 @@ SharedService = NamedDependency[Service]
 
 
 class Reply(Protocol):
-    """The reply to a request that can be streamed; one of the two methods is called, once.
+    """The reply to a request that can be streamed. One of the two methods is called, once.
 
-    Implemented by the `reply` module of each dialect.
+    The `reply` module of each API implements it.
     """
 
     def stream(self) -> AsyncGenerator[Any, None]:
-        """Chunks or events, each of which becomes one server-sent event."""
+        """Chunks or events. Each becomes one server-sent event."""
         ...
 
     def whole(self) -> Coroutine[Any, Any, msgspec.Struct]:
@@ -63,11 +63,11 @@ class Reply(Protocol):
 
 
 class Status(msgspec.Struct, frozen=True):
-    """State of the server, with the reason where it is not well."""
+    """State of the server."""
 
     status: str
-    reason: str | msgspec.UnsetType = msgspec.UNSET
-    engines: list[ReplicaStatus] | msgspec.UnsetType = msgspec.UNSET  # `status_response`
+    reason: str | msgspec.UnsetType = msgspec.UNSET  # why the server is not well
+    engines: list[ReplicaStatus] | msgspec.UnsetType = msgspec.UNSET  # see `status_response`
 
 
 async def prepare(
@@ -83,14 +83,17 @@ async def prepare(
     A disconnect of the client ends the work.
 
     Args:
+        request: the request.
+        service: the state that handlers share.
+        function: the function that prepares this kind of request.
         context: the context of the request; None = its reply has no request id.
-        arrival: called with the body; gives the other inputs of the preparation.
+        arrival: called with the body; returns the other inputs of the preparation.
 
     Raises:
         InvalidRequestError: the body is not declared as JSON, or `function` raises it.
         UnavailableError: the server takes no requests now, or could not start a process.
         OverloadedError: the queue is full.
-        ClientGoneError: the connection closed before the end of the body, or of the work.
+        ClientGoneError: the client disconnected before the body was complete, or during the work.
     """
     content_type = request.headers.get("content-type", "application/json")
     if content_type.partition(";")[0].strip().lower() != "application/json":
@@ -119,12 +122,12 @@ async def admit(
     generations: Sequence[Generation],
     context: RequestContext,
 ) -> None:
-    """Call `RequestRunner.prepare`; a disconnect of the client ends the wait for its grammar.
+    """Call `RequestRunner.prepare`. If the client disconnects, the wait for its grammar ends.
 
     Raises:
-        InvalidRequestError: as `RequestRunner.prepare`.
+        InvalidRequestError: see `RequestRunner.prepare`.
         OverloadedError: the queue is full.
-        ClientGoneError: the connection closed before the grammar was ready.
+        ClientGoneError: the client disconnected before the grammar was ready.
     """
     work = service.runner.prepare(constraint_field, generations, context)
     if generations[0].sampling.structured_outputs is None:
@@ -134,7 +137,7 @@ async def admit(
 
 
 async def body_bytes(request: HttpRequest) -> bytes:
-    """The body as it came; raises ClientGoneError when the connection closes before its end."""
+    """Read the body; raises ClientGoneError if the client disconnects before it is complete."""
     try:
         return await request.body()
     except InternalServerException as error:  # raised by Litestar for a body that breaks off
@@ -143,18 +146,21 @@ async def body_bytes(request: HttpRequest) -> bytes:
 
 
 async def _while_connected(request: HttpRequest, work: Coroutine[Any, Any, T], phase: str) -> T:
-    """The result of `work`, done before the engine's; a disconnect cancels it and is logged."""
+    """The result of `work`, which runs before the request reaches the engine.
+
+    A disconnect of the client cancels the work and is logged.
+    """
     try:
         return await until_disconnect(request.receive, work)
     except ClientGoneError:
         _log_disconnect(request, phase)
         raise
     finally:
-        work.close()  # does nothing unless the work never began
+        work.close()  # has an effect only if the work never began
 
 
 def _log_disconnect(request: HttpRequest, phase: str) -> None:
-    """Write the log line of a request that has not reached the engine."""
+    """Write the log line of a request whose client left before it reached the engine."""
     fields = {"phase": phase, "endpoint": request.url.path}
     log_request(request_id_of(request.scope), "disconnected", fields)
 
@@ -178,15 +184,15 @@ def event_stream(events: AsyncGenerator[bytes, None]) -> Stream:
 async def respond_whole(
     request: HttpRequest, work: Coroutine[Any, Any, msgspec.Struct]
 ) -> Response[bytes] | Stream:
-    """Send the result of `work` as JSON; a disconnect of the client cancels the work."""
+    """Send the result of `work` as JSON. A disconnect of the client cancels the work."""
     try:
         return json_response(await until_disconnect(request.receive, work))
     finally:
-        work.close()  # does nothing unless the work never began
+        work.close()  # has an effect only if the work never began
 
 
 def json_response(value: object) -> Response[bytes] | Stream:
-    """200 with `value` as JSON, which is sent in parts if it is large."""
+    """Answer 200 with `value` as JSON. Large JSON is sent in parts."""
     parts = json_parts(value)
     first: list[bytes] = []
     size = 0
@@ -198,7 +204,7 @@ def json_response(value: object) -> Response[bytes] | Stream:
 
 
 async def _pieces(first: bytes, parts: Iterator[bytes]) -> AsyncGenerator[bytes, None]:
-    """The parts, joined to pieces of some size; other tasks run between them."""
+    """Join parts to pieces of at least `_PIECE` bytes. Other tasks run between the pieces."""
     piece, size = [first], len(first)
     for part in parts:
         if size > _PIECE:
@@ -211,19 +217,20 @@ async def _pieces(first: bytes, parts: Iterator[bytes]) -> AsyncGenerator[bytes,
 
 
 def json_bytes(body: bytes) -> Response[bytes]:
-    """200 with a body that is JSON already."""
+    """Answer 200 with a body that is already JSON."""
     return Response(body, media_type="application/json")
 
 
 def status_response(
     status: str, reason: str | None, engines: Sequence[ReplicaStatus] = ()
 ) -> Response[bytes]:
-    """200 with a status; 503 where there is a reason why the server is not well.
+    """Answer with a status: 503 if there is a reason why the server is not well, else 200.
 
     Args:
-        status: a word.
-        reason: why the server is not well.
-        engines: are listed if there are several, or one has ranks or is on another machine.
+        status: the status, one word.
+        reason: why the server is not well; None = it is well.
+        engines: the engines. The answer lists them if there are several, or if one has ranks or
+            runs on another machine.
     """
     is_plain = len(engines) < 2 and not any(one.ranks or one.node for one in engines)
     listed = msgspec.UNSET if is_plain else list(engines)

@@ -1,9 +1,9 @@
-"""The HTTP/1.1 protocol of a connection: uvicorn's, with limits on what comes before a body.
+"""The HTTP/1.1 protocol of a connection: uvicorn's protocol with limits on what a client sends.
 
-uvicorn and httptools take headers, trailers and chunk extensions of any length, wait for them for
-ever, and parse all requests of a read at once. Here a connection is refused as soon as one of the
-limits of `ReceiveLimits` is passed, and bytes beyond a limit are not stored. A request that is
-refused here never reaches the application, so this module writes its answer.
+uvicorn and httptools accept headers, trailers and chunk extensions of any length, wait for them for
+ever, and parse all received requests at once. This class refuses a connection as soon as one of the
+`ReceiveLimits` is exceeded, and does not store bytes beyond a limit. A request that is refused here
+never reaches the application, so this module writes its answer.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from ostinato.runtime.errors import InvalidRequestError
 
 __all__ = ("HttpProtocol", "ReceiveLimits")
 
-# Bytes that are parsed before other connections get a turn. With the smallest chunks, parsing
-# them takes 2 ms.
+# Bytes that are parsed before other connections are served. With the smallest chunks, parsing them
+# takes 2 ms.
 _SLICE = 16 << 10
-# A refused client may still be sending. Closing at once would reset the connection before the
-# client has read the answer.
+# A refused client can still be sending. Closing at once would reset the connection before the
+# client has read the answer. So the connection stays open for this long.
 _LINGER_S = 2.0
-# While nothing is read, the event loop does not see that a client has left. The system is asked so
-# often instead.
+# While nothing is read, the event loop does not see that a client has disconnected. So the system
+# is asked at this interval.
 _LOOK_S = 0.5
-# Linux has POLLRDHUP. Elsewhere a client that left is seen when it has closed both directions.
+# Linux has POLLRDHUP. On other systems, a disconnect is seen when both directions are closed.
 _LEFT = getattr(select, "POLLRDHUP", 0) | select.POLLHUP | select.POLLERR
-# The system asks the other end of an idle connection after a minute whether it still has it, then
-# every 10 s. Six questions without an answer, or the answer that it has not, end the connection.
-# This notices a machine that was switched off. It also notices a client that left behind so many
-# unread bytes that its end of the connection does not arrive.
+# TCP keep-alive: after a minute without traffic, the system probes the other end of a connection,
+# then every 10 s. The connection ends after six probes without an answer, or if the other end does
+# not know it. This finds machines that were switched off. It also finds a client that left so many
+# unread bytes that its close does not arrive.
 _KEEP_ALIVE = {
     name: value
     for name, value in {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}.items()
@@ -51,9 +51,9 @@ _KEEP_ALIVE = {
 class ReceiveLimits(NamedTuple):
     """Limits of what a client sends.
 
-    `header_bytes` counts the request line, the headers, trailers and what stands between the chunks
-    of a body. The seconds count from when the server begins to
-    wait for the first byte until it has the last one.
+    `header_bytes` counts the request line, headers, trailers, and the bytes between the chunks of a
+    body. The seconds count from the time when the server begins to wait for the first byte until it
+    has the last byte.
     """
 
     header_bytes: int
@@ -66,8 +66,8 @@ class ReceiveLimits(NamedTuple):
         """The limits of a configuration.
 
         Args:
-            server: has the limits of bytes and seconds.
-            num_connections: how many may be open at once.
+            server: the section with the limits of bytes and seconds.
+            num_connections: how many connections may be open at once.
         """
         return cls(
             int(server.max_header_kib * 1024),
@@ -78,7 +78,7 @@ class ReceiveLimits(NamedTuple):
 
 
 class _Flow(FlowControl):
-    """Records whether uvicorn pauses reading; the protocol pauses and resumes the transport."""
+    """Tells the protocol when uvicorn pauses and resumes reading."""
 
     def __init__(
         self,
@@ -121,11 +121,11 @@ class HttpProtocol(HttpToolsProtocol):
         self._timer: asyncio.TimerHandle | None = None
         self._watch: asyncio.TimerHandle | None = None  # runs while the transport is paused
         self._answered: RequestResponseCycle | None = None  # the request that is being answered
-        # Bytes received since the latest of these: the end of the request before, the end of the
-        # headers, a byte of the body.
+        # Bytes received since the last of these events: the end of the previous request, the end of
+        # the headers, a byte of the body.
         self._num_overhead = 0
         self._is_in_body = False  # the headers of the present request are complete, its body is not
-        self._has_begun = False  # some of the present request has come
+        self._has_begun = False  # a part of the present request has arrived
         self._is_refused = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -157,10 +157,10 @@ class HttpProtocol(HttpToolsProtocol):
             self._feed()
 
     def _feed(self) -> None:
-        """Parse the next part of what was received; the loop calls it again for the rest.
+        """Parse the next part of the received bytes. The event loop calls it again for the rest.
 
-        The rest stays unparsed while an earlier request has no answer, or while the handler has not
-        read the received part of the body.
+        The rest waits while an earlier request has no answer, or while the handler has not read the
+        received part of the body.
         """
         self._feeding = None
         if self._is_refused or self.transport.is_closing():
@@ -183,7 +183,7 @@ class HttpProtocol(HttpToolsProtocol):
             self.transport.resume_reading()
 
     def _pause(self) -> None:
-        """Read nothing from the connection until `_read_on`, and look whether the client leaves."""
+        """Stop reading from the connection until `_read_on`. Watch for a disconnect meanwhile."""
         self.transport.pause_reading()
         if self._watch is None:
             self._watch = self.loop.call_later(_LOOK_S, self._look)
@@ -260,7 +260,7 @@ class HttpProtocol(HttpToolsProtocol):
         )
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Log nothing: a request for a WebSocket is answered as a plain request."""
+        """Log nothing. A request for a WebSocket is answered like a plain request."""
 
     def _start_timer(self, seconds: float) -> None:
         self._timer = self.loop.call_later(seconds, self._on_timeout, seconds)
@@ -273,7 +273,7 @@ class HttpProtocol(HttpToolsProtocol):
     def _on_timeout(self, seconds: float) -> None:
         self._timer = None
         if self._unparsed or self.pipeline or self.flow.read_paused:
-            self._start_timer(seconds)  # the server has not read all that came
+            self._start_timer(seconds)  # the server has not read all received bytes
         elif self._is_in_body:
             text = f"the body was not complete after {seconds:g} s, server.body_timeout_s"
             self._refuse(408, text, "body_too_slow")
@@ -296,10 +296,10 @@ class HttpProtocol(HttpToolsProtocol):
         self.transport.close()
 
     def _refuse(self, status: int, message: str, code: str) -> None:
-        """Answer in place of a handler, and close the connection.
+        """Send an error without calling a handler, and close the connection.
 
-        A handler that waits for the rest of a body sees a disconnect. A response to an
-        earlier request is completed, and the connection is closed without a further answer.
+        A handler that waits for the rest of a body sees a disconnect. If the response to an earlier
+        request is being sent, it is completed, and no error is sent.
         """
         self._is_refused = True
         self._unparsed.clear()
@@ -323,7 +323,7 @@ class HttpProtocol(HttpToolsProtocol):
 
 
 def _keep_alive(connection: socket.socket) -> None:
-    """Let the system look whether the other end of a TCP connection is still there."""
+    """Let the system probe whether the other end of a TCP connection is still there."""
     if connection.family in (socket.AF_INET, socket.AF_INET6):
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in _KEEP_ALIVE.items():

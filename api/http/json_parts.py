@@ -13,7 +13,8 @@ import msgspec
 __all__ = ("json_parts",)
 
 _encode = msgspec.json.Encoder().encode
-# Items of a list that are encoded in one call: a millisecond if each has 20 log-probabilities.
+# Items of a list that are encoded in one call. It takes a millisecond if each item has 20
+# log-probabilities.
 _ENTRIES = 256
 
 
@@ -42,7 +43,7 @@ def json_parts(value: object) -> Iterator[bytes]:
 
 
 def _runs(values: list[object]) -> Iterator[object]:
-    """Lists of entries to encode in one call, and structs to encode in parts."""
+    """Group the entries of a list: lists to encode in one call, and structs to encode in parts."""
     run: list[object] = []
     for value in values:
         is_apart = isinstance(value, msgspec.Struct) and _has_list(value)

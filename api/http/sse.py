@@ -1,4 +1,4 @@
-"""Server-sent events: encoding a stream of chunks, and cancelling work on a disconnect."""
+"""Encodes chunks as server-sent events, and cancels work when the client disconnects."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _encode = msgspec.json.Encoder().encode
 
 
 class EventForm(msgspec.Struct, frozen=True, kw_only=True):
-    """How a dialect encodes its events."""
+    """How an API encodes its events."""
 
     of_chunk: Callable[[Any], bytes]
     of_error: Callable[[Exception], bytes]
     end: bytes = b""
-    is_named: bool = False  # each event has a name beside its data
+    is_named: bool = False  # each event has a name in addition to its data
 
 
 def _data(value: object) -> bytes:
@@ -54,9 +54,9 @@ NAMED_EVENTS = EventForm(
 async def sse(
     chunks: AsyncGenerator[Any, None], form: EventForm = OPENAI_EVENTS
 ) -> AsyncGenerator[bytes, None]:
-    """Each chunk as one event, then the end marker; a failure becomes an error event.
+    """Encode each chunk as one event, then the end marker. An exception becomes an error event.
 
-    `chunks` is closed in every case, which aborts the request if it still runs.
+    `chunks` is always closed, which aborts the request if it still runs.
     """
     async with aclosing(chunks):
         try:
@@ -64,17 +64,18 @@ async def sse(
                 yield form.of_chunk(chunk)
             if form.end:
                 yield form.end
-        except Exception as error:  # the status line has been sent: the error becomes an event
+        except Exception as error:  # the status line has been sent, so the error becomes an event
             if status_of(error) == 500:
                 _LOG.error("a stream failed", exc_info=error)
             yield form.of_error(error)
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`; a disconnect of the client cancels it.
+    """The result of `work`. A disconnect of the client cancels the work.
 
     Args:
-        receive: the ASGI channel; the body must have been read.
+        receive: the ASGI channel of the request, whose body must have been read.
+        work: the work.
 
     Raises:
         ClientGoneError: the client closed its connection first.

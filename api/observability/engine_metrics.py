@@ -29,7 +29,7 @@ _PROGRAMS = ("captured", "fx", "inductor", "eager")
 
 
 class EngineFigures(Protocol):
-    """The latest statistics of one engine, or of all together."""
+    """The latest statistics of one engine, or of all engines together."""
 
     @property
     def stats(self) -> EngineStats: ...
@@ -67,9 +67,9 @@ class EngineView(EngineFigures, Protocol):
 
 
 class EngineCollector(Collector):
-    """The engines' statistics as metrics; keeps no state of its own.
+    """The engines' statistics as metrics. It keeps no state of its own.
 
-    With several engines each sample has the label `engine`, the number of a replica.
+    With several engines each sample has the label `engine`: the number of a replica.
     """
 
     def __init__(self, engine: EngineView) -> None:
@@ -96,7 +96,7 @@ class EngineCollector(Collector):
         )
 
     def collect_sums(self) -> Iterator[Metric]:
-        """The same figures of all engines together."""
+        """The metrics of all engines together, without the label `engine`."""
         yield from _families(self._engine)
 
 
@@ -134,7 +134,7 @@ class MachineCollector(Collector):
 
 
 def _families(engine: EngineFigures) -> Iterator[Metric]:
-    """Every family of one engine's metrics, always the same ones in the same order."""
+    """All families of one engine's metrics, always in the same order."""
     stats = engine.stats
     yield from _gauges(engine)
     yield from _counters(stats)
@@ -172,7 +172,7 @@ def _families(engine: EngineFigures) -> Iterator[Metric]:
 
 
 def _labelled(families: Sequence[Metric]) -> Metric:
-    """The same family of several engines as one, with the label `engine`."""
+    """Join the same family of several engines to one family, with the label `engine`."""
     first = families[0]
     joined = Metric(first.name, first.documentation, first.type)
     for number, family in enumerate(families):
@@ -258,7 +258,7 @@ def _counters(stats: EngineStats) -> Iterator[Metric]:
 
 
 def _gpus(use: MachineUse) -> Iterator[Metric]:
-    """One metric family per value; none without a GPU."""
+    """One metric family for each kind of value; none without a GPU."""
     figures = {
         "utilization_ratio": ("Share of time in which a kernel ran.", "utilization"),
         "memory_used_bytes": ("Memory in use.", "memory_used_bytes"),
@@ -313,7 +313,8 @@ def _drafts(speculation: SpeculationStats) -> Iterator[Metric]:
 
 
 def _late_compiles(stats: EngineStats) -> Metric:
-    """Every kind has a sample from the start, so that the first compile shows as an increase."""
+    """The late compilations. Every label has a sample from the start, so that the first compilation
+    shows as an increase."""
     family = CounterMetricFamily(
         "ostinato_late_compiles",
         "Steps, or pauses between steps, in which something was compiled after start-up; "

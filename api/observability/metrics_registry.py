@@ -1,7 +1,7 @@
 """The metrics of `/metrics`, in the text format of Prometheus.
 
-There are three sources. The engine's statistics and the machine's usage are read at each scrape;
-the API measures requests itself. docs/metrics.md lists the names.
+There are three sources. The engine's statistics and the machine's usage are read at each scrape.
+The API process measures requests itself. docs/metrics.md lists the names.
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ class Metrics:
     """The metrics of one server, in a registry of its own.
 
     Args:
-        engine: read at each scrape.
-        model_name: name of the served model, None until the engine has started; for vLLM's names.
-        vllm_names: whether the metrics are exported under vLLM's names too.
+        engine: the engines, read at each scrape.
+        model_name: returns the name of the served model, or None until the engine has started. Only
+            vLLM's names need it.
+        vllm_names: whether the metrics are also exported under vLLM's names.
 
     Attributes:
         recent_latency: percentiles of the last ten seconds, for the page.

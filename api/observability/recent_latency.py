@@ -17,7 +17,7 @@ _MAX_VALUES = 4096
 
 
 class Percentiles(msgspec.Struct, frozen=True):
-    """Seconds, by linear interpolation between neighbours, as `numpy.percentile` computes them."""
+    """Percentiles in seconds, with linear interpolation, as `numpy.percentile` computes them."""
 
     count: int
     p50: float
@@ -28,8 +28,8 @@ class Percentiles(msgspec.Struct, frozen=True):
 class RecentLatency:
     """Times to first token and times between tokens of the last ten seconds.
 
-    A call of `snapshot` starts the collection. It stops ten seconds after the last call, so a
-    server without a viewer collects nothing.
+    A call of `snapshot` starts the collection. The collection stops ten seconds after the last
+    call, so a server whose page is not open collects nothing.
 
     Args:
         clock: a monotonic clock in seconds.
@@ -43,13 +43,13 @@ class RecentLatency:
         }
 
     def add(self, name: str, seconds: float) -> None:
-        """Record a value of `ttft` or `itl`; does nothing while the collection is off."""
+        """Record a value of `ttft` or `itl`. Does nothing while the collection is off."""
         now = self._clock()
         if now < self._until:
             self._values[name].append((now, seconds))
 
     def snapshot(self) -> dict[str, Percentiles | None]:
-        """The percentiles by name, None without a value. Collection continues for ten seconds."""
+        """The percentiles by name; None = no values. The collection goes on for ten seconds."""
         now = self._clock()
         if now >= self._until:
             for values in self._values.values():

@@ -1,6 +1,6 @@
 """CPU, memory and GPU usage of the server's processes, read on demand.
 
-CPU time is a sum since the start of a process; a rate is the difference of two readings.
+CPU time is a sum since the start of a process. The difference of two readings gives a rate.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class MachineUse(msgspec.Struct, frozen=True):
 
 
 class MachineProbe:
-    """Reads the usage; the first reading imports psutil and NVML."""
+    """Reads the usage. The first reading imports psutil and NVML."""
 
     def __init__(self) -> None:
         self._processes: dict[int, psutil.Process] = {}
@@ -62,7 +62,7 @@ class MachineProbe:
         """Read the usage, which takes about a millisecond.
 
         Args:
-            engine_pids: process ids of the engines; None = it does not run.
+            engine_pids: process ids of the engines; None = an engine does not run.
             rank_pids: for each engine, the process ids of its ranks after the first; empty = none.
         """
         import psutil
@@ -115,7 +115,7 @@ class MachineProbe:
                 memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
                 name = pynvml.nvmlDeviceGetName(handle)
                 rates = pynvml.nvmlDeviceGetUtilizationRates(handle)
-            except pynvml.NVMLError:  # the GPU was lost, or may not be read
+            except pynvml.NVMLError:  # the GPU was lost, or this process may not read it
                 continue
             uses.append(
                 GpuUse(

@@ -1,10 +1,10 @@
 """`server.record_trace`: a file of request lengths, times and shared prefixes, without text.
 
-The file has one line of JSON for each completion that ended, in the form of Mooncake's traces (Qin
-et al. 2024): `timestamp` (ms), `input_length`, `output_length`, `hash_ids` and `block_size`
+The file has one line of JSON for each completion that ended, in the format of Mooncake's traces
+(Qin et al. 2024): `timestamp` (ms), `input_length`, `output_length`, `hash_ids` and `block_size`
 (tokens). `hash_ids` has one number for each full block of the prompt. Prompts with equal beginnings
-have equal numbers. The numbers count blocks in the order of their first appearance, so they reveal
-no text. `run bench serve workload=trace` replays such a file.
+begin with equal numbers. The numbers count blocks in the order of their first appearance, so they
+reveal no text. `run bench serve workload=trace` replays such a file.
 """
 
 from __future__ import annotations
@@ -61,7 +61,10 @@ class TraceRecorder:
         """Add one completion. Does nothing after a write has failed.
 
         Args:
-            arrival: seconds of time.monotonic().
+            arrival: time of arrival, in seconds of time.monotonic().
+            prompt_token_ids: the prompt.
+            num_output_tokens: length of the output.
+            cache_salt: the request's cache salt. Blocks are equal only if their salts are.
         """
         if self._is_broken:
             return
@@ -86,7 +89,7 @@ class TraceRecorder:
             )
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # what is left in a buffer cannot be written either
+        with contextlib.suppress(OSError):  # after a failed write, the buffer cannot be written
             self._file.close()
 
     def _number(self, digest: bytes) -> int:

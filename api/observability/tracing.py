@@ -1,7 +1,7 @@
 """OpenTelemetry traces of requests, exported to `server.otlp_endpoint`.
 
-One span per request with a child for each phase: queue, prefill, decode. The SDK is imported only
-when an endpoint is set; it exports on a thread of its own.
+A request has one span, with a child span for each phase: queue, prefill, decode. The SDK is
+imported only if an endpoint is set. It exports on a thread of its own.
 """
 
 from __future__ import annotations
@@ -78,14 +78,14 @@ class Tracer:
         """Export the spans of a finished request.
 
         Args:
-            context: `traceparent` names the caller's span, if any.
+            context: the request's context. Its `traceparent` names the caller's span, if any.
             reply_id: the id that the client sees.
             fields: the values of the log line.
-            times: seconds of time.monotonic(): `begin` and `end`, and if known `scheduled` and
-                `first_token`.
+            times: `begin` and `end`, and if they are known `scheduled` and `first_token`, in
+                seconds of time.monotonic().
 
         Returns:
-            The trace's id in hexadecimal; empty when the caller's trace is not sampled.
+            The trace's id in hexadecimal; empty if the caller's trace is not sampled.
         """
         from opentelemetry import trace
 
@@ -115,7 +115,7 @@ class Tracer:
         return trace.format_trace_id(span.get_span_context().trace_id)
 
     def close(self) -> None:
-        """Export the remaining spans; waits for the collector."""
+        """Export the remaining spans, and wait for the collector."""
         self._provider.shutdown()
 
 

@@ -1,4 +1,4 @@
-"""Our metrics under vLLM's names, for dashboards made for vLLM; renamed at each scrape.
+"""Exports the metrics under vLLM's names, for dashboards made for vLLM.
 
 vLLM's names have a colon and the labels `model_name` and `engine`. The values are sums over all
 engines of this server, under `engine="0"`.
@@ -56,8 +56,8 @@ class VllmCollector(Collector):
 
     Args:
         collect: our own metric families.
-        model_name: returns the model's name, or None until the engine has started. No metrics are
-            given until then.
+        model_name: returns the model's name, or None until the engine has started. Until then there
+            are no metrics.
         stats: the engine's latest statistics.
     """
 
@@ -89,7 +89,7 @@ class VllmCollector(Collector):
         yield info
 
     def _prompt_tokens(self, labels: dict[str, str]) -> Iterator[Metric]:
-        """vLLM counts computed and cached prompt tokens together; ours are two metrics."""
+        """vLLM counts computed and cached prompt tokens together. Our metrics count them apart."""
         stats = self._stats()
         for name, value in {
             "vllm:prompt_tokens": stats.num_prompt_tokens + stats.prefix_hits,
@@ -106,7 +106,7 @@ class VllmCollector(Collector):
         yield family
 
     def _waiting(self, labels: dict[str, str]) -> Metric:
-        """Waiting sequences by reason; waiting for a grammar is vLLM's `deferred`."""
+        """Waiting sequences by reason. Those that wait for a grammar are vLLM's `deferred`."""
         stats = self._stats()
         num_deferred = stats.num_waiting_for_grammar
         family = GaugeMetricFamily(

@@ -1,7 +1,7 @@
 """Parses the text of an answer incrementally: reasoning, content and tool calls.
 
-Each stage emits the events that no later text can change, and holds back the rest of the text.
-Replies without a stream use the same parser.
+There are two stages: reasoning, then tool calls. Each stage emits the events that later text cannot
+change, and holds back the rest of the text. Replies without a stream use the same parser.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ __all__ = ("AnswerForm", "AnswerParser")
 
 
 class AnswerForm(msgspec.Struct, frozen=True, kw_only=True):
-    """What an answer may contain beside content; the default is nothing. It can be sent as JSON."""
+    """The parts that an answer can have besides content. Default: none. Can be sent as JSON."""
 
     reasoning: ReasoningMarkers | None = None
     reasoning_is_open: bool = False  # the prompt ends with the begin marker
     shows_reasoning: bool = True
-    call_format: str = ""  # the name of one of FORMATS; empty = there are no calls
-    is_constrained: bool = False  # a grammar enforces the shape of calls
+    call_format: str = ""  # the name of one of FORMATS; empty = no calls
+    is_constrained: bool = False  # a grammar enforces the syntax of calls
     tool_names: frozenset[str] = frozenset()
     custom_names: frozenset[str] = frozenset()  # the functions that are custom tools
     # Function -> parameter -> the JSON types that its schema allows, for formats that need them.
     parameter_types: dict[str, dict[str, tuple[str, ...]]] = {}
     max_calls: int | None = None
-    only_calls: bool = False  # no content; the text of a call that was cut is dropped
+    only_calls: bool = False  # no content; the text of an incomplete call is dropped
 
     @property
     def calls(self) -> CallFormat | None:
-        """The format of tool calls, None without calls."""
+        """The format of tool calls; None = no calls."""
         found = FORMATS.get(self.call_format)
         return found.constrained() if found is not None and self.is_constrained else found
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """All markers that an answer may contain."""
+        """All markers that an answer can contain."""
         reasoning = () if self.reasoning is None else self.reasoning.markers
         return reasoning + (() if self.calls is None else self.calls.markers)
 
@@ -92,14 +92,14 @@ class AnswerParser:
         return self._pass_on(self._reasoning.feed(text))
 
     def finish(self) -> list[Event]:
-        """The events of the text that was held back; call it at the end."""
+        """The events of the text that was held back. Call it at the end."""
         events = [] if self._reasoning is None else self._pass_on(self._reasoning.finish())
         if self._calls is None:
             return events
         return events + self._without_content(self._calls.finish())
 
     def _pass_on(self, events: list[Event]) -> list[Event]:
-        """Send the content of the first stage through the second."""
+        """Send the content of the first stage through the second stage."""
         result: list[Event] = []
         for event in events:
             if isinstance(event, Content):
@@ -114,7 +114,7 @@ class AnswerParser:
         return self._without_content(self._calls.feed(text))
 
     def _without_content(self, events: list[Event]) -> list[Event]:
-        """The events for the reply: custom tools get texts, and `only_calls` drops content."""
+        """Convert the events of custom tools to texts, and drop content with `only_calls`."""
         events = self._inputs.feed(events)
         if not self._only_calls:
             return events

@@ -1,7 +1,7 @@
-"""What a format of tool calls consists of; `formats.py` has a row for each.
+"""`CallFormat`: the description of a format of tool calls. `formats.py` has a row for each format.
 
-A format has markers that open and close a call. Without an opening marker a bracket opens a call,
-but only at the beginning of an answer or after another call.
+A format has markers that open and close a call. In a format without opening markers, a bracket
+opens a call, but only at the beginning of an answer or after another call.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ostinato.runtime.types.structured_outputs import ToolCallFormat
 
 __all__ = ("ArgumentStyle", "CallFormat", "JsonArguments", "MakeReader")
 
-# Makes a reader from the marker before the body and the types of the functions' parameters.
+# Makes a reader. Arguments: the marker before the body, the types of the functions' parameters.
 MakeReader = Callable[[str, ParameterTypes], BodyReader]
 
 
@@ -29,15 +29,15 @@ class ArgumentStyle(Protocol):
     """How the arguments of a call are written."""
 
     def written(self, arguments: str) -> str:
-        """The text of arguments that are given as JSON."""
+        """Convert arguments from JSON to this style."""
         ...
 
     def part(self, function: str, schema: dict[str, Any] | None, *, strict: bool) -> dict[str, Any]:
-        """The part of a structural tag that describes the arguments of a function.
+        """The xgrammar format of the arguments of a function.
 
         Raises:
-            InvalidRequestError: the schema asks for what cannot be written or, with `strict`,
-                enforced in this style.
+            InvalidRequestError: arguments of this schema cannot be written in this style. Or
+                `strict` is true, and the schema cannot be enforced in this style.
         """
         ...
 
@@ -63,23 +63,23 @@ class JsonArguments:
 class CallFormat(msgspec.Struct, frozen=True, kw_only=True):
     """One format of tool calls."""
 
-    name: str  # its key in FORMATS
-    marks: tuple[str, ...] = ()  # texts; a template of this format has one of them
-    also: str = ""  # a text that such a template has as well
-    # Of models that write this format, if their template has no mark of any format.
+    name: str  # the format's key in FORMATS
+    marks: tuple[str, ...] = ()  # a chat template of this format contains one of these texts
+    also: str = ""  # a chat template of this format contains this text too
+    # Model architectures that write this format. They count if a template has no format's marks.
     architectures: tuple[str, ...] = ()
     openings: tuple[str, ...] = ()  # markers that open a call anywhere in the answer
-    brackets: str = ""  # open a call without a marker
-    # Markers and brackets that open a further call directly behind one.
+    brackets: str = ""  # characters that open a call without a marker
+    # Markers and brackets that open a further call directly after a call.
     next_openings: tuple[str, ...] = ()
     next_brackets: str = ""
-    closings: tuple[str, ...] = ()  # after a call; not part of the content
+    closings: tuple[str, ...] = ()  # markers after a call; not part of the content
     reader: MakeReader
     style: ArgumentStyle = JsonArguments()
     inner: tuple[str, ...] = ()  # further markers within a body
     shape: ToolCallFormat  # how calls are written if a prompt or a grammar prescribes it
     is_single: bool = False  # an answer ends with its first call
-    short_ids: bool = False  # templates require ids of nine letters and digits
+    short_ids: bool = False  # templates need call ids of nine letters and digits
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -97,7 +97,7 @@ class CallFormat(msgspec.Struct, frozen=True, kw_only=True):
         return f"{shape.opening}{call}{shape.closing}"
 
     def constrained(self) -> CallFormat:
-        """The format for answers whose grammar enforces `shape`; their arguments are streamed."""
+        """The format for answers whose grammar enforces `shape`. Their arguments are streamed."""
         shape, head = self.shape, self.shape.opening + self.shape.begin
         opening = next((one for one in self.openings if head.startswith(one)), "")
         between = (shape.separator.strip(), shape.closing.strip())

@@ -1,4 +1,4 @@
-"""The shapes of calls, as a prompt or a grammar prescribes them."""
+"""The ways to write calls (`ToolCallFormat`) that a prompt or a grammar prescribes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ("json_shape", "list_shape", "tag_shape")
 
 
 def json_shape(key: str = "arguments", end: str = "}", **fields: str) -> ToolCallFormat:
-    """Calls as objects with the keys `name` and `key`."""
+    """Calls as JSON objects with two keys: `name`, and `key` for the arguments."""
     return ToolCallFormat(
         **{"begin": '{"name": "', "middle": f'", "{key}": ', "end": end, "trigger": "", **fields}
     )
@@ -26,7 +26,7 @@ def list_shape(opening: str, closing: str = "") -> ToolCallFormat:
 
 
 def tag_shape(layout: TagLayout, before: str, after: str, **block: str) -> ToolCallFormat:
-    """Calls with tags; `before` and `after` are the markers of one call."""
+    """Calls with tags. `before` and `after` are the markers around a call."""
     return ToolCallFormat(
         begin=f"{before}{layout.function_begin}",
         middle=f"{layout.name_end}\n",

@@ -25,19 +25,20 @@ _MAX_HEADER = 512
 
 
 class ChannelSplitter:
-    """Splits one answer; `feed` its text, then `finish`.
+    """Splits one answer: `feed` its text, then `finish`.
 
-    The channel `analysis` is reasoning. Other messages are content; consecutive ones of one kind
-    are joined by a line end. A message to a function is content that begins with
-    `<|channel|>commentary to=functions.NAME`, wherever the model wrote the recipient.
+    Messages on the channel `analysis` are reasoning. All other messages are content. Consecutive
+    messages of reasoning, or of content, are joined by a line end. A message to a function becomes
+    content that begins with `<|channel|>commentary to=functions.NAME`. The model can write the
+    recipient before or after the channel.
     """
 
     def __init__(self) -> None:
         self._buffer = ""
-        self._kind: type[Reasoning | Content] | None = None  # what the message's text becomes
-        self._separator = ""  # before the next text of this kind
+        self._kind: type[Reasoning | Content] | None = None  # event type of the present message
+        self._separator = ""  # text to emit before the message's text
         self._last: type[Reasoning | Content] | None = None
-        self._skips = 0  # characters at the buffer's beginning that end no message
+        self._skips = 0  # characters at the buffer's beginning in which no message ends
 
     @property
     def is_inside(self) -> bool:
@@ -53,7 +54,7 @@ class ChannelSplitter:
         return events
 
     def finish(self) -> list[Event]:
-        """The events of the text that was held back; call it at the end."""
+        """The events of the text that was held back. Call it at the end."""
         text, self._buffer = self._buffer, ""
         if self._kind is not None:
             return self._shown(self._kind, text)
@@ -61,7 +62,7 @@ class ChannelSplitter:
         return [] if is_markup or not text.strip() else [Content(text)]
 
     def _header(self) -> bool:
-        """Read the beginning of a message; whether it is complete."""
+        """Read the header of a message; returns whether it is complete."""
         text = self._buffer.lstrip()
         if not any(text.startswith(one) for one in _STARTS):
             if any(one.startswith(text) for one in _STARTS):
@@ -87,10 +88,10 @@ class ChannelSplitter:
     def _begin(self, kind: type[Reasoning | Content], text: str, skips: int = 0) -> None:
         self._separator = "\n" if self._last is kind else ""
         self._kind, self._buffer = kind, text + self._buffer
-        self._skips = len(text) or skips  # markers within the header of a call end no message
+        self._skips = len(text) or skips  # markers in the header of a call do not end the message
 
     def _text(self, kind: type[Reasoning | Content], events: list[Event]) -> bool:
-        """Emit the text of a message; whether it has ended."""
+        """Emit the text of a message; returns whether the message has ended."""
         found = [
             (at, border)
             for border in _BORDERS

@@ -1,7 +1,7 @@
-"""Calls of custom tools: a model writes them as calls of a function with one text, `input`.
+"""Calls of custom tools. A model writes them as calls of a function with one text, `input`.
 
-Where the tool has a Lark grammar, the text cannot be held to it within a JSON string. Then the
-text stands between quote marks as it is, and a line end separates it from the closing one.
+If the tool has a Lark grammar, the grammar cannot be enforced within a JSON string. Then the text
+is written verbatim between quote marks, with a line end before the closing quote mark.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ INPUT_SCHEMA: dict[str, Any] = {
     "required": ["input"],
     "additionalProperties": False,
 }
-# Around the text of a tool with a Lark grammar.
+# The texts before and after the verbatim text of a tool with a Lark grammar.
 RAW_BEGIN, RAW_END = '"', '\n"'
 _BEFORE_INPUT = re.compile(r'\s*\{\s*"input"\s*:\s*"')
-_HALF = r"\\u[dD][89abAB][0-9a-fA-F]{2}"  # the first of a surrogate pair
-# Whole characters of a JSON string: a half is one once it is known that no other half follows.
+_HALF = r"\\u[dD][89abAB][0-9a-fA-F]{2}"  # the first half of a surrogate pair
+# Whole characters of a JSON string. A first half counts as a character only if the text after it is
+# known not to be the second half.
 _WHOLE = re.compile(
     r'(?:[^"\\]|\\["\\/bfnrt]|\\u(?![dD][89abAB])[0-9a-fA-F]{4}'
     rf"|{_HALF}\\u[dD][c-fC-F][0-9a-fA-F]{{2}}"
@@ -39,16 +40,16 @@ def as_arguments(text: str) -> dict[str, Any]:
 
 
 def raw_arguments(text: str, *, is_whole: bool) -> str:
-    """The same as JSON, from text that is written verbatim; without its end unless it is whole.
+    """The arguments as JSON, from verbatim text. If the text is not complete, the end is left out.
 
-    The JSON of a text begins with the JSON of a shorter one.
+    So the result for a text begins with the result for each of its beginnings.
     """
     written = json.dumps(as_arguments(text), ensure_ascii=False)
     return written if is_whole else written[: -len('"}')]
 
 
 class CustomInputs:
-    """Puts the text that a custom tool is called with in the place of its JSON.
+    """Replaces the JSON arguments of custom tools by the text in them.
 
     Args:
         names: the names of the custom tools.
@@ -56,11 +57,11 @@ class CustomInputs:
 
     def __init__(self, names: Collection[str]) -> None:
         self._names = names
-        self._json: str | None = None  # unread JSON of a custom tool's call; None = another call
-        self._is_inside = False  # the string has begun
+        self._json: str | None = None  # unread JSON of a custom tool's call; None = another tool
+        self._is_inside = False  # the JSON string of the text has begun
 
     def feed(self, events: Iterable[Event]) -> list[Event]:
-        """The events, those of custom tools with text; an event without new text is left out."""
+        """Convert events of custom tools. An event without new text is left out."""
         if not self._names:
             return list(events)
         result: list[Event] = []
@@ -79,7 +80,7 @@ class CustomInputs:
         return result
 
     def _read(self) -> str:
-        """The characters that are complete; half of a surrogate pair is U+FFFD."""
+        """Read the complete characters. Half of a surrogate pair becomes U+FFFD."""
         assert self._json is not None, "the call is one of a custom tool"
         if not self._is_inside:
             begin = _BEFORE_INPUT.match(self._json)

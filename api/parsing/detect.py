@@ -1,5 +1,5 @@
-"""Detects a model's formats of tool calls and reasoning: from its chat template, its architecture,
-or the configuration.
+"""Chooses a model's formats of tool calls and reasoning, by its chat template, its architecture and
+the configuration.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _TOOLS = re.compile(r"\btools\b")
 class TemplateTraits(msgspec.Struct, frozen=True, kw_only=True):
     """Facts about a chat template and the model's answers.
 
-    `knows_tools` is whether the template shows tools to the model. Otherwise the system message
-    describes the tools and a generic format of calls.
+    `knows_tools` is true if the template shows tools to the model. If it is false, the system
+    message describes the tools and the format of calls.
     """
 
     knows_tools: bool
@@ -46,7 +46,8 @@ def traits(
         source: the template.
         tool_parser: the configured format of calls.
         reasoning_parser: the configured markers of reasoning.
-        architecture: of the model, for a template without marks; empty = not known.
+        architecture: the model's architecture, which counts if the template has no marks of a
+            format; empty = not known.
     """
     knows_tools = _TOOLS.search(source) is not None
     return TemplateTraits(
@@ -64,7 +65,7 @@ def _calls(
     source: str, knows_tools: bool, chosen: ToolParserName, architecture: str
 ) -> CallFormat | None:
     if chosen is ToolParserName.mistral and _has(FORMATS["mistral_args"], source):
-        chosen = ToolParserName.mistral_args  # both layouts are read; this one is written
+        chosen = ToolParserName.mistral_args  # it reads both layouts, and writes the template's
     if chosen is not ToolParserName.auto:
         return FORMATS.get(chosen.value)
     if not knows_tools:

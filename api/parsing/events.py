@@ -31,14 +31,14 @@ class Content(msgspec.Struct, frozen=True, gc=False):
 
 
 class CallBegins(msgspec.Struct, frozen=True, gc=False):
-    """A tool call; its arguments follow in one or several pieces.
+    """The beginning of a tool call. Its arguments follow in one or several pieces.
 
-    A function's arguments are JSON text. A custom tool's are the text that it is called with.
+    The arguments of a function are JSON text. Those of a custom tool are its input text.
     """
 
-    index: int  # the call's place in the answer, from 0
+    index: int  # index of the call in the answer
     name: str
-    id: str | None = None  # when the model wrote one
+    id: str | None = None  # the id that the model wrote; None = no id
     is_custom: bool = False
 
 
@@ -82,7 +82,10 @@ class Message(msgspec.Struct, kw_only=True):
 
 
 def merge(events: Iterable[Event]) -> list[Event]:
-    """Join consecutive events of one kind; the result does not depend on how the text was cut."""
+    """Join consecutive events of the same type.
+
+    The result does not depend on how the text was cut into pieces.
+    """
     merged: list[Event] = []
     for event in events:
         last = merged[-1] if merged else None

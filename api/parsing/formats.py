@@ -52,7 +52,7 @@ _PYTHON_LIST = ToolCallFormat(
 
 
 def _dsml(name: str, block: str, *marks: str, architectures: tuple[str, ...] = ()) -> CallFormat:
-    """A row of DeepSeek's markup, whose calls stand in a tag `block`."""
+    """A row for DeepSeek's markup. All calls stand within one tag, `block`."""
     opening, closing = f"<｜DSML｜{block}>", f"</｜DSML｜{block}>"
     return CallFormat(
         name=name,
@@ -78,7 +78,7 @@ def _dsml(name: str, block: str, *marks: str, architectures: tuple[str, ...] = (
 # If a template has the marks of two rows, the first row counts.
 _ROWS = (
     CallFormat(
-        name="openai",  # gpt-oss: a message to a function, as `channels.py` passes it on
+        name="openai",  # gpt-oss: a message to a function, which `channels.py` has converted
         architectures=("GptOssForCausalLM",),
         marks=("<|channel|>commentary",),
         openings=("<|channel|>commentary to=functions.",),
@@ -370,7 +370,7 @@ _ROWS = (
         shape=json_shape(begin='<function_call> {"name": "', trigger="<function_call>"),
     ),
     CallFormat(
-        name="mistral_args",  # since the tokenizer of version 11
+        name="mistral_args",  # used since version 11 of the tokenizer
         marks=("[TOOL_CALLS]",),
         also="[ARGS]",
         openings=("[TOOL_CALLS]",),
@@ -417,7 +417,7 @@ _ROWS = (
     ),
     CallFormat(
         name="llama3_json",
-        marks=("<|python_tag|>", '"parameters": dict'),  # the second one since Llama 3.2
+        marks=("<|python_tag|>", '"parameters": dict'),  # the second mark: since Llama 3.2
         openings=("<|python_tag|>",),
         brackets="{",
         closings=(";",),

@@ -1,4 +1,4 @@
-"""Incremental scanner of a JSON value: where it ends, and whether the text can still be JSON."""
+"""Scans a JSON value incrementally: finds its end, and whether the text can still become JSON."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _IN_STRING = re.compile(r'(?:[^"\\]++|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*+')
 _OPEN_ESCAPE = re.compile(r"\\(?:u[0-9a-fA-F]{0,3})?")
 _WORD = re.compile(r"[-+.0-9A-Za-z]+")
 _WHOLE_WORD = re.compile(r"true|false|null|-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
-# The longest prefix that may begin one of those words.
+# Matches the beginnings of these words.
 _WORD_BEGINNING = re.compile(
     r"t(?:r(?:ue?)?)?|f(?:a(?:l(?:se?)?)?)?|n(?:u(?:ll?)?)?"
     r"|-?(?:(?:0|[1-9][0-9]*)(?:(?:\.[0-9]+)?[eE][-+]?[0-9]*|\.[0-9]*)?)?"
@@ -45,10 +45,10 @@ class JsonScanner:
     """Scans one JSON object or array at the beginning of a growing text.
 
     Attributes:
-        end: the position after the value, once `scan` has returned `done`.
-        known_end: the text before this position is the beginning of a JSON value. It does not
-            depend on how the text was cut.
-        first_key: begin and end of the first key with its quotes; None until it is complete.
+        end: the position after the value; valid after `scan` has returned `done`.
+        known_end: the text before this position is known to be the beginning of a JSON value. The
+            position does not depend on how the text was cut into pieces.
+        first_key: begin and end of the first key with its quotes; None until the key is complete.
     """
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class JsonScanner:
         """Continue where the last call stopped.
 
         Args:
-            text: all the text so far; it begins with the text of the last call.
+            text: the whole text so far. It begins with the text of the last call.
         """
         if self._state is JsonState.open:
             self._state = self._go_on(text)
@@ -93,7 +93,7 @@ class JsonScanner:
                 return JsonState.done
 
     def _token(self, text: str, begin: int) -> int | None:
-        """Where the token at `begin` ends; -1 = it is incomplete; None = it is not a token."""
+        """The end of the token at `begin`; -1 = the token is incomplete; None = it is no token."""
         character = text[begin]
         if character in "{}[]:,":
             return begin + 1
@@ -109,7 +109,7 @@ class JsonScanner:
         return word.end() if _WHOLE_WORD.fullmatch(word[0]) else None
 
     def _string(self, text: str, begin: int) -> int | None:
-        """Like `_token`, for a string; no character is scanned twice."""
+        """Like `_token`, for a string. No character is scanned twice."""
         match = _IN_STRING.match(text, max(begin + 1, self._string_end))
         end = self.known_end = match.end() if match else begin + 1
         if end == len(text) or _OPEN_ESCAPE.fullmatch(text, end):
@@ -118,9 +118,10 @@ class JsonScanner:
         return end + 1 if text[end] == '"' else None
 
     def _may_begin(self, character: str) -> bool:
-        """Whether a string or a word is allowed here, for a token that begins with `character`.
+        """Whether a token that begins with `character` is allowed here.
 
-        It is checked before the token is complete, because parts of it count as known.
+        Strings and words are checked before they are complete, because `known_end` can lie within
+        them. Brackets, colons and commas are checked in `_take`.
         """
         if character in "{}[]:,":
             return True

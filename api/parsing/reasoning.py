@@ -1,7 +1,7 @@
 """Splits reasoning between two markers from the rest of an answer, incrementally.
 
-Whitespace next to a marker belongs to the marker. Text that may be part of a marker is held back,
-so the result does not depend on how the text was cut into pieces.
+Whitespace next to a marker belongs to the marker. Text that can be part of a marker is held back.
+So the result does not depend on how the text was cut into pieces.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ class ReasoningMarkers(msgspec.Struct, frozen=True, kw_only=True):
     begin: str
     end: str
     marks: tuple[str, ...]  # a chat template of this format has all these texts
-    other_begins: tuple[str, ...] = ()  # further spellings
-    other_ends: tuple[str, ...] = ()
-    answer: str = ""  # stands between the end and an answer without calls; it may be missing
-    answer_end: str = ""  # stands behind an answer that began with `answer`
-    # The markers are special tokens, which a grammar's free text does not have.
+    other_begins: tuple[str, ...] = ()  # other spellings of `begin`
+    other_ends: tuple[str, ...] = ()  # other spellings of `end`
+    answer: str = ""  # an optional text between `end` and an answer without calls
+    answer_end: str = ""  # the text after an answer that began with `answer`
+    # The markers are special tokens, which free text in a grammar does not match.
     is_special: bool = False
     has_channels: bool = False  # an answer is a list of messages, each on a channel
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """The texts that may be special tokens."""
+        """The texts that can be special tokens."""
         own = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>") if self.has_channels else ()
         around = tuple(filter(None, (self.answer.strip(), self.answer_end)))
         return (self.begin, self.end, *around, *own)
@@ -81,11 +81,11 @@ REASONING: Mapping[str, ReasoningMarkers] = {
 
 
 class ReasoningSplitter:
-    """Splits one answer; `feed` its text, then `finish`.
+    """Splits one answer: `feed` its text, then `finish`.
 
     Args:
         markers: the markers around the reasoning.
-        is_open: the prompt ended with the first marker, so the answer begins within reasoning.
+        is_open: the prompt ended with the begin marker, so the answer begins within reasoning.
     """
 
     def __init__(self, markers: ReasoningMarkers, *, is_open: bool) -> None:
@@ -108,7 +108,7 @@ class ReasoningSplitter:
         return events
 
     def finish(self) -> list[Event]:
-        """The events of the text that was held back; call it at the end."""
+        """The events of the text that was held back. Call it at the end."""
         text, self._buffer = self._buffer, ""
         if not text or self._state == self._after_end:
             return []
@@ -179,7 +179,7 @@ class ReasoningSplitter:
         return False
 
     def _num_of_end(self, text: str) -> int:
-        """How much of the text's end may be the marker behind the answer, with its white space."""
+        """How many characters at the text's end can be `answer_end`, with white space before it."""
         end = self._markers.answer_end
         body = text.rstrip()
         held = len(end) if body.endswith(end) else 0

@@ -1,8 +1,8 @@
 """Finds tool calls in an answer's content, incrementally.
 
 A call becomes an event when it is complete and valid: its text matches the format, its arguments
-are a JSON object, and its name is one of the offered functions. Any other text is content,
-unchanged. Whitespace next to a call belongs to the call. Where a grammar enforces the format, the
+are a JSON object, and its name is one of the offered functions. All other text is content, and is
+not changed. Whitespace next to a call belongs to the call. If a grammar enforces the format, the
 arguments are streamed.
 """
 
@@ -30,7 +30,7 @@ class CallParser:
     Args:
         form: how the model writes calls.
         names: names of the offered functions.
-        max_calls: text after so many calls is dropped; None = no limit.
+        max_calls: text after this many calls is dropped; None = no limit.
         types: the types of the functions' parameters, for formats that need them.
     """
 
@@ -65,7 +65,7 @@ class CallParser:
         return events
 
     def finish(self) -> list[Event]:
-        """The events of the text that was held back; call it at the end."""
+        """The events of the text that was held back. Call it at the end."""
         events: list[Event] = []
         while True:
             while self._state(events):
@@ -87,7 +87,7 @@ class CallParser:
     # state.
 
     def _at_bracket(self, events: list[Event]) -> bool:
-        """The state at the beginning of the text or after a call, where a bracket opens a call."""
+        """The state at the beginning of the text and after a call: here a bracket opens a call."""
         text = self._buffer.lstrip()
         if not text:
             return False
@@ -165,7 +165,7 @@ class CallParser:
             self._num_given = len(call.arguments)
 
     def _to_content(self, events: list[Event]) -> None:
-        """Emit the opening as content; the rest of the buffer is parsed again."""
+        """Emit the opening marker as content. The rest of the buffer is parsed again."""
         if self._opening:
             events.append(Content(self._opening))
             self._opening = ""

@@ -1,6 +1,6 @@
-"""Preparing requests of `/v1/embeddings`, `/v1/score` and `/v1/rerank`: pure functions.
+"""Prepares requests of `/v1/embeddings`, `/v1/score` and `/v1/rerank`.
 
-They run on the event loop or in a fork (`api/preparation/preparer.py`).
+These are pure functions. They run on the event loop or in a fork (`api/preparation/preparer.py`).
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ _MAX_PAIRS = 10_000
 
 
 class PreparedPooling(msgspec.Struct, frozen=True, kw_only=True):
-    """Texts for the engine, with what all three endpoints need of the body."""
+    """Texts for the engine, and the fields of the body that all three endpoints need."""
 
     id: str
     batch: list[list[int]]
     params: PoolingParams
-    param: str  # the field that the texts come from
+    param: str  # the name of the field that the texts come from
     priority: int
     cache_salt: str
 
@@ -67,12 +67,12 @@ class PreparedScores(PreparedPooling, frozen=True, kw_only=True):
 
 
 class PreparedRanking(PreparedScores, frozen=True, kw_only=True):
-    documents: list[str] | None  # shown in the reply if the request asks for them
+    documents: list[str] | None  # documents for the reply; None = not requested
     top_n: int | None
 
 
 def prepare_embedding(preparation: Preparation, data: bytes, arrival: Arrival) -> PreparedEmbedding:
-    """A request of `/v1/embeddings`.
+    """Prepare a request of `/v1/embeddings`.
 
     Raises:
         InvalidRequestError: a value is out of range, or an input does not fit.
@@ -99,10 +99,10 @@ def prepare_embedding(preparation: Preparation, data: bytes, arrival: Arrival) -
 
 
 def prepare_scores(preparation: Preparation, data: bytes, arrival: Arrival) -> PreparedScores:
-    """A request of `/v1/score`.
+    """Prepare a request of `/v1/score`.
 
     Raises:
-        InvalidRequestError: the texts do not form pairs, or one is too long.
+        InvalidRequestError: the texts do not form pairs, or a text is too long.
     """
     body = preparation.decode(data, ScoreRequest)
     first_name, second_name = _names(body)
@@ -112,7 +112,7 @@ def prepare_scores(preparation: Preparation, data: bytes, arrival: Arrival) -> P
 
 
 def prepare_ranking(preparation: Preparation, data: bytes, arrival: Arrival) -> PreparedRanking:
-    """A request of `/v1/rerank`.
+    """Prepare a request of `/v1/rerank`.
 
     Raises:
         InvalidRequestError: a document does not fit.
@@ -138,9 +138,10 @@ def _scores(
     reply_id: str,
     param: str,
 ) -> PreparedScores:
-    """The pairs as inputs of the model's classification head; without one, each text by itself.
+    """Prepare the pairs as inputs of the model.
 
-    Then the score is the cosine of the two texts' vectors.
+    If the model has a classification head, each pair is one input. Otherwise each text is an input
+    by itself, and the score of a pair is the cosine of the two texts' vectors.
     """
     model = preparation.model
     if len(pairs) > _MAX_PAIRS:
@@ -178,7 +179,7 @@ def _scores(
 def _check(
     batch: Sequence[list[int]], params: PoolingParams, model: ServedModel, param: str
 ) -> None:
-    """Refuse a text that the model cannot take, by the name of its field."""
+    """Refuse texts that the model cannot take. The error names the field `param`."""
     try:
         for token_ids in batch:
             check_pooling(token_ids, params, model)
@@ -251,7 +252,7 @@ def _encode_pairs(
 
 
 def _limit(body: PoolingFields, model: ServedModel) -> int | None:
-    """Number of tokens to keep of an input; None = all."""
+    """The number of tokens of an input to keep; None = all."""
     limit = body.truncate_prompt_tokens
     if limit == 0:
         raise InvalidRequestError(

@@ -85,7 +85,7 @@ async def score(
 async def rerank(
     service: Service, prepared: PreparedRanking, context: RequestContext
 ) -> RerankResponse:
-    """The answer of `/v1/rerank`: documents by descending score; equal scores keep their order.
+    """The answer of `/v1/rerank`: documents by descending score. Equal scores keep their order.
 
     Raises:
         InvalidRequestError: a document is longer than the server allows.
@@ -127,7 +127,7 @@ async def _scores(
 async def _pool(
     service: Service, prepared: PreparedPooling, context: RequestContext
 ) -> list[PooledOutput]:
-    """The vectors of all inputs. If one input is refused, none is computed."""
+    """The vectors of all inputs. If an input is refused, no vector is computed."""
     try:
         service.admission.check_prompts(list(map(len, prepared.batch)))
     except InvalidRequestError as error:

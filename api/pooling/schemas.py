@@ -1,4 +1,4 @@
-"""The bodies of `/v1/embeddings`, `/v1/score` and `/v1/rerank`, as in OpenAI, vLLM and Jina."""
+"""The bodies of `/v1/embeddings`, `/v1/score` and `/v1/rerank`: as in OpenAI, vLLM and Jina."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class PoolingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """The fields that the three endpoints share."""
 
     model: str | None = None  # absent = the served model
-    truncate_prompt_tokens: TokenLimit | None = None  # keep that many; -1 = as many as fit
+    truncate_prompt_tokens: TokenLimit | None = None  # tokens to keep; -1 = all that fit
     truncation_side: Literal["right", "left"] = "right"  # where tokens are cut off
     priority: Int32 = 0  # lower runs first under scheduler.policy=priority
     cache_salt: Annotated[str, msgspec.Meta(max_length=256)] = ""  # see the prefix cache
@@ -48,13 +48,13 @@ class EmbeddingRequest(PoolingFields, frozen=True, kw_only=True, forbid_unknown_
     dimensions: Int32 | None = None  # how many of the first numbers to return; absent = all
     pooling: Literal["mean", "last", "cls"] | None = None  # absent = the model's setting
     normalize: bool | None = None  # scale to length 1; absent = the model's setting
-    add_special_tokens: bool = True  # bos and the like around texts
+    add_special_tokens: bool = True  # add special tokens such as bos around texts
 
 
 class ScoreRequest(PoolingFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`POST /v1/score`: `text_1` and `text_2`, or `queries` and `documents`, their other names."""
 
-    text_1: str | Texts | None = None  # one for all of text_2, or one for each
+    text_1: str | Texts | None = None  # one text for all of text_2, or one text for each
     text_2: str | Texts | None = None
     queries: str | Texts | None = None
     documents: str | Texts | None = None
@@ -112,7 +112,7 @@ class RerankDocument(msgspec.Struct, frozen=True):
 
 
 class RerankResult(msgspec.Struct, frozen=True, kw_only=True):
-    index: int  # among the documents that were sent
+    index: int  # index among the documents of the request
     relevance_score: float
     document: RerankDocument | msgspec.UnsetType = msgspec.UNSET
 

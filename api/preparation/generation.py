@@ -1,4 +1,4 @@
-"""Converts the fields of a request to sampling parameters and checks them, for all dialects."""
+"""Converts the fields of a request to sampling parameters and checks them, for all APIs."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ __all__ = (
     "with_thinking",
 )
 
-# A parameter that a request body and `SamplingParams` have under one name is copied by that name.
-# These two are not copied.
+# The parameters that a request body and `SamplingParams` have under the same name. They are copied
+# by this name, except the two names below.
 _COPIED = tuple(
     name
     for name in SamplingParams.__struct_fields__
@@ -36,7 +36,7 @@ _COPIED = tuple(
 _SETS = tuple(
     name for name in _COPIED if name.endswith("_token_ids") and name != "logprob_token_ids"
 )
-# What generation_config.json sets for sampling has no meaning in a beam search.
+# Defaults of generation_config.json that a beam search does not use.
 _NOT_IN_BEAM_SEARCH = ("temperature", "top_p", "top_k", "min_p")
 
 
@@ -63,14 +63,14 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     prompt_token_ids: list[int]
     sampling: SamplingParams
     bad_words_token_ids: list[list[int]] = []  # the token ids of `sampling.bad_words`
-    prediction_token_ids: list[int] = []  # a guess of the answer
+    prediction_token_ids: list[int] = []  # the client's guess of the answer
     priority: int = 0
     cache_salt: str = ""
-    deadline_ms: float | None = None  # since the request's arrival
+    deadline_ms: float | None = None  # milliseconds after the request's arrival
 
 
 def check_model(name: str | None, model: ServedModel) -> None:
-    """Raises InvalidRequestError (404) when `name` is not the served model; None passes."""
+    """Raises InvalidRequestError (404) if `name` is not the served model. None passes."""
     if name is not None and name != model.name:
         raise InvalidRequestError(
             f"the model {name[:200]!r} does not exist; this server has {model.name!r}",
@@ -81,7 +81,7 @@ def check_model(name: str | None, model: ServedModel) -> None:
 
 
 def check_fields(fields: GenerationFields) -> None:
-    """Raises InvalidRequestError for shared fields that contradict each other."""
+    """Raises InvalidRequestError if fields of the request contradict each other."""
     if fields.stream_options is not None and not fields.stream:
         raise InvalidRequestError(
             "stream_options needs stream=true", param="stream_options", code="invalid_value"
@@ -111,14 +111,17 @@ def make_generation(
     reports: Mapping[str, int | None],
     field_names: Mapping[str, str],
 ) -> Generation:
-    """One prompt with its parameters: the request's, else the model's, else the server's.
+    """One prompt with its parameters.
+
+    A parameter comes from the request. If the request does not set it, it comes from the model, and
+    otherwise from the server.
 
     Args:
-        defaults: values of the model and the server for what the body leaves out.
+        defaults: values of the model and the server for fields that the body leaves out.
         max_tokens: the limit that the request sets; None = `default_max_tokens`.
         reports: `logprobs` and `prompt_logprobs`: number of alternatives per position; None = no
             log-probabilities.
-        field_names: the dialect's names of `prompt` and `max_tokens`, for error messages.
+        field_names: the API's names of `prompt` and `max_tokens`, for error messages.
 
     Raises:
         InvalidRequestError: a value is out of range, or the prompt does not fit.
@@ -164,13 +167,13 @@ def sampling_params(
         for name, value in model.default_sampling.items()
         if not (fields.use_beam_search and name in _NOT_IN_BEAM_SEARCH)
     }
-    # Numbers of generation_config.json arrive as floats, top_k too: hence not strict.
+    # Numbers of generation_config.json arrive as floats, even top_k, so `strict` is false.
     defaults = msgspec.convert(model_defaults, SamplingParams, strict=False)
     given: dict[str, Any] = {name: getattr(fields, name) for name in _COPIED}
     given["stop"] = [fields.stop] if isinstance(fields.stop, str) else fields.stop
-    given["logprob_token_ids"] = fields.logprob_token_ids or None  # an empty list counts as none
+    given["logprob_token_ids"] = fields.logprob_token_ids or None  # an empty list counts as null
     for name in _SETS:
-        if given[name] is not None:  # a request may repeat one id a million times
+        if given[name] is not None:  # a request can repeat an id a million times
             given[name] = list(dict.fromkeys(given[name]))
     values = {
         name: tuple(value) if isinstance(value, list) else value
@@ -199,7 +202,7 @@ def with_thinking(generation: Generation, limit: ThinkingLimit) -> Generation:
 def _refusal(
     message: str, name: str, code: str | None, field_names: Mapping[str, str]
 ) -> InvalidRequestError:
-    """The error with the dialect's name of a parameter."""
+    """The error, with the API's name of the parameter."""
     param = field_names.get(name, name)
     if message.startswith(name):
         message = param + message.removeprefix(name)

@@ -1,8 +1,9 @@
 """`Preparation`: the model, its tokenizer and the server's settings, for preparing requests.
 
-To prepare a request is to decode its body, render its template, tokenise its prompts and check its
-parameters. These are functions of a `Preparation` and the bytes of the body, and never wait. They
-run on the event loop for a small body and in a fork for a large one (`preparer`).
+Preparing a request has these parts: decode its body, render its template, tokenise its prompts and
+check its parameters. Functions with a `Preparation` and the bytes of the body as arguments do this.
+They never wait. They run on the event loop for a small body, and in a fork for a large body
+(`preparer`).
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ from ostinato.runtime.types.engine_info import ServedModel, ServedTask
 __all__ = ("Arrival", "ForkNeededError", "Preparation", "PreparationSettings", "renamed")
 
 T = TypeVar("T", bound=msgspec.Struct)
-# Seconds of processor time that the parts of a preparation may take, for what a body may have.
+# Limits of processor time for the parts of a preparation. The largest valid body stays below them.
 _BODY_S = 10.0
 _PROMPT_S = 30.0
-_TEMPLATE_S = 2.0  # a template of the client's
+_TEMPLATE_S = 2.0  # for a template that the client sends
 
 
 class ForkNeededError(Exception):
@@ -47,7 +48,7 @@ class PreparationSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Arrival(msgspec.Struct, frozen=True, kw_only=True):
-    """Facts about a request besides its body."""
+    """Facts about a request that are not in its body."""
 
     request_id: str = ""  # from the client's header, or made for the reply
     # The conversation that `previous_response_id` names, as JSON; None = it is not stored.
@@ -59,7 +60,7 @@ def renamed(names: Mapping[str, str]) -> Iterator[None]:
     """Rename the parameter in every InvalidRequestError that the block raises.
 
     Args:
-        names: field of the chat endpoint -> field of the dialect.
+        names: field of the chat endpoint -> field of the other API.
     """
     try:
         yield
@@ -74,13 +75,13 @@ def renamed(names: Mapping[str, str]) -> Iterator[None]:
 
 
 class Preparation:
-    """What requests are prepared with.
+    """The model, its tokenizer and the server's settings.
 
     Args:
         source: the model and its tokenizer, read at each call.
         settings: the settings of the server.
-        begin_part: called before each part of the work that may take long.
-        is_own_fork: whether this process prepares one request and ends.
+        begin_part: called before each part of the work that can take long.
+        is_own_fork: whether this process prepares only one request and then ends.
     """
 
     def __init__(
@@ -113,13 +114,15 @@ class Preparation:
         schema: type[T],
         unsupported: Mapping[str, Unsupported] = UNSUPPORTED,
     ) -> T:
-        """A body that names the served model.
+        """Decode a body, and check that it names the served model.
 
         Args:
-            unsupported: the fields that the dialect has and this server does not honour.
+            data: the body.
+            schema: the type of the body.
+            unsupported: fields of the API that this server does not support.
 
         Raises:
-            InvalidRequestError: it is not JSON of this schema, or names another model.
+            InvalidRequestError: the body is not JSON of this schema, or names another model.
         """
         self._begin_part("the body", _BODY_S)
         body = decode(data, schema, unsupported)
@@ -133,7 +136,7 @@ class Preparation:
         self._begin_part(param, _PROMPT_S)
 
     def encode_bad_words(self, words: tuple[str, ...]) -> list[list[int]]:
-        """Token ids of words in every form. The result is cached.
+        """Token ids of `bad_words`. The last result is cached.
 
         Raises:
             InvalidRequestError: a word has too many tokens, or the model has no tokenizer.
@@ -148,7 +151,7 @@ class Preparation:
         """Note that rendering the client's template begins.
 
         Raises:
-            ForkNeededError: this process serves other requests, too.
+            ForkNeededError: this process prepares other requests too.
         """
         if not self._is_own_fork:
             raise ForkNeededError

@@ -1,13 +1,15 @@
 """Prepares requests: small ones on the event loop, others in forks of a process with the tokenizer.
 
-The event loop prepares only what takes a few milliseconds, so no request waits for the preparation
-of another. A fork has limits of processor time and memory, and ends when its client disconnects.
+The event loop prepares only requests that take a few milliseconds, so no request waits long for the
+preparation of another. A fork has limits of processor time and memory, and ends when its client
+disconnects.
 
-A fork costs 20 to 40 ms, several times what preparing 12 kB takes. So requests up to 256 KiB are
-prepared one after the other in a few forks that stay. A larger request, and one with a template of
-its own, gets a new fork, which ends after this request. So its memory returns to the system, and a
-template cannot affect another request. At most 8 forks work at a time for small requests, 2 for
-large ones, and 2 for templates. Those of the last two kinds have a lower priority.
+A fork costs 20 to 40 ms, several times the time of preparing 12 kB. So requests up to 256 KiB are
+prepared one after the other in a few forks that stay. A larger request, and a request with a
+template of its own, gets a new fork, which ends after this request. So its memory returns to the
+system, and a template cannot affect another request. At most 8 forks work at a time for small
+requests, 2 for large requests, and 2 for templates. The forks for large requests and templates have
+a lower priority.
 """
 
 from __future__ import annotations
@@ -40,21 +42,24 @@ __all__ = ("ForkAnswer", "ForkJob", "ForkStart", "Prepare", "Preparer", "Refusal
 _LOG = logging.getLogger("ostinato.api")
 T = TypeVar("T")
 Prepare = Callable[[Preparation, bytes, Arrival], T]
-"""A function of `FORK_MODULE`'s table; its result crosses a process border as JSON."""
+"""A function that prepares requests, from the table in `FORK_MODULE`.
+
+Its result is sent from the fork to this process as JSON.
+"""
 
 FORK_MODULE = "ostinato.api.server.preparation_main"
-# A body up to this size is prepared on the event loop: at most some 5 ms, whatever it has.
+# A body up to this size is prepared on the event loop. This takes about 5 ms at most.
 _INLINE_BYTES = 4096
 _LARGE_BYTES = 256 << 10
 _NICENESS = 10  # the niceness of forks for large requests and for templates
-_NUM_TRIES = 3  # tries of a job whose process was killed from outside
-# What a body may need: its values, its text in several forms, and its tokens.
+_NUM_TRIES = 3  # a job is tried this many times if its process is killed from outside
+# The memory for a body: its values, its text in several encodings, and its tokens.
 _LEAST_MEMORY = 512 << 20
 _MEMORY_PER_BYTE = 160
 
 
 class ForkStart(msgspec.Struct, frozen=True, kw_only=True):
-    """What the fork server is started with."""
+    """The first message to the fork server."""
 
     model: ServedModel
     chat_template: str | None
@@ -62,7 +67,7 @@ class ForkStart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ForkJob(msgspec.Struct, frozen=True, kw_only=True):
-    """A preparation; the body follows behind a newline."""
+    """A request to prepare. In the message, a newline and the body follow it."""
 
     function: str
     arrival: Arrival
@@ -70,7 +75,7 @@ class ForkJob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Refusal(msgspec.Struct, frozen=True, kw_only=True):
-    """An InvalidRequestError that crosses the process border."""
+    """An InvalidRequestError, as a fork sends it to this process."""
 
     message: str
     param: str | None
@@ -79,19 +84,19 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ForkAnswer(NamedTuple):
-    """The first byte of an answer says what follows."""
+    """The first byte of a fork's answer. It says what follows."""
 
-    result = b"+"  # JSON, or the bytes themselves of a function that gives bytes
+    result = b"+"  # JSON; if the function returns bytes, these bytes
     refusal = b"-"  # a `Refusal`
     own_fork = b"1"  # the request needs a fork of its own
     failure = b"!"  # the traceback of an unexpected error
 
 
 class Preparer:
-    """Prepares requests; all methods run on one event loop.
+    """Prepares requests. All methods run on one event loop.
 
     Args:
-        source: the model and its tokenizer, once the engine has started.
+        source: the model and its tokenizer; set when the engine has started.
         settings: the settings of the server.
     """
 
@@ -105,9 +110,10 @@ class Preparer:
         self._own_turns = asyncio.Semaphore(2)  # small requests that need forks of their own
 
     def start(self) -> None:
-        """Start the fork server, once the model is known: it takes a second to load the tokenizer.
+        """Start the fork server, which takes a second to load the tokenizer.
 
-        If it cannot be started now, the next request that needs it tries again.
+        Called when the model is known. If the fork server cannot be started, the next request that
+        needs it tries again.
         """
         try:
             self._forks().start()
@@ -115,10 +121,10 @@ class Preparer:
             _LOG.warning("the process that prepares requests %s", error.reason.text)
 
     def run_inline(self, prepare: Prepare[T], data: bytes, arrival: Arrival) -> T | None:
-        """The result of `prepare` for a small request; None = it needs a fork.
+        """The result of `prepare` for a small request; None = the request needs a fork.
 
         Raises:
-            InvalidRequestError: as `prepare`.
+            InvalidRequestError: `prepare` refuses the request.
         """
         if _size(data, arrival) > _INLINE_BYTES:
             return None
@@ -131,8 +137,8 @@ class Preparer:
         """The result of `prepare` in a fork. Cancelling the call ends the work.
 
         Raises:
-            InvalidRequestError: as `prepare`; or the request takes too much time or memory.
-            UnavailableError: no process could prepare it.
+            InvalidRequestError: `prepare` refuses the request, or it takes too much time or memory.
+            UnavailableError: no process could prepare the request.
         """
         size = _size(data, arrival)
         turns = self._large_turns
@@ -196,7 +202,7 @@ def read_job(job: bytes) -> tuple[ForkJob, bytes]:
 
 
 def _raise_for(error: JobError, *, is_last: bool) -> None:
-    """Raise the client's error; return when the job is to be tried again."""
+    """Raise an error for the client. Returns if the job is to be tried again."""
     if error.reason.fault is Fault.job:
         part = error.part or "the body"
         param = None if part == "the body" else part
@@ -230,7 +236,7 @@ async def _read_answer(prepare: Prepare[T], answer: bytes) -> T:
 
 @cache
 def _decoder(prepare: Prepare[Any]) -> Callable[[memoryview], Awaitable[Any]]:
-    """Decodes the results of a function, by its annotation."""
+    """The decoder of a function's results, chosen by the annotation of its return value."""
     result = get_type_hints(prepare)["return"]
     return _unchanged if result is bytes else decoder_in_turns(result)
 

@@ -12,14 +12,14 @@ __all__ = ("PromptEncoder", "TextSource", "TruncationFields")
 
 
 class TextSource(Protocol):
-    """Has the model and its tokenizer, once the engine has started."""
+    """Has the model and its tokenizer when the engine has started."""
 
     model: ServedModel
     tokenizer: Tokenizer | None
 
 
 class TruncationFields(Protocol):
-    """The fields of a request that say how its prompts are truncated."""
+    """The fields of a request by which its prompts are truncated."""
 
     @property
     def truncate_prompt_tokens(self) -> int | None: ...
@@ -32,14 +32,14 @@ class PromptEncoder:
     """The model's tokenizer, with errors for a model that was loaded without one.
 
     Args:
-        source: read at each call.
+        source: the model and its tokenizer, read at each call.
     """
 
     def __init__(self, source: TextSource) -> None:
         self._source = source
 
     def tokenizer(self, param: str) -> Tokenizer:
-        """The model's tokenizer; raises InvalidRequestError naming `param` when it has none."""
+        """The model's tokenizer; raises InvalidRequestError for `param` if there is none."""
         if self._source.tokenizer is None:
             raise InvalidRequestError(
                 "this model was loaded without a tokenizer: send token ids as the prompt of"
@@ -58,11 +58,13 @@ class PromptEncoder:
     def encode(
         self, text: str, fields: TruncationFields, *, param: str, add_special_tokens: bool
     ) -> list[int]:
-        """Token ids of a prompt; with truncation, at least the ones that are kept.
+        """Token ids of a prompt. With truncation, only a part that has the kept tokens.
 
         Args:
-            fields: limits from the request; their range is checked later.
-            param: the field that the text comes from.
+            text: the prompt.
+            fields: the truncation that the request asks for; its range is checked later.
+            param: the name of the field that the text comes from.
+            add_special_tokens: whether special tokens are added around the text.
 
         Raises:
             InvalidRequestError: the text is so long that it cannot fit into the context.
@@ -91,7 +93,7 @@ class PromptEncoder:
         )
 
     def check_length(self, text: str, param: str) -> None:
-        """Raise InvalidRequestError for a text that has too many characters for the context."""
+        """Raise InvalidRequestError if a text has too many characters for the context."""
         model = self._source.model
         if len(text) <= model.max_model_len:
             return
@@ -106,9 +108,10 @@ class PromptEncoder:
             )
 
     def _num_kept(self, fields: TruncationFields) -> int | None:
-        """At least the number of tokens that truncation keeps; None = no token is cut off.
+        """An upper bound of the tokens that truncation keeps; None = no token is cut off.
 
-        With a limit past the context, a text that does not fit is refused as without truncation.
+        If the limit is longer than the context, a text that does not fit is refused, like without
+        truncation.
         """
         limit, most = fields.truncate_prompt_tokens, self._source.model.max_model_len
         if limit == -1:

@@ -27,7 +27,7 @@ class PromptReport(msgspec.Struct, frozen=True, kw_only=True):
     token_offsets: TokenOffsets | UnsetType | None = UNSET
 
     def added_to(self, shown: T) -> T:
-        """A copy of the chunk or answer with these fields."""
+        """A copy of a chunk or answer with these fields added."""
         return msgspec.structs.replace(
             shown,
             prompt_token_ids=self.token_ids,
@@ -44,11 +44,14 @@ def prompt_report(
     *,
     add_special_tokens: bool,
 ) -> PromptReport:
-    """The parts of its prompt that the reply to `generation` shows.
+    """The parts of the prompt that the reply shows.
 
     Args:
+        encoder: the tokenizer.
+        fields: the request's fields, which say what is shown.
         source: the prompt's text, or the token ids of the request.
-        add_special_tokens: whether tokenisation added them.
+        generation: the prepared prompt.
+        add_special_tokens: whether tokenisation added special tokens.
 
     Raises:
         InvalidRequestError: the prompt came as token ids, and there is no tokenizer for its text.
@@ -68,7 +71,8 @@ def prompt_report(
         offsets = None
         if isinstance(source, str):
             of_all = encoder.offsets(source, fields, add_special_tokens=add_special_tokens)
-            # Only the tokens that truncation has kept; their offsets are those in the whole text.
+            # Keep the offsets of the tokens that truncation kept. They count from the beginning of
+            # the whole text.
             keeps_end = generation.sampling.truncation_side == "left"
             count = len(token_ids)
             kept = of_all[-count:] if keeps_end else of_all[:count]

@@ -1,6 +1,6 @@
 """Decodes a large JSON object on the event loop, a part of its lists at a time.
 
-A request may have 10,000 prompts with millions of token ids. Decoding them in one call would take
+A request can have 10,000 prompts with millions of token ids. Decoding them in one call would take
 0.1 s, in which no other request is served.
 """
 
@@ -15,13 +15,13 @@ import msgspec
 __all__ = ("decoder_in_turns",)
 
 T = TypeVar("T", bound=msgspec.Struct)
-_TURN_BYTES = 64 << 10  # bytes of a list's items that are decoded before other tasks run: 1 ms
+_TURN_BYTES = 64 << 10  # so many bytes of a list are decoded, in 1 ms, before other tasks run
 
 
 def decoder_in_turns(kind: type[T]) -> Callable[[memoryview], Awaitable[T]]:
-    """A function that decodes the JSON of a struct.
+    """Make a function that decodes the JSON of a struct.
 
-    Other tasks of the event loop run while it decodes the fields of the struct that are lists.
+    Between parts of the struct's lists, the function lets other tasks of the event loop run.
 
     Args:
         kind: the struct's type.

@@ -1,8 +1,8 @@
-"""Decoding of a JSON body into a schema, with errors that name the field.
+"""Decodes a JSON body into a schema, with errors that name the field.
 
-A schema has exactly the supported fields. A known field that is not supported gets a 400 that names
-it, unless its value has no effect (`tools: []`, any null). Unknown keys of chat messages are passed
-to the chat template.
+A schema has exactly the supported fields. A known field that is not supported is refused with a 400
+that names the field. A value without effect (`tools: []`, any null) is accepted. Unknown keys of
+chat messages are passed to the chat template.
 """
 
 from __future__ import annotations
@@ -32,10 +32,12 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 def decode(body: bytes, schema: type[T], unsupported: Mapping[str, Unsupported] = UNSUPPORTED) -> T:
-    """The body as `schema`.
+    """Decode a body as `schema`.
 
     Args:
-        unsupported: the fields of the dialect that this server does not support.
+        body: the JSON.
+        schema: the type of the body.
+        unsupported: fields of the API that this server does not support.
 
     Raises:
         InvalidRequestError: the body is not JSON in UTF-8, or a field has a wrong type, is unknown
@@ -60,7 +62,7 @@ def _decode_without_no_ops(
     """Decode again without nulls and without unsupported fields whose values have no effect."""
     try:
         raw = msgspec.json.decode(body)
-    except msgspec.ValidationError as error:  # JSON, but more than Python takes
+    except msgspec.ValidationError as error:  # valid JSON with a number that Python cannot hold
         raise InvalidRequestError(
             "the body has a number that is out of range: whole numbers have at most 4300 digits, "
             "and others are less than 1.8e308 away from 0",
@@ -85,7 +87,7 @@ def _decode_without_no_ops(
 def _message(
     message: Any, schema: type[msgspec.Struct], unsupported: Mapping[str, Unsupported]
 ) -> Any:
-    """One message without fields that have no effect, with its unknown keys gathered."""
+    """One message, without fields that have no effect. Unknown keys go to `template_fields`."""
     if not isinstance(message, dict):
         return message
     if not getattr(schema, "has_template_fields", False):
@@ -113,7 +115,7 @@ _MISSING_FIELD = re.compile(r"Object missing required field `(.*)`$", re.DOTALL)
 def refusal(
     text: str, known: set[str], unsupported: Mapping[str, Unsupported]
 ) -> InvalidRequestError:
-    """The 400 for a validation error's text, such as "Expected `int`, got `str` - at `$.n`"."""
+    """The 400 for the text of a validation error: "Expected `int`, got `str` - at `$.n`"."""
     problem, _, place = text.partition(" - at ")
     path = place.replace("`key` in ", "").strip("`").removeprefix("$").removeprefix(".")
     path = path.removesuffix("[...]")

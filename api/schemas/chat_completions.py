@@ -48,14 +48,14 @@ __all__ = (
 
 
 class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A guess of the answer, such as the text that is to be edited."""
+    """The client's guess of the answer, such as a text that the model is to edit."""
 
     type: Literal["content"] = "content"
     content: str | list[TextPart]
 
     @property
     def text(self) -> str:
-        """The guess; its parts follow each other without a gap."""
+        """The guess as one text. Parts are joined without a separator."""
         if isinstance(self.content, str):
             return self.content
         return "".join(part.text for part in self.content)
@@ -66,28 +66,28 @@ class ChatCompletionRequest(
 ):
     """`POST /v1/chat/completions`."""
 
-    has_template_fields: ClassVar[bool] = True  # its messages may have any keys
+    has_template_fields: ClassVar[bool] = True  # the messages may have any keys
 
     messages: Annotated[list[Message], msgspec.Meta(min_length=1)]
     max_completion_tokens: int | None = None  # the newer name of max_tokens
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    add_generation_prompt: bool | None = None  # absent = unless the last message is continued
+    add_generation_prompt: bool | None = None  # absent = not continue_final_message
     continue_final_message: bool = False
-    add_special_tokens: bool = False  # bos and the like around the rendered text
-    chat_template: str | None = None  # instead of the model's own
+    add_special_tokens: bool = False  # add special tokens such as bos around the rendered text
+    chat_template: str | None = None  # replaces the model's template
     chat_template_kwargs: dict[str, Any] | None = None  # variables of the template
     documents: list[dict[str, Any]] | None = None  # for templates that show them to the model
     tools: list[Tool | CustomToolEntry] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None  # false = at most one call in an answer
-    reasoning_effort: ReasoningEffort | None = None  # passed to the template, as verbosity
+    reasoning_effort: ReasoningEffort | None = None  # passed to the template, if it uses it
     # The end of reasoning is forced after this number of tokens; absent = no limit.
     thinking_token_budget: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)] | None = None
     include_reasoning: bool = True  # false = reasoning is left out of the answer
-    prediction: Prediction | None = None  # drafts of the answer, which they do not change
-    verbosity: Verbosity | None = None  # passed to the template, where the template has it
-    # These have no effect. The answer shows the first two.
+    prediction: Prediction | None = None  # used for drafts; does not change the answer
+    verbosity: Verbosity | None = None  # passed to the template, if it uses it
+    # The following fields have no effect. The answer repeats the first two.
     metadata: Metadata | None = None
     service_tier: ServiceTier | None = None
     store: bool | None = None
@@ -95,7 +95,7 @@ class ChatCompletionRequest(
     prompt_cache_options: PromptCacheOptions | None = None
 
 
-# An answer may have 100,000 of them: the garbage collector need not look at each.
+# An answer can have 100,000 of these, so the garbage collector does not track them.
 class TopLogprob(msgspec.Struct, frozen=True, gc=False):
     token: str
     logprob: float
@@ -124,7 +124,7 @@ class ReplyCustomTool(msgspec.Struct, frozen=True):
 
 
 class ReplyToolCall(msgspec.Struct, frozen=True, kw_only=True):
-    """A call; it has the field that its type names."""
+    """A tool call. Its type names the field that it has."""
 
     id: str
     type: Literal["function", "custom"] = "function"
@@ -159,7 +159,7 @@ class ChatResponse(msgspec.Struct, frozen=True, kw_only=True):
     usage: Usage
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
     prompt_text: str | msgspec.UnsetType = msgspec.UNSET
-    # None = the request gave token ids, not text.
+    # None = the prompt came as token ids, not as text.
     prompt_token_offsets: TokenOffsets | msgspec.UnsetType | None = msgspec.UNSET
     prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
     service_tier: ServedTier | msgspec.UnsetType = msgspec.UNSET
@@ -178,7 +178,7 @@ class CustomToolDelta(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ToolCallDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A piece of a call: of a function, or of a custom tool."""
+    """A piece of a call of a function or of a custom tool."""
 
     index: int
     id: str | None = None  # with the first piece of a call
@@ -215,8 +215,8 @@ class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET  # in the first chunk
     prompt_text: str | msgspec.UnsetType = msgspec.UNSET
-    # None = the request gave token ids, not text.
+    # None = the prompt came as token ids, not as text.
     prompt_token_offsets: TokenOffsets | msgspec.UnsetType | None = msgspec.UNSET
     trace: Timeline | msgspec.UnsetType = (
         msgspec.UNSET
-    )  # in a chunk without choices, after all others but the usage
+    )  # in a chunk without choices: the last one before the usage

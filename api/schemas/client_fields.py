@@ -1,6 +1,6 @@
-"""Types of fields that clients send by default and that have no effect on this server's answers.
+"""Types of fields that clients send by default, and that do not change this server's answers.
 
-They are checked as OpenAI checks them, and returned where OpenAI returns them. docs/parameters.md
+They are checked like OpenAI checks them, and returned where OpenAI returns them. docs/parameters.md
 lists them.
 """
 
@@ -33,7 +33,7 @@ SafetyIdentifier = Annotated[str, msgspec.Meta(max_length=128)]
 """The caller's label of an end user."""
 
 ServiceTier = Literal["auto", "default", "flex", "scale", "priority", "fast", "ultrafast"]
-"""Requested class of service; there is one, `default`."""
+"""Requested class of service. This server has only the class `default`."""
 
 ServedTier = Literal["default"]
 
@@ -41,30 +41,30 @@ Verbosity = Literal["low", "medium", "high"]
 """Requested length of an answer; a variable of the chat template, if the template has it."""
 
 PromptCacheRetention = Literal["in_memory", "in-memory", "24h"]
-"""How long OpenAI keeps a cached prompt; here a block is cached until its memory is needed."""
+"""How long OpenAI keeps a cached prompt. This server caches a block until its memory is needed."""
 
 
 class PromptCacheOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How OpenAI caches prompts; here every prompt is cached."""
+    """How OpenAI caches prompts. This server caches every prompt."""
 
     mode: Literal["implicit", "explicit"] | None = None
     ttl: Literal["30m", "12h"] | None = None
 
 
 class PromptCacheBreakpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Asks OpenAI for caching of the prompt up to here; every prompt is cached."""
+    """Asks OpenAI to cache the prompt up to here. This server caches every prompt."""
 
     mode: Literal["explicit"]
     ttl: Literal["30m", "12h"] | None = None
 
 
 class CacheControl(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Asks Anthropic for caching of the prompt up to here; every prompt is cached."""
+    """Asks Anthropic to cache the prompt up to here. This server caches every prompt."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
 
 
 def tier_of(wanted: ServiceTier | None) -> ServedTier | msgspec.UnsetType:
-    """The tier that an answer shows if the request has the field, as OpenAI does."""
+    """The tier that an answer shows. UNSET if the request does not have the field."""
     return msgspec.UNSET if wanted is None else "default"

@@ -51,7 +51,7 @@ class TextPart(
 class RefusalPart(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="refusal"
 ):
-    """A refusal of an assistant; the model sees it as text."""
+    """A refusal in a message of the assistant. The model sees it as text."""
 
     refusal: str
 
@@ -71,17 +71,17 @@ class CalledCustomTool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
 
 class MessageToolCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A tool call in a message of the assistant; it has the field that its type names.
+    """A tool call in a message of the assistant. Its type names the field that it has.
 
     Raises:
-        ValueError: it has another one.
+        ValueError: it does not have this field, or has another one.
     """
 
     id: str
     type: Literal["function", "custom"] = "function"
     function: CalledFunction | None = None
     custom: CalledCustomTool | None = None
-    index: int | None = None  # clients that join a stream send it back; not used
+    index: int | None = None  # not used; clients that join the chunks of a stream send it back
 
     def __post_init__(self) -> None:
         other = "custom" if self.type == "function" else "function"
@@ -92,20 +92,20 @@ class MessageToolCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    role: Role  # one that the chat template knows
-    content: str | list[TextPart | RefusalPart] | None = None  # null only beside tool_calls
-    name: str | None = None  # seen by templates that use it
+    role: Role  # a role that the chat template knows
+    content: str | list[TextPart | RefusalPart] | None = None  # null only together with tool_calls
+    name: str | None = None  # for templates that use it
     tool_calls: list[MessageToolCall] | None = None  # role assistant
     tool_call_id: str | None = None  # role tool: the call that this message answers
     reasoning: str | None = None  # role assistant; for templates that show it again
-    reasoning_content: str | None = None  # the same under its other name
-    refusal: str | None = None  # role assistant; instead of content
-    # All other keys, for templates that use them. Clients send them on the same level.
+    reasoning_content: str | None = None  # another name of `reasoning`
+    refusal: str | None = None  # role assistant; replaces the content
+    # All other keys of the message, for templates that use them.
     template_fields: dict[str, Any] | None = None
 
     @property
     def text(self) -> str | None:
-        """The content; text parts are joined by newlines."""
+        """The content as one text. Parts are joined by newlines."""
         if self.content is None:
             return self.refusal
         if isinstance(self.content, str):
@@ -117,10 +117,11 @@ _MESSAGE_KEYS = frozenset(Message.__struct_fields__)
 
 
 def with_gathered_keys(message: Mapping[str, Any], refused: Container[str]) -> dict[str, Any]:
-    """The JSON of a message with its unknown keys in `template_fields`, nulls left out.
+    """Move the unknown keys of a message's JSON to `template_fields`. Nulls are left out.
 
     Args:
-        refused: keys that are not gathered, so that the decoder refuses them.
+        message: the JSON of the message.
+        refused: keys that stay where they are, so that the decoder refuses them.
     """
     kept: dict[str, Any] = {}
     others: dict[str, Any] = {}
@@ -168,7 +169,7 @@ class TextInput(
 class GrammarInput(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="grammar"
 ):
-    """A text of the grammar's language."""
+    """A text that the grammar allows."""
 
     grammar: Grammar
 
@@ -199,7 +200,7 @@ class NamedFunction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class NamedToolChoice(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="function"
 ):
-    """The one function that must be called."""
+    """Demands a call of this function."""
 
     function: NamedFunction
 
@@ -207,13 +208,13 @@ class NamedToolChoice(
 class NamedCustomToolChoice(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="custom"
 ):
-    """The one custom tool that must be called."""
+    """Demands a call of this custom tool."""
 
     custom: NamedFunction
 
 
 class AllowedTools(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The tools that may be called; the model is shown the others too."""
+    """The tools that may be called. The prompt shows the model all tools."""
 
     mode: Literal["auto", "required"]
     tools: Annotated[list[NamedToolChoice | NamedCustomToolChoice], msgspec.Meta(min_length=1)]

@@ -1,7 +1,7 @@
 """The sampling and reply fields that `/v1/chat/completions` and `/v1/completions` share.
 
-A sampling parameter that both endpoints take is declared here, under the name that `SamplingParams`
-has for it. `service.generation.sampling_params` copies it by that name.
+A sampling parameter that both endpoints take is declared here, under its name in `SamplingParams`.
+`api.preparation.generation.sampling_params` copies it by this name.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ RequestId = Annotated[str, msgspec.Meta(pattern=REQUEST_ID_PATTERN)]
 
 
 def _range(**schema: float) -> msgspec.Meta:
-    """A range for the OpenAPI document; `SamplingParams` checks the value."""
+    """A range for the OpenAPI document. `SamplingParams` checks the value."""
     return msgspec.Meta(extra_json_schema=schema)
 
 
@@ -83,8 +83,8 @@ TopP = Annotated[float, _range(exclusiveMinimum=0, maximum=1)]
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     include_usage: bool = False  # the last chunk has the usage of the whole request
-    continuous_usage_stats: bool = False  # with it, every chunk has the usage so far
-    include_obfuscation: Literal[False] = False  # chunks are not padded
+    continuous_usage_stats: bool = False  # with include_usage, every chunk has the usage so far
+    include_obfuscation: Literal[False] = False  # chunks are never padded
 
 
 class GenerationFields(ConstraintFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -129,14 +129,14 @@ class GenerationFields(ConstraintFields, frozen=True, kw_only=True, forbid_unkno
     return_tokens_as_token_ids: bool = False
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    # Tokens per chunk; the first and the last chunk may have fewer.
+    # Tokens per chunk. The first and the last chunk can have fewer.
     stream_interval: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)] | None = None
     priority: Int32 = 0  # lower runs first under scheduler.policy=priority
     speculation: bool = True  # false = no drafts; the answer is the same
     cache_salt: Annotated[str, msgspec.Meta(max_length=256)] = ""  # see the prefix cache
-    # Milliseconds since the request's arrival; then the answer ends with what has been generated.
+    # Milliseconds since the request's arrival, after which the answer ends where it is.
     deadline_ms: Annotated[float, msgspec.Meta(ge=1, le=24 * 3600 * 1000)] | None = None
     request_id: RequestId | None = None  # names the reply and its log line
     user: str | None = None  # the caller's label of an end user; has no effect
     safety_identifier: SafetyIdentifier | None = None  # the newer name of `user`
-    prompt_cache_key: str | None = None  # has no effect: there is one cache
+    prompt_cache_key: str | None = None  # has no effect, because there is one cache

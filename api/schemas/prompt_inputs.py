@@ -1,4 +1,4 @@
-"""Reading of a field that is a text, token ids, or a list of either."""
+"""Reads a field that is a text, token ids, a list of texts, or a list of lists of token ids."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ __all__ = ("read_inputs",)
 def read_inputs(
     given: str | Sequence[str | int | list[int]], name: str
 ) -> list[str] | list[list[int]]:
-    """The inputs, each a text or each a list of token ids.
+    """The inputs: either all are texts, or all are lists of token ids.
 
     Args:
-        given: a text, token ids, or a list of either.
+        given: a text, token ids, a list of texts, or a list of lists of token ids.
         name: name of the field, for error messages.
 
     Raises:
-        InvalidRequestError: there are none, or the two kinds are mixed.
+        InvalidRequestError: there is no input, or texts and token ids are mixed.
     """
     if isinstance(given, str):
         return [given]

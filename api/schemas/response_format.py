@@ -75,11 +75,11 @@ ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat | StructuralTa
 
 
 class ConstraintFields(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields that constrain an answer: at most one, under any of its names."""
+    """The fields that constrain an answer. A request has at most one constraint."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputsParams | None = None
-    # vLLM's older names of `structured_outputs.json` and so on
+    # vLLM's older names of the fields of `structured_outputs`.
     guided_json: dict[str, Any] | str | bool | None = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
@@ -93,18 +93,18 @@ _GUIDED = {
     "guided_choice": "choice",
     "guided_grammar": "grammar",
 }
-# Values of the fields when another constraint replaces them.
+# Values that clear these fields, when another constraint replaces theirs.
 NO_CONSTRAINT: dict[str, None] = dict.fromkeys(ConstraintFields.__struct_fields__)
 
 
 def constraint_field(fields: ConstraintFields) -> str:
-    """The field that a constraint of the request comes from; `response_format` without one."""
+    """The field that has the request's constraint; `response_format` if there is no constraint."""
     names = ("structured_outputs", *_GUIDED)
     return next((name for name in names if getattr(fields, name) is not None), "response_format")
 
 
 def constraint_of(fields: ConstraintFields) -> StructuredOutputsParams | None:
-    """The constraint of a request, None without one.
+    """The constraint of a request; None if there is no constraint.
 
     Raises:
         InvalidRequestError: there is more than one constraint, or it is not valid.
@@ -157,7 +157,7 @@ def _guided(fields: ConstraintFields, name: str) -> StructuredOutputsParams:
 
 
 def _with_field(message: str, name: str) -> str:
-    """The error's message with the request's field name of the constraint."""
+    """An error message, with the name of the field that has the request's constraint."""
     kind = _GUIDED.get(name)
     if kind is not None:
         message = message.replace(f"structured_outputs.{kind}", name)
@@ -165,9 +165,10 @@ def _with_field(message: str, name: str) -> str:
 
 
 def behind_reasoning(fields: ConstraintFields, form: AnswerForm) -> StructuredOutputsParams | None:
-    """The request's constraint with reasoning allowed before it.
+    """The request's constraint, changed so that reasoning is allowed before it.
 
-    None if there is no constraint, the model does not reason, or the constraint allows reasoning.
+    None if nothing is to be changed: there is no constraint, the model does not reason, or the
+    constraint allows reasoning already.
 
     Raises:
         InvalidRequestError: `constraint_of` refuses the constraint.
@@ -182,7 +183,7 @@ def behind_reasoning(fields: ConstraintFields, form: AnswerForm) -> StructuredOu
 
 
 async def refusing_by_field(name: str, work: Awaitable[T]) -> T:
-    """The result of `work`; its errors name the field that the request has the constraint in."""
+    """The result of `work`. Errors name the field `name`, which has the request's constraint."""
     try:
         return await work
     except InvalidRequestError as error:

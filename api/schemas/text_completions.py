@@ -1,4 +1,4 @@
-"""The bodies of `/v1/completions`: request, and one shape for a whole answer and for a chunk."""
+"""The bodies of `/v1/completions`: the request, and one type for whole answers and for chunks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class CompletionRequest(GenerationFields, frozen=True, kw_only=True, forbid_unkn
 
     prompt: str | list[str | int | list[int]]  # text, token ids, or a list of either
     logprobs: int | None = None
-    add_special_tokens: bool = True  # bos and the like around text prompts
+    add_special_tokens: bool = True  # add special tokens such as bos around text prompts
 
 
 class CompletionLogprobs(msgspec.Struct, frozen=True):
@@ -40,15 +40,15 @@ class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: str | None
     stop_reason: int | str | msgspec.UnsetType | None = msgspec.UNSET
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
-    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET  # in its first chunk
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET  # in the choice's first chunk
     prompt_text: str | msgspec.UnsetType = msgspec.UNSET
-    # None = the request gave token ids, not text.
+    # None = the prompt came as token ids, not as text.
     prompt_token_offsets: TokenOffsets | msgspec.UnsetType | None = msgspec.UNSET
     prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
-    """A whole response, or one chunk of a stream: the legacy endpoint has one shape for both."""
+    """A whole response, or one chunk of a stream. The legacy endpoint has one type for both."""
 
     id: str
     object: Literal["text_completion"] = "text_completion"

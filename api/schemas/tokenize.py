@@ -19,13 +19,13 @@ __all__ = (
 class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`POST /tokenize`: either `prompt` or `messages`."""
 
-    has_template_fields: ClassVar[bool] = True  # its messages may have any keys
+    has_template_fields: ClassVar[bool] = True  # the messages may have any keys
 
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[Message], msgspec.Meta(min_length=1)] | None = None
     add_special_tokens: bool | None = None  # absent = true for a prompt, false for messages
-    add_generation_prompt: bool | None = None  # absent = unless the last message is continued
+    add_generation_prompt: bool | None = None  # absent = not continue_final_message
     continue_final_message: bool = False
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None

@@ -22,8 +22,8 @@ class PromptTokensDetails(msgspec.Struct, frozen=True):
 
 
 class CompletionTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
-    reasoning_tokens: int | msgspec.UnsetType = msgspec.UNSET  # only of models that reason
-    # Draft tokens from `prediction`: those that became part of the answer, and the others.
+    reasoning_tokens: int | msgspec.UnsetType = msgspec.UNSET  # only for models that reason
+    # Draft tokens from `prediction`: how many became part of the answer, and how many did not.
     accepted_prediction_tokens: int | msgspec.UnsetType = msgspec.UNSET
     rejected_prediction_tokens: int | msgspec.UnsetType = msgspec.UNSET
 
@@ -31,11 +31,12 @@ class CompletionTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
 def completion_details(
     num_reasoning_tokens: int | None, prediction: tuple[int, int] | None
 ) -> CompletionTokensDetails | msgspec.UnsetType:
-    """The details of a reply; UNSET without any.
+    """The details of a reply's usage; UNSET if there are none.
 
     Args:
-        num_reasoning_tokens: None = the model does not reason.
-        prediction: accepted and rejected tokens; None = the request has no `prediction`.
+        num_reasoning_tokens: number of reasoning tokens; None = the model does not reason.
+        prediction: number of accepted and of rejected tokens; None = the request has no
+            `prediction`.
     """
     if num_reasoning_tokens is None and prediction is None:
         return msgspec.UNSET
@@ -52,7 +53,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
-    # Only in chat, for models that reason and requests with a prediction.
+    # Only in chat, and only for models that reason or requests with a prediction.
     completion_tokens_details: CompletionTokensDetails | msgspec.UnsetType = msgspec.UNSET
 
 
@@ -65,8 +66,8 @@ class PromptLogprob(msgspec.Struct, frozen=True):
 
 
 TokenOffsets = list[Annotated[list[int], msgspec.Meta(min_length=2, max_length=2)]]
-"""Per prompt token the characters [begin, end) of the text; [0, 0] = no characters."""
+"""For each prompt token, its characters [begin, end) in the text; [0, 0] = no characters."""
 
 
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
-"""Per prompt token, None for the first: token id -> candidate, the token itself among them."""
+"""For each prompt token: token id -> candidate, including the token itself. None for the first."""

@@ -63,7 +63,7 @@ async def tokenizer_info(service: SharedService) -> Response[bytes] | Stream:
 
 @post_endpoint("/reset_prefix_cache", answer=Success, errors=_CALLS)
 async def reset_prefix_cache(service: SharedService) -> Response[bytes] | Stream:
-    """Drop all cached blocks; 409 while a sequence uses some."""
+    """Drop all cached blocks. Answers 409 while a sequence uses cached blocks."""
     service.admission.check_started()
     await service.client.reset_prefix_cache()
     return json_response(Success())
@@ -71,7 +71,7 @@ async def reset_prefix_cache(service: SharedService) -> Response[bytes] | Stream
 
 @post_endpoint("/start_profile", answer=ProfileStarted, errors=_CALLS)
 async def start_profile(service: SharedService) -> Response[bytes] | Stream:
-    """Profile the engine's steps, into `server.profile_dir`."""
+    """Begin a profile of the engine's steps. The trace is written to `server.profile_dir`."""
     service.admission.check_started()
     return json_response(ProfileStarted(await service.client.start_profile()))
 
@@ -87,9 +87,10 @@ async def stop_profile(service: SharedService) -> Response[bytes] | Stream:
 async def drain_engine(
     service: SharedService, engine: FromPath[int], timeout_s: FromQuery[float | None] = None
 ) -> Response[bytes] | Stream:
-    """Take an engine out of service: it gets no requests, and those that it has end or move.
+    """Take an engine out of service: it gets no new requests, and finishes those that it has.
 
-    Requests may take `timeout_s` (default `server.drain_timeout_s`) to end before they move.
+    Requests that have not ended after `timeout_s` (default `server.drain_timeout_s`) move to other
+    engines.
     """
     _check_admin(service)
     timeout_s = _timeout(service, timeout_s)
@@ -108,9 +109,9 @@ async def resume_engine(service: SharedService, engine: FromPath[int]) -> Respon
 async def reload_weights(
     service: SharedService, timeout_s: FromQuery[float | None] = None
 ) -> Response[bytes] | Stream:
-    """Read the weights again from where they are, one engine after the other; loses no request.
+    """Read the weights again from the same path, one engine after the other. No request is lost.
 
-    Each engine is drained before, for `timeout_s` (default `server.drain_timeout_s`).
+    Each engine is drained first, for at most `timeout_s` (default `server.drain_timeout_s`).
     """
     _check_admin(service)
     begin = time.monotonic()

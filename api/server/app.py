@@ -31,7 +31,7 @@ __all__ = ("create_app",)
 
 
 def create_app(service: Service) -> Litestar:
-    """The application for `service`; the caller starts and stops the engine."""
+    """Make the application for `service`. The caller starts and stops the engine."""
 
     async def count_refusal(error: Exception, _scope: Scope) -> None:
         service.metrics.count_refusal(status_of(error))

@@ -1,8 +1,8 @@
-"""Returns free memory of the heaps to the system, so that the process is no larger than it must be.
+"""Returns free memory of the heaps to the system, so that the process does not stay large.
 
-glibc keeps freed blocks in its heaps. It returns only what lies behind the last block in use. One
-answer with many log-probabilities takes tens of MiB in small pieces, and a later small object
-behind them would keep all of it.
+glibc keeps freed blocks in its heaps. It returns only the memory after the last block in use. One
+answer with many log-probabilities takes tens of MiB in small pieces. A later small object after
+these pieces would keep all of their memory.
 """
 
 from __future__ import annotations
@@ -18,25 +18,27 @@ __all__ = ("return_free_memory", "return_large_blocks")
 _M_MMAP_THRESHOLD = -3  # of mallopt(3)
 _LARGE_BLOCK = 256 << 10  # bytes
 _LOOK_S = 5.0
-_GROWTH = 8 << 20  # bytes that the process has grown by before free memory is looked for
+_GROWTH = 8 << 20  # free memory is returned if the process has grown by more than this
 
 
 def return_large_blocks() -> None:
     """Let glibc return the memory of large request bodies to the system when it is freed.
 
-    glibc maps blocks above a threshold one by one, and unmaps them when they are freed. It raises
-    the threshold to the size of the largest freed block. Later bodies are then placed in the heaps,
-    beside small objects, and the heaps grow with each body. A fixed threshold prevents that.
+    glibc maps each block above a threshold by itself, and unmaps it when it is freed. But glibc
+    raises the threshold to the size of the largest freed block. Then later bodies are placed in the
+    heaps, between small objects, and the heaps grow with each body. A fixed threshold prevents
+    this.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:  # musl and macOS have none
+    if mallopt is not None:  # musl and macOS do not have mallopt
         mallopt(_M_MMAP_THRESHOLD, _LARGE_BLOCK)
 
 
 async def return_free_memory() -> None:
-    """Return free memory whenever the process has grown; runs until it is cancelled.
+    """Return free memory whenever the process has grown. Runs until it is cancelled.
 
-    It looks every few seconds. glibc returns the memory on a thread, which takes milliseconds.
+    It checks the size every few seconds. Returning the memory takes milliseconds, so a thread does
+    it.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is None:
@@ -46,7 +48,7 @@ async def return_free_memory() -> None:
         await asyncio.sleep(_LOOK_S)
         size = _resident_bytes()
         if size > least + _GROWTH:
-            gc.collect()  # errors keep their frames, and so the bodies in them, until then
+            gc.collect()  # errors keep their frames, which hold request bodies, until then
             await asyncio.to_thread(trim, 0)
             least = _resident_bytes()
         least = min(least, size)

@@ -34,7 +34,7 @@ _ENDPOINTS: dict[str, HTTPRouteHandler] = {
 
 
 class _Fields(msgspec.Struct):
-    """Which of these fields a body has."""
+    """The fields of a body that decide the endpoint."""
 
     messages: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     prompt: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
@@ -53,7 +53,7 @@ async def invocations(request: HttpRequest, service: SharedService) -> Response[
     """Answer a body of chat, completions, embeddings, rerank or score, by its fields."""
     name, is_certain = None, True
     try:
-        # The values stay text, and other fields are skipped: the endpoint decodes them.
+        # The values are not decoded here, and other fields are skipped. The endpoint decodes them.
         fields = msgspec.json.decode(await body_bytes(request), type=_Fields)
         given = (one for one in _ENDPOINTS if getattr(fields, one) is not msgspec.UNSET)
         name = next(given, None)

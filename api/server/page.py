@@ -1,7 +1,7 @@
 """The web page at `/`, and the state of the engine at `/debug`.
 
 The page needs only files of this package. The Content-Security-Policy header forbids the browser to
-load other files, so that text of a model cannot run code.
+load other files or to run inline scripts. So text of a model cannot run code.
 """
 
 from __future__ import annotations
@@ -65,26 +65,26 @@ class PageEngine(msgspec.Struct, frozen=True):
     num_running: int
     num_waiting: int
     kv_cache_usage: float  # share of the KV blocks in use
-    resident_bytes: int | None  # memory of the process; None = it does not run
+    resident_bytes: int | None  # memory of the process; None = no process runs
 
 
 class PageRank(msgspec.Struct, frozen=True):
     """One rank of the shown engine."""
 
     plan: RankInfo
-    resident_bytes: int | None  # memory of the process; None = it does not run
+    resident_bytes: int | None  # memory of the process; None = no process runs
 
 
 class PageState(msgspec.Struct, frozen=True):
     """The answer of `/debug/state`."""
 
     time: float  # seconds of time.monotonic()
-    problem: str | None  # why the engine does not serve, or its state cannot be read
+    problem: str | None  # why the engine does not serve, or why its state cannot be read
     model: PageModel | None  # None until the engine has started
-    stats: dict[str, Any]  # `EngineStats` by name
-    engine: dict[str, Any] | None  # `EngineState` by name, without its stats
+    stats: dict[str, Any]  # `EngineStats` as an object with names
+    engine: dict[str, Any] | None  # `EngineState` as an object with names, without its stats
     engine_pid: int | None
-    engines: list[PageEngine]  # empty where there is one only
+    engines: list[PageEngine]  # empty if there is only one engine
     ranks: list[PageRank]  # ranks of the shown engine; empty = the model is not divided
     live: dict[str, Percentiles | None]  # latencies of the last 10 s
     use: MachineUse
@@ -106,7 +106,7 @@ async def page_file(name: FromPath[str]) -> Response[bytes]:
 async def debug_state(
     service: SharedService, engine: FromQuery[int] = 0
 ) -> Response[bytes] | Stream:
-    """The present state of one engine; it contains no text and no token of a request."""
+    """The present state of one engine. It contains no text and no tokens of requests."""
     return json_response(await _state(service, _checked(service, engine)))
 
 
@@ -114,7 +114,7 @@ async def debug_state(
 async def debug_flight(
     service: SharedService, engine: FromQuery[int] = 0
 ) -> Response[bytes] | Stream:
-    """The last steps of an engine, from the flight recorder; works while the engine hangs too."""
+    """The last steps of an engine, from the flight recorder. Works even if the engine hangs."""
     number = _checked(service, engine)
     records = await asyncio.to_thread(service.client.flight_records, number)
     return json_response(as_json(records))
@@ -134,7 +134,7 @@ def _file(name: str) -> Response[bytes]:
 
 
 def _checked(service: Service, engine: int) -> int:
-    """The number of an engine that there is; raises InvalidRequestError for another one."""
+    """The number of an engine; raises InvalidRequestError if there is no such engine."""
     last = len(service.client.replicas) - 1
     if not 0 <= engine <= last:
         raise InvalidRequestError(f"engine={engine}, it must be in [0, {last}]", param="engine")
@@ -220,5 +220,5 @@ def _engine(state: EngineState) -> dict[str, Any]:
 
 
 def _by_name(struct: msgspec.Struct) -> dict[str, Any]:
-    """A struct that is encoded as an array, as an object with names."""
+    """Convert a struct that would be encoded as an array to an object with names."""
     return {name: getattr(struct, name) for name in struct.__struct_fields__}

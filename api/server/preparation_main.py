@@ -1,7 +1,7 @@
 """The process whose forks prepare requests: `python -m ostinato.api.server.preparation_main`.
 
-The process has the model's tokenizer and chat template. It gets no secrets of the server's
-configuration, because its forks render the templates of clients.
+The process has the model's tokenizer and chat template. Its forks render the templates of clients,
+so it gets no secrets of the server's configuration.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _Source:
         if start.model.tokenizer:
             self.tokenizer = Tokenizer.from_path(start.model.tokenizer)
             if start.chat_template is not None:
-                # The template that the server uses, which may differ from the model's own.
+                # The server's template can differ from the model's own.
                 self.tokenizer.chat_template = ChatTemplate(
                     start.chat_template, self.tokenizer.special_tokens
                 )

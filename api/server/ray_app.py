@@ -3,7 +3,7 @@
     serve run ostinato.api.server.ray_app:build model.path=/models/llama device.threads=8
 
 Each replica of the deployment is an API process with `parallel.data` engines on its machine. Ray
-Serve listens, and starts, scales and ends replicas.
+Serve listens for requests. It starts, scales and ends replicas.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ if TYPE_CHECKING:
 
 __all__ = ("LiveApp", "build")
 
-_MOST_REQUESTS = 10_000  # of a replica at the same time; the server's own limits refuse earlier
+# Requests of a replica at the same time. The server's own limits refuse requests before this one.
+_MOST_REQUESTS = 10_000
 
 
 def build(settings: Mapping[str, object]) -> Any:
-    """The application, as `serve run` and the file of `serve deploy` name it.
+    """Make the application. `serve run` and the file of `serve deploy` name this function.
 
     Args:
-        settings: those of `run serve`, by key.
+        settings: the settings of `run serve`, by key.
 
     Returns:
         A `ray.serve.Application`.
@@ -67,10 +68,10 @@ def build(settings: Mapping[str, object]) -> Any:
 
 
 class LiveApp:
-    """An ASGI application whose lifespan is that of its engines.
+    """An ASGI application that starts and ends its engines with its lifespan.
 
     Args:
-        config: of the server and the engines.
+        config: the configuration of the server and the engines.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -87,7 +88,7 @@ class LiveApp:
         await self._app(scope, receive, send)
 
     def check_health(self) -> None:
-        """Raise RuntimeError if no engine will serve again; Ray Serve then replaces the replica."""
+        """Raise RuntimeError if no engine will serve again. Ray Serve then replaces the replica."""
         if self._client is not None and (reason := self._client.death_reason):
             raise RuntimeError(f"the engine does not run: {reason}")
 

@@ -22,12 +22,14 @@ __all__ = ("HANDLERS",)
 
 
 class Version(msgspec.Struct, frozen=True):
-    """The server's version, how the layers run in a small step, and the CPU's instruction set."""
+    """The server's version, and the facts that the speed and the bits of answers depend on."""
 
     version: str
-    layers: dict[str, int]  # captured | fx | inductor | eager
+    # Number of layers by what runs them in a small step: captured | fx | inductor | eager.
+    layers: dict[str, int]
     isa: str  # instruction set of the CPU kernels; empty = none are used
-    # Times of one layer's products: instruction set -> rows -> time. Empty = not compared.
+    # Time of the matrix products of one layer: instruction set -> rows of the input -> time. Empty
+    # = not compared.
     isa_microseconds: dict[str, dict[str, float]]
     determinism: str  # bitwise | none, see docs/determinism.md
     system_fingerprint: str  # the `system_fingerprint` of answers
@@ -63,7 +65,7 @@ async def model(service: SharedService, name: FromPath[str]) -> Response[bytes] 
 
 @get_endpoint("/health", answer=Status, errors={503: Status}, is_open=True)
 async def health(service: SharedService) -> Response[bytes]:
-    """Whether the engine works: 200, or 503 with the reason; several engines are listed."""
+    """Whether the engine works: 200, or 503 with the reason. Lists the engines if several."""
     return _health(service)
 
 
@@ -75,21 +77,21 @@ async def ping(service: SharedService) -> Response[bytes]:
 
 @get_endpoint("/live", answer=Status, errors={503: Status}, is_open=True)
 async def live(service: SharedService) -> Response[bytes]:
-    """Whether this process works: 200, or 503 where a supervisor should restart it."""
+    """Whether this process works: 200, or 503 if a supervisor should restart it."""
     problem = service.admission.liveness_problem()
     return status_response("ok" if problem is None else "stuck", problem)
 
 
 @get_endpoint("/ready", answer=Status, errors={503: Status}, is_open=True)
 async def ready(service: SharedService) -> Response[bytes]:
-    """Whether a new request would be admitted and served now: 200, or 503 with the reason."""
+    """Whether the server would serve a new request now: 200, or 503 with the reason."""
     refusal = service.admission.unreadiness()
     return status_response("ready" if refusal is None else refusal.code, refusal and str(refusal))
 
 
 @get_endpoint("/version", answer=Version)
 async def version(service: SharedService) -> Response[bytes] | Stream:
-    """The server's version, how the model's layers run, on what, and what is promised of bits."""
+    """The server's version, how the model's layers run, and whether answers are deterministic."""
     model, layers = service.client.model, service.client.stats.layers_by_program
     return json_response(
         Version(

@@ -93,7 +93,7 @@ class SchemaPage(OpenAPIRenderPlugin):
         self._page: bytes | None = None  # the document does not change while the server runs
 
     def render(self, request: Request[Any, Any, Any], openapi_schema: dict[str, Any]) -> bytes:
-        """The page."""
+        """The page as UTF-8."""
         if self._page is None:
             operations = [
                 (path, method.upper(), operation)
@@ -106,7 +106,8 @@ class SchemaPage(OpenAPIRenderPlugin):
 
 
 def _rows(schema: Mapping[str, Any]) -> Iterator[tuple[str, str, bool, str]]:
-    """(name, type, whether it is required, description) of each field; "" for no object."""
+    """(name, type, is required, description) of each field. A schema that is no object is one row
+    without a name."""
     if "properties" not in schema:
         yield "", _type(schema), False, schema.get("description", "")
     required = schema.get("required", ())
@@ -115,7 +116,7 @@ def _rows(schema: Mapping[str, Any]) -> Iterator[tuple[str, str, bool, str]]:
 
 
 def _type(schema: Mapping[str, Any]) -> str:
-    """A type in words: `string`, `integer 0..20`, `Message[]`, `"auto" | "none"`."""
+    """A type as text: `string`, `integer 0..20`, `Message[]`, `"auto" | "none"`."""
     if "$ref" in schema:
         return str(schema["$ref"]).rpartition("/")[2]
     if "anyOf" in schema:

@@ -1,8 +1,8 @@
 """`run serve`: starts the engine process and the HTTP server, and ends both at a signal.
 
 It binds the port, then starts the engine process and the HTTP server in parallel. Requests get 503
-until the model is ready. On SIGTERM or SIGINT it takes no new requests, finishes the running ones,
-stops the engine and exits 0. A second signal aborts the running requests.
+until the model is ready. On SIGTERM or SIGINT it takes no new requests, finishes the running
+requests, stops the engine and exits 0. A second signal aborts the running requests.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class _Signals:
     Attributes:
         first: set by the first signal.
         second: set by the second signal.
-        exit_code: what the process returns after the signals so far.
+        exit_code: the exit code of the process after the signals so far.
     """
 
     def __init__(self) -> None:
@@ -124,12 +124,12 @@ class _Server:
     """One run of the server: start, serve, shut down.
 
     Args:
-        client: its engine process has been spawned.
+        client: the engine client, whose engine process has been spawned.
         service: the state that handlers share.
         http: the HTTP server with its application.
-        listener: bound and listening.
-        signals: end the run.
-        began: when this process was started, seconds of time.monotonic().
+        listener: the socket, bound and listening.
+        signals: the signals that end the run.
+        began: when this process was started, in seconds of time.monotonic().
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class _Server:
         self._signals = signals
 
     async def run(self) -> int:
-        """Returns the exit code; raises StartupError as `serve`."""
+        """Run the server; returns the exit code. For errors see `serve`."""
         signals = self._signals
         serving = asyncio.create_task(self._http.serve(sockets=[self._listener]))
         serving.add_done_callback(lambda _: signals.first.set())
@@ -173,12 +173,12 @@ class _Server:
         return signals.exit_code
 
     async def _force_exit(self) -> None:
-        """After the second signal the HTTP server does not wait for connections."""
+        """After the second signal, let the HTTP server end without waiting for connections."""
         await self._signals.second.wait()
         self._http.force_exit = True
 
     async def _before_signal(self, work: Coroutine[Any, Any, None]) -> bool:
-        """Whether `work` finished; a signal cancels it."""
+        """Wait for `work`; a signal cancels it. Returns whether `work` finished."""
         task = asyncio.create_task(work)
         stop = asyncio.create_task(self._signals.first.wait())
         await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
@@ -231,7 +231,7 @@ class _Server:
         )
 
     def _engine_hints(self) -> str:
-        """Where to look after several engines; empty for one."""
+        """A text with the addresses for managing several engines; empty for one engine."""
         count = len(self._client.replicas)
         if count == 1:
             return ""
@@ -270,7 +270,7 @@ def _http_server(
     from ostinato.api.service.service import Service
 
     class Server(uvicorn.Server):
-        """uvicorn's server without its signal handling: `_Server` decides when it ends."""
+        """uvicorn's server without its signal handling. `_Server` decides when it ends."""
 
         @contextlib.contextmanager
         def capture_signals(self) -> Iterator[None]:
@@ -335,7 +335,7 @@ def _url(listener: socket.socket, scheme: str) -> str:
 
 
 def _check_tls(server: ServerConfig) -> None:
-    """Load the TLS files before the engine starts, so that a wrong one is reported at once."""
+    """Load the TLS files before the engine starts, so that a wrong file is reported at once."""
     if not server.tls_certificate:
         return
     try:
@@ -350,7 +350,7 @@ def _check_tls(server: ServerConfig) -> None:
 
 def _configure_logging(server: ServerConfig) -> None:
     configure_logging(server.log_level, server.log_format, "api")
-    if server.log_level == "info":  # uvicorn's and asyncio's own steps are for debugging
+    if server.log_level == "info":  # the lines of uvicorn and asyncio are only for debugging
         for name in ("uvicorn", "asyncio"):
             logging.getLogger(name).setLevel(logging.WARNING)
 

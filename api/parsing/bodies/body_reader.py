@@ -1,4 +1,7 @@
-"""The interface of readers of a tool call's body, and the parsing of values without quotes."""
+"""The interface of readers of a tool call's body, and functions that read values.
+
+The body of a call is the text between the markers of the call.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +26,12 @@ __all__ = (
     "value_of_text",
 )
 
-# Function -> parameter -> the JSON types that its schema allows; none = any.
+# Function -> parameter -> the JSON types that the parameter's schema allows; () = any.
 ParameterTypes = Mapping[str, Mapping[str, tuple[str, ...]]]
 
 
 class NotACall(Enum):
-    """Results of a reader for a body that is not a call, or not yet."""
+    """Results of a reader for a body that is not a call, or is not known to be one yet."""
 
     unfinished = "unfinished"
     malformed = "malformed"
@@ -49,7 +52,7 @@ class Begun(msgspec.Struct, frozen=True):
 
 
 class BodyReader(Protocol):
-    """Reads one body. Each call of `read` gets the whole text so far."""
+    """Reads one body. `read` always gets the whole text of the body so far."""
 
     def read(self, body: str) -> Begun | Calls | NotACall: ...
 
@@ -67,7 +70,7 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def json_text(value: Any) -> str | None:
-    """A value as JSON text; None where JSON or UTF-8 has no such value."""
+    """A value as JSON text; None if JSON or UTF-8 cannot express the value."""
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
         text.encode()  # raises for half of a surrogate pair
@@ -77,7 +80,7 @@ def json_text(value: Any) -> str | None:
 
 
 def object_text(value: Any) -> str | None:
-    """Arguments as JSON text; some models write that text within a JSON string."""
+    """Arguments as the JSON text of an object. Some models write this text in a JSON string."""
     if isinstance(value, str):
         value = load_json(value)
     return json_text(value) if isinstance(value, dict) else None
@@ -90,10 +93,11 @@ _PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 def value_of_text(text: str, types: tuple[str, ...]) -> Any:
     """The value that a model wrote as bare text, without quotes around strings.
 
-    A parameter whose schema allows another type than string is read as JSON. Text that is no JSON
-    of an allowed type is a string.
+    If the parameter's schema allows other types than string, the text is read as JSON. Text that is
+    not JSON of an allowed type is a string.
 
     Args:
+        text: the text.
         types: the JSON types that the parameter's schema allows; empty = any.
     """
     if types == ("string",):

@@ -1,7 +1,7 @@
 """Calls of FunctionGemma: `call:get_weather{city:<escape>Oslo<escape>,days:3}`.
 
-Strings stand between `<escape>` marks, also inside of lists and objects. Keys have no quotes. Other
-values are written as in JSON.
+Strings stand between `<escape>` marks, also inside lists and objects. Keys have no quotes. All
+other values are written as in JSON.
 """
 
 from __future__ import annotations
@@ -40,14 +40,15 @@ class EscapedLayout(msgspec.Struct, frozen=True):
     """How the arguments of a call are written: KEY`:`VALUE`,` ..."""
 
     def written(self, arguments: str) -> str:
-        """The arguments of a call, from arguments as JSON."""
+        """Convert arguments from JSON to this layout."""
         return _text(json.loads(arguments))[1:-1]
 
     def part(self, function: str, schema: dict[str, Any] | None, *, strict: bool) -> dict[str, Any]:
-        """The format tree of the arguments of a function.
+        """The xgrammar format of the arguments of a function.
 
         Raises:
-            InvalidRequestError: `strict`, and the schema asks for what cannot be enforced.
+            InvalidRequestError: `strict` is true, and the schema has a keyword that cannot be
+                enforced.
         """
         parameters = parameters_of(function, schema, strict=strict, limits_text=False)
         if parameters is None:
@@ -64,7 +65,7 @@ class EscapedLayout(msgspec.Struct, frozen=True):
         return listed(parameters, _argument, ",")
 
     def raw_ends(self, key: str) -> tuple[str, str]:
-        """The text before and after the value of `key`, if it is the only argument and a text."""
+        """The texts before and after the value of `key`, if it is the only argument and a text."""
         return f"{key}:{_MARK}", _MARK
 
 
@@ -93,16 +94,16 @@ def _text(value: Any) -> str:
 
 
 class EscapedBody:
-    """Reads one call, continuing where the last call of `read` stopped.
+    """Reads one call. `read` continues where its last call stopped.
 
     Args:
-        streams: a grammar enforces the shape, so the arguments are certain as they arrive.
+        streams: a grammar enforces the syntax, so arguments can be sent as they arrive.
     """
 
     def __init__(self, *, streams: bool) -> None:
         self._streams = streams
         self._name = ""
-        self._begin = 0  # of the arguments, the bracket included
+        self._begin = 0  # position of the bracket that opens the arguments
         self._position = 0
         self._depth = 0
         self._is_text = False  # the position is between two marks
@@ -128,7 +129,7 @@ class EscapedBody:
         return Calls([ToolCall(name=self._name, arguments=written)], end)
 
     def _so_far(self, body: str) -> str:
-        """The arguments as JSON as far as they are certain, without the closing bracket."""
+        """The certain part of the arguments as JSON, without the closing bracket."""
         entries: dict[str, str] = {}
         position = self._begin + 1
         while (key := _KEY.match(body, position)) and key[1] not in entries:
@@ -155,7 +156,7 @@ class EscapedBody:
         return "{" + ", ".join(f"{json.dumps(key)}: {text}" for key, text in entries.items())
 
     def _find_end(self, body: str) -> bool:
-        """Move the position behind the bracket that closes the arguments, if it is there."""
+        """Move the position behind the bracket that closes the arguments, if the text has it."""
         while True:
             if self._is_text:
                 end = body.find(_MARK, self._position)
@@ -183,10 +184,10 @@ class EscapedBody:
 
 
 def _value(text: str, begin: int, depth: int) -> tuple[Any, int]:
-    """The value that begins there, and where it ends.
+    """The value that begins at `begin`, and where it ends.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no value.
     """
     if depth > _MAX_DEPTH:
         raise ValueError("the value is nested too deeply")
@@ -223,7 +224,7 @@ def _value(text: str, begin: int, depth: int) -> tuple[Any, int]:
 
 
 def _entries(text: str, begin: int, closing: str, read: Callable[[int], int]) -> int:
-    """Read entries with commas between them; returns where the closing bracket ends."""
+    """Read entries that are separated by commas; returns where the closing bracket ends."""
     position = _behind_space(text, begin)
     if text.startswith(closing, position):
         return position + 1

@@ -37,7 +37,7 @@ class JsonBody:
     def read(self, body: str) -> Calls | NotACall:
         state = self._scanner.scan(body)
         key = self._scanner.first_key
-        # An answer that is JSON but not a call is released before its end.
+        # JSON that is not a call is recognised before its end, so that its text can be shown.
         if _LIST_OF_OTHERS.match(body) or (
             key is not None and body[key[0] + 1 : key[1] - 1] not in _KEYS
         ):
@@ -54,7 +54,7 @@ class JsonBody:
 
 
 def _call(item: Any) -> ToolCall | None:
-    """The call that an object describes; None for another object."""
+    """The call that an object describes; None if it describes no call."""
     if not isinstance(item, dict) or not isinstance(item.get("name"), str):
         return None
     given = [item[key] for key in _ARGUMENT_KEYS if key in item]
@@ -72,15 +72,15 @@ def _call(item: Any) -> ToolCall | None:
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True):
-    """What stands between the marker that opens a call and its arguments.
+    """The text between the marker that opens a call and the call's arguments.
 
-    White space may stand between the parts.
+    There may be white space between the parts.
     """
 
-    before: tuple[str, ...] = ()  # texts before the name, each of which may be missing
-    id_marker: str = ""  # the call's id stands behind it, before the arguments; it may be missing
-    after: tuple[str, ...] = ()  # texts before the arguments, each of which may be missing
-    name_is_id: bool = False  # `functions.NAME:3` is the call's id
+    before: tuple[str, ...] = ()  # optional texts before the name
+    id_marker: str = ""  # an optional text; the call's id follows it, then the arguments
+    after: tuple[str, ...] = ()  # optional texts before the arguments
+    name_is_id: bool = False  # the name is written as `functions.NAME:3`, which is also the id
 
 
 _RUN = re.compile(r"[\w.:-]{0,161}")
@@ -89,7 +89,7 @@ _NAME = re.compile(r"[\w.-]{1,128}")
 
 
 class NamedBody:
-    """The function's name, then the arguments as a JSON object, with markers of the format."""
+    """The function's name, then the arguments as a JSON object, with the format's markers."""
 
     def __init__(self, header: Header) -> None:
         self._header = header
@@ -110,7 +110,7 @@ class NamedBody:
         return Calls([ToolCall(name=name, arguments=arguments, id=call_id)], end)
 
     def _read_header(self, body: str) -> tuple[str, str | None, int] | NotACall:
-        """The name, the id, and where the arguments begin."""
+        """Read the header; returns the name, the id, and where the arguments begin."""
         header, reader = self._header, _Pieces(body)
         for text in header.before:
             reader.skip(text)
@@ -134,7 +134,7 @@ class NamedBody:
 class _Pieces:
     """Reads the pieces of a header one after the other.
 
-    `is_open` is whether the text ended where further text may change what was read.
+    `is_open` is true if the text ended at a place where further text can change the result.
     """
 
     def __init__(self, text: str) -> None:
@@ -143,7 +143,7 @@ class _Pieces:
         self.is_open = False
 
     def skip(self, piece: str) -> bool:
-        """Whether the piece comes next; it is passed then."""
+        """Skip `piece` if it comes next; returns whether it did."""
         rest = self._rest()
         if rest.startswith(piece):
             self.position += len(piece)
@@ -152,7 +152,7 @@ class _Pieces:
         return False
 
     def run(self) -> str:
-        """The letters, digits and signs of a name that come next."""
+        """Read the characters of a name that come next."""
         self._rest()
         found = _RUN.match(self._text, self.position)
         run = "" if found is None else found[0]
@@ -164,7 +164,7 @@ class _Pieces:
         return self._rest().startswith(piece)
 
     def _rest(self) -> str:
-        """The next characters, as many as a piece has at most, behind white space."""
+        """The next characters after white space, at most the length of the longest piece."""
         text = self._text
         while self.position < len(text) and text[self.position].isspace():
             self.position += 1
@@ -173,7 +173,7 @@ class _Pieces:
 
 
 class ListOrNamedBody:
-    """A list of calls as `JsonBody` reads it, or one call as `NamedBody` does."""
+    """Either a list of calls, which `JsonBody` reads, or one call, which `NamedBody` reads."""
 
     def __init__(self, header: Header) -> None:
         self._list, self._named = JsonBody(), NamedBody(header)
@@ -189,15 +189,16 @@ class ListOrNamedBody:
 
 
 class ShapedBody:
-    """A call whose shape a grammar enforces, so its arguments are certain as they arrive.
+    """A call whose syntax a grammar enforces. So its arguments can be sent as they arrive.
 
     Args:
+        shape: how the call is written.
         opening: the marker before the body.
     """
 
     def __init__(self, shape: ToolCallFormat, opening: str) -> None:
         self._shape = shape
-        # The head of the first call, and that of a further one.
+        # The text before the name in the first call, and in further calls.
         self._heads = shape.heads(opening)
         self._scanner = JsonScanner()
 
@@ -225,7 +226,13 @@ class ShapedBody:
         return Calls([ToolCall(name=name, arguments=arguments.lstrip())], done)
 
     def _raw(self, name: str, text: str, length: int) -> Begun | Calls:
-        """The call of a custom tool with verbatim text; `length` is the length of the body."""
+        """Read the call of a custom tool with verbatim text.
+
+        Args:
+            name: the tool's name.
+            text: the body after the head.
+            length: the length of the whole body.
+        """
         end = RAW_END + self._shape.end
         position = text.find(end)
         if position < 0:

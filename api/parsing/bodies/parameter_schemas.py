@@ -1,4 +1,4 @@
-"""Reads the schema of a function's parameters for formats that write each parameter by itself."""
+"""Reads the schema of a function's parameters, for formats that write the parameters one by one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ("Parameter", "allowed_types", "listed", "parameters_of", "types_of_pa
 
 _ALL = ("string", "integer", "number", "boolean", "null", "array", "object")
 _MAX_DEPTH = 16
-# Keywords of a whole schema that say nothing about an object beyond its properties.
+# Keywords of the schema of an object that can be enforced, or that enforce nothing.
 _NOTES = {"title", "description", "default", "examples", "$comment"}
 _OF_OBJECTS = _NOTES | {
     *("type", "properties", "required", "additionalProperties", "strict"),
@@ -28,11 +28,11 @@ class Parameter(msgspec.Struct, frozen=True, kw_only=True):
     """One parameter of a function."""
 
     name: str
-    schema: Any  # with the definitions of the whole schema, so that references resolve
+    schema: Any  # includes the definitions of the whole schema, so that references resolve
     types: tuple[str, ...]  # JSON types that the schema allows; empty = any
     is_required: bool
-    choices: tuple[str, ...] = ()  # all strings that are allowed; empty = not a list of strings
-    is_free: bool = True  # every string is allowed, if a string is
+    choices: tuple[str, ...] = ()  # the allowed strings; empty = the schema does not list them
+    is_free: bool = True  # if the value may be a string, it may be any string
 
     @property
     def may_be_text(self) -> bool:
@@ -40,7 +40,7 @@ class Parameter(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def types_of_parameters(schema: dict[str, Any] | None) -> dict[str, tuple[str, ...]]:
-    """Parameter -> the JSON types that its schema allows, empty = any."""
+    """Parameter -> the JSON types that its schema allows; () = any."""
     root = schema or {}
     properties = root.get("properties")
     given = properties.items() if isinstance(properties, dict) else ()
@@ -50,13 +50,16 @@ def types_of_parameters(schema: dict[str, Any] | None) -> dict[str, tuple[str, .
 def parameters_of(
     function: str, schema: dict[str, Any] | None, *, strict: bool, limits_text: bool
 ) -> list[Parameter] | None:
-    """The parameters of a function; None if it takes any, because its schema lists none.
+    """The parameters of a function; None if its schema lists none, so that any are allowed.
 
     Args:
-        limits_text: strings can be held to keywords such as `pattern`.
+        function: the function's name.
+        schema: the schema of its parameters.
+        strict: whether the arguments must match the schema.
+        limits_text: the format can enforce keywords for strings, such as `pattern`.
 
     Raises:
-        InvalidRequestError: `strict`, and the schema asks for what such a format cannot enforce.
+        InvalidRequestError: `strict` is true, and the format cannot enforce the schema.
     """
     root = schema or {"properties": {}}
     unknown = sorted(set(root) - _OF_OBJECTS)
@@ -115,7 +118,7 @@ def _is_free(schema: Any) -> bool:
 
 
 def allowed_types(schema: Any, root: dict[str, Any]) -> tuple[str, ...]:
-    """The JSON types that a schema allows, empty = any."""
+    """The JSON types that a schema allows; () = any."""
     found: set[str] = set()
     for one in _branches(schema, root):
         kind = one.get("type") if isinstance(one, dict) else None
@@ -168,12 +171,12 @@ def listed(
     argument: Callable[[Parameter, str], dict[str, Any]],
     separator: str,
 ) -> dict[str, Any]:
-    """The format tree of arguments with a separator between them, of which some may be missing.
+    """The xgrammar format of arguments with separators between them. Some may be optional.
 
     Args:
-        parameters: those that are required come first in the text.
-        argument: the tree of one argument, with what stands before it.
-        separator: between two arguments.
+        parameters: the parameters. In the text, the required ones come first.
+        argument: makes the format of one argument. Its second argument is the text before it.
+        separator: the text between two arguments.
     """
     required = [one for one in parameters if one.is_required]
     others = [one for one in parameters if not one.is_required]

@@ -24,23 +24,23 @@ _KEY = re.compile(r"[^\W\d]\w{0,127}")
 
 
 class PythonLayout(msgspec.Struct, frozen=True, kw_only=True):
-    """How several calls are written; a single one is NAME`(`KEY`=`VALUE`, `...`)`."""
+    """How a list of calls is written. Each call is NAME`(`KEY`=`VALUE`, `...`)`."""
 
-    begin: str = "["  # empty = the calls begin at once
-    separator: str = ","  # between calls; empty = white space
+    begin: str = "["  # the text before the first call; empty = no text
+    separator: str = ","  # the text between calls; empty = white space
     end: str = "]"
 
     def written(self, arguments: str) -> str:
-        """The arguments of a call, from arguments as JSON."""
+        """Convert arguments from JSON to this layout."""
         given = json.loads(arguments).items()
         return ", ".join(f"{key}={_python_text(value)}" for key, value in given)
 
     def part(self, function: str, schema: dict[str, Any] | None, *, strict: bool) -> dict[str, Any]:
-        """The format tree of the arguments of a function.
+        """The xgrammar format of the arguments of a function.
 
         Raises:
-            InvalidRequestError: `strict`, and the schema asks for what cannot be enforced, or a
-                parameter's name is no name in Python.
+            InvalidRequestError: `strict` is true, and the schema cannot be enforced. Or the name of
+                a parameter is not a name in Python.
         """
         parameters = parameters_of(function, schema, strict=strict, limits_text=True)
         if parameters is None:
@@ -56,7 +56,7 @@ class PythonLayout(msgspec.Struct, frozen=True, kw_only=True):
         return listed(parameters, _argument, ", ")
 
     def raw_ends(self, key: str) -> tuple[str, str]:
-        """What stands around a text that a grammar of its own enforces."""
+        """The texts before and after an argument that has a grammar of its own."""
         return RAW_BEGIN, RAW_END
 
 
@@ -81,19 +81,19 @@ def _sequence(elements: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _python_text(value: Any) -> str:
-    """A value as a Python literal; only True, False and None differ from JSON."""
+    """A value as a Python literal. Only True, False and None are not written as in JSON."""
     if isinstance(value, bool) or value is None:
         return str(value)
     return json.dumps(value, ensure_ascii=False)
 
 
 class _Call:
-    """Reads one call from `begin` on, continuing where the last `read` stopped."""
+    """Reads one call from `begin` on. `read` continues where its last call stopped."""
 
     def __init__(self, begin: int) -> None:
         self.end = begin
         self.name = ""
-        self._values: dict[str, str] = {}  # JSON by argument
+        self._values: dict[str, str] = {}  # argument -> its value as JSON
         self._key = ""
         self._scanner: ValueScanner | None = None
         self._needs_comma = False
@@ -104,14 +104,14 @@ class _Call:
         return "{" + ", ".join(f"{json.dumps(key)}: {text}" for key, text in self._values.items())
 
     def read(self, text: str) -> NotACall | None:
-        """None once the call is complete; `end` is behind it then."""
+        """Read on. None = the call is complete, and `end` is the position after it."""
         while True:
             outcome = self._read_value(text) if self._scanner else self._read_sign(text)
             if outcome is not True:
                 return outcome or None
 
     def _read_sign(self, text: str) -> NotACall | bool:
-        """Read the name or what stands before a value; False once the call is complete."""
+        """Read the name, or the text before a value; False = the call is complete."""
         self.end = _behind_space(text, self.end)
         if self.end == len(text):
             return NotACall.unfinished
@@ -166,7 +166,7 @@ def _behind_space(text: str, position: int) -> int:
 
 
 class PythonBody:
-    """Reads all calls of a list, which are calls only together."""
+    """Reads all calls of a list. If one of them is malformed, none is a call."""
 
     def __init__(self, layout: PythonLayout) -> None:
         self._layout = layout
@@ -211,9 +211,10 @@ class PythonBody:
 
 
 class OnePythonBody:
-    """A call whose shape a grammar enforces; each argument is certain when it is complete.
+    """A call whose syntax a grammar enforces. Each argument can be sent when it is complete.
 
     Args:
+        shape: how the call is written.
         opening: the marker before the body.
     """
 
@@ -223,7 +224,8 @@ class OnePythonBody:
 
     def read(self, body: str) -> Begun | Calls | NotACall:
         if self._call is None:
-            # The head of the first call is the longer one, and may be all that there is.
+            # The head of the first call is longer than that of further calls. The text can end
+            # within it.
             head = next((one for one in self._heads if body.startswith(one)), None)
             may_come = any(one.startswith(body) and one != body for one in self._heads)
             if head is None or (not head and may_come):
@@ -243,11 +245,11 @@ class OnePythonBody:
         )
 
     def _begin(self, body: str) -> int:
-        """Where the arguments begin."""
+        """The position at which the arguments begin."""
         return body.index("(") + 1
 
     def _raw(self, name: str, body: str) -> Begun | Calls:
-        """The call of a custom tool whose text is written verbatim."""
+        """Read the call of a custom tool whose text is written verbatim."""
         begin = self._begin(body) + len(RAW_BEGIN)
         end = RAW_END + ")"
         position = body.find(end, begin)

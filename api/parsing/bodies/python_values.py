@@ -1,6 +1,6 @@
 """Reads Python literals: strings, numbers, True, False, None, lists, tuples and dictionaries.
 
-The words of JSON are read too, because models mix both. Nothing is evaluated.
+The words of JSON (true, false, null) are read too, because models mix both. Nothing is evaluated.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SHORT = {
     "\\": "\\", "'": "'", '"': '"', "/": "/",
 }  # fmt: skip
 _CLOSING = {"(": ")", "[": "]", "{": "}"}
-# Characters without a meaning for where a value ends.
+# Characters that do not affect where a value ends.
 _PLAIN = re.compile(r"[^'\"\[\](){},]+")
 _IN_STRING = {quote: re.compile(rf"(?:[^{quote}\\]++|\\.)*+", re.DOTALL) for quote in "'\""}
 
@@ -39,7 +39,7 @@ class _NotALiteral(ValueError):
 
 
 def literal(text: str) -> tuple[Any] | None:
-    """The value of a literal, in a tuple; None if the text is none."""
+    """The value of a literal, in a tuple; None if the text is not a literal."""
     try:
         tokens = _tokens(text)
         value, end = _value(tokens, 0)
@@ -71,10 +71,10 @@ def _value(tokens: list[tuple[str, str]], at: int, depth: int = 0) -> tuple[Any,
         return _WORDS[text], at + 1
     if kind == "string":
         parts: list[str] = []
-        while at < len(tokens) and tokens[at][0] == "string":  # neighbours are one string
+        while at < len(tokens) and tokens[at][0] == "string":  # adjacent strings are one string
             parts.append(_ESCAPE.sub(_character, tokens[at][1][1:-1]))
             at += 1
-        # Two codes of a surrogate pair, as JSON writes them, are one character.
+        # Two escapes of a surrogate pair, as in JSON, are one character.
         return "".join(parts).encode("utf-16-le", "surrogatepass").decode("utf-16-le"), at
     if kind == "sign" and text in _CLOSING:
         return _collection(tokens, at, depth)
@@ -125,10 +125,10 @@ class ValueEnd(Enum):
 
 
 class ValueScanner:
-    """Finds the comma or the closing bracket behind a value, in a growing text.
+    """Finds the comma or the closing bracket after a value, in a growing text.
 
     Attributes:
-        end: where the value ends, once `scan` has returned `found`.
+        end: the position where the value ends; valid after `scan` has returned `found`.
     """
 
     def __init__(self, begin: int) -> None:
@@ -137,7 +137,7 @@ class ValueScanner:
         self._quote = ""
 
     def scan(self, text: str) -> ValueEnd:
-        """Continue where the last call stopped; `text` is all the text so far."""
+        """Continue where the last call stopped. `text` is the whole text so far."""
         while self.end < len(text):
             if self._quote:
                 match = _IN_STRING[self._quote].match(text, self.end)

@@ -1,4 +1,4 @@
-"""The tags of the formats whose calls look like XML: one layout for each family of models.
+"""The tags of the call formats that look like XML: one layout for each family of models.
 
 Sources: the chat templates and the documentation of the models' publishers.
 """

@@ -1,7 +1,7 @@
-"""Calls whose parameters stand between tags, one by one: the formats that look like XML.
+"""Calls that look like XML: each parameter stands between tags of its own.
 
-A parameter's text is a string as it is, or the JSON of a value of another type. The function's
-schema says which of them.
+The text between the tags is either a string, written as it is, or the JSON of another value. The
+function's schema decides which.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ _MAX_KEY = 256
 class TagLayout(msgspec.Struct, frozen=True, kw_only=True):
     """How a call is written with tags.
 
-    It is `function_begin` NAME `name_end`, then for each parameter `key_begin` KEY `key_end`
-    `value_begin` VALUE `value_end`, then `function_end`. White space may stand between the parts.
-    White space next to a value is part of the value.
+    A call is `function_begin` NAME `name_end`, then for each parameter `key_begin` KEY `key_end`
+    `value_begin` VALUE `value_end`, then `function_end`. There may be white space between the
+    parts. White space next to a value is part of the value.
 
-    With `json_key_end` the tag of a key says what its value is: a string behind `key_end`, JSON
-    behind `json_key_end`. Else the function's schema says it.
+    If the layout has `json_key_end`, the tag of a key tells the type of its value: a string follows
+    `key_end`, and JSON follows `json_key_end`. Otherwise the function's schema tells the type.
     """
 
-    before: tuple[str, ...] = ()  # texts before `function_begin`, each of which may be missing
+    before: tuple[str, ...] = ()  # optional texts before `function_begin`
     function_begin: str = ""
     name_end: str = ""
     key_begin: str
@@ -51,10 +51,10 @@ class TagLayout(msgspec.Struct, frozen=True, kw_only=True):
     value_begin: str = ""
     value_end: str
     function_end: str
-    own_lines: bool = False  # a value stands between line ends, which do not belong to it
+    own_lines: bool = False  # there is a line end before and after a value; both are not part of it
 
     def written(self, arguments: str) -> str:
-        """The parameters of a call, from arguments as JSON."""
+        """Convert arguments from JSON to this layout."""
         given = json.loads(arguments).items()
         texts = (
             value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
@@ -66,10 +66,10 @@ class TagLayout(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def part(self, function: str, schema: dict[str, Any] | None, *, strict: bool) -> dict[str, Any]:
-        """The format tree of the parameters of a function.
+        """The xgrammar format of the parameters of a function.
 
         Raises:
-            InvalidRequestError: `strict`, and the schema asks for what cannot be enforced.
+            InvalidRequestError: `strict` is true, and the schema cannot be enforced.
         """
         parameters = parameters_of(function, schema, strict=strict, limits_text=False)
         if parameters is None:
@@ -79,7 +79,7 @@ class TagLayout(msgspec.Struct, frozen=True, kw_only=True):
         return {"type": "sequence", "elements": [self._parameter(one) for one in parameters]}
 
     def raw_ends(self, key: str) -> tuple[str, str]:
-        """What stands around the text of a parameter that a grammar of its own enforces."""
+        """The texts before and after a parameter that has a grammar of its own."""
         return self._head(key), self._tail
 
     def _head(self, key: str, *, is_text: bool = True) -> str:
@@ -106,7 +106,7 @@ class TagLayout(msgspec.Struct, frozen=True, kw_only=True):
         return {"type": "or", "elements": [tag, {"type": "const_string", "value": ""}]}
 
     def _text(self, head: str) -> dict[str, Any]:
-        """A parameter of free text. Like the reader, the grammar ends it at the closing tag."""
+        """A parameter of free text. The grammar ends it at the closing tag, like the reader."""
         text = {
             "type": "tag",
             "begin": head,
@@ -134,12 +134,13 @@ class TagLayout(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TaggedBody:
-    """Reads one call with tags, continuing where the last call of `read` stopped.
+    """Reads one call with tags. `read` continues where its last call stopped.
 
     Args:
-        opening: the marker before the body; it may be the beginning of the function's tag.
+        layout: how the call is written.
+        opening: the marker before the body. It can be the beginning of the function's tag.
         types: the types of the functions' parameters.
-        streams: a grammar enforces the shape, so the arguments are certain as they arrive.
+        streams: a grammar enforces the syntax, so arguments can be sent as they arrive.
     """
 
     def __init__(
@@ -152,8 +153,8 @@ class TaggedBody:
         self._name = ""
         self._own_types: Mapping[str, tuple[str, ...]] = {}
         self._key: str | None = None  # the parameter whose value is being read
-        self._is_json = False  # its tag says that the value is not a string
-        self._searched = 0  # there is no end of the value before this position
+        self._is_json = False  # the tag of `_key` says that its value is JSON
+        self._searched = 0  # the value does not end before this position
         self._keys: set[str] = set()
         self._arguments: list[str] = []  # `"key": value` of each complete parameter
         begins_inside = bool(layout.function_begin) and opening == layout.function_begin
@@ -177,7 +178,7 @@ class TaggedBody:
         return outcome
 
     def _rest(self, body: str) -> str:
-        """The beginning of the text that was not read, behind white space."""
+        """The beginning of the unread text, without leading white space."""
         while self._position < len(body) and body[self._position].isspace():
             self._position += 1
         return body[self._position : self._position + 80]
@@ -238,14 +239,14 @@ class TaggedBody:
         return None
 
     def _find_key_end(self, body: str, begin: int) -> tuple[int, str]:
-        """Where a key ends, -1 = nowhere yet, and the text behind it."""
+        """The position where a key ends (-1 = not known yet), and the text that ends it."""
         layout = self._layout
         texts = filter(None, (layout.key_end, layout.json_key_end))
         found = [(body.find(text, begin, begin + _MAX_KEY), text) for text in texts]
         return min((one for one in found if one[0] >= 0), default=(-1, ""))
 
     def _types_of_key(self, key: str) -> tuple[str, ...]:
-        """The types that the value of a key may have; empty = any."""
+        """The types that the value of a key can have; () = any."""
         if self._layout.json_key_end and not self._is_json:
             return ("string",)
         return self._own_types.get(key, ())
@@ -271,7 +272,7 @@ class TaggedBody:
         return None
 
     def _open_text(self, body: str) -> str:
-        """The JSON of the parameter that is being read as far as it is certain."""
+        """The certain part of the JSON of the parameter that is being read."""
         is_text = self._key is not None and self._types_of_key(self._key) == ("string",)
         if self._key is None or not is_text or self._key in self._keys:
             return ""
