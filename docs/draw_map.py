@@ -81,7 +81,7 @@ Band = dict[str, Box]
 
 
 def read_bands(root: Path) -> dict[str, Band]:
-    """What `draw` draws, read from the sources under `root`."""
+    """The input of `draw`, read from the sources under `root`."""
     return {layer: _read_band(root, layer) for layer in LAYERS}
 
 
@@ -168,7 +168,7 @@ def _group_modules(imports: Mapping[str, set[str]]) -> dict[str, str]:
 
 
 def _reduce(band: Band) -> None:
-    """Takes away arrows that follow from others."""
+    """Removes arrows that follow from others."""
     direct = {name: set(box.imports) for name, box in band.items()}
     for box in band.values():
         for name in direct[box.name]:
@@ -194,7 +194,7 @@ def _levels(band: Band) -> dict[str, int]:
 
 @dataclass(slots=True)
 class _Node:
-    """A box in its column, or the place where a long arrow crosses a column."""
+    """A box in its column, or the point at which a long arrow crosses a column."""
 
     name: str
     level: int

@@ -107,7 +107,7 @@ class Space:
 
 
 def _methods(config: RunConfig) -> tuple[Value, ...]:
-    """The values: no drafts, and the configured drafts (by default, all drafts without a model)."""
+    """No drafts, and the configured drafts; with a draft model, only the configured drafts."""
     method = config.speculation.method
     if config.speculation.uses_model:
         return (method,)
