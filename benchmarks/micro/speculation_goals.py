@@ -5,9 +5,10 @@
     python -m ostinato.benchmarks.micro.speculation_goals model=demo --starts 3 --json FILE
 
 Every engine runs in a process of its own. It is called as by the server, but without HTTP. Engines
-answer each request, or each batch, in turns, in every order equally often. Before each turn an
-engine answers a short request that is not timed, because a process is slower after a pause. No two
-turns have the same prompts.
+answer each request, or each batch, in turns, in every order equally often. A turn begins when no
+engine works: after an answer an engine maps pages for 0.2 s, which made the next one up to 10 %
+slower. Then the engine answers a short request that is not timed, because a process is slower after
+a pause. No two turns have the same prompts.
 
     free         tokens drawn at temperature 1, which nothing predicts; with 1 and with 32 streams
     chat         the demo model answers questions at temperature 0.7; with 1 and with 32 streams
@@ -34,7 +35,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from itertools import permutations
@@ -42,6 +43,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
+import psutil
 
 import ostinato
 from ostinato.benchmarks.machine.probes import LoadMeter, commit_of
@@ -71,6 +73,7 @@ _ENGINES = {
 _PROMPT_TOKENS = 64
 _FIRST_TOKENS = 16  # of the request before each turn
 _RESAMPLES = 2000
+_SETTLE_S, _MOST_SETTLE_S, _IDLE_SHARE = 0.2, 3.0, 0.15
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +220,7 @@ async def _take_turns(
     for role in orders[number % len(orders)]:
         client = clients["plain" if role == "plain" else "drafts"]
         asked = [_without_drafts(one, number) for one in requests] if role == "off" else requests
+        await _settle()
         await _answer(client, [_first(client, f"{case.name}/{number}/{role}")])
         load, begin = LoadMeter(), time.perf_counter()
         answers = await _answer(client, asked)
@@ -314,6 +318,26 @@ def _without_drafts(request: _Request, number: int) -> _Request:
     """
     sampling = msgspec.structs.replace(request.sampling, speculation=False)
     return _Request(request.prompt, sampling, request.prepared, f"off {number}")
+
+
+async def _settle() -> None:
+    """Wait until the processes that this one has started use no processor."""
+    end = time.monotonic() + _MOST_SETTLE_S
+    while time.monotonic() < end:
+        before = _used_seconds()
+        await asyncio.sleep(_SETTLE_S)
+        if _used_seconds() - before < _IDLE_SHARE * _SETTLE_S:
+            return
+
+
+def _used_seconds() -> float:
+    """Processor time of the running processes that this one has started."""
+    used = 0.0
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            times = process.cpu_times()
+            used += times.user + times.system
+    return used
 
 
 def _first(client: EngineClient, name: str) -> _Request:

@@ -1,0 +1,70 @@
+"""How often a draft is looked for, and a step without drafts compared with its predicted seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from ostinato.conf.schema import SchedulerConfig
+from ostinato.runtime.kv.kv_cache_manager import KVCacheManager
+from ostinato.runtime.scheduling.scheduler import Scheduler
+from ostinato.runtime.speculation.proposer import Draft
+from ostinato.runtime.types.request import Request
+from tests.runtime.cost_tables import make_table
+from tests.runtime.scheduling.scheduler_steps import make_request, step
+
+
+class Silent:
+    """A drafter that never finds a draft; counts how often it is asked."""
+
+    max_drafts = 3
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+
+    def propose(self, request: Request, token_ids: Sequence[int], most: int) -> Draft | None:
+        self.num_calls += 1
+        return None
+
+    def learn(self, request: Request, token_ids: Sequence[int]) -> None:
+        pass
+
+    def forget(self, request_id: str) -> None:
+        pass
+
+    def reset(self) -> None:
+        pass
+
+
+def lookups(num_steps: int, *, speculation: bool) -> tuple[int, int]:
+    """Calls of the drafter in steps of one sequence, and steps whose seconds are compared."""
+    drafter = Silent()
+    config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64)
+    scheduler = Scheduler(
+        config,
+        KVCacheManager(65, 4),
+        max_model_len=200,
+        max_in_flight=1,
+        proposer=drafter,
+        draft_costs=make_table(),
+    )
+    request = make_request("a", range(10, 14), max_tokens=100, ignore_eos=True)
+    sampling = msgspec.structs.replace(request.sampling, speculation=speculation)
+    scheduler.add(msgspec.structs.replace(request, sampling=sampling))
+    step(scheduler, 5)  # its prompt
+    num_compared = 0
+    for _ in range(num_steps):
+        step(scheduler, 5)
+        assert scheduler._last_read is not None
+        num_compared += scheduler._last_read.load is not None
+        scheduler.observe(0.004)
+    return drafter.num_calls, num_compared
+
+
+def test_after_eight_steps_without_a_draft_one_step_of_eight_looks_for_one() -> None:
+    assert lookups(72, speculation=True) == (8 + 8, 8 + 8)
+
+
+def test_a_request_without_speculation_is_not_looked_up() -> None:
+    assert lookups(72, speculation=False) == (0, 9)
