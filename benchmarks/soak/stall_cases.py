@@ -274,6 +274,7 @@ def _many_sequences(max_model_len: int) -> list[StallCase]:
 
     words = [f"{_PROSE[index : index + 30]} {index}" for index in range(256)]
     chosen = list(range(300, 428))
+    held = [*(f"{index:x}{'a' * 4095}" for index in range(15)), f"{'a' * 4095}b"]
     ids = _long_prompt(max_model_len)
     return [
         _one("n=128 with log-probabilities", _COMPLETIONS, lambda: _many(logprobs=20)),
@@ -318,7 +319,8 @@ def _many_sequences(max_model_len: int) -> list[StallCase]:
         _one(
             "n=128 with 16 stop strings of 4,096 characters",
             _COMPLETIONS,
-            lambda: _many(stop=[f" {'a' * 4094}{index:x}" for index in range(16)]),
+            # The text could become the last stop string in each token, and none of the others.
+            lambda: _many(stop=held, structured_outputs={"regex": "a{4000}"}, max_tokens=480),
         ),
         _one("n=128 with 256 bad words", _COMPLETIONS, lambda: _many(bad_words=words)),
         _one(

@@ -6,7 +6,11 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
-from ostinato.runtime.text.detokenizer import IncrementalDetokenizer, TextDecoder
+from ostinato.runtime.text.detokenizer import (
+    IncrementalDetokenizer,
+    TextDecoder,
+    prompt_context,
+)
 from ostinato.runtime.types.outputs import (
     BeamOutput,
     FinishReason,
@@ -25,17 +29,24 @@ __all__ = ("CompletionStream", "PromptCompletions", "join_outputs")
 class CompletionStream:
     """Turns the engine's outputs of one request into `RequestOutput`s; finds stop strings."""
 
-    def __init__(self, request: Request, index: int, tokenizer: TextDecoder | None) -> None:
+    def __init__(
+        self,
+        request: Request,
+        index: int,
+        tokenizer: TextDecoder | None,
+        context: Sequence[int],
+    ) -> None:
         """
         Args:
             request: the request that was sent to the engine.
             index: its index among the n completions.
             tokenizer: None = no text, token ids only.
+            context: the prompt, or its `prompt_context`.
         """
         self._request = request
         self._index = index
         self._text = (
-            IncrementalDetokenizer(tokenizer, request.prompt_token_ids, request.sampling)
+            IncrementalDetokenizer(tokenizer, context, request.sampling)
             if tokenizer is not None
             else None
         )
@@ -104,8 +115,15 @@ class PromptCompletions:
         self._requests = requests
         self._sampling = sampling
         self._tokenizer = tokenizer
+        prompt = requests[0].prompt_token_ids
+        skip = sampling.skip_special_tokens
+        self._context = (
+            prompt
+            if tokenizer is None
+            else prompt_context(tokenizer, prompt, skip_special_tokens=skip)
+        )
         self._streams = {
-            request.request_id: CompletionStream(request, index, tokenizer)
+            request.request_id: CompletionStream(request, index, tokenizer, self._context)
             for index, request in enumerate(requests)
         }
         # With more candidates than `n`, the best are known only when all have ended.
@@ -177,7 +195,7 @@ class PromptCompletions:
     def _of_beams(self, engine_output: SequenceOutput) -> Iterator[RequestOutput]:
         (request,) = self._requests
         for index, beam in enumerate(engine_output.beams or ()):
-            stream = CompletionStream(request, index, self._tokenizer)
+            stream = CompletionStream(request, index, self._tokenizer, self._context)
             output = stream.process(
                 SequenceOutput(
                     engine_output.request_id,

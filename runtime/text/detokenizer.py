@@ -15,7 +15,7 @@ from ostinato.runtime.text.stop_strings import StopStringMatcher
 from ostinato.runtime.text.token_bytes import TokenPieces
 from ostinato.runtime.types.params import SamplingParams
 
-__all__ = ("IncrementalDetokenizer", "PieceText", "TextDecoder", "WindowText")
+__all__ = ("IncrementalDetokenizer", "PieceText", "TextDecoder", "WindowText", "prompt_context")
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _PROMPT_WINDOW = 6  # prompt tokens at the beginning of the first window
@@ -41,6 +41,29 @@ class TextDecoder(Protocol):
         ...
 
 
+def prompt_context(
+    tokenizer: TextDecoder, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool
+) -> Sequence[int]:
+    """The tokens of a prompt that the text of its completions depends on.
+
+    A prompt may have 100,000 tokens without text and 128 completions, so the prompt is read once.
+
+    Args:
+        tokenizer: decodes tokens.
+        prompt_token_ids: the whole prompt.
+        skip_special_tokens: whether special tokens have no text.
+    """
+    last = prompt_token_ids[-_PROMPT_WINDOW:]
+    pieces = tokenizer.pieces
+    if pieces is None or not pieces.strips_leading_space:
+        return last
+    piece = pieces.shown_piece if skip_special_tokens else pieces.piece
+    if any(map(piece, last)):
+        return last
+    shown = next(filter(piece, reversed(prompt_token_ids)), None)
+    return last if shown is None else [shown, *last]
+
+
 class IncrementalDetokenizer:
     """The text of one completion as its tokens arrive.
 
@@ -50,7 +73,7 @@ class IncrementalDetokenizer:
 
     Args:
         tokenizer: decodes tokens; see `TextDecoder`.
-        prompt_token_ids: the tokens that the completion continues.
+        prompt_token_ids: the tokens that the completion continues, or their `prompt_context`.
         sampling: `stop`, `min_tokens`, `include_stop_str_in_output` and `skip_special_tokens` are
             read.
 

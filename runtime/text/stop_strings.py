@@ -27,13 +27,16 @@ def num_held(text: str, markers: Iterable[str]) -> int:
 class StopStringMatcher:
     """Watches one completion's text for its stop strings.
 
+    The time for a character is constant on average, whatever the text and the stop strings are.
+
     Args:
         stop: the stop strings; none may be empty.
         include_stop: whether the released text contains the stop string that ended it.
     """
 
     def __init__(self, stop: tuple[str, ...], *, include_stop: bool = False) -> None:
-        self._stop = stop
+        self._stop = [_StopString(text) for text in stop]
+        self._first_characters = frozenset(text[0] for text in stop)
         self._include_stop = include_stop
         self._held = ""
         self.matched: str | None = None
@@ -48,14 +51,16 @@ class StopStringMatcher:
         """
         if self.matched is not None or not text:
             return ""
+        if not self._held and self._first_characters.isdisjoint(text):
+            return text
         buffer = self._held + text
-        if may_stop:
-            found = self._first_match(buffer, searched=len(self._held))
-            if found is not None:
-                start, self.matched = found
+        for end, character in enumerate(text, len(self._held) + 1):
+            complete = [stop.text for stop in self._stop if stop.takes(character)]
+            if complete and may_stop:
+                self.matched = max(complete, key=len)
                 self._held = ""
-                return buffer[: start + len(self.matched)] if self._include_stop else buffer[:start]
-        released = len(buffer) - num_held(buffer, self._stop)
+                return buffer[: end if self._include_stop else end - len(self.matched)]
+        released = len(buffer) - max(stop.num_matched for stop in self._stop)
         self._held = buffer[released:]
         return buffer[:released]
 
@@ -64,11 +69,42 @@ class StopStringMatcher:
         held, self._held = self._held, ""
         return held
 
-    def _first_match(self, buffer: str, *, searched: int) -> tuple[int, str] | None:
-        """The match that ends first after the position `searched`: (position, stop string)."""
-        best: tuple[int, int, str] | None = None
-        for stop in self._stop:
-            start = buffer.find(stop, max(0, searched - len(stop) + 1))
-            if start >= 0 and (best is None or (start + len(stop), start) < best[:2]):
-                best = (start + len(stop), start, stop)
-        return None if best is None else best[1:]
+
+class _StopString:
+    """Finds one stop string by the algorithm of Knuth, Morris and Pratt (1977).
+
+    A border of a string is a shorter string that it both begins and ends with. The longest border
+    of each beginning is computed when the text first reaches that beginning.
+
+    Attributes:
+        text: the stop string.
+        num_matched: length of the longest end of the text that is a proper prefix of `text`.
+    """
+
+    __slots__ = ("_borders", "num_matched", "text")
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.num_matched = 0
+        self._borders = [0]  # lengths of the longest borders of the first 1, 2, ... characters
+
+    def takes(self, character: str) -> bool:
+        """Take the next character of the text; returns whether it completes the stop string."""
+        length = self._longer(self.num_matched, character)
+        is_complete = length == len(self.text)
+        self.num_matched = self._border(length) if is_complete else length
+        return is_complete
+
+    def _longer(self, length: int, character: str) -> int:
+        """The length that matches after `character`, if the first `length` characters matched."""
+        while self.text[length] != character:
+            if not length:
+                return 0
+            length = self._border(length)
+        return length + 1
+
+    def _border(self, length: int) -> int:
+        borders = self._borders
+        while len(borders) < length:
+            borders.append(self._longer(borders[-1], self.text[len(borders)]))
+        return borders[length - 1]

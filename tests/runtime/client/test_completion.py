@@ -36,7 +36,7 @@ def make_stream(**sampling: object) -> CompletionStream:
         prompt_token_ids=[1, 2],
         sampling=SamplingParams(**sampling),  # type: ignore[arg-type]
     )
-    return CompletionStream(request, 0, Words())
+    return CompletionStream(request, 0, Words(), request.prompt_token_ids)
 
 
 def engine_output(
@@ -130,5 +130,5 @@ def test_a_failed_candidate_ends_them_all() -> None:
 
 def test_without_a_tokenizer_there_are_tokens_only() -> None:
     request = Request(request_id="r", prompt_token_ids=[1], sampling=SamplingParams())
-    output = CompletionStream(request, 0, None).process(engine_output([3]))
+    output = CompletionStream(request, 0, None, []).process(engine_output([3]))
     assert summary(output) == ("", [3], None, None)

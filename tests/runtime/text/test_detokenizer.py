@@ -9,7 +9,12 @@ import tokenizers
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from ostinato.runtime.text.detokenizer import IncrementalDetokenizer, PieceText, WindowText
+from ostinato.runtime.text.detokenizer import (
+    IncrementalDetokenizer,
+    PieceText,
+    WindowText,
+    prompt_context,
+)
 from ostinato.runtime.text.stop_strings import StopStringMatcher
 from ostinato.runtime.text.tokenizer import Tokenizer
 from ostinato.runtime.types.params import SamplingParams
@@ -295,3 +300,42 @@ class TestStopStrings:
             shown += matcher.feed(character)
             assert text.startswith(shown)
             assert not any(word in shown for word in stop)
+
+    def test_each_character_takes_a_constant_number_of_comparisons(self):
+        """The text could become the last stop string after each character, and never another."""
+
+        class Counted(str):
+            __slots__ = ()
+            num_reads = 0
+
+            def __getitem__(self, index):
+                Counted.num_reads += 1
+                return super().__getitem__(index)
+
+        length, others = 1000, 15
+        stop = [*(Counted(f"{index:x}{'a' * length}") for index in range(others))]
+        matcher = StopStringMatcher((*stop, Counted("a" * length + "b")))
+        Counted.num_reads = 0
+        for _ in range(length):
+            assert matcher.feed("a") == ""
+        assert matcher.feed("z") == "a" * length + "z"
+        # One read for each string and character; the last string also computes its borders and falls back.
+        assert Counted.num_reads <= (others + 6) * (length + 1)
+
+
+@pytest.mark.parametrize("tokenizer", ALL.values(), ids=ALL)
+@given(data=st.data())
+@settings(max_examples=50, deadline=None)
+def test_the_context_of_a_prompt_gives_the_text_of_the_whole_prompt(tokenizer, data):
+    tokens = st.integers(0, 40)  # among them special tokens, bytes of characters and unknown ids
+    ids = data.draw(st.lists(st.one_of(tokens, st.just(0)), max_size=20))
+    prompt, output = ids[: len(ids) // 2], ids[len(ids) // 2 :]
+    for skip in (True, False):
+        sampling = SamplingParams(skip_special_tokens=skip)
+        context = prompt_context(tokenizer, prompt, skip_special_tokens=skip)
+        texts = [
+            (one := IncrementalDetokenizer(tokenizer, before, sampling)).append(output)
+            + one.flush()
+            for before in (prompt, context)
+        ]
+        assert texts[0] == texts[1]
