@@ -2,18 +2,16 @@
 
     1. norm, QKV projection
     2. norms and rotation of the heads, write of K and V
-    3. attention over parts of the context
-    4. combination of the parts
-    5. output projection, residual
-    6. norm, gate and up projection, activation
-    7. down projection, residual
+    3. attention
+    4. output projection, residual
+    5. norm, gate and up projection, activation
+    6. down projection, residual
 
-With a mixture of experts, the last three are
+With a mixture of experts, the last two are
 
-    5. output projection, residual
-    6. norm, router, choice of experts
-    7. gate and up of the chosen experts, activation
-    8. down of the chosen experts, their weighted sum, residual
+    5. norm, router, choice of experts
+    6. gate and up of the chosen experts, activation
+    7. down of the chosen experts, their weighted sum, residual
 
 `FewRowsBlock` holds the modules of a `DecoderBlock` and calls the ops of ops/fused/. Steps
 of more tokens than `most_rows` spend most of their time in matrix products. cuBLAS is faster at

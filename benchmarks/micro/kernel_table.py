@@ -22,11 +22,10 @@ from triton.compiler import ASTSource
 from ostinato.benchmarks.machine.described_device import described_device
 from ostinato.benchmarks.machine.kernel_resources import Resources, read_resources
 from ostinato.ops.backends.triton_cache_write import rotary_write_kernel, write_kv_kernel
-from ostinato.ops.backends.triton_kernels import attention_kernel, combine_kernel
+from ostinato.ops.backends.triton_kernels import attention_kernel
 from ostinato.ops.backends.triton_tiles import (
     KernelShape,
     attention_constants,
-    combine_constants,
     rotary_constants,
     write_constants,
 )
@@ -43,7 +42,7 @@ __all__ = ("Variant", "compile_variant", "main", "render", "replace_section", "v
 
 _CAPABILITY = 90
 _SHARED_MEMORY_LIMIT = 227 * 1024  # bytes that one program of capability 9.0 may use
-_LAUNCH_OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
+_LAUNCH_OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "maxnreg")
 _POINTERS = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32", "fp8_e4m3": "*fp8e4nv"}
 _METADATA = {
     "query_start_loc": "*i32",
@@ -51,7 +50,7 @@ _METADATA = {
     "block_table": "*i32",
     "slot_mapping": "*i64",
 }
-_COUNTS = ("members", "counters", "counts", "slots_done", "cleared")  # tensors of int32
+_COUNTS = ("members", "counters", "counts", "slots_done", "cleared", "arrivals")  # tensors of int32
 _SINGLE_RESULTS = ("logits", "products", "routing_weights")  # of float32
 _STRIDES = ("x_stride", "residual_stride", "qkv_stride")
 _SINGLE = ("alibi_slopes", "sinks", "cos", "sin")  # tensors of float32
@@ -82,7 +81,7 @@ class Variant:
     """One kernel, specialised to a model."""
 
     model: str
-    role: str  # short | long | combine | write | rotate | linear | router | experts
+    role: str  # short | long | write | rotate | linear | router | experts
     dtype: str
     kernel: Any
     constants: Mapping[str, Any]
@@ -115,8 +114,6 @@ def variants() -> Iterator[Variant]:
         ),
     }
     for model, (shape, window, cap) in models.items():
-        combine = combine_constants(shape, window)
-        yield Variant(model, "combine", "bfloat16", combine_kernel, combine)
         for cache_dtype in ("", "fp8_e4m3"):
             converting = replace(shape, converts_cache=cache_dtype != "")
             for is_long in (False, True):
@@ -144,8 +141,6 @@ def variants() -> Iterator[Variant]:
     }
     for model, (heads, kv_heads, head_dim, window, name) in per_head.items():
         shape = KernelShape(heads, kv_heads, head_dim, 16, 2, 1 << 17)
-        combine = combine_constants(shape, window)
-        yield Variant(model, "combine", "bfloat16", combine_kernel, combine, optional=(name,))
         for is_long in (False, True):
             constants = attention_constants(shape, window, 0.0, is_long=is_long)
             role = "long" if is_long else "short"

@@ -1,11 +1,11 @@
 """The `triton` attention backend: picks tile shapes and launches the Triton kernels.
 
-A step has at most four launches. The first writes K and V; if the projection is given, it also
-rotates the heads. The second attends for sequences with few query rows (decode), whose keys are
-split into partitions. The third combines those partitions. The fourth attends for sequences with
-many query rows (prefill). The device decides which sequence belongs to which launch. So the
-launches depend on shapes alone, and a captured CUDA graph serves any mix of lengths. A row's result
-depends on its own sequence only, not on its batch.
+A step has at most three launches. The first writes K and V; if the projection is given, it also
+rotates the heads. The second attends for sequences with few query rows (decode). Their keys are
+split into partitions, and the last program of a sequence and KV head joins these. The third attends
+for sequences with many query rows (prefill). The device decides which sequence belongs to which
+launch. So the launches depend on shapes alone, and a captured CUDA graph serves any mix of lengths.
+A row's result depends on its own sequence only, not on its batch.
 """
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ from torch import Tensor
 
 from ostinato.ops.attention import AttentionMetadata, AttentionSpec, HostMetadata, PlanKey
 from ostinato.ops.backends.triton_cache_write import rotary_write_kernel, write_kv_kernel
-from ostinato.ops.backends.triton_kernels import attention_kernel, combine_kernel
+from ostinato.ops.backends.triton_kernels import attention_kernel
 from ostinato.ops.backends.triton_tiles import (
     MAX_TILE_ROWS,
     KernelShape,
     attention_constants,
     ceil_div,
-    combine_constants,
     rotary_constants,
     write_constants,
 )
@@ -34,7 +33,6 @@ __all__ = ("BACKEND", "TritonBackend", "why_shape_unsupported", "write_kv")
 # A multiprocessor runs this many programs of a decode launch at once. While one waits for memory,
 # another computes.
 _PROGRAMS_PER_PROCESSOR = 2
-_COMBINING_PROGRAMS_PER_PROCESSOR = 4
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -89,7 +87,13 @@ def _check_caches(k_cache: Tensor, v_cache: Tensor) -> None:
 
 
 def write_kv(
-    out: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata
+    out: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    metadata: AttentionMetadata,
+    arrivals: Tensor | None = None,
 ) -> None:
     """Store the step's keys and values at `slot_mapping`; zero the padding rows of `out`.
 
@@ -100,11 +104,13 @@ def write_kv(
         k_cache: [num_blocks, Hkv, block_size, D] contiguous.
         v_cache: like `k_cache`, of Dv elements.
         metadata: the step's; `query_start_loc` and `slot_mapping` are read.
+        arrivals: [T, Hkv] int32, which is zeroed for the attention kernel; None = nothing.
     """
     num_tokens, num_kv_heads, head_dim = k.shape
     constants = write_constants(out.shape[1], num_kv_heads, head_dim, v.shape[2], k_cache.shape[2])
     write_kv_kernel[(num_tokens, ceil_div(num_kv_heads, constants["BLOCK_H"]))](
         out,
+        arrivals,
         k,
         v,
         k_cache,
@@ -194,9 +200,10 @@ class TritonBackend:
         out = torch.empty((*q.shape[:2], v.shape[2]), dtype=q.dtype, device=q.device)
         if q.shape[0] == 0:
             return out
-        write_kv(out, k, v, k_cache, v_cache, metadata)
+        arrivals = _arrivals(q, k_cache)
+        write_kv(out, k, v, k_cache, v_cache, metadata, arrivals)
         more = (scale, sliding_window, soft_cap, alibi_slopes, sinks)
-        _attend(out, q, k_cache, v_cache, metadata, *more)
+        _attend(out, arrivals, q, k_cache, v_cache, metadata, *more)
         return out
 
     def run_projected(
@@ -232,8 +239,10 @@ class TritonBackend:
             k_cache.shape[2],
         )
         rows = ceil_div(num_heads + 2 * num_kv_heads, constants["BLOCK_H"])
+        arrivals = _arrivals(q, k_cache)
         rotary_write_kernel[(num_tokens, rows)](
             out,
+            arrivals,
             q,
             qkv,
             cos,
@@ -250,12 +259,18 @@ class TritonBackend:
             **constants,
         )
         more = (scale, sliding_window, soft_cap, alibi_slopes, sinks)
-        _attend(out, q, k_cache, v_cache, metadata, *more)
+        _attend(out, arrivals, q, k_cache, v_cache, metadata, *more)
         return out
+
+
+def _arrivals(q: Tensor, k_cache: Tensor) -> Tensor:
+    """One counter for each row of a step and each KV head."""
+    return torch.empty((q.shape[0], k_cache.shape[1]), dtype=torch.int32, device=q.device)
 
 
 def _attend(
     out: Tensor,
+    arrivals: Tensor,
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
@@ -281,6 +296,7 @@ def _attend(
     launch = _Launch(
         shape,
         out,
+        arrivals,
         q,
         k_cache,
         v_cache,
@@ -322,6 +338,7 @@ class _Launch:
 
     shape: KernelShape
     out: Tensor
+    arrivals: Tensor
     q: Tensor
     k_cache: Tensor
     v_cache: Tensor
@@ -349,8 +366,6 @@ class _Launch:
         items = min(num_tokens, self.num_seqs) * shape.num_kv_heads * parts
         programs = min(items, self._processors() * _PROGRAMS_PER_PROCESSOR)
         self._attend(programs, partial_out, partial_lse, is_long=False)
-        if parts > 1:
-            self._combine(rows, partial_out, partial_lse)
 
     def long(self) -> None:
         """Attend for the other sequences. Each tile is one program: the GPU balances their cost."""
@@ -373,6 +388,7 @@ class _Launch:
             self.out,
             partial_out,
             partial_lse,
+            self.arrivals,
             self.q,
             self.k_cache,
             self.v_cache,
@@ -386,21 +402,6 @@ class _Launch:
             *_strides(self.q),
             self.scale,
             **attention_constants(self.shape, self.sliding_window, self.soft_cap, is_long=is_long),
-        )
-
-    def _combine(self, rows: int, partial_out: Tensor, partial_lse: Tensor) -> None:
-        constants = combine_constants(self.shape, self.sliding_window)
-        items = rows * ceil_div(self.shape.num_heads, constants["BLOCK_H"])
-        programs = min(items, self._processors() * _COMBINING_PROGRAMS_PER_PROCESSOR)
-        combine_kernel[(programs,)](
-            self.out,
-            partial_out,
-            partial_lse,
-            self.metadata.query_start_loc,
-            self.metadata.seq_lens,
-            self.sinks,
-            self.num_seqs,
-            **constants,
         )
 
 

@@ -27,6 +27,7 @@ def _to_cache(tile, dtype: tl.constexpr):
 )
 def write_kv_kernel(
     out,  # [T, H, Dv] contiguous: its padding rows are zeroed
+    arrivals,  # [T, NUM_KV_HEADS] int32, cleared for the attention kernel, or None
     k,  # [T, NUM_KV_HEADS, D]
     v,  # [T, NUM_KV_HEADS, Dv]
     k_cache,  # [num_blocks, NUM_KV_HEADS, BLOCK_SIZE, D] contiguous
@@ -72,6 +73,9 @@ def write_kv_kernel(
     tl.store(k_cache + target, _to_cache(keys, k_cache.dtype.element_ty), mask=ok)
     target = row[:, None] * VALUE_DIM + value_column[None, :]
     tl.store(v_cache + target, _to_cache(values, v_cache.dtype.element_ty), mask=value_ok)
+    if arrivals is not None:
+        counter = arrivals + token * NUM_KV_HEADS + head
+        tl.store(counter, tl.zeros([BLOCK_H], tl.int32), mask=head < NUM_KV_HEADS)
     if token >= num_tokens:
         zeros = tl.zeros([BLOCK_H, BLOCK_V], out.dtype.element_ty)
         for member in range(GROUP):
@@ -85,6 +89,7 @@ def write_kv_kernel(
 )
 def rotary_write_kernel(
     out,  # [T, NUM_HEADS, D] contiguous: its padding rows are zeroed
+    arrivals,  # [T, NUM_KV_HEADS] int32, cleared for the attention kernel
     q,  # [T, NUM_HEADS, D] contiguous: the rotated queries
     qkv,  # [T, (NUM_HEADS + 2 NUM_KV_HEADS) D]
     cos,  # [T, HALF] float32 contiguous, or None
@@ -140,6 +145,8 @@ def rotary_write_kernel(
     is_key = (head >= NUM_HEADS) & (head < NUM_HEADS + NUM_KV_HEADS)
     tl.store(k_cache + target, entry, mask=ok & is_key[:, None])
     tl.store(v_cache + target, entry, mask=ok & is_value[:, None])
+    counter = arrivals + token * NUM_KV_HEADS + head
+    tl.store(counter, tl.zeros([BLOCK_H], tl.int32), mask=head < NUM_KV_HEADS)
     if token >= tl.load(query_start_loc + num_seqs):
         zeros = tl.zeros([BLOCK_H, BLOCK_D], out.dtype.element_ty)
         tl.store(out + queries, zeros, mask=ok & is_query[:, None])

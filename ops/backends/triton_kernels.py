@@ -25,7 +25,7 @@ from ostinato.ops.backends.triton_work_list import (
     work_items,
 )
 
-__all__ = ("attention_kernel", "combine_kernel")
+__all__ = ("attention_kernel",)
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 # A masked logit is finite, because -inf would give inf - inf for a row that sees no key of a tile.
@@ -144,8 +144,49 @@ def _attend(
 
 
 @triton.jit
+def _join_partitions(
+    partial_out,
+    partial_lse,
+    slot,  # [M] of the first partition of each row
+    row_ok,  # [M]
+    head,  # [M]
+    num_parts,
+    sinks,  # [H] float32 or None
+    VALUE_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    JOINED: tl.constexpr,  # partitions that are read at a time
+):
+    """The result [M, Dv] of a tile from all partitions, in their order."""
+    column = tl.arange(0, BLOCK_V)
+    acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+    peak = tl.full([BLOCK_M], _MASKED, tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    if sinks is not None:
+        peak = tl.load(sinks + head) * _LOG2_E
+        total += 1.0
+    for first in range(0, num_parts, JOINED):
+        part = first + tl.arange(0, JOINED)
+        present = row_ok[:, None] & (part < num_parts)[None, :]
+        place = slot[:, None] + part[None, :]
+        lse = tl.load(partial_lse + place, mask=present, other=_MASKED)  # [M, P]
+        partial = tl.load(
+            partial_out + place[:, :, None] * VALUE_DIM + column[None, None, :],
+            mask=present[:, :, None] & (column < VALUE_DIM)[None, None, :],
+            other=0.0,
+        )  # [M, P, Dv]
+        new_peak = tl.maximum(peak, tl.max(lse, 1))
+        decay = tl.exp2(peak - new_peak)
+        weights = tl.where(present, tl.exp2(lse - new_peak[:, None]), 0.0)
+        acc = acc * decay[:, None] + tl.sum(partial * weights[:, :, None], 1)
+        total = total * decay + tl.sum(weights, 1)
+        peak = new_peak
+    return acc / tl.where(row_ok, total, 1.0)[:, None]
+
+
+@triton.jit
 def _attend_item(
-    pointers,  # (out, partial_out, partial_lse, q, k_cache, v_cache)
+    pointers,  # (out, partial_out, partial_lse, arrivals, q, k_cache, v_cache)
     strides,  # (q_stride_token, q_stride_head)
     table,  # the sequence's row of the block table
     begin,  # the sequence's first query row
@@ -170,9 +211,14 @@ def _attend_item(
     BLOCK_V: tl.constexpr,
     MAX_PARTS: tl.constexpr,
     MIN_PART_TILES: tl.constexpr,
+    JOINED: tl.constexpr,
 ):
-    """One query tile of one KV head against one range of keys: read, attend, store."""
-    out, partial_out, partial_lse, q, k_cache, v_cache = pointers
+    """One query tile of one KV head against one range of keys: read, attend, store.
+
+    The program that writes the last of several partitions joins them. No result depends on which
+    program that is.
+    """
+    out, partial_out, partial_lse, arrivals, q, k_cache, v_cache = pointers
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
     NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
     row = tl.arange(0, BLOCK_M)
@@ -222,7 +268,7 @@ def _attend_item(
     )  # fmt: skip
 
     if sinks is not None:
-        # With several partitions, the kernel that combines them adds the sink.
+        # With several partitions, the program that joins them adds the sink.
         sink = tl.where(num_parts == 1, tl.load(sinks + head) * _LOG2_E, _MASKED)
         new_peak = tl.maximum(peak, sink)
         decay = tl.exp2(peak - new_peak)
@@ -232,17 +278,24 @@ def _attend_item(
     acc = acc / total[:, None]
     value_column = tl.arange(0, BLOCK_V)
     stored = row_ok[:, None] & (value_column < VALUE_DIM)[None, :]
+    target = (member * NUM_HEADS + head)[:, None] * VALUE_DIM + value_column[None, :]
+    target += first_row * (NUM_HEADS * VALUE_DIM)
     if num_parts == 1:
-        target = (member * NUM_HEADS + head)[:, None] * VALUE_DIM + value_column[None, :]
-        tl.store(
-            out + first_row * (NUM_HEADS * VALUE_DIM) + target,
-            acc.to(out.dtype.element_ty),
-            mask=stored,
-        )
+        tl.store(out + target, acc.to(out.dtype.element_ty), mask=stored)
     else:
-        slot = ((split_row + token) * NUM_HEADS + head).to(tl.int64) * MAX_PARTS + local
-        tl.store(partial_lse + slot, peak + tl.log2(total), mask=row_ok)
-        tl.store(partial_out + slot[:, None] * VALUE_DIM + value_column[None, :], acc, mask=stored)
+        slot = ((split_row + token) * NUM_HEADS + head).to(tl.int64) * MAX_PARTS
+        tl.store(partial_lse + slot + local, peak + tl.log2(total), mask=row_ok)
+        partial = partial_out + slot[:, None] * VALUE_DIM + value_column[None, :]
+        tl.store(partial + local * VALUE_DIM, acc, mask=stored)
+        tl.debug_barrier()  # the whole partition is written before it is counted
+        before = tl.atomic_add(arrivals + split_row * NUM_KV_HEADS + kv_head, 1, sem="acq_rel")
+        if before == num_parts - 1:
+            tl.debug_barrier()
+            joined = _join_partitions(
+                partial_out, partial_lse, slot, row_ok, head, num_parts, sinks,
+                VALUE_DIM, BLOCK_M, BLOCK_V, JOINED,
+            )  # fmt: skip
+            tl.store(out + target, joined.to(out.dtype.element_ty), mask=stored)
 
 
 @triton.jit(do_not_specialize=["num_seqs"], do_not_specialize_on_alignment=_METADATA)
@@ -250,6 +303,7 @@ def attention_kernel(
     out,  # [T, H, Dv] contiguous
     partial_out,  # [split rows, H, P, Dv] float32, used where a sequence has several partitions
     partial_lse,  # [split rows, H, P] float32, log2 of the softmax denominator
+    arrivals,  # [T, NUM_KV_HEADS] int32, zeros: partitions written, at a sequence's first split row
     q,  # [T, H, D]
     k_cache,  # [num_blocks, NUM_KV_HEADS, BLOCK_SIZE, D] contiguous
     v_cache,  # like k_cache, of Dv elements
@@ -279,6 +333,7 @@ def attention_kernel(
     BLOCK_V: tl.constexpr,  # power of two, at least Dv
     MAX_PARTS: tl.constexpr,  # above 1 only where MAX_QUERY rows fit one tile
     MIN_PART_TILES: tl.constexpr,
+    JOINED: tl.constexpr,  # partitions that are read at a time when they are joined
 ):
     """Attention of every sequence with MIN_QUERY <= query rows <= MAX_QUERY.
 
@@ -301,7 +356,7 @@ def attention_kernel(
             seq = first_seq + tl.sum(before.to(tl.int32))
             begin = tl.load(query_start_loc + seq)
             _attend_item(
-                (out, partial_out, partial_lse, q, k_cache, v_cache),
+                (out, partial_out, partial_lse, arrivals, q, k_cache, v_cache),
                 (q_stride_token, q_stride_head),
                 block_table + seq.to(tl.int64) * table_stride,
                 begin,
@@ -314,101 +369,7 @@ def attention_kernel(
                 alibi_slopes,
                 sinks,
                 NUM_KV_HEADS, GROUP, HEAD_DIM, VALUE_DIM, BLOCK_SIZE, WINDOW, SOFT_CAP,
-                BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, MAX_PARTS, MIN_PART_TILES,
+                BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, MAX_PARTS, MIN_PART_TILES, JOINED,
             )  # fmt: skip
         done = chunk_end
         split_done += tl.sum(split_rows)
-
-
-@triton.jit
-def _combine_item(
-    out,
-    partial_out,
-    partial_lse,
-    token,  # row of `out`
-    split_row,
-    first_head,
-    num_parts,
-    sinks,  # [H] float32 or None
-    NUM_HEADS: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    MAX_PARTS: tl.constexpr,
-):
-    """Join the partitions of one row's BLOCK_H heads, in their order."""
-    part = tl.arange(0, BLOCK_P)
-    column = tl.arange(0, BLOCK_V)
-    head = first_head + tl.arange(0, BLOCK_H)
-    head_ok = head < NUM_HEADS
-    present = head_ok[:, None] & (part < num_parts)[None, :]
-    slot = (split_row.to(tl.int64) * NUM_HEADS + head)[:, None] * MAX_PARTS + part[None, :]
-    lse = tl.load(partial_lse + slot, mask=present, other=_MASKED)  # [H, P]
-    peak = tl.max(lse, 1)
-    if sinks is not None:
-        sink = tl.load(sinks + head, mask=head_ok, other=0.0) * _LOG2_E
-        peak = tl.maximum(peak, sink)
-    weights = tl.where(present, tl.exp2(lse - peak[:, None]), 0.0)
-    partial = tl.load(
-        partial_out + slot[:, :, None] * VALUE_DIM + column[None, None, :],
-        mask=present[:, :, None] & (column < VALUE_DIM)[None, None, :],
-        other=0.0,
-    )  # [H, P, Dv]
-    total = tl.sum(weights, 1)
-    if sinks is not None:
-        total += tl.exp2(sink - peak)
-    total = tl.where(head_ok, total, 1.0)
-    joined = tl.sum(partial * weights[:, :, None], 1) / total[:, None]
-    target = (token.to(tl.int64) * NUM_HEADS + head)[:, None] * VALUE_DIM + column[None, :]
-    stored = head_ok[:, None] & (column < VALUE_DIM)[None, :]
-    tl.store(out + target, joined.to(out.dtype.element_ty), mask=stored)
-
-
-@triton.jit(do_not_specialize=["num_seqs"], do_not_specialize_on_alignment=_METADATA)
-def combine_kernel(
-    out,  # [T, H, Dv] contiguous
-    partial_out,  # as attention_kernel has written them
-    partial_lse,
-    query_start_loc,
-    seq_lens,
-    sinks,  # [H] float32 or None
-    num_seqs,
-    NUM_HEADS: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    WINDOW: tl.constexpr,
-    MAX_QUERY: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_P: tl.constexpr,  # power of two, at least MAX_PARTS
-    BLOCK_V: tl.constexpr,
-    MAX_PARTS: tl.constexpr,
-    MIN_PART_TILES: tl.constexpr,
-):
-    """Join the partitions of every row that has several; the other rows are finished already."""
-    HEAD_BLOCKS: tl.constexpr = (NUM_HEADS + BLOCK_H - 1) // BLOCK_H
-    done = 0
-    for first_seq in range(0, num_seqs, BLOCK_S):
-        _, split_rows = work_items(
-            query_start_loc, seq_lens, first_seq, num_seqs,
-            1, MAX_QUERY, MAX_QUERY, BLOCK_N, WINDOW, MAX_PARTS, MIN_PART_TILES, BLOCK_S,
-        )  # fmt: skip
-        ends = tl.cumsum(split_rows)
-        chunk_end = done + tl.sum(split_rows) * HEAD_BLOCKS
-        for item in range(next_item(done), chunk_end, tl.num_programs(0)):
-            split_row = item // HEAD_BLOCKS
-            before = ends <= split_row - done // HEAD_BLOCKS
-            seq = first_seq + tl.sum(before.to(tl.int32))
-            begin = tl.load(query_start_loc + seq)
-            seq_len = tl.load(seq_lens + seq)
-            query_len = tl.load(query_start_loc + seq + 1) - begin
-            first = first_tile(seq_len - query_len, WINDOW, BLOCK_N)
-            part_size = partition_size(first, seq_len, BLOCK_N, MAX_PARTS, MIN_PART_TILES)
-            token = split_row - done // HEAD_BLOCKS - tl.sum(tl.where(before, split_rows, 0))
-            _combine_item(
-                out, partial_out, partial_lse, begin + token, split_row,
-                item % HEAD_BLOCKS * BLOCK_H, tl.cdiv(seq_len - first, part_size), sinks,
-                NUM_HEADS, VALUE_DIM, BLOCK_H, BLOCK_P, BLOCK_V, MAX_PARTS,
-            )  # fmt: skip
-        done = chunk_end

@@ -14,7 +14,6 @@ __all__ = (
     "TileShape",
     "attention_constants",
     "ceil_div",
-    "combine_constants",
     "rotary_constants",
     "write_constants",
 )
@@ -23,7 +22,7 @@ MAX_TILE_ROWS = 128  # query rows of the largest tile, hence the most query head
 _MIN_PARTITION = 256  # keys; combining shorter partitions costs more than it saves
 _SEQUENCES_PER_CHUNK = 256  # a constant, so that no shape needs another program
 _ANY_QUERY = 1 << 30
-_COMBINED_ELEMENTS = 4096  # partial results that a program of the combination holds
+_JOINED_ELEMENTS = 32  # partial results that a thread holds while it joins partitions
 _ROTATED_ELEMENTS = 1024  # elements of the projection that a program of the rotation holds
 _WRITTEN_ELEMENTS = 2048  # elements of K, and of V, that a program of the write holds
 
@@ -159,7 +158,7 @@ def attention_constants(
     num_stages = tile.num_stages
     if shape.converts_cache and soft_cap > 0 and not is_long:
         num_stages = min(num_stages, 2)  # the third stage's registers would spill
-    return {
+    constants: dict[str, int | float] = {
         "NUM_KV_HEADS": shape.num_kv_heads,
         "GROUP": shape.group,
         "HEAD_DIM": shape.head_dim,
@@ -176,31 +175,16 @@ def attention_constants(
         "BLOCK_V": shape.block_v,
         "MAX_PARTS": 1 if is_long else shape.max_partitions,
         "MIN_PART_TILES": _MIN_PARTITION // tile.block_n,
+        "JOINED": max(1, _JOINED_ELEMENTS * 32 * tile.num_warps // (tile.block_m * shape.block_v)),
         "num_warps": tile.num_warps,
         "num_stages": num_stages,
         "enable_fp_fusion": True,
     }
-
-
-def combine_constants(shape: KernelShape, sliding_window: int) -> dict[str, int]:
-    """The constants of `combine_kernel`, launch options included."""
-    block_p = _power_of_two(shape.max_partitions)
-    block_h = max(1, _COMBINED_ELEMENTS // (block_p * shape.block_v))
-    return {
-        "NUM_HEADS": shape.num_heads,
-        "VALUE_DIM": shape.value_size,
-        "WINDOW": sliding_window,
-        "MAX_QUERY": shape.max_short_query,
-        "BLOCK_S": _SEQUENCES_PER_CHUNK,
-        "BLOCK_H": min(_power_of_two(shape.num_heads), block_h),
-        "BLOCK_N": shape.short.block_n,
-        "BLOCK_P": block_p,
-        "BLOCK_V": shape.block_v,
-        "MAX_PARTS": shape.max_partitions,
-        "MIN_PART_TILES": _MIN_PARTITION // shape.short.block_n,
-        "num_warps": 8,
-        "enable_fp_fusion": True,
-    }
+    if not is_long and tile.num_warps == 4 and shape.itemsize == 2:
+        # Two programs share a multiprocessor. Without a limit of registers, the compiler may spill
+        # so that three fit.
+        constants["maxnreg"] = 255
+    return constants
 
 
 def write_constants(

@@ -277,18 +277,12 @@ def _attention_launches(
             num_bytes = tokens * ((row + kv_row) * 2 * 2 + constants["HALF"] * 2 * 4)
             timed.append(_timed(By.own, "rotate, write K and V", num_bytes, 0, device))
             continue
-        if launch.name == "combine_kernel":
-            for count, new, context in step.seqs:
-                parts = _parts(constants, context)
-                if new <= constants["MAX_QUERY"] and parts > 1:
-                    num_bytes += count * new * row * (4 * parts + 2)
-            timed.append(_timed(By.own, "combine", num_bytes, 0, device))
-            continue
         for count, new, context in step.seqs:
             if not constants["MIN_QUERY"] <= new <= constants["MAX_QUERY"]:
                 continue
             parts = _parts(constants, context)
-            written = 4 * parts if parts > 1 else 2
+            # Partitions are written, and read when they are joined.
+            written = 8 * parts + 2 if parts > 1 else 2
             num_bytes += count * (new * row * (2 + written) + context * kv_row * 2)
             num_flop += count * _attention_flop(row, new, context)
         name = "attention, short" if constants["MIN_QUERY"] == 1 else "attention, long"
