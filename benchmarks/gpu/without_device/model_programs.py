@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import sympy
@@ -26,6 +26,7 @@ from ostinato.models.config.model_config import ModelConfig
 from ostinato.models.kv_cache import KVCache, KVCacheSpec
 from ostinato.models.registry import build_model
 from ostinato.models.step_tensors import ForwardBatch, Size, StepSizes, tensor_specs
+from ostinato.models.weight_methods.int4 import Int4
 from ostinato.ops.backends.triton_tiles import ceil_div
 from ostinato.ops.fused import triton_fused_linear
 from ostinato.ops.fused.triton_fused_experts import launch_experts
@@ -133,9 +134,10 @@ def lower_model(name: str) -> ModelPrograms:
     """Lower the layers of a preset in bfloat16 with the triton backend, inside `fake_device`.
 
     Args:
-        name: a file of conf/model/.
-
+        name: a file of conf/model/; with `, int4` its layers have integers of 4 bits.
     """
+    name, _, method = name.partition(", ")
+    assert method in ("", "int4"), f"there are no rows for weights as {method}"
     run = load_config([f"model={name}", "model.load_format=dummy", "device.name=cpu"])
     config = open_model(run).config
     return lower_config(
@@ -143,6 +145,7 @@ def lower_model(name: str) -> ModelPrograms:
         torch.bfloat16,
         config.kv_cache_spec(BLOCK_SIZE, torch.bfloat16),
         min(MAX_MODEL_LEN, config.max_model_len),
+        weights=replace(PLAIN, layers=Int4()) if method else PLAIN,
     )
 
 

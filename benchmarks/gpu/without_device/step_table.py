@@ -13,6 +13,7 @@ from ostinato.benchmarks.gpu.without_device.fake_device import fake_device
 from ostinato.benchmarks.gpu.without_device.kernels import OwnLaunch, inductor_resources
 from ostinato.benchmarks.gpu.without_device.lowering import By
 from ostinato.benchmarks.gpu.without_device.model_programs import ModelPrograms, lower_model
+from ostinato.benchmarks.gpu.without_device.quantized_calls import quantized_calls
 from ostinato.benchmarks.gpu.without_device.steps import (
     KERNEL_SECONDS,
     MATRIX_SHARE,
@@ -31,7 +32,7 @@ __all__ = ("MODELS", "describe_steps", "section_of")
 
 _MOST_LAUNCHES, _MOST_BYTES = 7, 1.05  # goals of a decode step
 
-MODELS = ("llama-8b", "qwen3-30b-a3b", "qwen3-0.6b")
+MODELS = ("llama-8b", "llama-8b, int4", "qwen3-30b-a3b", "qwen3-0.6b")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +67,7 @@ def describe_steps(
 
     Args:
         device_name: a file of benchmarks/machine/gpus/.
-        models: files of conf/model/.
+        models: names that `lower_model` takes.
         steps: the steps to describe.
 
     Returns:
@@ -138,6 +139,11 @@ def _kernels(
             for launch in call.kernels:
                 name = _name_of_experts(launch)
                 found[name] = _kernel(name, By.own, [launch.resources])
+        tokens = step.sizes.num_tokens
+        for product in quantized_calls(programs, tokens, tokens, device.arch):
+            for launch in product.kernels:
+                name = _name_of_quantized(launch)
+                found[name] = _kernel(name, By.own, [launch.resources])
         for launch in own_attention(programs, step, device.arch):
             name = launch.name
             if name == "attention_kernel":
@@ -151,6 +157,14 @@ def _name_of_experts(launch: OwnLaunch) -> str:
     if launch.name != "grouped_kernel":
         return launch.name
     return f"{launch.name}, {constants['BLOCK_M']} rows, {constants['N']} x {constants['K']}"
+
+
+def _name_of_quantized(launch: OwnLaunch) -> str:
+    constants = launch.constants
+    if "K" not in constants:
+        return launch.name
+    rows = constants.get("ROWS", constants.get("BLOCK_M"))
+    return f"{launch.name}, {rows} rows, {constants['N']} x {constants['K']}"
 
 
 def _kernel(name: str, by: By, choices: list[Resources]) -> _Kernel:
@@ -261,8 +275,20 @@ def _wait_lines(records: Mapping[str, dict[str, Any]]) -> list[str]:
         if not waits
         else f"Programs make the host wait for the device: {'; '.join(waits)}.",
         "No launch copies a cache." if not copies else "A launch copies a cache.",
+        *_spill_lines(records),
         _goal_line(models),
     ]
+
+
+def _spill_lines(records: Mapping[str, dict[str, Any]]) -> list[str]:
+    """A sentence for each kernel that spills on a device."""
+    return [
+        f"On {record['device']} `{row['kernel']}` of {model} spills {row['spill_bytes']} bytes."
+        for record in records.values()
+        for model, found in record["models"].items()
+        for row in found["kernels"]
+        if row["spill_bytes"]
+    ] or ["No kernel spills registers."]
 
 
 def _goal_line(models: Iterable[dict[str, Any]]) -> str:
@@ -270,7 +296,7 @@ def _goal_line(models: Iterable[dict[str, Any]]) -> str:
     by_kind: dict[str, list[dict[str, Any]]] = {}
     for found in models:
         is_fused = any(row["is_fused"] for row in found["steps"])
-        rows = by_kind.setdefault("" if is_fused else "of a mixture of experts ", [])
+        rows = by_kind.setdefault("" if is_fused else "with quantised weights ", [])
         rows += [row for row in found["steps"] if row["step"].startswith("decode ")]
     lines = []
     for kind, rows in sorted(by_kind.items()):

@@ -17,6 +17,7 @@ from ostinato.benchmarks.gpu.without_device.expert_calls import EXPERT_OPS, expe
 from ostinato.benchmarks.gpu.without_device.kernels import OwnLaunch, recorded_launches
 from ostinato.benchmarks.gpu.without_device.lowering import By, Launch, Lowered
 from ostinato.benchmarks.gpu.without_device.model_programs import ModelPrograms
+from ostinato.benchmarks.gpu.without_device.quantized_calls import QUANTIZED_OP, quantized_calls
 from ostinato.benchmarks.machine.described_device import DescribedDevice
 from ostinato.models.decoder import DecoderBlock
 from ostinato.models.layers import Attention
@@ -171,7 +172,15 @@ def _count(
     ideal, copies = _attention_ideal(programs, step), False
     num_rows = step.sizes.num_rows if lowered is programs.last else step.sizes.num_tokens
     calls = iter(expert_calls(programs, num_rows, device.arch))
+    products = iter(quantized_calls(programs, step.sizes.num_tokens, num_rows, device.arch))
     for launch in lowered.launches:
+        if launch.by is By.own and launch.name == QUANTIZED_OP:
+            product = next(products)
+            ideal += product.ideal_bytes
+            launches += [
+                _timed(one.by, one.name, *_numbers(one, {}), device) for one in product.launches
+            ]
+            continue
         if launch.by is By.own and launch.name in EXPERT_OPS:
             call = next(calls)
             assert call.op == launch.name, f"{call.op} is called in the place of {launch.name}"
