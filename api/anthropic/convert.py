@@ -61,7 +61,7 @@ FIELD_NAMES = {
 }
 
 
-# The blocks that a message of each role may have.
+# Role of a message -> the types of blocks that it may have.
 _BLOCKS: dict[str, tuple[type, ...]] = {
     "assistant": (TextBlock, ToolUseBlock, ThinkingBlock, RedactedThinkingBlock),
     "system": (TextBlock,),
@@ -70,7 +70,7 @@ _BLOCKS: dict[str, tuple[type, ...]] = {
 
 
 def to_chat(body: CountTokensRequest) -> ChatCompletionRequest:
-    """The equivalent chat request.
+    """Convert a request to a chat request.
 
     Raises:
         InvalidRequestError: a message has a block that its role cannot have.
@@ -106,7 +106,7 @@ def to_chat(body: CountTokensRequest) -> ChatCompletionRequest:
         parallel_tool_calls=None
         if choice is None or isinstance(choice, NoChoice)
         else not choice.disable_parallel_tool_use,
-        # A last message of the assistant is the beginning of the answer.
+        # If the last message is the assistant's, it is the beginning of the answer.
         continue_final_message=body.messages[-1].role == "assistant",
         chat_template_kwargs=body.chat_template_kwargs,
         **fields,
@@ -114,7 +114,7 @@ def to_chat(body: CountTokensRequest) -> ChatCompletionRequest:
 
 
 def _thinking_fields(body: CountTokensRequest) -> dict[str, Any]:
-    """The fields of chat for `thinking` and `output_config.effort`."""
+    """The chat fields that express `thinking` and `output_config.effort`."""
     thinking, output = body.thinking, body.output_config
     effort = None if output is None else output.effort
     if thinking is None:
@@ -150,7 +150,7 @@ def _function(tool: ToolDefinition) -> FunctionTool:
 
 
 def _messages(turn: Turn, place: str) -> list[Message]:
-    """The messages of one turn; tool results come before the text of the user."""
+    """The chat messages for one message. Tool results come before the text of the user."""
     if isinstance(turn.content, str):
         return [Message(role=turn.role, content=turn.content)]
     for index, block in enumerate(turn.content):
@@ -214,7 +214,7 @@ def stop_of(finish_reason: str, stop_reason: int | str | None) -> tuple[str, str
 
 
 def reply_blocks(blocks: list[ContentBlock]) -> list[ReplyText | ReplyThinking | ReplyToolUse]:
-    """The content of a complete answer. A call that was cut is left out: its input is not JSON."""
+    """The content of a complete answer. A call that was cut off is left out: it is not JSON."""
     return [_reply_block(block, block.text) for block in blocks if not block.is_cut]
 
 
@@ -222,7 +222,7 @@ def block_events(change: BlockDelta) -> list[MessageEvent]:
     """The events of one change of a block."""
     block, index = change.block, change.block.index
     if change.begins:
-        # `input` starts as an empty object; its text is sent as deltas.
+        # `input` starts as an empty object. Its text is sent as deltas.
         return [BlockBegins(index=index, content_block=_reply_block(block, ""))]
     if change.ends:
         if block.kind is not BlockKind.reasoning:

@@ -1,6 +1,7 @@
-"""Preparing requests of the Anthropic endpoints: pure functions of a `Preparation` and a body.
+"""Prepares requests of the Anthropic endpoints.
 
-They run on the event loop or in a fork (`api/preparation/preparer.py`).
+These are pure functions of a `Preparation` and a body. They run on the event loop or in a fork
+(`api/preparation/preparer.py`).
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class PreparedMessages(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def prepare_messages(preparation: Preparation, data: bytes, arrival: Arrival) -> PreparedMessages:
-    """A request of `/v1/messages`.
+    """Prepare a request of `/v1/messages`.
 
     Raises:
         InvalidRequestError: a parameter is out of range, or the prompt does not fit.
@@ -57,7 +58,7 @@ def prepare_token_count(preparation: Preparation, data: bytes, arrival: Arrival)
     """The answer of `/v1/messages/count_tokens`, as JSON.
 
     Raises:
-        InvalidRequestError: the request could not be answered.
+        InvalidRequestError: `/v1/messages` would refuse the request.
     """
     body = preparation.decode(data, CountTokensRequest, UNSUPPORTED)
     with renamed(FIELD_NAMES):
@@ -74,5 +75,5 @@ def _to_chat(preparation: Preparation, body: CountTokensRequest) -> ChatCompleti
     check_fields(chat)
     if chat.thinking_token_budget is None or reasons(preparation, chat):
         return chat
-    # A model that does not reason keeps every budget.
+    # A model that does not reason stays within every budget.
     return msgspec.structs.replace(chat, thinking_token_budget=None)

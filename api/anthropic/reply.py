@@ -28,7 +28,7 @@ __all__ = ("MessagesReply",)
 
 
 class MessagesReply:
-    """The reply to one request; use `stream` or `whole`, once.
+    """The reply to one request. Call either `stream` or `whole`, once.
 
     Args:
         prepared: the request, which `runner.prepare` has accepted.

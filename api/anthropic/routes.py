@@ -41,7 +41,7 @@ __all__ = ("HANDLERS",)
     error=TypedErrorBody,
 )
 async def messages(request: HttpRequest, service: SharedService) -> Response[bytes] | Stream:
-    """Answer a conversation in the Anthropic dialect."""
+    """Answer a conversation, in the format of the Anthropic API."""
     context = context_of("/v1/messages", request)
     prepared = await prepare(request, service, prepare_messages, context)
     ready = prepared.ready

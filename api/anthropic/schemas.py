@@ -1,6 +1,6 @@
 """The bodies of `/v1/messages`, with the names of the Anthropic API.
 
-A request schema has exactly the supported fields; `UNSUPPORTED` lists the others.
+A request schema has exactly the supported fields. `UNSUPPORTED` lists the other fields.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class TextBlock(_Block, frozen=True, kw_only=True, tag_field="type", tag="text")
 
 
 class DirectCaller(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The model itself called the tool; no program did."""
+    """Says that the model itself called the tool, not a program."""
 
     type: Literal["direct"]
 
@@ -87,7 +87,7 @@ class ToolUseBlock(_Block, frozen=True, kw_only=True, tag_field="type", tag="too
 class ToolResultBlock(_Block, frozen=True, kw_only=True, tag_field="type", tag="tool_result"):
     tool_use_id: NotEmpty
     content: str | list[TextBlock] = ""
-    is_error: bool = False  # an error is marked in the text for the model
+    is_error: bool = False  # true = the text for the model says that this is an error
     toolset_name: None = None
 
 
@@ -111,7 +111,7 @@ class RedactedThinkingBlock(
     tag_field="type",
     tag="redacted_thinking",
 ):
-    """Encrypted thinking of another server; it is not shown to the model."""
+    """Encrypted thinking of another server. It is not shown to the model."""
 
     data: str
 
@@ -166,10 +166,10 @@ class NoChoice(
 
 
 class Thinking(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Switches reasoning on or off; needs a chat template with such a setting."""
+    """Switches reasoning on or off. This needs a chat template with such a setting."""
 
     type: Literal["adaptive", "disabled", "enabled"]
-    budget_tokens: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)] | None = None  # with enabled
+    budget_tokens: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)] | None = None  # for enabled
     display: Literal["summarized", "omitted"] | None = None  # omitted = no thinking blocks
 
 
@@ -214,7 +214,7 @@ class MessagesRequest(CountTokensRequest, frozen=True, kw_only=True, forbid_unkn
     stream: bool | None = None
     metadata: Metadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = None  # no effect: there is one tier
-    # As in chat
+    # The following fields are those of chat completions.
     repetition_detection: RepetitionDetectionParams | None = None
     stream_interval: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)] | None = None
     return_prompt_text: bool = False

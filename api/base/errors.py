@@ -1,8 +1,8 @@
 """HTTP errors: the status, the JSON body and the headers of every failure of the API.
 
 The body is OpenAI's: `{"error": {"message", "type", "param", "code"}}`. Under `/v1/messages` it is
-Anthropic's: `{"type": "error", "error": {"type", "message"}}`. Litestar's own 404, 405 and 413 get
-the same bodies.
+Anthropic's: `{"type": "error", "error": {"type", "message"}}`. The errors 404, 405 and 413 that
+Litestar raises get the same bodies.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ class ErrorBody(msgspec.Struct, frozen=True):
 
 
 class UnavailableError(EngineError):
-    """The server cannot take or finish a request now; a later try may succeed.
+    """The server cannot take or finish a request now. A later try can succeed.
 
     Args:
-        message: what the state of the server is.
+        message: describes the state of the server.
         code: `starting`, `restarting`, `shutting_down`, `engine_dead` or `aborted`.
         retry_after_s: seconds for the `Retry-After` header.
     """
@@ -68,7 +68,7 @@ class UnavailableError(EngineError):
 
 
 class OverloadedError(EngineError):
-    """A limit on queued or running requests is reached; a later try may succeed.
+    """A limit on queued or running requests is reached. A later try can succeed.
 
     Args:
         message: the limit and the present value.
@@ -102,7 +102,7 @@ def status_of(error: Exception) -> int:
 
 
 def error_body(error: Exception) -> ErrorBody:
-    """The OpenAI error object for any exception; the text of an unexpected one is only logged."""
+    """The OpenAI error object for any exception. The text of unexpected exceptions is left out."""
     message, param, code = str(error), None, "engine_error"
     if isinstance(error, InvalidRequestError):
         param, code = error.param, error.code
@@ -133,7 +133,7 @@ class TypedErrorBody(msgspec.Struct, frozen=True, kw_only=True):
 
     type: str = "error"
     error: TypedErrorDetail
-    request_id: str | msgspec.UnsetType = msgspec.UNSET  # not in an event of a stream
+    request_id: str | msgspec.UnsetType = msgspec.UNSET  # UNSET in the events of a stream
 
 
 _TYPES = {
@@ -167,7 +167,7 @@ def error_response(error: Exception, request: Request[Any, Any, Any]) -> Respons
     if isinstance(error, HelperProcessError):
         headers["Retry-After"] = "5"
     if isinstance(error, DeadlineError):
-        headers["x-should-retry"] = "false"  # OpenAI's clients repeat a 504 otherwise
+        headers["x-should-retry"] = "false"  # without it, OpenAI's clients repeat a 504
     if status_of(error) == 401:
         headers["WWW-Authenticate"] = "Bearer"
     return Response(
@@ -182,7 +182,7 @@ Handler = Callable[[Request[Any, Any, Any], Exception], Response[bytes]]
 
 
 def exception_handlers(max_body_mib: float) -> dict[int | type[Exception], Handler]:
-    """The exception handlers for Litestar: for its own errors and for all others.
+    """The exception handlers for Litestar: for Litestar's own errors, and for all other errors.
 
     Args:
         max_body_mib: `server.max_body_mib`, for the text of the 413.

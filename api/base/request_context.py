@@ -1,4 +1,4 @@
-"""Reads the headers of an HTTP request: request id, trace parent, time limit, timeline."""
+"""Reads the headers of an HTTP request: request id, `traceparent`, time limit, `x-trace`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = (
     "request_id_of",
 )
 
-ANTHROPIC_PATHS = "/v1/messages"  # the answers of these paths are in Anthropic's form
+ANTHROPIC_PATHS = "/v1/messages"  # paths that begin so answer in Anthropic's format
 REQUEST_ID_HEADER = "x-request-id"
 REQUEST_ID_PATTERN = r"^[\x21-\x7e]{1,128}$"
 TIMEOUT_HEADER = "x-request-timeout-ms"
@@ -38,7 +38,7 @@ _STATE_KEY = "ostinato_request_id"
 
 
 class RequestContext:
-    """The parts of an HTTP request that concern its metrics, log line and trace, not its answer.
+    """Facts about an HTTP request that its metrics, log line and trace need.
 
     Args:
         endpoint: the path.
@@ -46,12 +46,12 @@ class RequestContext:
         traceparent: the W3C header; empty = none.
 
     Attributes:
-        arrived_at: seconds, time.monotonic().
-        timeline: collects the events of the request; None = the request did not ask for one.
+        arrived_at: time of arrival, in seconds of time.monotonic().
+        timeline: collects the events of the request; None = the request asks for no timeline.
         grammar: the compiled constraint of the request; empty = none, or not compiled yet.
         grammar_seconds: how long the request waited for its grammar.
         timeout_ms: time limit of the answer, counted from the arrival; None = no limit.
-        request_id: the request id, from its header or random; empty = none.
+        request_id: the request id, from the header or random; empty = none.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class RequestContext:
         self.timeline = TimelineBuilder(self.arrived_at) if wants_timeline else None
 
     def report(self) -> Timeline | msgspec.UnsetType:
-        """The timeline so far; UNSET when the request did not ask for one."""
+        """The timeline so far; UNSET if the request asks for no timeline."""
         if self.timeline is None:
             return msgspec.UNSET
         return self.timeline.report(self.grammar_seconds)
@@ -112,9 +112,9 @@ def context_of(endpoint: str, request: Request[Any, Any, Any]) -> RequestContext
 
 
 def request_id_of(scope: Scope) -> str:
-    """The id of an HTTP request: its header `x-request-id`, else a random one, drawn once.
+    """The id of an HTTP request: its header `x-request-id`, else a random id, which is drawn once.
 
-    A header that is not valid counts as none.
+    A header that is not valid counts as missing.
     """
     given = dict(scope["headers"]).get(REQUEST_ID_HEADER.encode(), b"").decode("latin-1")
     if _is_request_id(given):
@@ -133,7 +133,7 @@ def request_id_headers(request_id: str, path: str = "") -> list[tuple[bytes, byt
 
     Args:
         request_id: visible ASCII.
-        path: path of the endpoint; Anthropic's clients read another header than OpenAI's.
+        path: path of the endpoint. Anthropic's clients read another header than OpenAI's clients.
     """
     value = request_id.encode()
     headers = [(REQUEST_ID_HEADER.encode(), value)]

@@ -14,14 +14,15 @@ __all__ = ("Timeline", "TimelineBuilder", "TimelineEntry")
 class TimelineEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One event of a completion."""
 
-    event: str  # as in TimelineEvent, or finished
-    at_ms: float  # since the request's arrival
-    ms: float | None = None  # prefill: duration of its step; grammar: how long it waited
-    start: int | None = None  # prefill: its first position
-    tokens: int | None = None  # prefill: its tokens
-    step: int | None = None  # prefill: the engine's number of the step
+    event: str  # a name of TimelineEvent, or finished
+    at_ms: float  # milliseconds since the request's arrival
+    # prefill: duration of the step; grammar_built: how long the request waited.
+    ms: float | None = None
+    start: int | None = None  # prefill: first position of the chunk
+    tokens: int | None = None  # prefill: tokens of the chunk
+    step: int | None = None  # prefill: number of the step
     kind: str | None = None  # prefill: captured | compiled | eager
-    batch: int | None = None  # prefill: sequences in its step
+    batch: int | None = None  # prefill: sequences in the step
     reason: str | None = None  # why the request ended
 
 
@@ -30,29 +31,29 @@ class CompletionTimeline(msgspec.Struct, kw_only=True):
 
     prompt: int
     index: int
-    queue_ms: float | None = None  # from arrival until it was scheduled; null = it never was
-    first_token_ms: float | None = None  # since arrival
+    queue_ms: float | None = None  # from arrival until it was scheduled; null = never scheduled
+    first_token_ms: float | None = None  # milliseconds since arrival
     preemptions: int = 0
     cached_tokens: int = 0
     events: list[TimelineEntry] = []
-    output_ms: list[float] = []  # when this process received each output, since arrival
+    output_ms: list[float] = []  # for each output, milliseconds from arrival until it was received
 
 
 class Timeline(msgspec.Struct, frozen=True, kw_only=True):
     """One request."""
 
     arrived_at: float  # unix seconds
-    preparation_ms: float  # template, tokenisation and checks, before the engine got it
-    grammar_wait_ms: float  # the part of it that was spent on compiling a grammar
+    preparation_ms: float  # time of template, tokenisation and checks, until the engine got it
+    grammar_wait_ms: float  # the part of `preparation_ms` in which a grammar was compiled
     total_ms: float
     completions: list[CompletionTimeline]
 
 
 class TimelineBuilder:
-    """Collects the events of a request; times become milliseconds since its arrival.
+    """Collects the events of a request. Times become milliseconds since its arrival.
 
     Args:
-        arrived_at: seconds, monotonic.
+        arrived_at: time of arrival, in seconds of time.monotonic().
     """
 
     def __init__(self, arrived_at: float) -> None:
@@ -62,7 +63,7 @@ class TimelineBuilder:
         self._completions: dict[tuple[int, int], CompletionTimeline] = {}
 
     def sent(self) -> None:
-        """The request is sent to the engine now."""
+        """Note that the request is sent to the engine now."""
         self._sent_at = time.monotonic()
 
     def add(self, prompt_index: int, output: RequestOutput) -> None:

@@ -1,4 +1,4 @@
-"""Endpoints of other servers that this one does not have, and the remedy in the 404 for each."""
+"""Endpoints of other servers that this server lacks, and the hint in the 404 for each."""
 
 from __future__ import annotations
 
@@ -51,7 +51,10 @@ _MISSING_FEATURES = {
 
 
 def hint_for(path: str) -> str | None:
-    """Which endpoint to use instead of `path`, or what `path` needs; None for an unknown path."""
+    """The endpoint to use instead of `path`, or the feature that `path` needs, as a text.
+
+    None for an unknown path.
+    """
     path = path.rstrip("/")
     if path in _INSTEAD:
         return f"use {_INSTEAD[path]}"

@@ -1,7 +1,7 @@
 """Request fields of the OpenAI API and its usual extensions that this server does not support.
 
-A request with such a field gets a 400 that names it, unless the value has no effect. Null never has
-an effect. A field that becomes supported moves from here to `schemas`.
+A request with such a field gets a 400 that names the field, unless the value has no effect. Null
+never has an effect. When a field becomes supported, it moves from here to `schemas`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ("UNSUPPORTED", "UNSUPPORTED_IN_MESSAGES", "Unsupported", "is_no_op")
 class Unsupported(NamedTuple):
     """One field."""
 
-    missing_feature: str  # what this server lacks for the field, for the error message
+    missing_feature: str  # the feature that this server lacks, for the error message
     no_op_values: tuple[Any, ...] = ()  # values without an effect
     instead: str = ""  # a supported field that does the same
 
@@ -59,6 +59,6 @@ def is_no_op(
     """Whether the field is known and unsupported, and `value` has no effect."""
     if name not in unsupported:
         return False
-    # The types are compared too: true equals 1 in Python.
+    # The types are compared too, because true equals 1 in Python.
     no_op_values = unsupported[name].no_op_values
     return value is None or any(type(value) is type(one) and value == one for one in no_op_values)

@@ -16,7 +16,7 @@ class Answer(NamedTuple):
 
 
 async def post_json(app: ASGIApp, path: str, body: bytes) -> Answer:
-    """POST a JSON body. Cancelling the call has the effect of a client that disconnects."""
+    """POST a JSON body. Cancelling the call acts like a disconnect of the client."""
     answered: dict[str, Any] = {"body": b""}
     is_read = False
 

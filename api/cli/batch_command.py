@@ -1,7 +1,7 @@
 """`run batch INPUT OUTPUT`: answers a file of requests, without a server.
 
 Each line is a request to the application of `run serve`, so it is checked and answered in the same
-way. Lines that have an answer are skipped, so after an interruption the same command continues.
+way. Lines that have an answer are skipped. So after an interruption, the same command continues.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 __all__ = ("batch",)
 
 _MAX_BODY_MIB = 1024
-# The endpoints that a batch may use; not those for operators.
+# The endpoints that a batch may use. Those for operators are not among them.
 _PREFIXES = ("/v1/", "/v2/", "/score", "/rerank")
 
 
@@ -53,7 +53,7 @@ def batch(config: RunConfig, source: str, target: str) -> int:
     Raises:
         InvalidRequestError: a file cannot be read or written, or is not a batch file.
         StartupError: the engine cannot start.
-        EngineDeadError: the engine ended; the same command continues.
+        EngineDeadError: the engine ended. The same command continues the batch.
     """
     client = EngineClient(config)
     app, service = _application(client, config)
@@ -115,7 +115,7 @@ class _Run:
                     )
                 )
             self._service.admission.phase = None
-            # Twice the number that can run, so that the engine never waits for a line.
+            # Send twice the number of requests that can run, so that the engine never waits.
             at_once = concurrency or 2 * self._client.stats.max_num_seqs
             with self._progress() as progress:
                 total = self._num_skipped + len(todo)
@@ -169,7 +169,7 @@ def _application(client: EngineClient, config: RunConfig) -> tuple[Litestar, Ser
     from ostinato.api.server.app import create_app
     from ostinato.api.service.service import Service
 
-    # API keys, limits and a store of replies are not needed for a file.
+    # A batch file needs no API keys, no limits and no store of replies.
     server = ServerConfig(max_body_mib=_MAX_BODY_MIB, response_store_mib=0)
     service = Service(client, server, config.sampling)
     return create_app(service), service

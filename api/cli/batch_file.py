@@ -1,7 +1,7 @@
 """Reads and writes the files of `run batch`: one JSON object a line, as in OpenAI's batch API.
 
-Whole lines are appended to an output file. So after an interruption the file says which requests
-have answers. Its last line may be incomplete.
+Whole lines are appended to an output file. So after an interruption the file shows which requests
+have answers. Its last line can be incomplete.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class _Streams(msgspec.Struct, frozen=True):
 class BatchLine(msgspec.Struct, frozen=True, kw_only=True):
     """One line of the input. A line with a `problem` cannot be sent."""
 
-    number: int  # from 1
+    number: int  # line number, from 1
     custom_id: str | None = None
     url: str = ""
     body: bytes = b""
@@ -41,7 +41,7 @@ class BatchLine(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def id(self) -> str:
-        """The id of the answer, which is the same in every run."""
+        """The id of the answer. It is the same in every run."""
         return f"batch_req_{self.number}"
 
 
@@ -82,10 +82,10 @@ class BatchInput:
 
 
 class BatchOutput:
-    """The answers of a file; use it as a context manager.
+    """The answers in a file. Use it as a context manager.
 
     Args:
-        file: created if it does not exist; its contents are kept.
+        file: the output file. It is created if it does not exist; its contents are kept.
 
     Raises:
         InvalidRequestError: the file cannot be written, or holds lines that are not answers.
@@ -113,7 +113,7 @@ class BatchOutput:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        with contextlib.suppress(OSError):  # closing tries again to write a line that failed
+        with contextlib.suppress(OSError):  # closing writes a line again that could not be written
             self._stream.close()
 
     def has(self, line: BatchLine) -> bool:
@@ -125,7 +125,7 @@ class BatchOutput:
         """Append a line and flush it to the system.
 
         Raises:
-            InvalidRequestError: it cannot be written; the next run answers the line again.
+            InvalidRequestError: the file cannot be written. The next run answers the line again.
         """
         try:
             self._stream.write(answer + b"\n")
@@ -134,7 +134,7 @@ class BatchOutput:
             raise InvalidRequestError(f"{self._file}: {error.strerror or error}") from error
 
     def _whole_rows(self) -> Iterator[bytes]:
-        """Its complete lines; an incomplete last line is removed from the file."""
+        """The complete lines of the file. An incomplete last line is removed from the file."""
         self._stream.seek(0)
         size = 0
         for row in self._stream:
@@ -146,13 +146,13 @@ class BatchOutput:
 
 
 def answered_line(line: BatchLine, status: int, request_id: str, body: bytes) -> bytes:
-    """The output line for an answer of the API; error answers are included."""
+    """The output line for an answer of the API, also for an error."""
     response = {"status_code": status, "request_id": request_id, "body": msgspec.Raw(body)}
     return _encode(line, response, None)
 
 
 def refused_line(line: BatchLine) -> bytes:
-    """The output for a line that could not be sent."""
+    """The output line for an input line that could not be sent."""
     return _encode(line, None, {"code": "invalid_line", "message": line.problem})
 
 
@@ -198,4 +198,4 @@ def _streams(body: bytes) -> bool:
     try:
         return bool(msgspec.json.decode(body, type=_Streams).stream)
     except msgspec.MsgspecError:
-        return False  # not an object: the endpoint reports that
+        return False  # the body is not an object, which the endpoint reports

@@ -1,6 +1,6 @@
-"""`run chat`: a conversation in the terminal or with lines from a pipe; answers are streamed.
+"""`run chat`: a conversation in the terminal, or with lines from a pipe. Answers are streamed.
 
-Ctrl-C stops the answer that is being written. At the prompt it starts a new line.
+Ctrl-C stops the answer that is being written. At the prompt, Ctrl-C starts a new line.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Conversation:
         self._turns.append({"role": "assistant", "content": text})
 
     def take_back(self) -> None:
-        """Remove the last question, which got no answer."""
+        """Remove the last question. Called if it got no answer."""
         del self._turns[-1]
 
     def reset(self) -> None:
@@ -101,7 +101,7 @@ def _answer(
 
 
 def _command(line: str, conversation: Conversation) -> str:
-    """Execute a /command; returns a text that says what was done."""
+    """Execute a /command; returns the text to print."""
     name, _, rest = line.partition(" ")
     if name == "/help":
         return _HELP
@@ -134,7 +134,7 @@ def _lines(interactive: bool) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _history(interactive: bool) -> Iterator[None]:
-    """Line editing, and a history that is kept between conversations, if readline is there."""
+    """Line editing, and a history that is kept between conversations, if Python has readline."""
     if not interactive:
         yield
         return

@@ -9,10 +9,10 @@ __all__ = ("Command",)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """One sub-command. The table of all of them is `ostinato/commands.py`.
+    """One sub-command. `ostinato/commands.py` has the table of all sub-commands.
 
-    `target` is "module:function". The function takes the `RunConfig`, then the prompt if
-    `takes_prompt`, or the `files`; it returns the exit code.
+    `target` is "module:function". The function takes the `RunConfig`, then the prompt (if
+    `takes_prompt`) or the `files`. It returns the exit code.
     """
 
     target: str
@@ -20,15 +20,16 @@ class Command:
     sections: tuple[str, ...]  # sections of the configuration, in the order of the help text
     examples: tuple[str, ...]
     takes_prompt: bool = False
-    files: tuple[str, ...] = ()  # names of its file or other arguments, in order
-    # A group of the configuration whose options may be the first word: `run bench serve` means
-    # `run bench bench=serve`.
+    files: tuple[str, ...] = ()  # names of the positional arguments, such as files, in order
+    # A group of the configuration. The first word can be one of its options: `run bench serve`
+    # means `run bench bench=serve`.
     kinds: str = ""
-    # "module:function" that runs the command once per configuration, for `--multirun key=1,2`. The
-    # function takes the points of `conf.compose.expand_sweep` and the configuration directory. The
-    # `target` of such a command also takes the overrides and the configuration directory.
+    # "module:function" for `--multirun key=1,2`, which runs the command once for each
+    # configuration. The function takes the result of `conf.compose.expand_sweep` and the
+    # configuration directory. The `target` of such a command also takes the overrides and the
+    # configuration directory.
     sweep_target: str = ""
     # The command takes a model as its first word and the flags of `vllm serve`.
     takes_engine_flags: bool = False
-    # Flags that stand for an override: (flag, override).
+    # Flags that are short for an override: (flag, override).
     flags: tuple[tuple[str, str], ...] = ()

@@ -26,7 +26,7 @@ _USUAL_PHASES = 8  # the length of the progress bar
 
 
 def compile_bundle(config: RunConfig) -> int:
-    """Start an engine as `run serve` does, save its compiled programs and step costs, list them.
+    """Start an engine like `run serve`, save its compiled programs and step costs, and list them.
 
     Raises:
         StartupError: the engine cannot start, or the bundle cannot be saved.
@@ -49,7 +49,7 @@ def compile_bundle(config: RunConfig) -> int:
         prepare_kernels(config.model, config.device, config.graphs)
         from ostinato.runtime.startup.build_engine import compile_bundle
 
-        # Each of several replicas has a part of the cores and of the memory.
+        # With several replicas, each has a part of the cores and of the memory.
         placement = place_replicas(config.engine, config.parallel.engines_per_node)[0]
         bundle = compile_bundle(placement.config, on_phase)
         progress.update(task, completed=_USUAL_PHASES, description="done")

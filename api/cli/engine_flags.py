@@ -34,7 +34,7 @@ class EngineFlags:
     rest: list[str] = field(default_factory=list)  # words that are not flags, in order
 
     def explain(self) -> str:
-        """One line that names the override of each flag; "" without flags. API keys are hidden."""
+        """One line that names the override for each flag; "" = no flags. API keys are hidden."""
         pairs = [
             f"{self.written[key]} is {key}={'...' if key in _SECRET else _shown(value)}"
             for key, value in self.settings.items()
@@ -43,14 +43,14 @@ class EngineFlags:
 
 
 def read_flags(words: Sequence[str], own: Mapping[str, int]) -> EngineFlags:
-    """Separates the flags from the other words.
+    """Separate the flags from the other words.
 
     Args:
         words: the words after the command.
-        own: {flag: number of its values} of the flags that every command has.
+        own: {flag: number of its values} for the flags that every command has.
 
     Raises:
-        ConfigError: a flag is unknown, not supported, without its value, or sets the same key as an
+        ConfigError: a flag is unknown or not supported, has no value, or sets the same key as an
             override.
     """
     flags = EngineFlags()
@@ -58,7 +58,7 @@ def read_flags(words: Sequence[str], own: Mapping[str, int]) -> EngineFlags:
     while index < len(words):
         word = words[index]
         index += 1
-        if word.startswith("-O") and len(word) > 2:  # -O3 is vLLM's level of compilation
+        if word.startswith("-O") and len(word) > 2:  # -O3 sets vLLM's compilation level
             word = f"{_SHORT['-O']}={word[2:]}"
         name, equals, text = word.partition("=")
         if name in own:
@@ -89,7 +89,7 @@ def read_flags(words: Sequence[str], own: Mapping[str, int]) -> EngineFlags:
 
 
 def _flag_value(flag: str) -> tuple[str, bool | None]:
-    """(name of the argument, its value if the flag takes none)."""
+    """(name of the argument, its value if the flag itself says it, as `--no-...` does)."""
     flag = _SHORT.get(flag, flag)
     name = flag.lstrip("-").partition(".")[0].replace("-", "_")
     if name in ARGUMENTS:
@@ -101,7 +101,7 @@ def _flag_value(flag: str) -> tuple[str, bool | None]:
 
 
 def _values(words: Sequence[str], *, is_list: bool) -> list[str]:
-    """The words that belong to a flag: the next one, or all up to a flag or an override."""
+    """The values of a flag: the next word, or for a list all words up to a flag or an override."""
     if not is_list:
         return list(words[:1])
     found: list[str] = []

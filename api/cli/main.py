@@ -24,7 +24,7 @@ __all__ = ("run_command_line",)
 
 Commands = Mapping[str, Command]
 
-# Flags that every command has -> how many words follow them.
+# Flag that every command has -> number of values that follow it.
 _OWN_FLAGS = {
     **dict.fromkeys(("-h", "--help", "-m", "--multirun", "--"), 0),
     **dict.fromkeys(("-c", "--cfg", "--config-dir"), 1),
@@ -33,7 +33,7 @@ _BENCH_PACKAGES = ("aiohttp", "jsonschema", "matplotlib", "optuna")  # the extra
 
 
 def run_command_line(arguments: Sequence[str], commands: Commands) -> int:
-    """Runs one of `commands`; returns the exit code. Errors are one line on stderr."""
+    """Run one of `commands`; returns the exit code. An error is printed as one line on stderr."""
     try:
         return _dispatch(list(arguments), commands)
     except ConfigError as error:
@@ -53,7 +53,8 @@ def run_command_line(arguments: Sequence[str], commands: Commands) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # The reader (head, less) has closed the pipe; the last flush must not fail.
+        # The reader (head, less) has closed the pipe. Redirect stdout, so that the last flush does
+        # not fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:  # the system refused a file or a process
@@ -144,9 +145,10 @@ def _run_command(name: str, command: Command, arguments: list[str]) -> int:
 
 
 def _without_model(name: str, words: list[str], settings: dict[str, object]) -> list[str]:
-    """The words without the model's, whose setting is added to `settings`.
+    """Take the model out of the words, and add its setting to `settings`.
 
-    The word is a directory, a hub id or the name of an option of `model`.
+    The model is a word without `=`: a directory, a hub id or the name of an option of `model`.
+    Returns the other words.
     """
     models = [word for word in words if "=" not in word]
     if not models:
@@ -183,7 +185,7 @@ def _kind(name: str, command: Command, word: str) -> str:
 
 
 class _Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line without the usage text."""
+    """An argument parser whose errors are one line, without the usage text."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; see {self.prog} --help")
@@ -192,7 +194,7 @@ class _Parser(argparse.ArgumentParser):
 def _parse(
     name: str, command: Command, arguments: list[str]
 ) -> tuple[argparse.Namespace, list[str], list[str]]:
-    """(flags, words before `--`, words after it)."""
+    """(flags, words before `--`, words after `--`)."""
     head, after = arguments, []
     if "--" in arguments:
         position = arguments.index("--")
@@ -215,9 +217,10 @@ def _parse(
 
 
 def _is_override(word: str) -> bool:
-    """Whether a word is an override, not part of a prompt: a known section, then `key=`.
+    """Whether a word is an override and not a part of a prompt.
 
-    `x = 1` and `Who wrote E=mc2?` are prompts; after `--` every word is part of the prompt.
+    An override begins with a known section, then `.key=`. `x = 1` and `Who wrote E=mc2?` are
+    prompts. After `--` every word is part of the prompt.
     """
     from ostinato.conf.describe import describe_keys
 
@@ -230,7 +233,7 @@ def _is_override(word: str) -> bool:
 
 
 def _shell_completion(arguments: list[str], commands: Commands) -> int:
-    """Complete the sub-command here, and the overrides after it with Hydra's completion."""
+    """Complete the sub-command here. Hydra completes the overrides after it."""
     from ostinato.conf.compose import complete, completion_script
 
     if len(arguments) != 1 or arguments[0].count("=") != 1:

@@ -1,4 +1,4 @@
-"""`run plan`: prints the memory plan of a configuration; loads and downloads no weights."""
+"""`run plan`: prints the memory plan of a configuration, without loading weights."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _WIDTH = 80
 
 
 def plan(config: RunConfig) -> int:
-    """Print the memory of weights, activations, graphs and KV cache, and the tokens that fit.
+    """Print the memory of weights, activations, graphs and KV cache, and how many tokens fit.
 
     Raises:
         StartupError: the model does not exist, is not supported, or does not fit.
@@ -94,7 +94,7 @@ def plan(config: RunConfig) -> int:
 
 
 def _level(config: RunConfig, source: ModelSource) -> str:
-    """The instruction set of the CPU kernels, with the times that decided it if there are any."""
+    """The instruction set of the CPU kernels. If a timing chose it, the times too."""
     from ostinato.runtime.startup.isa_trial import describe_times, stored_trial
 
     trial = stored_trial(config, source)

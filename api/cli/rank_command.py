@@ -20,9 +20,9 @@ def rank(config: RunConfig, address: str, token: str) -> int:
     """Run engines for a server until it ends; returns the exit code.
 
     Args:
-        config: the settings of the logs.
-        address: of the server, `tcp://HOST:PORT`.
-        token: of the server; `-` = it is read from standard input.
+        config: has the settings of the log.
+        address: the server's address, `tcp://HOST:PORT`.
+        token: the server's token; `-` = read it from standard input.
 
     Raises:
         StartupError: this machine cannot join the server; one line that says why.

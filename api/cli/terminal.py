@@ -1,4 +1,4 @@
-"""Shared by the terminal commands: start the engine in this process, and stream its text."""
+"""Functions of the terminal commands: start the engine in this process, and stream its text."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SAMPLING_KEYS = ("max_tokens", "temperature", "top_p", "top_k", "seed")
 
 
 def start_llm(config: RunConfig) -> LLM:
-    """Start the engine in this process; shows the phases if stderr is a terminal.
+    """Start the engine in this process. Shows the phases of the start if stderr is a terminal.
 
     Raises:
         StartupError: the engine cannot start.
@@ -56,9 +56,9 @@ def choose_sampling(llm: LLM, section: GenerateSection | ChatSection) -> Samplin
 
 
 class Interruption:
-    """While active, the first Ctrl-C is recorded, and the second one interrupts as usual.
+    """While it is active, the first Ctrl-C is only recorded. The second Ctrl-C interrupts as usual.
 
-    A KeyboardInterrupt within a step would leave the engine with registered blocks that were not
+    A KeyboardInterrupt within a step would leave registered blocks in the KV cache that were not
     computed. So an answer is stopped between two steps.
     """
 
@@ -101,5 +101,5 @@ def write_stream(outputs: Iterator[RequestOutput]) -> tuple[str, bool]:
 
 
 def _closable(outputs: Iterable[RequestOutput]) -> Generator[RequestOutput, None, None]:
-    """A generator over `outputs`; closing it closes them, which aborts the request."""
+    """A generator over `outputs`. Closing it closes `outputs`, which aborts the request."""
     yield from outputs

@@ -1,6 +1,6 @@
-"""`/v1/chat/completions`: checks of the body, and conversion of parsed outputs to chunks.
+"""`/v1/chat/completions`: checks the body, and converts parsed outputs to chunks.
 
-These are pure functions; `reply` calls them.
+These are pure functions. `reply` calls them.
 """
 
 from __future__ import annotations
@@ -78,12 +78,12 @@ def check(body: ChatCompletionRequest) -> None:
 
 
 def echo_text(body: ChatCompletionRequest) -> str:
-    """The text that the answer begins with: the last message, with `echo`."""
+    """The text with which the answer begins: the last message if `echo` is set, else nothing."""
     return (body.messages[-1].text or "") if body.echo else ""
 
 
 def reply_options(body: ChatCompletionRequest) -> ReplyOptions:
-    """Which parts of the outputs the reply shows."""
+    """The parts of the outputs that the reply shows."""
     return ReplyOptions(
         num_top_logprobs=(
             len(body.logprob_token_ids or ()) or body.top_logprobs or 0 if body.logprobs else None
@@ -104,12 +104,16 @@ def to_chunks(
     first_usage: Usage | msgspec.UnsetType | None = msgspec.UNSET,
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET,
 ) -> list[ChatChunk]:
-    """The chunks for one delta: none while its text is held back.
+    """The chunks for one delta. There are none while its text is held back.
 
     Args:
+        head: the fields that every chunk repeats.
+        delta: the delta.
+        token_bytes: returns the bytes of a token.
+        options: the parts of the outputs that the reply shows.
         echo: text of the first chunk.
-        first_usage: `usage` of the chunk with the role; UNSET = it has no such field.
-        usage: the same for the other chunks.
+        first_usage: `usage` of the chunk with the role; UNSET = the chunk has no such field.
+        usage: `usage` of the other chunks; UNSET = they have no such field.
     """
     output = delta.output
     choices: list[tuple[ChatChunkChoice, Usage | msgspec.UnsetType | None]] = []
@@ -155,7 +159,7 @@ def to_chunks(
 
 
 def to_delta(events: Sequence[Event]) -> DeltaMessage:
-    """The events of one output as one delta."""
+    """Join the events of one output to one delta message."""
     content = "".join(event.text for event in events if isinstance(event, Content))
     reasoning = "".join(event.text for event in events if isinstance(event, Reasoning)) or None
     calls: dict[int, ToolCallDelta] = {}
@@ -179,7 +183,7 @@ def to_delta(events: Sequence[Event]) -> DeltaMessage:
 
 
 def _with_arguments(before: ToolCallDelta | None, event: CallArguments) -> ToolCallDelta:
-    """The piece of a call with more of its arguments; None = it has no piece yet."""
+    """Add arguments to a piece of a call; `before` = None: there is no piece yet."""
     if before is None:
         before = ToolCallDelta(index=event.index)
     if event.is_custom:
@@ -215,10 +219,17 @@ def to_response(
     only_calls: bool = False,
     usage: Usage,
 ) -> ChatResponse:
-    """The whole answer to a request without `stream`; `answers` by the choice's index.
+    """The whole answer to a request without `stream`.
 
     Args:
-        only_calls: an answer has calls and no text; then the list of calls may be empty.
+        head: the fields of the reply.
+        generation: the prepared prompt.
+        answers: the joined answers, by the index of the choice.
+        token_bytes: returns the bytes of a token.
+        options: the parts of the outputs that the reply shows.
+        echo: the text with which each answer begins.
+        only_calls: the answer has calls and no text. Then its list of calls can be empty.
+        usage: the token counts.
     """
     choices = []
     shown: dict[int, ShownToken] = {}

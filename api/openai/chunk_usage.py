@@ -1,4 +1,4 @@
-"""The `usage` of the chunks of a stream, by `stream_options`."""
+"""Computes the `usage` of the chunks of a stream, as `stream_options` asks for."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ __all__ = ("ChunkUsage",)
 class ChunkUsage:
     """Counts the tokens of each completion for `continuous_usage_stats`, as vLLM does.
 
-    A chunk counts the prompt and the output of its own completion. The chunk with the role counts
-    no output. Without `include_usage` no chunk has a usage.
+    The usage of a chunk counts the prompt and the output of its own completion. The chunk with the
+    role counts no output. Without `include_usage` no chunk has a usage.
 
     Args:
         options: `stream_options` of the request.
@@ -54,7 +54,7 @@ class ChunkUsage:
         counts.cached = output.num_cached_tokens
 
     def of_chunk(self, prompt_index: int, choice: int) -> Usage | UnsetType | None:
-        """The usage so far; None = the last chunk has it; UNSET = the request asked for none."""
+        """The usage so far. None = only the last chunk has it. UNSET = it is not requested."""
         if not self._is_continuous:
             return None if self.at_end else UNSET
         return self._usage(prompt_index, self._counts.get(choice, _Counts()))

@@ -1,6 +1,6 @@
 """`/v1/completions`: converts the body to engine requests, and outputs to chunks.
 
-These are pure functions; `reply` calls them.
+These are pure functions. `reply` calls them.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def check(body: CompletionRequest) -> None:
 
 
 def reply_options(body: CompletionRequest) -> ReplyOptions:
-    """Which parts of the outputs the reply shows."""
+    """The parts of the outputs that the reply shows."""
     return ReplyOptions(
         num_top_logprobs=(
             None if body.logprobs is None else len(body.logprob_token_ids or ()) or body.logprobs
@@ -82,10 +82,11 @@ def reply_options(body: CompletionRequest) -> ReplyOptions:
 
 
 def prompts(body: CompletionRequest) -> list[str] | list[list[int]]:
-    """The prompts, each a text or each a list of token ids.
+    """The prompts: either all are texts, or all are lists of token ids.
 
     Raises:
-        InvalidRequestError: there are none, too many, or the two kinds are mixed.
+        InvalidRequestError: there is no prompt, there are too many, or texts and token ids are
+            mixed.
     """
     inputs = read_inputs(body.prompt, "prompt")
     num_sequences = len(inputs) * min(body.best_of or body.n or 1, MAX_N)
@@ -103,7 +104,7 @@ def to_generations(
     prompts_token_ids: list[list[int]],
     preparation: Preparation,
 ) -> list[Generation]:
-    """One generation per prompt, without a name; see `make_generation`.
+    """One generation per prompt, without a request id; see `make_generation`.
 
     With `max_tokens=0` the engine generates one token, which the reply leaves out.
     """
@@ -142,10 +143,12 @@ class Echo(msgspec.Struct, frozen=True, kw_only=True):
         token_bytes: TokenBytes,
         options: ReplyOptions,
     ) -> CompletionLogprobs | None:
-        """Log-probabilities of the prompt's tokens; None unless the request asks for them.
+        """Log-probabilities of the prompt's tokens; None = the request does not ask for them.
 
         Args:
-            scores: None = the request was ended before they were computed.
+            scores: the computed log-probabilities; None = the request ended before they were.
+            token_bytes: returns the bytes of a token.
+            options: the parts of the outputs that the reply shows.
         """
         if options.num_top_logprobs is None:
             return None
@@ -167,7 +170,7 @@ class TextOffsets:
         self._offsets: dict[int, int] = {}
 
     def advance(self, choice: int, token_ids: list[int]) -> int:
-        """The offset of the first of these tokens; the next call starts after the last."""
+        """Advance by some tokens; returns the offset of the first of them."""
         begin = self._offsets.get(choice, 0)
         length = sum(len(token_text(self._token_bytes(token_id))) for token_id in token_ids)
         self._offsets[choice] = begin + length
@@ -184,10 +187,17 @@ def echo_chunk(
     options: ReplyOptions,
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET,
 ) -> Completion:
-    """The chunk with the prompt, sent before the chunks of the completion.
+    """The chunk with the prompt, which is sent before the chunks of the completion.
 
     Args:
-        output: the first one of the completion."""
+        head: the fields that every chunk repeats.
+        choice: prompt index * n + completion index.
+        echo: the prompt.
+        output: the first output of the completion.
+        token_bytes: returns the bytes of a token.
+        options: the parts of the outputs that the reply shows.
+        usage: `usage` of the chunk; UNSET = the chunk has no such field.
+    """
     return Completion(
         id=head.id,
         created=head.created,
@@ -215,12 +225,12 @@ def to_chunk(
     text_offset: int = 0,
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET,
 ) -> Completion | None:
-    """The chunk for one output; None while its text is held back.
+    """The chunk for one output; None = its text is held back.
 
     Args:
         choice: prompt index * n + completion index.
         text_offset: see `TextOffsets`.
-        usage: for the chunk's `usage`; UNSET = the chunk has no such field.
+        usage: `usage` of the chunk; UNSET = the chunk has no such field.
     """
     logprobs = None
     if options.num_top_logprobs is not None and output.new_token_ids:
@@ -277,10 +287,16 @@ def to_response(
     echoes: Sequence[Echo] = (),
     usage: Usage,
 ) -> Completion:
-    """The whole answer to a request without `stream`; `collect` made `completions`.
+    """The whole answer to a request without `stream`.
 
     Args:
-        echoes: the prompts, where the completions repeat them.
+        head: the fields of the reply.
+        generations: the prepared prompts.
+        completions: the joined completions, from `collect`.
+        token_bytes: returns the bytes of a token.
+        options: the parts of the outputs that the reply shows.
+        echoes: the prompts, if the completions repeat them; else empty.
+        usage: the token counts.
     """
     choices = []
     scores: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
@@ -288,7 +304,7 @@ def to_response(
     for (prompt_index, index), one in sorted(completions.items()):
         generation = generations[prompt_index]
         echo = echoes[prompt_index] if echoes else None
-        if index == 0:  # the other completions of the prompt have the same
+        if index == 0:  # the other completions of the prompt have the same scores
             scores = _prompt_logprobs(generation, one, token_bytes, options)
             echoed = echo and echo.logprobs(one.prompt_logprobs, token_bytes, options)
         choices.append(

@@ -1,4 +1,4 @@
-"""Log-probabilities in the two shapes of the OpenAI API: chat, and the legacy completions."""
+"""Log-probabilities in the two formats of the OpenAI API: chat, and legacy completions."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ _encode = msgspec.json.Encoder().encode
 
 
 def _encoded(entry: object) -> Any:
-    """Encode the entry of one token as JSON at once.
+    """Encode the entry of one token as JSON immediately, and not with the whole answer.
 
-    An answer may have millions of entries. One call that encodes or frees them all holds the
-    interpreter's lock, and all other requests wait for it.
+    An answer can have millions of entries. One call that encodes or frees all of them would hold
+    the interpreter's lock for long, and all other requests would wait.
     """
     return msgspec.Raw(_encode(entry))
 
 
 def token_text(piece: bytes) -> str:
-    """A token's bytes as text; an incomplete character is written `bytes:\\xf0\\x9f`."""
+    """A token's bytes as text. An incomplete character is written as `bytes:\\xf0\\x9f`."""
     try:
         return piece.decode()
     except UnicodeDecodeError:
@@ -58,9 +58,13 @@ def chat_logprobs(
     """One entry per token, with its `num_top` most likely alternatives.
 
     Args:
+        token_ids: the tokens.
+        logprobs: the log-probabilities of each token.
+        token_bytes: returns the bytes of a token.
+        num_top: number of alternatives.
         as_ids: tokens are named `token_id:N`; their bytes are not changed.
-        shown: filled with each token as it is shown, by its id; for several calls of one answer,
-            in which the same tokens occur again and again.
+        shown: a cache, token id -> name and bytes. Several calls for one answer share it, because
+            the same tokens occur many times.
     """
     if shown is None:
         shown = {}
@@ -93,14 +97,16 @@ def completion_logprobs(
     text_offset: int,
     as_ids: bool = False,
 ) -> CompletionLogprobs:
-    """Four lists of one entry per token.
+    """Log-probabilities in the legacy format: four lists with one entry per token.
 
     Args:
-        logprobs: None for the first token of a prompt.
-        num_top: most likely alternatives per token; the sampled token is added if it is not among
-            them.
-        text_offset: characters before the first of these tokens.
-        as_ids: tokens are named `token_id:N`; offsets count the characters of their texts.
+        token_ids: the tokens.
+        logprobs: the log-probabilities of each token; None for the first token of a prompt.
+        token_bytes: returns the bytes of a token.
+        num_top: number of most likely alternatives per token. The sampled token is added if it is
+            not among them.
+        text_offset: number of characters before the first token.
+        as_ids: tokens are named `token_id:N`. Offsets still count the characters of their texts.
     """
     names, offsets = [], []
     values: list[float | None] = []
@@ -128,7 +134,7 @@ def completion_logprobs(
 
 
 def join_logprobs(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionLogprobs:
-    """Append the lists of the text `second` to those of the text before it."""
+    """Append the lists of `second` to those of `first`, the text before it."""
     return CompletionLogprobs(
         first.tokens + second.tokens,
         first.token_logprobs + second.token_logprobs,
@@ -144,12 +150,15 @@ def prompt_logprobs(
     *,
     num_top: int,
 ) -> PromptLogprobs:
-    """Per prompt token its `num_top` most likely candidates and the token itself, by token id.
+    """For each prompt token, its `num_top` most likely candidates and the token itself, by id.
 
     The entry of the first token is None.
 
     Args:
+        prompt_token_ids: the prompt.
         logprobs: log-probabilities of the tokens after the first; None = they were not computed.
+        token_bytes: returns the bytes of a token.
+        num_top: number of most likely candidates.
     """
     if logprobs is None:
         return [None] * len(prompt_token_ids)

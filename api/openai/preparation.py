@@ -1,7 +1,8 @@
-"""Preparing requests of the OpenAI endpoints: pure functions of a `Preparation` and a body.
+"""Prepares requests of the OpenAI endpoints.
 
-They run on the event loop or in a fork (`api/preparation/preparer.py`), so their results can be
-sent as JSON and have only what a reply needs.
+These are pure functions of a `Preparation` and a body. They run on the event loop or in a fork
+(`api/preparation/preparer.py`). So their results can be sent as JSON, and have only the fields that
+a reply needs.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ __all__ = (
 
 
 class _StreamFields(msgspec.Struct, frozen=True, kw_only=True):
-    """What both kinds of replies need of the body."""
+    """The fields of the body that replies of both endpoints need."""
 
     stream: bool
     stream_options: StreamOptions | None
@@ -51,7 +52,7 @@ class PreparedChat(_StreamFields, frozen=True, kw_only=True):
     """A request of `/v1/chat/completions`."""
 
     ready: ChatGeneration
-    echo: str  # text that the answer begins with
+    echo: str  # text with which the answer begins
     metadata: Metadata | None
     service_tier: ServiceTier | None
 
@@ -59,11 +60,12 @@ class PreparedChat(_StreamFields, frozen=True, kw_only=True):
 def prepare_chat_completion(
     preparation: Preparation, data: bytes, arrival: Arrival
 ) -> PreparedChat:
-    """A request of `/v1/chat/completions`.
+    """Prepare a request of `/v1/chat/completions`.
 
     Raises:
         InvalidRequestError: a parameter is out of range, or the prompt does not fit.
-        ForkNeededError: it has a template of its own, and this process is no fork.
+        ForkNeededError: the request has a template of its own, and this process also prepares other
+            requests.
     """
     body = preparation.decode(data, ChatCompletionRequest)
     chat.check(body)
@@ -85,22 +87,22 @@ class PreparedPrompt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     token_ids: list[int]
     max_tokens: int | None
-    report: PromptReport = PromptReport()  # what the reply shows of it
-    echo: str | None = None  # its text if the completion repeats it
+    report: PromptReport = PromptReport()  # the parts of the prompt that the reply shows
+    echo: str | None = None  # the prompt's text, if the completion repeats it
 
 
 class PreparedCompletion(_StreamFields, frozen=True, kw_only=True):
-    """A request of `/v1/completions`; values that are equal for all prompts are sent once."""
+    """A request of `/v1/completions`. Values that are equal for all prompts are stored once."""
 
     first: Generation  # without token ids
     prompts: list[PreparedPrompt]
-    constraint_field: str  # the field of the request that a constraint comes from
+    constraint_field: str  # the field of the request that has the constraint
     request_id: str
     has_output: bool  # false = `max_tokens` is 0
 
     @property
     def generations(self) -> list[Generation]:
-        """One per prompt, which share the parameters that are equal."""
+        """One generation per prompt. Equal parameters are one object."""
         samplings: dict[int | None, SamplingParams] = {}
         generations: list[Generation] = []
         for index, prompt in enumerate(self.prompts):
@@ -122,7 +124,7 @@ class PreparedCompletion(_StreamFields, frozen=True, kw_only=True):
 
     @property
     def echoes(self) -> list[Echo]:
-        """Each prompt as the completion repeats it; empty without `echo`."""
+        """The prompts that the completions repeat; empty without `echo`."""
         return [
             Echo(text=prompt.echo, token_ids=prompt.token_ids)
             for prompt in self.prompts
@@ -133,7 +135,7 @@ class PreparedCompletion(_StreamFields, frozen=True, kw_only=True):
 def prepare_completion(
     preparation: Preparation, data: bytes, arrival: Arrival
 ) -> PreparedCompletion:
-    """A request of `/v1/completions`.
+    """Prepare a request of `/v1/completions`.
 
     Raises:
         InvalidRequestError: a parameter is out of range, or a prompt does not fit.
@@ -162,7 +164,8 @@ def prepare_tokenization(preparation: Preparation, data: bytes, arrival: Arrival
 
     Raises:
         InvalidRequestError: the body is not valid, or the template refuses the messages.
-        ForkNeededError: it has a template of its own, and this process is no fork.
+        ForkNeededError: the request has a template of its own, and this process also prepares other
+            requests.
     """
     body = preparation.decode(data, TokenizeRequest)
     tokenizer = preparation.encoder.tokenizer("prompt")
@@ -226,7 +229,7 @@ def _prepared_prompts(
         )
         echo = None
         if body.echo:
-            # A text is repeated as it came, unless it was truncated.
+            # A text that was not truncated is repeated unchanged.
             is_whole = isinstance(prompt, str) and body.truncate_prompt_tokens is None
             echo = (
                 prompt

@@ -41,7 +41,7 @@ __all__ = ("ChatReply", "CompletionReply")
 
 
 class ChatReply:
-    """The reply to one request of `/v1/chat/completions`; use `stream` or `whole`, once.
+    """The reply to one request of `/v1/chat/completions`. Call either `stream` or `whole`, once.
 
     Args:
         prepared: the request, which `runner.prepare` has accepted.
@@ -99,7 +99,7 @@ class ChatReply:
                 delta = self._parser.feed(output)
                 self._tally.add(0, output, delta.num_reasoning_tokens)
                 collect_delta(answers, delta)
-        # In a thread, because many log-probabilities take seconds.
+        # This runs on a thread, because many log-probabilities take seconds.
         response = await asyncio.to_thread(
             chat.to_response,
             self._head,
@@ -121,11 +121,11 @@ class ChatReply:
 
 
 class CompletionReply:
-    """The reply to one request of `/v1/completions`; use `stream` or `whole`, once.
+    """The reply to one request of `/v1/completions`. Call either `stream` or `whole`, once.
 
     Args:
         prepared: the request.
-        generations: its prompts, which `runner.prepare` has accepted.
+        generations: the prompts of the request, which `runner.prepare` has accepted.
     """
 
     def __init__(
@@ -200,7 +200,7 @@ class CompletionReply:
         output: RequestOutput,
         offsets: completions.TextOffsets,
     ) -> list[Completion]:
-        """The chunks of one output. The echoed prompt comes before the first one.
+        """The chunks of one output. Before the first chunk comes the chunk with the echoed prompt.
 
         There is no chunk while the text is held back.
         """
@@ -235,7 +235,7 @@ class CompletionReply:
         return chunks if chunk is None else [*chunks, chunk]
 
     def _with_report(self, chunk: Completion, prompt_index: int, begun: set[int]) -> Completion:
-        """Add the reports on the prompt that the request asked for to each choice's first chunk."""
+        """Add the prompt's report, if the request asks for it, to the first chunk of a choice."""
         choice = chunk.choices[0]
         if choice.index in begun:
             return chunk
@@ -250,7 +250,7 @@ Chunk = TypeVar("Chunk", ChatChunk, Completion)
 def _trace_chunk(
     kind: type[Chunk], head: ReplyHead, timeline: Timeline, usage: ChunkUsage
 ) -> Chunk:
-    """The chunk with the timeline: the last one, or the one before the usage."""
+    """The chunk with the timeline. It is the last chunk, except for the chunk with the usage."""
     none_yet = None if usage.at_end else msgspec.UNSET
     return kind(
         id=head.id,
@@ -274,7 +274,7 @@ def _head(service: Service, request_id: str, service_tier: ServiceTier | None = 
 
 
 def _without_output(output: RequestOutput) -> RequestOutput:
-    """The output without its token: `max_tokens=0` asks the engine for one."""
+    """Remove the token of an output. With `max_tokens=0` the engine generates one token."""
     return msgspec.structs.replace(
         output,
         text_delta="",

@@ -1,4 +1,4 @@
-"""`/tokenize` and `/detokenize`: from the body to tokens or text."""
+"""`/tokenize` and `/detokenize`: checks the body, and makes the answer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ("check", "to_text", "to_token_response")
 
 
 def check(body: TokenizeRequest) -> None:
-    """Raises InvalidRequestError unless exactly one of `prompt` and `messages` is given."""
+    """Raises InvalidRequestError if not exactly one of `prompt` and `messages` is given."""
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequestError("give either prompt or messages", param="prompt")
 
@@ -29,7 +29,7 @@ def to_token_response(
 
 
 def to_text(body: DetokenizeRequest, tokenizer: Tokenizer, model: ServedModel) -> str:
-    """The text of `tokens`, special ones included.
+    """The text of `tokens`, special tokens included.
 
     Raises:
         InvalidRequestError: an id is outside the vocabulary.

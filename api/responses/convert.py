@@ -67,10 +67,11 @@ FIELD_NAMES = {
 
 
 def to_chat(body: PromptFields, messages: Sequence[Message]) -> ChatCompletionRequest:
-    """The equivalent chat request.
+    """Convert a request to a chat request.
 
     Args:
-        messages: the conversation without this request's instructions.
+        body: the request.
+        messages: the conversation, without the instructions of the request.
 
     Raises:
         InvalidRequestError: there is no message, or two fields contradict each other.
@@ -157,15 +158,15 @@ def shows_logprobs(body: ResponsesRequest) -> bool:
 
 
 def encoded_reasoning(text: str) -> str:
-    """`encrypted_content` of a reasoning item: its text, for clients that send nothing else back.
+    """`encrypted_content` of a reasoning item, for clients that send back only this field.
 
-    It is encoded, not encrypted: the item shows its text as well.
+    It has the text of the item. The text is encoded, not encrypted, because the item shows it too.
     """
     return _REASONING_PREFIX + base64.urlsafe_b64encode(text.encode()).decode()
 
 
 def _decoded_reasoning(content: str | None) -> str:
-    """The text; empty if another server has encoded it."""
+    """The text of `encrypted_content`; empty if another server has encoded it."""
     if content is None or not content.startswith(_REASONING_PREFIX):
         return ""
     try:
@@ -184,10 +185,10 @@ def _format(body: PromptFields) -> ResponseFormat | None:
 
 
 def input_messages(given: str | Sequence[dict[str, Any]] | None) -> list[Message]:
-    """The conversation in `input`; the items of one turn of the assistant become one message.
+    """The conversation in `input`. Consecutive items of the assistant become one message.
 
     Raises:
-        InvalidRequestError: an item is not valid, or of an unsupported type.
+        InvalidRequestError: an item is not valid, or its type is not supported.
     """
     if isinstance(given, str):
         return [Message(role="user", content=given)]
@@ -210,7 +211,7 @@ def _item(raw: dict[str, Any], index: int) -> InputItem:
 
 
 class _Conversation:
-    """Builds the list of messages; the last one, of the assistant, may be incomplete."""
+    """Builds the list of messages. A message of the assistant at the end can be incomplete."""
 
     def __init__(self) -> None:
         self._messages: list[Message] = []
@@ -244,7 +245,7 @@ class _Conversation:
             self._messages.append(Message(role=item.role, content=_text(item.content)))
 
     def end(self) -> list[Message]:
-        """All messages, with the last one completed."""
+        """Complete the last message; returns all messages."""
         if self._text is not None or self._calls or self._thoughts:
             self._messages.append(
                 Message(

@@ -55,11 +55,11 @@ _LIFECYCLE = {
 
 
 class EventWriter:
-    """Makes the output items and the events of one response. It gives each event its number.
+    """Makes the output items and the events of one response. It numbers the events.
 
     Args:
-        response_id: the response's id; the ids of its items are made from it.
-        logprobs: the log-probabilities of its texts.
+        response_id: the response's id. The ids of its items are made from it.
+        logprobs: the log-probabilities of the response's texts.
         encodes_reasoning: whether reasoning items have `encrypted_content`.
     """
 
@@ -84,7 +84,7 @@ class EventWriter:
 
         Args:
             change: a block's beginning, its new text, or its end.
-            status: the status of the block's item; used only if the change ends the block.
+            status: the status of the block's item. Only used if the change ends the block.
         """
         block = change.block
         if change.begins:
@@ -107,7 +107,9 @@ class EventWriter:
         """The output item of a block.
 
         Args:
-            is_empty: leave the text out, as in the event that begins the item.
+            block: the block.
+            status: the status of the item.
+            is_empty: leave the text out. The event that begins an item has no text.
         """
         item_id, text = self._item_id(block), "" if is_empty else block.text
         if block.is_custom:
@@ -129,7 +131,7 @@ class EventWriter:
         return OutputMessage(id=item_id, status=status, content=content)
 
     def empty_message(self) -> OutputItem:
-        """The only item of an answer that was cut before its first text."""
+        """The only item of an answer that ended before its first text."""
         return OutputMessage(
             id=f"{_PREFIXES[BlockKind.text]}_{self._stem}_0",
             status="incomplete",

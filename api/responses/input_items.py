@@ -26,11 +26,11 @@ _PREFIXES = {
 
 
 def listed_items(given: str | Sequence[dict[str, Any]], response_id: str) -> list[dict[str, Any]]:
-    """The items of an `input` as the list has them: each with an id, messages with parts.
+    """The items of an `input` for the list. Each gets an id. Texts of messages become parts.
 
     Args:
-        given: what `input_messages` takes.
-        response_id: the id of the reply; the ids of its items are made from it.
+        given: the `input` of the request.
+        response_id: the id of the reply. The ids of the items are made from it.
     """
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     stem = response_id.removeprefix("resp_")
@@ -49,7 +49,7 @@ def _listed(item: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 class _Turn(msgspec.Struct):
-    """What a stored reply adds to a conversation."""
+    """The fields of a stored reply that belong to the conversation."""
 
     previous_response_id: str | None
     output: list[msgspec.Raw]
@@ -60,7 +60,7 @@ class _Item(msgspec.Struct):
 
 
 async def conversation_items(service: Service, response_id: str) -> list[msgspec.Raw]:
-    """The items of a reply's request and, as far as they are stored, those of the turns before it.
+    """The items of a reply's request, and those of the stored turns before it.
 
     Raises:
         InvalidRequestError: the id is unknown (404).
@@ -82,7 +82,7 @@ async def conversation_items(service: Service, response_id: str) -> list[msgspec
         earlier = None if name is None else stored.input_items(name)
         if name is not None and earlier is not None:
             turns.append((stored.response(name), earlier))
-        await asyncio.sleep(0)  # a turn has megabytes at most
+        await asyncio.sleep(0)  # let other tasks run: a turn can have megabytes
     return items
 
 
@@ -96,10 +96,10 @@ def item_page(
     """A page of items.
 
     Args:
-        items: in the order of the conversation.
-        limit: the most items of the page.
+        items: all items, in the order of the conversation.
+        limit: the largest number of items on the page.
         order: `desc` = the last item first.
-        after: the id that the page begins behind; None = at the beginning.
+        after: the page begins after the item with this id; None = at the first item.
 
     Raises:
         InvalidRequestError: the limit is out of range, or there is no item with that id.

@@ -1,6 +1,7 @@
-"""Preparing requests of the Responses API: pure functions of a `Preparation` and a body.
+"""Prepares requests of the Responses API.
 
-They run on the event loop or in a fork (`api/preparation/preparer.py`).
+These are pure functions of a `Preparation` and a body. They run on the event loop or in a fork
+(`api/preparation/preparer.py`).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class PreparedResponse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def prepare_response(preparation: Preparation, data: bytes, arrival: Arrival) -> PreparedResponse:
-    """A request of `/v1/responses`; `arrival.request_id` is the id of the reply.
+    """Prepare a request of `/v1/responses`. `arrival.request_id` is the id of the reply.
 
     Raises:
         InvalidRequestError: a parameter is out of range, or the prompt does not fit.
@@ -57,7 +58,7 @@ def prepare_input_tokens(preparation: Preparation, data: bytes, arrival: Arrival
     """The answer of `/v1/responses/input_tokens`, as JSON.
 
     Raises:
-        InvalidRequestError: the request could not be answered.
+        InvalidRequestError: `/v1/responses` would refuse the request.
     """
     body = preparation.decode(data, InputTokensRequest, UNSUPPORTED)
     messages = _messages(body, arrival)
@@ -70,7 +71,7 @@ FUNCTIONS = (prepare_response, prepare_input_tokens)
 
 
 def _messages(body: InputTokensRequest | ResponsesRequest, arrival: Arrival) -> list[Message]:
-    """The conversation without instructions: the stored one, and the input."""
+    """The conversation without instructions: the stored conversation, then the input."""
     messages: list[Message] = []
     if body.previous_response_id is not None:
         if arrival.stored_messages is None:

@@ -50,7 +50,7 @@ from ostinato.runtime.types.outputs import FinishReason
 
 __all__ = ("ResponsesReply",)
 
-# Why an answer is not complete, by how it ended.
+# Finish reason -> the API's reason why an answer is not complete.
 _INCOMPLETE: dict[str | None, str] = {
     FinishReason.length.value: "max_output_tokens",
     FinishReason.repetition.value: "repetition",
@@ -59,14 +59,14 @@ _LOG = logging.getLogger("ostinato.api")
 
 
 class ResponsesReply:
-    """The reply to one request; use `stream` or `whole`, once.
+    """The reply to one request. Call either `stream` or `whole`, once.
 
     Args:
-        prepared: the request, which `runner.prepare` has accepted. Its id is the reply's.
-        stores: whether the reply is stored, under the request's id.
+        prepared: the request, which `runner.prepare` has accepted. The reply has its id.
+        stores: whether the reply is stored under this id.
 
     Attributes:
-        input_items: the input items of the request, a JSON list; empty unless it is stored.
+        input_items: the input items of the request, a JSON list; empty if the reply is not stored.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class ResponsesReply:
         self._end: Response | None = None
 
     async def whole(self) -> Response:
-        """The whole response, without a call that was cut."""
+        """The whole response. A call that was cut off is left out."""
         async with aclosing(self._changes()) as changes:
             async for change in changes:
                 self._logprobs.of_change(change)
@@ -130,7 +130,7 @@ class ResponsesReply:
 
         Args:
             record: gets the events.
-            streams: whether there are events.
+            streams: whether the request asked for events.
         """
         try:
             if streams:
@@ -148,7 +148,7 @@ class ResponsesReply:
             self._store(record.events)
 
     def present(self) -> Response:
-        """The present response."""
+        """The response in its present state."""
         if self._end is not None:
             return self._end
         return self._with_output("in_progress") if self._has_output else self._begun
@@ -177,7 +177,7 @@ class ResponsesReply:
         return "incomplete" if self._incomplete_reason and is_last else "completed"
 
     def _ended(self, *, with_cut_call: bool = True) -> Response:
-        """The complete response; stores it."""
+        """Make the complete response, and store it."""
         reason = self._incomplete_reason
         blocks = [one for one in self._blocks.blocks if with_cut_call or not one.is_cut]
         items = [self._writer.item(block, self._status_of(block)) for block in blocks]
@@ -205,7 +205,7 @@ class ResponsesReply:
         return self._end
 
     def _with_output(self, status: Literal["in_progress", "failed", "cancelled"]) -> Response:
-        """The response with the items so far, none of which is complete."""
+        """The response with the items so far, all marked as not complete."""
         of_items = "in_progress" if status == "in_progress" else "incomplete"
         items = [self._writer.item(block, of_items) for block in self._blocks.blocks]
         return msgspec.structs.replace(self._begun, status=status, output=items)

@@ -52,7 +52,7 @@ __all__ = ("HANDLERS",)
     form=NAMED_EVENTS,
 )
 async def create_response(request: HttpRequest, service: SharedService) -> Response[bytes] | Stream:
-    """Answer a text or a conversation, which may continue a stored one."""
+    """Answer a text or a conversation. It can continue a stored conversation."""
     context = context_of("/v1/responses", request)
     response_id = f"resp_{secrets.token_hex(16)}"
     prepared = await prepare(
@@ -93,7 +93,7 @@ async def retrieve_response(
     stream: FromQuery[bool] = False,
     starting_after: FromQuery[int] = -1,
 ) -> Response[bytes] | Stream:
-    """A stored reply or one in the background, or with `stream=true` its events."""
+    """A stored reply, or a reply in the background. With `stream=true`, its events."""
     reply = service.background.get(response_id)
     if reply is None:
         stored = service.stored_responses
@@ -121,9 +121,9 @@ async def list_input_items(
     order: FromQuery[Literal["asc", "desc"]] = "desc",
     after: FromQuery[str | None] = None,
 ) -> Response[bytes] | Stream:
-    """What a reply was made from: its input, and the stored conversation before it."""
+    """The items that a reply was made from: its input, and the stored conversation before it."""
     items = await conversation_items(service, response_id)
-    # In a thread: bodies of megabytes may have 100,000 items, and `after` reads the id of each.
+    # This runs on a thread, because there can be 100,000 items, and `after` reads all their ids.
     page = await asyncio.to_thread(item_page, items, limit=limit, order=order, after=after)
     return json_response(page)
 
@@ -134,7 +134,7 @@ async def list_input_items(
     errors={400: ErrorBody, 404: ErrorBody},
 )
 async def cancel_response(service: SharedService, response_id: FromPath[str]) -> Response[bytes]:
-    """End a reply in the background; its output so far is kept."""
+    """End a reply in the background. Its output so far is kept."""
     await service.background.cancel(response_id)
     stored = service.stored_responses.response(response_id)
     if not msgspec.json.decode(stored, type=_Background).background:
@@ -151,7 +151,7 @@ async def cancel_response(service: SharedService, response_id: FromPath[str]) ->
 async def delete_response(
     service: SharedService, response_id: FromPath[str]
 ) -> Response[bytes] | Stream:
-    """Delete a stored reply; a reply in the background is cancelled first."""
+    """Delete a stored reply. A reply in the background is cancelled first."""
     await service.background.cancel(response_id)
     service.stored_responses.delete(response_id)
     return json_response(Deleted(response_id))
@@ -168,13 +168,13 @@ HANDLERS = [
 
 
 class _Continues(msgspec.Struct):
-    """What a body says of the conversation before it; its other fields are skipped."""
+    """The field of a body that names the conversation before it. Other fields are skipped."""
 
     previous_response_id: str | None = None
 
 
 class _Background(msgspec.Struct):
-    """The fields of a stored reply that say how it was requested."""
+    """The field of a stored reply that says whether it was made in the background."""
 
     background: bool
 
@@ -190,6 +190,10 @@ async def _in_background(
     """Start the reply, and answer with its events or with its present state.
 
     Args:
+        service: the state that handlers share.
+        reply: the reply.
+        response_id: the id of the reply.
+        streams: whether the request asked for events.
         release: called when the reply ends.
     """
     record = BackgroundReply(
@@ -209,7 +213,7 @@ async def _in_background(
 
 
 def _arrival(service: Service, response_id: str) -> Callable[[bytes], Arrival]:
-    """Gives the reply's id and the conversation that the body continues."""
+    """Make a function from a body to its `Arrival`: the reply's id, and the stored conversation."""
 
     def arrival(data: bytes) -> Arrival:
         stored = None

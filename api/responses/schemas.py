@@ -1,6 +1,6 @@
 """The bodies of requests to `/v1/responses`, with the names of the OpenAI API.
 
-A request schema has exactly the supported fields; `UNSUPPORTED` lists the others.
+A request schema has exactly the supported fields. `UNSUPPORTED` lists the other fields.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
 
 class _Item(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Fields of items from earlier answers; they have no effect."""
+    """Fields of items from earlier answers. They have no effect."""
 
     id: str | None = None
     status: ItemStatus | None = None
@@ -90,7 +90,7 @@ class InputTextPart(
 class RefusalPart(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="refusal"
 ):
-    """A refusal in an earlier answer; the model sees it as text."""
+    """A refusal in an earlier answer. The model sees it as text."""
 
     refusal: str
 
@@ -121,7 +121,7 @@ class MessageItem(_Item, frozen=True, kw_only=True, tag_field="type", tag="messa
 
 
 class DirectCaller(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The model itself called the function; no program did."""
+    """Says that the model itself called the function, not a program."""
 
     type: Literal["direct"]
 
@@ -139,7 +139,7 @@ class CallOutputItem(
 ):
     call_id: NotEmpty
     output: str | list[InputTextPart]
-    name: str | None = None  # the function; has no effect, because `call_id` names the call
+    name: str | None = None  # the function's name; has no effect, because `call_id` names the call
     caller: DirectCaller | None = None
 
 
@@ -168,7 +168,7 @@ class ReasoningTextPart(
 class ReasoningItem(_Item, frozen=True, kw_only=True, tag_field="type", tag="reasoning"):
     summary: list[Any] = []
     content: list[ReasoningTextPart] | None = None
-    # Its text in the form of `encoded_reasoning`, for clients that send back only this field.
+    # The text, encoded by `encoded_reasoning`, for clients that send back only this field.
     encrypted_content: str | None = None
 
 
@@ -231,7 +231,7 @@ class CustomToolDefinition(
 class NamedTool(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="function"
 ):
-    """The one function that must be called."""
+    """Demands a call of this function."""
 
     name: FunctionName
 
@@ -239,7 +239,7 @@ class NamedTool(
 class NamedCustomTool(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="custom"
 ):
-    """The one custom tool that must be called."""
+    """Demands a call of this custom tool."""
 
     name: FunctionName
 
@@ -252,7 +252,7 @@ class AllowedToolsChoice(
     tag_field="type",
     tag="allowed_tools",
 ):
-    """The tools that may be called; the model is shown the others too."""
+    """The tools that may be called. The prompt shows the model all tools."""
 
     mode: Literal["auto", "required"]
     tools: Annotated[list[NamedTool | NamedCustomTool], msgspec.Meta(min_length=1)]
@@ -279,7 +279,7 @@ class SchemaFormat(
 
 class TextConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     format: TextFormat | JsonObjectFormat | SchemaFormat = TextFormat()
-    verbosity: Verbosity | None = None  # passed to the template, where the template has it
+    verbosity: Verbosity | None = None  # passed to the template, if it uses it
 
 
 SummaryKind = Literal["auto", "concise", "detailed"]
@@ -288,18 +288,18 @@ SummaryKind = Literal["auto", "concise", "detailed"]
 class ReasoningConfig(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
 ):
-    effort: ReasoningEffort | None = None  # passed to the template, where the template has it
-    summary: SummaryKind | None = None  # has no effect: items have the whole reasoning
+    effort: ReasoningEffort | None = None  # passed to the template, if it uses it
+    summary: SummaryKind | None = None  # has no effect, because items have the whole reasoning
     generate_summary: SummaryKind | None = None  # the older name of `summary`
     context: Literal["auto"] | None = None  # the template decides which reasoning is shown again
     mode: Literal["standard"] | None = None
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    include_obfuscation: Literal[False] = False  # events are not padded
+    include_obfuscation: Literal[False] = False  # events are never padded
 
 
-# The last two have an effect. The others ask for parts that no reply of this server has.
+# Only the last two values have an effect. The others ask for parts that replies here never have.
 Includable = Literal[
     "code_interpreter_call.outputs",
     "computer_call_output.output.image_url",
@@ -316,32 +316,32 @@ Input = str | Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1)]
 
 
 class PromptFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The fields that the prompt is made from, beside `input`."""
+    """The fields that the prompt is made from, besides `input`."""
 
     model: str | None = None
-    instructions: str | None = None  # for this answer only; the stored reply's are not used
+    instructions: str | None = None  # for this answer only; those of a stored reply are not used
     previous_response_id: str | None = None
     tools: list[ToolDefinition | CustomToolDefinition] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
-    # auto = the beginning of an input that is too long is cut off; otherwise it is refused. The
-    # token count is that of the whole input.
+    # For an input that is too long: auto = cut off its beginning; otherwise = refuse it. The token
+    # count of `input_tokens` counts the whole input.
     truncation: Literal["auto", "disabled"] | None = None
 
 
 class InputTokensRequest(PromptFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`POST /v1/responses/input_tokens`."""
 
-    input: Input | None = None  # absent = the stored conversation alone
+    input: Input | None = None  # absent = only the stored conversation
 
 
 class ResponsesRequest(PromptFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`POST /v1/responses`."""
 
     input: Input
-    store: bool | None = None  # absent = true, where the server stores replies
+    store: bool | None = None  # absent = true, if the server stores replies
     max_output_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -350,8 +350,8 @@ class ResponsesRequest(PromptFields, frozen=True, kw_only=True, forbid_unknown_f
     stream_options: StreamOptions | None = None
     include: list[Includable] | None = None
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
-    # These have no effect. The reply shows them, except `prompt_cache_options`. `max_tool_calls`
-    # would limit calls of tools that run on the server, and there are none.
+    # The following fields have no effect. The reply repeats them, except `prompt_cache_options`.
+    # `max_tool_calls` is for tools that run on the server, and this server has none.
     max_tool_calls: Annotated[int, msgspec.Meta(ge=1)] | None = None
     metadata: Metadata | None = None
     prompt_cache_key: str | None = None
@@ -360,7 +360,7 @@ class ResponsesRequest(PromptFields, frozen=True, kw_only=True, forbid_unknown_f
     safety_identifier: SafetyIdentifier | None = None
     service_tier: ServiceTier | None = None
     user: str | None = None
-    # As in chat
+    # The following fields are those of chat completions.
     repetition_detection: RepetitionDetectionParams | None = None
     logprob_token_ids: list[int] | None = None  # needs logprobs in `include`
     stream_interval: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)] | None = None

@@ -1,4 +1,4 @@
-"""Log-probabilities of the text of a response: which tokens belong to which content block."""
+"""Assigns the log-probabilities of a response's tokens to its content blocks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ("TextLogprobs",)
 class TextLogprobs:
     """Assigns log-probabilities of tokens to the text of content blocks.
 
-    Text may be held back, so the entries of tokens wait for the next new text. Entries of reasoning
+    Text can be held back, so the entries of tokens wait for the next new text. Entries of reasoning
     and of calls are dropped.
 
     Args:

@@ -1,4 +1,4 @@
-"""Admission control: accepts or refuses new requests, and decides the answers of health checks."""
+"""Admission control: accepts or refuses new requests. Health checks use the same rules."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class Admission:
     """Accepts or refuses requests by the server's state and the length of the queue.
 
     Args:
-        engine: its state is read at each call.
-        server: the limits.
+        engine: the engine, whose state is read at each call.
+        server: the section with the limits.
 
     Attributes:
-        phase: the start-up phase that runs; None once the engine serves.
+        phase: the present phase of the start; None = the engine serves.
         is_draining: whether the server is shutting down and refuses new requests.
     """
 
@@ -60,7 +60,7 @@ class Admission:
         return None if self.phase else health.liveness_problem(self._engine, self._server)
 
     def refusal(self) -> UnavailableError | None:
-        """Why a new request is refused, apart from the queue's length; None = it is not."""
+        """Why a new request is refused, apart from the queue's length; None = it is accepted."""
         if self.is_draining:
             return UnavailableError("the server is shutting down", code="shutting_down")
         if self.phase is not None:
@@ -68,7 +68,10 @@ class Admission:
         return health.death(self._engine)
 
     def unreadiness(self) -> UnavailableError | OverloadedError | None:
-        """Why a new request would be refused or would wait for the engine; None = it is served."""
+        """Why a new request would be refused, or would wait for the engine to recover.
+
+        None = it would be served.
+        """
         return (
             self.refusal()
             or health.unreadiness(self._engine, self._server)
@@ -81,7 +84,7 @@ class Admission:
             raise self._starting()
 
     def check(self) -> None:
-        """Raises UnavailableError or OverloadedError when a new request is refused."""
+        """Raises UnavailableError or OverloadedError if a new request would be refused."""
         refusal = self.refusal() or self._queue_refusal()
         if refusal is not None:
             raise refusal
@@ -112,9 +115,9 @@ class Admission:
         return UnavailableError(f"the engine is starting: {self.phase}", code="starting")
 
     def _queue_refusal(self, num_new_tokens: int = 0) -> OverloadedError | None:
-        """Why the queue has no room for a request with `num_new_tokens` prompt tokens, or None.
+        """Why the queue has no room for a request with `num_new_tokens` prompt tokens.
 
-        An empty queue takes a request of any length.
+        None = there is room. An empty queue takes a request of any length.
         """
         engine, server = self._engine, self._server
         limit = server.max_queued_requests
@@ -127,7 +130,7 @@ class Admission:
         return None
 
     def _full(self, text: str) -> OverloadedError:
-        # After the predicted TTFT of a new request, the present queue has been served.
+        # When the predicted TTFT of a new request has passed, the present queue has been served.
         seconds = math.ceil(self._engine.stats.predicted_ttft_seconds)
         return OverloadedError(
             f"the queue is full: {text}; try again later",

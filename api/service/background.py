@@ -19,13 +19,13 @@ class BackgroundReply:
     Args:
         present: returns the current body of the reply.
         has_stream: whether the request asked for a stream of events.
-        input_items: the input items of its request, as a JSON list.
+        input_items: the input items of the request, as a JSON list.
 
     Attributes:
-        present: as given.
-        has_stream: as given.
-        input_items: as given.
-        events: the events of its stream so far, encoded; empty for a reply without a stream.
+        present: the argument `present`.
+        has_stream: the argument `has_stream`.
+        input_items: the argument `input_items`.
+        events: the encoded events of the stream so far; empty for a reply without a stream.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class BackgroundReply:
 
     @classmethod
     def ended(cls, response: bytes, events: Sequence[bytes]) -> Self:
-        """A finished reply from the store."""
+        """Make a finished reply from its stored body and events."""
         reply = cls(lambda: response, has_stream=bool(events))
         reply.events.extend(events)
         reply.end()
@@ -80,7 +80,7 @@ class BackgroundReplies:
         self._running: dict[str, tuple[BackgroundReply, asyncio.Task[None]]] = {}
 
     def check(self) -> None:
-        """Raises OverloadedError when the limit of unfinished replies is reached."""
+        """Raises OverloadedError if the limit of unfinished replies is reached."""
         if len(self._running) >= MAX_RUNNING:
             raise OverloadedError(
                 f"{len(self._running)} replies are being made in the background, which is the"
@@ -95,7 +95,9 @@ class BackgroundReplies:
         """Generate the reply in a task of its own.
 
         Args:
-            work: generates the reply; cancelling it ends the reply.
+            reply_id: the id of the reply.
+            reply: the reply.
+            work: generates the reply. Cancelling it ends the reply.
         """
 
         async def run() -> None:
@@ -106,7 +108,7 @@ class BackgroundReplies:
                 reply.end()
 
         self._running[reply_id] = reply, asyncio.create_task(run())
-        # Let the task begin. If it were cancelled before, its clean-up would be skipped.
+        # Let the task begin. If it were cancelled before it begins, its clean-up would be skipped.
         await asyncio.sleep(0)
 
     def get(self, reply_id: str) -> BackgroundReply | None:

@@ -1,7 +1,8 @@
 """Health of the engine, for `/live`, `/ready` and `/health`.
 
-The engine reports every step, an idle heartbeat and the predicted time of a long step. An engine
-that is silent for longer is treated as hung. docs/reliability.md has the table of answers.
+The engine reports every step, idle heartbeats, and the predicted time of a long step. An engine
+that is silent for much longer than predicted counts as hung. docs/reliability.md has the table of
+answers.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class EngineSigns(Protocol):
 
 
 def death(engine: EngineSigns) -> UnavailableError | None:
-    """The error for an engine that is down for good; None when it runs or is being restarted."""
+    """The error for an engine that is not started again; None = it runs or is being restarted."""
     if engine.death_reason is None:
         return None
     return UnavailableError(f"the engine does not run: {engine.death_reason}", code="engine_dead")
@@ -55,7 +56,7 @@ def engine_problem(engine: EngineSigns, server: ServerConfig) -> str | None:
 def liveness_problem(engine: EngineSigns, server: ServerConfig) -> str | None:
     """Why a supervisor should restart this process; None = there is no reason.
 
-    A restart of the engine is not a reason: the waiting requests would be lost with this process.
+    A restart of the engine is not a reason. The waiting requests would be lost with this process.
     """
     if engine.death_reason is not None:
         return f"the engine does not run: {engine.death_reason}"
@@ -65,7 +66,7 @@ def liveness_problem(engine: EngineSigns, server: ServerConfig) -> str | None:
 
 
 def unreadiness(engine: EngineSigns, server: ServerConfig) -> UnavailableError | None:
-    """Why an admitted request would wait for the engine to recover; None = it would not."""
+    """Why an admitted request would wait for the engine to recover; None = it would not wait."""
     if engine.restart_reason is not None:
         text = f"the engine is started again: {engine.restart_reason}"
         return UnavailableError(text, code="restarting")

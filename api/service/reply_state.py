@@ -1,4 +1,4 @@
-"""State that replies of all dialects have: id, options, token counts, joined outputs."""
+"""The state that replies of all APIs have: id, options, token counts, joined outputs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ReplyHead(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     created: int  # unix seconds
     model: str
-    system_fingerprint: str  # the engine's, see docs/determinism.md
+    system_fingerprint: str  # the engine's fingerprint, see docs/determinism.md
     service_tier: ServedTier | msgspec.UnsetType = msgspec.UNSET  # only chat has it
 
 
@@ -47,7 +47,7 @@ class ReplyOptions(msgspec.Struct, frozen=True, kw_only=True):
     as_token_ids: bool = False  # log-probabilities name tokens `token_id:N`
 
     def token_ids(self, token_ids: list[int]) -> list[int] | msgspec.UnsetType:
-        """The ids where the reply shows them, else UNSET."""
+        """The ids if the reply shows them, else UNSET."""
         return token_ids if self.return_token_ids else msgspec.UNSET
 
 
@@ -56,15 +56,15 @@ class CollectedCompletion(msgspec.Struct, kw_only=True):
 
     text: str = ""
     token_ids: list[int] = []
-    # Each is a `TokenLogprobs` as msgpack. As objects, those of an answer with millions of entries
-    # would leave holes in Python's memory that do not go back to the system.
+    # Each entry is a `TokenLogprobs` as msgpack. Millions of Python objects would leave memory that
+    # does not return to the system.
     packed_logprobs: list[bytes] = []
     prompt_logprobs: list[TokenLogprobs] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
 
     def add(self, output: RequestOutput) -> None:
-        """Join the next output."""
+        """Add the next output."""
         self.text += output.text_delta
         self.token_ids += output.new_token_ids
         self.packed_logprobs += map(_pack, output.logprobs or ())
@@ -75,12 +75,12 @@ class CollectedCompletion(msgspec.Struct, kw_only=True):
 
     @property
     def logprobs(self) -> list[TokenLogprobs]:
-        """One per token, or none."""
+        """One entry per token; empty if the request does not ask for them."""
         return list(map(_unpack, self.packed_logprobs))
 
 
 class Tally:
-    """Token counts of one reply: each prompt once, the output of all completions.
+    """Token counts of one reply. Each prompt counts once; the outputs of all completions count.
 
     Args:
         num_prompt_tokens: tokens of all prompts.
@@ -89,7 +89,7 @@ class Tally:
 
     @classmethod
     def of(cls, generations: Iterable[Generation]) -> Self:
-        """The counts at the beginning of the reply to these prompts."""
+        """The counts at the beginning of the reply to some prompts."""
         generations = list(generations)
         return cls(
             sum(len(one.prompt_token_ids) for one in generations),
@@ -109,7 +109,7 @@ class Tally:
             self.num_reasoning_tokens += num_reasoning_tokens
         self.num_output_tokens += len(output.new_token_ids) + output.num_discarded_tokens
         self._prediction = add_prediction(self._prediction, output)
-        if output.index == 0:  # the other completions share the blocks of this one
+        if output.index == 0:  # the other completions share the blocks of the first
             self._cached[prompt_index] = output.num_cached_tokens
 
     @property
@@ -127,7 +127,7 @@ class Tally:
 
 
 def add_prediction(counts: tuple[int, int] | None, output: RequestOutput) -> tuple[int, int] | None:
-    """Accepted and rejected tokens of a prediction, after one more output; None stays None."""
+    """Add an output to a prediction's counts of (accepted, rejected) tokens; None stays None."""
     report = output.speculation
     if counts is None or report is None:
         return counts
@@ -139,7 +139,7 @@ def add_prediction(counts: tuple[int, int] | None, output: RequestOutput) -> tup
 
 
 def new_id(prefix: str, of_body: str | None, of_header: str) -> str:
-    """The reply's id: a prefix, then the body's `request_id`, the header's, or a random one."""
+    """The reply's id: a prefix, then the id from the body or the header, or a random id."""
     return f"{prefix}-{of_body or of_header or secrets.token_hex(16)}"
 
 
@@ -148,5 +148,5 @@ def collect(
     prompt_index: int,
     output: RequestOutput,
 ) -> None:
-    """Join one output to its completion in `completions`, which has the keys (prompt, index)."""
+    """Add an output to its completion in `completions`. The keys are (prompt index, index)."""
     completions.setdefault((prompt_index, output.index), CollectedCompletion()).add(output)

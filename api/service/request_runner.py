@@ -1,4 +1,4 @@
-"""Runs requests in the engine: outputs of all prompts in one stream, measured and logged."""
+"""Runs requests in the engine: merges the outputs of all prompts, measures and logs requests."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ from ostinato.runtime.types.structured_outputs import StructuredOutputsParams
 __all__ = ("Generator", "IndexedOutput", "RequestRunner")
 
 T = TypeVar("T")
-_MAX_GRAMMAR_CHARACTERS = 64 << 20  # summed over a request's sequences
+_MAX_GRAMMAR_CHARACTERS = 64 << 20  # summed over the sequences of a request
 _AT_ONCE = 8  # prompts of one request that are started before other tasks run
-_LEAST_WINDOW = 256  # sequences that one request may always have in the engines
+_LEAST_WINDOW = 256  # one request may always have this many sequences in the engines
 
 IndexedOutput = tuple[int, RequestOutput]  # (index of the prompt, one output for it)
-# A client's `generate` is a generator: closing it aborts the request.
+# A client's `generate` is a generator. Closing it aborts the request.
 Outputs = AsyncGenerator[RequestOutput, None]
 
 
@@ -90,7 +90,7 @@ class RequestRunner:
     Args:
         client: generates and pools.
         admission: checks prompts against the limits.
-        sinks: where the stats of each request go.
+        sinks: the receivers of the stats of each request.
 
     Attributes:
         num_open: requests that the engine works on.
@@ -114,9 +114,9 @@ class RequestRunner:
         """Make the grammars and check the limits. Called before the response begins.
 
         Args:
-            constraint_field: the field of the request that a constraint comes from.
-            generations: one per prompt; they have one constraint in common, or none.
-            context: `grammar` is set, `grammar_seconds` is updated.
+            constraint_field: the field of the request that has the constraint.
+            generations: one per prompt. All have the same constraint, or none.
+            context: the request's context. Its `grammar` and `grammar_seconds` are set.
 
         Raises:
             InvalidRequestError: the constraint is not valid or too complex, or a prompt is longer
@@ -144,7 +144,7 @@ class RequestRunner:
     async def generate(
         self, reply_id: str, generations: Sequence[Generation], context: RequestContext
     ) -> AsyncGenerator[IndexedOutput, None]:
-        """Outputs of all completions of all prompts; closing the iterator aborts the rest.
+        """Outputs of all completions of all prompts. Closing the iterator aborts the rest.
 
         Args:
             reply_id: the id that the client sees.
@@ -170,7 +170,7 @@ class RequestRunner:
 
         try:
             with self._measured(stats):
-                if len(generations) == 1:  # no queue between the engine's client and the reply
+                if len(generations) == 1:  # one prompt needs no queue that merges outputs
                     outputs = self._client.generate(**arguments(0))
                     async with aclosing(cast("Outputs", outputs)) as outputs:
                         async for output in outputs:
@@ -201,11 +201,11 @@ class RequestRunner:
         priority: int,
         cache_salt: str,
     ) -> list[PooledOutput]:
-        """The vectors of several prompts; cancelling the call aborts all of them.
+        """The vectors of several prompts. Cancelling the call aborts all of them.
 
         Raises:
             DeadlineError: the time limit of the request passed.
-            EngineError: the engine failed, or gave one up; the others are aborted.
+            EngineError: the engine failed, or gave a prompt up. The other prompts are aborted.
         """
         stats = RequestStats(self._sinks, reply_id, batch, context)
         window = _window(self._client)
@@ -232,7 +232,7 @@ class RequestRunner:
 
     @contextmanager
     def _measured(self, stats: RequestStats) -> Iterator[None]:
-        """Count the request as open, and close its stats with how it ended."""
+        """A context in which the request counts as open. At its end, the stats get the outcome."""
         self.num_open += 1
         try:
             yield
@@ -269,13 +269,14 @@ def _raise_for_failure(output: RequestOutput | PooledOutput) -> None:
 
 
 def _window(client: Generator, num_candidates: int = 1) -> asyncio.Semaphore:
-    """Bounds the prompts of one HTTP request that are in the engines at once.
+    """Limits how many prompts of one HTTP request are in the engines at once.
 
-    An engine reads its messages in their order and for a limited time between two steps. So another
-    client's request would wait until all prompts of a request that came before it have been read.
+    An engine reads its messages in their order, and for a limited time between two steps. Without
+    this limit, a request would wait until the engine has read all prompts of an earlier request.
 
     Args:
-        num_candidates: sequences of each prompt.
+        client: has the number of sequences that the engines run.
+        num_candidates: number of sequences of each prompt.
     """
     num_sequences = max(_LEAST_WINDOW, client.stats.max_num_seqs)
     return asyncio.Semaphore(max(1, num_sequences // num_candidates))
@@ -284,7 +285,7 @@ def _window(client: Generator, num_candidates: int = 1) -> asyncio.Semaphore:
 async def _all_in_time(
     work: Sequence[Coroutine[Any, Any, PooledOutput]], context: RequestContext
 ) -> list[PooledOutput]:
-    """All results, or the first failure; unfinished work is cancelled."""
+    """All results. Raises the first failure; then unfinished work is cancelled."""
     remaining_s = None
     if context.timeout_ms is not None:
         remaining_s = context.arrived_at + context.timeout_ms / 1e3 - time.monotonic()
@@ -303,7 +304,7 @@ async def _all_in_time(
 
 
 async def _started(work: Iterable[Coroutine[Any, Any, T]]) -> AsyncGenerator[asyncio.Task[T], None]:
-    """Start tasks for many coroutines; other tasks run after every few."""
+    """Start tasks for many coroutines. After every few, other tasks run."""
     for number, one in enumerate(work, 1):
         yield asyncio.create_task(one)
         if number % _AT_ONCE == 0:
@@ -311,7 +312,7 @@ async def _started(work: Iterable[Coroutine[Any, Any, T]]) -> AsyncGenerator[asy
 
 
 async def _cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:
-    """Cancel and await many tasks; other tasks run after every few."""
+    """Cancel and await many tasks. After every few, other tasks run."""
     for begin in range(0, len(tasks), _AT_ONCE):
         some = tasks[begin : begin + _AT_ONCE]
         for task in some:
@@ -347,9 +348,9 @@ async def _merged(
 
     Args:
         client: generates.
-        arguments: those of `Generator.generate` for a prompt by its index.
-        num_prompts: of the request.
-        window: bounds the prompts that are in the engines at once.
+        arguments: called with the index of a prompt; returns the arguments of `Generator.generate`.
+        num_prompts: number of prompts of the request.
+        window: limits the prompts that are in the engines at once.
     """
     queue: FairQueue[IndexedOutput | Exception | None] = FairQueue()
 

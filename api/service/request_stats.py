@@ -20,7 +20,7 @@ __all__ = ("RequestStats", "StatsSinks")
 
 
 class StatsSinks(msgspec.Struct, frozen=True):
-    """Where the stats of a request go."""
+    """The receivers of the stats of a request."""
 
     metrics: Metrics
     tracer: Tracer | None  # None = no traces are exported
@@ -43,7 +43,7 @@ class RequestStats:
     """Times of one request. `close` is called once, at its end.
 
     Args:
-        sinks: where the stats go.
+        sinks: the receivers of the stats.
         reply_id: the id that the client sees.
         prompts: token ids of each prompt.
         context: the context of the HTTP request.
@@ -94,7 +94,7 @@ class RequestStats:
             self._end(one, output)
 
     def add_vector(self, prompt_index: int, output: PooledOutput) -> None:
-        """Add a vector, which counts as an end without tokens."""
+        """Add a vector. It counts as a completion that ends without tokens."""
         self.add(
             prompt_index,
             RequestOutput(
@@ -112,7 +112,7 @@ class RequestStats:
 
     @property
     def begin(self) -> float:
-        """When the request arrived, seconds of time.monotonic()."""
+        """The time of the request's arrival, in seconds of time.monotonic()."""
         return self._begin
 
     def num_tokens(self) -> list[tuple[int, int]]:
@@ -152,7 +152,7 @@ class RequestStats:
         """End the stats.
 
         Args:
-            outcome: `done`, `disconnected` or `error` and the status.
+            outcome: `done`, `disconnected`, or `error` with the HTTP status.
         """
         now = time.monotonic()
         if outcome == "done":
@@ -222,7 +222,7 @@ class RequestStats:
         return fields
 
     def _times(self, now: float) -> dict[str, float]:
-        """The known limits of the phases, seconds of time.monotonic()."""
+        """The known times at which phases begin or end, in seconds of time.monotonic()."""
         completions = self._completions.values()
         times = {"begin": self._begin, "end": now}
         scheduled = [one.scheduled for one in completions if one.scheduled]

@@ -26,7 +26,7 @@ class _Stored(msgspec.Struct, frozen=True):
 
 
 class ResponseStore:
-    """Replies and their conversations by the reply's id, as JSON.
+    """Replies and their conversations as JSON, by the reply's id.
 
     Args:
         limit_mib: total size; 0 = nothing is stored.
@@ -51,16 +51,17 @@ class ResponseStore:
         *,
         input_items: bytes = b"[]",
     ) -> None:
-        """Store a reply; a reply larger than the limit is not stored.
+        """Store a reply. A reply that is larger than the limit is not stored.
 
         Args:
-            response: its body.
-            messages: the conversation that it answers, without instructions.
+            response_id: the id of the reply.
+            response: the body of the reply.
+            messages: the conversation that the reply answers, without instructions.
             answer: the reply as a message.
-            events: the events of its stream, as sent, if they can be requested again.
-            input_items: the input items of its request, a JSON list.
+            events: the events of the stream as they were sent, if they can be requested again.
+            input_items: the input items of the request, a JSON list.
         """
-        # Joined as text, so that a long conversation is not parsed.
+        # The JSON is joined as text, so that a long conversation is not parsed.
         before = bytes(messages).rstrip()[1:-1]
         parts = [part for part in (before, msgspec.json.encode(answer)) if part.strip()]
         one = _Stored(response, b"[" + b",".join(parts) + b"]", tuple(events), input_items)
@@ -79,12 +80,12 @@ class ResponseStore:
         return self._get(response_id).events
 
     def messages(self, response_id: str) -> bytes | None:
-        """The conversation up to and with the reply, a JSON list; None for an unknown id."""
+        """The conversation, the reply included, as a JSON list; None for an unknown id."""
         one = self._stored.get(response_id)
         return None if one is None else one.messages
 
     def input_items(self, response_id: str) -> bytes | None:
-        """The items of its request, a JSON list; None for an unknown id."""
+        """The input items of the reply's request, as a JSON list; None for an unknown id."""
         one = self._stored.get(response_id)
         return None if one is None else one.input_items
 

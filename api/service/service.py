@@ -1,4 +1,4 @@
-"""`Service`: the state of one API server that every handler gets: client, admission, metrics."""
+"""`Service`: the state of one API server, which every handler gets: client, admission, metrics."""
 
 from __future__ import annotations
 
@@ -46,20 +46,20 @@ class Client(EngineView, EngineQueue, TextSource, Generator, Protocol):
 
 
 class Service:
-    """One server's state.
+    """The state of one server.
 
     Args:
-        client: the engine's client, which may not have started yet.
+        client: the engine's client. It need not have started yet.
         server: limits and time-outs.
         sampling: defaults for parameters that a request leaves out.
 
     Attributes:
         admission: accepts or refuses requests, and knows whether the server starts or ends.
-        preparer: decodes bodies and makes prompts and parameters of them.
+        preparer: decodes bodies, and makes prompts and parameters from them.
         encoder: has the tokenizer.
         runner: runs requests in the engine.
         metrics: the metrics of `/metrics`.
-        stored_responses: replies of `/v1/responses` that later requests may continue.
+        stored_responses: replies of `/v1/responses` that later requests can continue.
         background: replies of `/v1/responses` that are generated without an open connection.
     """
 
@@ -85,7 +85,7 @@ class Service:
         self.background = BackgroundReplies()
 
     def close(self) -> None:
-        """End helper processes, export the remaining trace spans; no request may run afterwards."""
+        """End helper processes and export the remaining trace spans. No request may follow."""
         self.preparer.close()
         if self._tracer is not None:
             self._tracer.close()

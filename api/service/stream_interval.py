@@ -15,8 +15,8 @@ T = TypeVar("T")
 class StreamInterval(Generic[T]):
     """Holds outputs back until a chunk has enough tokens.
 
-    The first token of a completion is sent at once. The end of a completion sends everything that
-    is held back. Between them a chunk has `num_tokens` tokens.
+    The first token of a completion is sent at once. At the end of a completion, everything that is
+    held back is sent. Between them, each chunk has `num_tokens` tokens.
 
     Args:
         num_tokens: tokens of a chunk; 1 = every output is sent at once.
@@ -26,7 +26,7 @@ class StreamInterval(Generic[T]):
     def __init__(self, num_tokens: int, join: Callable[[list[T]], T]) -> None:
         self._num_tokens = num_tokens
         self._join = join
-        self._held: dict[Hashable, list[T]] = {}  # by completion, once it has sent its first token
+        self._held: dict[Hashable, list[T]] = {}  # completions that have sent their first token
         self._num_held_tokens: dict[Hashable, int] = {}
 
     def add(self, completion: Hashable, output: RequestOutput, item: T) -> T | None:
