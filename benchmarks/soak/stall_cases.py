@@ -274,7 +274,7 @@ def _many_sequences(max_model_len: int) -> list[StallCase]:
 
     words = [f"{_PROSE[index : index + 30]} {index}" for index in range(256)]
     chosen = list(range(300, 428))
-    held = [*(f"{index:x}{'a' * 4095}" for index in range(15)), f"{'a' * 4095}b"]
+    held = [*(first + "a" * 4095 for first in "bcdefghijklmnop"), "a" * 4095 + "b"]
     ids = _long_prompt(max_model_len)
     return [
         _one("n=128 with log-probabilities", _COMPLETIONS, lambda: _many(logprobs=20)),

@@ -313,7 +313,7 @@ class TestStopStrings:
                 return super().__getitem__(index)
 
         length, others = 1000, 15
-        stop = [*(Counted(f"{index:x}{'a' * length}") for index in range(others))]
+        stop = [Counted(first + "a" * length) for first in "bcdefghijklmnop"]
         matcher = StopStringMatcher((*stop, Counted("a" * length + "b")))
         Counted.num_reads = 0
         for _ in range(length):
