@@ -317,7 +317,12 @@ def logits_of(
     return [torch.cat(driver.step(step)) for step in steps]
 
 
-@pytest.mark.parametrize("name", MODELS)
+# Seconds each; llama and qwen3, with norms of queries and keys, run in every test run.
+_OFTEN = ("llama", "qwen3")
+_WHOLE = [name if name in _OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
+
+
+@pytest.mark.parametrize("name", _WHOLE)
 def test_whole_models(name: str) -> None:
     """Prefill, chunks beside decodes, decode: our kernels in every layer, against the reference."""
     expected = logits_of(MODELS[name], "reference", _as_it_is)
