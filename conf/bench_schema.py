@@ -66,7 +66,7 @@ class PromptFormat(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchSection(Section):
-    """What is measured, how often, and where the result goes."""
+    """The measurement: its kind, its repetitions, and its result file."""
 
     key = "bench"
     kind: BenchKind = setting(
@@ -78,12 +78,14 @@ class BenchSection(Section):
         one_of=("single", "ttft", "offline", "prefix"),
     )
     repeats: int = setting(3, "measured repetitions of each point", at_least=1, at_most=1000)
-    warmup: int = setting(1, "repetitions before that, not counted", at_least=0, at_most=100)
+    warmup: int = setting(
+        1, "repetitions before the measured ones, not counted", at_least=0, at_most=100
+    )
     batch_sizes: list[int] = setting(
         [1, 4, 16], "latency: requests that are sent together", at_least=1, at_most=4096
     )
-    input_lens: list[int] = setting([32, 256], "latency: tokens of their prompts", at_least=1)
-    output_lens: list[int] = setting([32], "latency: tokens of their outputs", at_least=1)
+    input_lens: list[int] = setting([32, 256], "latency: tokens of each prompt", at_least=1)
+    output_lens: list[int] = setting([32], "latency: tokens of each output", at_least=1)
     shares: list[float] = setting(
         [0.0, 0.5, 0.9],
         "prefix: share of a prompt that all requests have in common",
@@ -92,9 +94,9 @@ class BenchSection(Section):
     )
     engines: list[str] = setting(
         [],
-        'compare: two or more of: overrides ("cache.block_size=32 graphs.mode=eager", "" = as '
-        "configured) or the URL of an OpenAI-compatible server; the first is what the others are "
-        "compared with",
+        'compare: two or more engines, each as overrides ("cache.block_size=32 graphs.mode=eager", '
+        '"" = as configured) or as the URL of an OpenAI-compatible server; the others are compared '
+        "with the first",
     )
     files: list[str] = setting([], "history: result files, JSON or JSON lines")
     percentiles: list[float] = setting(
@@ -118,7 +120,7 @@ class WorkloadSection(Section):
     key = "workload"
     kind: WorkloadKind = setting(
         WorkloadKind.standard,
-        "standard = the four parts that engines are compared with; the others: docs/benchmarks.md",
+        "standard = the four parts that compare engines; docs/benchmarks.md has the other kinds",
     )
     path: str = setting("", "sharegpt, tokens and trace: the file to read")
     num_requests: int | None = setting(
@@ -131,9 +133,9 @@ class WorkloadSection(Section):
     length_spread: float = setting(
         0.0, "random lengths lie within mean * (1 +- this)", at_least=0, at_most=0.99
     )
-    num_prefixes: int = setting(4, "prefix: different beginnings that prompts share", at_least=1)
+    num_prefixes: int = setting(4, "prefix: number of beginnings that prompts share", at_least=1)
     prefix_len: int = setting(128, "prefix: tokens of a shared beginning", at_least=1)
-    turns: int = setting(4, "conversations: turns of each", at_least=1, at_most=1000)
+    turns: int = setting(4, "conversations: turns of each one", at_least=1, at_most=1000)
     think_time_s: float = setting(
         0.0, "conversations: seconds between an answer and the next turn", at_least=0
     )
@@ -151,7 +153,7 @@ class LoadSection(Section):
     url: str = setting(
         "", "an OpenAI-compatible server to measure; empty = start run serve as configured"
     )
-    model: str = setting("", "the model's name in requests; empty = what /v1/models lists first")
+    model: str = setting("", "the model's name in requests; empty = the first in /v1/models")
     endpoint: RequestEndpoint = setting(
         RequestEndpoint.completions, "/v1/completions or /v1/chat/completions"
     )
@@ -160,7 +162,7 @@ class LoadSection(Section):
     )
     rates: list[float] = setting([], "open loop: mean requests per second, one point each", above=0)
     concurrency: list[int] = setting(
-        [], "closed loop: requests under way at a time, one point each", at_least=1
+        [], "closed loop: numbers of concurrent requests, one point each", at_least=1
     )
     burstiness: float = setting(
         1.0,
@@ -172,7 +174,7 @@ class LoadSection(Section):
     ramp_to: float | None = setting(None, "requests per second at a ramp's end", above=0)
     max_concurrency: int | None = setting(
         None,
-        "open loop: later requests wait at the client while this many are under way",
+        "open loop: while this many requests run, further ones wait at the client",
         at_least=1,
     )
     duration_s: float | None = setting(
@@ -190,7 +192,7 @@ class LoadSection(Section):
         60.0, "a request without a byte for this long is counted as stalled", above=0
     )
     give_up_after: int = setting(
-        32, "after this many failures without a success the rest is not sent", at_least=1
+        32, "after this many failures and no success, no further request is sent", at_least=1
     )
 
 

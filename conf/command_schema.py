@@ -42,7 +42,7 @@ class BatchSection(Section):
 
     key = "batch"
     concurrency: int | None = setting(
-        None, "requests at once; null = twice the sequences that may run", at_least=1
+        None, "concurrent requests; null = twice the sequences that can run", at_least=1
     )
 
 
@@ -69,10 +69,10 @@ class ChatSection(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanSection(Section):
-    """What `run plan` prints and for which machine."""
+    """The output format of `run plan`, and the machine that it plans for."""
 
     key = "plan"
-    json: bool = setting(False, "print the ledger as JSON instead of a table")
+    json: bool = setting(False, "print the memory plan as JSON instead of a table")
     free_gib: float | None = setting(
         None, "plan for a device with this much free memory; null = this machine's", above=0
     )
@@ -80,7 +80,7 @@ class PlanSection(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompileSection(Section):
-    """For which machine `run compile` compiles."""
+    """The machine that `run compile` compiles for."""
 
     key = "compile"
     gpu: str = setting(
@@ -92,7 +92,7 @@ class CompileSection(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizeSection(Section):
-    """What `run quantize` writes."""
+    """The settings of `run quantize`."""
 
     key = "quantize"
     output: str = setting("", "a new directory for the quantised checkpoint")
@@ -105,8 +105,8 @@ class QuantizeSection(Section):
     group_size: int = setting(128, "weights that share a scale", one_of=(32, 64, 128))
     symmetric: bool = setting(True, "false = every group has a zero point too")
     calibration: str = setting(
-        "", "a text file: GPTQ rounds for its activations; empty = round each weight to the nearest"
+        "", "a text file; GPTQ rounds weights for its activations; empty = round to the nearest"
     )
     evaluation: str = setting("", "a text file whose perplexity is reported; empty = none")
-    samples: int = setting(128, "rows of each text, at most", at_least=1)
+    samples: int = setting(128, "largest number of rows of each text", at_least=1)
     length: int = setting(512, "tokens of a row", at_least=16, at_most=8192)

@@ -79,7 +79,7 @@ def expand_sweep(
         varies fastest.
 
     Raises:
-        ConfigError: as `load_config`, for any point; or no key lists values.
+        ConfigError: see `load_config`; any point can cause it. Or no key lists several values.
     """
     fixed: list[str] = []
     swept: dict[str, list[str]] = {}
@@ -115,7 +115,7 @@ def compose_yaml(
     """The composed configuration as YAML, checked like `load_config`.
 
     Raises:
-        ConfigError: as `load_config`.
+        ConfigError: see `load_config`.
     """
     config = _compose(overrides, values or {}, config_dir)
     _to_object(config)
@@ -184,10 +184,10 @@ def _completion_plugin(shell: str) -> CompletionPlugin:
 
 
 def unlock(schema: type) -> DictConfig:
-    """A structured node of a frozen dataclass that overrides may still change.
+    """Make a structured node of a frozen dataclass that overrides can change.
 
-    `frozen=True` makes OmegaConf's node read-only; the flag is cleared all the way down. What
-    `OmegaConf.to_object` builds from it is frozen again.
+    `frozen=True` makes OmegaConf's nodes read-only. This function clears the flag of all nodes.
+    Objects that `OmegaConf.to_object` builds from them are frozen again.
     """
     root = cast(DictConfig, OmegaConf.structured(schema))
 
@@ -211,7 +211,7 @@ def _schema() -> DictConfig:
 
 @contextmanager
 def _hydra() -> Generator[None, None, None]:
-    """Hydra over our tree. Afterwards the caller's own Hydra state is restored."""
+    """A context with Hydra set up for our configuration. Restores the caller's own Hydra state."""
     ConfigStore.instance().store(name=_SCHEMA_NAME, node=_schema())
     outer = GlobalHydra.instance().hydra
     GlobalHydra.instance().hydra = None
@@ -280,9 +280,9 @@ def _parse(overrides: Sequence[str]) -> list[Override]:
 
 
 def _checked(override: Override, groups: Mapping[str, Sequence[str]], trial: DictConfig) -> str:
-    """One override as Hydra should get it, checked first because our messages are clearer.
+    """Check an override; returns it in the form for Hydra. Our messages are clearer than Hydra's.
 
-    Its value is set in `trial`, a copy of the schema, which refuses a wrong type or range.
+    The value is set in `trial`, a copy of the schema, which refuses a wrong type or range.
     """
     key, text = override.key_or_group, override.input_line or ""
     keys = describe_keys()
@@ -291,9 +291,7 @@ def _checked(override: Override, groups: Mapping[str, Sequence[str]], trial: Dic
         None,
     )
     if free_form is not None:
-        return (
-            text if text[0] in "+~" else f"++{text}"
-        )  # new keys are what a free-form mapping is for
+        return text if text[0] in "+~" else f"++{text}"  # a free-form mapping accepts new keys
     if override.package is not None or key == "hydra" or key.startswith(("hydra.", "hydra/")):
         raise ConfigError(f"{text}: packages and Hydra's own settings are not used here")
     sections = {name.partition(".")[0] for name in keys}

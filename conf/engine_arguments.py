@@ -1,8 +1,8 @@
 """Maps vLLM's keyword arguments and command-line flags to settings.
 
 `LLM(model, max_model_len=4096)` and `run serve MODEL --max-model-len 4096` are both read with this
-table. An argument sets a setting, or its value is what this engine does anyway, or it is refused
-with the reason. No argument is ignored.
+table. Some arguments set a setting. Other arguments are accepted if they ask for what this engine
+does anyway. All others are refused with the reason. No argument is ignored.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ class Argument:
     """One argument: `max_model_len` of `LLM`, `--max-model-len` of `run serve`."""
 
     setting: str = ""  # the key that it sets; empty = there is no such setting
-    read: Callable[[object], object] = lambda value: value  # ValueError = refused, with the reason
-    # All settings of a value that stands for several, `setting` among them.
+    # Converts the value; raises ValueError with the reason to refuse it.
+    read: Callable[[object], object] = lambda value: value
+    # For a value that stands for several settings: returns all of them, `setting` included.
     expand: Callable[[object], Mapping[str, object]] | None = None
-    # Values that mean what the engine does anyway. None, vLLM's "not given", is always one.
+    # Values that ask for what the engine does anyway. None (vLLM: not given) is always accepted.
     default: tuple[object, ...] = ()
     reason: str = ""  # why other values are refused, and the remedy
     is_flag: bool = False  # --name and --no-name on the command line
@@ -46,7 +47,7 @@ def argument_settings(
         server: whether arguments of the HTTP server are legal too.
 
     Returns:
-        key -> value, as `load_config` takes them in `values`.
+        key -> value, for the argument `values` of `load_config`.
 
     Raises:
         ConfigError: an argument is unknown, or its value is not supported.
@@ -71,7 +72,7 @@ def argument_settings(
 
 
 def unknown_argument(name: str, written: str, *, server: bool) -> ConfigError:
-    """The error for an argument that is not in the table, with the nearest one or setting.
+    """The error for an argument that is not in the table. Suggests the nearest argument or setting.
 
     Args:
         name: with underscores, as in the table.
@@ -122,7 +123,10 @@ def _dtype(value: object) -> object:
 
 
 def _one_of(values: Mapping[str, object], reason: str) -> Callable[[object], object]:
-    """Reads vLLM's word for a value as ours; `reason` tells why other words are refused."""
+    """Make a function that converts vLLM's word for a value to ours.
+
+    `reason` tells why other words are refused.
+    """
 
     def read(value: object) -> object:
         word = _text(value)
@@ -134,7 +138,7 @@ def _one_of(values: Mapping[str, object], reason: str) -> Callable[[object], obj
 
 
 def _name(value: object) -> object:
-    """One name; vLLM takes several."""
+    """The only name of the model. vLLM takes several names."""
     names = cast(list[object], value) if isinstance(value, list | tuple) else [value]
     if len(names) != 1:
         raise ValueError("a model is served under one name")

@@ -38,7 +38,7 @@ class EngineConfig:
 def draft_config(config: EngineConfig) -> EngineConfig:
     """The configuration of the draft model's programs and weights.
 
-    It has the settings of the model, except for those that belong to its checkpoint.
+    It has the model's settings, except for the settings that belong to the model's checkpoint.
 
     Args:
         config: the configuration of an engine with a draft model or a head.

@@ -52,20 +52,20 @@ _LEAST_FREE_BYTES = 16 << 20  # kernels and programs of a small model, and room 
 def expand_user(path: str | Path) -> Path:
     """The path with a leading `~` replaced, or unchanged if the home directory is not known.
 
-    (`Path.expanduser` raises RuntimeError then.)
+    In the second case `Path.expanduser` would raise RuntimeError.
     """
     return Path(os.path.expanduser(path))
 
 
 def require_writable(file: Path, key: str) -> None:
-    """Check, before a long run, that its result can be written; makes the folder.
+    """Check, before a long run, that its result can be written. Makes the folder of the file.
 
     Args:
         file: where the result will be written. An existing file is not changed.
-        key: the setting that named it, for the message.
+        key: the setting that names the file, for the message.
 
     Raises:
-        ConfigError: it cannot be written.
+        ConfigError: the file cannot be written.
     """
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -81,7 +81,7 @@ def require_writable(file: Path, key: str) -> None:
 
 
 def cache_dir() -> Path:
-    """The directory for compiled kernels, programs and bundles; it may not exist yet."""
+    """The directory for compiled kernels, programs and bundles. It need not exist yet."""
     explicit = os.environ.get("OSTINATO_CACHE_DIR")
     if explicit:
         return Path(explicit)
@@ -94,11 +94,11 @@ def cache_dir() -> Path:
 
 
 def prepare_cache() -> str | None:
-    """Make sure that `cache_dir` can be written, in this process and in those that it starts.
+    """Make sure that `cache_dir` can be written, in this process and in the processes it starts.
 
-    If it cannot, `cache_dir` becomes a temporary directory, which is removed when this process
-    ends. It holds links to the bundles of the directory that cannot be written. Called before
-    torch is imported; a second call has no effect.
+    If it cannot be written, `cache_dir` becomes a temporary directory, which is removed when this
+    process ends. The temporary directory has links to the bundles of the original one. Call this
+    function before torch is imported. A second call has no effect.
 
     Returns:
         A line for the log if the temporary directory was made, else None.
@@ -127,7 +127,7 @@ def prepare_cache() -> str | None:
 
 
 def forbids_execution(path: Path) -> bool:
-    """Whether the file system of an existing path is mounted `noexec`: no library loads there."""
+    """Whether the file system of an existing path is mounted `noexec`, so that no library loads."""
     with contextlib.suppress(OSError, AttributeError):
         return bool(os.statvfs(path).f_flag & os.ST_NOEXEC)
     return False
@@ -164,7 +164,7 @@ def _temporary_root() -> Path:
 
 
 def _link_bundles(source: Path, target: Path) -> None:
-    """Let the bundles in one cache directory be found, and be replaced, in another."""
+    """Link the bundles of one cache directory into another, in which they can be replaced."""
     folder = target / "bundles"
     folder.mkdir(mode=0o700)
     with contextlib.suppress(OSError):
@@ -178,12 +178,12 @@ def completion_line() -> str:
 
 
 def cxx() -> str:
-    """The C++ compiler, a command or a path; it may not exist."""
+    """The C++ compiler: a command or a path. It need not exist."""
     return os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
 
 
 def environment_with(**changes: str) -> dict[str, str]:
-    """This process's environment for a child, plus those of these variables that are not set."""
+    """The environment for a child process: this process's, and `changes` for unset variables."""
     return {**changes, **os.environ}
 
 
@@ -195,7 +195,7 @@ def triton_cache() -> Path | None:
 
 @contextlib.contextmanager
 def triton_cache_in(folder: Path) -> Generator[None]:
-    """Triton keeps compiled kernels in this folder meanwhile."""
+    """A context in which Triton keeps compiled kernels in this folder."""
     before = os.environ.get("TRITON_CACHE_DIR")
     os.environ["TRITON_CACHE_DIR"] = str(folder)
     try:
@@ -216,12 +216,12 @@ def visible_gpus() -> list[str] | None:
 
 
 def with_visible_gpu(gpu: str | None) -> dict[str, str]:
-    """This process's environment for a child that sees one GPU only; None = the same GPUs."""
+    """The environment for a child process that sees only one GPU; None = all GPUs of this one."""
     return {**os.environ, **({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu})}
 
 
 def with_own_caches(directory: Path) -> dict[str, str]:
-    """This process's environment for a child that keeps what it compiles in `directory`."""
+    """The environment for a child process that keeps its compiled files in `directory`."""
     environment = {**os.environ, "OSTINATO_CACHE_DIR": str(directory)}
     for variable in _LIBRARY_CACHES:
         environment.pop(variable, None)

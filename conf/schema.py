@@ -1,4 +1,4 @@
-"""Configuration sections of the engine, and `setting`, of which all sections are made.
+"""Configuration sections of the engine, and `setting`, which declares a field of a section.
 
 A section is a frozen dataclass that checks its values when it is made. A field's default, meaning
 and range are written once, in `setting`. `run <command> --help`, the checks and their messages
@@ -63,7 +63,7 @@ class LoadFormat(StrEnum):
 
 
 class ModelImplementation(StrEnum):
-    """Whose code runs a model."""
+    """The implementation that runs a model."""
 
     auto = "auto"
     native = "native"
@@ -122,7 +122,7 @@ class AttentionBackendName(StrEnum):
 
 
 class Determinism(StrEnum):
-    """Whether an engine may start whose answers depend on the batch."""
+    """Whether an engine may start if its answers depend on the batch."""
 
     auto = "auto"
     bitwise = "bitwise"
@@ -212,8 +212,8 @@ def refuse(key: str, allowed: str, value: object) -> None:
 
     Args:
         key: the setting's key, with its section.
-        allowed: what it must be, in words.
-        value: what it is.
+        allowed: the allowed values, in words.
+        value: the given value.
     """
     raise ValueError(f"{key} must be {allowed}, got {value!r}")
 
@@ -250,7 +250,7 @@ class Section:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSection(Section):
-    """Which model, from where, in which precision."""
+    """The model, its source and its precision."""
 
     key = "model"
     path: str = setting(
@@ -265,7 +265,7 @@ class ModelSection(Section):
     )
     implementation: ModelImplementation = setting(
         ModelImplementation.auto,
-        "transformers = its code for the model, recorded; auto = that for unknown architectures",
+        "native = our code; transformers = record its code; auto = native if it knows the model",
     )
     quantization: Quantization = setting(
         Quantization.none,
@@ -278,7 +278,7 @@ class ModelSection(Section):
     )
     quantization_symmetric: bool = setting(True, "false = every group has a zero point too")
     quantization_head: HeadQuantization = setting(
-        HeadQuantization.auto, "the same for token embeddings and output head; auto = int8"
+        HeadQuantization.auto, "method for token embeddings and output head; auto = int8"
     )
     max_model_len: int | None = setting(
         None, "tokens of prompt plus output; null = what the model states", at_least=1
@@ -319,14 +319,14 @@ class DeviceConfig(Section):
     )
     isa: InstructionSetName = setting(
         InstructionSetName.auto,
-        "instruction set of the CPU kernels; auto = the best that the machine runs, or a timed "
-        "faster one",
+        "instruction set of the CPU kernels; auto = the highest that the machine runs, or a lower "
+        "one if timing shows that it is faster",
     )
     memory_fraction: float = setting(
         0.9, "share of the device's free memory that the engine may plan with", above=0, at_most=1
     )
     memory_gib: float | None = setting(
-        None, "GiB that count as free at most; null = all of the device's free memory", above=0
+        None, "upper limit of the free memory, in GiB; null = all that is free", above=0
     )
 
 
@@ -338,8 +338,8 @@ class CacheConfig(Section):
     block_size: int = setting(16, "tokens per block", one_of=(8, 16, 32, 64, 128))
     dtype: CacheDType = setting(
         CacheDType.auto,
-        "dtype of keys and values; auto = the model's own; half the memory: int8 on a CPU, "
-        "fp8_e4m3 on a GPU",
+        "dtype of keys and values; auto = the model's own; int8 (CPU) and fp8_e4m3 (GPU) take half "
+        "the memory",
     )
     memory_gib: float | None = setting(
         None, "GiB for KV blocks; null = what the memory plan leaves", above=0
@@ -367,11 +367,11 @@ class SchedulerConfig(Section):
     )
     itl_target_ms: float | None = setting(
         None,
-        "longest predicted step with decodes, to which prompts are cut; null = no bound",
+        "target for inter-token latency: limits prompt tokens beside decodes; null = no target",
         above=0,
     )
     max_slowdown: float | None = setting(
-        1.5, "how many times as long a large request may make a step; null = any", at_least=1
+        1.5, "factor by which a large request may lengthen a step; null = no limit", at_least=1
     )
     policy: SchedulingPolicy = setting(
         SchedulingPolicy.fcfs, "fcfs = in order of arrival; priority = the request's priority first"
@@ -398,7 +398,7 @@ class GraphConfig(Section):
     key = "graphs"
     mode: GraphMode = setting(
         GraphMode.captured,
-        "eager = torch modules, compiled = torch.compile, captured = also replayed",
+        "eager = torch modules; compiled = torch.compile; captured = compiled, then replayed",
     )
     form: GraphForm = setting(
         GraphForm.layer, "compile the model as one graph, or one layer for all depths"
@@ -427,13 +427,13 @@ class GraphConfig(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuntimeSection(Section):
-    """What the engine promises."""
+    """The promises that the engine must keep."""
 
     key = "runtime"
     determinism: Determinism = setting(
         Determinism.auto,
-        "bitwise = do not start where the bits of an answer depend on other requests; "
-        "auto = start, and say so",
+        "bitwise = do not start if the bits of an answer can depend on other requests; "
+        "auto = start, and log it",
     )
 
 

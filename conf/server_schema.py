@@ -171,7 +171,9 @@ class ServerConfig(Section):
         at_least=0,
         at_most=1000,
     )
-    restart_window_s: float = setting(600.0, "a restart counts for this long", above=0)
+    restart_window_s: float = setting(
+        600.0, "seconds after which a restart no longer counts", above=0
+    )
     restart_backoff_s: float = setting(
         0.5,
         "pause before the second restart within the window, doubled for each further one; the "
@@ -270,7 +272,7 @@ class ParallelConfig(Section):
         ExecutorName.auto,
         "where ranks run: inline = in the engine's process, which is for one rank; processes = "
         "each rank after the first in a process of its own; ray = as processes, and Ray chooses "
-        "the machine of each engine; auto = as the number of ranks needs",
+        "the machine of each engine; auto = inline for one rank, else processes",
     )
     rank_timeout_s: float = setting(
         1.0,
@@ -281,7 +283,7 @@ class ParallelConfig(Section):
     )
     data: int = setting(
         1,
-        "replicas; on a CPU they share cores and memory, on GPUs each has one of its own",
+        "replicas; on a CPU they share cores and memory; with GPUs each replica has its own GPU",
         at_least=1,
         at_most=1024,
     )
@@ -294,8 +296,8 @@ class ParallelConfig(Section):
     )
     host: str = setting(
         "",
-        "address of this machine at which the server listens for other machines; empty = that of "
-        "its default route, 0.0.0.0 = all",
+        "address of this machine at which the server listens for other machines; empty = the "
+        "address of its default route, 0.0.0.0 = all",
     )
     ray_address: str = setting(
         "",
@@ -304,8 +306,8 @@ class ParallelConfig(Section):
     )
     router: RouterName = setting(
         RouterName.prefix_aware,
-        "the replica of a request: round_robin = in turn, least_load = with the fewest requests, "
-        "prefix_aware = that got the longest common prefix, unless it is much busier",
+        "choice of a request's replica: round_robin = in turn; least_load = the fewest requests; "
+        "prefix_aware = the longest common prefix, unless that replica is much busier",
     )
 
     def __post_init__(self) -> None:
@@ -338,5 +340,5 @@ class ParallelConfig(Section):
 
     @property
     def engines_per_node(self) -> int:
-        """Replicas that share a machine, where Ray does not place them."""
+        """Number of replicas on each machine, if Ray does not place them."""
         return self.data // self.nodes

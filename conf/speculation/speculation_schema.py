@@ -16,10 +16,10 @@ class SpeculationMethod(StrEnum):
     none = "none"
     auto = "auto"  # grammar, ngram, history, and `speculation.model` if there is one
     grammar = "grammar"  # tokens that the grammar of a structured output forces
-    ngram = "ngram"  # what followed the last tokens earlier in the same prompt and output
-    history = "history"  # what followed them in earlier answers with the same cache salt
+    ngram = "ngram"  # text that followed the last tokens earlier in the same prompt and output
+    history = "history"  # text that followed them in earlier answers with the same cache salt
     draft = "draft"  # a second, smaller model: `speculation.model`
-    eagle3 = "eagle3"  # an EAGLE-3 head, which reads the model's hidden states: the same
+    eagle3 = "eagle3"  # an EAGLE-3 head, which reads hidden states: `speculation.model`
     mtp = "mtp"  # a layer of the model's own checkpoint that predicts one token more
 
     @property
@@ -61,7 +61,7 @@ class SpeculationConfig(Section):
     max_tokens: int = setting(7, "draft tokens of one sequence in one step", at_least=1, at_most=31)
     adaptive: bool = setting(
         True,
-        "verify as many drafts as raise tokens per second, by measured step costs; false = all",
+        "choose by measured step costs how many drafts are verified; false = all drafts",
     )
     min_match: int = setting(
         3, "tokens that must occur again for a draft of ngram or history", at_least=1, at_most=16

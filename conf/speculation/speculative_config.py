@@ -32,10 +32,10 @@ _INSTEAD = {
 
 
 def speculation_settings(value: object) -> dict[str, object]:
-    """The settings that a speculative configuration stands for.
+    """The settings for a speculative configuration of vLLM.
 
-    The longest match is always preferred, so `prompt_lookup_max` only counts if there is no
-    `prompt_lookup_min`; vLLM takes it as both then.
+    The longest match is always preferred. So `prompt_lookup_max` counts only if there is no
+    `prompt_lookup_min`, because vLLM then uses it for both.
 
     Args:
         value: a mapping, or its JSON.

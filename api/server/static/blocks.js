@@ -1,6 +1,6 @@
-// The block pool as a map of cells; shared blocks have their prefix's colour.
+// Draws the block pool as a map of cells. Shared blocks have the colour of their prefix.
 
-const SHARED = 3; // after free, cached and held
+const SHARED = 3; // the kinds are 0 free, 1 cached, 2 held, 3 shared
 
 export function showBlocks(canvas, blocks) {
   const colour = colours(canvas);

@@ -1,4 +1,4 @@
-// The tiles with a figure and its last minute, and the strip of steps.
+// Draws the tiles, each with a figure and its values of the last minute, and the chart of steps.
 
 import { byId, make, svg } from "./dom.js";
 

@@ -1,4 +1,4 @@
-// Small helpers. Text from the server or the model only ever becomes text nodes.
+// Small helpers. Text from the server or the model becomes text nodes, never HTML.
 
 export const byId = (id) => document.getElementById(id);
 

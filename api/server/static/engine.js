@@ -1,4 +1,4 @@
-// The engine, live: asks /debug/state while the page is looked at, and draws what it says.
+// The live view of the engine: asks /debug/state while the page is visible, and draws the answer.
 
 import { showBlocks } from "./blocks.js";
 import { showSteps, Tile } from "./charts.js";
@@ -21,7 +21,7 @@ export class EngineView {
     this.use = new Tile("tile-use");
     this.last = null;
     this.state = null;
-    this.number = 0; // of the engine that is drawn
+    this.number = 0; // number of the engine that is drawn
     this.timer = 0;
     document.addEventListener("visibilitychange", () => this.start());
     window.addEventListener("resize", () => this.draw());
@@ -44,7 +44,7 @@ export class EngineView {
       if (error.status === 401 || error.status === 403) {
         this.status("locked", "needs an API key");
         this.onRefused(error);
-        return; // goes on when there is a key
+        return; // continues when the user has entered a key
       }
       this.status("bad", error.status ? error.message : "the server does not answer");
     }

@@ -1,4 +1,4 @@
-// Puts the page together: theme, views, the API key.
+// Starts the parts of the page: theme, views, the API key.
 
 import { Chat } from "./chat.js";
 import { byId } from "./dom.js";
@@ -20,7 +20,7 @@ applyTheme();
 dark.addEventListener("change", () => engine.draw());
 byId("theme").addEventListener("click", () => {
   const next = (localStorage.getItem(THEME) || system()) === "dark" ? "light" : "dark";
-  // Back to what the system says, when that is what was asked for.
+  // If the chosen theme is the system's theme, follow the system again.
   if (next === system()) localStorage.removeItem(THEME);
   else localStorage.setItem(THEME, next);
   applyTheme();

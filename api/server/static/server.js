@@ -1,4 +1,4 @@
-// Talking to the server: the API key, JSON, server-sent events.
+// Sends requests to the server: the API key, JSON, server-sent events.
 
 const KEY = "ostinato-api-key";
 
@@ -24,7 +24,7 @@ export async function ask(path, options = {}) {
   try {
     message = (await response.json()).error?.message || message;
   } catch {
-    // Not JSON: whatever stands between us and the server answered.
+    // Not JSON: the answer is from a proxy between the page and the server.
   }
   throw new Refused(response.status, message);
 }

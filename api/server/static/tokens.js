@@ -1,16 +1,16 @@
-// Tokens with the colour of their probability, and what else the model might have said there.
+// Shows tokens in the colour of their probability, and the alternatives at each position.
 
 import { byId, make } from "./dom.js";
 
-const LEVELS = [0.85, 0.5, 0.2, 0.05]; // below each the next colour
+const LEVELS = [0.85, 0.5, 0.2, 0.05]; // a probability below a level gets the next colour
 
 /** Builds the token spans of one answer while it streams. `body` holds nothing else. */
 export class TokenText {
   constructor(body) {
     this.body = body;
-    this.text = ""; // that may be shown
-    this.length = 0; // of which is in spans
-    this.waiting = []; // tokens whose text may not be shown yet
+    this.text = ""; // the text to show
+    this.length = 0; // number of characters of `text` that are in spans
+    this.waiting = []; // tokens whose text has not arrived
     this.decoder = new TextDecoder();
     body.tabIndex = 0;
     body.setAttribute("aria-label", "Answer; arrow keys go from token to token");
@@ -25,7 +25,7 @@ export class TokenText {
     for (const token of tokens) {
       this.waiting.push({ ...token, text: this.decoder.decode(new Uint8Array(token.bytes), { stream: true }) });
     }
-    // Text runs behind while it could become a stop string; an end token never has any.
+    // Text arrives after its tokens while it can become a stop string. An end token has no text.
     while (this.waiting.length && this.text.startsWith(this.waiting[0].text, this.length)) {
       const token = this.waiting.shift();
       this.length += token.text.length;
