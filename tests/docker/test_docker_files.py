@@ -23,7 +23,8 @@ from tests.arch.tree import FOLDERS, ROOT
 DOCKER = ROOT / "docker"
 IMAGES = ("Dockerfile", "cuda.Dockerfile")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-# What a build of the wheel reads (tests/arch/test_wheel.py builds one from nothing else).
+# The files that a build of the wheel reads (tests/arch/test_wheel.py builds a wheel from them
+# alone).
 SOURCES = ("pyproject.toml", "README.md", "LICENSE", "MANIFEST.in")
 
 

@@ -41,7 +41,7 @@ def tool(name: str) -> dict[str, Any]:
 
 
 def bad_word(num_tokens: int) -> str:
-    """A word of so many tokens: a space, and characters that are tokens of their own."""
+    """A word of `num_tokens` tokens: a space, then characters of one token each."""
     return ("!?" * num_tokens)[: num_tokens - 1]
 
 

@@ -31,7 +31,8 @@ ray: Any = pytest.importorskip("ray", reason="the extra ostinato[ray] is not ins
 cluster_utils: Any = pytest.importorskip("ray.cluster_utils")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
-# Of the cluster: a node that does not answer for a minute lives, and low memory ends no process.
+# Settings of the cluster: a silent node counts as alive for minutes, and low memory ends no
+# process.
 _PATIENT = {
     "health_check_initial_delay_ms": 600_000,
     "health_check_period_ms": 60_000,

@@ -196,7 +196,7 @@ class TestTime:
 
 class TestLeaving:
     def test_the_system_looks_whether_the_client_is_there(self, server):
-        """Of a client that vanished, no byte comes. The kernel's list shows the timer of a socket."""
+        """The kernel's list of sockets shows the timer that notices a vanished client."""
         with Connection(server) as one:
             one.send(head() + BODY)
             assert one.answer()[0] == 200
@@ -210,7 +210,7 @@ class TestLeaving:
     @pytest.mark.parametrize("stream", [False, True])
     @pytest.mark.parametrize("count", [1, 2000])
     def test_with_requests_behind_the_body(self, server, stream, count):
-        """While an answer is sent, what follows the request is not read. The end is seen anyway."""
+        """A server that is answering reads no further bytes, but notices that the client left."""
         name = f"left-{count}-{stream}"
         fields = {"prompt": "Hi", "max_tokens": 400, "ignore_eos": True, "stream": stream}
         body = json.dumps(fields).encode()

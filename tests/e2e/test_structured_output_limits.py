@@ -51,7 +51,7 @@ def server(python: Path) -> Iterator[ServerProcess]:
 
 
 def optional(count: int, **more: Any) -> dict[str, Any]:
-    """The schema of an object with so many optional properties and a required one."""
+    """The schema of an object with `count` optional properties and one required property."""
     names = [f"property {index}" for index in range(count)]
     return {
         "type": "object",

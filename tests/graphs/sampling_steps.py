@@ -1,4 +1,4 @@
-"""Random sampling parameters; the tokens of a step against those of each row alone."""
+"""Draws random sampling parameters, and compares a step's tokens with each row sampled alone."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def random_draws(numbers: random.Random, count: int, vocab_size: int = VOCAB) ->
 
 
 def check_draws(token_sampler: GraphSampler, static: Tensor, num_steps: int) -> None:
-    """Steps of all sizes and mixtures; rows that a larger step left must have no effect.
+    """Check steps of all sizes and mixtures; rows left by a larger step must have no effect.
 
     Args:
-        token_sampler: over `static`.
+        token_sampler: samples from `static`.
         static: [MAX_SEQS, VOCAB] float32, on any device.
-        num_steps: to compare.
+        num_steps: number of steps to compare.
     """
     numbers = random.Random(0)
     generator = torch.Generator().manual_seed(0)

@@ -1,7 +1,8 @@
 """Compares a model with the transformers model whose checkpoint it loaded, in float32.
 
-The same logits at every prompt position within 1e-4 and the same greedy continuation, however the
-tokens are cut into steps and wherever their keys and values come from.
+The logits at every prompt position must agree within 1e-4, and the greedy continuations must be
+equal. This holds for every division of the tokens into steps and for every source of their keys and
+values.
 """
 
 from __future__ import annotations

@@ -35,8 +35,8 @@ class Shape:
     soft_cap: float = 0.0
     has_alibi: bool = False
     has_sinks: bool = False
-    max_blocks: int = 0  # B; 0 = as few as the longest context needs
-    num_rows: int = 0  # S; 0 = as many as there are sequences
+    max_blocks: int = 0  # B; 0 = the number that the longest context needs
+    num_rows: int = 0  # S; 0 = the number of sequences
     num_padding: int = 0  # tokens past the last sequence's
 
     def per_head(self) -> tuple[Tensor | None, Tensor | None]:

@@ -81,7 +81,7 @@ def test_bits_of_a_sequence_depend_on_it_alone(level: str, dtype: torch.dtype) -
 
 
 def test_memory_of_the_call_before_has_no_effect() -> None:
-    """The places of a block that no token fills hold what was there before, such as NaN."""
+    """Elements of a block without a token keep the memory's earlier content, such as NaN."""
     load("core")
     for dtype in DTYPES:
         arguments = [*inputs(37, dtype), starts_of([3, 34])]

@@ -1,4 +1,4 @@
-"""Drives a scheduler against the simulated device, one step ahead or not, and checks every step."""
+"""Drives a scheduler against the simulated device, and checks every step."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ class SimulatedEngine:
     ) -> None:
         """With `costs`, no step with decodes may take longer than `target_s`.
 
-        With several lanes, as many steps are in flight, and they decode different sequences.
+        With several lanes, one step of each lane is in flight, and the lanes decode different
+        sequences.
         """
         self._num_lanes = num_lanes
         self.max_in_flight = 2 if num_lanes == 1 else num_lanes
@@ -244,10 +245,11 @@ class SimulatedEngine:
         assert len(decoded) <= -(-num_running // self._num_lanes)
 
     def _check_target(self, output: SchedulerOutput) -> None:
-        """A step of decodes and prompts keeps the target, or has one block's worth of a prompt.
+        """A step of decodes and prompts keeps the target, or has at most a block of one prompt.
 
-        A beam's decode has its token with it. In a row that is new to it that looks like the last
-        token of a beam that is computed anew; such a one may be counted as either.
+        The entry of a decoding beam carries its token. In a row that was just admitted, this entry
+        looks like the last token of a beam that is computed again. The check accepts either count
+        of such an entry.
         """
         costs = self.costs
         if costs is None:
@@ -273,7 +275,7 @@ class SimulatedEngine:
         return entry.start >= len(request.prompt_token_ids) and entry.num_new_tokens == 1
 
     def _check_hashes(self) -> None:
-        """No block is findable that has a position whose token has not arrived."""
+        """Only blocks whose tokens have all arrived are registered for lookup."""
         for sequence in (*self.scheduler.queues.running, *self.scheduler.queues.draining):
             num_known = sequence.num_tokens // self.cache.block_size
             assert sequence.block_table.num_registered <= num_known
@@ -287,7 +289,7 @@ class SimulatedEngine:
             assert entry.start + entry.num_new_tokens < limit
 
     def _check_overlap(self, output: SchedulerOutput) -> None:
-        """No step writes where another request's step in flight writes, nor takes its row."""
+        """No step uses the row or the written slots of another request whose step is in flight."""
         holders = {entry.row: self.device.rows[entry.row].request_id for entry in output.scheduled}
         writers: dict[int, str] = {}
         for entry in output.scheduled:

@@ -63,7 +63,7 @@ def test_each_job_has_a_process_of_its_own():
         assert len(pids) == 5
         parents = {int(answer.split()[3]) for answer in answers}
         assert parents == {server.pid}
-        # What was loaded is there, and no job sees another's changes.
+        # Each job finds the loaded data, and no job sees another job's changes.
         assert {tuple(answer.split()[:2]) for answer in answers} == {(b"1001", b"hello")}
 
     run(test)

@@ -39,7 +39,8 @@ ARGUMENTS = {"city": "São Paulo", "days": 3}
 HEAD = "{%- if tools %}{{- 'Tools: ' + tools | tojson + '\n' }}{%- endif %}{%- for m in messages %}"
 TAIL = "{%- endfor %}{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}"
 CALL = "{%- for c in m.tool_calls %}{%- set f = c.function %}"
-# What stands before the assistant's call, the call of function `f`, and what stands behind all.
+# Three parts of a template: the text before the assistant's call, the call of function `f`, and the
+# text after it.
 FAMILIES = {
     "hermes": (
         "<|im_start|>assistant\n",

@@ -29,7 +29,7 @@ PACKED = [
     "qwen3-moe-mixed",
     "qwen3-tied",
 ]
-# Of several variants of a family, those that differ in their configuration alone.
+# Variants that differ from another variant of their family in the configuration alone.
 SECOND = {
     "codegen",
     "deepseek-v2-groups",

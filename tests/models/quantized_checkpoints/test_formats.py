@@ -86,7 +86,7 @@ def matrices(model: CausalLM) -> dict[str, LinearBase]:
 
 
 def expected_logits(source: Path, restored: dict[str, Tensor], scratch: Path) -> Tensor:
-    """What transformers computes with float weights."""
+    """The logits that transformers computes with the restored float weights."""
     directory = scratch / "restored"
     directory.mkdir()
     contiguous = {name: value.contiguous() for name, value in restored.items()}

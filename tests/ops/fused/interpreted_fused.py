@@ -138,7 +138,8 @@ def test_a_row_gets_the_same_bits_among_others(count: int) -> None:
     x, *rest = called(arguments(count, 40, 96, {"norm", "silu"}, torch.float32))
     together = launch(x, *rest)
     fewest = 1 if count <= 16 else 17
-    # The same place in the tile: NumPy's products, unlike tensor cores, differ between places.
+    # The rows keep their positions in the tile: a NumPy product, unlike one of tensor cores,
+    # depends on the position.
     alone = launch(x[:fewest], *rest)
     assert torch.equal(alone, together[:fewest])
 

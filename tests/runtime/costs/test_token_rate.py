@@ -36,7 +36,7 @@ def text(name: str, num_tokens: int, place: int = 0) -> Request:
 
 
 def run_step(scheduler: Scheduler, seconds_per_token: float) -> list[str]:
-    """Run a step that takes so long; returns the texts that it computed."""
+    """Run a step with this time per token; returns the texts that it computed."""
     output = scheduler.schedule()
     assert output is not None
     assert output.num_tokens == sum(entry.num_new_tokens for entry in output.scheduled)

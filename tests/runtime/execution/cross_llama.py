@@ -39,7 +39,7 @@ class CrossTensors(StepTensors[Array]):
 
 
 class Seen(NamedTuple):
-    """What a step gave to the model."""
+    """The tensors that a step gave to the model."""
 
     cross_block_table: list[list[int]]
     cross_seq_lens: list[int]

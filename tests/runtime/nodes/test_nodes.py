@@ -362,7 +362,7 @@ def test_no_message_is_read_of_a_peer_without_both_keys(
 async def first_answer(
     hub: NodeHub, join: Join, leader: str | None = None, node: str | None = None
 ) -> bytes | None:
-    """What a peer with the keys of these tokens is answered; None if its connection is closed."""
+    """The answer to a peer with the keys of these tokens; None if its connection is closed."""
     with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as peer:
         peer.setsockopt(zmq.LINGER, 0)
         if leader is not None and node is not None:

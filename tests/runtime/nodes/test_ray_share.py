@@ -1,4 +1,4 @@
-"""What an engine asks a Ray cluster for, without a cluster."""
+"""The resources that an engine requests from a Ray cluster, checked without a cluster."""
 
 from __future__ import annotations
 

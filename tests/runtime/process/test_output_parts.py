@@ -47,7 +47,7 @@ def size(outputs: list[SequenceOutput]) -> list[int]:
 
 
 def received(output: SequenceOutput, sampling: SamplingParams) -> list[RequestOutput]:
-    """What a client makes of an output: as it is, and after parts of a dead engine."""
+    """A client's results from an output's parts; half of them arrive twice, as after a crash."""
     request = Request(request_id=output.request_id, prompt_token_ids=[1], sampling=sampling)
     completions = PromptCompletions([request], sampling, None)
     parts = OutputParts()

@@ -17,7 +17,7 @@ WORKS = Activity(is_stopped=False, has_work=True, cpu_s=1.0)
 
 
 def ticks(rule: HangRule, step: int | None, *activities: Activity, seconds: float = 0.9) -> object:
-    """What the rule returns after so many seconds in which the activities do not change."""
+    """The rule's result after `seconds` in which the activities do not change."""
     found = None
     for _ in range(round(seconds * 10)):
         found = found or rule.tick(0.1, step, dict(enumerate(activities)))
@@ -54,7 +54,7 @@ def test_ranks_that_use_a_processor_between_the_looks_do_not_hang() -> None:
 
 
 def test_time_between_two_far_looks_counts_little() -> None:
-    """The whole machine was suspended, or the caller was stopped with its ranks."""
+    """The machine was suspended, or the calling process was stopped together with its ranks."""
     rule = HangRule(1.0)
     assert rule.tick(0.1, 1, {0: WAITS, 1: STOPPED}) is None
     assert rule.tick(3600, 1, {0: WAITS, 1: STOPPED}) is None

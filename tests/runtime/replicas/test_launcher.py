@@ -1,4 +1,4 @@
-"""What a later engine process must have in common with the first one, with scripted processes."""
+"""Later engine processes must match the first one; the processes are scripted."""
 
 from __future__ import annotations
 

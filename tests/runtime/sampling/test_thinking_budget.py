@@ -22,7 +22,7 @@ def limit(max_tokens: int, *, is_open: bool = False) -> ThinkingLimit:
 
 @given(st.lists(st.sampled_from([1, 2, BEGIN, END])), st.integers(0, 5), st.booleans())
 def test_it_ends_after_so_many_tokens(token_ids, max_tokens, is_open):
-    """An answer has at most that many tokens between the markers, also after it was resumed."""
+    """An answer has at most `max_tokens` tokens between the markers, also after it was resumed."""
     budget = ThinkingBudget(limit(max_tokens, is_open=is_open))
     written: list[int] = []
     for token_id in token_ids:

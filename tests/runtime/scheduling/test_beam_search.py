@@ -276,7 +276,7 @@ def brute_force(table: dict, width: int, length: int, penalty: float) -> list[tu
 
 @pytest.mark.parametrize("seed", range(8))
 def test_a_wide_search_finds_the_best_of_all(seed: int) -> None:
-    """With as many beams as there are sequences nothing is cut, so the best must be found."""
+    """Each possible sequence has its own beam, so the search must find the best one."""
     numbers = random.Random(seed)
     vocabulary, length, width = [0, EOS, 2], 3, 27
     table: dict[tuple, dict[int, float]] = {}

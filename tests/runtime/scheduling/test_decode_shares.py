@@ -119,7 +119,7 @@ def test_the_large_request_has_whole_steps_when_the_others_have_ended():
 
 
 def test_requests_that_were_equal_and_have_ended_in_part():
-    """What counts is how many sequences a request had at first."""
+    """The shares follow the number of sequences that a request had at first."""
     run = Run(8, 8)
     for place in range(6):
         run.scheduler.abort(f"1:{place}")

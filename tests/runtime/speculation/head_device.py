@@ -1,7 +1,7 @@
-"""A simulated head, which is right wherever its cache and its hidden states are.
+"""A simulated head: its draft is right if its cache and its hidden states are right.
 
-The hidden state of a position stands for all tokens up to there. The head checks that what it reads
-belongs together, and then knows the token that the simulated target draws.
+The hidden state of a position represents all tokens up to that position. The head checks that the
+states it reads belong together. From them it derives the token that the simulated target draws.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _Hidden = tuple[tuple[int, int, int], ...]  # (token, position, salt) of all pos
 
 
 class _Entry(NamedTuple):
-    """What the head's cache has of a position."""
+    """The content of the head's cache at one position."""
 
     hidden: _Hidden
     token: int  # the one after the position

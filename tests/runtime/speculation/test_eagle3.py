@@ -47,7 +47,7 @@ def config(head: Path | None, *words: str) -> RunConfig:
 
 
 def prompts() -> list[list[int]]:
-    """Of 5 to 100 tokens: some are computed in several chunks."""
+    """Prompts of 5 to 100 tokens; some are computed in several chunks."""
     generator = random.Random(3)
     return [[generator.randrange(3, 3000) for _ in range(count)] for count in (5, 17, 40, 64, 100)]
 

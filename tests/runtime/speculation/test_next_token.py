@@ -44,7 +44,7 @@ def config(model: Path, *words: str) -> RunConfig:
 
 
 def prompts() -> list[list[int]]:
-    """Of 5 to 60 tokens: some are computed in several chunks."""
+    """Prompts of 5 to 60 tokens; some are computed in several chunks."""
     generator = random.Random(3)
     return [[generator.randrange(8, 199) for _ in range(count)] for count in (5, 17, 40, 60)]
 

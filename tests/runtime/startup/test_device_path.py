@@ -1,7 +1,8 @@
 """Builds and runs an engine as on a GPU, on a CPU: only the device interface is replaced.
 
-That border is the recorder (replays on static tensors, as a CUDA graph does) and what the device says
-about its memory. Measuring, planning, capturing, static draws and staging are the real ones.
+Two parts are replaced: the recorder, which replays on static tensors as a CUDA graph does, and the
+device's report of its memory. Measuring, planning, capturing, sampling from static buffers and
+staging are the real code.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ PROMPTS = make_prompts(5, seed=7)
 
 
 class Memory:
-    """1 GiB free before the engine; a step takes 24 MiB, and what is loaded with it 8 MiB."""
+    """1 GiB is free before the engine; a step takes 24 MiB, and the code loaded with it 8 MiB."""
 
     def __init__(self) -> None:
         self.free_bytes = 1024 * MIB

@@ -1,4 +1,4 @@
-"""The trial of instruction sets: which is taken, when nothing is tried, and what later starts repeat."""
+"""The trial of instruction sets: its choice, starts without it, and the reuse of its result."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from tests.runtime.tiny import tiny_config
 
 _ROOT = Path(__file__).parents[3]
 _LEVELS = ("avx512bf16", "avx512", "avx2")
-# Prints what an engine runs on. With four arguments the second level is the faster one; with three
-# its times cannot be measured.
+# Prints the instruction set of an engine. With four arguments, the second level is the faster one;
+# with three, measuring the times fails.
 _START = """
 import sys
 from ostinato.ops.native.library import loaded_isa
