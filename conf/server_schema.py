@@ -289,8 +289,8 @@ class ParallelConfig(Section):
     )
     nodes: int = setting(
         1,
-        "machines, this one included, each with an equal part of the replicas; the others join "
-        "with run rank",
+        "machines, this one included, each with an equal part of the replicas, or of a replica's "
+        "ranks if there are more machines than replicas; the others join with run rank",
         at_least=1,
         at_most=1024,
     )
@@ -319,17 +319,14 @@ class ParallelConfig(Section):
                 f"auto or processes with parallel.{key}={getattr(self, key)}",
                 self.executor.value,
             )
-        if self.nodes > self.data:
-            refuse(
-                "parallel.nodes",
-                f"at most parallel.data={self.data} (an engine has all its ranks on one machine)",
-                self.nodes,
-            )
-        if self.data % self.nodes:
-            fitting = " or ".join(f"{n}" for n in range(1, self.data + 1) if self.data % n == 0)
-            refuse("parallel.nodes", f"{fitting} with parallel.data={self.data}", self.nodes)
-        if self.executor is ExecutorName.ray and self.nodes > 1:
-            refuse("parallel.nodes", "1 with parallel.executor=ray, which places them", self.nodes)
+        if self.nodes not in (fitting := self._fitting_nodes()):
+            few = f"{' or '.join(map(str, fitting[:8]))}{' or more' if fitting[8:] else ''}"
+            divided = f"parallel.data={self.data}"
+            divided += f" engines of {self.num_ranks} ranks" if self.num_ranks > 1 else ""
+            refuse("parallel.nodes", f"{few} with {divided}", self.nodes)
+        if self.executor is ExecutorName.ray and 1 < self.nodes <= self.data:
+            more = "1, or more than parallel.data"
+            refuse("parallel.nodes", f"{more}, with parallel.executor=ray", self.nodes)
         if self.ray_address and self.executor is not ExecutorName.ray:
             refuse("parallel.ray_address", "empty without parallel.executor=ray", self.ray_address)
 
@@ -341,4 +338,20 @@ class ParallelConfig(Section):
     @property
     def engines_per_node(self) -> int:
         """Number of replicas on each machine, if Ray does not place them."""
-        return self.data // self.nodes
+        return max(1, self.data // self.nodes)
+
+    @property
+    def machines_per_engine(self) -> int:
+        """Machines that the ranks of one engine are divided among."""
+        return max(1, self.nodes // self.data)
+
+    @property
+    def ranks_per_machine(self) -> int:
+        """Ranks of one engine that are on the same machine, with consecutive numbers."""
+        return self.num_ranks // self.machines_per_engine
+
+    def _fitting_nodes(self) -> list[int]:
+        """Numbers of machines that get equal parts: whole engines, or equally many ranks of one."""
+        whole = [count for count in range(1, self.data + 1) if self.data % count == 0]
+        parts = [count for count in range(2, self.num_ranks + 1) if self.num_ranks % count == 0]
+        return whole + [self.data * count for count in parts]

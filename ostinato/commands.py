@@ -33,6 +33,7 @@ COMMANDS = {
             "run serve model.path=/some/dir model.dtype=bfloat16",
             "run serve parallel.data=4",
             "run serve parallel.data=4 parallel.nodes=2",
+            "run serve parallel.pipeline=2 parallel.nodes=2",
             "run serve some/model --max-model-len 4096 --dtype bfloat16 --port 9000",
         ),
         takes_engine_flags=True,

@@ -56,7 +56,7 @@ def plan(config: RunConfig) -> int:
     if free is None:
         engine = place_replicas(engine, count)[0].config
     elif is_cpu:
-        free //= count * num_ranks
+        free //= count * parallel.ranks_per_machine
     of_rank = share_of_rank(engine) if num_ranks > 1 and free is None else engine
     ranks = [plan_engine(of_rank, each, free_bytes=free) for each in sources]
     fewest = min(each.num_blocks for each in ranks), min(each.max_model_len for each in ranks)

@@ -37,7 +37,8 @@ from ostinato.benchmarks.machine.probes import LoadMeter, commit_of
 from ostinato.ops.native.cpu_graph import CpuGraph
 from ostinato.ops.native.library import load
 from ostinato.ops.parallel.collectives import all_reduce
-from ostinato.ops.parallel.group import ParallelGroup, create_segment
+from ostinato.ops.parallel.group import ParallelGroup
+from ostinato.ops.parallel.segment import create_segment
 from ostinato.runtime.machine_info import cpu_name, package_versions
 
 __all__ = ("percentile", "time_sums")

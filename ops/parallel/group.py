@@ -1,6 +1,6 @@
 """The group of processes that compute one model together: a shared memory segment and its ranks.
 
-The leader makes the segment (`create_segment`) and passes its file descriptor to the processes of
+The leader makes the segment (segment.py) and passes its file descriptor to the processes of
 the other ranks. The segment has no name, so it disappears with the last process that has it.
 ops/native/collectives/group.h describes its contents.
 """
@@ -8,48 +8,13 @@ ops/native/collectives/group.h describes its contents.
 from __future__ import annotations
 
 import ctypes
-import os
-import struct
 
 from ostinato.ops.native.library import core_library
+from ostinato.ops.parallel.segment import check_segment
 
-__all__ = ("MAX_RANKS", "ParallelGroup", "create_segment")
+__all__ = ("ParallelGroup",)
 
-MAX_RANKS = 32
-_MAGIC = 0x6F737469
-_HEADER = struct.Struct("=III")  # magic, ranks, bytes of a slot
-_HEADER_BYTES = 4096
-# The two slots of every rank stay in the processor's second level cache.
-_SLOT_BYTES = 1 << 18
 _LONGEST_WAIT_S = 1e6
-
-
-def create_segment(world: int) -> int:
-    """Make the shared memory of a group.
-
-    Its size depends on the number of ranks only. Larger values are exchanged in pieces.
-
-    Args:
-        world: ranks of the group, 1 to MAX_RANKS.
-
-    Returns:
-        A file descriptor that a new process does not inherit unless it is passed. The caller closes
-        it.
-
-    Raises:
-        ValueError: `world` is out of range.
-        OSError: the system gives no memory.
-    """
-    if not 1 <= world <= MAX_RANKS:
-        raise ValueError(f"a group has 1 to {MAX_RANKS} ranks, got {world}")
-    fd = os.memfd_create("ostinato-group", os.MFD_CLOEXEC)
-    try:
-        os.posix_fallocate(fd, 0, _segment_bytes(world))
-        os.pwrite(fd, _HEADER.pack(_MAGIC, world, _SLOT_BYTES), 0)
-    except OSError:
-        os.close(fd)
-        raise
-    return fd
 
 
 class ParallelGroup:
@@ -65,7 +30,14 @@ class ParallelGroup:
     """
 
     def __init__(
-        self, fd: int, rank: int, world: int, *, spin_us: int = 50, timeout_s: float = 60.0
+        self,
+        fd: int,
+        rank: int,
+        world: int,
+        *,
+        spin_us: int = 50,
+        timeout_s: float = 60.0,
+        notify: int = -1,
     ) -> None:
         """Map the segment; the file descriptor may be closed afterwards. Loads the CPU kernels.
 
@@ -76,6 +48,8 @@ class ParallelGroup:
             spin_us: microseconds for which a waiting rank spins before it sleeps; 0 if ranks share
                 a processor.
             timeout_s: a wait that takes longer ends the group.
+            notify: an eventfd that is told when this rank has written a piece, for the bridge that
+                sends it to ranks on other machines; closed with this object. -1 = there are none.
 
         Raises:
             ValueError: the descriptor is not that of a group of `world` ranks, or there is no such
@@ -85,11 +59,7 @@ class ParallelGroup:
         """
         if not 0 <= rank < world:
             raise ValueError(f"rank {rank} is not in a group of {world}")
-        size, expected = os.fstat(fd).st_size, _segment_bytes(world)
-        if size != expected or os.pread(fd, _HEADER.size, 0) != _HEADER.pack(
-            _MAGIC, world, _SLOT_BYTES
-        ):
-            raise ValueError(f"file descriptor {fd} is not the segment of a group of {world} ranks")
+        size = check_segment(fd, world)
         self.rank, self.world = rank, world
         self._library = core_library()
         self._library.ostinato_group_open.restype = ctypes.c_void_p
@@ -100,6 +70,7 @@ class ParallelGroup:
                 rank,
                 ctypes.c_int64(spin_us),
                 ctypes.c_int64(int(min(timeout_s, _LONGEST_WAIT_S) * 1000)),
+                notify,
             )
             or 0
         )
@@ -115,7 +86,3 @@ class ParallelGroup:
         handle, self.handle = self.handle, 0
         if handle:
             self._library.ostinato_group_close(ctypes.c_void_p(handle))
-
-
-def _segment_bytes(world: int) -> int:
-    return _HEADER_BYTES + world * 2 * _SLOT_BYTES

@@ -14,40 +14,20 @@ import contextlib
 import mmap
 import os
 import socket
-import struct
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = (
-    "HandoffEnd",
-    "HandoffEndedError",
-    "HiddenReceiver",
-    "HiddenSender",
-    "HiddenShape",
-    "create_handoff",
-)
+from ostinato.ops.parallel.handoff_ends import FREE, FULL, HandoffEnd
 
-_FULL = struct.Struct("=I")  # tokens in the next slot
-_FREE = b"\0"  # one byte for each slot that is free again
+__all__ = ("HandoffEndedError", "HiddenReceiver", "HiddenSender", "HiddenShape")
+
 _PAGE = mmap.PAGESIZE
 
 
 class HandoffEndedError(ConnectionError):
     """The process of the stage beside this one has ended, or its rank was told to end."""
-
-
-class HandoffEnd(NamedTuple):
-    """One end of a handoff: two file descriptors, which can be passed to another process."""
-
-    memory: int
-    socket: int
-
-    def close(self) -> None:
-        """Close the descriptors."""
-        for descriptor in self:
-            os.close(descriptor)
 
 
 class HiddenShape(NamedTuple):
@@ -58,31 +38,14 @@ class HiddenShape(NamedTuple):
     dtype: torch.dtype
 
     @property
+    def token_bytes(self) -> int:
+        """Bytes of the values of a token."""
+        return self.size * self.dtype.itemsize
+
+    @property
     def slot_bytes(self) -> int:
         """Bytes of a slot, whole pages."""
-        return -(-self.num_tokens * self.size * self.dtype.itemsize // _PAGE) * _PAGE
-
-
-def create_handoff(shape: HiddenShape, num_slots: int) -> tuple[HandoffEnd, HandoffEnd]:
-    """Make a handoff: the sender's end and the receiver's.
-
-    Memory is taken when a slot is first written.
-
-    Args:
-        shape: the shape in the largest step.
-        num_slots: steps that can be in transit between the two stages.
-
-    Raises:
-        OSError: the system gives no memory, or no descriptors.
-    """
-    memory = os.memfd_create("ostinato-handoff", os.MFD_CLOEXEC)
-    try:
-        os.ftruncate(memory, num_slots * shape.slot_bytes)
-        sender, receiver = socket.socketpair()
-        return HandoffEnd(os.dup(memory), sender.detach()), HandoffEnd(memory, receiver.detach())
-    except OSError:
-        os.close(memory)
-        raise
+        return -(-self.num_tokens * self.token_bytes // _PAGE) * _PAGE
 
 
 class _End:
@@ -125,7 +88,7 @@ class _End:
         shape = self._shape
         begin = self._num_steps % self._num_slots * shape.slot_bytes
         self._num_steps += 1
-        num_bytes = num_tokens * shape.size * shape.dtype.itemsize
+        num_bytes = num_tokens * shape.token_bytes
         return self._memory[begin : begin + num_bytes].view(shape.dtype).view(-1, shape.size)
 
     def _receive(self, num_bytes: int) -> bytes:
@@ -165,7 +128,7 @@ class HiddenSender(_End):
             self._num_free += len(self._receive(self._num_slots))
         self._num_free -= 1
         self._next_slot(len(hidden)).copy_(hidden)
-        self._send(_FULL.pack(len(hidden)))
+        self._send(FULL.pack(len(hidden)))
 
 
 class HiddenReceiver(_End):
@@ -184,10 +147,10 @@ class HiddenReceiver(_End):
             HandoffEndedError: the other process has ended.
             RuntimeError: the stage before has run a step of another size.
         """
-        data = self._receive(_FULL.size)
-        while len(data) < _FULL.size:
-            data += self._receive(_FULL.size - len(data))
-        (sent,) = _FULL.unpack(data)
+        data = self._receive(FULL.size)
+        while len(data) < FULL.size:
+            data += self._receive(FULL.size - len(data))
+        (sent,) = FULL.unpack(data)
         if sent != num_tokens:
             raise RuntimeError(f"the stage before computed {sent} tokens, this one {num_tokens}")
         return self._next_slot(num_tokens)
@@ -198,4 +161,4 @@ class HiddenReceiver(_End):
         Raises:
             HandoffEndedError: the other process has ended.
         """
-        self._send(_FREE)
+        self._send(FREE)

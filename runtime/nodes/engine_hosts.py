@@ -1,8 +1,9 @@
 """`EngineHosts`: decides on which machines the engine processes of a server run.
 
     parallel.nodes=1        all on this machine
-    parallel.nodes=N        an equal number on each of N machines; other machines join by `run rank`
-    parallel.executor=ray   on the machines that Ray chooses
+    parallel.nodes=N        an equal part on each of N machines, of the engines or of the ranks of
+                            one; the others join with `run rank`
+    parallel.executor=ray   where Ray places them
 
 Imports no torch.
 """
@@ -20,6 +21,7 @@ from ostinato.conf.engine_config import EngineConfig
 from ostinato.conf.server_schema import ExecutorName, ServerConfig
 from ostinato.runtime.nodes.node_hub import NodeHub
 from ostinato.runtime.nodes.ray_nodes import RayNodes
+from ostinato.runtime.nodes.spanning_child import SpanningChild
 from ostinato.runtime.process.engine_child import EngineChild, LocalChild
 from ostinato.runtime.replicas.launcher import EngineLauncher
 from ostinato.runtime.replicas.placement import place_replicas
@@ -50,6 +52,7 @@ class EngineHosts:
         if self._ray is not None:
             config = self._ray.config
         num_places = 1 if self._ray is not None else parallel.engines_per_node
+        num_parts = parallel.machines_per_engine
         num_here = 0 if self._ray is not None else num_places
         self._context = zmq.asyncio.Context()
         self._hub: NodeHub | None = None
@@ -58,9 +61,14 @@ class EngineHosts:
             for placement in place_replicas(config, num_here):
                 child = functools.partial(LocalChild, self._context, gpu=placement.gpu)
                 makers.append((placement.config, child))
-        if num_here < parallel.data:
+        if num_here < parallel.data * num_parts:
             self._hub = NodeHub(parallel.host, num_places, asks=self._ray is None)
             makers += [(config, self._hub.child)] * (parallel.data - num_here)
+            if num_parts > 1:
+                makers = [
+                    (one, functools.partial(_spanning, make, self._hub, num_parts))
+                    for one, make in makers
+                ]
         self.launchers = [
             EngineLauncher(
                 "engine" if parallel.data == 1 else f"engine {number}",
@@ -104,3 +112,12 @@ class EngineHosts:
             await asyncio.to_thread(self._ray.close)
         if not self._context.closed:
             self._context.term()
+
+
+def _spanning(
+    make_child: Callable[[Path], EngineChild], hub: NodeHub, num_parts: int, path: Path
+) -> EngineChild:
+    """An engine process with ranks on several machines."""
+    names = (f"{path.name}-part-{number}" for number in range(1, num_parts))
+    hosts = [hub.child(path.with_name(name), is_rank_host=True) for name in names]
+    return SpanningChild(make_child(path), hosts)

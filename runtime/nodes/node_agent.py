@@ -24,7 +24,6 @@ import zmq.asyncio
 from ostinato.runtime.directories import ensure_cache, make_socket_directory
 from ostinato.runtime.engine.flight_recorder import flight_path
 from ostinato.runtime.errors import EngineDeadError, StartupError
-from ostinato.runtime.nodes.node_connection import configure_socket, leader_keys, node_keys
 from ostinato.runtime.nodes.node_messages import (
     Beat,
     Ended,
@@ -45,10 +44,14 @@ from ostinato.runtime.nodes.node_messages import (
 )
 from ostinato.runtime.process.engine_child import LocalChild
 from ostinato.runtime.process.ipc import EngineFailed, StartEngine, encoder
+from ostinato.runtime.ranks.bridge_messages import StartRankHost
 from ostinato.runtime.replicas.placement import Placement, place_replicas
 from ostinato.runtime.replicas.watchdog import TICK_S
+from ostinato.runtime.secure_connection import SILENCE_S, configure_client, own_address
 
 __all__ = ("run_node",)
+
+RANK_HOST_MODULE = "ostinato.runtime.process.rank_host_main"
 
 _LOG = logging.getLogger(__name__)
 _JOIN_S = 60.0  # how long to wait for the server's answer
@@ -125,6 +128,7 @@ class _Session:
 
     def __init__(self, address: str, token: str, name: str, directory: Path) -> None:
         self._address = address
+        self._server_host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
         self._name = name
         self._directory = directory
         self._engines: dict[int, _Engine] = {}
@@ -132,11 +136,7 @@ class _Session:
         self._clock_offset_s = 0.0  # the server's clock minus that of this machine
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.DEALER)
-        keys = node_keys(token)
-        self._socket.setsockopt(zmq.CURVE_SERVERKEY, leader_keys(token).public)
-        self._socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
-        self._socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
-        configure_socket(self._socket)
+        configure_client(self._socket, token, SILENCE_S)
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | _FAILED_HANDSHAKE)
 
     async def join(self, say: Callable[[str], object]) -> None:
@@ -244,7 +244,8 @@ class _Session:
                 return
 
     async def _spawn(self, order: Spawn) -> None:
-        start = msgspec.json.decode(order.start, type=StartEngine)
+        kind = StartRankHost if order.is_rank_host else StartEngine
+        start: StartEngine | StartRankHost = msgspec.json.decode(order.start, type=kind)
         child: LocalChild | None = None
         try:
             if not self._placements:  # parts of the memory that is free before the first engine
@@ -252,13 +253,17 @@ class _Session:
             device = self._placements[order.place].config.device
             # A restarted engine must use the instruction set of the first start.
             device = replace(device, isa=start.config.device.isa)
-            start = msgspec.structs.replace(
-                start,
-                config=replace(start.config, device=device),
-                clock_offset_s=self._clock_offset_s,
-            )
+            # Here other machines reach the ranks of an engine.
+            parallel = replace(start.config.parallel, host=own_address(self._server_host))
+            config = replace(start.config, device=device, parallel=parallel)
+            start = msgspec.structs.replace(start, config=config)
+            if isinstance(start, StartEngine):
+                offset_s = self._clock_offset_s
+                start = msgspec.structs.replace(start, clock_offset_s=offset_s)
             path = self._directory / f"engine-{order.engine}"
-            child = LocalChild(self._context, path, self._placements[order.place].gpu)
+            gpu = self._placements[order.place].gpu
+            module = RANK_HOST_MODULE if order.is_rank_host else None
+            child = LocalChild(self._context, path, gpu, module)
             await child.spawn(msgspec.json.encode(start))
         except (OSError, zmq.ZMQError, StartupError) as error:
             if child is not None:

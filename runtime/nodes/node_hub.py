@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import socket
 import struct
 import time
 from collections import deque
@@ -23,12 +22,6 @@ import zmq.asyncio
 from zmq.auth.asyncio import AsyncioAuthenticator
 
 from ostinato.runtime.errors import StartupError
-from ostinato.runtime.nodes.node_connection import (
-    configure_socket,
-    leader_keys,
-    new_token,
-    node_keys,
-)
 from ostinato.runtime.nodes.node_messages import (
     Beat,
     Ended,
@@ -47,22 +40,23 @@ from ostinato.runtime.nodes.node_messages import (
     software,
 )
 from ostinato.runtime.nodes.remote_child import RemoteChild
+from ostinato.runtime.secure_connection import (
+    SILENCE_S,
+    OneKey,
+    bracketed,
+    configure_server,
+    new_token,
+    node_keys,
+    own_address,
+    reached_at,
+)
 
-__all__ = ("NodeHub", "own_address", "reached_at")
+__all__ = ("NodeHub",)
 
 _LOG = logging.getLogger(__name__)
-_ANY = ("0.0.0.0", "::", "*")  # all addresses of this machine
+_ENGINES = "engine waits", "engines wait"
+_PARTS = "part of an engine waits", "parts of engines wait"
 _LINGER_S = 1.0  # how long a server that ends waits until its last messages are sent
-
-
-class _OneKey:
-    """Lets a client connect only if it has the secret key that belongs to `public`."""
-
-    def __init__(self, public: bytes) -> None:
-        self._public = public
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        return key == self._public
 
 
 class _Node:
@@ -120,34 +114,32 @@ class NodeHub:
             StartupError: the address is not one of this machine.
         """
         host = self._host or own_address()
-        keys, allowed = leader_keys(self.token), node_keys(self.token).public
         self._authenticator.start()
-        self._authenticator.configure_curve_callback("*", _OneKey(allowed))
-        self._socket.setsockopt(zmq.CURVE_SERVER, 1)
-        self._socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
-        self._socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
-        configure_socket(self._socket)
+        allowed = OneKey(node_keys(self.token).public)
+        self._authenticator.configure_curve_callback("*", allowed)
+        configure_server(self._socket, self.token, SILENCE_S)
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         try:
-            port = self._socket.bind_to_random_port(f"tcp://{_bracketed(host)}")
+            port = self._socket.bind_to_random_port(f"tcp://{bracketed(host)}")
         except zmq.ZMQError as error:
             raise StartupError(
                 f"cannot listen on parallel.host={host!r} ({error}): set it to an address of this "
                 "machine that the others can reach"
             ) from error
-        self.address = f"tcp://{_bracketed(reached_at(host))}:{port}"
+        self.address = f"tcp://{bracketed(reached_at(host))}:{port}"
         self._tasks = [
             asyncio.create_task(self._receive()),
             asyncio.create_task(self._watch(self._monitor)),
         ]
 
-    def child(self, path: Path) -> RemoteChild:
+    def child(self, path: Path, *, is_rank_host: bool = False) -> RemoteChild:
         """An engine process that will run on one of the machines.
 
         Args:
             path: the flight recorder's file is written beside this path when the engine has ended.
+            is_rank_host: the process has ranks of an engine whose first rank is elsewhere.
         """
-        return RemoteChild(next(self._numbers), path, self._place)
+        return RemoteChild(next(self._numbers), path, self._place, is_rank_host=is_rank_host)
 
     def refuse_waiting(self, reason: str) -> None:
         """End the engines that wait for a machine, because none will come."""
@@ -194,7 +186,8 @@ class NodeHub:
                     self._post(peer, order)
 
                 child.begin(node.name, post)
-                self._post(peer, Spawn(child.number, start, place, self._num_places))
+                order = Spawn(child.number, start, place, self._num_places, child.is_rank_host)
+                self._post(peer, order)
         if self._waiting and self._asks and not self._is_asking:
             self._is_asking = True
             asyncio.get_running_loop().call_soon(self._ask)
@@ -205,10 +198,12 @@ class NodeHub:
         engines = len(self._waiting)
         machines = -(-engines // self._num_places)
         if engines:
+            is_part = any(child.is_rank_host for child, _ in self._waiting)
+            one, several = _PARTS if is_part else _ENGINES
             _LOG.warning(
                 "%d %s for %s; run there: run rank %s %s",
                 engines,
-                "engine waits" if engines == 1 else "engines wait",
+                one if engines == 1 else several,
                 "another machine" if machines == 1 else f"{machines} more machines",
                 self.address,
                 self.token,
@@ -278,22 +273,3 @@ class NodeHub:
                 _LOG.error("the connection to machine %s was lost", node.name)
                 for child, _ in node.engines.values():
                     child.lose(f"the connection to machine {node.name} was lost")
-
-
-def reached_at(host: str) -> str:
-    """The address at which other machines reach a server that listens at `host`."""
-    return own_address() if host in _ANY else host
-
-
-def own_address() -> str:
-    """The address of this machine on its default route; 127.0.0.1 if it has none."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # sends nothing
-            return probe.getsockname()[0]
-        except OSError:
-            return "127.0.0.1"
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host

@@ -1,8 +1,8 @@
 """Messages between the API process and another machine that runs engines for it.
 
-They are msgpack over an encrypted ZeroMQ connection (node_connection.py), one for each machine.
-`FromEngine` and `ToEngine` carry the messages of an engine process (runtime/process/ipc.py) as
-bytes.
+They are msgpack over an encrypted ZeroMQ connection (runtime/secure_connection.py), one for each
+machine. `FromEngine` and `ToEngine` carry the messages of an engine process
+(runtime/process/ipc.py) as bytes.
 """
 
 from __future__ import annotations
@@ -92,12 +92,13 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, tag=2):
 
 
 class Spawn(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """Start an engine process."""
+    """Start an engine process, or the ranks of an engine whose first rank is elsewhere."""
 
     engine: int  # the number of this process in later messages; no other process gets it
-    start: bytes  # `StartEngine` as one line of JSON, for a whole machine
+    start: bytes  # `StartEngine` or `StartRankHost` as one line of JSON, for a whole machine
     place: int  # the part of the machine that the process gets, 0 to num_places - 1
     num_places: int  # number of equal parts of the machine
+    is_rank_host: bool  # `start` is a `StartRankHost`
 
 
 class ToEngine(msgspec.Struct, frozen=True, array_like=True, tag=4, gc=False):

@@ -1,9 +1,9 @@
 """`RayNodes`: Ray actors that run engines for a server (`parallel.executor=ray`).
 
-Ray chooses the machine of each engine, starts an actor there, and reports when the actor ends. The
-actor does the same as `run rank` on a machine without Ray (node_agent.py). Messages of engines take
-our own connection, so no step passes through Ray. The ranks of one engine are processes of one
-machine, so an engine never spans machines. Ray is an extra, so it is imported only when it is used.
+Ray chooses the machine of each engine, starts an actor there and tells when it ends. The actor does
+what `run rank` does on a machine without Ray (node_agent.py): messages of engines take our own
+connection, and no step passes through Ray. An engine whose ranks are divided among several machines
+has an actor on each. Ray is imported when it is used: it is an extra.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ostinato.conf.schema import DeviceName
 from ostinato.runtime.errors import StartupError
 from ostinato.runtime.nodes.node_agent import run_node
 
-__all__ = ("Demand", "RayNodes", "RayShare", "count_room", "share_cluster")
+__all__ = ("Demand", "RayNodes", "RayShare", "count_parts", "count_room", "share_cluster")
 
 _LOG = logging.getLogger(__name__)
 _GIB = 1 << 30
@@ -55,11 +55,16 @@ def count_room(nodes: Sequence[Demand], demand: Demand) -> int:
     return sum(min(int(node.get(name, 0) // demand[name]) for name in demand) for node in nodes)
 
 
+def count_parts(config: EngineConfig) -> int:
+    """The places that all engines need: one for each engine, or for each of its machines."""
+    return config.parallel.data * config.parallel.machines_per_engine
+
+
 def share_cluster(config: EngineConfig, nodes: Sequence[Demand]) -> RayShare:
     """The resources that every engine asks Ray for.
 
-    An engine on a CPU has `device.threads` cores, or one core for each of its ranks. An engine on a
-    GPU has one GPU and one core.
+    An engine on a CPU has `device.threads` cores, or one for each of its ranks, on each of its
+    machines. An engine on a GPU has one GPU and one core.
 
     Args:
         config: the configuration of every engine.
@@ -73,20 +78,20 @@ def share_cluster(config: EngineConfig, nodes: Sequence[Demand]) -> RayShare:
     if device.name is DeviceName.cuda or (device.name is DeviceName.auto and has_gpus):
         demand: Demand = {"CPU": 1, "GPU": 1}
     else:
-        threads = device.threads or parallel.num_ranks
+        threads = device.threads or parallel.ranks_per_machine
         demand = {"CPU": threads}
         device = replace(device, threads=threads)
-    room = count_room(nodes, demand)
-    if room < parallel.data:
+    room, parts = count_room(nodes, demand), count_parts(config)
+    if room < parts:
         there = "; ".join(_amounts(node) for node in nodes) or "no machine"
         raise StartupError(
-            f"parallel.executor=ray: {parallel.data} x ({_amounts(demand)}) is needed, each on "
+            f"parallel.executor=ray: {parts} x ({_amounts(demand)}) is needed, each on "
             f"one machine, and the cluster has room for {room} of them: {there}; lower "
             "parallel.data or device.threads, or add machines"
         )
     if "GPU" not in demand and device.memory_gib is None:
         fitting = [node for node in nodes if count_room([node], demand)]
-        together = min(parallel.data, max(count_room([node], demand) for node in fitting))
+        together = min(parts, max(count_room([node], demand) for node in fitting))
         least = min(node.get("memory", 0) for node in fitting)
         if least:
             device = replace(device, memory_gib=least / _GIB / together)
@@ -100,7 +105,9 @@ def _amounts(resources: Demand) -> str:
 
 
 class RayNodes:
-    """The actors of one server, one for each engine. The constructor connects to the cluster.
+    """The actors of one server, one for each engine or for each of its machines.
+
+    Making it connects to the cluster.
 
     Args:
         config: the configuration of every engine. `parallel.data` is the number of engines.
@@ -113,7 +120,7 @@ class RayNodes:
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        self._count = config.parallel.data
+        self._count = count_parts(config)
         self._group: Any = None  # the placement group
         self._actors: dict[Any, tuple[int, Any]] = {}  # by Ray's reference to the actor's run
         self._ends = threading.Event()

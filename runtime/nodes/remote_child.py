@@ -26,16 +26,23 @@ class RemoteChild:
     """
 
     def __init__(
-        self, number: int, path: Path, place: Callable[[RemoteChild, bytes], None]
+        self,
+        number: int,
+        path: Path,
+        place: Callable[[RemoteChild, bytes], None],
+        *,
+        is_rank_host: bool = False,
     ) -> None:
         """
         Args:
             number: the number of the engine in messages.
             path: the flight recorder's file is written beside this path when the engine has ended.
             place: queues the process for a machine. `begin` is called when it has one.
+            is_rank_host: the process has ranks of an engine whose first rank is elsewhere.
         """
         self.number = number
         self.path = path
+        self.is_rank_host = is_rank_host
         self._place = place
         self._post: Post | None = None
         self._inbox: asyncio.Queue[bytes | None] = asyncio.Queue()

@@ -105,16 +105,24 @@ class LocalChild:
 
     node = None
 
-    def __init__(self, context: zmq.asyncio.Context, path: Path, gpu: str | None = None) -> None:
+    def __init__(
+        self,
+        context: zmq.asyncio.Context,
+        path: Path,
+        gpu: str | None = None,
+        module: str | None = None,
+    ) -> None:
         """
         Args:
             context: makes the socket. The caller closes the context after this object.
             path: the path of the socket's file, which does not exist yet.
-            gpu: the only GPU that the process sees; None = it sees the GPUs of this process.
+            gpu: the only GPU that the process sees; None = those of this process.
+            module: that the process runs; None = ENGINE_MODULE.
         """
         self.path = path
         self._socket = context.socket(zmq.PAIR)
         self._gpu = gpu
+        self._module = module
         self._process: asyncio.subprocess.Process | None = None
         self._ended: asyncio.Task[int] | None = None
 
@@ -155,7 +163,7 @@ class LocalChild:
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
-            ENGINE_MODULE,
+            self._module or ENGINE_MODULE,
             address,
             stdin=asyncio.subprocess.PIPE,
             env=with_visible_gpu(self._gpu),

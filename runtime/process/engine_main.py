@@ -7,16 +7,13 @@ standard input closes, this process removes the socket's directory and exits.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import logging
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -34,6 +31,7 @@ from ostinato.runtime.process.ipc import (
     EngineReady,
     GetState,
     Phase,
+    RanksWanted,
     StartEngine,
     State,
     StepStarted,
@@ -44,8 +42,11 @@ from ostinato.runtime.process.ipc import (
 )
 from ostinato.runtime.process.log_format import configure_logging
 from ostinato.runtime.process.output_parts import OutputParts
+from ostinato.runtime.process.parent_death import end_with_standard_input, remove_files
 from ostinato.runtime.process.utility_calls import UtilityCalls
-from ostinato.runtime.ranks.rank_processes import RankLog, RankProcesses
+from ostinato.runtime.ranks.link_ends import RankLayout
+from ostinato.runtime.ranks.rank_process import RankLog
+from ostinato.runtime.ranks.rank_processes import RankProcesses
 from ostinato.runtime.startup.bundles import prepare_kernels
 from ostinato.runtime.types.outputs import FinishReason, SequenceOutput
 from ostinato.runtime.types.request import Request
@@ -87,7 +88,7 @@ class _Connection:
         self._encoder = encoder()
         self._grammar = ""  # the grammar that was received last
 
-    def send(self, message: EngineMessage) -> None:
+    def send(self, message: EngineMessage | RanksWanted) -> None:
         if self._clock_offset_s and isinstance(message, EngineOutputs):
             for output in message.outputs:
                 output.shift_times(self._clock_offset_s)
@@ -175,30 +176,6 @@ def _add(engine: Engine, request: Request) -> list[SequenceOutput]:
     return []
 
 
-def _exit_with_client(address: str) -> None:
-    """End this process when standard input closes, because the client's process has ended."""
-
-    def watch() -> None:
-        while os.read(0, 4096):
-            pass
-        _remove_files(address)
-        os._exit(0)
-
-    threading.Thread(target=watch, name="watch-client", daemon=True).start()
-
-
-def _remove_files(address: str) -> None:
-    """Remove what a killed client leaves behind: the socket, the recorder's file, the directory.
-
-    The last engine of a client with several replicas finds the directory empty and removes it.
-    """
-    socket = Path(address.removeprefix("ipc://"))
-    with contextlib.suppress(OSError):
-        socket.unlink(missing_ok=True)
-        flight_path(socket).unlink(missing_ok=True)
-        socket.parent.rmdir()
-
-
 def _read_start() -> StartEngine:
     """The first line of standard input."""
     line = b""
@@ -212,12 +189,14 @@ def _read_start() -> StartEngine:
 
 def _start_ranks(start: StartEngine) -> RankProcesses | None:
     """Start the processes of the other ranks, which import torch while this process does."""
-    if start.config.parallel.num_ranks == 1:
+    parallel = start.config.parallel
+    if parallel.num_ranks == 1:
         return None
     # At level info all ranks would log the same lines. So only this process logs them.
     level = "warning" if start.log_level == "info" else start.log_level
     log = RankLog(level, start.log_format, f"{start.name} ")
-    return RankProcesses(start.config.parallel.num_ranks, log)
+    layout = RankLayout(parallel.tensor, parallel.pipeline, parallel.machines_per_engine)
+    return RankProcesses(layout, log, parallel.host, parallel.rank_timeout_s)
 
 
 def _flight_recorder(num_steps: int, address: str) -> FlightRecorder | None:
@@ -259,17 +238,20 @@ def main(address: str) -> int:
     try:
         start = _read_start()
     except StartupError:
-        _remove_files(address)
+        remove_files(address)
         raise
     config = start.config
     configure_logging(start.log_level, start.log_format, start.name)
-    _exit_with_client(address)
+    end_with_standard_input(address)
     connection = _Connection(address, start.clock_offset_s)
     at_start = True
     engine: Engine | None = None
     try:
         prepare_kernels(config.model, config.device, config.graphs)
         ranks = _start_ranks(start)
+        if ranks is not None and ranks.bridge is not None:
+            bridge = ranks.bridge
+            connection.send(RanksWanted(bridge.address(), bridge.token))
         begin = time.perf_counter()
         from ostinato.runtime.engine.step_observer import StepObserver
         from ostinato.runtime.startup.build_engine import build_engine

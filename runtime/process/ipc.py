@@ -22,6 +22,7 @@ __all__ = (
     "EngineReady",
     "GetState",
     "Phase",
+    "RanksWanted",
     "Shutdown",
     "StartEngine",
     "State",
@@ -32,6 +33,7 @@ __all__ = (
     "client_decoder",
     "encoder",
     "engine_decoder",
+    "first_decoder",
     "with_repetition",
     "without_repetition",
 )
@@ -182,6 +184,13 @@ class UtilityReply(msgspec.Struct, frozen=True, array_like=True, tag=6, gc=False
     is_refused: bool = False
 
 
+class RanksWanted(msgspec.Struct, frozen=True, array_like=True, tag=21):
+    """The first message of an engine with ranks on other machines: where they join it."""
+
+    address: str
+    token: str
+
+
 EngineMessage = (
     Phase | EngineReady | EngineOutputs | EngineFailed | StepStarted | State | UtilityReply
 )
@@ -189,3 +198,4 @@ EngineMessage = (
 encoder = msgspec.msgpack.Encoder
 client_decoder = msgspec.msgpack.Decoder(ClientMessage)
 engine_decoder = msgspec.msgpack.Decoder(EngineMessage)
+first_decoder = msgspec.msgpack.Decoder(EngineMessage | RanksWanted)

@@ -7,7 +7,6 @@ that rank 0 sends. It waits for steps in `recv`, so an idle rank uses no process
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import gc
 import os
@@ -23,6 +22,7 @@ from typing import TYPE_CHECKING
 from ostinato.graphs.compile_monitor import LateCompile
 from ostinato.runtime.errors import InvalidRequestError, StartupError
 from ostinato.runtime.process.log_format import configure_logging
+from ostinato.runtime.process.parent_death import end_with_parent
 from ostinato.runtime.ranks.messages import (
     Answer,
     Call,
@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from ostinato.runtime.startup.rank import RankParts
 
 __all__ = ("main",)
-
-_PR_SET_PDEATHSIG = 1
 
 
 def main(
@@ -83,10 +81,7 @@ def main(
 
 def _end_with_rank_0(connection: socket.socket, parent: int) -> None:
     """End this process when rank 0's process ends, even while a step here waits for rank 0."""
-    if parent:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(0)
+    end_with_parent(parent)
 
     def watch() -> None:
         poll = select.poll()

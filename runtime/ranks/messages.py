@@ -30,13 +30,17 @@ __all__ = (
     "LateCompiles",
     "LeaderMessage",
     "Met",
+    "RankEnded",
     "RankFailed",
     "RankMessage",
+    "RankSeen",
+    "RankStack",
     "Serve",
     "StartRank",
     "Step",
     "encode_frame",
     "for_other_ranks",
+    "leader_decoder",
     "rank_decoder",
 )
 
@@ -111,10 +115,33 @@ class RankFailed(msgspec.Struct, frozen=True, array_like=True, tag=4, gc=False):
     traceback: str  # empty if the message says it all
 
 
-RankMessage = Arrived | Answer | LateCompiles | RankFailed
+class RankSeen(msgspec.Struct, frozen=True, array_like=True, tag=5, gc=False):
+    """What a rank on another machine does: `Activity`. Its machine sends it while steps run."""
+
+    is_stopped: bool
+    has_work: bool
+    cpu_s: float
+
+
+class RankStack(msgspec.Struct, frozen=True, array_like=True, tag=6, gc=False):
+    """The stacks of a rank on another machine, which its machine was asked for."""
+
+    text: str
+
+
+class RankEnded(msgspec.Struct, frozen=True, array_like=True, tag=7, gc=False):
+    """A rank on another machine has ended. All its messages were sent before."""
+
+    machine: str
+    code: int | None  # its exit code, negative for a signal; None = its machine was lost
+    pid: int = 0
+    stack: str = ""  # that it wrote when it crashed
+
+
+RankMessage = Arrived | Answer | LateCompiles | RankFailed | RankSeen | RankStack | RankEnded
 
 _encoder = msgspec.msgpack.Encoder()
-_leader_decoder = msgspec.msgpack.Decoder(LeaderMessage)
+leader_decoder = msgspec.msgpack.Decoder(LeaderMessage)
 rank_decoder = msgspec.msgpack.Decoder(RankMessage)
 
 
@@ -207,7 +234,7 @@ class Channel:
             if not data:
                 raise EOFError("rank 0 has closed the socket")
             self._received = self._frames.add(data)
-        return _leader_decoder.decode(self._received.pop(0))
+        return leader_decoder.decode(self._received.pop(0))
 
     def meet(self, name: str, numbers: list[int]) -> list[list[int]]:
         """Wait until all ranks are at this point, and exchange numbers.

@@ -1,90 +1,46 @@
 """The links of a rank: to its tensor-parallel group, to the stage before and to the stage after.
 
-Rank 0 makes the memory and the sockets of all links (`create_links`). It passes each rank the
-descriptors of that rank's links.
+link_ends.py makes their memory and sockets. Each rank is passed the descriptors of its own.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Sequence
 
 from ostinato.models.base import LanguageModel
 from ostinato.models.decoder import Decoder
 from ostinato.models.linear_layers import join_group
-from ostinato.models.sharding import Shard, shard_of_rank
-from ostinato.ops.parallel.group import ParallelGroup, create_segment
-from ostinato.ops.parallel.handoff import (
-    HandoffEnd,
-    HiddenReceiver,
-    HiddenSender,
-    HiddenShape,
-    create_handoff,
-)
+from ostinato.models.sharding import Shard
+from ostinato.ops.parallel.group import ParallelGroup
+from ostinato.ops.parallel.handoff import HiddenReceiver, HiddenSender, HiddenShape
+from ostinato.ops.parallel.handoff_ends import HandoffEnd
 from ostinato.runtime.errors import StartupError
 from ostinato.runtime.host_resources import available_cores
+from ostinato.runtime.ranks.link_ends import RankLayout, close_all
 
-__all__ = ("RankLinks", "close_all", "create_links")
+__all__ = ("RankLinks",)
 
 # The processes are watched, so a wait hardly needs a limit. This limit is for a stop that the watch
 # does not notice. It is longer than any step.
 _LONGEST_WAIT_S = 1800.0
 
 
-def create_links(tensor: int, pipeline: int, shape: HiddenShape) -> list[list[int]]:
-    """Make the links of an engine's ranks.
-
-    Args:
-        tensor: ranks of each stage.
-        pipeline: number of stages. At most this many steps are in flight.
-        shape: the shape of the hidden states that stages hand on.
-
-    Returns:
-        The descriptors of each rank, in rank order, for `RankLinks`.
-
-    Raises:
-        OSError: the system has no memory or no descriptors for the links.
-    """
-    held: dict[tuple[int, int], list[int]] = {}  # by stage, and rank within the stage
-    try:
-        for stage in range(pipeline):
-            for rank in range(tensor):
-                held.setdefault((stage, rank), [])
-            if tensor > 1:
-                segment = create_segment(tensor)
-                held[stage, 0].append(segment)
-                for rank in range(1, tensor):
-                    held[stage, rank].append(os.dup(segment))
-        for stage in range(pipeline - 1):  # a stage's receiver is made before its sender
-            for rank in range(tensor):
-                sender, receiver = create_handoff(shape, pipeline)
-                held[stage, rank] += sender
-                held[stage + 1, rank] += receiver
-    except OSError:
-        close_all(list(held.values()))
-        raise
-    shards = [shard_of_rank(rank, tensor, pipeline) for rank in range(tensor * pipeline)]
-    return [held[shard.stage.number, shard.rank] for shard in shards]
-
-
-def close_all(descriptors: Sequence[Sequence[int]]) -> None:
-    """Close descriptors that were passed to other processes, or are not needed."""
-    for each in descriptors:
-        for descriptor in each:
-            with contextlib.suppress(OSError):
-                os.close(descriptor)
-
-
 class RankLinks:
     """The links of one rank. One thread uses them, except `abort`."""
 
     def __init__(
-        self, shard: Shard, shape: HiddenShape, threads: int, descriptors: Sequence[int]
+        self,
+        layout: RankLayout,
+        shard: Shard,
+        shape: HiddenShape,
+        threads: int,
+        descriptors: Sequence[int],
     ) -> None:
         """Open the links, and close the descriptors.
 
         Args:
+            layout: the ranks of the engine.
             shard: the shard of the rank.
             shape: the shape of the hidden states that stages hand on.
             threads: the model's threads in each rank.
@@ -99,12 +55,21 @@ class RankLinks:
         left = list(descriptors)
         try:
             if shard.size > 1:
-                # A waiting rank must not take the processor of a rank that it waits for.
-                spin_us = 50 if shard.num_ranks * threads <= available_cores() else 0
+                # A waiting rank must not take the processor of what it waits for: another rank, or
+                # the bridge, whose network takes longer than a rank may spin.
+                is_spread = layout.group_is_spread(shard)
+                has_cores = layout.ranks_per_machine * threads <= available_cores()
                 self._group = ParallelGroup(
-                    left[0], shard.rank, shard.size, spin_us=spin_us, timeout_s=_LONGEST_WAIT_S
+                    left[0],
+                    shard.rank,
+                    shard.size,
+                    spin_us=50 if has_cores and not is_spread else 0,
+                    timeout_s=_LONGEST_WAIT_S,
+                    notify=left[1] if is_spread else -1,
                 )
                 os.close(left.pop(0))
+                if is_spread:
+                    left.pop(0)  # closed with the group
             if not shard.stage.is_first:
                 self._previous = HiddenReceiver(HandoffEnd(left.pop(0), left.pop(0)), shape)
             if not shard.stage.is_last:

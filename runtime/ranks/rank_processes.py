@@ -16,100 +16,27 @@ import faulthandler
 import logging
 import os
 import select
-import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
 
 from ostinato.graphs.compile_monitor import LateCompile
 from ostinato.runtime.errors import RankFailedError, StartupError
-from ostinato.runtime.ranks.messages import (
-    Answer,
-    Arrived,
-    Frames,
-    LateCompiles,
-    LeaderMessage,
-    Met,
-    RankFailed,
-    RankMessage,
-    encode_frame,
-    rank_decoder,
-)
+from ostinato.runtime.ranks.bridge_process import BridgeProcess
+from ostinato.runtime.ranks.link_ends import MachineLinks, RankLayout, close_all
+from ostinato.runtime.ranks.messages import Answer, Arrived, LeaderMessage, Met, encode_frame
 from ostinato.runtime.ranks.rank_activity import Activity, HangRule, read_activity
+from ostinato.runtime.ranks.rank_process import LocalRank, RankLog, RemoteRank
 
-__all__ = ("RANK_MODULE", "RankLog", "RankProcesses")
-
-RANK_MODULE = "ostinato.runtime.process.rank_main"
+__all__ = ("RankProcesses",)
 
 _LOG = logging.getLogger(__name__)
 _TICK_S = 0.1  # seconds between two checks for a hang while steps run
 _CLOSE_S = 2.0  # how long a rank gets to end when its socket closes
 _STACK_S = 0.3  # how long a rank that hangs gets to write its stack
 _MAX_STACK_BYTES = 1 << 16
-
-
-class RankLog(NamedTuple):
-    """The log settings of the ranks."""
-
-    level: str = "warning"
-    log_format: str = "text"  # text | json
-    prefix: str = ""  # comes before `rank 1` in the name of the process
-
-
-class _Rank:
-    """The process of one rank after the first."""
-
-    def __init__(self, number: int, log: RankLog) -> None:
-        self.number = number
-        self.inbox: deque[Arrived | Answer] = deque()
-        self.late_compiles: list[LateCompile] = []
-        self.frames = Frames()
-        self.last_words: RankFailed | None = None
-        self.stack_fd = os.memfd_create(f"stack-of-rank-{number}")
-        ours, theirs = socket.socketpair()
-        self.socket = ours
-        # The system kills a child when the thread that started it ends.
-        is_main = threading.current_thread() is threading.main_thread()
-        try:
-            with theirs:
-                self.process = subprocess.Popen(
-                    [
-                        *(sys.executable, "-m", RANK_MODULE),
-                        *(str(theirs.fileno()), str(self.stack_fd)),
-                        *(str(os.getpid() if is_main else 0), log.level, log.log_format),
-                        f"{log.prefix}rank {number}",
-                    ],
-                    stdin=subprocess.DEVNULL,
-                    pass_fds=(theirs.fileno(), self.stack_fd),
-                )
-        except OSError:
-            self.release()
-            raise
-
-    @property
-    def stack(self) -> str:
-        """The stacks of threads that the process wrote on SIGUSR1 or when it crashed."""
-        data = os.pread(self.stack_fd, _MAX_STACK_BYTES, 0)
-        return data.decode(errors="replace").strip()
-
-    def end(self, timeout_s: float) -> int:
-        """Wait until the process ends; kill it after `timeout_s`. Returns its exit code."""
-        try:
-            return self.process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            return self.process.wait()
-
-    def release(self) -> None:
-        """Close the descriptors."""
-        self.socket.close()
-        os.close(self.stack_fd)
 
 
 class RankProcesses:
@@ -120,12 +47,22 @@ class RankProcesses:
         failure: why a rank ended; None while all ranks live.
     """
 
-    def __init__(self, size: int, log: RankLog | None = None) -> None:
-        """Start the processes; they import torch and wait for their first message.
+    def __init__(
+        self,
+        layout: RankLayout,
+        log: RankLog | None = None,
+        host: str = "",
+        silence_s: float = 1.0,
+    ) -> None:
+        """Start the processes on this machine; they import torch and wait for their first message.
+
+        With ranks on several machines, the others join the `bridge`.
 
         Args:
-            size: N, at least 1.
+            layout: the N ranks.
             log: their log settings; None = the defaults.
+            host: as `parallel.host`.
+            silence_s: after so many seconds without a sign another machine is lost.
 
         Raises:
             StartupError: the system cannot start another process, or is not Linux.
@@ -134,9 +71,10 @@ class RankProcesses:
             raise StartupError(
                 "several ranks need Linux; set parallel.tensor=1 and parallel.pipeline=1"
             )
-        self.size = size
+        self.size = layout.num_ranks
+        self.bridge: BridgeProcess | None = None
         self.failure: RankFailedError | None = None
-        self._ranks: list[_Rank] = []
+        self._ranks: list[LocalRank | RemoteRank] = []
         self._changed = threading.Condition()
         self._on_failure: list[Callable[[], object]] = []
         self._is_closing = False
@@ -147,17 +85,15 @@ class RankProcesses:
         self._wake_in, self._wake_out = os.pipe()
         self._thread = threading.Thread(target=self._watch, name="watch-ranks", daemon=True)
         try:
-            for number in range(1, size):
-                self._ranks.append(_Rank(number, log or RankLog()))
+            for number in layout.ranks_of(0)[1:]:
+                self._ranks.append(LocalRank(number, log or RankLog()))
+            if layout.machines > 1:
+                self.bridge = BridgeProcess(layout, log or RankLog(), host, silence_s)
+                self._ranks += self.bridge.ranks
         except OSError as error:
             self.close()
             raise StartupError(f"a rank's process cannot be started: {error}") from error
         self._thread.start()
-
-    @property
-    def pids(self) -> list[int]:
-        """The process ids in rank order, that of the calling process first."""
-        return [os.getpid(), *(rank.process.pid for rank in self._ranks)]
 
     @property
     def late_compiles(self) -> list[LateCompile]:
@@ -167,7 +103,7 @@ class RankProcesses:
     def start(
         self,
         messages: list[LeaderMessage],
-        descriptors: list[list[int]],
+        links: MachineLinks,
         *,
         hang_limit_s: float,
         on_failure: Callable[[], object],
@@ -176,7 +112,7 @@ class RankProcesses:
 
         Args:
             messages: one for each rank after the first.
-            descriptors: file descriptors for each rank, which gets copies of them.
+            links: of this machine; closed here, but for those of rank 0.
             hang_limit_s: within a step, a rank may be stopped for this long, and all ranks together
                 may be idle for this long.
             on_failure: called by another thread when a rank ends. It must end this rank's waits.
@@ -188,10 +124,17 @@ class RankProcesses:
         self._on_failure.append(on_failure)
         if self.failure is not None:
             on_failure()
-        for rank, message, passed in zip(self._ranks, messages, descriptors, strict=True):
+        passed = links.ranks[1:]
+        try:
             with self._sending():
-                socket.send_fds(rank.socket, [b"\0"], passed)
-                rank.socket.sendall(encode_frame(message))
+                if self.bridge is not None:
+                    self.bridge.use(links.relay)
+                for rank, message in zip(self._ranks, messages, strict=True):
+                    if isinstance(rank, LocalRank):
+                        socket.send_fds(rank.socket, [b"\0"], passed[rank.number - 1])
+                    rank.socket.sendall(encode_frame(message))
+        finally:
+            close_all(passed)
 
     def send(self, message: LeaderMessage) -> None:
         """Send a message to all ranks.
@@ -242,6 +185,8 @@ class RankProcesses:
         if not self._is_working:
             self._is_working = True
             os.write(self._wake_out, b"\0")
+            if self.bridge is not None:
+                self.bridge.look(is_on=True)
         with self.explained():
             yield
         self._step = None
@@ -265,6 +210,8 @@ class RankProcesses:
     def rest(self) -> None:
         """Note that no step follows for now. The thread sleeps until a rank ends or a step runs."""
         self._is_working = False
+        if self.bridge is not None:
+            self.bridge.look(is_on=False)
 
     def close(self) -> None:
         """End the processes, with at most 2 s of waiting for each, and close all descriptors."""
@@ -281,6 +228,8 @@ class RankProcesses:
         for rank in self._ranks:
             rank.end(_CLOSE_S)
             rank.release()
+        if self.bridge is not None:
+            self.bridge.end(_CLOSE_S)
         os.close(self._wake_in)
         os.close(self._wake_out)
 
@@ -332,7 +281,7 @@ class RankProcesses:
                     self._on_hang(*hang)
                     return
 
-    def _read(self, rank: _Rank) -> bool:
+    def _read(self, rank: LocalRank | RemoteRank) -> bool:
         """Read the messages that a rank has sent; False if its process has ended."""
         try:
             data = rank.socket.recv(1 << 16, socket.MSG_DONTWAIT)
@@ -341,50 +290,41 @@ class RankProcesses:
         except OSError:
             return False
         with self._changed:
-            for frame in rank.frames.add(data):
-                message: RankMessage = rank_decoder.decode(frame)
-                if isinstance(message, LateCompiles):
-                    rank.late_compiles = message.compiles
-                elif isinstance(message, RankFailed):
-                    rank.last_words = message
-                else:
-                    rank.inbox.append(message)
+            rank.take(data)
             self._changed.notify_all()
-        return bool(data)
+        return bool(data) and not (isinstance(rank, RemoteRank) and rank.has_ended)
 
     def _look_for_hang(self, elapsed_s: float) -> tuple[int | None, str] | None:
         if self._hang_rule is None or not self._is_working:
             return None
         activities: dict[int, Activity] = {}
         if self._step is not None:
-            for number, pid in enumerate(self.pids):
-                activity = read_activity(pid, threading.get_native_id())
-                if activity is not None:
-                    activities[number] = activity
+            own = read_activity(os.getpid(), threading.get_native_id())
+            found = {0: own, **{rank.number: rank.activity for rank in self._ranks}}
+            activities = {number: one for number, one in found.items() if one is not None}
         return self._hang_rule.tick(elapsed_s, self._step, activities)
 
-    def _on_end(self, rank: _Rank) -> None:
-        code, words, stack = rank.end(_CLOSE_S), rank.last_words, rank.stack
+    def _on_end(self, rank: LocalRank | RemoteRank) -> None:
+        (reason, text), words, stack = rank.end(_CLOSE_S), rank.last_words, rank.stack
         where = self._where
         if words is not None:
             reason, text = "error", words.message
             where = where if words.traceback else ""  # without a traceback the message is complete
             stack = "\n".join(filter(None, (words.traceback.strip(), stack)))
-        elif code < 0:
-            reason = "killed" if code == -signal.SIGKILL else "crash"
-            how = "was killed by" if reason == "killed" else "died of"
-            text = f"its process {rank.process.pid} {how} {_signal_name(-code)}"
-        else:
-            reason, text = "exit", f"its process {rank.process.pid} exited with code {code}"
         self._fail(f"rank {rank.number}: {text}{where}", reason, stack)
 
     def _on_hang(self, number: int | None, text: str) -> None:
         """Let all ranks write their stacks, then end them."""
+        if self.bridge is not None:
+            self.bridge.request_stacks()
         for rank in self._ranks:
-            rank.process.send_signal(signal.SIGUSR1)
-            rank.process.send_signal(signal.SIGCONT)  # a stopped process handles no signal
+            if isinstance(rank, LocalRank):
+                rank.request_stack()
         end = time.monotonic() + _STACK_S
         while time.monotonic() < end and not all(rank.stack for rank in self._ranks):
+            for rank in self._ranks:
+                if isinstance(rank, RemoteRank):
+                    self._read(rank)
             time.sleep(0.01)
         stacks = [f"rank {rank.number}:\n{rank.stack or 'no stack'}" for rank in self._ranks]
         who = "all ranks" if number is None else f"rank {number}"
@@ -406,14 +346,8 @@ class RankProcesses:
         for end_waits in self._on_failure:
             end_waits()
         for rank in self._ranks:
-            rank.process.kill()
+            rank.kill()
         _LOG.error("%s%s", text, f"; its stack:\n{stack}" if stack else "")
-
-
-def _signal_name(number: int) -> str:
-    with contextlib.suppress(ValueError):
-        return signal.Signals(number).name
-    return f"signal {number}"
 
 
 def _own_stacks() -> str:

@@ -17,7 +17,7 @@ def share_of_rank(config: EngineConfig) -> EngineConfig:
     """The configuration of one rank: with its part of this machine's cores and free memory."""
     device = divide_device(
         config.device,
-        config.parallel.num_ranks,
+        config.parallel.ranks_per_machine,
         cores=available_cores(),
         free_bytes=free_host_memory().free_bytes,
     )
@@ -30,8 +30,8 @@ def divide_device(
     """An equal part of a CPU for each rank.
 
     Args:
-        device: `threads` and `memory_gib` are for all ranks together; None = the whole machine.
-        num_ranks: at least 1.
+        device: `threads` and `memory_gib` are those of these ranks together; None = all there is.
+        num_ranks: those on this machine, at least 1.
         cores: the cores that this process may use.
         free_bytes: free memory of the host.
     """

@@ -21,6 +21,7 @@ from ostinato.graphs.bundle import Bundle
 from ostinato.graphs.compile_monitor import CompileMonitor
 from ostinato.graphs.recorder import is_out_of_memory
 from ostinato.models.sharding import shard_of_rank
+from ostinato.ops.native.library import core_library, loaded_isa
 from ostinato.runtime.costs.cost_table import CostTable
 from ostinato.runtime.directories import ensure_cache
 from ostinato.runtime.engine.engine import Engine
@@ -43,7 +44,7 @@ from ostinato.runtime.startup.phases import PhaseTimer, Report
 from ostinato.runtime.startup.plan.device import choose_isa, set_threads
 from ostinato.runtime.startup.plan.engine_plan import EnginePlan, make_plan
 from ostinato.runtime.startup.rank import RankParts, build_rank
-from ostinato.runtime.startup.rank_group import agree, join
+from ostinato.runtime.startup.rank_group import agree, join, layout_of, peers_of
 from ostinato.runtime.types.engine_info import IsaTrial
 
 __all__ = ("build_engine", "compile_bundle")
@@ -125,7 +126,12 @@ def _build(
             undo.callback(monitor.close)
             parallel = config.parallel
             if parallel.num_ranks > 1:
-                ranks = ranks or RankProcesses(parallel.num_ranks)
+                if ranks is None and parallel.machines_per_engine > 1:
+                    raise StartupError(
+                        f"parallel.nodes={parallel.nodes}: other machines join a server; use run "
+                        "serve, or set parallel.nodes=1"
+                    )
+                ranks = ranks or RankProcesses(layout_of(parallel))
                 undo.callback(ranks.close)
                 config = share_of_rank(config)
                 model_cache = None  # a loaded model belongs to its group of ranks
@@ -192,10 +198,17 @@ def _build_first_rank(
     undo: ExitStack,
 ) -> tuple[RankParts, Executor]:
     """Build the first rank in this process, while the other ranks build theirs."""
+    parallel = plan.config.parallel
+    if parallel.machines_per_engine > 1 and plan.config.device.isa is InstructionSetName.auto:
+        core_library()  # the other machines run the same instruction set
+        isa = InstructionSetName(loaded_isa() or "auto")
+        device = dataclasses.replace(plan.config.device, isa=isa)
+        plan = dataclasses.replace(plan, config=dataclasses.replace(plan.config, device=device))
     links = join(plan, ranks, undo)
     with phase("plan"):
         plan, infos = agree(plan, ranks.meet)
-    rank = build_rank(plan, phase, monitor, undo, None, links=links, meet=ranks.meet)
+    peers = peers_of(parallel, 0, links, ranks.meet)
+    rank = build_rank(plan, phase, monitor, undo, None, peers)
     rank = dataclasses.replace(rank, model=msgspec.structs.replace(rank.model, ranks=infos))
     num_stages = plan.source.shard.stage.count
     return rank, ProcessesExecutor(rank.executor, rank.runner, ranks, links, num_stages)

@@ -29,7 +29,8 @@ from ostinato.models.sharding import Shard
 from ostinato.ops.native import library as native
 from ostinato.ops.native.build import NativeBuildError
 from ostinato.ops.native.instruction_sets import detect_isa
-from ostinato.ops.parallel.group import ParallelGroup, create_segment
+from ostinato.ops.parallel.group import ParallelGroup
+from ostinato.ops.parallel.segment import create_segment
 from ostinato.runtime.errors import StartupError
 from ostinato.runtime.startup.bundles import bundle_root, kernel_libraries, planned_isa
 from ostinato.runtime.startup.model_cache import LoadedModel, LoadedModelCache

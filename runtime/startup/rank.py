@@ -54,7 +54,7 @@ from ostinato.runtime.startup.plan.planning import bucket_table, plan_measured
 from ostinato.runtime.startup.served_model import describe_model, tokenizer_and_ends
 from ostinato.runtime.types.engine_info import ServedModel
 
-__all__ = ("Meet", "RankParts", "build_rank")
+__all__ = ("Meet", "Peers", "RankParts", "build_rank")
 
 _LOG = logging.getLogger(__name__)
 
@@ -64,6 +64,23 @@ Meet = Callable[[str, list[int]], list[list[int]]]
 Takes the name of a point in the start, and this rank's numbers. Waits until all ranks have reached
 that point. Returns the numbers of every rank.
 """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peers:
+    """The other ranks of an engine, as one rank sees them.
+
+    Ranks of turn 0 make the compiled programs, then those of turn 1. A rank whose turn is
+    `num_turns` loads them.
+    """
+
+    links: RankLinks | None
+    meet: Meet
+    turn: int
+    num_turns: int
+
+
+_ALONE = Peers(links=None, meet=lambda name, numbers: [numbers], turn=0, num_turns=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,8 +104,7 @@ def build_rank(
     monitor: CompileMonitor,
     undo: ExitStack,
     model_cache: LoadedModelCache | None,
-    links: RankLinks | None = None,
-    meet: Meet = lambda name, numbers: [numbers],
+    peers: Peers = _ALONE,
     *,
     has_grammars: bool = True,
 ) -> RankParts:
@@ -100,8 +116,7 @@ def build_rank(
         monitor: counts compilations; closed with the executor.
         undo: gets the callbacks that release resources if the start fails.
         model_cache: keeps the loaded model for later engines; None = load the model.
-        links: to the other ranks of the model; None = there is one rank.
-        meet: waits for the other ranks.
+        peers: the ranks that compute the model together; without it, this one alone.
         has_grammars: requests can have grammars.
 
     Raises:
@@ -111,8 +126,8 @@ def build_rank(
     grammars = _make_grammars(plan, undo, is_needed=has_grammars)
     with torch.inference_mode(), ThreadPoolExecutor(1, "load") as loader:
         model, finish = begin_model(plan, loader, phase, model_cache)
-        if links is not None:
-            links.join(model)
+        if peers.links is not None:
+            peers.links.join(model)
         buffers = _make_buffers(plan, model)
         planner = _make_planner(plan, buffers, undo)
         cuda_recorder, token_sampler = _make_cuda_recorder(plan)
@@ -124,7 +139,7 @@ def build_rank(
         if pages is not None:
             undo.callback(pages.close)
         bundle, bind = _open_programs(
-            plan, undo, meet, lambda bundle: finish(kv_cache, buffers, bundle)
+            plan, undo, peers, lambda bundle: finish(kv_cache, buffers, bundle)
         )
         cost_store = CostStore(
             config.graphs, source.limits, plan.threads, source.shard.stage.count, bundle
@@ -142,7 +157,7 @@ def build_rank(
             timer=make_timer(source.device),
             aux=plan.make_aux_states(),
         )
-        meet("weights", [])
+        peers.meet("weights", [])
         _prepare_graphs(plan, graphs, token_sampler, phase)
         _LOG.info("layers: %s", _count_layers(graphs))
         isa = (loaded_isa() or "") if plan.is_cpu else ""
@@ -194,27 +209,30 @@ def _with_measured_memory(
 def _open_programs(
     plan: EnginePlan,
     undo: ExitStack,
-    meet: Meet,
+    peers: Peers,
     finish: Callable[[Bundle | None], Binder | None],
 ) -> tuple[Bundle | None, Binder | None]:
-    """Compile or load the program and wait for the weights; rank 0 compiles for all ranks."""
-    is_first = plan.source.shard.is_leader
-    if not is_first:
-        meet("programs", [])
+    """Compile or load the programs, and wait for the weights."""
+    meetings = [f"programs {number}" for number in range(peers.num_turns)]
+    for name in meetings[: peers.turn]:
+        peers.meet(name, [])
     bundle = open_bundle(plan)
+    if peers.turn == peers.num_turns:
+        return bundle, finish(bundle)
+    if bundle is not None:
+        undo.callback(bundle.end_turn)
+        bundle.take_turn()
+    own, *later = meetings[peers.turn :]
     is_complete = bundle is None or bool(bundle.entries)
-    if is_first:
-        if bundle is not None:
-            undo.callback(bundle.end_turn)
-            bundle.take_turn()
-            is_complete = bool(bundle.entries)
-        if is_complete:
-            meet("programs", [])
+    if is_complete:
+        peers.meet(own, [])
     bind = finish(bundle)
-    if is_first and not is_complete:
+    if not is_complete:
         if bundle is not None and plan.source.shard.num_ranks > 1:
             bundle.save()
-        meet("programs", [])
+        peers.meet(own, [])
+    for name in later:
+        peers.meet(name, [])
     return bundle, bind
 
 

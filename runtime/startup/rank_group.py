@@ -4,7 +4,7 @@
     -> warm-up, capture
 
 All ranks load their weights at the same time. Rank 0 compiles and saves the programs; the others
-load them, because one program serves every rank.
+load them, because one program serves every rank. On another machine its first rank does so.
 """
 
 from __future__ import annotations
@@ -13,19 +13,22 @@ import dataclasses
 import os
 from contextlib import ExitStack, closing
 
+from ostinato.conf.server_schema import ParallelConfig
 from ostinato.graphs.compile_monitor import CompileMonitor
 from ostinato.models.sharding import shard_of_rank
 from ostinato.runtime.directories import ensure_cache
+from ostinato.runtime.errors import StartupError
+from ostinato.runtime.ranks.link_ends import HandoffSlots, RankLayout, close_all, create_links
 from ostinato.runtime.ranks.messages import StartRank
-from ostinato.runtime.ranks.rank_links import RankLinks, close_all, create_links
+from ostinato.runtime.ranks.rank_links import RankLinks
 from ostinato.runtime.ranks.rank_processes import RankProcesses
 from ostinato.runtime.startup.phases import PhaseTimer
 from ostinato.runtime.startup.plan.device import choose_isa, set_threads
 from ostinato.runtime.startup.plan.engine_plan import EnginePlan, make_plan
-from ostinato.runtime.startup.rank import Meet, RankParts, build_rank
+from ostinato.runtime.startup.rank import Meet, Peers, RankParts, build_rank
 from ostinato.runtime.types.engine_info import RankInfo
 
-__all__ = ("agree", "build_other_rank", "join")
+__all__ = ("agree", "build_other_rank", "join", "layout_of", "peers_of")
 
 
 def join(plan: EnginePlan, ranks: RankProcesses, undo: ExitStack) -> RankLinks:
@@ -42,21 +45,37 @@ def join(plan: EnginePlan, ranks: RankProcesses, undo: ExitStack) -> RankLinks:
     """
     config, source = plan.config, plan.source
     shape = source.handoff_shape
-    own, *others = create_links(config.parallel.tensor, config.parallel.pipeline, shape)
+    layout = layout_of(config.parallel)
+    made = create_links(layout, 0, HandoffSlots(shape.slot_bytes, shape.token_bytes))
     try:
-        links = RankLinks(source.shard, shape, plan.threads, own)
-        undo.callback(links.close)
-        undo.callback(ranks.close)  # before the links are closed
-        max_drafts = source.limits.rows_per_seq - 1
-        ranks.start(
-            [StartRank(config, rank, max_drafts) for rank in range(1, ranks.size)],
-            others,
-            hang_limit_s=config.parallel.rank_timeout_s,
-            on_failure=links.abort,
-        )
-    finally:
-        close_all(others)
+        links = RankLinks(layout, source.shard, shape, plan.threads, made.ranks[0])
+    except StartupError:
+        close_all([*made.ranks[1:], made.relay.descriptors()])
+        raise
+    undo.callback(links.close)
+    undo.callback(ranks.close)  # before the links are closed
+    max_drafts = source.limits.rows_per_seq - 1
+    ranks.start(
+        [StartRank(config, rank, max_drafts) for rank in range(1, ranks.size)],
+        made,
+        hang_limit_s=config.parallel.rank_timeout_s,
+        on_failure=links.abort,
+    )
     return links
+
+
+def layout_of(parallel: ParallelConfig) -> RankLayout:
+    """Which ranks an engine has, and on which machines."""
+    return RankLayout(parallel.tensor, parallel.pipeline, parallel.machines_per_engine)
+
+
+def peers_of(parallel: ParallelConfig, rank: int, links: RankLinks, meet: Meet) -> Peers:
+    """The other ranks. Rank 0 makes the programs, then the first rank of each other machine."""
+    layout = layout_of(parallel)
+    num_turns = min(layout.machines, 2)
+    is_first = rank == layout.ranks_of(layout.machine_of(rank))[0]
+    turn = min(rank, 1) if is_first else num_turns
+    return Peers(links=links, meet=meet, turn=turn, num_turns=num_turns)
 
 
 def build_other_rank(
@@ -82,10 +101,12 @@ def build_other_rank(
     shard = shard_of_rank(start.rank, parallel.tensor, parallel.pipeline)
     plan = make_plan(config, threads, max_drafts=start.max_drafts, shard=shard)
     source = plan.source
-    links = RankLinks(source.shard, source.handoff_shape, threads, descriptors)
+    layout = layout_of(parallel)
+    links = RankLinks(layout, source.shard, source.handoff_shape, threads, descriptors)
     plan, _ = agree(plan, meet)
     phase = PhaseTimer(lambda name, seconds: None)
-    return build_rank(plan, phase, monitor, undo, None, links=links, meet=meet)
+    peers = peers_of(parallel, start.rank, links, meet)
+    return build_rank(plan, phase, monitor, undo, None, peers)
 
 
 def agree(plan: EnginePlan, meet: Meet) -> tuple[EnginePlan, tuple[RankInfo, ...]]:
@@ -108,10 +129,12 @@ def agree(plan: EnginePlan, meet: Meet) -> tuple[EnginePlan, tuple[RankInfo, ...
             *(layers.start, layers.size),
         ],
     )
+    layout = layout_of(plan.config.parallel)
     num_blocks, max_model_len = min(row[0] for row in rows), min(row[1] for row in rows)
     infos = tuple(
         RankInfo(
             rank=rank,
+            machine=layout.machine_of(rank),
             pid=row[2],
             threads=row[3],
             weights_bytes=row[4],

@@ -49,6 +49,7 @@ class RankInfo(msgspec.Struct, frozen=True, kw_only=True):
     """One rank of an engine whose model is divided among several processes."""
 
     rank: int
+    machine: int = 0  # of the engine's machines, 0 = that of rank 0
     pid: int
     threads: int  # threads that the model's kernels use
     weights_bytes: int
@@ -161,8 +162,10 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def local_rank_pids(self) -> list[int]:
-        """Process ids of the ranks after the first if they run on this machine."""
-        return [rank.pid for rank in self.ranks[1:]] if self.node is None else []
+        """Process ids of the ranks after the first that run on this machine."""
+        if self.node is not None:
+            return []
+        return [rank.pid for rank in self.ranks[1:] if rank.machine == 0]
 
 
 # Figures that describe the present. All other figures are counters, which only grow.

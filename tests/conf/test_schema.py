@@ -38,13 +38,18 @@ from ostinato.conf.server_schema import ParallelConfig, ServerConfig
         (
             ParallelConfig,
             {"nodes": 2},
-            "parallel.nodes must be at most parallel.data=1 (an engine has all its ranks on one "
-            "machine), got 2",
+            "parallel.nodes must be 1 with parallel.data=1, got 2",
         ),
         (
             ParallelConfig,
             {"nodes": 2, "data": 3},
             "parallel.nodes must be 1 or 3 with parallel.data=3, got 2",
+        ),
+        (
+            ParallelConfig,
+            {"nodes": 3, "data": 2, "tensor": 2, "pipeline": 2},
+            "parallel.nodes must be 1 or 2 or 4 or 8 with parallel.data=2 engines of 4 ranks, "
+            "got 3",
         ),
         (DeviceConfig, {"threads": 0}, "device.threads must be null or in [1, 1024], got 0"),
         (

@@ -139,6 +139,20 @@ def test_engines_are_on_different_machines(cluster: Any) -> None:
         until(lambda: not any(map(lives, pids)))
 
 
+def test_ranks_of_an_engine_are_on_different_machines(cluster: Any) -> None:
+    with serve(cluster, "parallel.tensor=2", "parallel.nodes=2") as server:
+        (before,) = engines(server)
+        assert [one["machine"] for one in before["ranks"]] == [0, 1]
+        streams = [(COMPLETIONS, body(number)) for number in range(4)]
+        expected = asyncio.run(Streams(server.url, streams).run())
+        os.kill(before["ranks"][1]["pid"], signal.SIGKILL)
+        until(lambda: engines(server)[0]["num_restarts"])
+        until(lambda: engines(server)[0]["state"] == "serving")
+        assert asyncio.run(Streams(server.url, streams).run()) == expected
+        server.signal(signal.SIGTERM)
+        assert server.wait(600) == 0, "".join(server.output[-40:])
+
+
 def test_what_the_cluster_cannot_place_is_refused(cluster: Any) -> None:
     config = load_config(
         [

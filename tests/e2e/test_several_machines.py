@@ -22,11 +22,13 @@ pytestmark = pytest.mark.slow
 
 
 class SpreadServer:
-    """A server of two engines, one of them on another machine."""
+    """A server of two engines, one of them on another machine, or of one that is on both."""
 
-    def __init__(self, host: str, *overrides: str, prefix: list[str] | None = None) -> None:
+    def __init__(
+        self, host: str, *overrides: str, prefix: list[str] | None = None, num_engines: int = 2
+    ) -> None:
         self.server = ServerProcess(
-            *("parallel.data=2", "parallel.nodes=2", f"parallel.host={host}"),
+            *(f"parallel.data={num_engines}", "parallel.nodes=2", f"parallel.host={host}"),
             *("server.restart_backoff_s=0.1", "server.max_restarts=50", *overrides),
         )
         self.words = join_command(self.server.wait_for_line("run rank tcp"))
@@ -85,6 +87,35 @@ def test_streams_go_on_when_the_cable_of_a_machine_is_pulled(namespace: Namespac
         assert spread.server.wait() == 0
         assert spread.rank.wait() == 0
         assert "has ended" in "".join(spread.rank.output)
+
+
+@pytest.mark.parametrize("division", ["parallel.tensor=2", "parallel.pipeline=2"])
+def test_streams_of_an_engine_on_two_machines_wait_for_the_cable_that_was_pulled(
+    namespace: Namespace, division: str
+) -> None:
+    settings = (division, "parallel.rank_timeout_s=2")
+    prefix = namespace.prefix
+    with SpreadServer(namespace.host, *settings, prefix=prefix, num_engines=1) as spread:
+        streams = [(COMPLETIONS, body(number)) for number in range(8)]
+
+        async def scenario(*, is_pulled: bool) -> list[list[Any]]:
+            running = Streams(spread.server.url, streams)
+            task = asyncio.create_task(running.run())
+            while running.num_lines < 8 * 10:
+                await asyncio.sleep(0.01)
+            if is_pulled:
+                restarts = spread.engines[0]["num_restarts"]
+                namespace.plug(is_in=False)
+                while spread.engines[0]["num_restarts"] == restarts:
+                    await asyncio.sleep(0.1)
+                namespace.plug(is_in=True)
+            return await task
+
+        expected = asyncio.run(scenario(is_pulled=False))
+        (before,) = spread.engines
+        assert [one["machine"] for one in before["ranks"]] == [0, 1]
+        assert asyncio.run(scenario(is_pulled=True)) == expected
+        until(lambda: not any(lives(one["pid"]) for one in before["ranks"]))
 
 
 def test_a_killed_rank_of_an_engine_elsewhere_ends_its_group_which_starts_again() -> None:

@@ -32,8 +32,8 @@ from ostinato.ops.parallel.handoff import (
     HiddenReceiver,
     HiddenSender,
     HiddenShape,
-    create_handoff,
 )
+from ostinato.ops.parallel.handoff_ends import create_handoff
 from tests.models.driver import Driver, Forward, Sequence
 from tests.models.parity import PROMPT
 from tests.models.random_checkpoints import VARIANTS, reference_model, save
@@ -126,7 +126,7 @@ class Pipeline:
         self.stages = [fill(build(shard), skeleton) for shard in self.shards]
         self.forwards: list[Forward] = list(self.stages)
         shape = HiddenShape(len(PROMPT), self.config.hidden_size, dtype)
-        ends = [create_handoff(shape, 1) for _ in range(count - 1)]
+        ends = [create_handoff(shape.slot_bytes, 1) for _ in range(count - 1)]
         self._senders = [HiddenSender(sender, shape) for sender, _ in ends]
         self._receivers = [HiddenReceiver(receiver, shape) for _, receiver in ends]
         for stage, before, after in zip(

@@ -36,7 +36,8 @@ from ostinato.models.weight_methods.int4 import Int4
 from ostinato.models.weight_methods.packed import Packed
 from ostinato.models.weight_methods.plain import Plain
 from ostinato.ops.native.library import load
-from ostinato.ops.parallel.group import ParallelGroup, create_segment
+from ostinato.ops.parallel.group import ParallelGroup
+from ostinato.ops.parallel.segment import create_segment
 from tests.models.driver import Driver, Forward, Sequence
 from tests.models.parity import PROMPT, check_batched, check_chunked, check_whole, expect
 from tests.models.random_checkpoints import VARIANTS, Variant, reference_model, save

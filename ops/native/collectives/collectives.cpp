@@ -145,12 +145,13 @@ OSTINATO_KERNEL(gather_vocab, gather_vocab);
 
 }  // namespace ostinato::collectives
 
-// Maps the segment of a group. Returns null if the system refuses; errno then holds the reason.
-OSTINATO_EXPORT void* ostinato_group_open(int fd, int64_t bytes, int rank, int64_t spin_us, int64_t timeout_ms) {
+// Maps the segment of a group. Returns null if the system refuses; errno then holds the reason, and `notify` stays open.
+OSTINATO_EXPORT void* ostinato_group_open(int fd, int64_t bytes, int rank, int64_t spin_us, int64_t timeout_ms,
+                                          int notify) {
   void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd, 0);
   if (memory == MAP_FAILED) return nullptr;
   return new ostinato::collectives::Group(memory, bytes, rank, std::chrono::microseconds(spin_us),
-                                          std::chrono::milliseconds(timeout_ms));
+                                          std::chrono::milliseconds(timeout_ms), notify);
 }
 OSTINATO_EXPORT void ostinato_group_abort(void* group) { static_cast<ostinato::collectives::Group*>(group)->abort(); }
 OSTINATO_EXPORT void ostinato_group_close(void* group) { delete static_cast<ostinato::collectives::Group*>(group); }

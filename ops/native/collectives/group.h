@@ -5,6 +5,10 @@
 // published that number, and reads the slots. A rank publishes piece p + 1 after it has read piece p. So once all ranks
 // have published p + 1, all have read p, and a rank may write p + 2 into the slot of p. No second barrier is needed.
 //
+// Ranks on other machines have slots here too. A process of this machine, the bridge, writes them (segment.py). It learns
+// from an eventfd that a rank of this machine has published a piece, and sends it to the other machines. The rule above
+// holds for its copies: a rank elsewhere sends p + 2 when it has seen p + 1 of all ranks of this machine.
+//
 // A waiting rank spins for a short time, because ranks reach an exchange within microseconds of each other. Then it
 // sleeps on a futex, so that it uses no processor while another rank is late.
 #pragma once
@@ -18,6 +22,7 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <cstddef>
 #include <cstdint>
 #include <stdexcept>
 #include <string>
@@ -31,28 +36,35 @@ namespace ostinato::collectives {
 constexpr int kMaxRanks = 32;
 constexpr int64_t kHeaderBytes = 4096;
 
-// The beginning of the segment; group.py writes the first three fields.
+// The beginning of the segment. segment.py writes the first three fields, and knows where the others are.
 struct Header {
   uint32_t magic, world, slot_bytes;
   alignas(64) std::atomic<uint32_t> aborted;  // 1 = all waits of all ranks end with an error
   struct alignas(64) Rank {
     std::atomic<uint32_t> published;  // number of the last piece that this rank has written; wraps around
     std::atomic<uint32_t> num_sleeping;  // ranks that sleep until `published` changes
+    uint32_t bytes[2];  // of the piece in each slot; the bridge alone reads them
   } ranks[kMaxRanks];
 };
 static_assert(sizeof(Header) <= kHeaderBytes && std::atomic<uint32_t>::is_always_lock_free);
+static_assert(offsetof(Header, ranks) == 128 && sizeof(Header::Rank) == 64 && offsetof(Header::Rank, bytes) == 8);
 
 // One rank's membership. One thread at a time may use it, except for `abort`.
 class Group {
  public:
   using Clock = std::chrono::steady_clock;
 
-  Group(void* memory, int64_t bytes, int rank, std::chrono::microseconds spin, std::chrono::milliseconds timeout)
+  // notify: an eventfd that is told of each piece of this rank; -1 = all ranks are on this machine.
+  Group(void* memory, int64_t bytes, int rank, std::chrono::microseconds spin, std::chrono::milliseconds timeout,
+        int notify)
       : header_(static_cast<Header*>(memory)), bytes_(bytes), rank_(rank), spin_(spin), timeout_(timeout),
-        sequence_(header_->ranks[rank].published.load()) {}
+        notify_(notify), sequence_(header_->ranks[rank].published.load()) {}
   Group(const Group&) = delete;
   Group& operator=(const Group&) = delete;
-  ~Group() { munmap(header_, bytes_); }
+  ~Group() {
+    munmap(header_, bytes_);
+    if (notify_ >= 0) close(notify_);
+  }
 
   int rank() const { return rank_; }
   int world() const { return static_cast<int>(header_->world); }
@@ -70,6 +82,7 @@ class Group {
       const int64_t size = std::min(piece, count - first);
       ++sequence_;
       write(first, size, slot(rank_));
+      header_->ranks[rank_].bytes[sequence_ & 1] = static_cast<uint32_t>(size * element_bytes);
       publish();
       for (int rank = 0; rank < world(); ++rank) {
         if (rank != rank_) wait_for(rank);
@@ -95,6 +108,9 @@ class Group {
     // sees that the other rank sleeps, or the other rank sees the new number and stays awake.
     own.published.store(sequence_);
     if (own.num_sleeping.load() != 0) wake(own.published);
+    if (notify_ < 0) return;
+    const uint64_t one = 1;
+    if (::write(notify_, &one, sizeof one) != sizeof one) fail("the bridge to other machines cannot be told of a piece");
   }
 
   void wait_for(int rank) {
@@ -154,6 +170,7 @@ class Group {
   int rank_;
   std::chrono::microseconds spin_;
   std::chrono::milliseconds timeout_;
+  int notify_;
   uint32_t sequence_;  // the number of the last piece; the same on all ranks
 };
 

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from ostinato.ops.native.library import load
 from ostinato.ops.parallel.collectives import all_reduce, gather_vocab
-from ostinato.ops.parallel.group import ParallelGroup, create_segment
+from ostinato.ops.parallel.group import ParallelGroup
+from ostinato.ops.parallel.segment import create_segment
 
 _START = "from tests.ops.parallel.ranks import main; main()"
 

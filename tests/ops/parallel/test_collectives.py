@@ -14,7 +14,8 @@ from torch import Tensor
 
 from ostinato.ops.native.library import load
 from ostinato.ops.parallel.collectives import all_reduce, gather_vocab
-from ostinato.ops.parallel.group import MAX_RANKS, ParallelGroup, create_segment
+from ostinato.ops.parallel.group import ParallelGroup
+from ostinato.ops.parallel.segment import MAX_RANKS, create_segment
 from tests.ops.parallel.ranks import Gather, Ranks, Reduce, Rounds
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)

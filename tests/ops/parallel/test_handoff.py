@@ -15,14 +15,14 @@ from ostinato.ops.parallel.handoff import (
     HiddenReceiver,
     HiddenSender,
     HiddenShape,
-    create_handoff,
 )
+from ostinato.ops.parallel.handoff_ends import create_handoff
 
 SHAPE = HiddenShape(40, 70, torch.bfloat16)
 
 
 def make(num_slots: int, shape: HiddenShape = SHAPE) -> tuple[HiddenSender, HiddenReceiver]:
-    sender, receiver = create_handoff(shape, num_slots)
+    sender, receiver = create_handoff(shape.slot_bytes, num_slots)
     return HiddenSender(sender, shape), HiddenReceiver(receiver, shape)
 
 
@@ -103,7 +103,7 @@ def test_a_sender_whose_receiver_has_ended_gets_an_error() -> None:
 
 def test_ends_of_another_shape_are_refused_and_nothing_is_left_open() -> None:
     before = len(os.listdir("/proc/self/fd"))
-    ends = create_handoff(SHAPE, 3)
+    ends = create_handoff(SHAPE.slot_bytes, 3)
     with pytest.raises(ValueError, match="was not made for"):
         HiddenReceiver(ends[1], HiddenShape(1 << 20, 3, torch.float32))
     HiddenSender(ends[0], SHAPE).close()

@@ -25,9 +25,15 @@ from ostinato.runtime.client.client import EngineClient
 from ostinato.runtime.errors import StartupError
 from ostinato.runtime.nodes import node_agent
 from ostinato.runtime.nodes.node_agent import run_node
-from ostinato.runtime.nodes.node_connection import leader_keys, new_token, node_keys
-from ostinato.runtime.nodes.node_hub import NodeHub, own_address, reached_at
+from ostinato.runtime.nodes.node_hub import NodeHub
 from ostinato.runtime.nodes.node_messages import Join, Refused, encode, order_decoder, software
+from ostinato.runtime.secure_connection import (
+    leader_keys,
+    new_token,
+    node_keys,
+    own_address,
+    reached_at,
+)
 from tests.runtime.client.test_client import until
 from tests.runtime.tiny import tiny_config
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from ostinato.conf.compose import load_config
 from ostinato.runtime.errors import StartupError
-from ostinato.runtime.nodes.ray_nodes import count_room, share_cluster
+from ostinato.runtime.nodes.ray_nodes import count_parts, count_room, share_cluster
 
 GIB = float(1 << 30)
 
@@ -20,6 +20,10 @@ def test_an_engine_has_the_cores_of_its_ranks_or_threads() -> None:
     assert share.demand == {"CPU": 2}
     assert share.config.device.threads == 2
     assert share.config.device.memory_gib == 3  # both may be on the second machine
+    divided = ["parallel.executor=ray", "parallel.tensor=4", "parallel.nodes=2"]
+    config = load_config(divided).engine
+    assert count_parts(config) == 2
+    assert share_cluster(config, nodes).demand == {"CPU": 2}
     config = load_config(["parallel.executor=ray", "device.threads=3"]).engine
     share = share_cluster(config, nodes)
     assert share.demand == {"CPU": 3}

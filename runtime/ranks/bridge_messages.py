@@ -1,0 +1,145 @@
+"""Messages of the bridges: the processes that connect the ranks of an engine on several machines.
+
+Between two machines they travel as msgpack over an encrypted ZeroMQ connection
+(runtime/secure_connection.py), with the values of a piece or a step as a second part. Rank 0 and
+its own bridge use the same messages over a Unix socket, where each has its length before it.
+
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from ostinato.conf.engine_config import EngineConfig
+from ostinato.runtime.ranks.link_ends import HandoffSlots, RankLayout, RelayEnds
+
+__all__ = (
+    "BridgeMessage",
+    "DumpStacks",
+    "FromRank",
+    "Hello",
+    "Hidden",
+    "Listening",
+    "Look",
+    "OpenLinks",
+    "Piece",
+    "StartBridge",
+    "StartRankHost",
+    "ToRank",
+    "UseEnds",
+    "bridge_decoder",
+    "encode",
+    "encode_framed",
+)
+
+_LENGTH_BYTES = 4  # as `Frames` reads
+
+
+class StartRankHost(msgspec.Struct, frozen=True, kw_only=True):
+    """What a machine starts ranks of an engine with, as one line of JSON."""
+
+    config: EngineConfig  # of the engine; `device` is this machine's part for it
+    machine: int  # 1 to machines - 1
+    address: str  # of the bridge of rank 0
+    token: str
+    name: str  # of the engine, in logs
+    log_level: str
+    log_format: str
+
+
+class StartBridge(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """What the bridge of rank 0 is started with. The ranks' sockets travel before it."""
+
+    layout: RankLayout
+    host: str  # the address at which it listens; empty = that of the default route
+    token: str
+    silence_s: float  # after so many seconds without a sign another machine is lost
+
+
+class Listening(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """The bridge of rank 0 can be reached, or why it cannot."""
+
+    address: str
+    error: str = ""
+
+
+class UseEnds(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """The links of the first machine have been made; their descriptors travel before it."""
+
+    ends: RelayEnds
+
+
+class Look(msgspec.Struct, frozen=True, array_like=True, tag=4):
+    """Steps run from now on, or none do. While they run, the state of all ranks is reported."""
+
+    is_on: bool
+
+
+class DumpStacks(msgspec.Struct, frozen=True, array_like=True, tag=5):
+    """Let all ranks write their stacks, and send them."""
+
+
+class Hello(msgspec.Struct, frozen=True, array_like=True, tag=6):
+    """The first message of another machine's bridge."""
+
+    machine: int
+    name: str
+
+
+class OpenLinks(msgspec.Struct, frozen=True, array_like=True, tag=7):
+    """Make the links of your machine, and build its ranks."""
+
+    slots: HandoffSlots
+
+
+class ToRank(msgspec.Struct, frozen=True, array_like=True, tag=8, gc=False):
+    """A message of rank 0 to another rank, which is the second part."""
+
+    rank: int
+
+
+class FromRank(msgspec.Struct, frozen=True, array_like=True, tag=9, gc=False):
+    """A message of another rank to rank 0, which is the second part."""
+
+    rank: int
+
+
+class Piece(msgspec.Struct, frozen=True, array_like=True, tag=10, gc=False):
+    """The next piece of a rank in a group; the second part has its values."""
+
+    stage: int
+    place: int  # of the rank in its group
+    machines: list[int]  # that it is for
+
+
+class Hidden(msgspec.Struct, frozen=True, array_like=True, tag=11, gc=False):
+    """The hidden states of the next step; the second part has their values."""
+
+    stage: int  # that computed them
+    place: int  # of the rank in its group
+    machines: list[int]  # that they are for: one
+
+
+BridgeMessage = (
+    StartBridge
+    | Listening
+    | UseEnds
+    | Look
+    | DumpStacks
+    | Hello
+    | OpenLinks
+    | ToRank
+    | FromRank
+    | Piece
+    | Hidden
+)
+
+encode = msgspec.msgpack.Encoder().encode
+bridge_decoder = msgspec.msgpack.Decoder(BridgeMessage)
+
+
+def encode_framed(message: BridgeMessage) -> bytes:
+    """A message with its length before it, as `Frames` reads it."""
+    data = encode(message)
+    return len(data).to_bytes(_LENGTH_BYTES, "little") + data

@@ -1,0 +1,134 @@
+"""A connection between two machines: token, keys, and options of its sockets.
+
+Both sides derive their keys from the token, so a user copies only one word. ZeroMQ's CURVE
+(curvezmq.org) encrypts the connection. Each side knows the public key of the other side, and proves
+that it has its own secret key.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import secrets
+import socket
+from typing import Any, NamedTuple
+
+import zmq
+from zmq.utils import z85
+
+__all__ = (
+    "SILENCE_S",
+    "KeyPair",
+    "OneKey",
+    "bracketed",
+    "configure_client",
+    "configure_server",
+    "leader_keys",
+    "new_token",
+    "node_keys",
+    "own_address",
+    "reached_at",
+)
+
+SILENCE_S = 3.0  # a side that is silent for longer is lost
+_TOKEN_BYTES = 20
+_PINGS = 6  # in that time
+_ANY = ("0.0.0.0", "::", "*")  # all addresses of this machine
+
+
+class KeyPair(NamedTuple):
+    """A Curve25519 key pair, Z85-encoded."""
+
+    public: bytes
+    secret: bytes
+
+
+def new_token() -> str:
+    """A secret word of 32 letters and digits for one run of a server."""
+    return base64.b32encode(secrets.token_bytes(_TOKEN_BYTES)).decode()
+
+
+def leader_keys(token: str) -> KeyPair:
+    """The keys of the server that other machines join."""
+    return _derive(token, b"leader")
+
+
+def node_keys(token: str) -> KeyPair:
+    """The keys of every machine that joins."""
+    return _derive(token, b"node")
+
+
+class OneKey:
+    """Lets a client connect only if it has the secret key that belongs to this public key."""
+
+    def __init__(self, public: bytes) -> None:
+        self._public = public
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        return key == self._public
+
+
+def configure_server(connection: zmq.Socket[Any], token: str, silence_s: float) -> None:
+    """Set the options of a socket before it is bound; an authenticator checks the other side's key.
+
+    Args:
+        connection: of the side that listens.
+        token: of this run.
+        silence_s: seconds after which the other side counts as gone.
+    """
+    keys = leader_keys(token)
+    connection.setsockopt(zmq.CURVE_SERVER, 1)
+    _configure(connection, keys, silence_s)
+
+
+def configure_client(connection: zmq.Socket[Any], token: str, silence_s: float) -> None:
+    """Set the options of a socket before it is connected.
+
+    Args:
+        connection: of the side that connects.
+        token: of the run that it joins.
+        silence_s: seconds after which the other side counts as gone.
+    """
+    connection.setsockopt(zmq.CURVE_SERVERKEY, leader_keys(token).public)
+    _configure(connection, node_keys(token), silence_s)
+
+
+def _configure(connection: zmq.Socket[Any], keys: KeyPair, silence_s: float) -> None:
+    connection.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
+    connection.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
+    # The queues have no limit, so that no message is dropped and no send waits.
+    connection.setsockopt(zmq.SNDHWM, 0)
+    connection.setsockopt(zmq.RCVHWM, 0)
+    connection.setsockopt(zmq.IPV6, 1)
+    connection.setsockopt(zmq.HEARTBEAT_IVL, max(1, int(silence_s * 1000 / _PINGS)))
+    connection.setsockopt(zmq.HEARTBEAT_TIMEOUT, max(1, int(silence_s * 1000)))
+
+
+def reached_at(host: str) -> str:
+    """The address at which others reach a server that listens at `host`."""
+    return own_address() if host in _ANY else host
+
+
+def own_address(towards: str = "192.0.2.1") -> str:
+    """The address of this machine on its route to another one; 127.0.0.1 if it has none.
+
+    Args:
+        towards: address of the other machine; the default is on the default route.
+    """
+    family = socket.AF_INET6 if ":" in towards else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((towards, 9))  # sends nothing
+            return probe.getsockname()[0]
+        except OSError:
+            return "127.0.0.1"
+
+
+def bracketed(host: str) -> str:
+    """A host as it is written in an address."""
+    return f"[{host}]" if ":" in host else host
+
+
+def _derive(token: str, role: bytes) -> KeyPair:
+    secret = z85.encode(hashlib.blake2b(token.encode(), digest_size=32, person=role).digest())
+    return KeyPair(zmq.curve_public(secret), secret)
