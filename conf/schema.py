@@ -142,7 +142,7 @@ class GraphMode(StrEnum):
 
 
 class GraphForm(StrEnum):
-    """What is compiled: the whole model as one graph, or one layer that is called at each depth."""
+    """The compiled unit: the whole model as one graph, or one layer, called at each depth."""
 
     model = "model"
     layer = "layer"

@@ -20,7 +20,7 @@ class TuneObjective(StrEnum):
 
 
 class LinkName(StrEnum):
-    """What connects devices (docs/simulate.md)."""
+    """The connection between devices (docs/simulate.md)."""
 
     nvlink = "nvlink"
     pcie = "pcie"

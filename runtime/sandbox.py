@@ -52,7 +52,7 @@ class Fault(StrEnum):
 
     job = "job"  # the job exceeds a limit; another try would fail too
     start = "start"  # no process could be started for it
-    unknown = "unknown"  # the process ended; another try may succeed
+    unknown = "unknown"  # the process ended; another try can succeed
 
 
 class FailureReason(NamedTuple):

@@ -15,7 +15,7 @@ import msgspec
 __all__ = ("decoder_in_turns",)
 
 T = TypeVar("T", bound=msgspec.Struct)
-_TURN_BYTES = 64 << 10  # so many bytes of a list are decoded, in 1 ms, before other tasks run
+_TURN_BYTES = 64 << 10  # bytes decoded (in 1 ms) before other tasks run
 
 
 def decoder_in_turns(kind: type[T]) -> Callable[[memoryview], Awaitable[T]]:

@@ -212,7 +212,7 @@ class Engine:
         return outputs
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached blocks and what drafters have learned.
+        """Forget all cached blocks and everything that drafters have learned.
 
         Returns:
             False if sequences use cached blocks. Then all blocks are kept.

@@ -16,7 +16,7 @@ __all__ = ("PendingVectors", "Pooler")
 
 
 class PendingVectors:
-    """Vectors that the device may still be computing.
+    """Vectors that the device can still be computing.
 
     Args:
         vectors: float32 vectors, which can have different lengths.

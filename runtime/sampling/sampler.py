@@ -56,7 +56,7 @@ class _Row:
             vocab_size=vocab_size,
         )
         self.is_beam = params.use_beam_search
-        self.is_edited = False  # whether logits processors may change its logits
+        self.is_edited = False  # whether logits processors can change its logits
         self.reported = LogprobRequest(request, device)
         self.grammar = grammar
 

@@ -28,8 +28,8 @@ from ostinato.runtime.types.step import ScheduledSequence
 
 __all__ = ("DraftPlanner",)
 
-# Steps in which no draft is looked for are compared with their predicted costs once in so many.
-# Predicting takes time too: 2 % of a step of a small model.
+# Of the steps that look for no draft, one in this many is compared with its predicted cost,
+# because a prediction takes time: 2 % of a step of a small model.
 _OBSERVED_STRIDE = 8
 
 

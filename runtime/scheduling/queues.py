@@ -172,7 +172,7 @@ class SequenceQueues:
         return sum(map(self.num_reclaimable_blocks, self.draining))
 
     def tables(self) -> Iterator[BlockTable]:
-        """The block tables of all sequences that may hold blocks."""
+        """The block tables of all sequences that can hold blocks."""
         for sequence in (*self.running, *self.draining):
             yield from sequence.block_tables
 

@@ -88,7 +88,7 @@ def predict_ttft(
 
     def seconds(num_tokens: int) -> float:
         mixed_s = costs.mixed_seconds(num_decodes, context, [Chunk(num_tokens, 0)])
-        return max(mixed_s, decode_s)  # a separate measurement of decodes may be larger
+        return max(mixed_s, decode_s)  # a separate measurement of decodes can be larger
 
     num_full, rest = divmod(num_tokens, part)
     num_steps = _steps_until_row(load) - num_full - bool(rest)

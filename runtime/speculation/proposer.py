@@ -134,7 +134,7 @@ class BatchProposer(Proposer, Protocol):
         Args:
             jobs: sequences in different rows.
             most_tokens: largest number of tokens to compute for sequences of which the drafter
-                lacks much, such as a whole prompt.
+                has yet to compute many tokens, such as a whole prompt.
 
         Returns:
             The draft of each job, with at most `count` tokens.

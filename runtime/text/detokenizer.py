@@ -46,7 +46,7 @@ def prompt_context(
 ) -> Sequence[int]:
     """The tokens of a prompt that the text of its completions depends on.
 
-    A prompt may have 100,000 tokens without text and 128 completions, so the prompt is read once.
+    A prompt can have 100,000 tokens without text and 128 completions, so the prompt is read once.
 
     Args:
         tokenizer: decodes tokens.

@@ -220,7 +220,7 @@ class Tokenizer:
         return self._backend.id_to_token(token_id) or ""
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that one token stands for; they may be a part of a character."""
+        """The bytes that one token stands for; they can be a part of a character."""
         if self.pieces is not None:
             return self.pieces.piece(token_id)
         return self.decode([token_id], skip_special_tokens=False).encode()
