@@ -1,4 +1,4 @@
-"""Requests that schemathesis makes up from an OpenAPI document, and what the answers must be."""
+"""Requests that schemathesis makes up from an OpenAPI document, and checks of the answers."""
 
 from __future__ import annotations
 

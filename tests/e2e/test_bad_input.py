@@ -364,7 +364,7 @@ def raw(server: ServerProcess, request: bytes) -> tuple[int, dict[str, str], byt
 
 
 class TestRequestIds:
-    """Each answer has a request id: the one of the request, or one that the server made."""
+    """Each answer has a request id, which comes from the request or from the server."""
 
     @pytest.mark.parametrize(
         ("method", "path", "body", "status"),

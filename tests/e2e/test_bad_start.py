@@ -74,7 +74,7 @@ class End(NamedTuple):
 
 @pytest.fixture(scope="module")
 def ends(cases: dict[str, Case]) -> Iterator[dict[str, End]]:
-    """The ends of all starts. They run at the same time, as each imports for seconds."""
+    """The ends of all starts. The starts run at the same time, because each imports for seconds."""
     running: dict[str, subprocess.Popen[str]] = {}
     found: dict[str, End] = {}
     try:

@@ -109,7 +109,7 @@ def test_who_does_not_think_keeps_to_the_form_from_the_start(server):
 )
 @pytest.mark.parametrize("asked", [{}, {"response_format": FORMAT}], ids=["free", "schema"])
 def test_a_budget_ends_the_thoughts(server, budget, thought, asked):
-    """Its tokens: a line end, the thought, line ends; then the marker comes by itself."""
+    """The model writes a line end, the thought and line ends, and then the end marker."""
     fields = {"thinking_token_budget": budget, "return_token_ids": True, **asked}
     (choice,) = ask(server, "age?", **fields).json()["choices"]
     message = choice["message"]

@@ -1,7 +1,7 @@
-"""A real server with two engines: kills, hangs, drains, reloads, and what it says about them.
+"""A real server with two engines: kills, hangs, drains, reloads, and its reports of them.
 
-Streams have the same events as undisturbed ones. tests/runtime/replicas/test_replicas.py has which
-engine gets what.
+Streams have the same events as undisturbed ones. tests/runtime/replicas/test_replicas.py tests the
+choice of the engine.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Drafts through a real server: answers as without them, predictions in the usage, crashes."""
+"""Drafts in a real server: equal answers, predictions in the usage, and crashes."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def test_logprobs_are_those_of_the_cpu(cpu: LLM) -> None:
 
 
 def test_preemption_changes_no_token(cpu: LLM) -> None:
-    """Resumed sequences are computed again, with penalties that count what they had generated."""
+    """Resumed sequences are computed again; their penalties count the tokens generated before."""
     block_bytes = 2 * 2 * 2 * 16 * 64 * 4  # layers, K and V, heads, tokens, head size, float32
     tight = LLM(
         config=cuda_config(
@@ -183,7 +183,7 @@ def test_a_plan_leaves_room_for_what_is_not_planned(caplog: pytest.LogCaptureFix
 
 
 def test_a_cache_of_eight_bits(cpu: LLM) -> None:
-    """Half the bytes a token; the first tokens are nearly always those of the whole cache."""
+    """A token takes half the bytes; the first tokens nearly always stay the same."""
     whole = LLM(config=cuda_config("model.dtype=bfloat16"))
     small = LLM(config=cuda_config("model.dtype=bfloat16", "cache.dtype=fp8_e4m3"))
     assert small.stats().num_blocks >= 2 * whole.stats().num_blocks

@@ -9,5 +9,6 @@ import pytest
 def nothing_compiles_late() -> None:
     """Replaces the fixture of all tests: these tests have no engine, and compile on purpose.
 
-    An engine that another test has left to the garbage collector would count that as late.
+    An engine of another test that still awaits garbage collection would count these compiles as
+    late.
     """

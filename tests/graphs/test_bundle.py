@@ -1,4 +1,4 @@
-"""Bundles: kept, moved, damaged, foreign, stale, in directories that cannot be trusted or written."""
+"""Bundles that are kept, moved, damaged, foreign or stale; unsafe and read-only directories."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The monitor of late compiles sees what really compiles, with the shape of the step.
+"""The monitor of late compiles sees real compilations, with the shape of the step.
 
 Every test compiles something for real: no event is made up.
 """
@@ -95,7 +95,7 @@ def test_a_trace_that_never_becomes_a_program(monitor: CompileMonitor) -> None:
 
 
 def test_inductor_and_its_compiler(monitor: CompileMonitor) -> None:
-    """An Inductor cache of its own: nothing is found there, so its C++ is compiled, on a thread."""
+    """A separate, empty Inductor cache: its C++ is compiled anew, on a thread."""
     from torch._inductor.utils import fresh_cache
 
     compiled = torch.compile(
@@ -165,7 +165,7 @@ def test_other_programs_are_none_of_its_business(monitor: CompileMonitor) -> Non
 
 
 def test_triton(monitor: CompileMonitor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ahead of time for sm_90, which needs no GPU. Some versions start ptxas, some link it."""
+    """Compiling for sm_90 ahead of time needs no GPU. Some versions start ptxas, others link it."""
     triton = pytest.importorskip("triton")
     if triton.knobs.runtime.interpret:
         pytest.skip("kernels are interpreted in this process")
@@ -182,7 +182,8 @@ def test_triton(monitor: CompileMonitor, tmp_path: Path, monkeypatch: pytest.Mon
 
     late = in_a_step(monitor, work)
     assert LateCompile("triton", SHAPE, 1) in late
-    # A later run takes it from the disk cache, which may be empty on another machine, so it counts.
+    # A later run finds the kernel in the disk cache. This counts too: the cache may be empty on
+    # another machine.
     again = in_a_step(monitor, work)
     assert again == [*late[:-1], LateCompile("triton", SHAPE, 2)]
 

@@ -1,4 +1,4 @@
-"""The stages of a pipeline compute what the whole model computes, bit for bit, with its weights."""
+"""The stages of a pipeline compute the same bits as the whole model with the same weights."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ def test_eight_bits_saturate() -> None:
 
 
 def test_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter holds bfloat16 as raw 16-bit integers and multiplies those: widen them."""
+    """The interpreter would multiply bfloat16 as raw 16-bit integers, so it is widened."""
     builder = type(interpreter.interpreter_builder)
     create_dot = builder.create_dot
 
@@ -166,7 +166,7 @@ def test_any_mix_of_lengths(
 
 
 def test_more_rows_than_one_chunk_of_the_work_list() -> None:
-    """Rows are looked at 256 at a time; absent ones may lie anywhere."""
+    """The kernel reads 256 rows at a time; absent rows can be anywhere among them."""
     absent = (0, 0)
     lengths = [
         (1, 3),

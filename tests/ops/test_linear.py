@@ -60,7 +60,7 @@ def test_every_number_of_rows_gives_the_same_bits_within_the_error_bound(
     assert whole.dtype == dtype
     _assert_close(whole, x, weight, bias)
     for rows in _ROWS:
-        # the last rows, so that a row stands at another place of its block each time
+        # the last rows: a row has another position in its block each time
         assert torch.equal(kernels.linear(x[-rows:], packed, bias, shape[0], False), whole[-rows:])
     plain = kernels.linear(x[:9], packed, None, shape[0], False)
     _assert_close(plain, x[:9], weight, None)

@@ -128,7 +128,7 @@ def test_help_has_examples_keys_defaults_and_ranges(
     assert max(map(len, text.splitlines())) <= 100
     if not COMMANDS[name].sections:
         return
-    if name == "quantize":  # it starts no engine
+    if name == "quantize":  # the command starts no engine
         assert "quantize.group_size=128 " in text
     else:
         assert "cache.block_size=16 " in text

@@ -60,7 +60,7 @@ def test_stages_work_at_the_same_time_and_one_sequence_does_not_gain():
 
 
 def step_ratios(*seqs: tuple[int, float], tokens: float = 1.0) -> StepRatios:
-    """Step times that do not vary, by (number of decoding sequences plus one, ratio)."""
+    """Step times that do not vary: (number of decoding sequences plus one) -> ratio."""
     curve = tuple((number, math.log(ratio)) for number, ratio in seqs)
     return StepRatios(((1, math.log(tokens)),), curve, (1.0,), (0,))
 
@@ -93,7 +93,7 @@ def test_what_serving_adds_comes_on_top():
 
 
 def test_tokens_that_arrive_together_are_one_piece():
-    # The first step's token is late, so that it comes with the next one's or after.
+    # The first step's token is late: it arrives together with the next step's token or after it.
     overheads = make_overheads(delivery_s=((0.1,), (0.0,)))
     results = simulate_open(
         make_spec(overheads=overheads, seed=3), lambda: iter([Arrival(0.0, range(20), 30)])

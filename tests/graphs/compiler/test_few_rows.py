@@ -1,4 +1,4 @@
-"""The program of a layer for few rows: which calls it has, its results, and when it is taken."""
+"""The program of a layer for few rows: its calls, its results, and the steps that use it."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def few_calls(
 )
 @torch.inference_mode()
 def test_a_layer_is_few_calls_of_ops(hf_config: dict[str, Any], ops: list[str]) -> None:
-    """The attention op is three kernels, and that of experts four. Results are those of the model."""
+    """The attention op has three kernels, the op of experts four. Results equal the model's."""
     model, config = build(hf_config)
     spec = config.kv_cache_spec(8, torch.float32)
     cache, expected_cache = spec.allocate(80, CPU), spec.allocate(80, CPU)

@@ -26,7 +26,7 @@ CONFIG = {
     "max_position_embeddings": 128,
     "dtype": "bfloat16",
 }
-# Prints the weights' bytes, and how far the process's memory rose above what it was before.
+# Prints the bytes of the weights, and the rise of the process's memory.
 MEASURE = """
 import sys
 from pathlib import Path

@@ -154,7 +154,7 @@ def int_quantized(name: str, weight: Tensor, form: Form) -> tuple[dict[str, Tens
 
 
 def _to_float8(weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Floats of 8 bits and what they stand for; `scale` has the weight's shape."""
+    """The 8-bit floats and the numbers that they represent; `scale` has the weight's shape."""
     values = (weight / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
     return values, values.float() * scale
 

@@ -1,4 +1,4 @@
-"""Small models that run through transformers, one for each architecture; and what is refused."""
+"""Small models that run through transformers, one for each architecture, and refused models."""
 
 from __future__ import annotations
 

@@ -53,7 +53,8 @@ def test_chunks_caches_and_neighbours_change_nothing(llm: LLM) -> None:
     assert llm.reset_prefix_cache()
     alone = [scores_of(llm, prompt) for prompt in prompts]
     assert [len(scores) for scores in alone] == [0, 1, 69, 89, 32]
-    # Again with every block cached, all together, beside one that does not ask.
+    # All requests run again together, with every block cached, beside one without
+    # log-probabilities.
     plain = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
     outputs = llm.generate([*prompts, prompts[2]], [*[ASK] * 5, plain], use_progress=False)
     assert [output.prompt_logprobs for output in outputs] == [*alone, None]

@@ -179,7 +179,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_constraints_end_soon(compiler, name):
-    """Refused, or allowed because they are bounded after all; the next one is served."""
+    """Each constraint is refused, or compiled within the limits; the next constraint is served."""
     refusal, grammar = None, ""
     try:
         grammar = compiler.compile(StructuredOutputsParams(**HOSTILE[name]))

@@ -76,7 +76,7 @@ def answers(llm: LLM, constraint: dict[str, Any], **fields: Any) -> list[Complet
 
 
 def test_the_vocabulary_is_loaded_before_the_first_grammar():
-    """Loading it holds the interpreter's lock, so it must not happen beside the steps of others."""
+    """Loading the library holds the interpreter's lock, which would delay other requests."""
     with start() as engine:
         executor: Any = engine._engine._executor
         assert executor._grammars.is_loaded

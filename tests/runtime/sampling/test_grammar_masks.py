@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 
 
 class Rows:
-    """Rows with one grammar, and masks whose steps have no time beyond their first group."""
+    """Rows with one grammar, and masks in steps that have time for the first group only."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ def test_rows_take_turns() -> None:
 
 
 def test_a_step_without_time_left_makes_no_masks() -> None:
-    """Later draws of the same step, as for drafts, make no masks."""
+    """Later draws of the same step, such as drafts, make no masks."""
     rows = Rows(4, 6)
     assert rows.step() == set()
     logits = torch.zeros(4, VOCAB_SIZE)
@@ -107,7 +107,7 @@ AMBIGUOUS = StructuredOutputsParams(grammar='start: s\ns: s s | "a" | " "')
 
 
 def test_an_ambiguous_grammar_ends_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its masks take longer with each token. Those that take long are made alone, and then end."""
+    """Masks take longer with each token. A slow mask is made alone; a slower one ends its request."""
     for module in (grammar_masks, grammar_rows):
         monkeypatch.setattr(module, "SLOW_S", 0.001)
     monkeypatch.setattr(grammar_rows, "_MAX_S", 0.005)
@@ -135,7 +135,7 @@ def test_a_row_is_slow_for_as_long_as_its_masks_are() -> None:
 
 
 def test_masks_that_take_long_leave_time_to_other_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Masks of 2 ms get half of the model's time, and rows with cheap ones have theirs at once."""
+    """Masks of 2 ms get half of the model's time, and rows with cheap masks get them at once."""
     clock = MaskClock(monkeypatch)
     make = GrammarMasks._make
 
@@ -253,7 +253,7 @@ def test_rows_that_wait_change_no_answer(
     monkeypatch: pytest.MonkeyPatch,
     kind: str,
 ) -> None:
-    """Steps have time for one mask. Texts, log-probabilities and ends are those without a limit."""
+    """Steps have time for one mask. Texts, log-probabilities and ends stay the same."""
     llm = (
         LLM(config=config("scheduler.overlap=false"))
         if kind == "plain"

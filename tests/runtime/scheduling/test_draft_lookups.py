@@ -1,4 +1,4 @@
-"""How often a draft is looked for, and a step without drafts compared with its predicted seconds."""
+"""The frequency of draft lookups, and the time of steps without drafts against the prediction."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Silent:
 
 
 def lookups(num_steps: int, *, speculation: bool) -> tuple[int, int]:
-    """Calls of the drafter in steps of one sequence, and steps whose seconds are compared."""
+    """The numbers of the drafter's calls and of compared steps, for one sequence."""
     drafter = Silent()
     config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64)
     scheduler = Scheduler(

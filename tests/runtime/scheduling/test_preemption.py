@@ -205,7 +205,7 @@ def test_a_sequence_preempted_in_flight_keeps_the_token_that_is_on_its_way() -> 
 def test_no_sequence_is_preempted_for_blocks_that_become_free_anyway(
     num_blocks: int, max_num_seqs: int
 ) -> None:
-    """An urgent request lacks a row, or blocks, that an aborted one gives back with the next update."""
+    """An urgent request needs a row or blocks. An aborted request frees them at the next update."""
     scheduler = make_scheduler(
         make_request("a", range(10, 22), priority=1),
         make_request("b", range(30, 42), priority=2),

@@ -171,7 +171,7 @@ def test_a_surcharge_grows_with_drafts_and_sequences() -> None:
 def test_the_drafter_with_more_tokens_a_second_goes_first(
     right: tuple[int, int], model_ms: float, is_better: bool
 ) -> None:
-    """`right`: how many drafts of the model and of the text are right."""
+    """`right`: the numbers of right drafts of the model and of the text."""
     chooser = DepthChooser(table(0.1), MAX_DRAFTS, table(0.0, plain_ms=model_ms))
     model = Candidate(Draft([0] * MAX_DRAFTS, DraftSource.model), DraftRecord())
     text = Candidate(HALF, DraftRecord())

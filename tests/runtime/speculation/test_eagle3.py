@@ -56,7 +56,7 @@ def prompts() -> list[list[int]]:
 def test_drafts_are_those_of_a_plain_implementation(
     tmp_path: Path, mode: str, norm_before_residual: bool
 ) -> None:
-    """In chunks, in batches, after refused drafts, and with a prefix from the cache."""
+    """Prompts run in chunks and batches, after refused drafts, and with a cached prefix."""
     tensors = write_head(tmp_path, TARGET, norm_before_residual=norm_before_residual)
     with LLM(config=config(tmp_path, f"graphs.mode={mode}")) as llm:
         recorder = DraftRecorder(llm)
@@ -85,7 +85,7 @@ def test_drafts_are_those_of_a_plain_implementation(
 
 
 def test_a_head_changes_no_output_whatever_the_scheduler_does(tmp_path: Path) -> None:
-    """With few blocks, so that sequences are preempted, and requests with and without drafts."""
+    """Few blocks cause preemptions; some requests have drafts and others have none."""
     write_head(tmp_path, TARGET)
     words = ("graphs.mode=eager", "cache.memory_gib=0.0012", "model.max_model_len=160")
     sampling = [
@@ -110,7 +110,7 @@ def test_a_head_changes_no_output_whatever_the_scheduler_does(tmp_path: Path) ->
 
 
 def test_the_bundled_head_gives_two_tokens_a_step() -> None:
-    """On questions that the training text of the model and of the head does not contain."""
+    """The training text of the model and of the head does not contain these questions."""
     tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
     asked = [
         tokenizer.encode(f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n").ids
@@ -217,7 +217,7 @@ def test_one_compiled_function_shows_no_hidden_states(tmp_path: Path) -> None:
 
 
 def test_layers_of_sglangs_configs_are_those_that_the_states_leave(tmp_path: Path) -> None:
-    """The same head in both layouts draws the same drafts, or its config was misread."""
+    """The same head draws the same drafts from both checkpoint layouts."""
     write_head(tmp_path, TARGET)
     settings = json.loads((tmp_path / "config.json").read_text())
     entered = read_head_config(settings).head
