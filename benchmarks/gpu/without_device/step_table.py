@@ -203,7 +203,9 @@ def section_of(records: Mapping[str, dict[str, Any]], versions: str) -> str:
         f"Steps of up to {most_rows(torch.bfloat16)} tokens run layers of fused kernels "
         "(models/few_rows.py). The rows *by Inductor* show the same step by the program of larger "
         "steps. The prediction does not tell our matrix kernels from those of cuBLAS, so for more "
-        "than 64 tokens a measurement must confirm the choice.",
+        "than 64 tokens a measurement must confirm the choice. With `int4` the matrices of the "
+        "layers have integers of 4 bits, and embedding and head are plain. Such layers have one "
+        "form.",
         "",
         f"### {records[first]['device']}",
         "",
@@ -216,7 +218,14 @@ def section_of(records: Mapping[str, dict[str, Any]], versions: str) -> str:
         *_wait_lines(records),
     ]
     if others:
-        lines += ["", "### Predicted milliseconds of a step", "", *_device_lines(records)]
+        lines += [
+            "",
+            "### Predicted milliseconds of a step",
+            "",
+            "The table does not say whether weights and cache fit into the memory of a GPU.",
+            "",
+            *_device_lines(records),
+        ]
     return "\n".join(lines) + "\n"
 
 
