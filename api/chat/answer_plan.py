@@ -95,9 +95,12 @@ def _thinking_limit(
     begin = None if markers is None else _token_id(tokenizer, markers.begin)
     end = None if markers is None else _token_id(tokenizer, markers.end)
     if begin is None or end is None:
-        lacks = "no known markers of reasoning" if markers is None else "no token that ends it"
+        lacks = "no known markers of reasoning"
+        if markers is not None:
+            lacks = "markers of reasoning that are several tokens each"
         raise InvalidRequestError(
-            f"thinking_token_budget is not supported: the model has {lacks}; leave it out",
+            f"thinking_token_budget is not supported: the model has {lacks}; leave the "
+            "parameter out",
             param="thinking_token_budget",
             code="unsupported_parameter",
         )

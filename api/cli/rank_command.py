@@ -25,7 +25,7 @@ def rank(config: RunConfig, address: str, token: str) -> int:
         token: the server's token; `-` = read it from standard input.
 
     Raises:
-        StartupError: this machine cannot join the server; one line that says why.
+        StartupError: this machine cannot join the server; the message is one line.
     """
     name = socket.gethostname()
     configure_logging(config.server.log_level, config.server.log_format, name)

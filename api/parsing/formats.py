@@ -78,7 +78,8 @@ def _dsml(name: str, block: str, *marks: str, architectures: tuple[str, ...] = (
 # If a template has the marks of two rows, the first row counts.
 _ROWS = (
     CallFormat(
-        name="openai",  # gpt-oss: a message to a function, which `channels.py` has converted
+        # gpt-oss: a message to a function; `channels.py` has rewritten its header to this form
+        name="openai",
         architectures=("GptOssForCausalLM",),
         marks=("<|channel|>commentary",),
         openings=("<|channel|>commentary to=functions.",),

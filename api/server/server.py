@@ -55,7 +55,7 @@ def serve(config: RunConfig) -> int:
 
     Raises:
         StartupError: the port is taken, a file of the configuration is wrong, or the engine
-            cannot start; one line that says why.
+            cannot start; the message is one line.
     """
     num_connections = reserve_files()
     return_large_blocks()

@@ -2,7 +2,8 @@
 
     run bench ops model=qwen3-0.6b model.load_format=dummy bench.batch_sizes=[1,8,64]
 
-Each kernel runs on copies of its data that together exceed the caches, as the layers of a model do.
+Kernels of matrices and attention run on copies of their data that together exceed the caches, as
+the layers of a model do.
 A kernel's share of the roofline is the least possible time divided by the median time of its calls.
 The least time is the larger of bytes / measured read bandwidth and operations / measured matrix
 rate.
@@ -37,7 +38,7 @@ __all__ = ("ops",)
 
 _COLD_BYTES = 96 << 20
 _MIN_CALLS, _MAX_CALLS = 5, 200
-_SECONDS = 0.1  # time of each kernel in each of bench.repeats rounds
+_SECONDS = 0.1  # time of each kernel, multiplied by bench.repeats
 
 
 class _Case(NamedTuple):
@@ -83,8 +84,8 @@ def ops(config: RunConfig, context: BenchContext) -> Record:
         conditions=conditions_of(config, dtype=str(source.dtype), **more),
         points=points,
         notes=[
-            f"measured: reads {machine.copy_bytes_s / 1e9:.1f} GB/s, {source.dtype} matrices of "
-            f"1024 {machine.matmul_flop_s / 1e9:.0f} GFLOP/s"
+            f"measured: memory bandwidth {machine.copy_bytes_s / 1e9:.1f} GB/s, products of "
+            f"{source.dtype} matrices {machine.matmul_flop_s / 1e9:.0f} GFLOP/s"
         ],
     )
 
@@ -218,7 +219,7 @@ def _elementwise_cases(
 def _attention_case(
     config: RunConfig, source: ModelSource, backend: str, lengths: list[tuple[int, int]]
 ) -> _Case:
-    """Attention over sequences of (new tokens, context with them). Each has its own blocks."""
+    """Attention over sequences of (new tokens, context with these), each with its own blocks."""
     model, dtype, device = source.config, source.dtype, source.device
     size = config.cache.block_size
     counts = [-(-context // size) for _, context in lengths]
@@ -274,7 +275,7 @@ def _attention_case(
 
 
 def _made_up(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A cache filled with numbers. Bytes of 1 are also a finite float32 scale."""
+    """A cache filled with numbers; four int8 ones, read as a float32 scale, are a finite number."""
     if dtype is torch.int8:
         return torch.ones(shape, dtype=dtype, device=device)
     return torch.randn(shape, device=device).to(dtype)

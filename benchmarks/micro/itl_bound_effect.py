@@ -4,8 +4,8 @@
 
 One engine for each target in `TARGETS_MS` runs in this process, in turns. Streams decode all the
 time, and long prompts arrive one after the other. It prints one JSON object: percentiles of the
-gaps between the streams' tokens, the TTFT of the long prompts, and the error of the step-cost table
-for the same steps.
+gaps between the streams' tokens, the TTFT of the long prompts, and the predictions of the step-cost
+table for a decode of all streams and for a whole long prompt in one step.
 """
 
 from __future__ import annotations

@@ -170,7 +170,7 @@ class EngineClient:
             on_phase: called with each finished phase of the first replica's start and its seconds.
 
         Raises:
-            StartupError: an engine cannot start; one line that says why.
+            StartupError: an engine cannot start; the message is one line.
         """
 
         def note(name: str, seconds: float) -> None:

@@ -86,7 +86,7 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """The machine cannot join; one line that says why."""
+    """The machine cannot join; the message is one line."""
 
     reason: str
 

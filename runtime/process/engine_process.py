@@ -90,7 +90,7 @@ class EngineProcess:
             on_phase: called with each finished phase of the start and its seconds.
 
         Raises:
-            StartupError: the engine cannot start; one line that says why.
+            StartupError: the engine cannot start; the message is one line.
         """
         while True:
             message = await self.next_message()

@@ -23,7 +23,7 @@ from ostinato.runtime.types.engine_info import ServedModel
 
 __all__ = ("EngineLauncher",)
 
-# A restart may take ten times as long as all phases of the first start, and at least this long.
+# A restart is ended after ten times the seconds of the first start, but never before this limit.
 _SHORTEST_START_LIMIT_S = 300.0
 # Properties of the model that requests are checked against. A restart must not change them.
 _FACTS = ("vocab_size", "eos_token_ids", "tasks", "embedding_size", "num_labels", "num_segments")
@@ -96,7 +96,7 @@ class EngineLauncher:
             on_phase: called with each finished phase of the start and its seconds.
 
         Raises:
-            StartupError: the engine cannot start; one line that says why.
+            StartupError: the engine cannot start; the message is one line.
         """
         begin = time.monotonic()
         ready = await engine.wait_until_ready(on_phase)
@@ -115,7 +115,7 @@ class EngineLauncher:
 
         Raises:
             StartupError: the engine cannot start, takes too long, or has another kind of model;
-                one line that says why.
+                the message is one line.
         """
         try:
             async with asyncio.timeout(self._limit_s):
@@ -132,7 +132,7 @@ class EngineLauncher:
             if now != before:
                 engine.kill()
                 raise StartupError(
-                    f"the model has another {name} than before, {now} and not {before}, which the "
-                    "requests of this server depend on; start a new server for it"
+                    f"the model has another {name} than before, {now} and not {before}, and the "
+                    "requests of this server depend on it; start a new server for this model"
                 )
         return ready

@@ -186,7 +186,7 @@ class Replica:
             on_phase: called with each finished phase of the start and its seconds.
 
         Raises:
-            StartupError: the engine cannot start; one line that says why.
+            StartupError: the engine cannot start; the message is one line.
         """
         assert self._engine is not None, "spawned"
         ready = await self._launcher.wait_for_first(self._engine, on_phase)

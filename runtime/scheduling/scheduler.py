@@ -77,7 +77,7 @@ class Scheduler:
             decoded again after its last token has arrived. Each step decodes an equal part of the
             sequences.
         proposer: the drafter; None = no drafts.
-        score_tokens: tokens of a step's budget that the log-probability of one prompt token takes.
+        score_tokens: how many tokens of a step's budget one log-probability of a prompt costs.
         draft_costs: the step-cost table that chooses the number of drafts; None = all are verified.
         rate: limits the seconds of steps of whole prompts, and learns from them; None = no limit.
         shares: leaves some decodes of large requests out of a step; None = no decode is left out.

@@ -25,7 +25,7 @@ from ostinato.runtime.types.step import AdmittedSequence, ScheduledSequence
 __all__ = ("StepPlanner",)
 
 _RUNNING = SequenceStatus.running
-# A step with decodes admits at most this many sequences that are not the first of their request.
+# A step with decodes admits at most this many sequences besides the first of each HTTP request.
 # Setting up a row takes up to a millisecond, and the decodes wait for it.
 _MOST_FURTHER = 16
 T = TypeVar("T")
@@ -41,10 +41,11 @@ class StepPlanner:
         bound: limits the prompt tokens of steps with decodes; None = no limit.
         drafts: adds draft tokens to decodes; None = no drafts.
         whole_prompts: compute each prompt in one step.
-        score_tokens: tokens of the budget that the log-probability of one prompt token takes.
-        rate: limits the seconds of steps of whole prompts; None = no limit.
+        score_tokens: how many tokens of the budget the log-probability of a prompt token costs.
+        rate: lowers the budget of steps with whole prompts to what fits into a target time; None =
+            the budget is not lowered.
         num_lanes: number of steps that run at the same time and decode different sequences. 1 = a
-            step may decode a sequence whose last token a step in flight samples.
+            step may decode a sequence while a step in flight still samples its previous token.
         shares: leaves some decodes of large requests out of a step; None = no decode is left out.
 
     Attributes:
@@ -130,7 +131,7 @@ class StepPlanner:
                 continue
             start = sequence.num_computed_tokens
             if sequence.is_held and sequence.num_in_flight:
-                continue  # a step in flight was planned as if the sequence had its next token
+                continue  # its last step gave no token, but the step in flight expects one
             if start < sequence.num_prefill_tokens:
                 num_left = sequence.num_prefill_tokens - start
                 has_scores = sequence.num_prompt_logits(start, start + 1) > 0
@@ -192,8 +193,8 @@ class StepPlanner:
         """The result of `take` for a running sequence; None if it has to wait or was preempted.
 
         While `take` finds no block, the sequences behind this one are preempted, the last first.
-        If a step in flight uses their blocks, the blocks become free later. Then the sequence skips
-        this step. It also skips the step while a load runs whose blocks will become free.
+        But if blocks will become free when a step in flight or a load ends, no further sequence is
+        preempted, and this one skips the step.
         """
         queues = self._queues
         while not step.is_stalled:
@@ -210,8 +211,8 @@ class StepPlanner:
         """Start waiting sequences while rows, tokens and blocks last.
 
         Returns:
-            Whether running sequences are left to plan. They come before the next waiting sequence,
-            or no further sequence is admitted.
+            Whether running sequences are left to plan: those before the next waiting sequence, or
+            all others if no further sequence is admitted.
         """
         running, waiting = self._queues.running, self._queues.waiting
         has_decodes, num_further = step.num_samples > 0, 0

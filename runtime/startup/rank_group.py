@@ -90,7 +90,7 @@ def build_other_rank(
         undo: gets the callbacks that release resources if the start fails.
 
     Raises:
-        StartupError: the rank cannot be built; one line that says why.
+        StartupError: the rank cannot be built; the message is one line.
     """
     config = start.config
     ensure_cache()
