@@ -66,6 +66,9 @@ def find_slots(model: LanguageModel, layout: CheckpointLayout) -> dict[str, Slot
 
     Returns:
         Slots by the stored names of the tensors, without prefix.
+
+    Raises:
+        ValueError: one stored tensor would have to fill two tensors of the model.
     """
     slots: dict[str, Slot] = {}
     for name, module in model.named_modules():
@@ -77,6 +80,8 @@ def find_slots(model: LanguageModel, layout: CheckpointLayout) -> dict[str, Slot
         for own_name, slot in found:
             for ours, theirs in layout.renamed:
                 own_name = own_name.replace(ours, theirs)
+            if own_name in slots:  # one of the two would keep uninitialised memory
+                raise ValueError(f"{own_name} would fill two tensors of {type(model).__name__}")
             slots[own_name] = slot
     return slots
 

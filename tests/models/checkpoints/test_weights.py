@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,7 @@ from torch import Tensor
 from ostinato.conf.schema import LoadFormat, ModelSection
 from ostinato.models.base import CausalLM
 from ostinato.models.checkpoints.checkpoint import CheckpointError, open_checkpoint
+from ostinato.models.checkpoints.slots import find_slots
 from ostinato.models.checkpoints.weights import init_dummy_weights, load_weights
 from ostinato.models.choose_weights import choose_weights
 from ostinato.models.layers import LayerNorm, RMSNorm
@@ -189,6 +190,17 @@ def test_truncated_shard(saved: dict[str, Saved], tmp_path: Path) -> None:
         assert f"{directory / 'two.safetensors'} is truncated or not a weights file" in refusal(
             directory
         )
+
+
+def test_one_tensor_for_two_weights_is_refused() -> None:
+    """Otherwise one of the two would keep what was in its memory."""
+    checkpoint = open_checkpoint(ModelSection(path="", load_format=LoadFormat.dummy))
+    model = build_model(
+        read_model_config(checkpoint), dtype=torch.float32, device=CPU, attention_backend="cpu"
+    )
+    layout = replace(model.checkpoint_layout, renamed=(("attention_norm", "mlp_norm"),))
+    with pytest.raises(ValueError, match=r"layers.0.mlp_norm.weight would fill two tensors"):
+        find_slots(model, layout)
 
 
 def test_integers_are_refused(saved: dict[str, Saved], tmp_path: Path) -> None:
