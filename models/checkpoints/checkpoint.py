@@ -7,17 +7,15 @@ locates the weights. models/checkpoints/weights.py loads them. Every error of a 
 
 from __future__ import annotations
 
-import errno
 import json
 import os
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ostinato.conf.environment import expand_user
-from ostinato.conf.errors import first_line
 from ostinato.conf.schema import LoadFormat, ModelSection
+from ostinato.models.checkpoints.hub import HubError, HubName, download
 from ostinato.models.gguf.gguf_config import read_gguf_config, read_gguf_generation_config
 from ostinato.models.gguf.gguf_file import (
     GGUFError,
@@ -28,12 +26,6 @@ from ostinato.models.gguf.gguf_file import (
 )
 
 __all__ = ("Checkpoint", "CheckpointError", "open_checkpoint", "resolve_path")
-
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-_SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
-_SAFETENSORS = ["*.safetensors"]
-_PICKLES = ["pytorch_model*.bin"]
-_NOT_WEIGHTS = ["original/*", "consolidated*", "onnx/*", "*/*.safetensors"]
 
 
 class CheckpointError(ValueError):
@@ -139,7 +131,8 @@ def resolve_path(
     If a directory has no config.json but one GGUF model, that model's file is returned.
 
     Args:
-        path: a directory, a GGUF file, a hub id, or empty for the bundled demo model.
+        path: a directory, a GGUF file, a hub id, or empty for the bundled demo model. A hub id may
+            end in the type or the file of a GGUF model: `owner/repository:Q4_K_M`.
         revision: a hub branch, tag or commit; empty = the default branch.
         weights: False leaves out the weight files of a download.
         key: the setting that `path` came from, for messages.
@@ -165,40 +158,13 @@ def resolve_path(
         raise CheckpointError(
             f"{key}={path!r} is a file; it must be a model's directory or a GGUF file (.gguf)"
         )
-    if not _HUB_ID.fullmatch(path):
+    name = HubName.parse(path)
+    if name is None:
         raise CheckpointError(f"{key}={path!r}: no such directory")
-    return _download(path, revision, weights, key)
-
-
-def _download(hub_id: str, revision: str, weights: bool, key: str) -> Path:
-    # Imported here, because the import takes 0.2 s, and a start from a local directory does not
-    # need it.
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    def fetch(patterns: list[str]) -> Path:
-        return Path(
-            snapshot_download(
-                hub_id,
-                revision=revision or None,
-                allow_patterns=patterns,
-                ignore_patterns=_NOT_WEIGHTS,
-            )
-        )
-
     try:
-        directory = fetch(_SMALL_FILES + (_SAFETENSORS if weights else []))
-        if weights and not any(directory.glob("*.safetensors")):
-            directory = fetch(_SMALL_FILES + _PICKLES)
-    except (OSError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
-        at = f" at revision {revision!r}" if revision else ""
-        reason = first_line(error)
-        if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EROFS, errno.ENOSPC):
-            reason += "; set HF_HOME to a directory for downloads that can be written"
-        raise CheckpointError(
-            f"{key}={hub_id!r}: no such directory, and the hub did not give it{at}: {reason}"
-        ) from error
-    return directory
+        return download(name, revision, weights=weights)
+    except HubError as error:
+        raise CheckpointError(f"{key}={path!r}: {error}") from error
 
 
 def _laid_over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:

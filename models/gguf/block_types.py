@@ -17,7 +17,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ("FLOAT_TYPES", "GROUPED_TYPES", "Grouped", "dequantize", "why_unsupported")
+from ostinato.ops.stored_blocks import BLOCK_LAYOUTS, block_values
+
+__all__ = (
+    "FLOAT_TYPES",
+    "GROUPED_TYPES",
+    "Grouped",
+    "block_factors",
+    "dequantize",
+    "why_unsupported",
+)
 
 FLOAT_TYPES = {
     "F32": torch.float32,
@@ -29,6 +38,10 @@ FLOAT_TYPES = {
 # The 16 values of IQ4_NL and IQ4_XS, and those of MXFP4 times 2.
 _NONLINEAR = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _E2M1_TIMES_2 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+
+
+Factors = tuple[Tensor, Tensor | None]
+"""Scales [blocks, groups of a block] float32, and shifts or None."""
 
 
 class Grouped(NamedTuple):
@@ -68,8 +81,14 @@ def why_unsupported(type_name: str) -> str | None:
 
 
 def _half(blocks: Tensor, begin: int) -> Tensor:
-    """The float16 number at a byte of each block: [blocks, 1] float32."""
-    return blocks[:, begin : begin + 2].contiguous().view(torch.float16).float()
+    """The float16 number at an even byte of each block: [blocks, 1] float32."""
+    place = begin // 2
+    return blocks.contiguous().view(torch.float16)[:, place : place + 1].float()
+
+
+def _integers(type_name: str, blocks: Tensor) -> Tensor:
+    values, least = block_values(blocks, type_name), BLOCK_LAYOUTS[type_name].least
+    return values.view(torch.int8) - least if least else values
 
 
 def _nibbles(packed: Tensor) -> Tensor:
@@ -85,34 +104,6 @@ def _bit_planes(packed: Tensor, bits: int) -> Tensor:
 
 def _looked_up(indices: Tensor, table: tuple[int, ...]) -> Tensor:
     return torch.tensor(table, dtype=torch.int8)[indices.int()]
-
-
-def _q4_0(blocks: Tensor) -> Grouped:
-    return Grouped(_nibbles(blocks[:, 2:]).to(torch.int8) - 8, _half(blocks, 0), None)
-
-
-def _q4_1(blocks: Tensor) -> Grouped:
-    return Grouped(_nibbles(blocks[:, 4:]), _half(blocks, 0), _half(blocks, 2))
-
-
-def _fifth_bits(blocks: Tensor, begin: int) -> Tensor:
-    """32 bits, the lowest of the first byte first, as values of 0 or 16."""
-    bits = _bit_planes(blocks[:, begin : begin + 4], 1)
-    return bits.transpose(1, 2).reshape(-1, 32) << 4
-
-
-def _q5_0(blocks: Tensor) -> Grouped:
-    values = _nibbles(blocks[:, 6:]) | _fifth_bits(blocks, 2)
-    return Grouped(values.to(torch.int8) - 16, _half(blocks, 0), None)
-
-
-def _q5_1(blocks: Tensor) -> Grouped:
-    values = _nibbles(blocks[:, 8:]) | _fifth_bits(blocks, 4)
-    return Grouped(values, _half(blocks, 0), _half(blocks, 2))
-
-
-def _q8_0(blocks: Tensor) -> Grouped:
-    return Grouped(blocks[:, 2:].contiguous().view(torch.int8), _half(blocks, 0), None)
 
 
 def _q2_k(blocks: Tensor) -> Grouped:
@@ -141,25 +132,42 @@ def _k_factors(packed: Tensor) -> tuple[Tensor, Tensor]:
     return scales.float(), minima.float()
 
 
-def _k_grouped(blocks: Tensor, values: Tensor) -> Grouped:
+def _halves(scale: int, shift: int | None = None) -> Callable[[Tensor], Factors]:
+    """One scale a block at byte `scale`, and perhaps a shift."""
+    return lambda blocks: (_half(blocks, scale), None if shift is None else _half(blocks, shift))
+
+
+def _k_products(blocks: Tensor) -> Factors:
     scales, minima = _k_factors(blocks[:, 4:16])
-    return Grouped(values, _half(blocks, 0) * scales, -(_half(blocks, 2) * minima))
+    return _half(blocks, 0) * scales, -(_half(blocks, 2) * minima)
 
 
-def _q4_k(blocks: Tensor) -> Grouped:
-    return _k_grouped(blocks, _nibbles(blocks[:, 16:].view(-1, 4, 32)).view(-1, 256))
+def _q6_k_scales(blocks: Tensor) -> Factors:
+    return _half(blocks, 208) * blocks[:, 192:208].contiguous().view(torch.int8).float(), None
 
 
-def _q5_k(blocks: Tensor) -> Grouped:
-    low = _nibbles(blocks[:, 48:].view(-1, 4, 32)).view(-1, 256)
-    return _k_grouped(blocks, low | _bit_planes(blocks[:, 16:48], 1).view(-1, 256) << 4)
+_FACTORS: dict[str, Callable[[Tensor], Factors]] = {
+    "Q4_0": _halves(0),
+    "Q4_1": _halves(0, 2),
+    "Q5_0": _halves(0),
+    "Q5_1": _halves(0, 2),
+    "Q8_0": _halves(0),
+    "Q4_K": _k_products,
+    "Q5_K": _k_products,
+    "Q6_K": _q6_k_scales,
+}
 
 
-def _q6_k(blocks: Tensor) -> Grouped:
-    low = _nibbles(blocks[:, :128].reshape(-1, 2, 64)).view(-1, 256)
-    high = _bit_planes(blocks[:, 128:192].reshape(-1, 32), 2).view(-1, 256)
-    factors = blocks[:, 192:208].contiguous().view(torch.int8).float()
-    return Grouped((low | high << 4).to(torch.int8) - 32, _half(blocks, 208) * factors, None)
+def block_factors(type_name: str, blocks: Tensor) -> Factors:
+    """The scales, and shifts or None, of a type whose integers `block_values` unpacks."""
+    return _FACTORS[type_name](blocks)
+
+
+def _unpacked(type_name: str) -> Callable[[Tensor], Grouped]:
+    def decode(blocks: Tensor) -> Grouped:
+        return Grouped(_integers(type_name, blocks), *block_factors(type_name, blocks))
+
+    return decode
 
 
 def _iq4_nl(blocks: Tensor) -> Grouped:
@@ -183,16 +191,9 @@ def _mxfp4(blocks: Tensor) -> Grouped:
 
 
 GROUPED_TYPES: dict[str, Callable[[Tensor], Grouped]] = {
-    "Q4_0": _q4_0,
-    "Q4_1": _q4_1,
-    "Q5_0": _q5_0,
-    "Q5_1": _q5_1,
-    "Q8_0": _q8_0,
+    **{name: _unpacked(name) for name in BLOCK_LAYOUTS},
     "Q2_K": _q2_k,
     "Q3_K": _q3_k,
-    "Q4_K": _q4_k,
-    "Q5_K": _q5_k,
-    "Q6_K": _q6_k,
     "IQ4_NL": _iq4_nl,
     "IQ4_XS": _iq4_xs,
     "MXFP4": _mxfp4,

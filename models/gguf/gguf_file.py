@@ -33,6 +33,7 @@ __all__ = (
     "find_gguf",
     "is_gguf_path",
     "open_gguf",
+    "split_files",
 )
 
 GGUF_ENDING = re.compile(r"(-\d{5}-of-\d{5})?\.gguf$")
@@ -245,18 +246,25 @@ def open_gguf(path: Path) -> GGUFFile:
     return GGUFFile(first, metadata, tensors, files)
 
 
-def _all_files(path: Path) -> tuple[Path, ...]:
-    split = _SPLIT_NAME.fullmatch(path.name)
+def split_files(name: str) -> list[str]:
+    """The names of all files of a split model, by the name of one; else that name."""
+    split = _SPLIT_NAME.fullmatch(name)
     if split is None:
-        return (path,)
+        return [name]
     count = int(split["count"])
-    names = [f"{split['stem']}-{n:05}-of-{count:05}.gguf" for n in range(1, count + 1)]
-    files = tuple(path.with_name(name) for name in names)
+    return [f"{split['stem']}-{n:05}-of-{count:05}.gguf" for n in range(1, count + 1)]
+
+
+def _all_files(path: Path) -> tuple[Path, ...]:
+    files = tuple(path.with_name(name) for name in split_files(path.name))
+    if files == (path,):
+        return files
     missing = [file.name for file in files if not file.is_file()]
-    if missing or not count:
+    if missing or not files:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise GGUFError(
-            f"{path} is one of {count} files; {path.parent} lacks {', '.join(missing[:3])}{more}"
+            f"{path} is one of {len(files)} files; {path.parent} lacks "
+            f"{', '.join(missing[:3])}{more}"
         )
     return files
 

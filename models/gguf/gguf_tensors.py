@@ -20,6 +20,7 @@ from ostinato.models.gguf.block_types import FLOAT_TYPES, dequantize
 from ostinato.models.gguf.gguf_file import TENSOR_TYPES, GGUFError, GGUFFile, GGUFTensor
 from ostinato.models.gguf.stored_formats import FORMATS, common_format, in_format
 from ostinato.ops.quantized_reference import QuantFormat
+from ostinato.ops.stored_blocks import BLOCK_LAYOUTS
 
 __all__ = ("module_types", "read_tensors")
 
@@ -170,12 +171,15 @@ class _Mapped:
         return result.view(tensor.shape)
 
     def read_groups(self, tensor: GGUFTensor, form: QuantFormat) -> Mapping[str, Tensor]:
-        """The integers, scales and minimums. All dimensions but the last are those of the file."""
+        """The integers, scales and minimums, in the file's shape except for the last dimension."""
+        shape = tensor.shape[:-1]
+        if tensor.type in BLOCK_LAYOUTS:  # by a kernel, in one piece
+            whole = in_format(tensor.type, self._blocks(tensor), form)
+            return {kind: value.view(*shape, -1) for kind, value in whole.items()}
         found: dict[str, list[Tensor]] = {}
         for chunk in self._chunks(tensor):
             for kind, part in in_format(tensor.type, chunk, form).items():
                 found.setdefault(kind, []).append(part.reshape(-1))
-        shape = tensor.shape[:-1]
         return {kind: torch.cat(parts).view(*shape, -1) for kind, parts in found.items()}
 
     def _bytes(self, tensor: GGUFTensor) -> Tensor:
@@ -185,10 +189,11 @@ class _Mapped:
 
     def _chunks(self, tensor: GGUFTensor) -> tuple[Tensor, ...]:
         """The tensor's blocks in pieces [blocks, bytes] of at most `_CHUNK_VALUES` values."""
-        _, block_values, block_bytes = next(
-            sizes for sizes in TENSOR_TYPES.values() if sizes[0] == tensor.type
-        )
-        return self._bytes(tensor).view(-1, block_bytes).split(_CHUNK_VALUES // block_values)
+        return self._blocks(tensor).split(_CHUNK_VALUES // _block_sizes(tensor)[0])
+
+    def _blocks(self, tensor: GGUFTensor) -> Tensor:
+        """The tensor as [blocks, bytes]."""
+        return self._bytes(tensor).view(-1, _block_sizes(tensor)[1])
 
     def give_back(self, tensor: GGUFTensor) -> None:
         """Drop a tensor's pages, which count as memory of this process. A view reads them again."""
@@ -198,6 +203,11 @@ class _Mapped:
         end = (tensor.offset + tensor.num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
         if end > begin:
             self._data.madvise(mmap.MADV_DONTNEED, begin, end - begin)
+
+
+def _block_sizes(tensor: GGUFTensor) -> tuple[int, int]:
+    """The values and the bytes of a block."""
+    return next(sizes[1:] for sizes in TENSOR_TYPES.values() if sizes[0] == tensor.type)
 
 
 class _Names:

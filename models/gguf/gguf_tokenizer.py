@@ -1,71 +1,26 @@
 """Makes a tokenizer.json and a tokenizer_config.json from a GGUF file's metadata.
 
 `tokenizer.ggml.model` names one of two kinds of vocabularies. `gpt2` is byte-level BPE:
-`tokenizer.ggml.pre` names the expressions that split a text into words. `llama` is SentencePiece:
-its merges follow from the tokens' scores. The splitting expressions are those of the models' own
-tokenizer.json files, with llama.cpp's names for them (src/llama-vocab.cpp). Imports neither torch
-nor transformers.
+`tokenizer.ggml.pre` names the expressions that split a text into words (splittings.py). `llama` is
+SentencePiece: its merges follow from the tokens' scores. Imports neither torch nor transformers.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from ostinato.models.gguf.gguf_file import GGUFError, GGUFFile
+from ostinato.models.gguf.splittings import SPLITTINGS
 
 __all__ = ("gguf_tokenizer_config", "gguf_tokenizer_json")
 
 # Types of tokens in tokenizer.ggml.token_type.
 _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 2, 3, 4, 5, 6
 _UNDERSCORE = "▁"
-
-_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_QWEN2 = _WORDS.replace(r"\p{N}{1,3}", r"\p{N}")
-_CASED = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+%s"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*%s"
-    r"|%s| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_ENDINGS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-
-
-class _Splitting(NamedTuple):
-    """How a text is split into words before pairs are merged."""
-
-    expressions: tuple[str, ...] = ()  # applied one after the other
-    then_gpt2: bool = False  # GPT-2's own expression after them
-    ignore_merges: bool = False  # a word that is itself a token is not split into pairs
-    add_bos: bool = False  # if the file does not state it
-    nfc: bool = False  # characters are composed first
-
-
-_GPT2 = _Splitting(then_gpt2=True)
-_DIGITS = _Splitting((r"\p{N}",), then_gpt2=True)
-_LLAMA3 = _Splitting((_WORDS,), ignore_merges=True, add_bos=True)
-_QWEN = _Splitting((_QWEN2,))
-_GPT4O = _Splitting((_CASED % (_ENDINGS, _ENDINGS, r"\p{N}{1,3}"),))
-_SPLITTINGS: dict[str, _Splitting] = {
-    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral"), _LLAMA3),
-    **dict.fromkeys(("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), _Splitting((_WORDS,))),
-    "qwen2": _QWEN._replace(nfc=True),
-    **dict.fromkeys(("deepseek-r1-qwen", "stablelm2", "megrez", "hunyuan"), _QWEN),
-    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "exaone4", "trillion"), _GPT2),
-    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), _DIGITS),
-    **dict.fromkeys(("exaone", "minerva-7b"), _DIGITS),
-    **dict.fromkeys(("gpt-4o", "llama4", "kanana2"), _GPT4O),
-    "tekken": _Splitting((_CASED % ("", "", r"\p{N}"),), ignore_merges=True, add_bos=True),
-    "deepseek-coder": _Splitting(
-        ("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}")
-    ),
-}
-"""tokenizer.ggml.pre -> the splitting."""
 
 
 def gguf_tokenizer_json(file: GGUFFile) -> str:
@@ -261,10 +216,10 @@ def _model(vocab: dict[str, int], merges: list[tuple[str, str]], **settings: Any
 
 def _byte_level(vocabulary: _Vocabulary) -> dict[str, Any]:
     name = vocabulary.file.get("tokenizer.ggml.pre", str)
-    splitting = None if name is None else _SPLITTINGS.get(name)
+    splitting = None if name is None else SPLITTINGS.get(name)
     if splitting is None:
         raise vocabulary.error(
-            f"tokenizer.ggml.pre is {name!r}; supported are {', '.join(_SPLITTINGS)}"
+            f"tokenizer.ggml.pre is {name!r}; supported are {', '.join(SPLITTINGS)}"
         )
     merges = vocabulary.merges()
     if merges is None:

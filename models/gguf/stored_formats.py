@@ -12,8 +12,9 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
-from ostinato.models.gguf.block_types import GROUPED_TYPES
+from ostinato.models.gguf.block_types import GROUPED_TYPES, block_factors
 from ostinato.ops.quantized_reference import QuantFormat
+from ostinato.ops.stored_blocks import BLOCK_LAYOUTS, block_values
 
 __all__ = ("FORMATS", "common_format", "in_format")
 
@@ -36,9 +37,9 @@ FORMATS = {
 and an integer of 6 or 8 bits. So it needs float32.
 """
 
-# Types with negative integers -> the number to add, so that the least integer becomes 0. With a
-# larger number, integer * scale of Q6_K and IQ4_XS would not be exact in float32.
-_LEAST = {"Q4_0": 8, "Q5_0": 16, "Q8_0": 128, "Q3_K": 4, "Q6_K": 32}
+# Types with negative integers -> what is added so that the least integer becomes 0. With a larger
+# number, integer * scale of Q6_K and IQ4_XS would not be exact in float32.
+_LEAST = {name: layout.least for name, layout in BLOCK_LAYOUTS.items()} | {"Q3_K": 4}
 _LEAST |= {"IQ4_NL": 127, "IQ4_XS": 127, "MXFP4": 12}
 
 
@@ -69,19 +70,23 @@ def in_format(type_name: str, blocks: Tensor, form: QuantFormat) -> dict[str, Te
         `values` [blocks, values of a block] uint8, `scales` [blocks, groups of a block] float32,
         and, if the format has them, `minimums` like the scales.
     """
-    values, scales, shifts = GROUPED_TYPES[type_name](blocks)
-    repeats = values.shape[1] // scales.shape[1] // form.group_size
-    if form.kind == "minimums":
-        offset = _LEAST.get(type_name, 0)
-        minimums = scales * offset if shifts is None else -shifts
+    least = _LEAST.get(type_name, 0)
+    offset = least if form.kind == "minimums" else form.offset
+    if type_name in BLOCK_LAYOUTS:
+        values = block_values(blocks, type_name, offset - least)
+        scales, shifts = block_factors(type_name, blocks)
     else:
-        offset, minimums = form.offset, None
-    if offset:
-        values = (values.short() + offset).to(torch.uint8)
+        values, scales, shifts = GROUPED_TYPES[type_name](blocks)
+        if offset:
+            values = (values.short() + offset).to(torch.uint8)
+    minimums = None
+    if form.kind == "minimums":
+        minimums = scales * offset if shifts is None else -shifts
+    repeats = values.shape[1] // scales.shape[1] // form.group_size
     found = {"values": values, "scales": scales}
     if minimums is not None:
         found["minimums"] = minimums
     return {
-        key: value if key == "values" else value.repeat_interleave(repeats, 1)
+        key: value if key == "values" or repeats == 1 else value.repeat_interleave(repeats, 1)
         for key, value in found.items()
     }

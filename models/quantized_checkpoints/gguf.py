@@ -1,15 +1,15 @@
 """The weight methods of GGUF files, whose integers and scales are multiplied without conversion.
 
-On a CPU a quantised matrix is laid out for the kernels of ops/quantized.py without rounding
-(models/gguf/stored_formats.py). If those kernels cannot be used, or if a matrix stacks quantised
-and float tensors, the tensors are dequantised while they are loaded.
+A quantised matrix is laid out for the kernels of ops/quantized.py without rounding
+(models/gguf/stored_formats.py), on a CPU and on CUDA. Of a matrix that stacks quantised and float
+tensors, the quantised ones are dequantised while they are loaded.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -18,7 +18,6 @@ from ostinato.models.gguf.stored_formats import FORMATS, common_format
 from ostinato.models.quantized_checkpoints.policy import Headers
 from ostinato.models.sharding import Span, why_cut
 from ostinato.models.weight_methods.grouped import QuantizedMatrix
-from ostinato.models.weight_methods.packed import Packed
 from ostinato.models.weight_methods.plain import Plain
 from ostinato.models.weight_methods.weight_method import (
     IN,
@@ -75,30 +74,31 @@ class AsStored(QuantizedMatrix):
 class _GGUFPolicy:
     """Chooses `AsStored` for a matrix if all of its parts are quantised."""
 
+    uses_cpu_kernels: ClassVar[bool] = True
+    ignored: ClassVar[tuple[str, ...]] = ()
+    has_cache_scales: ClassVar[bool] = False
+
     types: Mapping[str, Collection[str]]  # types of matrices, by their module in a checkpoint
     unquantized: WeightMethod
-    ignored: tuple[str, ...] = ()
-    has_cache_scales: bool = False
     is_batch_invariant: bool = True
-
-    @property
-    def uses_cpu_kernels(self) -> bool:
-        return isinstance(self.unquantized, Packed)
 
     @property
     def quantization(self) -> str:
         names = {name for types in self.types.values() for name in types}
-        how = "as stored" if self.uses_cpu_kernels else "dequantised"
-        return f"{', '.join(sorted(names & FORMATS.keys()))} {how}"
+        return f"{', '.join(sorted(names & FORMATS.keys()))} as stored"
 
     def method_for(
         self, names: tuple[str, ...], role: MatrixRole, spec: MatrixSpec
     ) -> WeightMethod:
         stored = [each for name in names for each in _stored_names(name)]
         types = {each for name in stored for each in self.types.get(name, ())}
-        if self.uses_cpu_kernels and types and types <= FORMATS.keys():
-            return AsStored(tuple(sorted(types)))
-        return Plain() if role is MatrixRole.embedding else self.unquantized
+        if not types or not types <= FORMATS.keys():
+            return Plain() if role is MatrixRole.embedding else self.unquantized
+        method = AsStored(tuple(sorted(types)))
+        reason = method.why_unusable(spec.device, spec.dtype)
+        if reason is not None and spec.device.type != "meta":
+            raise ValueError(f"the file's weights are quantised ({method.name}), but {reason}")
+        return method
 
 
 def _stored_names(name: str) -> tuple[str, ...]:
@@ -119,7 +119,7 @@ def from_checkpoint(
 
     Args:
         stated: `types` of the matrices, by their modules' names in a Hugging Face checkpoint.
-        unquantized: the method of float matrices: packed weights if the CPU kernels run.
+        unquantized: the method of float matrices.
         headers: empty, as a GGUF file has none.
     """
     is_invariant = unquantized.is_batch_invariant

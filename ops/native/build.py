@@ -89,6 +89,7 @@ LIBRARIES: dict[str, tuple[tuple[str, ...], ...]] = {
     "quantized": (
         (
             "core/install",
+            "quantized/blocks",
             "quantized/quantized",
             "quantized/pack",
             "quantized/repack",

@@ -36,7 +36,8 @@ def bundle_root(graphs: GraphConfig) -> Path:
 
 def kernel_libraries(model: ModelSection) -> tuple[str, ...]:
     """The native libraries (ops/native/build.py) that a model calls on a CPU."""
-    is_quantized = model.quantization is not Quantization.none or is_gguf_path(model.path)
+    is_gguf = is_gguf_path(model.path) or ":" in model.path  # a GGUF model of a hub
+    is_quantized = model.quantization is not Quantization.none or is_gguf
     is_quantized = is_quantized or _states_quantization(model)
     return ("core", "quantized") if is_quantized else ("core",)
 

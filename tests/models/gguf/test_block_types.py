@@ -19,6 +19,9 @@ from ostinato.models.gguf.block_types import (
 )
 from ostinato.models.gguf.gguf_file import TENSOR_TYPES
 from ostinato.models.gguf.stored_formats import FORMATS, common_format, in_format
+from ostinato.ops import stored_blocks
+from ostinato.ops.native.library import load
+from ostinato.ops.stored_blocks import BLOCK_LAYOUTS, block_values
 from tests.arch.tree import ROOT
 
 
@@ -33,6 +36,19 @@ def test_values_are_bitwise_those_of_the_package(name: str) -> None:
     assert np.array_equal(ours.view(np.int32), theirs.view(np.int32)) or np.array_equal(
         ours, theirs, equal_nan=True
     )
+
+
+@pytest.mark.parametrize("count", [1, 7, 5000])
+@pytest.mark.parametrize("name", BLOCK_LAYOUTS)
+def test_the_kernel_unpacks_what_the_formula_of_torch_does(name: str, count: int) -> None:
+    load("quantized")
+    _, block_bytes = gguf.GGML_QUANT_SIZES[GGMLQuantizationType[name]]
+    generator = np.random.default_rng(count)
+    blocks = torch.from_numpy(generator.integers(0, 256, (count, block_bytes), dtype=np.uint8))
+    for added in (0, 3):
+        expected = stored_blocks._reference(blocks, name, added)  # pyright: ignore[reportPrivateUsage]
+        assert torch.equal(block_values(blocks, name, added), expected)
+    assert block_values(blocks.to("meta"), name).shape == expected.shape
 
 
 @pytest.mark.parametrize("names", list(itertools.combinations_with_replacement(FORMATS, 2)))

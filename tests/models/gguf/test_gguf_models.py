@@ -11,9 +11,14 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
+from ostinato.conf.schema import ModelSection
+from ostinato.models.checkpoints.checkpoint import open_checkpoint
+from ostinato.models.choose_weights import choose_weights
+from ostinato.models.gguf.gguf_tensors import read_tensors
 from ostinato.models.gguf.stored_formats import FORMATS
 from ostinato.models.quantized_checkpoints.gguf import AsStored
-from ostinato.models.sharding import Shard
+from ostinato.models.sharding import Shard, Span
+from ostinato.models.weight_methods.weight_method import MatrixRole, MatrixSpec, Part
 from tests.models.driver import Driver, Sequence
 from tests.models.gguf_files import save_checkpoint, write_gguf
 from tests.models.parity import PROMPT, Expected, check_whole, load
@@ -137,6 +142,32 @@ def test_logits_and_greedy_tokens(written, name: str) -> None:
     model, config = load(file, "cpu")
     assert config.eos_token_ids == ()
     check_whole(Driver(model, config), expected)
+
+
+def test_a_gpu_has_the_same_bytes(tmp_path: Path) -> None:
+    directory = save_checkpoint("llama3", tmp_path, **WIDE)
+    section = ModelSection(
+        path=str(write_gguf(directory, tmp_path / "m.gguf", type_of=mixed_types))
+    )
+    checkpoint = open_checkpoint(section)
+    module, whole = "model.layers.0.self_attn.q_proj", (256, 256)
+    found: list[torch.Tensor] = []
+    for name, dtype in (("cpu", torch.bfloat16), ("cuda", torch.float16)):
+        device = torch.device(name)
+        policy = choose_weights(section, checkpoint, pack=True, device=device, dtype=dtype)
+        spec = MatrixSpec(*whole, dtype, device)
+        method = policy.method_for((module,), MatrixRole.layer, spec)
+        assert isinstance(method, AsStored)
+        part = Part(0, 1, whole, slice(0, 256), Span.of(256), 0, 256)
+        tensors: dict[str, torch.Tensor] = {}
+        assert checkpoint.gguf is not None
+        for stored, value, _ in read_tensors(checkpoint.gguf, dtype, lambda own: ("Q4_K",)):
+            if stored.startswith(f"{module}."):
+                method.load(tensors, stored.rpartition(".")[2], value, part, spec)
+        found.append(method.finish(tensors, spec)["weight"])
+    assert torch.equal(*found)
+    with pytest.raises(ValueError, match=r"Q._K as stored.*, but its kernels take activations in"):
+        load(Path(section.path), "cpu", torch.float16)
 
 
 def test_ranks_hold_whole_groups(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from transformers.integrations.gguf.gguf_tokenizer_mapping import (
 
 from ostinato.models.gguf.gguf_file import GGUFError, open_gguf
 from ostinato.models.gguf.gguf_tokenizer import gguf_tokenizer_json
+from ostinato.models.gguf.splittings import SPLITTINGS
 from ostinato.runtime.errors import StartupError
 from ostinato.runtime.text.tokenizer import Tokenizer
 from tests.models.gguf_files import add_tokenizer
@@ -96,6 +98,39 @@ def test_byte_level_tokenizers_with_the_words_of_gpt2(
     ours = Tokenizer.from_path(write(tmp_path / "t.gguf", theirs, pre=pre))
     for text in TEXTS:
         assert ours.encode(text) == theirs.encode(text).ids, text
+
+
+LLAMA_CPP = json.loads(Path(__file__).with_name("llama_cpp_ids.json").read_text(encoding="utf-8"))
+# Where llama.cpp differs from the models' own tokenizer.json: it composes no characters for Qwen 2,
+# its classes of cased letters have no marks, and its \\b is that of ASCII.
+OTHERWISE = {
+    **dict.fromkeys(("qwen2", "tekken", "gpt-4o"), (5,)),
+    **dict.fromkeys(("llama4", "kanana2", "talkie", "minimax-m2"), (5,)),
+    **dict.fromkeys(("tiny_aya", "cohere2moe"), (2,)),
+}
+
+
+def every_pair(texts: list[str]) -> tokenizers.Tokenizer:
+    """Bytes, and all pairs of neighbours in the texts, so that ids show where words end."""
+    whole = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    shown = [whole.pre_tokenize_str(text)[0][0] for text in texts]
+    merges = list(dict.fromkeys(pair for text in shown for pair in pairwise(text)))
+    tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *map("".join, merges)]
+    vocab = {token: number for number, token in enumerate(tokens)}
+    return tokenizers.Tokenizer(tokenizers.models.BPE(vocab, merges))
+
+
+def test_every_splitting_gives_the_ids_of_llama_cpp(tmp_path: Path) -> None:
+    texts = LLAMA_CPP["texts"]
+    known = {pre: ids for names, ids in LLAMA_CPP["ids"].items() for pre in names.split()}
+    assert known.keys() == SPLITTINGS.keys()
+    file = open_gguf(write(tmp_path / "t.gguf", every_pair(texts), pre="gpt-2"))
+    for pre, expected in known.items():
+        file.metadata = {**file.metadata, "tokenizer.ggml.pre": pre}
+        ours = tokenizers.Tokenizer.from_str(gguf_tokenizer_json(file))
+        for number, text in enumerate(texts):
+            found = ours.encode(text, add_special_tokens=False).ids
+            assert (found == expected[number]) != (number in OTHERWISE.get(pre, ())), (pre, text)
 
 
 @pytest.fixture(scope="module")
@@ -223,7 +258,7 @@ def test_other_vocabularies_are_refused(
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"pre": "viking"}, "tokenizer.ggml.pre is 'viking'; supported are llama3"),
+        ({"pre": "kimi-k2"}, "tokenizer.ggml.pre is 'kimi-k2'; supported are llama3"),
         ({"pre": "gpt-2", "eos_token_id": 9999}, "eos_token_id=9999 is not a token"),
         ({"pre": "gpt-2", "token_type": [1, 2]}, "token_type must have 401 numbers"),
         ({"pre": "gpt-2", "merges": ["a b", "zz"]}, "has 'zz', which joins no two tokens"),
