@@ -36,7 +36,7 @@ def read_quantization(checkpoint: Checkpoint) -> dict[str, Any] | None:
         found["config.json"] = {"quant_method": "unknown", **stated}
     for file, settings in _files_of(checkpoint.path):
         found[file] = settings
-    methods = {file: settings["quant_method"] for file, settings in found.items()}
+    methods = {file: str(settings["quant_method"]) for file, settings in found.items()}
     if len(set(methods.values())) > 1:
         text = ", ".join(f"{file} says {method!r}" for file, method in methods.items())
         raise CheckpointError(f"the checkpoint has two quantizations: {text}; remove one file")

@@ -126,7 +126,7 @@ def headers_lack(headers: Headers, suffix: str) -> bool:
 
 def _extra(keys: ConfigKeys, method: Gptq | Awq) -> tuple[tuple[str, WeightMethod | None], ...]:
     found: list[tuple[str, WeightMethod | None]] = []
-    for name, settings in keys.value("extra_config", default={}).items():
+    for name, settings in keys.entries("extra_config", {}):
         own = ConfigKeys(settings, f"quantization_config.extra_config[{name!r}]")
         bits = own.integer("bits", one_of=(4, 8, 16, 32), default=method.bits)
         group_size = own.integer("group_size", one_of=GPTQ_GROUPS, default=method.group_size)

@@ -74,7 +74,7 @@ def from_checkpoint(
     keys.text("quant_method", one_of=("compressed-tensors",), default="compressed-tensors")
     form = keys.value("format", default=None)
     groups = []
-    for name, settings in keys.value("config_groups").items():
+    for name, settings in keys.entries("config_groups"):
         group = ConfigKeys(settings, f"quantization_config.config_groups[{name!r}]")
         groups.append((group.names("targets"), _method(group, form, headers)))
         group.finish()

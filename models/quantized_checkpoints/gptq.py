@@ -151,13 +151,13 @@ def gptq_method(keys: ConfigKeys, headers: Headers, *, version: int) -> Gptq:
         ValueError: a key has a value that is not supported.
     """
     bits = keys.value("bits")
-    if bits in (2, 3):
+    if type(bits) is int and bits in (2, 3):
         raise keys.error(
             "bits",
             f"is {bits}: there is no kernel for integers of {bits} bits; use a checkpoint of 4 or "
             "8 bits, or the checkpoint before quantization with model.quantization=int4",
         )
-    if bits not in (4, 8):
+    if type(bits) is not int or bits not in (4, 8):
         raise keys.error("bits", f"is {bits!r}, supported are 4, 8")
     return Gptq(
         bits=bits,
@@ -210,9 +210,8 @@ def _endings(keys: ConfigKeys) -> tuple[str, ...]:
 
 def _overrides(keys: ConfigKeys, method: Gptq) -> tuple[tuple[str, Gptq | None], ...]:
     """`dynamic`: `-:pattern` for modules that are floats, `+:pattern` for those with other keys."""
-    stated = keys.value("dynamic", default={})
     found: list[tuple[str, Gptq | None]] = []
-    for pattern, settings in stated.items():
+    for pattern, settings in keys.entries("dynamic", {}):
         if pattern.startswith("-:"):
             found.append((pattern[2:], None))
             continue

@@ -16,9 +16,15 @@ class ConfigKeys:
     Args:
         stated: the parsed object.
         where: its name in messages.
+
+    Raises:
+        ValueError: it is no object.
     """
 
-    def __init__(self, stated: Mapping[str, Any], where: str = "quantization_config") -> None:
+    def __init__(self, stated: Any, where: str = "quantization_config") -> None:
+        if not isinstance(stated, Mapping):
+            text = f"config.json: {where} is {stated!r}, must be an object"
+            raise ValueError(text)  # noqa: TRY004 - of a file, not of a caller
         self._stated = dict(stated)
         self._left = dict(stated)
         self._where = where
@@ -90,6 +96,17 @@ class ConfigKeys:
         if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
             raise self.error(names[0], f"is {value!r}, must be a list of names")
         return tuple(value)
+
+    def entries(self, name: str, default: Any = _MISSING) -> list[tuple[str, Any]]:
+        """The keys and values of an object.
+
+        Raises:
+            ValueError: it is something else.
+        """
+        value = self.value(name, default=default)
+        if not isinstance(value, dict):
+            raise self.error(name, f"is {value!r}, must be an object")
+        return list(value.items())
 
     def must_be(self, name: str, *allowed: Any) -> None:
         """A key that is supported with these values only; null counts as missing.

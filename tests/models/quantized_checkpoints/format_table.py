@@ -70,10 +70,10 @@ def rows_in(text: str) -> list[str]:
 
 
 def main() -> None:
-    from tests.models.quantized_checkpoints.test_formats import FORMS, measure
+    from tests.models.quantized_checkpoints.test_formats import FORMS, MXFP4, measure
 
     lines = []
-    for form in FORMS:
+    for form in (*FORMS, MXFP4):
         with tempfile.TemporaryDirectory() as scratch:
             lines.append(f"{row_of(form)} {measure(form, Path(scratch)):.1%} |\n")
     text = PAGE.read_text(encoding="utf-8")
