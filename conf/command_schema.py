@@ -107,6 +107,9 @@ class QuantizeSection(Section):
     calibration: str = setting(
         "", "a text file; GPTQ rounds weights for its activations; empty = round to the nearest"
     )
+    scaling: bool = setting(
+        True, "with a calibration text: scale the inputs of matrices before they are rounded (AWQ)"
+    )
     evaluation: str = setting("", "a text file whose perplexity is reported; empty = none")
     samples: int = setting(128, "largest number of rows of each text", at_least=1)
     length: int = setting(512, "tokens of a row", at_least=16, at_most=8192)

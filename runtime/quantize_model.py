@@ -2,32 +2,49 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeGuard
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from ostinato.conf.command_schema import QuantizeSection
 from ostinato.conf.engine_config import EngineConfig
-from ostinato.models.base import CausalLM
+from ostinato.models.base import CausalLM, CheckpointLayout, DecoderLayer
 from ostinato.models.checkpoints.checkpoint import Checkpoint, CheckpointError
-from ostinato.models.checkpoints.slots import matrix_parts, stored_modules
+from ostinato.models.checkpoints.headers import read_headers
+from ostinato.models.checkpoints.slots import matrix_parts, stored_modules, stored_name
 from ostinato.models.checkpoints.weights import file_tensors, load_weights
-from ostinato.models.linear_layers import ExpertLinear, LinearBase
-from ostinato.models.quantize.calibration import BLOCK_SIZE, Calibrator, layer_matrices
+from ostinato.models.layers import RMSNorm
+from ostinato.models.linear_layers import ExpertLinear, LinearBase, RouterLinear
+from ostinato.models.quantize.calibration import (
+    BLOCK_SIZE,
+    Calibrator,
+    Seen,
+    layer_matrices,
+    num_matrices,
+)
 from ostinato.models.quantize.packing import pack, settings_of
+from ostinato.models.quantize.refinement import refine
 from ostinato.models.quantize.rounding import (
+    Grid,
     Rounded,
     choose_grid,
+    damped,
     round_by_hessian,
     round_to_nearest,
 )
+from ostinato.models.quantize.scaling import apply_factors, best_factors, find_folds
 from ostinato.models.registry import build_model
+from ostinato.ops.attention import select_backend
+from ostinato.ops.native.build import NativeBuildError
+from ostinato.ops.native.library import load
 from ostinato.runtime.errors import StartupError
 from ostinato.runtime.startup.plan.model_source import ModelSource, open_model
 from ostinato.runtime.text.tokenizer import Tokenizer
@@ -43,7 +60,8 @@ class QuantizeReport:
     """The sizes and the perplexity of a checkpoint before and after it was quantised."""
 
     directory: Path
-    num_matrices: int
+    num_matrices: int  # a matrix for each expert
+    num_kept: int  # matrices of experts that stay as they are
     bytes_before: int  # size of the weight files
     bytes_after: int
     calibration_tokens: int
@@ -99,19 +117,19 @@ def _load(source: ModelSource, section: QuantizeSection) -> CausalLM:
         source.config,
         dtype=torch.float32,
         device=torch.device("cpu"),
-        attention_backend="reference",
+        attention_backend=_attention_backend(source),
         max_model_len=min(source.config.max_model_len, section.length),
     )
     if not isinstance(model, CausalLM):
         raise StartupError("only models that generate are quantised; this one is an encoder")
+    layout = model.checkpoint_layout
     for name, module in model.layers.named_modules():
-        if isinstance(module, ExpertLinear) or name.endswith(model.checkpoint_layout.transposed):
-            what = "mixtures of experts" if isinstance(module, ExpertLinear) else "this family"
+        if name.endswith(layout.transposed):
             raise StartupError(
-                f"layers.{name}: matrices of {what} are not written; set model.quantization=int4 "
-                "to quantise them while they are loaded"
+                f"layers.{name}: matrices of this family are not written; set "
+                "model.quantization=int4 to quantise them while they are loaded"
             )
-        if isinstance(module, LinearBase):
+        if _is_written(module, name, layout):
             for size in (module.in_features, *(span.size for span in module.outputs)):
                 if size % 8:
                     raise StartupError(f"layers.{name} has {size} features; 8 must divide them")
@@ -122,6 +140,20 @@ def _load(source: ModelSource, section: QuantizeSection) -> CausalLM:
                 )
     load_weights(model, source.checkpoint)
     return model
+
+
+def _attention_backend(source: ModelSource) -> str:
+    """The backend of this machine, whose kernels are built at its first use."""
+    device = torch.device("cpu")
+    with contextlib.suppress(NativeBuildError):
+        load("core")
+    return select_backend("auto", source.config.attention_spec(BLOCK_SIZE, torch.float32, device))
+
+
+def _is_written(module: nn.Module, name: str, layout: CheckpointLayout) -> TypeGuard[LinearBase]:
+    """Whether a module's matrices are quantised. No format has names for stacks of experts."""
+    is_stack = isinstance(module, ExpertLinear) and name.endswith(layout.stacked)
+    return isinstance(module, LinearBase) and not isinstance(module, RouterLinear) and not is_stack
 
 
 def _read_texts(
@@ -157,9 +189,12 @@ class _Quantization:
         self._model = model
         self._section = section
         self._on_matrix = on_matrix
+        self._headers = read_headers(source.checkpoint)
         self._packed: dict[str, dict[str, Tensor]] = {}  # by the name of the stored module
-        self._done = 0
-        self._total = sum(len(layer_matrices(layer)) for layer in model.layers)
+        self._changed: dict[str, Tensor] = {}  # other tensors, by their stored names
+        self._done = self._kept = 0
+        matrices = (m for layer in model.layers for m in layer_matrices(layer).values())
+        self._total = sum(map(num_matrices, matrices))
 
     def run(self, rows: list[list[int]], held_out: list[list[int]], target: Path) -> QuantizeReport:
         spec = self._source.config.kv_cache_spec(BLOCK_SIZE, torch.float32)
@@ -167,12 +202,13 @@ class _Quantization:
         cache = spec.allocate(num_blocks, torch.device("cpu"))
         calibrator = Calibrator(self._model, cache)
         before = calibrator.perplexity(held_out) if held_out else None
-        calibrator.round_layers(rows, self._round)
+        calibrator.round_layers(rows, self._round, self._scale)
         after = calibrator.perplexity(held_out) if held_out else None
         files = self._source.checkpoint.weight_files()
         return QuantizeReport(
             directory=target,
-            num_matrices=self._done,
+            num_matrices=self._done - self._kept,
+            num_kept=self._kept,
             bytes_before=sum(file.stat().st_size for file in files),
             bytes_after=self._write(files, target),
             calibration_tokens=sum(map(len, rows)),
@@ -181,13 +217,58 @@ class _Quantization:
             perplexity_after=after,
         )
 
-    def _round(self, name: str, module: LinearBase, hessian: Tensor | None) -> None:
+    def _scale(
+        self, prefix: str, layer: DecoderLayer, hessian_of: Callable[[str], Tensor | None]
+    ) -> None:
         section, layout = self._section, self._model.checkpoint_layout
-        weight = module.get_parameter("weight")
-        names = stored_modules(name, module, layout)
+        if not section.scaling:
+            return
+        for fold in find_folds(layer):
+            source = layer.get_submodule(fold.source)
+            name = stored_name(f"{prefix}.{fold.source}.weight", layout)
+            header = self._headers.get(name) or self._headers.get(self._without_prefix(name))
+            is_norm = isinstance(source, RMSNorm)
+            if is_norm and (header is None or header.dtype is None):
+                continue  # the files do not tell the norm's dtype: they are pickles
+            hessian = hessian_of(fold.readers[0])
+            if hessian is None:
+                continue
+            factors = best_factors(
+                [layer.get_submodule(each).get_parameter("weight") for each in fold.readers],
+                hessian,
+                section.bits,
+                section.group_size,
+                torch.float16,
+                symmetric=section.symmetric,
+            )
+            dtype = torch.float32 if header is None or header.dtype is None else header.dtype
+            apply_factors(layer, fold, factors, dtype)
+            if is_norm:
+                self._changed[name] = (source.weight - source.stored_offset).to(dtype)
+
+    def _round(self, name: str, module: LinearBase, seen: Sequence[Seen | None]) -> None:
+        if not _is_written(module, name, self._model.checkpoint_layout):
+            self._kept += len(seen)
+        elif isinstance(module, ExpertLinear):
+            for expert, weight in enumerate(module.get_parameter("weight")):
+                self._round_one(name, module, weight, seen[expert], expert)
+        else:
+            self._round_one(name, module, module.get_parameter("weight"), seen[0], 0)
+        self._done += len(seen)
+        self._on_matrix(self._done, self._total)
+
+    def _round_one(
+        self, name: str, module: LinearBase, weight: Tensor, seen: Seen | None, expert: int
+    ) -> None:
+        """Round one matrix in place and pack it."""
+        section, layout = self._section, self._model.checkpoint_layout
+        names = stored_modules(name, module, layout, expert)
         for stored, part in zip(names, matrix_parts(name, module, layout), strict=True):
             rows = slice(part.first_row, part.first_row + part.num_rows)
-            rounded = _rounded(weight[rows].float(), hessian, section)
+            own = seen
+            if seen is not None and seen.miss is not None:
+                own = Seen(seen.hessian, seen.miss[rows])
+            rounded = _rounded(weight[rows].float(), own, section)
             weight[rows] = rounded.restored()
             order = None if isinstance(part.rows, slice) else part.rows.argsort()
             self._packed[stored] = pack(
@@ -196,8 +277,6 @@ class _Quantization:
                 section.format,
                 symmetric=section.symmetric,
             )
-        self._done += 1
-        self._on_matrix(self._done, self._total)
 
     def _write(self, files: list[Path], target: Path) -> int:
         """Write weights, settings and the tokenizer's files; returns the size of the weight files
@@ -211,45 +290,70 @@ class _Quantization:
                 name = f"model-{number:05}-of-{len(files):05}.safetensors"
             tensors: dict[str, Tensor] = {}
             for stored, tensor in file_tensors(file):
-                packed = self._packed.get(self._module_of(stored))
-                tensors.update({stored: tensor.clone()} if packed is None else packed)
+                packed = self._packed.get(self._known(stored.removesuffix(".weight"), self._packed))
+                if packed is not None and stored.endswith(".weight"):
+                    tensors.update(packed)
+                else:
+                    changed = self._changed.get(self._known(stored, self._changed))
+                    tensors[stored] = tensor.clone() if changed is None else changed
             save_file(tensors, target / name, metadata={"format": "pt"})
             weight_map |= dict.fromkeys(tensors, name)
         if len(files) > 1:
             index = {"metadata": {}, "weight_map": weight_map}
             _write_json(target / f"model.safetensors{_WEIGHT_INDEX}", index)
         _copy_small_files(checkpoint, target)
+        layout = self._model.checkpoint_layout
+        routers = [
+            stored
+            for name, module in self._model.named_modules()
+            if isinstance(module, RouterLinear)
+            for stored in stored_modules(name, module, layout)
+        ]
         settings = settings_of(
-            section.format, section.bits, section.group_size, symmetric=section.symmetric
+            section.format,
+            section.bits,
+            section.group_size,
+            routers,
+            symmetric=section.symmetric,
         )
         _write_json(
             target / "config.json", {**checkpoint.hf_config, "quantization_config": settings}
         )
         return sum(file.stat().st_size for file in target.glob("*.safetensors"))
 
-    def _module_of(self, stored: str) -> str:
-        """The full name of the quantised module to which a stored weight belongs; empty = none."""
-        module = stored.removesuffix(".weight")
-        if module == stored:
-            return ""
-        if module in self._packed:
-            return module
-        prefixes = self._model.checkpoint_layout.prefixes
-        return next((f"{p}{module}" for p in prefixes if f"{p}{module}" in self._packed), "")
+    def _known(self, stored: str, known: Mapping[str, object]) -> str:
+        """The key with which `known` has a stored name, of which files may leave out a prefix."""
+        prefixes = ("", *self._model.checkpoint_layout.prefixes)
+        return next((f"{p}{stored}" for p in prefixes if f"{p}{stored}" in known), "")
+
+    def _without_prefix(self, name: str) -> str:
+        for prefix in self._model.checkpoint_layout.prefixes:
+            name = name.removeprefix(prefix)
+        return name
 
 
-def _rounded(weight: Tensor, hessian: Tensor | None, section: QuantizeSection) -> Rounded:
-    grid = choose_grid(
-        weight,
-        section.bits,
-        section.group_size,
-        torch.float16,
-        symmetric=section.symmetric,
-        importance=None if hessian is None else hessian.diagonal(),
-    )
-    if hessian is None:
-        return round_to_nearest(weight, grid)
-    return round_by_hessian(weight, grid, hessian)
+def _rounded(weight: Tensor, seen: Seen | None, section: QuantizeSection) -> Rounded:
+    def grid_of(target: Tensor, importance: Tensor | None) -> Grid:
+        return choose_grid(
+            target,
+            section.bits,
+            section.group_size,
+            torch.float16,
+            symmetric=section.symmetric,
+            importance=importance,
+        )
+
+    if seen is None:
+        return round_to_nearest(weight, grid_of(weight, None))
+    hessian = damped(seen.hessian)
+    target = weight
+    if seen.miss is not None:
+        # Few tokens leave the Hessian nearly singular, so the system is solved in float64.
+        more = torch.linalg.solve(hessian.double(), seen.miss.double(), left=False)
+        target = weight + more.float()
+    grid = grid_of(target, hessian.diagonal())
+    rounded = round_by_hessian(target, grid, hessian)
+    return refine(rounded, target, hessian, torch.float16)
 
 
 def _reordered(rounded: Rounded, order: Tensor) -> Rounded:

@@ -57,6 +57,12 @@ def quantize(config: RunConfig) -> int:
     how = "rounded to the nearest"
     if report.calibration_tokens:
         how = f"rounded for the activations of {report.calibration_tokens} tokens"
+    if report.num_kept:
+        out.print(
+            f"{report.num_kept} matrices of experts stay as they are: this family stores the "
+            "experts of a layer in one tensor, for which the format has no names",
+            soft_wrap=True,
+        )
     out.print(
         f"{report.num_matrices} matrices, {how}\nrun serve model.path={report.directory}",
         soft_wrap=True,

@@ -52,11 +52,11 @@ FORMATS: dict[str, tuple[dict[str, Any], Quantization]] = {
     "bfloat16": ({}, Quantization.none),
     "bfloat16, to int8": ({}, Quantization.int8),
     "bfloat16, to int4": ({}, Quantization.int4),
-    "GPTQ, 4 bits": (settings_of("gptq", 4, 128, symmetric=True), Quantization.none),
-    "GPTQ, 8 bits": (settings_of("gptq", 8, 128, symmetric=True), Quantization.none),
-    "AWQ": (settings_of("awq", 4, 128, symmetric=False), Quantization.none),
+    "GPTQ, 4 bits": (settings_of("gptq", 4, 128, (), symmetric=True), Quantization.none),
+    "GPTQ, 8 bits": (settings_of("gptq", 8, 128, (), symmetric=True), Quantization.none),
+    "AWQ": (settings_of("awq", 4, 128, (), symmetric=False), Quantization.none),
     "compressed-tensors, 4 bits": (
-        settings_of("compressed-tensors", 4, 128, symmetric=True),
+        settings_of("compressed-tensors", 4, 128, (), symmetric=True),
         Quantization.none,
     ),
     "FP8, blocks": (

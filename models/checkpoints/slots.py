@@ -21,7 +21,7 @@ from ostinato.models.linear_layers import BIAS, ExpertLinear, LinearBase
 from ostinato.models.sharding import Span
 from ostinato.models.weight_methods.weight_method import FLOATS, Part, StoredTensor
 
-__all__ = ("MatrixSlot", "Slot", "find_slots", "matrix_parts", "stored_modules")
+__all__ = ("MatrixSlot", "Slot", "find_slots", "matrix_parts", "stored_modules", "stored_name")
 
 
 _INTEGERS = (torch.int64, torch.int32)
@@ -103,11 +103,16 @@ def _stacked(name: str, module: LinearBase, layout: CheckpointLayout) -> tuple[s
     return dict(layout.merged).get(own) if len(module.outputs) > 1 else None
 
 
-def stored_modules(name: str, module: LinearBase, layout: CheckpointLayout) -> tuple[str, ...]:
+def stored_modules(
+    name: str, module: LinearBase, layout: CheckpointLayout, expert: int = 0
+) -> tuple[str, ...]:
     """The names, with prefix, of the modules of a checkpoint that one of our modules stacks.
 
-    For a module with a matrix for each expert, the names of the first expert's modules are
-    returned.
+    Args:
+        name: our module's name in the model.
+        module: our module.
+        layout: of the checkpoint.
+        expert: of a module with a matrix for each expert, the expert whose names are wanted.
     """
     parent = name.rpartition(".")[0]
     stacked = _stacked(name, module, layout)
@@ -116,13 +121,16 @@ def stored_modules(name: str, module: LinearBase, layout: CheckpointLayout) -> t
     for each in names:
         if isinstance(module, ExpertLinear) and not name.endswith(layout.stacked):
             folder, _, last = each.rpartition(".")
-            each = f"{folder}.0.{last}"
-        stored = f"{each}.weight"
-        for ours, theirs in layout.renamed:
-            stored = stored.replace(ours, theirs)
-        prefix = layout.prefixes[0] if layout.prefixes and stored != layout.head else ""
-        found.append(prefix + stored.removesuffix(".weight"))
+            each = f"{folder}.{expert}.{last}"
+        found.append(stored_name(f"{each}.weight", layout).removesuffix(".weight"))
     return tuple(found)
+
+
+def stored_name(name: str, layout: CheckpointLayout) -> str:
+    """The name, with prefix, of one of our tensors in a checkpoint."""
+    for ours, theirs in layout.renamed:
+        name = name.replace(ours, theirs)
+    return (layout.prefixes[0] if layout.prefixes and name != layout.head else "") + name
 
 
 def _parameter_slots(

@@ -1,36 +1,62 @@
-"""Rounds the matrices of a model's layers, one layer after the other, and measures perplexity.
+"""Rounds the matrices of a model's layers, one after the other, and measures perplexity.
 
-The calibration text runs through a layer, which gives the Hessians of its matrices. The matrices
-are rounded, and the text runs through the layer again. So the next layer sees the activations that
-it will see in the quantised model.
+The calibration text runs through each layer twice: through the layer as it was, from the unrounded
+layers before it, and through the layer as it is now, from the rounded ones. The first run gives the
+results that a matrix should have, the second the activations that it will have. So a matrix makes
+up for a part of the errors of those before it.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from ostinato.models.base import CausalLM
+from ostinato.models.base import CausalLM, DecoderLayer
 from ostinato.models.kv_cache import KVCache
-from ostinato.models.linear_layers import LinearBase
-from ostinato.models.step_tensors import ForwardBatch
+from ostinato.models.linear_layers import ExpertLinear, LinearBase
+from ostinato.models.step_tensors import ForwardBatch, StepInputs
 from ostinato.models.weight_methods.weight_method import MatrixRole
 
-__all__ = ("BLOCK_SIZE", "Calibrator", "layer_matrices")
+__all__ = ("BLOCK_SIZE", "Calibrator", "Seen", "layer_matrices", "num_matrices")
 
-Round = Callable[[str, LinearBase, Tensor | None], None]
-"""Called with a matrix's name in the model, its module, and its Hessian [K, K] or None."""
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What the calibration text showed of a matrix [N, K]."""
+
+    hessian: Tensor  # [K, K] float32, the mean of x x^T over the matrix's inputs x
+    miss: Tensor | None  # [N, K] float32, the mean of e x^T; e = what the product lacks; or None
+
+
+RoundMatrices = Callable[[str, LinearBase, Sequence[Seen | None]], None]
+"""Called with a module's name in the model, the module, and what the text showed of its matrices:
+one, or one for each expert. None = nothing."""
+
+ScaleLayer = Callable[[str, DecoderLayer, Callable[[str], Tensor | None]], None]
+"""Called with a layer's name, the layer, and a function that gives the Hessian of one of its
+matrices; None = the text does not reach it."""
+
+_States = list[tuple[Tensor, StepInputs]]
+_Cache = tuple[Tensor, Tensor]
 
 BLOCK_SIZE = 16
 
 
 def layer_matrices(layer: nn.Module) -> dict[str, LinearBase]:
-    """The matrices of a layer that are quantised, by their names in the layer."""
+    """The modules of a layer whose matrices are quantised, by their names in it."""
     found = {name: m for name, m in layer.named_modules() if isinstance(m, LinearBase)}
     return {name: module for name, module in found.items() if module.role is MatrixRole.layer}
+
+
+def num_matrices(module: LinearBase) -> int:
+    """One, or as many as the module has experts."""
+    return module.experts.size if isinstance(module, ExpertLinear) else 1
 
 
 class Calibrator:
@@ -46,29 +72,35 @@ class Calibrator:
         self._cache = cache
 
     @torch.inference_mode()
-    def round_layers(self, rows: Sequence[list[int]], round_matrix: Round) -> None:
+    def round_layers(
+        self, rows: Sequence[list[int]], round_matrices: RoundMatrices, scale_layer: ScaleLayer
+    ) -> None:
         """Round every matrix of every layer.
 
         Args:
-            rows: token ids of the calibration text; empty = no Hessians.
-            round_matrix: rounds one matrix, and gives the module its new weights.
+            rows: token ids of the calibration text; empty = nothing is observed or scaled.
+            round_matrices: rounds the matrices of a module, and gives it the new weights.
+            scale_layer: scales the inputs of a layer's matrices, if it can. The layer's result must
+                stay the same.
         """
-        states = [self._model.begin(self._batch(row)) for row in rows]
+        exact = states = [self._model.begin(self._batch(row)) for row in rows]
         for index, (layer, cache) in enumerate(zip(self._model.layers, self._cache, strict=True)):
-            sums: dict[str, Tensor] = {}
-            matrices = layer_matrices(layer)
-            hooks = [
-                module.register_forward_pre_hook(_adder(sums, name))
-                for name, module in matrices.items()
-            ]
-            for hidden, step in states:
-                layer(hidden, step, *cache)
-            for hook in hooks:
-                hook.remove()
-            count = sum(len(row) for row in rows)
+            assert isinstance(layer, DecoderLayer), "the layers of a CausalLM"
+            prefix, matrices = f"layers.{index}", layer_matrices(layer)
+            if not rows:
+                for name, module in matrices.items():
+                    round_matrices(f"{prefix}.{name}", module, [None] * num_matrices(module))
+                continue
+            scale_layer(prefix, layer, partial(_hessian, layer, states, cache))
+            # Copied after the scaling, so that the results of equal matrices can be compared.
+            original = copy.deepcopy(layer)
             for name, module in matrices.items():
-                hessian = sums[name] / count if rows else None
-                round_matrix(f"layers.{index}.{name}", module, hessian)
+                if isinstance(module, ExpertLinear):
+                    seen = _observe_experts(layer, name, states, cache)
+                else:
+                    seen = [_observe(original, layer, name, exact, states, cache)]
+                round_matrices(f"{prefix}.{name}", module, seen)
+            exact = [(original(hidden, step, *cache), step) for hidden, step in exact]
             states = [(layer(hidden, step, *cache), step) for hidden, step in states]
 
     @torch.inference_mode()
@@ -99,12 +131,103 @@ class Calibrator:
         )
 
 
-def _adder(sums: dict[str, Tensor], name: str) -> Callable[..., None]:
-    """A hook that adds x^T x of a module's inputs to `sums[name]`."""
+def _hessian(layer: DecoderLayer, states: _States, cache: _Cache, name: str) -> Tensor | None:
+    """The mean of x x^T over the inputs of a matrix; None if the layer does not call it."""
+    total: Tensor | None = None
+    count = 0
+    for hidden, step in states:
+        call = _call(layer, name, hidden, step, cache)
+        if call is not None:
+            x = call[0][0].float()
+            total = x.T @ x if total is None else total.addmm_(x.T, x)
+            count += len(x)
+    return None if total is None else total / count
 
-    def add(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        x = inputs[0].float()
-        product = x.T @ x
-        sums[name] = sums[name] + product if name in sums else product
 
-    return add
+def _observe(
+    original: DecoderLayer,
+    current: DecoderLayer,
+    name: str,
+    exact: _States,
+    states: _States,
+    cache: _Cache,
+) -> Seen | None:
+    """Run the text through a layer as it was and as it is.
+
+    Args:
+        original, exact: the layer before any of it was rounded, and the states that entered it.
+        current, states: the layer, and the states that enter it now.
+        name: a matrix of both layers.
+        cache: for the keys and values of a row.
+
+    Returns:
+        None if they do not call the matrix.
+    """
+    hessian: Tensor | None = None
+    miss: Tensor | None = None
+    count = 0
+    for (unrounded, step), (hidden, _) in zip(exact, states, strict=True):
+        should = _call(original, name, unrounded, step, cache)
+        does = _call(current, name, hidden, step, cache)
+        if should is None or does is None:
+            continue
+        x, error = does[0][0].float(), (should[1] - does[1]).float()
+        hessian = x.T @ x if hessian is None else hessian.addmm_(x.T, x)
+        miss = error.T @ x if miss is None else miss.addmm_(error.T, x)
+        count += len(x)
+    if hessian is None or miss is None:
+        return None
+    return Seen(hessian / count, miss / count)
+
+
+def _observe_experts(
+    layer: DecoderLayer, name: str, states: _States, cache: _Cache
+) -> list[Seen | None]:
+    """For each expert the Hessian of its tokens.
+
+    The layer before it was rounded chooses other experts for some tokens, so what a product lacks
+    is not known.
+    """
+    module = layer.get_submodule(name)
+    assert isinstance(module, ExpertLinear), "the caller looked"
+    size, columns = module.experts.size, module.in_features
+    sums = torch.zeros(size, columns, columns)
+    counts = [0] * size
+    for hidden, step in states:
+        call = _call(layer, name, hidden, step, cache)
+        if call is None:
+            continue
+        x, ids = call[0][0].float(), call[0][1].flatten()
+        pairs = x.repeat_interleave(len(ids) // len(x), 0)
+        for expert in ids.unique().tolist():
+            own = pairs[ids == expert]
+            sums[expert].addmm_(own.T, own)
+            counts[expert] += len(own)
+    return [
+        Seen(total / count, None) if count else None
+        for total, count in zip(sums, counts, strict=True)
+    ]
+
+
+class _Reached(Exception):
+    """The matrix that is observed was called; the rest of its layer need not run."""
+
+
+def _call(
+    layer: DecoderLayer, name: str, hidden: Tensor, step: StepInputs, cache: _Cache
+) -> tuple[tuple[Tensor, ...], Tensor] | None:
+    """The inputs and the result of a layer's matrix; None if the layer does not call it."""
+    found: list[tuple[tuple[Tensor, ...], Tensor]] = []
+
+    def keep(module: nn.Module, inputs: tuple[Tensor, ...], result: Tensor) -> None:
+        found.append((inputs, result))
+        raise _Reached
+
+    hook = layer.get_submodule(name).register_forward_hook(keep)
+    try:
+        layer(hidden, step, *cache)
+    except _Reached:
+        return found[0]
+    finally:
+        hook.remove()
+    return None

@@ -5,6 +5,8 @@ The formats are described in models/quantized_checkpoints/, whose readers are th
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -55,9 +57,20 @@ def pack(name: str, rounded: Rounded, form: str, *, symmetric: bool) -> dict[str
     return tensors
 
 
-def settings_of(form: str, bits: int, group_size: int, *, symmetric: bool) -> dict[str, Any]:
-    """The `quantization_config` of a checkpoint."""
+def settings_of(
+    form: str, bits: int, group_size: int, floats: Sequence[str], *, symmetric: bool
+) -> dict[str, Any]:
+    """The `quantization_config` of a checkpoint.
+
+    Args:
+        form: one of FORMATS.
+        bits: of an integer.
+        group_size: columns that share a scale.
+        floats: the names of linear modules in layers that stay floats, such as routers of experts.
+        symmetric: there are no zero points.
+    """
     if form == "gptq":
+        excluded = {f"-:^{re.escape(name)}$": {} for name in floats}
         return {
             "quant_method": "gptq",
             "bits": bits,
@@ -66,6 +79,7 @@ def settings_of(form: str, bits: int, group_size: int, *, symmetric: bool) -> di
             "desc_act": False,
             "lm_head": False,
             "checkpoint_format": "gptq",
+            **({"dynamic": excluded} if excluded else {}),
         }
     if form == "awq":
         return {
@@ -74,7 +88,7 @@ def settings_of(form: str, bits: int, group_size: int, *, symmetric: bool) -> di
             "group_size": group_size,
             "zero_point": True,
             "version": "gemm",
-            "modules_to_not_convert": ["lm_head"],
+            "modules_to_not_convert": ["lm_head", *floats],
         }
     weights = {
         "num_bits": bits,
@@ -90,7 +104,7 @@ def settings_of(form: str, bits: int, group_size: int, *, symmetric: bool) -> di
         "format": "pack-quantized",
         "quantization_status": "compressed",
         "config_groups": {"group_0": group},
-        "ignore": ["lm_head"],
+        "ignore": ["lm_head", *floats],
     }
 
 

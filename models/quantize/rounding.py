@@ -13,11 +13,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ("Grid", "Rounded", "choose_grid", "round_by_hessian", "round_to_nearest")
+__all__ = (
+    "BLOCK",
+    "Grid",
+    "Rounded",
+    "choose_grid",
+    "damped",
+    "round_by_hessian",
+    "round_to_nearest",
+)
 
-_SHRUNK = (1.0, 0.96, 0.92, 0.88, 0.84, 0.8, 0.76)  # parts of a group's range that are tried
-_BLOCK = 128  # columns after which all later columns are changed at once
-_DAMPING = 0.01  # this part of the diagonal's mean is added to the Hessian's diagonal
+BLOCK = 128
+"""Columns after which the columns that are left are changed, all at once."""
+
+_SHRUNK = tuple(1.0 - 0.04 * step for step in range(12))  # parts of a range that are tried
+_DAMPING = 0.01  # added to the Hessian's diagonal, as a part of its mean
 
 
 class Grid(NamedTuple):
@@ -120,7 +130,7 @@ def round_by_hessian(weight: Tensor, grid: Grid, hessian: Tensor) -> Rounded:
     Args:
         weight: [N, K] float32.
         grid: the grid of the same matrix.
-        hessian: [K, K] float32, the mean of x x^T over the calibration text.
+        hessian: [K, K] float32, the damped mean of x x^T over the calibration text.
     """
     columns = weight.shape[1]
     diagonal = hessian.diagonal()
@@ -129,8 +139,8 @@ def round_by_hessian(weight: Tensor, grid: Grid, hessian: Tensor) -> Rounded:
     inverse = _inverse_factor(hessian[order][:, order])
     left = weight[:, order].clone()
     values = torch.empty_like(left)
-    for begin in range(0, columns, _BLOCK):
-        end = min(begin + _BLOCK, columns)
+    for begin in range(0, columns, BLOCK):
+        end = min(begin + BLOCK, columns)
         errors = torch.empty(weight.shape[0], end - begin)
         for column in range(begin, end):
             scale, zero = scales[:, column], zeros[:, column]
@@ -143,11 +153,13 @@ def round_by_hessian(weight: Tensor, grid: Grid, hessian: Tensor) -> Rounded:
     return Rounded(grid, values[:, order.argsort()].to(torch.uint8))
 
 
+def damped(hessian: Tensor) -> Tensor:
+    """A Hessian that can be inverted, although it is that of few tokens."""
+    mean = float(hessian.diagonal().mean())
+    return hessian + torch.eye(len(hessian)) * (_DAMPING * mean if mean > 0 else 1.0)
+
+
 def _inverse_factor(hessian: Tensor) -> Tensor:
-    """The upper Cholesky factor of the inverse of the damped Hessian."""
-    diagonal = hessian.diagonal()
-    damping = max(_DAMPING * float(diagonal.mean()), torch.finfo(torch.float32).tiny)
-    # In float64: the Hessian of few tokens is nearly singular.
-    damped = hessian.double() + torch.eye(len(hessian), dtype=torch.float64) * damping
-    inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
+    """The upper Cholesky factor of the inverse, computed in float64."""
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(hessian.double()))
     return torch.linalg.cholesky(inverse, upper=True).float()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -10,18 +11,32 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 
+from ostinato.conf.compose import load_config
 from ostinato.models.demo.training.corpus import documents
-from ostinato.models.linear_layers import LinearBase
+from ostinato.models.linear_layers import ExpertLinear, LinearBase, RouterLinear
+from ostinato.runtime.quantize_model import QuantizeReport, quantize_model
+from tests.models.driver import Driver, Sequence
+from tests.models.gguf_files import save_checkpoint
 from tests.models.quantized_checkpoints.loading import load
 from tests.models.random_checkpoints import VARIANTS, reference_model, save
+from tests.runtime.text.tokenizer_builders import CORPUS, byte_level_bpe
+
+PROMPT = [(7 * index * index + 13 * index + 5) % 199 for index in range(43)]
 
 
 def run(*overrides: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "ostinato", "quantize", *overrides]
     environment = os.environ | {"COLUMNS": "100"}
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=3600)
+
+
+def quantise(*overrides: str) -> QuantizeReport:
+    """The same without a process of its own."""
+    config = load_config(overrides)
+    return quantize_model(config.engine, config.quantize, lambda done, total: None)
 
 
 @pytest.mark.parametrize(
@@ -61,6 +76,65 @@ def test_the_readers_load_what_was_written(tmp_path: Path, name: str, form: str,
     assert torch.equal(files[0][embedding], files[1][embedding])
 
 
+@pytest.mark.parametrize(
+    ("form", "bits"), [("gptq", 4), ("awq", 4), ("compressed-tensors", 8)], ids=str
+)
+def test_experts_are_quantised_for_their_own_tokens(tmp_path: Path, form: str, bits: int) -> None:
+    source = save_checkpoint("qwen3-moe", tmp_path / "source", vocab_size=401)
+    byte_level_bpe().save(str(source / "tokenizer.json"))
+    text = tmp_path / "text"
+    text.write_text("\n".join(CORPUS), encoding="utf-8")
+    report = quantise(
+        f"model.path={source}",
+        f"quantize.output={tmp_path / 'new'}",
+        f"quantize.format={form}",
+        f"quantize.bits={bits}",
+        "quantize.group_size=32",
+        f"quantize.calibration={text}",
+        f"quantize.evaluation={text}",
+        "quantize.length=64",
+    )
+    assert report.num_matrices == 3 * (2 + 2 * 8)
+    assert report.num_kept == 0
+    assert report.perplexity_before is not None
+    assert report.perplexity_after is not None
+    assert abs(math.log(report.perplexity_after / report.perplexity_before)) < 0.1
+    model, _ = load(tmp_path / "new")
+    whole, _ = load(source)
+    for own, module in model.layers.named_modules():
+        if isinstance(module, LinearBase):
+            before = whole.layers.get_submodule(own).dense()  # type: ignore[operator]
+            assert module.method.is_quantized != isinstance(module, RouterLinear), own
+            if isinstance(module, ExpertLinear):
+                error = (module.dense() - before).norm() / before.norm()
+                assert float(error) < (0.25 if bits == 4 else 0.02), own
+
+
+def test_transformers_reads_what_was_written(tmp_path: Path) -> None:
+    pytest.importorskip("compressed_tensors", reason="the package that transformers reads it with")
+    source = save(reference_model(VARIANTS["qwen2"]), VARIANTS["qwen2"].as_one_file(), tmp_path)
+    target = tmp_path / "new"
+    quantise(
+        f"model.path={source}",
+        f"quantize.output={target}",
+        "quantize.group_size=32",
+        "quantize.symmetric=false",
+    )
+    model, config = load(target)
+    settings = transformers.CompressedTensorsConfig(run_compressed=False)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        target, dtype=torch.float32, quantization_config=settings
+    )
+    for index, layer in enumerate(model.layers):
+        for name in ("self_attn.o_proj", "mlp.down_proj"):
+            stored = theirs.get_submodule(f"model.layers.{index}.{name}").weight
+            assert torch.equal(layer.get_submodule(name).dense(), stored.detach())  # type: ignore[operator]
+    with torch.no_grad():
+        expected = theirs(torch.tensor([PROMPT])).logits[0]
+    ours = Driver(model, config, dtype=torch.float32).prefill(Sequence(PROMPT), [len(PROMPT)])
+    assert float((ours - expected).norm() / expected.norm()) < 0.06
+
+
 def test_what_can_not_be_quantised_is_refused(tmp_path: Path) -> None:
     gpt2 = save(reference_model(VARIANTS["gpt2"]), VARIANTS["gpt2"].as_one_file(), tmp_path)
     done = run(f"model.path={gpt2}", f"quantize.output={tmp_path / 'new'}")
@@ -72,7 +146,7 @@ def test_what_can_not_be_quantised_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_calibration_loses_little_more_than_half_of_rounding_to_the_nearest(tmp_path: Path) -> None:
+def test_calibration_loses_less_than_half_of_rounding_to_the_nearest(tmp_path: Path) -> None:
     for name, seed in (("calibration", 10**9 + 7), ("evaluation", 10**9 + 1)):
         texts = documents(seed)
         text = "\n\n".join(next(texts) for _ in range(400))
@@ -93,4 +167,4 @@ def test_calibration_loses_little_more_than_half_of_rounding_to_the_nearest(tmp_
         (line,) = [line for line in done.stdout.splitlines() if "perplexity" in line]
         before, after = map(float, line.split()[-2:])
         losses.append(after - before)
-    assert 0 < losses[1] < 0.6 * losses[0]
+    assert 0 < losses[1] < 0.5 * losses[0]

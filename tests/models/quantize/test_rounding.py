@@ -6,7 +6,13 @@ import pytest
 import torch
 
 from ostinato.models.quantize.packing import FORMATS, pack
-from ostinato.models.quantize.rounding import choose_grid, round_by_hessian, round_to_nearest
+from ostinato.models.quantize.refinement import refine
+from ostinato.models.quantize.rounding import (
+    choose_grid,
+    damped,
+    round_by_hessian,
+    round_to_nearest,
+)
 from tests.models.quantized_checkpoints.writers import Form, awq, gptq, pack_quantized
 
 
@@ -27,16 +33,41 @@ def test_the_hessian_lowers_the_error_of_products() -> None:
     mixing = torch.randn(128, 128, generator=generator) * torch.rand(128, generator=generator)
     x = torch.randn(2000, 128, generator=generator) @ mixing
     weight = torch.randn(64, 128, generator=generator)
-    hessian = x.T @ x / len(x)
+    hessian = damped(x.T @ x / len(x))
     plain = choose_grid(weight, 4, 32, torch.float16, symmetric=True)
     nearest = round_to_nearest(weight, plain).restored()
     grid = choose_grid(weight, 4, 32, torch.float16, symmetric=True, importance=hessian.diagonal())
-    rounded = round_by_hessian(weight, grid, hessian).restored()
-    errors = [float(((each - weight) @ x.T).norm()) for each in (nearest, rounded)]
+    rounded = round_by_hessian(weight, grid, hessian)
+    refined = refine(rounded, weight, hessian, torch.float16)
+    assert torch.equal(refined.grid.scales.half().float(), refined.grid.scales)
+    weights = (nearest, rounded.restored(), refined.restored())
+    errors = [float(((each - weight) @ x.T).norm()) for each in weights]
     assert errors[1] < 0.6 * errors[0]
+    assert errors[2] < 0.96 * errors[1]
     # A text in which no input is active gives no reason to move a weight.
-    empty = round_by_hessian(weight, plain, torch.zeros(128, 128)).restored()
+    empty = round_by_hessian(weight, plain, damped(torch.zeros(128, 128))).restored()
     assert torch.equal(empty, nearest)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_refinement_lowers_the_error_of_every_row(symmetric: bool) -> None:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(40, 64, generator=generator)  # fewer tokens than columns
+    weight = torch.randn(48, 64, generator=generator)
+    weight[5] = 0.0
+    hessian = damped(x.T @ x / len(x))
+    grid = choose_grid(weight, 4, 32, torch.float16, symmetric=symmetric)
+    before = round_to_nearest(weight, grid)
+    after = refine(before, weight, hessian, torch.float16)
+    errors = [
+        (((each.restored() - weight) @ hessian) * (each.restored() - weight)).sum(1)
+        for each in (before, after)
+    ]
+    assert bool((errors[1] <= errors[0] * 1.0001).all())
+    assert float(errors[1].sum()) < 0.8 * float(errors[0].sum())
+    assert torch.equal(after.grid.zeros, before.grid.zeros)
+    assert bool((after.grid.scales > 0).all())
+    assert int(after.values.amax()) <= 15
 
 
 def test_packing_is_that_of_the_formats() -> None:
