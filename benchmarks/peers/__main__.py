@@ -5,7 +5,8 @@
         --transformers VENV/bin/python --rounds 3 --json FILE
 
     ... --quantized int8 --quantized int4 --openvino VENV/bin/python=IR_DIR=int8 \\
-        --llama-cpp SERVER=Q8_0.gguf=int8 --llama-cpp SERVER=Q4_0.gguf=int4
+        --llama-cpp SERVER=Q8_0.gguf=int8 --llama-cpp SERVER=Q4_0.gguf=int4 \\
+        --stored gptq-int4=GPTQ_DIR --stored gguf-int4=Q4_0.gguf
 
     ... --drafts --llama-cpp-draft Q4_0.gguf --parts decode repeat
 
@@ -26,9 +27,10 @@ The weights of every peer must have the requested precision: OpenVINO's exporter
 16 bits unless it gets `--weight-format fp32`.
 
 Engines of a class (int8, int4, drafts, or unquantised) are compared with each other: this engine
-with the best peer of the class. `--drafts` adds engines with drafts that come from earlier text:
-this engine with `speculation.method=auto`, vLLM's n-grams, OpenVINO's prompt lookup and each n-gram
-drafter of llama-server. Every engine draws the likeliest token.
+with the best peer of the class. `--stored` runs this engine with a quantised checkpoint or a GGUF
+file too. `--drafts` adds engines with drafts that come from earlier text: this engine with
+`speculation.method=auto`, vLLM's n-grams, OpenVINO's prompt lookup and each n-gram drafter of
+llama-server. Every engine draws the likeliest token.
 """
 
 from __future__ import annotations
@@ -186,6 +188,12 @@ def _commands(options: argparse.Namespace) -> dict[str, list[str]]:
         kind, _, more = quantized.partition(":")
         overrides = [f"model.quantization={kind}", *filter(None, more.split(","))]
         commands[_named(_OURS, kind)] = ours + overrides
+    for stored in options.stored:
+        name, _, path = stored.partition("=")
+        checkpoint = str(Path(path).resolve())
+        commands[_named(_OURS, name)] = drive(
+            sys.executable, "ostinato", checkpoint, *tail, *options.overrides
+        )
     if options.vllm:
         commands["vllm"] = drive(options.vllm, "vllm", model, *tail)
         if drafts:
@@ -297,9 +305,9 @@ def _print(record: dict[str, Any], names: list[str], parts: list[str]) -> None:
     table.add_column("part")
     for name in names:
         table.add_column(name, justify="right")
-    kinds = sorted({_kind(name) for name in names if name.startswith(_OURS)})
-    for kind in kinds:
-        table.add_column(f"ours to the best peer {kind}".rstrip(), justify="right")
+    ours = [name for name in names if name.startswith(_OURS)]
+    for name in ours:
+        table.add_column(f"{name} to the best peer", justify="right")
     table.add_column("GB/s", justify="right")
     for part in parts:
         results = [result for result in record["results"] if result["part"] == part]
@@ -311,10 +319,10 @@ def _print(record: dict[str, Any], names: list[str], parts: list[str]) -> None:
         table.add_row(
             f"{part}, {_UNITS[part]}",
             *(median_and_range(values[name]) for name in names),
-            *(_ratio(part, values, kind) for kind in kinds),
+            *(_ratio(part, values, name) for name in ours),
             f"{bandwidth:.0f}",
         )
-    console = Console(width=max(_WIDTH, 24 * (len(names) + len(kinds))), highlight=False)
+    console = Console(width=max(_WIDTH, 24 * (len(names) + len(ours))), highlight=False)
     conditions = record["conditions"]
     console.print(
         f"{conditions['model']} {conditions['dtype']}, {conditions['threads']} threads, "
@@ -328,9 +336,9 @@ def _print(record: dict[str, Any], names: list[str], parts: list[str]) -> None:
     )
 
 
-def _ratio(part: str, values: dict[str, list[float]], kind: str) -> str:
-    """The median over the rounds of this engine's ratio to the best peer of its class."""
-    own = _named(_OURS, kind)
+def _ratio(part: str, values: dict[str, list[float]], own: str) -> str:
+    """The median over the rounds of the ratio of `own` to the best peer of its class."""
+    kind = _kind(own)
     peers = [name for name in values if not name.startswith(_OURS) and _kind(name) == kind]
     if not peers:
         return ""
@@ -373,6 +381,13 @@ def main(arguments: list[str]) -> None:
         action="append",
         default=[],
         help="also run this engine with model.quantization=VALUE; VALUE:KEY=VALUE,... sets more",
+    )
+    parser.add_argument(
+        "--stored",
+        action="append",
+        default=[],
+        help="NAME=PATH: also run this engine with this quantised checkpoint or GGUF file; a NAME "
+        "that ends in -int8 or -int4 says its class; repeatable",
     )
     parser.add_argument(
         "--only-quantized", action="store_true", help="leave out this engine without quantization"
