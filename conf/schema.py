@@ -254,9 +254,7 @@ class ModelSection(Section):
 
     key = "model"
     path: str = setting(
-        "",
-        "a local directory, a GGUF file, a hub id, or hub-id:Q4_K_M for a GGUF model of it; "
-        "empty = the bundled demo model",
+        "", "a directory, a GGUF file, a hub id or hub-id:GGUF-type; empty = the bundled demo model"
     )
     name: str = setting("", "the name that clients use; empty = the last part of the path")
     tokenizer: str = setting("", "a local directory, a GGUF file or a hub id; empty = same as path")

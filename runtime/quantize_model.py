@@ -30,6 +30,7 @@ from ostinato.models.quantize.calibration import (
     layer_matrices,
     num_matrices,
 )
+from ostinato.models.quantize.input_scaling import apply_factors, best_factors, find_folds
 from ostinato.models.quantize.packing import pack, settings_of
 from ostinato.models.quantize.refinement import refine
 from ostinato.models.quantize.rounding import (
@@ -40,7 +41,6 @@ from ostinato.models.quantize.rounding import (
     round_by_hessian,
     round_to_nearest,
 )
-from ostinato.models.quantize.scaling import apply_factors, best_factors, find_folds
 from ostinato.models.registry import build_model
 from ostinato.ops.attention import select_backend
 from ostinato.ops.native.build import NativeBuildError

@@ -382,13 +382,7 @@ def main(arguments: list[str]) -> None:
         default=[],
         help="also run this engine with model.quantization=VALUE; VALUE:KEY=VALUE,... sets more",
     )
-    parser.add_argument(
-        "--stored",
-        action="append",
-        default=[],
-        help="NAME=PATH: also run this engine with this quantised checkpoint or GGUF file; a NAME "
-        "that ends in -int8 or -int4 says its class; repeatable",
-    )
+    parser.add_argument("--stored", action="append", default=[], help="NAME=PATH; repeatable")
     parser.add_argument(
         "--only-quantized", action="store_true", help="leave out this engine without quantization"
     )

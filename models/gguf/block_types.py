@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ostinato.ops.stored_blocks import BLOCK_LAYOUTS, block_values
+from ostinato.ops.quantized import BLOCK_LAYOUTS, block_values
 
 __all__ = (
     "FLOAT_TYPES",

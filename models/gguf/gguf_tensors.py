@@ -19,8 +19,8 @@ from torch import Tensor
 from ostinato.models.gguf.block_types import FLOAT_TYPES, dequantize
 from ostinato.models.gguf.gguf_file import TENSOR_TYPES, GGUFError, GGUFFile, GGUFTensor
 from ostinato.models.gguf.stored_formats import FORMATS, common_format, in_format
+from ostinato.ops.quantized import BLOCK_LAYOUTS
 from ostinato.ops.quantized_reference import QuantFormat
-from ostinato.ops.stored_blocks import BLOCK_LAYOUTS
 
 __all__ = ("module_types", "read_tensors")
 

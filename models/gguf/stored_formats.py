@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ostinato.models.gguf.block_types import GROUPED_TYPES, block_factors
+from ostinato.ops.quantized import BLOCK_LAYOUTS, block_values
 from ostinato.ops.quantized_reference import QuantFormat
-from ostinato.ops.stored_blocks import BLOCK_LAYOUTS, block_values
 
 __all__ = ("FORMATS", "common_format", "in_format")
 

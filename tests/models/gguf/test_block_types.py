@@ -19,9 +19,9 @@ from ostinato.models.gguf.block_types import (
 )
 from ostinato.models.gguf.gguf_file import TENSOR_TYPES
 from ostinato.models.gguf.stored_formats import FORMATS, common_format, in_format
-from ostinato.ops import stored_blocks
+from ostinato.ops import quantized
 from ostinato.ops.native.library import load
-from ostinato.ops.stored_blocks import BLOCK_LAYOUTS, block_values
+from ostinato.ops.quantized import BLOCK_LAYOUTS, block_values
 from tests.arch.tree import ROOT
 
 
@@ -46,7 +46,7 @@ def test_the_kernel_unpacks_what_the_formula_of_torch_does(name: str, count: int
     generator = np.random.default_rng(count)
     blocks = torch.from_numpy(generator.integers(0, 256, (count, block_bytes), dtype=np.uint8))
     for added in (0, 3):
-        expected = stored_blocks._reference(blocks, name, added)  # pyright: ignore[reportPrivateUsage]
+        expected = quantized._block_values_reference(blocks, name, added)  # pyright: ignore[reportPrivateUsage]
         assert torch.equal(block_values(blocks, name, added), expected)
     assert block_values(blocks.to("meta"), name).shape == expected.shape
 
