@@ -92,12 +92,17 @@ class DraftPlanner:
         """
         if sequence.num_drafts:  # the step in flight verifies them
             return True
+        if self._depth.is_paused or not sequence.request.sampling.speculation:
+            return False
         record = sequence.draft_record
-        if self._depth.is_paused:
+        if record is None:
+            record = sequence.draft_record = DraftRecord()
+        if record.num_idle and not record.skip():
             return False
-        if record is not None and record.num_idle and not record.skip():
+        if self._is_sparing and record.rests() and not sequence.forced_token_ids:
             return False
-        return self._guess(sequence, self._room(sequence)) is not None
+        record.is_awaited = self._guess(sequence, self._room(sequence)) is not None
+        return record.is_awaited
 
     def add(self, step: StepPlan, num_running: int) -> None:
         """Add drafts to the decodes of a step.
@@ -167,7 +172,9 @@ class DraftPlanner:
             record = sequence.draft_record
             if record is None:
                 record = sequence.draft_record = DraftRecord()
-            if self._is_sparing and record.rests() and not sequence.forced_token_ids:
+            rests = self._is_sparing and not record.is_awaited and record.rests()
+            record.is_awaited = False
+            if rests and not sequence.forced_token_ids:
                 continue
             found.append((index, record))
         return found

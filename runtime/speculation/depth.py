@@ -39,10 +39,11 @@ _PAUSE, _LONGEST_PAUSE = 256, 1024
 class DraftRecord:
     """How often the drafts of one sequence were right, and when the next draft is tried."""
 
-    __slots__ = ("num_idle", "num_quiet", "own", "wait")
+    __slots__ = ("is_awaited", "num_idle", "num_quiet", "own", "wait")
 
     def __init__(self) -> None:
         self.own = OwnRate()
+        self.is_awaited = False  # the sequence has left out a step to get a draft
         self.num_idle = 0  # steps since its last draft
         self.num_quiet = 0  # steps since a draft was right
         self.wait = _FIRST_PROBE  # steps without drafts before one token is tried

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 import msgspec
@@ -11,8 +12,9 @@ from ostinato.runtime.kv.kv_cache_manager import KVCacheManager
 from ostinato.runtime.scheduling.scheduler import Scheduler
 from ostinato.runtime.speculation.proposer import Draft
 from ostinato.runtime.types.request import Request
+from ostinato.runtime.types.step import StepResult
 from tests.runtime.cost_tables import make_table
-from tests.runtime.scheduling.scheduler_steps import make_request, step
+from tests.runtime.scheduling.scheduler_steps import make_request, must_schedule, step
 
 
 class Silent:
@@ -37,7 +39,7 @@ class Silent:
         pass
 
 
-def lookups(num_steps: int, *, speculation: bool) -> tuple[int, int]:
+def lookups(num_steps: int, *, speculation: bool = True, overlap: bool = False) -> tuple[int, int]:
     """The numbers of the drafter's calls and of compared steps, for one sequence."""
     drafter = Silent()
     config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64)
@@ -45,7 +47,7 @@ def lookups(num_steps: int, *, speculation: bool) -> tuple[int, int]:
         config,
         KVCacheManager(65, 4),
         max_model_len=200,
-        max_in_flight=1,
+        max_in_flight=1 + overlap,
         proposer=drafter,
         draft_costs=make_table(),
     )
@@ -54,8 +56,11 @@ def lookups(num_steps: int, *, speculation: bool) -> tuple[int, int]:
     scheduler.add(msgspec.structs.replace(request, sampling=sampling))
     step(scheduler, 5)  # its prompt
     num_compared = 0
+    in_flight = deque([must_schedule(scheduler)] if overlap else [])
     for _ in range(num_steps):
-        step(scheduler, 5)
+        in_flight.append(must_schedule(scheduler))
+        scheduler.update(in_flight.popleft(), StepResult([5]))
+        scheduler.check_integrity()
         assert scheduler._last_read is not None
         num_compared += scheduler._last_read.load is not None
         scheduler.observe(0.004)
@@ -63,7 +68,12 @@ def lookups(num_steps: int, *, speculation: bool) -> tuple[int, int]:
 
 
 def test_after_eight_steps_without_a_draft_one_step_of_eight_looks_for_one() -> None:
-    assert lookups(72, speculation=True) == (8 + 8, 8 + 8)
+    assert lookups(72) == (8 + 8, 8 + 8)
+
+
+def test_a_sequence_with_a_step_in_flight_is_looked_up_as_rarely() -> None:
+    num_calls, _ = lookups(72, overlap=True)
+    assert num_calls == 8 + 8
 
 
 def test_a_request_without_speculation_is_not_looked_up() -> None:
