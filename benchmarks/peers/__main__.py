@@ -406,6 +406,8 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--overrides", nargs="+", default=[], help="configuration of this engine")
     parser.add_argument("--json", type=Path, help="write every single figure to this file")
     options = parser.parse_args(arguments)
+    # The engines are ended then, too; those that are stopped would stay.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
     engines: list[Engine] = []
     variables = {
         "VLLM_CPU_OMP_THREADS_BIND": f"0-{options.threads - 1}",
