@@ -97,7 +97,7 @@ def test_pages_cover_every_sequence(
 @pytest.mark.timeout(600)
 def test_planning_over_stand_ins() -> None:
     """interpreted_flashinfer.py, in a process where no kernel is decorated yet."""
-    options = ["-x", "-q", "-p", "no:cacheprovider"]
+    options = ["-x", "-q", "-n", "0", "-p", "no:cacheprovider"]
     run = subprocess.run(
         [sys.executable, "-m", "pytest", *options, "tests/ops/interpreted_flashinfer.py"],
         cwd=ROOT,

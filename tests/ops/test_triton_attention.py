@@ -19,16 +19,17 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the kernels themselves here")
-@pytest.mark.timeout(1200)  # 45 seconds of one core; a busy machine may give less than one
-def test_under_the_interpreter() -> None:
-    """All of interpreted_triton_attention.py, in a process where no kernel is decorated yet."""
+@pytest.mark.timeout(1200)  # half a minute of one core; a busy machine may give less than one
+@pytest.mark.parametrize("marks", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+def test_under_the_interpreter(marks: str) -> None:
+    """The interpreted tests with these marks, in a process where no kernel is decorated yet."""
     environment = os.environ | {
         "TRITON_INTERPRET": "1",
         # NumPy multiplies small tiles, for which more threads are slower.
         "OMP_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",
     }
-    options = ["-x", "-q", "-p", "no:cacheprovider"]
+    options = ["-x", "-q", "-n", "0", "-p", "no:cacheprovider", "-m", marks]
     run = subprocess.run(
         [sys.executable, "-m", "pytest", *options, "tests/ops/interpreted_triton_attention.py"],
         cwd=ROOT,

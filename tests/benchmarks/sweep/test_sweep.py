@@ -92,6 +92,7 @@ def words(tmp_path: Path) -> list[str]:
     ]
 
 
+@pytest.mark.slow  # 20 seconds
 @pytest.mark.timeout(600)
 def test_a_sweep_isolates_a_failure_reuses_the_model_and_resumes(
     tmp_path: Path, words: list[str], capsys: pytest.CaptureFixture[str]

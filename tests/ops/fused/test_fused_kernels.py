@@ -25,7 +25,7 @@ def test_under_the_interpreter(marks: str) -> None:
         "OMP_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",
     }
-    options = ["-x", "-q", "-p", "no:cacheprovider", "-m", marks]
+    options = ["-x", "-q", "-n", "0", "-p", "no:cacheprovider", "-m", marks]
     files = [f"tests/ops/fused/interpreted_{name}.py" for name in ("fused", "experts")]
     run = subprocess.run(
         [sys.executable, "-m", "pytest", *options, *files],

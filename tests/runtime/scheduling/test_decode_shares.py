@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ostinato.conf.schema import SchedulerConfig
@@ -152,6 +152,7 @@ def test_places_are_divided_equally(sizes, data):
 
 
 @given(st.lists(st.integers(1, 12), min_size=2, max_size=5))
+@settings(max_examples=40)
 def test_every_sequence_advances(sizes):
     run = Run(*sizes, max_slowdown=1.1)
     steps = 3 * sum(sizes)
