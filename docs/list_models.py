@@ -26,7 +26,7 @@ class Refused(NamedTuple):
     key: str  # a dot leads into an object
     value: Any
     why: str
-    beside: tuple[str, Any] | None = None  # a key and the value with which it is refused
+    beside: tuple[str, Any] | None = None  # another key and its value: only both are refused
 
     def shown(self) -> str:
         """The value as a cell of the table."""
@@ -76,9 +76,9 @@ REFUSED: dict[str, tuple[Refused, ...]] = {
     "GemmaForCausalLM": (Refused("use_bidirectional_attention", True, _TWO_SIDED),),
     "Glm4MoeLiteForCausalLM": (Refused("attention_bias", True, _NO_MODEL),),
     "GptOssForCausalLM": (
-        Refused("hidden_act", "gelu", "its gates are clamped, whatever is stated"),
-        Refused("swiglu_alpha", 1.0, "no published model has another slope"),
-        Refused("swiglu_limit", 5.0, "no published model has another limit"),
+        Refused("hidden_act", "gelu", "the model always uses its clamped SwiGLU"),
+        Refused("swiglu_alpha", 1.0, "every published model has 1.702"),
+        Refused("swiglu_limit", 5.0, "every published model has 7.0"),
     ),
     "MptForCausalLM": (
         Refused("no_bias", False, "checkpoints with biases are not read"),

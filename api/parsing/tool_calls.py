@@ -1,9 +1,10 @@
 """Finds tool calls in an answer's content, incrementally.
 
-A call becomes an event when it is complete and valid: its text matches the format, its arguments
-are a JSON object, and its name is one of the offered functions. All other text is content, and is
-not changed. Whitespace next to a call belongs to the call. If a grammar enforces the format, the
-arguments are streamed.
+Without a grammar, a call becomes an event when it is complete and valid: its text matches the
+format, its arguments are a JSON object, and its name is one of the offered functions. If a grammar
+enforces the format, a call becomes an event as soon as its name is known, and its arguments are
+streamed. All other text is content, and is not changed. Whitespace next to a call belongs to the
+call.
 """
 
 from __future__ import annotations

@@ -39,7 +39,10 @@ def time_calls(call: Callable[[], object], device: torch.device, repeats: int = 
 
 
 def measure_machine(device: torch.device, dtype: torch.dtype, *, tiny: bool) -> Machine:
-    """Copies and multiplies random numbers: 1 GiB, and matrices of 8192 x 8192; less if tiny."""
+    """Copies 2**29 random numbers, and multiplies two random matrices of 8192 x 8192.
+
+    Both are smaller if `tiny`.
+    """
     count, side = (1 << 22, 512) if tiny else (1 << 29, 8192)
     return Machine(
         copy_bytes_s=_copy_rate(device, dtype, count),

@@ -2,11 +2,12 @@
 
     python -m ostinato.benchmarks.micro.quantization_accuracy --json FILE
 
-The perplexity is that of the demo model on text that it was not trained on. Every row is scored
-from its beginning. Logit errors are those of random weights in the shapes of larger models,
-relative to the same weights unquantised. Each format is measured twice. The first measurement uses
-the kernels of the format. The second one dequantises the weights and uses the kernels for floats.
-So the second measurement excludes the rounding of activations.
+The perplexity is that of the demo model on text that it was not trained on. The text is in rows of
+`--length` tokens. Each row begins with a document, and is scored without text before it. Logit
+errors are those of random weights in the shapes of larger models, relative to the same weights
+unquantised. Each format of weights is measured twice. The first measurement uses the kernels of the
+format. The second one dequantises the weights and uses the kernels for floats. So the second
+measurement excludes the rounding of activations.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ from ostinato.runtime.startup.plan.model_source import open_model
 __all__ = ("Loaded", "perplexity")
 
 _DEMO = Path(ostinato.__file__).parents[1] / "models" / "demo"
-_HELD_OUT_SEED = 10**9 + 1  # as models/demo/training/train.py: no document of the training run
+# The documents of the held-out loss in models/demo/training: `batches` adds 1 to HELD_OUT_SEED.
+_HELD_OUT_SEED = 10**9 + 1
 _BLOCK_SIZE = 16
 _KEY = "model.quantization"
 _FORMATS: dict[str, list[str]] = {

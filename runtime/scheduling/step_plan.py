@@ -206,7 +206,7 @@ class StepPlan:
                 if len(scores) != entry.num_prompt_logits:
                     raise ValueError(
                         f"row {entry.row} has {entry.num_prompt_logits} prompt tokens to score, "
-                        f"the step's result {len(scores)}"
+                        f"and the step's result has {len(scores)} scores"
                     )
                 if sequence.prompt_logprobs is not None:
                     # After a preemption some scores arrive again and replace the earlier ones.
