@@ -58,7 +58,10 @@ class PromptEncoder:
     def encode(
         self, text: str, fields: TruncationFields, *, param: str, add_special_tokens: bool
     ) -> list[int]:
-        """Token ids of a prompt. With truncation, only a part that has the kept tokens.
+        """Token ids of a prompt.
+
+        If the request asks for truncation, these can be fewer than those of the whole prompt, but
+        they contain all that truncation keeps. `runtime/client/requests.py` makes the final cut.
 
         Args:
             text: the prompt.
@@ -108,10 +111,10 @@ class PromptEncoder:
             )
 
     def _num_kept(self, fields: TruncationFields) -> int | None:
-        """An upper bound of the tokens that truncation keeps; None = no token is cut off.
+        """The number of tokens that `encode` cuts a prompt to; None = `encode` does not cut.
 
-        If the limit is longer than the context, a text that does not fit is refused, like without
-        truncation.
+        It is at least the number that truncation keeps. A limit of the context's length or more
+        gives None: then a text that does not fit is refused, as without truncation.
         """
         limit, most = fields.truncate_prompt_tokens, self._source.model.max_model_len
         if limit == -1:

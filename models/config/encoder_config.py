@@ -63,6 +63,6 @@ def read_encoder_config(hf_config: HFConfig) -> ModelConfig:
 
 
 def _num_labels(hf_config: HFConfig) -> int:
-    """The number of labels, by the rule of transformers: two unless the labels are listed."""
+    """The number of labels, by the rule of transformers: two if the config has none."""
     labels = hf_config.get("id2label")
     return len(labels) if labels else read_integer(hf_config, "num_labels", default=2)

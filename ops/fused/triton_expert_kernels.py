@@ -5,13 +5,14 @@
     3. `gate_up_kernel`: grouped product of gate and up, activation
     4. `down_kernel`: grouped product, weighted sum over the slots of a token, residual
 
-A pair is a token and one of its slots. Every expert has a list of its pairs, in any order: a row of
-a product has the same bits wherever it lies in a tile.
+A pair is a token and one of its slots. Every expert has a list of its pairs. The order in a list
+can differ between launches, which changes no result: a row of a product has the same bits wherever
+it lies in a tile.
 
-Two of the kernels finish what several programs have begun: the program that arrives last at a
-counter reads the results of the others. It is the only one that writes, and it reads in a fixed
-order, so results do not depend on who is last. A counter is zero when its kernel begins: an earlier
-launch of the same call has cleared it.
+In two of the kernels (router and down) several programs compute parts of one result. Each program
+stores its part, then adds 1 to a counter. The program that is last reads all parts in a fixed order
+and writes the result. So the result does not depend on which program is last. A counter is zero
+when its kernel begins: an earlier launch of the same call has cleared it.
 
 Source: the grouped product over sorted tokens of MegaBlocks (Gale et al., arXiv:2211.15841).
 """
@@ -42,7 +43,7 @@ def _tile(pointers, rows_ok, columns_ok, MASK_ROWS: tl.constexpr, MASK_COLUMNS: 
 @triton.jit
 def _store_normal(normal, x, norm_weight, factor, row, row_ok, K: tl.constexpr,
                   BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
-    """Store this program's share of the columns of a row tile's norm."""
+    """Normalise the rows of a row tile, and store this program's share of their columns."""
     for start in range(tl.program_id(1) * BLOCK_K, K, tl.num_programs(1) * BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
         ok = row_ok[:, None] & (k < K)[None, :]
@@ -153,8 +154,10 @@ def router_kernel(
 @triton.jit
 def _pairs(tile, members, counts, num_rows, NUM_EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr,
            BLOCK_M: tl.constexpr):  # fmt: skip
-    """The pairs of a tile: their expert, at least NUM_EXPERTS if there are none; the pairs; which
-    of them there are.
+    """Find the pairs of a tile.
+
+    Returns their expert (NUM_EXPERTS or more if the tile has no pairs), [BLOCK_M] pairs, and a mask
+    of the places that hold a pair.
     """
     lane = tl.arange(0, BLOCK_E)
     count = tl.load(counts + lane, mask=lane < NUM_EXPERTS, other=0)

@@ -85,7 +85,7 @@ def command(name: str, url: str, seconds: float, directory: Path | None) -> list
         if directory is not None:
             return [str(_python(directory, name)), script, *arguments]
         if importlib.util.find_spec(library.module) is None:
-            return f"{library.packages[0]} is not installed beside this package"
+            return f"{library.packages[0]} is not installed for {sys.executable}"
         return [sys.executable, script, *arguments]
     node = shutil.which("node")
     if node is None:
