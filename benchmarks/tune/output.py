@@ -172,7 +172,7 @@ def plot_front(
 
 
 def _lower_left(points: Sequence[ServingMetrics]) -> list[ServingMetrics]:
-    """The points of the front towards lower TTFT and lower ITL."""
+    """The points that no other point beats in both TTFT and ITL."""
     return [
         one
         for one in points

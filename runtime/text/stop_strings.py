@@ -73,8 +73,9 @@ class StopStringMatcher:
 class _StopString:
     """Finds one stop string by the algorithm of Knuth, Morris and Pratt (1977).
 
-    A border of a string is a shorter string that it both begins and ends with. The longest border
-    of each beginning is computed when the text first reaches that beginning.
+    A border of a string is a shorter string that it both begins and ends with. The longest borders
+    of the beginnings of the stop string are computed when they are first needed: when a match of
+    that length breaks off or is complete.
 
     Attributes:
         text: the stop string.
