@@ -11,7 +11,7 @@ import base64
 import hashlib
 import secrets
 import socket
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import zmq
 from zmq.utils import z85
@@ -19,11 +19,9 @@ from zmq.utils import z85
 __all__ = (
     "SILENCE_S",
     "KeyPair",
-    "OneKey",
-    "bracketed",
     "configure_client",
-    "configure_server",
     "leader_keys",
+    "listen",
     "new_token",
     "node_keys",
     "own_address",
@@ -58,7 +56,13 @@ def node_keys(token: str) -> KeyPair:
     return _derive(token, b"node")
 
 
-class OneKey:
+class _Authenticator(Protocol):
+    """The method of ZeroMQ's authenticators that is used here."""
+
+    def configure_curve_callback(self, domain: str, credentials_provider: Any) -> None: ...
+
+
+class _OneKey:
     """Lets a client connect only if it has the secret key that belongs to this public key."""
 
     def __init__(self, public: bytes) -> None:
@@ -68,17 +72,34 @@ class OneKey:
         return key == self._public
 
 
-def configure_server(connection: zmq.Socket[Any], token: str, silence_s: float) -> None:
-    """Set the options of a socket before it is bound; an authenticator checks the other side's key.
+def listen(
+    connection: zmq.Socket[Any],
+    authenticator: _Authenticator,
+    token: str,
+    host: str,
+    silence_s: float,
+) -> str:
+    """Bind a socket to a free port, for clients that have the token.
 
     Args:
-        connection: of the side that listens.
-        token: of this run.
+        connection: the socket of the side that listens.
+        authenticator: a started authenticator of the socket's context.
+        token: the token of this run.
+        host: the address to listen at, as of `parallel.host`: empty = that of the default route.
         silence_s: seconds after which the other side counts as gone.
+
+    Returns:
+        `tcp://HOST:PORT`, at which other machines reach the socket.
+
+    Raises:
+        zmq.ZMQError: the address is not one of this machine.
     """
-    keys = leader_keys(token)
+    authenticator.configure_curve_callback("*", _OneKey(node_keys(token).public))
     connection.setsockopt(zmq.CURVE_SERVER, 1)
-    _configure(connection, keys, silence_s)
+    _configure(connection, leader_keys(token), silence_s)
+    host = host or own_address()
+    port = connection.bind_to_random_port(f"tcp://{_bracketed(host)}")
+    return f"tcp://{_bracketed(reached_at(host))}:{port}"
 
 
 def configure_client(connection: zmq.Socket[Any], token: str, silence_s: float) -> None:
@@ -124,7 +145,7 @@ def own_address(towards: str = "192.0.2.1") -> str:
             return "127.0.0.1"
 
 
-def bracketed(host: str) -> str:
+def _bracketed(host: str) -> str:
     """A host as it is written in an address."""
     return f"[{host}]" if ":" in host else host
 

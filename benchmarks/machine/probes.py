@@ -39,8 +39,8 @@ def read_bandwidth(device: torch.device) -> float:
 class LoadMeter:
     """The share of all cores that other programs used between `start` and `stop`, in [0, 1].
 
-    The processes that this one has started, and those that they have started, are no other
-    programs. One of them that ends in between counts as one if nobody waits for its end.
+    Child processes of this process, and their children, do not count as other programs. The
+    exception is a child that ends in between and whose exit status its parent does not read.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,9 @@
 """Makes a tokenizer.json and a tokenizer_config.json from a GGUF file's metadata.
 
 `tokenizer.ggml.model` names one of two kinds of vocabularies. `gpt2` is byte-level BPE:
-`tokenizer.ggml.pre` names the expressions that split a text into words (splittings.py). `llama` is
-SentencePiece: its merges follow from the tokens' scores. Imports neither torch nor transformers.
+`tokenizer.ggml.pre` names the expressions that split a text into words (pre_tokenizers.py).
+`llama` is SentencePiece: its merges follow from the tokens' scores. Imports neither torch nor
+transformers.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ostinato.models.gguf.gguf_file import GGUFError, GGUFFile
-from ostinato.models.gguf.splittings import SPLITTINGS
+from ostinato.models.gguf.pre_tokenizers import PRE_TOKENIZERS
 
 __all__ = ("gguf_tokenizer_config", "gguf_tokenizer_json")
 
@@ -216,30 +217,30 @@ def _model(vocab: dict[str, int], merges: list[tuple[str, str]], **settings: Any
 
 def _byte_level(vocabulary: _Vocabulary) -> dict[str, Any]:
     name = vocabulary.file.get("tokenizer.ggml.pre", str)
-    splitting = None if name is None else SPLITTINGS.get(name)
-    if splitting is None:
+    pre_tokenizer = None if name is None else PRE_TOKENIZERS.get(name)
+    if pre_tokenizer is None:
         raise vocabulary.error(
-            f"tokenizer.ggml.pre is {name!r}; supported are {', '.join(SPLITTINGS)}"
+            f"tokenizer.ggml.pre is {name!r}; supported are {', '.join(PRE_TOKENIZERS)}"
         )
     merges = vocabulary.merges()
     if merges is None:
         raise vocabulary.error("there is no list tokenizer.ggml.merges")
     splits = [
         {"type": "Split", "pattern": {"Regex": each}, "behavior": "Isolated", "invert": False}
-        for each in splitting.expressions
+        for each in pre_tokenizer.expressions
     ]
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
     vocab = {token: token_id for token_id, token in enumerate(vocabulary.tokens)}
     return {
         "added_tokens": vocabulary.added_tokens(vocab),
-        "normalizer": {"type": "NFC"} if splitting.nfc else None,
+        "normalizer": {"type": "NFC"} if pre_tokenizer.nfc else None,
         "pre_tokenizer": {
             "type": "Sequence",
-            "pretokenizers": [*splits, byte_level | {"use_regex": splitting.then_gpt2}],
+            "pretokenizers": [*splits, byte_level | {"use_regex": pre_tokenizer.then_gpt2}],
         },
-        "post_processor": vocabulary.around(adds_bos=splitting.add_bos),
+        "post_processor": vocabulary.around(adds_bos=pre_tokenizer.add_bos),
         "decoder": byte_level | {"use_regex": True},
-        "model": _model(vocab, merges, ignore_merges=splitting.ignore_merges),
+        "model": _model(vocab, merges, ignore_merges=pre_tokenizer.ignore_merges),
     }
 
 

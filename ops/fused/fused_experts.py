@@ -9,6 +9,7 @@ torch, with which tests compare the kernels.
 from __future__ import annotations
 
 from importlib import import_module
+from typing import Any
 
 from torch import Tensor
 from torch.nn import functional as F
@@ -108,43 +109,9 @@ def _plain(
     return moe_linear(inner, ids, down, None, routing_weights=weights, residual=hidden)
 
 
-def _on_cuda(
-    x: Tensor,
-    output_weight: Tensor,
-    output_bias: Tensor | None,
-    residual: Tensor,
-    norm_weight: Tensor,
-    eps: float,
-    router: Tensor,
-    score_bias: Tensor | None,
-    gate_up: Tensor,
-    down: Tensor,
-    top_k: int,
-    scoring: str,
-    renormalize: bool,
-    scale: float,
-    rounds_logits: bool,
-    activation: str,
-) -> Tensor:
+def _on_cuda(*arguments: Any) -> Tensor:
     kernels = import_module("ostinato.ops.fused.triton_fused_experts")
-    return kernels.launch_experts(
-        x,
-        output_weight,
-        output_bias,
-        residual,
-        norm_weight,
-        eps,
-        router,
-        score_bias,
-        gate_up,
-        down,
-        top_k,
-        scoring,
-        renormalize,
-        scale,
-        rounds_logits,
-        activation,
-    )
+    return kernels.launch_experts(*arguments)
 
 
 def _fake(

@@ -40,16 +40,7 @@ from ostinato.runtime.nodes.node_messages import (
     software,
 )
 from ostinato.runtime.nodes.remote_child import RemoteChild
-from ostinato.runtime.secure_connection import (
-    SILENCE_S,
-    OneKey,
-    bracketed,
-    configure_server,
-    new_token,
-    node_keys,
-    own_address,
-    reached_at,
-)
+from ostinato.runtime.secure_connection import SILENCE_S, listen, new_token
 
 __all__ = ("NodeHub",)
 
@@ -113,20 +104,17 @@ class NodeHub:
         Raises:
             StartupError: the address is not one of this machine.
         """
-        host = self._host or own_address()
         self._authenticator.start()
-        allowed = OneKey(node_keys(self.token).public)
-        self._authenticator.configure_curve_callback("*", allowed)
-        configure_server(self._socket, self.token, SILENCE_S)
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         try:
-            port = self._socket.bind_to_random_port(f"tcp://{bracketed(host)}")
+            self.address = listen(
+                self._socket, self._authenticator, self.token, self._host, SILENCE_S
+            )
         except zmq.ZMQError as error:
             raise StartupError(
-                f"cannot listen on parallel.host={host!r} ({error}): set it to an address of this "
-                "machine that the others can reach"
+                f"cannot listen on parallel.host={self._host!r} ({error}): set it to an address of "
+                "this machine that the others can reach"
             ) from error
-        self.address = f"tcp://{bracketed(reached_at(host))}:{port}"
         self._tasks = [
             asyncio.create_task(self._receive()),
             asyncio.create_task(self._watch(self._monitor)),

@@ -39,14 +39,7 @@ from ostinato.runtime.ranks.bridge_messages import (
 )
 from ostinato.runtime.ranks.messages import Frames, RankEnded, encode_frame
 from ostinato.runtime.ranks.relay import Events, Relay, StreamEnd
-from ostinato.runtime.secure_connection import (
-    OneKey,
-    bracketed,
-    configure_server,
-    node_keys,
-    own_address,
-    reached_at,
-)
+from ostinato.runtime.secure_connection import listen
 
 __all__ = ("main",)
 
@@ -116,21 +109,18 @@ class _Bridge:
             self._streams[rank] = socket.socket(fileno=descriptor)
         self._descriptors = []
         self._authenticator.start()
-        allowed = OneKey(node_keys(start.token).public)
-        self._authenticator.configure_curve_callback("*", allowed)
-        configure_server(self._router, start.token, start.silence_s)
         self._monitor = self._router.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        host = start.host or own_address()
         try:
-            port = self._router.bind_to_random_port(f"tcp://{bracketed(host)}")
+            address = listen(
+                self._router, self._authenticator, start.token, start.host, start.silence_s
+            )
         except zmq.ZMQError as error:
             reason = (
-                f"ranks on other machines cannot reach this one at {host!r} ({error}): set "
+                f"ranks on other machines cannot reach this one at {start.host!r} ({error}): set "
                 "parallel.host to an address of this machine that the others can reach"
             )
             self._control.sendall(encode_framed(Listening("", reason)))
             return
-        address = f"tcp://{bracketed(reached_at(host))}:{port}"
         self._events.add(self._router, self._on_machines)
         self._events.add(self._monitor, self._on_disconnected)
         self._control.sendall(encode_framed(Listening(address)))

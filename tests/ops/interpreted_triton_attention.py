@@ -8,10 +8,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
-import triton.language as tl
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from triton.runtime import interpreter
@@ -21,6 +19,7 @@ from ostinato.ops.backends.reference import BACKEND as REFERENCE
 from ostinato.ops.backends.triton import BACKEND, write_kv
 from tests.ops.attention_steps import Shape, Step, check, make_step, run
 from tests.ops.exact_fp8 import FP8, convert_exactly
+from tests.ops.widened_bfloat16 import widen_products_of_bfloat16
 
 FLOAT32, FLOAT16 = torch.float32, torch.float16
 
@@ -128,18 +127,7 @@ def test_eight_bits_saturate() -> None:
 
 def test_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter would multiply bfloat16 as raw 16-bit integers, so it is widened."""
-    builder = type(interpreter.interpreter_builder)
-    create_dot = builder.create_dot
-
-    def widen(handle: interpreter.TensorHandle) -> interpreter.TensorHandle:
-        if handle.dtype.scalar != tl.bfloat16:
-            return handle
-        bits = handle.data.astype(np.uint32) << 16
-        return interpreter.TensorHandle(bits.view(np.float32), tl.float32)
-
-    monkeypatch.setattr(
-        builder, "create_dot", lambda self, a, b, *rest: create_dot(self, widen(a), widen(b), *rest)
-    )
+    widen_products_of_bfloat16(monkeypatch)
     check(BACKEND, MIXED, shape(4, 1, 64, 16, torch.bfloat16))
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import sympy
 from torch import Tensor
 
-from ostinato.benchmarks.gpu.without_device.lowering import By, Launch
+from ostinato.benchmarks.gpu.without_device.lowering import Launch, own_launch
 
 __all__ = ("fused_experts_launches", "read_weights")
 
@@ -30,30 +29,20 @@ def fused_experts_launches(args: tuple[Any, ...], result: Tensor) -> Iterator[La
     (num_tokens, width), pairs, (num_experts, size, inner) = x.shape, len(x) * slots, down.shape
     name = f"{size} x {width}, residual"
     read = x.nbytes + output_weight.nbytes + residual.nbytes
-    yield _launch(name, read, result.nbytes, 2 * x.shape[0] * output_weight.numel())
+    yield own_launch(name, read, result.nbytes, 2 * x.shape[0] * output_weight.numel())
 
     logits, lists = 4 * num_tokens * num_experts, 4 * (pairs + num_experts)
     read = result.nbytes + router.nbytes + logits
     written = result.nbytes + logits + 4 * pairs + lists
     name = f"router, {num_experts} x {size}"
-    yield _launch(name, read, written, 2 * num_tokens * router.numel())
+    yield own_launch(name, read, written, 2 * num_tokens * router.numel())
 
     itemsize, products = x.element_size(), 4 * pairs * size
     read = result.nbytes + read_weights(gate_up, num_tokens, slots) + lists
     name = f"experts, {2 * inner} x {size}, {args[-1]}"
-    yield _launch(name, read, pairs * inner * itemsize, 4 * pairs * size * inner)
+    yield own_launch(name, read, pairs * inner * itemsize, 4 * pairs * size * inner)
 
     read = pairs * inner * itemsize + read_weights(down, num_tokens, slots) + lists
     read += products + 4 * pairs + result.nbytes
     name = f"experts, {size} x {inner}, sum, residual"
-    yield _launch(name, read, products + result.nbytes, 2 * pairs * size * inner)
-
-
-def _launch(name: str, read: int, written: int, flop: int) -> Launch:
-    return Launch(
-        by=By.own,
-        name=name,
-        num_bytes=sympy.Integer(read + written),
-        input_bytes=sympy.Integer(read),
-        num_flop=sympy.Integer(flop),
-    )
+    yield own_launch(name, read, products + result.nbytes, 2 * pairs * size * inner)

@@ -20,7 +20,7 @@ from torch._inductor.virtualized import V
 
 from ostinato.benchmarks.gpu.without_device.fake_device import replaced
 
-__all__ = ("By", "Launch", "Lowered", "lowered_graphs")
+__all__ = ("By", "Launch", "Lowered", "lowered_graphs", "own_launch")
 
 # Words in the body of a wrapper that make the host wait for the device.
 _WAITS = re.compile(r"\.item\(|\.tolist\(|\.cpu\(|synchronize\(|_local_scalar_dense|\.nonzero\(")
@@ -50,6 +50,17 @@ class Launch:
     num_bytes: sympy.Expr
     input_bytes: sympy.Expr  # the part that is read
     num_flop: sympy.Expr  # floating point operations of matrix products
+
+
+def own_launch(name: str, read: int, written: int, flop: int) -> Launch:
+    """A launch of one of this project's kernels, from bytes and operations that are known."""
+    return Launch(
+        by=By.own,
+        name=name,
+        num_bytes=sympy.Integer(read + written),
+        input_bytes=sympy.Integer(read),
+        num_flop=sympy.Integer(flop),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

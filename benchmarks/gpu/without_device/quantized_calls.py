@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import sympy
 import torch
 from torch import Tensor
 
 from ostinato.benchmarks.gpu.without_device.kernels import OwnLaunch, recorded_launches
-from ostinato.benchmarks.gpu.without_device.lowering import By, Launch
+from ostinato.benchmarks.gpu.without_device.lowering import Launch, own_launch
 from ostinato.benchmarks.gpu.without_device.model_programs import ModelPrograms
 from ostinato.models.decoder import DecoderBlock
 from ostinato.models.layers import Attention, GatedMLP
@@ -89,17 +88,7 @@ def _launches(
     name = f"{result.shape[1]} x {x.shape[1]}, quantised"
     flop = 2 * result.numel() * x.shape[1]
     if split == 1:
-        yield _launch(name, x.nbytes + weight.nbytes + added, result.nbytes, flop)
+        yield own_launch(name, x.nbytes + weight.nbytes + added, result.nbytes, flop)
         return
-    yield _launch(name, x.nbytes + weight.nbytes, parts, flop)
-    yield _launch("sum of parts", parts + added, result.nbytes, 0)
-
-
-def _launch(name: str, read: int, written: int, flop: int) -> Launch:
-    return Launch(
-        by=By.own,
-        name=name,
-        num_bytes=sympy.Integer(read + written),
-        input_bytes=sympy.Integer(read),
-        num_flop=sympy.Integer(flop),
-    )
+    yield own_launch(name, x.nbytes + weight.nbytes, parts, flop)
+    yield own_launch("sum of parts", parts + added, result.nbytes, 0)

@@ -22,7 +22,7 @@ from transformers.integrations.gguf.gguf_tokenizer_mapping import (
 
 from ostinato.models.gguf.gguf_file import GGUFError, open_gguf
 from ostinato.models.gguf.gguf_tokenizer import gguf_tokenizer_json
-from ostinato.models.gguf.splittings import SPLITTINGS
+from ostinato.models.gguf.pre_tokenizers import PRE_TOKENIZERS
 from ostinato.runtime.errors import StartupError
 from ostinato.runtime.text.tokenizer import Tokenizer
 from tests.models.gguf_files import add_tokenizer
@@ -123,7 +123,7 @@ def every_pair(texts: list[str]) -> tokenizers.Tokenizer:
 def test_every_splitting_gives_the_ids_of_llama_cpp(tmp_path: Path) -> None:
     texts = LLAMA_CPP["texts"]
     known = {pre: ids for names, ids in LLAMA_CPP["ids"].items() for pre in names.split()}
-    assert known.keys() == SPLITTINGS.keys()
+    assert known.keys() == PRE_TOKENIZERS.keys()
     file = open_gguf(write(tmp_path / "t.gguf", every_pair(texts), pre="gpt-2"))
     for pre, expected in known.items():
         file.metadata = {**file.metadata, "tokenizer.ggml.pre": pre}

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-import triton.language as tl
 from torch import Tensor
 from triton.runtime import interpreter
 
 from ostinato.ops.fused.fused_experts import _plain
 from ostinato.ops.fused.triton_fused_experts import experts_constants, launch_experts
+from tests.ops.widened_bfloat16 import widen_products_of_bfloat16
 
 SOFTMAX = ("softmax", True, 1.0)
 
@@ -115,18 +114,7 @@ def test_experts_in_bfloat16(tokens: int, monkeypatch: pytest.MonkeyPatch) -> No
     """All experts are chosen, so no rounding changes the choice. Products are widened, because the
     interpreter multiplies the raw bits of bfloat16.
     """
-    builder = type(interpreter.interpreter_builder)
-    create_dot = builder.create_dot
-
-    def widen(handle: interpreter.TensorHandle) -> interpreter.TensorHandle:
-        if handle.dtype.scalar != tl.bfloat16:
-            return handle
-        bits = handle.data.astype(np.uint32) << 16
-        return interpreter.TensorHandle(bits.view(np.float32), tl.float32)
-
-    monkeypatch.setattr(
-        builder, "create_dot", lambda self, a, b, *rest: create_dot(self, widen(a), widen(b), *rest)
-    )
+    widen_products_of_bfloat16(monkeypatch)
     arguments = problem(tokens, 2, 2, 48, 32, torch.bfloat16)
     result = launch_experts(*arguments)
     assert result.dtype == torch.bfloat16

@@ -9,10 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-import triton.language as tl
 from torch import Tensor
 from triton.runtime import interpreter
 
@@ -33,6 +31,7 @@ from ostinato.ops.norm import plain_rms_norm
 from tests.models.driver import Driver, Forward, Sequence
 from tests.ops.attention_steps import Shape, known, make_step
 from tests.ops.exact_fp8 import FP8, convert_exactly
+from tests.ops.widened_bfloat16 import widen_products_of_bfloat16
 from tests.runtime.tiny import MODEL
 
 # Let the op run its CUDA kernel for CPU tensors too.
@@ -119,18 +118,7 @@ def test_linear(rows: int, out_features: int, in_features: int, parts: set[str])
 @pytest.mark.parametrize("rows", [5, 140])
 def test_linear_in_bfloat16(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter holds bfloat16 as raw 16-bit integers and multiplies those: widen them."""
-    builder = type(interpreter.interpreter_builder)
-    create_dot = builder.create_dot
-
-    def widen(handle: interpreter.TensorHandle) -> interpreter.TensorHandle:
-        if handle.dtype.scalar != tl.bfloat16:
-            return handle
-        bits = handle.data.astype(np.uint32) << 16
-        return interpreter.TensorHandle(bits.view(np.float32), tl.float32)
-
-    monkeypatch.setattr(
-        builder, "create_dot", lambda self, a, b, *rest: create_dot(self, widen(a), widen(b), *rest)
-    )
+    widen_products_of_bfloat16(monkeypatch)
     found = arguments(rows, 48, 160, {"norm", "silu", "residual"}, torch.bfloat16)
     result = launch(*called(found))
     assert result.dtype == torch.bfloat16

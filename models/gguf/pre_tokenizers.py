@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ("SPLITTINGS", "Splitting")
+__all__ = ("PRE_TOKENIZERS", "PreTokenizer")
 
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -53,7 +53,7 @@ _CASED_LETTERS = (
 )
 
 
-class Splitting(NamedTuple):
+class PreTokenizer(NamedTuple):
     """How a text is split into words."""
 
     expressions: tuple[str, ...] = ()  # applied one after the other
@@ -63,30 +63,32 @@ class Splitting(NamedTuple):
     nfc: bool = False  # characters are composed first
 
 
-_GPT2 = Splitting(then_gpt2=True)
-_DIGITS = Splitting((r"\p{N}",), then_gpt2=True)
-_LLAMA3 = Splitting((_WORDS,), ignore_merges=True, add_bos=True)
-_QWEN = Splitting((_QWEN2,))
-_GPT4O = Splitting((_CASED % (_ENDINGS, _ENDINGS, r"\p{N}{1,3}"),))
-_DEEPSEEK3 = Splitting((r"\p{N}{1,3}", _CHINESE_JAPANESE, _PUNCTUATED + _SPACES))
+_GPT2 = PreTokenizer(then_gpt2=True)
+_DIGITS = PreTokenizer((r"\p{N}",), then_gpt2=True)
+_LLAMA3 = PreTokenizer((_WORDS,), ignore_merges=True, add_bos=True)
+_QWEN = PreTokenizer((_QWEN2,))
+_GPT4O = PreTokenizer((_CASED % (_ENDINGS, _ENDINGS, r"\p{N}{1,3}"),))
+_DEEPSEEK3 = PreTokenizer((r"\p{N}{1,3}", _CHINESE_JAPANESE, _PUNCTUATED + _SPACES))
 
-SPLITTINGS: dict[str, Splitting] = {
+PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1"), _LLAMA3),
     **dict.fromkeys(("pixtral", "midm-2.0", "lfm2"), _LLAMA3),
-    **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe"), Splitting((_WORDS,))),
-    **dict.fromkeys(("glm4", "glm5"), Splitting((_WORDS,), ignore_merges=True)),
-    "jais-2": Splitting((_WORDS.replace(r"\s+(?!\S)|\s+", _LONG_SPACES + r"|\s{1,2}(?!\S)|\s"),)),
+    **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe"), PreTokenizer((_WORDS,))),
+    **dict.fromkeys(("glm4", "glm5"), PreTokenizer((_WORDS,), ignore_merges=True)),
+    "jais-2": PreTokenizer(
+        (_WORDS.replace(r"\s+(?!\S)|\s+", _LONG_SPACES + r"|\s{1,2}(?!\S)|\s"),)
+    ),
     "qwen2": _QWEN._replace(nfc=True),
     **dict.fromkeys(("deepseek-r1-qwen", "stablelm2", "megrez", "hunyuan", "kormo"), _QWEN),
     **dict.fromkeys(("grok-2", "solar-open"), _QWEN),
-    "qwen35": Splitting((_MARKS,)),
-    "seed-coder": Splitting((_QWEN2.replace(r"\p{N}]+[\r\n]*", r"\p{N}\r\n]+"),)),
-    "laguna": Splitting((r"[^\n]+|\n+", _QWEN2)),
-    "ufakzeka": Splitting(("[^" + _NO_ENDINGS,)),
-    "minicpm5": Splitting(
+    "qwen35": PreTokenizer((_MARKS,)),
+    "seed-coder": PreTokenizer((_QWEN2.replace(r"\p{N}]+[\r\n]*", r"\p{N}\r\n]+"),)),
+    "laguna": PreTokenizer((r"[^\n]+|\n+", _QWEN2)),
+    "ufakzeka": PreTokenizer(("[^" + _NO_ENDINGS,)),
+    "minicpm5": PreTokenizer(
         (r"\p{N}{1,3}", _QWEN2.replace(r"|\p{N}|", r"|\p{N}+|")), ignore_merges=True
     ),
-    "exaone-moe": Splitting(
+    "exaone-moe": PreTokenizer(
         (
             _QWEN2.replace(r"?\p{L}+", r"?(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+")
             .replace(r"]+[\r\n]*", r"]+[\r\n/]?")
@@ -95,7 +97,7 @@ SPLITTINGS: dict[str, Splitting] = {
     ),
     **dict.fromkeys(
         ("bailingmoe", "bailingmoe2", "llada-moe"),
-        Splitting(
+        PreTokenizer(
             (
                 r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*"
                 r"|\s*[\r\n]|\s+(?!\S)|\s+",
@@ -106,14 +108,14 @@ SPLITTINGS: dict[str, Splitting] = {
     **dict.fromkeys(("gigachat", "a.x-4.0", "mellum", "granite-docling"), _GPT2),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), _DIGITS),
     **dict.fromkeys(("exaone", "minerva-7b", "mellum2"), _DIGITS),
-    "superbpe": Splitting((r"\p{N}+", r"(?=(\d{3})+(?!\d))")),
+    "superbpe": PreTokenizer((r"\p{N}+", r"(?=(\d{3})+(?!\d))")),
     **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2"), _GPT4O),
     **dict.fromkeys(
         ("tiny_aya", "cohere2moe"),
-        Splitting((r"\d{1,3}(?=(?:\d{3})*\b)", *_GPT4O.expressions)),
+        PreTokenizer((r"\d{1,3}(?=(?:\d{3})*\b)", *_GPT4O.expressions)),
     ),
-    "tekken": Splitting((_CASED % ("", "", r"\p{N}"),), ignore_merges=True, add_bos=True),
-    "youtu": Splitting(
+    "tekken": PreTokenizer((_CASED % ("", "", r"\p{N}"),), ignore_merges=True, add_bos=True),
+    "youtu": PreTokenizer(
         (
             "[가-힣ㄱ-ㆎ]+|[！…“”‘’—：；，、-〿︰-﹏]+|[ㄅ-ㄯ]+|" + _CHINESE_JAPANESE,
             _CASED % (_ENDINGS, _ENDINGS, r"\p{N}"),
@@ -121,7 +123,7 @@ SPLITTINGS: dict[str, Splitting] = {
         ignore_merges=True,
     ),
     **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "hy_v4", "joyai-llm"), _DEEPSEEK3),
-    "spark2_5": Splitting(
+    "spark2_5": PreTokenizer(
         (
             r"\p{N}{1,3}",
             _CHINESE_JAPANESE,
@@ -129,8 +131,10 @@ SPLITTINGS: dict[str, Splitting] = {
             r"\p{N}",
         )
     ),
-    "deepseek-coder": Splitting((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CHINESE_KOREAN, r"\p{N}")),
-    "deepseek-llm": Splitting(
+    "deepseek-coder": PreTokenizer(
+        (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CHINESE_KOREAN, r"\p{N}")
+    ),
+    "deepseek-llm": PreTokenizer(
         (
             r"[\r\n]",
             rf"\s?[{_CASED_LETTERS}]+",
@@ -140,9 +144,9 @@ SPLITTINGS: dict[str, Splitting] = {
             r"\p{N}+",
         )
     ),
-    "falcon": Splitting((r"[\p{P}$+<=>^~|`]+", _GPT2_WORDS, "[0-9]{3}")),
-    "default": Splitting((r"[\p{P}$+<=>^~|]+", _GPT2_WORDS, r"\p{N}+", "[0-9]{3}")),
-    "chameleon": Splitting(
+    "falcon": PreTokenizer((r"[\p{P}$+<=>^~|`]+", _GPT2_WORDS, "[0-9]{3}")),
+    "default": PreTokenizer((r"[\p{P}$+<=>^~|]+", _GPT2_WORDS, r"\p{N}+", "[0-9]{3}")),
+    "chameleon": PreTokenizer(
         (
             "<sentinel:[0-9]+>",
             "(IMGIMG)((A|B|C|D|E|F|G|H|I){1,4})Z",
@@ -153,7 +157,7 @@ SPLITTINGS: dict[str, Splitting] = {
         then_gpt2=True,
         add_bos=True,
     ),
-    **dict.fromkeys(("poro-chat", "bloom", "gpt3-finnish"), Splitting((_SENTENCE_MARKS,))),
-    "viking": Splitting((_SENTENCE_MARKS, r"\p{N}")),
+    **dict.fromkeys(("poro-chat", "bloom", "gpt3-finnish"), PreTokenizer((_SENTENCE_MARKS,))),
+    "viking": PreTokenizer((_SENTENCE_MARKS, r"\p{N}")),
 }
-"""tokenizer.ggml.pre -> the splitting."""
+"""tokenizer.ggml.pre -> the pre-tokenizer."""
