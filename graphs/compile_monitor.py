@@ -6,7 +6,8 @@ generated modules, Triton kernels, and every C++ or CUDA compiler that our nativ
 FlashInfer starts. Compilation inside a library, without Python and without a process (NVRTC, the
 driver's PTX compiler), is not seen.
 
-This module imports neither torch nor Triton: a warm start on a CPU needs neither's compiler.
+This module imports neither torch nor Triton, so that a warm start on a CPU does not load Dynamo,
+Inductor or Triton only to watch them.
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ class CompileMonitor:
     starting, or to all engines if none is starting.
 
     Attributes:
-        compiles: compilations before `mark_ready`, by kind.
+        compiles: signs of compilation seen before `mark_ready`, by kind; one compilation can give
+            several.
     """
 
     def __init__(self) -> None:
@@ -110,7 +112,7 @@ class CompileMonitor:
         return self._step is not None and self._thread == thread
 
     def observe(self, kind: CompileKind, detail: str) -> None:
-        """Count a compilation; `detail` describes it in the log."""
+        """Count a sign of a compilation; `detail` describes it in the log."""
         if not self._is_ready:
             self.compiles[kind.value] += 1
             return

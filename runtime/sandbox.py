@@ -2,8 +2,9 @@
 
 The child calls `serve`, the parent owns a `SandboxProcess`. They exchange frames over standard
 input and output. A frame is a length, then that many bytes. The child's first frame is empty and
-says that the child is ready. The child limits its own processor time and memory, so that a busy
-machine does not make a job fail. The parent also ends a job after `Limits.wall_s` seconds.
+says that the child is ready. The child limits its own memory and processor time. Waiting on a
+busy machine costs no processor time, so it does not make a job fail. The parent also ends a job
+after `Limits.wall_s` seconds.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ class Fault(StrEnum):
     """The cause of a job without an answer."""
 
     job = "job"  # the job exceeds a limit; another try would fail too
-    start = "start"  # no process could be started for it
-    unknown = "unknown"  # the process ended; another try can succeed
+    start = "start"  # no process could be started for it, or the system leaves it too little memory
+    unknown = "unknown"  # any other cause; another try can succeed
 
 
 class FailureReason(NamedTuple):
@@ -63,7 +64,7 @@ class FailureReason(NamedTuple):
 
 
 class SandboxError(Exception):
-    """The process ended without an answer."""
+    """A job has no answer."""
 
     def __init__(self, reason: FailureReason) -> None:
         super().__init__(reason.text)
@@ -171,7 +172,7 @@ class SandboxProcess:
         except (OSError, EOFError):
             code = _exit_code(process)
             self.close()
-            text = f"ended at its start with {_name_of(code)}"
+            text = f"{_end_of(code)} at its start"
             raise SandboxError(FailureReason(text, Fault.start)) from None
         return process
 
@@ -189,7 +190,7 @@ class SandboxProcess:
             return FailureReason(text, Fault.job)
         if code == _TOO_LONG:
             return FailureReason(f"more than {limits.answer_bytes >> 20} MiB of text", Fault.job)
-        return FailureReason(f"ended with {_name_of(code)}", Fault.unknown)
+        return FailureReason(_end_of(code), Fault.unknown)
 
 
 async def call(process: SandboxProcess, job: bytes) -> bytes:
@@ -217,10 +218,10 @@ def _exit_code(process: subprocess.Popen[bytes]) -> int | None:
         return None
 
 
-def _name_of(code: int | None) -> str:
+def _end_of(code: int | None) -> str:
     if code is None:
-        return "its output closed"
-    return f"exit code {code}" if code >= 0 else f"signal {-code}"
+        return "closed its output"
+    return f"ended with exit code {code}" if code >= 0 else f"ended with signal {-code}"
 
 
 def _write(process: subprocess.Popen[bytes], frame: bytes, deadline: float) -> None:

@@ -62,7 +62,10 @@ def dress(axes: Axes) -> None:
 
 
 def plain_log(axis: Axis) -> None:
-    """Label a logarithmic axis 0.1, 1, 10 instead of powers of ten; a short one also 2 and 5."""
+    """Label a logarithmic axis 0.1, 1, 10 instead of powers of ten, up to a million.
+
+    A short axis also has labels between them, such as 2, 3, 4 and 6.
+    """
     from matplotlib.ticker import FuncFormatter, LogFormatter
 
     class Minor(LogFormatter):

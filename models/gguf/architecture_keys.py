@@ -59,6 +59,7 @@ class ArchitectureKeys:
         return value
 
     def number(self, key: str) -> float | None:
+        """The value of a key, or None if the file does not state it."""
         self._read.add(key)
         return self.file.get(self._prefix + key, float)
 
@@ -72,6 +73,13 @@ class ArchitectureKeys:
         return self.file.get(self._prefix + key, str) or default
 
     def error(self, key: str, what: str, supported: str) -> GGUFError:
+        """The error of a key, to be raised.
+
+        Args:
+            key: Name without the architecture's prefix.
+            what: What is wrong with its value: the predicate of the sentence.
+            supported: The values that are supported, and "is" or "are".
+        """
         return GGUFError(f"{self.file.path}: {self._prefix}{key} {what}; {supported} supported")
 
     def refuse_unread(self) -> None:

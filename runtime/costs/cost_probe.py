@@ -15,9 +15,9 @@ step without them.
 
 Only some lines of the grid are measured: prompts of one sequence, and decodes of several sequences,
 each without and with context. The other points are derived from these lines. A line is measured
-from small to large sizes with one run a point until the time budget ends, then from large to small
-sizes with two runs a point. A point's cost is the median of its runs. The runs of a point lie apart
-in time, so a short disturbance hits at most one of them.
+from small to large sizes with one run a point. It ends where its share of the time budget would
+leave no room for two more runs of each point. These two runs follow, from large to small sizes. A
+point's cost is the median of its runs, so a disturbance of one run changes it little.
 """
 
 from __future__ import annotations

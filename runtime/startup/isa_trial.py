@@ -46,7 +46,9 @@ _ROWS = (1, 4, 16, 64, 512)
 _SAMPLES = 3
 _MOST_WEIGHTS = 1 << 22  # larger matrices are cut to this many weights, which changes no ratio
 _MANY_ROWS = 64  # with more rows than this, an eighth of the weights is multiplied
-_MARGIN = 0.85  # a lower level is chosen if its time is below this fraction of the higher level's
+_MARGIN = (
+    0.85  # a lower level is chosen if its time is below this fraction of the level's chosen so far
+)
 
 
 def try_levels(config: EngineConfig, source: ModelSource, *, anew: bool = False) -> IsaTrial | None:
@@ -139,8 +141,8 @@ def fastest(microseconds: Mapping[str, Mapping[str, float]]) -> str:
     """The level to use.
 
     For each number of rows, a level's time is divided by the least time of all levels. A level's
-    figure is the mean of these ratios. A lower level is chosen only if it is clearly faster than
-    the higher levels (`_MARGIN`).
+    figure is the mean of these ratios. From the highest level down, a level replaces the one chosen
+    so far only if its figure is below `_MARGIN` of that one's.
 
     Args:
         microseconds: by level, the highest level first, then by number of rows.
@@ -156,7 +158,7 @@ def fastest(microseconds: Mapping[str, Mapping[str, float]]) -> str:
 
 
 def describe_times(isa: str, microseconds: Mapping[str, Mapping[str, float]]) -> str:
-    """A text such as `avx512 (timed, 64 rows: avx512 1.2 ms, amx 2.3 ms)`; without times, the level
+    """A text such as `avx512 (timed, 64 rows: amx 2.3 ms, avx512 1.2 ms)`; without times, the level
     alone."""
     if not microseconds:
         return isa

@@ -87,7 +87,7 @@ def test_a_level_that_does_not_compile_gives_way_to_the_next_and_one_line_says_s
     assert line.startswith(
         f"the CPU kernels run on {following}, because those for {best} failed: the C++ compiler "
     )
-    # Once it is chosen it is not replaced.
+    # A level that use_isa has chosen is not replaced: the build error ends the process.
     chosen = f"from ostinato.ops.native.library import use_isa\nuse_isa({best!r})\n"
     process = start(SMALL + chosen + LOAD, cache=tmp_path / "other", compiler=str(compiler))
     _, err = process.communicate(timeout=250)

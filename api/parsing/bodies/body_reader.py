@@ -93,8 +93,8 @@ _PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 def value_of_text(text: str, types: tuple[str, ...]) -> Any:
     """The value that a model wrote as bare text, without quotes around strings.
 
-    If the parameter's schema allows other types than string, the text is read as JSON. Text that is
-    not JSON of an allowed type is a string.
+    If the parameter's schema allows other types than string, the text is read as JSON, or as
+    Python's True, False or None. Text without a value of an allowed type is a string.
 
     Args:
         text: the text.

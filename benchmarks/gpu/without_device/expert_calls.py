@@ -36,7 +36,9 @@ class ExpertCall:
 
 
 def expert_calls(programs: ModelPrograms, num_tokens: int, arch: int) -> list[ExpertCall]:
-    """The calls of a layer's mixture of experts, inside `fake_device`; none if it has an MLP.
+    """The calls of a layer's mixture of experts; none if the layer has no experts.
+
+    This must be called inside `fake_device`.
 
     A step is assumed to route each token to random experts.
 

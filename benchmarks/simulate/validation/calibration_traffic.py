@@ -62,9 +62,9 @@ class Calibration:
         self._batches = cycle([min(one, spec.limits.max_num_seqs) for one in _BATCHES])
         sample = self._closed(_SAMPLE, _SAMPLE)
         takes_s = max(simulate_job(spec, sample).last_s)
-        # Twice the expected number of requests, because the measurement ends by time.
         self._rate: float | None = None  # requests a second of the last closed loop
         self._num_runs = 0
+        # Twice the expected number of requests, because the measurement ends by time.
         self._num_closed = max(_BATCHES) + round(2 * _SAMPLE / takes_s * _CLOSED_S)
 
     def run(self) -> Recording:

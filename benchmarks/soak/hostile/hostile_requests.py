@@ -1,6 +1,6 @@
 """Hostile requests of the soak test: huge numbers, and texts that take long to compile or render.
 
-Both may be answered or refused; no answer may be a 5xx.
+Both may be answered or refused. No answer may be a 5xx other than a 503 with Retry-After.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ _TEMPLATES = (
 
 
 def huge_number(numbers: random.Random) -> bytes:
-    """A request with a number that is out of every range."""
+    """A request with a number that is huge, a fraction or minus zero, in some field."""
     value = numbers.choice(_NUMBERS)
     kind = numbers.random()
     if kind < 0.5:

@@ -1,6 +1,6 @@
 """Train the demo model from nothing and write it in Hugging Face format.
 
-    python -m ostinato.models.demo.training.train                       # about forty minutes on one CPU core
+    python -m ostinato.models.demo.training.train                       # over an hour on one CPU core
     python -m ostinato.models.demo.training.train --tokens 2e6 --out /tmp/demo
 
 The corpus is generated on the fly (`corpus.py`), so the run needs no download. Matrices inside the
@@ -108,8 +108,8 @@ def _look_back(model: Qwen3ForCausalLM) -> None:
 
 def _loss(model: Qwen3ForCausalLM, batch: Batch) -> torch.Tensor:
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        # Without a mask, position_ids would make the library look for packed sequences and build
-        # one.
+        # The library takes a dict of masks as it is; None in it means plain causal attention. If
+        # attention_mask were left out, it would look for packed sequences in position_ids.
         hidden = model.model(
             input_ids=batch.input_ids,
             position_ids=batch.positions,
@@ -135,7 +135,10 @@ def _optimizers(model: Qwen3ForCausalLM, lr: float) -> list[torch.optim.Optimize
 
 
 def _schedule(done: float) -> float:
-    """Learning rate factor at a fraction of the run: a short warm-up, then a line down to zero."""
+    """Learning rate factor at a fraction of the run: a short warm-up, then 1, then a line down.
+
+    The warm-up ends at 2 % of the run, the line begins at about 25 % and ends almost at zero.
+    """
     return min(1.0, done / 0.02, (1.0 - done) / 0.75 + 0.005)
 
 

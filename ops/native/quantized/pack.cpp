@@ -14,9 +14,10 @@
 namespace ostinato::linear {
 namespace {
 
-// Grids of symmetric groups of 4 bits: the steps, of at most 8, from zero to the value of largest magnitude.
+// Symmetric groups of 4 bits have the integers -8 to 7. Each grid divides the value of largest magnitude by one of these
+// numbers to get the scale. A number above 8 clips that value: it becomes the integer -8.
 constexpr std::array<float, 5> kSpans = {8.0f, 7.0f, 7.5f, 8.5f, 9.0f};
-// Grids of asymmetric groups: the part of the group's range that is kept.
+// Asymmetric groups of 4 bits: the part of the group's range that each grid keeps. Values outside it are clipped.
 constexpr std::array<float, 4> kParts = {1.0f, 0.95f, 0.9f, 0.85f};
 
 struct Grid {
@@ -187,7 +188,7 @@ void quantize_linear(Call& call) {
   const Tensor weight = call.tensor();
   const QuantFormat format = read_format(call);
   OSTINATO_CHECK(format.factors == DType::bfloat16 && !format.has_minimums && !format.is_e2m1 && !format.is_e4m3,
-                 "weights are quantised to steps with bfloat16 scales");
+                 "quantize_linear writes integers with bfloat16 scales, without minimums; other formats are only read");
   OSTINATO_CHECK((weight.dtype == DType::float32 || weight.dtype == DType::bfloat16) && weight.dim == 2 &&
                      (weight.sizes[1] <= 1 || weight.strides[1] == 1),
                  "a weight to quantise must be a float32 or bfloat16 matrix with contiguous rows");

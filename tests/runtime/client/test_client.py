@@ -95,9 +95,9 @@ def run_with_own_client(scenario: Scenario, *overrides: str) -> None:
 def test_a_request_passes_three_modules_on_its_way_to_the_socket(
     run_with_client: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the route, the reply and the request runner, a request makes six hops to the socket.
+    """The three modules between the request runner and `LocalChild`, which owns the socket.
 
-    The socket belongs to `LocalChild`.
+    They are part of the six hops from a route to the socket that docs/design.md lists.
     """
     walks: list[list[str]] = []
     send = LocalChild.send
@@ -297,7 +297,7 @@ asyncio.run(main())
         assert list(Path(temporary).glob("ostinato-*")) == []
 
 
-def test_async_engine_streams_text_free_of_the_event_loop_details() -> None:
+def test_async_engine_gives_the_tokens_of_the_engine_in_process() -> None:
     async def main() -> list[int]:
         async with AsyncEngine(config=tiny_config()) as engine:
             outputs = [output async for output in engine.generate([5, 6, 7], GREEDY)]

@@ -1,4 +1,4 @@
-"""Memory figures reported by a device, and the plan made from them; the device is a fake with literals."""
+"""Memory measured on a fake device, and graph memory compared with a plan; all figures are literals."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MIB = 1 << 20
 
 @dataclass
 class Device:
-    """Reports this much free memory after the first step has loaded its libraries."""
+    """Reports `free_bytes`, and `library_bytes` less after the first step has loaded its libraries."""
 
     free_bytes: int
     library_bytes: int = 0
