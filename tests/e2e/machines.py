@@ -65,6 +65,8 @@ class Namespace:
         self._ip("link", "set", self._link, "up" if is_in else "down")
 
     def close(self) -> None:
+        # The system removes a namespace and its cable only when its last process has ended.
+        self._ip("link", "del", self._link)
         self._ip("netns", "del", self._name)
 
     def _ip(self, *words: str) -> None:
