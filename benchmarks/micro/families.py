@@ -149,7 +149,7 @@ PAIRS = {
             "intermediate_size": 1280,
             **_MOE,
         },
-        "Qwen3-MoE, 1.1 B weights, 8 of 128 experts, and a dense Qwen3 that reads as many bytes a token",
+        "Qwen3-MoE, 1.1 B weights, 8 of 128 experts, and a dense Qwen3 with the bytes of one token",
     ),
 }
 
