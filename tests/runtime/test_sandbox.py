@@ -82,7 +82,7 @@ def test_a_process_that_can_not_start(monkeypatch):
         assert caught.value.reason.fault is Fault.start
         assert process.pid is None
 
-    failed("tests.runtime.no_such_module", "ended at its start with exit code 1")
+    failed("tests.runtime.no_such_module", "ended with exit code 1 at its start")
     monkeypatch.setattr(sys, "executable", "/no/such/python")
     failed("tests.runtime.sandbox_child", r"cannot be started \(No such file")
 
