@@ -42,20 +42,19 @@ class AsyncEngine:
         Args:
             model: a local directory or a hub id; empty = the bundled demo model.
             overrides: settings as on the command line, `scheduler.max_num_seqs=8`.
-            config: a configuration that replaces all other arguments.
+            config: a complete configuration, instead of `model`, `overrides` and `arguments`.
             arguments: vLLM's names of settings, such as `max_model_len=4096`
                 (conf/engine_arguments.py). An argument wins over the same setting in `overrides`.
 
         Raises:
-            ConfigError: an override is wrong, or an argument is unknown or not supported.
+            ConfigError: a setting is wrong, unknown or not supported, or is given beside `config`.
         """
         settings = argument_settings({"model": model or None, **arguments})
         if config is None:
             config = load_config(overrides, values=settings)
-        elif settings:
-            raise ConfigError(
-                f"AsyncEngine takes config=... or settings ({', '.join(settings)}), not both"
-            )
+        elif settings or overrides:
+            given = ", ".join([*settings, *overrides])
+            raise ConfigError(f"AsyncEngine takes config=... or settings ({given}), not both")
         self._config = config
         self._counter = itertools.count()
         self.client: EngineClient | None = None

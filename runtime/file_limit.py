@@ -21,7 +21,10 @@ _MOST_FILES = 1 << 16  # a higher limit slows programs that loop over all possib
 
 
 def raise_file_limit() -> int:
-    """Raise this process's soft limit of open files to the hard one; returns the new limit."""
+    """Raise this process's soft limit of open files to the hard limit, but at most to 65,536.
+
+    Returns the new limit; no limit counts as 65,536.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
     if soft == resource.RLIM_INFINITY or soft >= most:

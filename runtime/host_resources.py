@@ -42,7 +42,7 @@ def free_host_memory(
     """The memory that this process can still allocate on the host.
 
     It is the smallest of the system's available memory and the free memory of every enclosing
-    cgroup. Pages of the file cache count as free, because the kernel drops them first.
+    cgroup. Inactive pages of the file cache count as free, because the kernel drops them first.
     """
     import psutil  # imported here because the import takes 15 ms
 
@@ -61,7 +61,7 @@ def free_host_memory(
 
 
 def _cgroup_limits(root: Path, membership: Path) -> list[tuple[int, int]]:
-    """(limit, bytes in use without the file cache) of every enclosing cgroup that has a limit."""
+    """(limit, bytes in use without inactive file cache) of every enclosing cgroup with a limit."""
     try:
         lines = membership.read_text().splitlines()
     except OSError:

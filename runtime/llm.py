@@ -80,7 +80,7 @@ _Texts = str | TextPrompt | Sequence[str | TextPrompt]
 class LLM:
     """Generates for lists of prompts, or streams one. Not thread-safe.
 
-    Its memory is freed by `close`, at the end of a `with` block, or with the object.
+    Its memory is freed by `close`, at the end of a `with` block, or when the object is deleted.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class LLM:
         Args:
             model: a local directory or a hub id; empty = the bundled demo model.
             overrides: settings as on the command line, `scheduler.max_num_seqs=8`.
-            config: a configuration that replaces all other settings.
+            config: a complete configuration, instead of `model`, `overrides` and `arguments`.
             report: called with each finished phase of the start and its seconds.
             observer: called with every step; None = no observer.
             model_cache: keeps the loaded model for the next engine of this process; one engine at
@@ -112,14 +112,15 @@ class LLM:
                 (conf/engine_arguments.py). An argument wins over the same setting in `overrides`.
 
         Raises:
-            ConfigError: an override is wrong, or an argument is unknown or not supported.
+            ConfigError: a setting is wrong, unknown or not supported, or is given beside `config`.
             StartupError: the engine cannot start.
         """
         settings = argument_settings({"model": model or None, **arguments})
         if config is None:
             config = load_config(overrides, values=settings)
-        elif settings:
-            raise ConfigError(f"LLM takes config=... or settings ({', '.join(settings)}), not both")
+        elif settings or overrides:
+            given = ", ".join([*settings, *overrides])
+            raise ConfigError(f"LLM takes config=... or settings ({given}), not both")
         _require_one_engine_here(config.parallel)
         self._engine = build_engine(config, report, observer, model_cache, proposer)
         self._counter = itertools.count()
@@ -256,8 +257,8 @@ class LLM:
             second: a text or several.
 
         Raises:
-            InvalidRequestError: `first` has several texts but not the number of texts that
-                `second` has, or a text cannot be served.
+            InvalidRequestError: `second` is empty, `first` has neither one text nor as many as
+                `second`, or a text cannot be served.
         """
         pairs = make_pairs(_as_texts(first), _as_texts(second))
         if ServedTask.classify in self.model.tasks:
@@ -333,7 +334,7 @@ class LLM:
         return self._engine.stats()
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached blocks. While a request runs: change nothing and return False."""
+        """Forget all cached blocks. While a request runs: keep them and return False."""
         return self._engine.reset_prefix_cache()
 
     def _make_requests(self, token_ids: list[int], sampling: SamplingParams) -> list[Request]:

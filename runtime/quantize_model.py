@@ -60,7 +60,7 @@ class QuantizeReport:
     """The sizes and the perplexity of a checkpoint before and after it was quantised."""
 
     directory: Path
-    num_matrices: int  # a matrix for each expert
+    num_matrices: int  # quantised matrices; those of each expert count by themselves
     num_kept: int  # matrices of experts that stay as they are
     bytes_before: int  # size of the weight files
     bytes_after: int
@@ -322,7 +322,7 @@ class _Quantization:
         return sum(file.stat().st_size for file in target.glob("*.safetensors"))
 
     def _known(self, stored: str, known: Mapping[str, object]) -> str:
-        """The key with which `known` has a stored name, of which files may leave out a prefix."""
+        """The key of `known` for a stored name, whose prefix files may leave out; "" = none."""
         prefixes = ("", *self._model.checkpoint_layout.prefixes)
         return next((f"{p}{stored}" for p in prefixes if f"{p}{stored}" in known), "")
 

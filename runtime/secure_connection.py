@@ -30,7 +30,7 @@ __all__ = (
 
 SILENCE_S = 3.0  # a side that is silent for longer is lost
 _TOKEN_BYTES = 20
-_PINGS = 6  # in that time
+_PINGS = 6  # pings in the time after which a silent side is lost
 _ANY = ("0.0.0.0", "::", "*")  # all addresses of this machine
 
 

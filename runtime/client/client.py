@@ -61,7 +61,7 @@ class EngineClient:
         startup_seconds: seconds of the finished phases of the first start, by name.
 
     Raises:
-        StartupError: no temporary directory can be made, or a machine does not have enough GPUs.
+        StartupError: no temporary directory can be made, or as for `EngineHosts`.
     """
 
     model: ServedModel
@@ -141,7 +141,7 @@ class EngineClient:
 
     @property
     def seconds_overdue(self) -> float:
-        """The part of `seconds_since_step` that exceeds the predicted time of the step."""
+        """Seconds without progress that predicted step times do not explain; see `Watchdog`."""
         return min(replica.seconds_overdue for replica in self.replicas)
 
     async def start(
@@ -167,7 +167,7 @@ class EngineClient:
         """Wait until all spawned engines serve.
 
         Args:
-            on_phase: called with each finished phase of the first replica's start and its seconds.
+            on_phase: called with each finished phase and its seconds; a later replica is one phase.
 
         Raises:
             StartupError: an engine cannot start; the message is one line.
@@ -229,12 +229,12 @@ class EngineClient:
     ) -> AsyncIterator[RequestOutput]:
         """Yield outputs of all `sampling.n` completions until each has ended.
 
-        Closing the iterator aborts the request. With `best_of` and beam search each completion has
-        one output, at its end. No outputs arrive while a dead engine is started again.
+        Closing the iterator aborts the request. With beam search, or more candidates than `n`, all
+        outputs come at the end. Outputs pause while a request goes to another engine process.
 
         Args:
             share: the part of an HTTP request that the prompt is.
-            prepared: computed parts. The prompt and parameters must come from `requests.resolve`.
+            prepared: computed parts; then the prompt and parameters must be from `resolve`.
 
         Raises:
             DeadlineError: the deadline passed before the first output.
@@ -355,7 +355,7 @@ class EngineClient:
         """Let the engines record their steps; returns the directory of the traces.
 
         Raises:
-            InvalidRequestError: there is no such directory, or an engine records already.
+            InvalidRequestError: server.profile_dir is not set or writable, or an engine records.
             EngineDeadError: the engine does not run.
         """
         return (await self._call(UtilityName.start_profile))[0]

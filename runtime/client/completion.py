@@ -105,7 +105,7 @@ class PromptCompletions:
 
     Args:
         requests: the engine's requests for the prompt, from `make_requests`.
-        sampling: the prompt's parameters; `n`, `best_of` and `logprobs` are read.
+        sampling: the prompt's parameters.
         tokenizer: None = no text, token ids only.
     """
 

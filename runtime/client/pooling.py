@@ -125,7 +125,8 @@ def make_pairs(first: Sequence[T], second: Sequence[T]) -> list[tuple[T, T]]:
     This is the only element of `first`, or the element at the same index.
 
     Raises:
-        InvalidRequestError: `first` has several elements, but not the number that `second` has.
+        InvalidRequestError: `second` is empty, or `first` has neither one element nor as many as
+            `second`.
     """
     if not second or len(first) not in (1, len(second)):
         raise InvalidRequestError(
@@ -166,5 +167,5 @@ def numbers(data: bytes) -> list[float]:
 
 
 def cosine(first: bytes, second: bytes) -> float:
-    """The dot product of two vectors of length 1."""
+    """The dot product of two encoded vectors whose norm is 1."""
     return sum(a * b for a, b in zip(numbers(first), numbers(second), strict=True))

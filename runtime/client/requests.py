@@ -80,7 +80,7 @@ def truncate(
 
 
 def bad_words_token_ids(words: Sequence[str], tokenizer: TextEncoder | None) -> list[list[int]]:
-    """Token ids of each word: of the word alone, and of the word after a space.
+    """Token ids of each word: as given, without leading spaces, and after one space.
 
     Raises:
         InvalidRequestError: a word has too many tokens, or there is no tokenizer.

@@ -10,8 +10,8 @@ fewer weights than steps in service.
 If there is a drafter, steps that verify drafts are timed without context, for a few numbers of
 sequences and tokens. The table has the difference between such a step and a decode.
 
-The log-probabilities of a prompt are timed once, as the difference between a step with them and a
-step without them.
+The log-probabilities of a prompt are timed for one number of tokens, as the difference between a
+step with them and a step without them.
 
 Only some lines of the grid are measured: prompts of one sequence, and decodes of several sequences,
 each without and with context. The other points are derived from these lines. A line is measured
@@ -289,6 +289,8 @@ def _line(
 ) -> dict[int, float]:
     """Median seconds by size, for the sizes that can be measured before `until`.
 
+    Without a context, the first size is measured in any case.
+
     Args:
         times: (size, context, number of runs) -> seconds of each run.
         sizes: rising.
@@ -315,7 +317,8 @@ def _line(
 def _expected(seconds: dict[int, list[float]], size: int) -> float:
     """Expected seconds of a larger step.
 
-    The last slope is continued with a margin. The result is at most proportional to the size.
+    The slope of the last interval is continued with a margin, at most in proportion to the size.
+    The result is at least 1.25 times the seconds of the last size.
     """
     last, *others = reversed(seconds)
     known = min(seconds[last])

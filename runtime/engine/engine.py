@@ -86,7 +86,7 @@ class Engine:
         A request with a grammar is queued when the grammar is built. Steps go on meanwhile.
 
         Raises:
-            RankFailedError: an earlier step failed because a rank had ended.
+            RankFailedError: an earlier step failed because a rank had ended or hung.
         """
         if self._failure is not None:
             raise RankFailedError(
@@ -114,9 +114,9 @@ class Engine:
         return [output for output in outputs if output is not None]
 
     def take_progress(self) -> dict[str, int]:
-        """The progress of requests whose steps since the last call gave no output.
+        """The progress of the requests that the last read step advanced without an output.
 
-        Such requests are prompts in chunks, and beam searches.
+        Such requests are prompts in chunks, and beam searches. Progress is returned once.
 
         Returns:
             Request id -> positions computed so far.
@@ -128,14 +128,14 @@ class Engine:
         """Launch the next step, and read the oldest launched step if it is due.
 
         Args:
-            announce: called before a step that admits requests or computes more than one token of a
-                sequence. Without step costs the predicted seconds are 0.
+            announce: called before a step that admits requests, or computes more than one token of
+                a sequence, drafts not counted. Without step costs the predicted seconds are 0.
 
         Returns:
             The outputs of the step that was read; empty if no step was read.
 
         Raises:
-            RankFailedError: a rank has ended. No further step can run.
+            RankFailedError: a rank has ended or hangs. No further step can run.
         """
         try:
             return self._step(announce)
@@ -215,7 +215,7 @@ class Engine:
         """Forget all cached blocks and everything that drafters have learned.
 
         Returns:
-            False if sequences use cached blocks. Then all blocks are kept.
+            False if sequences use cached blocks. Then all blocks are kept; drafters forget anyway.
         """
         if self._scheduler.drafts is not None:
             self._scheduler.drafts.proposer.reset()

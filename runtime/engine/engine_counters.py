@@ -38,8 +38,8 @@ class EngineCounters:
 
     def admit(self, output: SchedulerOutput) -> None:
         """Count the sequences that take rows in this step, and the time that they waited."""
-        # `arrival_time` is a time.monotonic() of this machine. Resumed sequences, which have output
-        # tokens, were counted before.
+        # `arrival_time` is a time.monotonic() of this machine. A sequence with output tokens is a
+        # resumed one, which was counted before.
         now = time.monotonic()
         for admitted in output.admitted:
             if not admitted.output_token_ids:

@@ -1,4 +1,4 @@
-"""Runs the steps of a head; implements `DraftHead` (runtime/speculation/head_drafter.py).
+"""Runs the steps of a draft head; implements `DraftHead` (runtime/speculation/head_drafter.py).
 
 The head's model, programs and sampler work like those of any model. This module adds the head's
 second input: hidden states of the target, or the head's own outputs.
@@ -20,7 +20,7 @@ __all__ = ("HeadRunner",)
 
 
 class HeadRunner:
-    """An attached head with its executor.
+    """A draft head that is attached to its target model, with its executor.
 
     Args:
         model: the head.

@@ -42,7 +42,7 @@ class _Row:
     def __init__(self, params: PoolingParams, num_tokens: int) -> None:
         self.params = params
         self.num_tokens = num_tokens
-        self.state: Tensor | None = None  # [D]: float64 sum so far, or the first hidden state
+        self.state: Tensor | None = None  # [D]: float64 sum so far, or the first or last state
 
 
 class Pooler:

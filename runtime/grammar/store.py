@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ("GrammarBuilt", "GrammarStore")
 
 _LOG = logging.getLogger(__name__)
-_MAX_CACHED = 64  # grammars that no request uses
+_MAX_CACHED = 64  # grammars that later requests with the same text can use
 
 
 class GrammarBuilt(msgspec.Struct, frozen=True, array_like=True):

@@ -88,8 +88,8 @@ def to_grammar(form: Literal["regex", "grammar"], text: str) -> str:
     """Translate a regular expression, or a grammar in Lark or GBNF, into a Lark grammar.
 
     Raises:
-        ValueError: the text is not GBNF. Errors in Lark and in regular expressions appear when the
-            grammar is built.
+        ValueError: the text is neither Lark nor GBNF. Errors within Lark and within regular
+            expressions appear when the grammar is built.
     """
     try:
         return grammar_from(form, text)
@@ -146,7 +146,7 @@ class _Builder:
         at_least_one, only_one = _flag(part, "at_least_one"), _flag(part, "stop_after_first")
         tags = _list(part, "tags")
         by_trigger = _by_trigger(tags, _list(part, "triggers"))
-        # The answer begins with a tag. After free text the model might never begin a tag.
+        # `at_least_one`: the answer begins with a tag. After free text, a tag might never begin.
         first = self._either([self._tag(tag) for tag in tags]) if at_least_one else ""
         if at_least_one and only_one:
             return first

@@ -253,7 +253,7 @@ class BlockPool:
         """Compare free list, reference counts and hash table with each other. O(blocks).
 
         Raises:
-            AssertionError: the records disagree; the text names the first block at fault.
+            AssertionError: the records disagree; the text says how.
         """
         free = self.free_block_ids()
         _check(

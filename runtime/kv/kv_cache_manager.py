@@ -65,8 +65,8 @@ class KVCacheManager:
         prefix_hits: tokens of these lookups that were found.
 
     Raises:
-        ValueError: there are fewer than 2 blocks, a block has no token, or another group than the
-            first grows.
+        ValueError: there are fewer than 2 blocks, a block has no token, the first group does not
+            grow, or another one grows.
     """
 
     def __init__(

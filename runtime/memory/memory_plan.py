@@ -159,8 +159,9 @@ def plan_memory(
         graphs: the graphs that will be captured on CUDA.
 
     Raises:
-        StartupError: the weights, one block, or one sequence of the configured length do not fit,
-            or the model does not support that length. The text has the numbers and the remedies.
+        StartupError: the weights, one block, cache.memory_gib, or one sequence of the configured
+            length do not fit, or the model does not support that length. The text has the numbers
+            and the remedies.
     """
     if max_model_len is not None and max_model_len > model.max_model_len:
         raise StartupError(

@@ -1,9 +1,9 @@
 """`EngineHosts`: decides on which machines the engine processes of a server run.
 
-    parallel.nodes=1        all on this machine
-    parallel.nodes=N        an equal part on each of N machines, of the engines or of the ranks of
-                            one; the others join with `run rank`
-    parallel.executor=ray   where Ray places them
+    parallel.nodes=1        all run on this machine
+    parallel.nodes=N        each of N machines runs an equal part of the engines, or an equal part
+                            of the ranks of one engine; the other machines join with `run rank`
+    parallel.executor=ray   they run where Ray places them
 
 Imports no torch.
 """

@@ -73,7 +73,8 @@ async def run_node(
         address: the server's address, `tcp://HOST:PORT`.
         token: the server's token.
         name: the name of this machine, which the server shows.
-        say: called with a line for the user: waits for the server, has joined it, has lost it.
+        say: called with a line for the user when this machine waits for the server, has joined it
+            or has lost it, and when the server has ended.
 
     Raises:
         StartupError: the address or the token is wrong, the server refuses this machine, or the
@@ -124,7 +125,7 @@ class _Engine:
 
 
 class _Session:
-    """One connection to the server, and the engines that it has started."""
+    """One connection to the server, and the engines that run for the server."""
 
     def __init__(self, address: str, token: str, name: str, directory: Path) -> None:
         self._address = address
@@ -253,7 +254,7 @@ class _Session:
             device = self._placements[order.place].config.device
             # A restarted engine must use the instruction set of the first start.
             device = replace(device, isa=start.config.device.isa)
-            # Here other machines reach the ranks of an engine.
+            # The address at which other machines reach the ranks of an engine.
             parallel = replace(start.config.parallel, host=own_address(self._server_host))
             config = replace(start.config, device=device, parallel=parallel)
             start = msgspec.structs.replace(start, config=config)

@@ -111,7 +111,7 @@ class RemoteChild:
             self._end(report.return_code)
 
     def lose(self, reason: str) -> None:
-        """Note that the connection to the machine was lost: the process counts as killed."""
+        """Count the process as killed: its machine was lost, or no machine will run it."""
         if not self._ended.is_set():
             failed = EngineFailed(reason, at_start=False, reason="killed")
             self._inbox.put_nowait(encoder().encode(failed))

@@ -1,8 +1,8 @@
 """The bridge of rank 0's machine: `python -m ostinato.runtime.process.bridge_main ...`.
 
 `BridgeProcess` starts it. The other machines of the engine join it (rank_host_main.py). It passes
-on the messages between rank 0 and the ranks there, and the values that ranks exchange. It ends with
-the sockets to rank 0, however that ends. Imports no torch.
+on the messages between rank 0 and the ranks there, and the values that ranks exchange. It ends when
+rank 0 closes the sockets to it, or has ended. Imports no torch.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from ostinato.runtime.secure_connection import listen
 __all__ = ("main",)
 
 _LOG = logging.getLogger(__name__)
-_MOST_DESCRIPTORS = 253  # that the system passes with one message
+_MOST_DESCRIPTORS = 253  # the system passes at most this many with one message
 _MOST_MESSAGES = 64  # read in a row, so that no machine keeps the others waiting
 
 
@@ -59,7 +59,7 @@ class _Bridge:
         self._control = control
         self._frames = Frames()
         self._descriptors: list[int] = []
-        self._streams: dict[int, socket.socket] = {}  # to rank 0, by the rank that it is for
+        self._streams: dict[int, socket.socket] = {}  # to rank 0, by the number of the other rank
         self._ends: dict[int, StreamEnd] = {}
         self._relay: Relay | None = None
         self._opening: OpenLinks | None = None
@@ -71,7 +71,7 @@ class _Bridge:
         self._by_descriptor: dict[int, int] = {}
         self._unsent: defaultdict[int, list[list[bytes]]] = defaultdict(list)
         self._events = Events()
-        self._events.add(control.fileno(), self._on_control)  # first: it comes before streams
+        self._events.add(control.fileno(), self._on_control)  # handled before streams
 
     def run(self) -> None:
         """Handle what comes; `os._exit` ends it."""
@@ -200,7 +200,7 @@ class _Bridge:
         for rank in self._layout.ranks_of(machine):
             if rank in self._ends:
                 self._ends[rank].send(ended)
-            else:  # rank 0 reads the sockets already
+            else:  # the streams are not open here yet, but rank 0 reads its ends already
                 self._streams[rank].sendall(ended)
 
 
@@ -209,7 +209,8 @@ def main(control: str, parent: str, log_level: str, log_format: str, name: str) 
 
     Args:
         control: descriptor of the socket to rank 0's process.
-        parent: process id of rank 0 if the system shall kill this process with it; 0 = else.
+        parent: process id of rank 0, if the system is to kill this process when rank 0 ends; else
+            0.
         log_level: the log level of this process.
         log_format: text or json.
         name: the name of this process, in its log.

@@ -67,7 +67,7 @@ class EngineChild(Protocol):
         """Start the process.
 
         Args:
-            start: a `StartEngine` as one line of JSON.
+            start: a `StartEngine`, or for a host of ranks a `StartRankHost`, as one line of JSON.
 
         Raises:
             OSError: the system cannot start another process.

@@ -158,14 +158,16 @@ class EngineFailed(msgspec.Struct, frozen=True, array_like=True, tag=4, gc=False
 
     message: str  # one line
     at_start: bool  # the engine was not ready yet
-    reason: str = "error"  # how a rank ended: killed, crash, exit or hang; otherwise error
+    # How a rank ended: killed, crash, exit or hang. A lost machine counts as killed. Otherwise:
+    # error.
+    reason: str = "error"
 
 
 class StepStarted(msgspec.Struct, frozen=True, array_like=True, tag=5, gc=False):
     """Sent before a step that admits requests, or is predicted to take more than 0.25 s.
 
     If the engine dies in that step, the client knows which requests were running. The watchdog
-    gives the step more time if `seconds` is large.
+    gives the step more time if `seconds` is large. It is also sent before a utility call.
     """
 
     request_ids: list[str]  # requests that take part for the first time

@@ -13,10 +13,10 @@ FIELDS = "fields_of_line"
 
 
 class JsonFormatter(logging.Formatter):
-    """Formats a record as JSON: time, level, process, logger, message and the record's FIELDS.
+    """Formats a record as JSON: time, level, process, logger, and the record's FIELDS or message.
 
     Args:
-        process: `api`, `engine`, or with several engines a name such as `engine 1`.
+        process: the name of the process, such as `api`, `engine 1` or `engine rank 1`.
     """
 
     def __init__(self, process: str) -> None:
@@ -43,7 +43,7 @@ def configure_logging(level: str, log_format: str, process: str) -> None:
     Args:
         level: a value of `server.log_level`.
         log_format: a value of `server.log_format`.
-        process: `api`, `engine`, or with several engines a name such as `engine 1`.
+        process: the name of the process, such as `api`, `engine 1` or `engine rank 1`.
     """
     handler = logging.StreamHandler()
     if log_format == "json":

@@ -16,14 +16,14 @@ from ostinato.runtime.types.outputs import BeamOutput, SequenceOutput, TokenLogp
 
 __all__ = ("OutputParts",)
 
-_AT_ONCE = 2000  # entries of a message; the API process reads them in some 10 ms
+_AT_ONCE = 2000  # entries of a part; the API process reads them in some 10 ms
 
 
 class OutputParts:
-    """Passes outputs on, at most 2000 log-probabilities of prompts and beams at a time.
+    """Passes outputs on, a few thousand log-probabilities of prompts and beams at a time.
 
-    A large output becomes several parts (`is_part`), then the output with the rest. The outputs of
-    one request keep their order.
+    A large output becomes several parts (`is_part`), then the output with the rest. A part has up
+    to 2000 log-probabilities of a prompt, or one beam. The outputs of one request keep their order.
     """
 
     def __init__(self) -> None:

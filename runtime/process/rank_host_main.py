@@ -103,7 +103,7 @@ class _Host:
         self._events.add(self._monitor, self._on_lost)
 
     def run(self) -> str:
-        """Pass messages on until the bridge is gone; returns why it was not reached, or nothing."""
+        """Pass messages on until the bridge is gone; returns why it was not reached, else ""."""
         self._dealer.connect(self._start.address)
         self._send(Hello(self._start.machine, self._name))
         deadline = time.monotonic() + _JOIN_S

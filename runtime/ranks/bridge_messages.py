@@ -81,7 +81,7 @@ class DumpStacks(msgspec.Struct, frozen=True, array_like=True, tag=5):
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag=6):
-    """The first message of another machine's bridge."""
+    """The first message of a machine that joins; the bridge answers with a `Hello` of machine 0."""
 
     machine: int
     name: str
@@ -94,19 +94,19 @@ class OpenLinks(msgspec.Struct, frozen=True, array_like=True, tag=7):
 
 
 class ToRank(msgspec.Struct, frozen=True, array_like=True, tag=8, gc=False):
-    """A message of rank 0 to another rank, which is the second part."""
+    """The second part is a message of rank 0 to another rank."""
 
     rank: int
 
 
 class FromRank(msgspec.Struct, frozen=True, array_like=True, tag=9, gc=False):
-    """A message of another rank to rank 0, which is the second part."""
+    """The second part is a message of another rank to rank 0."""
 
     rank: int
 
 
 class Piece(msgspec.Struct, frozen=True, array_like=True, tag=10, gc=False):
-    """The next piece of a rank in a group; the second part has its values."""
+    """The next values that a rank shares with its tensor-parallel group, in the second part."""
 
     stage: int
     place: int  # of the rank in its group

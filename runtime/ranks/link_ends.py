@@ -81,9 +81,9 @@ class GroupEnd(msgspec.Struct, frozen=True, array_like=True):
 
     stage: int
     world: int
-    segment: int  # descriptor, as are the next ones
-    notices: dict[int, int]  # of each member on this machine, by its place in the group: an eventfd
-    machines: list[int]  # the other ones
+    segment: int  # descriptor of the group's memory
+    notices: dict[int, int]  # descriptor of an eventfd for each member here, by place in the group
+    machines: list[int]  # the other machines of the group
 
 
 class SlotsEnd(msgspec.Struct, frozen=True, array_like=True):
@@ -91,9 +91,9 @@ class SlotsEnd(msgspec.Struct, frozen=True, array_like=True):
 
     stage: int  # that computes the values
     place: int  # of both ranks in their groups
-    memory: int
-    socket: int
-    machine: int  # the other one
+    memory: int  # descriptor
+    socket: int  # descriptor
+    machine: int  # the other machine
 
 
 class RelayEnds(msgspec.Struct, frozen=True, array_like=True):
@@ -154,7 +154,7 @@ def create_links(layout: RankLayout, machine: int, slots: HandoffSlots) -> Machi
         if layout.tensor > 1:
             for stage in range(layout.pipeline):
                 _link_group(layout, machine, stage, held, relay)
-        for stage in range(layout.pipeline - 1):  # a stage's receiver is made before its sender
+        for stage in range(layout.pipeline - 1):  # the receiver of a rank comes before its sender
             _link_stages(layout, machine, stage, held, relay)
     except OSError:
         close_all([*held.values(), relay.descriptors()])

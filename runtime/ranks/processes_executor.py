@@ -32,7 +32,10 @@ __all__ = ("ProcessesExecutor",)
 
 
 class ProcessesExecutor:
-    """Runs each step on all ranks. Every method raises `RankFailedError` once a rank has ended."""
+    """Runs each step on all ranks.
+
+    `launch`, `read`, `idle` and `call` raise `RankFailedError` once a rank has ended.
+    """
 
     def __init__(
         self,
@@ -44,7 +47,7 @@ class ProcessesExecutor:
     ) -> None:
         """
         Args:
-            first: rank 0's executor; closed with this one. It reads each step before the next.
+            first: rank 0's executor, without overlap; closed with this one.
             runner: rank 0's runner.
             ranks: the processes of the other ranks, which wait for steps; ended with this object.
             links: rank 0's links to the other ranks; closed after the processes have ended.

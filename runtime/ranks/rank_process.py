@@ -1,7 +1,7 @@
 """The processes of the ranks after the first, as rank 0's process sees them.
 
 `LocalRank` is a child of this process. `RemoteRank` runs on another machine: the bridge of this
-machine passes its messages on and says how it is (runtime/process/bridge_main.py).
+machine passes its messages on and reports its state (runtime/process/bridge_main.py).
 
 Imports no torch.
 """
@@ -174,7 +174,7 @@ class RemoteRank(_Rank):
         return self._ended is not None
 
     def kill(self) -> None:
-        """Tell the bridge that this process needs it no longer, which ends the other machines'."""
+        """Close the stream to the bridge. The bridge then ends, and the ranks elsewhere with it."""
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
 

@@ -28,7 +28,7 @@ Send = Callable[[Piece | Hidden, bytes], None]
 
 
 class Events:
-    """Waits for descriptors and sockets of ZeroMQ, and calls what belongs to each."""
+    """Waits for descriptors and sockets of ZeroMQ, and calls the handler of each."""
 
     def __init__(self) -> None:
         self._poller = zmq.Poller()
@@ -40,7 +40,7 @@ class Events:
         handler: Callable[[int], object],
         events: int = zmq.POLLIN,
     ) -> None:
-        """Call `handler` with what is ready of the source; also changes the events of one."""
+        """Call `handler` with the events of the source that are ready; replaces an earlier one."""
         self._poller.register(source, events)
         self._handlers[source] = handler
 
@@ -153,11 +153,11 @@ class Relay:
             self._watch_filler(filler)
 
     def put_piece(self, message: Piece, values: bytes) -> None:
-        """Let the ranks of this machine see a piece of another one."""
+        """Let the ranks of this machine see the values of a rank on another machine."""
         self._mirrors[message.stage].put(message.place, values)
 
     def put_hidden(self, message: Hidden, values: bytes) -> None:
-        """Let a rank of this machine go on with hidden states of another one."""
+        """Let a rank of this machine go on with hidden states from another machine."""
         with contextlib.suppress(ConnectionError):  # the end of the rank is noticed elsewhere
             self._fillers[message.stage, message.place].put(values)
 

@@ -114,7 +114,7 @@ class InFlightRequests(Generic[Q]):
         self._requests[one.request.request_id] = self._held[one.request.request_id] = one
 
     def release(self) -> list[InFlightRequest[Q]]:
-        """Forget every request but suspects; returns them for `adopt`."""
+        """Forget every request except suspects; returns the forgotten ones for `adopt`."""
         released = [one for one in self._requests.values() if not one.is_suspect]
         for one in released:
             del self._requests[one.request.request_id]

@@ -64,8 +64,8 @@ def divide(
     if gpus:
         if len(gpus) < num_replicas:
             raise StartupError(
-                f"parallel.data={num_replicas} takes a GPU for each replica, and this process sees "
-                f"{len(gpus)}; lower it, or set device.name=cpu"
+                f"{num_replicas} engines on this machine take a GPU each, and this process sees "
+                f"{len(gpus)}; lower parallel.data, or set device.name=cpu"
             )
         return [Placement(config=config, gpu=gpu) for gpu in gpus[:num_replicas]]
     device = config.device

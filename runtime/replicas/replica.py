@@ -168,7 +168,7 @@ class Replica:
 
     @property
     def seconds_overdue(self) -> float:
-        """The part of `seconds_since_step` that exceeds the predicted time of the step."""
+        """Seconds without progress that predicted step times do not explain; see `Watchdog`."""
         return self._watchdog.seconds_overdue
 
     async def spawn(self) -> None:
@@ -212,7 +212,7 @@ class Replica:
         await self.submit_held()
 
     async def release(self) -> list[InFlightRequest[Reader]]:
-        """Take all requests except suspects from the engine; returns them for other replicas."""
+        """Give up all requests except suspects; returns them for other replicas."""
         submitted = self._requests.submitted_ids() if self.is_alive else []
         released = self._requests.release()
         gone = {one.request.request_id for one in released}

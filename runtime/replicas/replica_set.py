@@ -52,9 +52,11 @@ class ReplicaSet:
         self._reloads = asyncio.Lock()
 
     def replica_for(self, request: Request) -> Replica:
-        """The replica that serves a request, and all other requests of its prompt.
+        """Choose the replica for a request.
 
-        If all engines have ended and are not started again, it returns a dead replica.
+        The caller also sends it the other requests that it made from the same prompt (`n`
+        completions). If all engines have ended and are not started again, the replica is a dead
+        one.
         """
         left = self._open() or [one for one in self.replicas if one.death_reason is None]
         return self._choose(request, left or self.replicas)
@@ -70,7 +72,7 @@ class ReplicaSet:
         """Take a replica out of service.
 
         The router sends the replica no more requests. The replica finishes the requests that it
-        has. After the timeout the unfinished ones go on in the other replicas.
+        has. After the timeout the unfinished ones, except suspects, go on in the other replicas.
 
         Args:
             number: the number of the replica.
@@ -148,7 +150,10 @@ class ReplicaSet:
         return self.replicas[number]
 
     def _open(self) -> list[Replica]:
-        """The replicas that take requests: the serving ones or, if none serves, the others."""
+        """The replicas that take requests: those that serve, or if none serves, those that restart.
+
+        A drained or dead replica takes no requests.
+        """
         left = [one for one in self.replicas if one.death_reason is None and not one.is_drained]
         return [one for one in left if one.is_alive] or left
 
@@ -164,7 +169,7 @@ class ReplicaSet:
     async def _on_change(self, replica: Replica) -> None:
         """Move requests away from engines that do not serve.
 
-        Called when an engine has died, or serves again.
+        Called when an engine has died, serves again, or is not started again.
         """
         if replica.is_alive:
             self._router.forget(replica.number)

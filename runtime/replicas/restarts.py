@@ -1,8 +1,8 @@
 """The restart policy: when a dead engine is started again, and how many restarts are allowed.
 
 The first restart comes at once, the second restart after `backoff_s`. Each further restart within
-the window waits twice as long as the previous one. The caller passes the time, so this module reads
-no clock.
+the window waits twice as long as the previous one, but at most 30 s. The caller passes the time, so
+this module reads no clock.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _LONGEST_DELAY_S = 30.0
 class DeathReason(StrEnum):
     """Why an engine process ended; a label of the restart metric."""
 
-    killed = "killed"  # by SIGKILL: an operator, or the system out of memory
+    killed = "killed"  # by SIGKILL (an operator, or the system out of memory), or a lost machine
     crash = "crash"  # by another signal: a fault in native code
     error = "error"  # by an exception in a step
     exit = "exit"  # the process exited by itself
-    hang = "hang"  # the watchdog killed it because it made no progress
+    hang = "hang"  # the watchdog killed it because it made no progress, or its ranks hung
     start = "start"  # a restart failed
     reload = "reload"  # it was asked to end, so that a new process loads the weights again
 
@@ -87,7 +87,7 @@ class RestartPolicy:
         max_restarts: restarts allowed within the window; 0 = none.
         window_s: seconds after which a restart is forgotten.
         backoff_s: seconds before the second restart within the window. Each further restart waits
-            twice as long.
+            twice as long, but at most 30 s.
     """
 
     def __init__(self, max_restarts: int, window_s: float, backoff_s: float) -> None:

@@ -99,9 +99,9 @@ class PrefixAware:
     """Chooses the replica that got the longest common prefix, unless it is much busier.
 
     The router does not see the replicas' caches. It remembers to which replica it sent each block
-    of a prompt, up to `_MEMORY` blocks for each replica. It chooses the least loaded replica if no
-    block is known, or if the known replica has more than twice the least load plus `_SLACK`
-    requests.
+    of a prompt, up to `_MEMORY` blocks times the number of replicas. It chooses the least loaded
+    replica if no block is known, or if the known replica has more than twice the least load plus
+    `_SLACK` requests.
     """
 
     reads_loads = True

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 __all__ = ("COSTLY_S", "SLOW_S", "GrammarRow", "MaskCost", "forced_tokens")
 
 # The limits of matcher.py do not bound ambiguous grammars such as `s: s s | "a"`. Their masks take
-# longer with each token. If a row's mask takes `SLOW_S`, its masks are made alone from then on. If
-# a row's mask or token takes `_MAX_S` of processor time, the row ends with an error.
+# longer with each token. If a row's mask takes `SLOW_S`, its next masks are made alone, until one
+# takes less. If a row's mask or token takes `_MAX_S` of processor time, the row ends with an error.
 SLOW_S = 0.005
 _MAX_S = 0.03
 # A grammar is costly if its masks take more processor time than this.
@@ -66,7 +66,7 @@ class GrammarRow:
         cost: the cost of the grammar's masks.
         group: `Request.group`.
         position: position in the sequence of the token that the next mask is for.
-        is_slow: a batch with its last mask took long.
+        is_slow: its last mask or token, or the batch with its last mask, took long.
         num_turns: number of steps that the row has waited for its mask.
         num_unread: tokens that were drawn for the row and have not been read yet.
         ending: None while the answer continues; "" = the grammar is complete; else the error.

@@ -44,7 +44,7 @@ class LogprobRequest:
 class PendingLogprobs(NamedTuple):
     """Log-probabilities that the device can still be computing."""
 
-    columns: RowLogprobs  # the results of the rows in `asking`; the first is the drawn token's
+    columns: RowLogprobs  # of the rows in `asking`; a row's first value is its drawn token's
     asking: list[int]  # indices of the rows that report log-probabilities
     requests: Sequence[LogprobRequest]  # one per row of the step
 

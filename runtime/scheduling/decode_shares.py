@@ -40,7 +40,7 @@ class DecodeShares:
     def resting(self, running: Iterable[RunningSequence]) -> Set[RunningSequence]:
         """The decoding sequences that do not take part in this step.
 
-        At least one sequence more than a fair step has takes part. Without it, the same sequences
+        The step keeps at least one sequence more than a fair step. Otherwise the same sequences
         would rest in every step.
 
         Args:

@@ -77,7 +77,7 @@ class DraftPlanner:
         self._depth = DepthChooser(costs, max_drafts, self.model_costs)
         # Whether the cost of looking for drafts is weighed. This needs the measured step costs.
         self._is_sparing = costs is not None and self._model is None
-        self._num_unobserved = 0  # steps since one with a load
+        self._num_unobserved = 0  # steps since the last one with a predicted cost
         self._has_forced = False  # whether the last step's grammars forced tokens
 
     @property
@@ -282,7 +282,7 @@ class DraftPlanner:
         return _Place(index, draft, count, new_block_ids)
 
     def _follow(self, model: BatchProposer, step: StepPlan) -> None:
-        """Let the draft model compute the tokens that the step's sequences have and it has not."""
+        """Let the draft model compute those tokens of the step that it must not put off."""
         begin = time.perf_counter()
         model.follow(
             [

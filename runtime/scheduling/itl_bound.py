@@ -64,8 +64,9 @@ class StepAllowance:
             has_scores: the tokens' log-probabilities are requested.
 
         Returns:
-            At most `limit`; 0 if no token fits. The first chunk of a step always gets some tokens.
-            Otherwise prompts would never advance when the decodes alone miss the target.
+            At most `limit`; 0 if no token fits and the step has a chunk already. The first chunk
+            always gets some tokens. Otherwise prompts would never advance when the decodes alone
+            miss the target.
         """
         if limit < 1 or self._fits(limit, start, has_scores=has_scores):
             return max(limit, 0)

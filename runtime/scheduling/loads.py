@@ -72,7 +72,8 @@ class BlockLoads:
         """Let a waiting sequence wait for the blocks that `match` names in the tier.
 
         The sequence's status becomes `loading`. If another load already fetches the same blocks,
-        the sequence waits for that load. Nothing happens if too few blocks are free.
+        the sequence waits for that load. Nothing happens if too few blocks are free, or if the
+        sequence began a load before.
 
         Args:
             sequence: a waiting sequence. The caller removes it from the queue if its status is

@@ -7,8 +7,8 @@ sequence of N continues, and its decode rows read N's tokens on the device. `upd
 sequences that N ends. Their entries in N+1 are dropped when N+1 is read. Rows and blocks that a
 step in flight uses are not reused.
 
-Every step decodes one token of every decoding sequence, so a long prompt does not stall a stream.
-If a target for inter-token latency is set, a step takes fewer prompt tokens.
+A step decodes a token of every decoding sequence that is not left out (`StepPlanner`). So a long
+prompt does not stall a stream. With a target for inter-token latency, it takes fewer prompt tokens.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        """Sequences that take part in the next step."""
+        """Sequences with a row and blocks, without draining ones."""
         return len(self.queues.running)
 
     @property
@@ -269,7 +269,7 @@ class Scheduler:
         """Process the result of the oldest step in flight.
 
         Returns:
-            One entry per sequence with new tokens, with a finish reason if the sequence ends.
+            One entry per request that has new tokens or has ended, then with a finish reason.
 
         Raises:
             ValueError: `output` is not the oldest step in flight, or the number of tokens in

@@ -64,7 +64,7 @@ class StepPlan:
         self.num_samples = 0  # entries that sample
         self.num_drafts = 0
         self.num_accepted = 0  # drafts that the model confirmed; set with the result
-        self.load: StepLoad | None = None  # the work without the drafts; None without a drafter
+        self.load: StepLoad | None = None  # the work without drafts; None = no cost is predicted
         self.num_prompt_logits = 0
         self.num_pooled = 0
         self.is_closed = False  # no further sequence is admitted
@@ -122,7 +122,7 @@ class StepPlan:
         return num_drafts
 
     def take_drafts(self, num_drafts: int, start: int) -> None:
-        """Subtract the drafts of a decoding sequence from the allowance."""
+        """Subtract the drafts of a decoding sequence from the budget and the allowance."""
         self.num_drafts += num_drafts
         self.num_tokens_left -= num_drafts
         if self.allowance is not None:

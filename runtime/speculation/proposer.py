@@ -26,7 +26,7 @@ class DraftSource(StrEnum):
     prediction = "prediction"  # the request's `prediction`
     ngram = "ngram"  # the sequence's own text
     history = "history"  # earlier answers
-    model = "model"  # a draft model
+    model = "model"  # a draft model or a draft head
 
 
 class Draft(NamedTuple):
@@ -69,7 +69,7 @@ class Proposer(Protocol):
         ...
 
     def learn(self, request: Request, token_ids: Sequence[int]) -> None:
-        """Learn from the prompt and output of a request that ended by `stop` or `length`."""
+        """Learn from the prompt and output of a request that ended without an error or abort."""
         ...
 
     def forget(self, request_id: str) -> None:
@@ -104,8 +104,8 @@ class DraftJob:
 class BatchProposer(Proposer, Protocol):
     """A drafter that computes the drafts of all sequences of a step at once.
 
-    `propose` returns a draft of `DraftSource.model` whose tokens are placeholders. The planner
-    chooses how many of them the step verifies, and `draw` computes these.
+    A draft of `DraftSource.model` from `propose` has placeholders as tokens. The planner chooses
+    how many of them the step verifies, and `draw` computes these.
     """
 
     @property

@@ -61,7 +61,7 @@ def _states_quantization(model: ModelSection) -> bool:
 
 
 def planned_isa(device: DeviceConfig) -> str:
-    """The instruction set that the CPU kernels will use if they can be built for it.
+    """The configured instruction set of the CPU kernels; `auto` = the highest of this machine.
 
     Raises:
         StartupError: the configuration names an instruction set that this machine does not run.

@@ -35,7 +35,7 @@ def make_drafter(
     Args:
         plan: the engine's plan.
         target: the rank of the model that is drafted for.
-        texts: the drafter of predicted outputs (`prediction`).
+        texts: the drafter from text, whose drafts go first.
         monitor: counts compilations.
         undo: gets the callbacks that release resources if the start fails.
 

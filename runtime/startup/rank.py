@@ -87,7 +87,7 @@ _ALONE = Peers(links=None, meet=lambda name, numbers: [numbers], turn=0, num_tur
 class RankParts:
     """A rank that is ready to run steps."""
 
-    plan: EnginePlan  # on CUDA, its memory plan is from measurements
+    plan: EnginePlan  # on CUDA, the memory plan of a model that generates is measured
     network: LanguageModel
     executor: InlineExecutor
     runner: ModelRunner

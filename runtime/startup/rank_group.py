@@ -4,7 +4,8 @@
     -> warm-up, capture
 
 All ranks load their weights at the same time. Rank 0 compiles and saves the programs; the others
-load them, because one program serves every rank. On another machine its first rank does so.
+load them, because one program serves every rank. On another machine, the first rank there compiles
+and saves them.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ def join(plan: EnginePlan, ranks: RankProcesses, undo: ExitStack) -> RankLinks:
         undo: gets the callbacks that release resources if the start fails.
 
     Raises:
-        StartupError: the system has no memory for the links.
+        OSError: the system has no memory or no descriptors for the links.
+        StartupError: a link cannot be opened.
         RankFailedError: a rank has ended.
     """
     config, source = plan.config, plan.source

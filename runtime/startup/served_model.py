@@ -88,7 +88,7 @@ def _eos_token_ids(source: ModelSource, tokenizer: Path | None) -> tuple[int, ..
     """The tokens that end a sequence: from the model's configuration, and from its tokenizer.
 
     A chat model that was trained further can end its turns with a token that only its tokenizer
-    names. The tokenizer counts only if it is the model's own.
+    names. The demo tokenizer, which dummy weights without a path use, does not count.
     """
     stated = source.config.eos_token_ids
     own = None if tokenizer is None else TokenizerFiles(tokenizer).eos_token_id()

@@ -113,8 +113,8 @@ class ChatTemplate:
             tools: the functions that may be called, `{"type": "function", "function": ...}`.
 
         Raises:
-            InvalidRequestError: the template refuses the messages, or both
-                `add_generation_prompt` and `continue_final_message` are set.
+            InvalidRequestError: the template refuses the messages, `variables` has a name that the
+                server sets, or the last message cannot be continued as asked.
         """
         if add_generation_prompt and continue_final_message:
             raise InvalidRequestError(

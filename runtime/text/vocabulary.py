@@ -12,7 +12,7 @@ __all__ = ("vocabulary_difference",)
 
 
 def vocabulary_difference(draft: Path, target: Path) -> str | None:
-    """How the tokens of a draft model differ from the target's; None if they are equal.
+    """How the tokens of a draft model differ from the target's; None = no known difference.
 
     Added tokens are not compared. Models of one family differ in them, and draft tokens are rarely
     added tokens.

@@ -65,7 +65,7 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int  # tokens, prompt plus output
     vocab_size: int
     eos_token_ids: tuple[int, ...]
-    tokenizer: str  # directory with the tokenizer's files; empty = none, token ids only
+    tokenizer: str  # directory or GGUF file of the tokenizer; empty = none, token ids only
     architecture: str = ""  # the class that config.json names
     default_sampling: dict[str, int | float] = {}  # from generation_config.json
     created: int = 0  # unix seconds
@@ -174,7 +174,7 @@ _GAUGES = (
     *("max_num_seqs", "max_num_batched_tokens", "layers_by_program"),
     *("predicted_step_seconds", "predicted_ttft_seconds"),
 )
-# Over replicas, the least of these figures is taken: a request goes to that replica.
+# Over replicas, the least of these figures is taken, as if a request went to that replica.
 _LEAST = ("predicted_step_seconds", "predicted_ttft_seconds")
 
 

@@ -34,11 +34,14 @@ class FinishReason(StrEnum):
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Log-probabilities (natural logarithm) at one position, from the raw logits."""
+    """Log-probabilities (natural logarithm) at one position, from the raw logits.
+
+    Those of beams are from the logits after processors and masks.
+    """
 
     logprob: float  # the log-probability of the token at that position
     rank: int  # 1 = the likeliest token
-    top_ids: list[int]
+    top_ids: list[int]  # the likeliest tokens, or `logprob_token_ids`
     top_logprobs: list[float]
 
 
@@ -73,7 +76,7 @@ class SequenceOutput(msgspec.Struct, array_like=True, gc=False):
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the stop token's id, or a word such as REPETITION_REASON
     logprobs: list[TokenLogprobs] | None = None  # one per new token
-    num_cached_tokens: int = 0  # prompt tokens that were not recomputed at first admission
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at admission
     error: str | None = None  # text, with finish_reason error
     # One entry for each prompt token after the first. Sent with the first new token.
     prompt_logprobs: list[TokenLogprobs] | None = None

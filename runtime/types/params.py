@@ -316,8 +316,8 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """How the vector of a pooled prompt is computed."""
 
     kind: PoolingKind = PoolingKind.last
-    normalize: bool = True  # to length 1
-    dimensions: int | None = None  # cut the vector to this length, then normalise; null = all
+    normalize: bool = True  # to a norm of 1
+    dimensions: int | None = None  # keep this many values, then normalise; null = all
     # Return the output of the classification head instead: a sigmoid for one label, a softmax for
     # several, or with `raw_scores` the logits.
     classify: bool = False

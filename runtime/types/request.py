@@ -25,7 +25,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=Fal
     # before sequences with a high index.
     place: int = 0
     cache_salt: str = ""  # requests share cached blocks only if their salts are equal
-    bad_words_token_ids: list[list[int]] = []  # tokens of each of `sampling.bad_words`, never empty
+    bad_words_token_ids: list[list[int]] = []  # of `sampling.bad_words`; no entry is empty
     pooling: PoolingParams | None = None  # compute a vector; `sampling` is not read
     output_token_ids: list[int] = []  # output so far, from an engine that died; this one goes on
     grammar: str = ""  # made from `sampling.structured_outputs`

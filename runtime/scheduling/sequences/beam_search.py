@@ -2,9 +2,10 @@
 
 This is the search of one request, without blocks, rows or steps. The rules are those of
 `transformers` (`GenerationMixin._beam_search`). W is the number of beams. The W * (1 + number of
-stop tokens) likeliest continuations of all beams are candidates. A candidate that ends with a stop
-token is kept as finished if it is among the first W. The first W other candidates are the next
-beams. `early_stopping` has the values of transformers: False is the heuristic of Wu et al. 2016.
+stop tokens) likeliest continuations of all beams, at least 2 * W, are candidates. A candidate that
+ends with a stop token is kept as finished if it is among the first W. The first W other candidates
+are the next beams. `early_stopping` has the values of transformers: False is the heuristic of Wu et
+al. 2016.
 """
 
 from __future__ import annotations

@@ -225,7 +225,7 @@ class Sequence:
 
     @property
     def is_running(self) -> bool:
-        """Whether it takes part in the next step."""
+        """Whether it has a row and blocks and can take part in steps."""
         return self.status is SequenceStatus.running
 
     @property

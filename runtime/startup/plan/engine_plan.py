@@ -1,6 +1,6 @@
 """The engine plan: model, device, memory, attention backend and buckets, before weights are read.
 
-Every rank makes the same plan from the same configuration. Nothing is allocated.
+Every rank plans its own part from the same configuration. Nothing is allocated.
 """
 
 from __future__ import annotations

@@ -297,7 +297,7 @@ def _why_no_draft(draft: ModelSource) -> str | None:
 def _why_other_vocabulary(
     config: EngineConfig, draft: ModelSource, target: ModelSource
 ) -> str | None:
-    """How the vocabulary of a draft model differs from the target's; None if they are equal."""
+    """How the vocabulary of a draft model differs from the target's; None = no known difference."""
     sizes = draft.config.vocab_size, target.config.vocab_size
     if sizes[0] != sizes[1]:
         return f"it has another vocabulary, of {sizes[0]} tokens, and the model's has {sizes[1]}"

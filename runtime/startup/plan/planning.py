@@ -124,7 +124,7 @@ def bucket_table(
 
     The table is empty without graphs.mode=captured. It is also empty for an encoder, because its
     steps rarely have the same shape twice. On a CPU every number of decodes has a bucket, because
-    buckets cost nothing.
+    buckets cost nothing there; graphs.capture_sizes chooses fewer.
 
     Args:
         config: the engine's configuration.

@@ -42,7 +42,7 @@ def test_every_replica_has_a_gpu_of_its_own() -> None:
 
 
 def test_too_few_gpus_are_refused() -> None:
-    with pytest.raises(StartupError, match=r"parallel\.data=3 takes a GPU for each replica.* 2;"):
+    with pytest.raises(StartupError, match=r"3 engines on this machine take a GPU each.* 2;"):
         divide(CONFIG, 3, cores=8, free_bytes=24 * GIB, gpus=["0", "1"])
 
 
