@@ -43,12 +43,11 @@ def tags_to_lark(tag: object, special_tokens: Mapping[str, int], form: JsonForm)
                 "triggers": _list(tag, "triggers"),
                 "tags": [
                     {
-                        "begin": one.get("begin"),
+                        "begin": _text(one, "begin"),
                         "content": {"type": "json_schema", "json_schema": one.get("schema", True)},
                         "end": one.get("end"),
                     }
                     for one in _list(tag, "structures")
-                    if isinstance(one, dict)
                 ],
             }
         )

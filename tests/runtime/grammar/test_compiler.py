@@ -100,6 +100,13 @@ def test_reasoning_before_it(constraint):
         ),
         (
             {
+                "structures": [{"begin": "<a>", "schema": {}, "end": ""}, "<b>"],
+                "triggers": ["<a"],
+            },
+            "begin must be a string",
+        ),
+        (
+            {
                 "structures": [{"begin": "<a>", "schema": {}, "end": ""}],
                 "triggers": ["<a", "<b"],
             },
