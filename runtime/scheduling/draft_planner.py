@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from ostinato.runtime.costs.cost_table import Chunk, CostTable
 from ostinato.runtime.kv.kv_cache_manager import KVCacheManager
@@ -41,6 +42,14 @@ class _Place:
     draft: Draft
     count: int  # draft tokens that fit into the step and the block table
     new_block_ids: list[int]
+
+
+class VerifiedDraft(NamedTuple):
+    """A draft that a step has verified."""
+
+    num_drafts: int  # its tokens
+    num_right: int  # how many of them were right, counted from the first
+    is_predicted: bool  # they are from the request's `prediction`
 
 
 class DraftPlanner:
@@ -199,24 +208,42 @@ class DraftPlanner:
             self._depth.observe(step.load, step.num_drafts, step.num_accepted, seconds)
             self.stats.num_pauses = self._depth.num_pauses
 
-    def settle(self, step: StepPlan, sequence: Sequence, num_accepted: int) -> SpeculationReport:
+    def settle(self, sequence: Sequence, num_right: int) -> VerifiedDraft | None:
         """Count the positions of refused drafts as not computed; a later step computes them.
 
         Args:
-            step: the step that verified the drafts.
-            sequence: a sequence with drafts in this step.
-            num_accepted: how many drafts were right, counted from the first.
+            sequence: a sequence of the step that was read.
+            num_right: how many of its drafts were right, counted from the first.
+
+        Returns:
+            None if the sequence had no drafts.
         """
-        num_drafts = sequence.num_drafts
-        sequence.num_computed_tokens -= num_drafts - num_accepted
+        if not (num_drafts := sequence.num_drafts):
+            return None
+        sequence.num_computed_tokens -= num_drafts - num_right
         sequence.num_drafts = 0
-        self.stats.add(num_drafts, num_accepted)
-        step.num_accepted += num_accepted
+        self.stats.num_drafts += 1
+        self.stats.num_draft_tokens += num_drafts
         draft, record = sequence.draft, sequence.draft_record
         assert draft is not None, "a sequence with drafts keeps the draft that they come from"
         assert record is not None, "a sequence with drafts has a record of them"
-        self._depth.verified(Candidate(draft, record), num_drafts, num_accepted)
-        is_predicted = draft.source is DraftSource.prediction
+        self._depth.verified(Candidate(draft, record), num_drafts, num_right)
+        return VerifiedDraft(num_drafts, num_right, draft.source is DraftSource.prediction)
+
+    def report(
+        self, step: StepPlan, verified: VerifiedDraft, num_returned: int
+    ) -> SpeculationReport:
+        """Count the draft tokens that are in the answer. Right ones after its end are not.
+
+        Args:
+            step: the step that verified the draft.
+            verified: from `settle`.
+            num_returned: tokens that the step adds to the answer.
+        """
+        num_drafts, num_right, is_predicted = verified
+        num_accepted = min(num_right, num_returned)
+        step.num_accepted += num_accepted
+        self.stats.accept(num_accepted)
         return SpeculationReport(
             1,
             num_drafts,

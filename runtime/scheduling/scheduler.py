@@ -40,7 +40,6 @@ from ostinato.runtime.scheduling.ttft_forecast import QueueLoad, queue_load
 from ostinato.runtime.speculation.proposer import Proposer
 from ostinato.runtime.types.outputs import FinishReason, SequenceOutput
 from ostinato.runtime.types.request import Request
-from ostinato.runtime.types.speculation import SpeculationReport
 from ostinato.runtime.types.step import SchedulerOutput, StepResult
 
 __all__ = ("Scheduler",)
@@ -293,12 +292,12 @@ class Scheduler:
         index = 0
         if self.drafts is not None:
             self.drafts.take_forced(step, result.forced_token_ids)
+        drafts = self.drafts if step.num_drafts else None
         for entry, sequence in zip(output.scheduled, step.sequences, strict=True):
             sequence.num_in_flight -= 1
             if entry.num_logits:
                 count = 1 if next_counts is None else next(next_counts)
-                has_drafts = count and step.num_drafts
-                report = self._settle_drafts(step, sequence, count - 1) if has_drafts else None
+                verified = drafts.settle(sequence, count - 1) if drafts and count else None
                 if sequence.status is _FINISHED:
                     pass
                 elif not count:
@@ -308,8 +307,12 @@ class Scheduler:
                 elif next_counts is None:
                     outputs.append(self._append_token(sequence, index, result))
                 else:
-                    outputs.append(self._append_tokens(sequence, index, count, result))
-                    outputs[-1].speculation = report
+                    news = self._append_tokens(sequence, index, count, result)
+                    num_new = len(news.new_token_ids)
+                    news.speculation = (
+                        drafts.report(step, verified, num_new) if drafts and verified else None
+                    )
+                    outputs.append(news)
                 index += count
             if sequence.status is not _RUNNING:
                 has_ended = True
@@ -378,13 +381,6 @@ class Scheduler:
                 f"which has {room} beside those of the longest sequence; shorten the input",
                 param="prompt",
             )
-
-    def _settle_drafts(
-        self, step: StepPlan, sequence: Sequence, num_accepted: int
-    ) -> SpeculationReport | None:
-        if self.drafts is None or not sequence.num_drafts:
-            return None
-        return self.drafts.settle(step, sequence, num_accepted)
 
     def _append_tokens(
         self, sequence: Sequence, index: int, count: int, result: StepResult

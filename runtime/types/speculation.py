@@ -15,7 +15,7 @@ class SpeculationStats(msgspec.Struct, array_like=True, gc=False):
 
     num_drafts: int = 0  # verified drafts; a draft is the draft tokens of one sequence in one step
     num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
+    num_accepted_tokens: int = 0  # draft tokens that are in an answer
     accepted_per_position: list[int] = []  # accepted tokens by their index in the draft
     num_pauses: int = 0  # how often drafting paused because steps with drafts were slower
     drafting_seconds: float = 0.0  # time that a draft model took
@@ -25,10 +25,8 @@ class SpeculationStats(msgspec.Struct, array_like=True, gc=False):
         counts = self.accepted_per_position[:]
         return msgspec.structs.replace(self, accepted_per_position=counts)
 
-    def add(self, num_drafts: int, num_accepted: int) -> None:
-        """Count a verified draft of `num_drafts` tokens, the first `num_accepted` of them right."""
-        self.num_drafts += 1
-        self.num_draft_tokens += num_drafts
+    def accept(self, num_accepted: int) -> None:
+        """Count the first tokens of a draft as accepted."""
         self.num_accepted_tokens += num_accepted
         for place in range(num_accepted):
             self.accepted_per_position[place] += 1
@@ -42,6 +40,19 @@ class SpeculationReport(msgspec.Struct, array_like=True, gc=False):
     num_accepted_tokens: int = 0
     num_accepted_prediction_tokens: int = 0  # accepted draft tokens of the request's `prediction`
     num_rejected_prediction_tokens: int = 0  # refused draft tokens of the request's `prediction`
+
+    def limited(self, num_returned: int) -> SpeculationReport:
+        """The report of one step, of which only the first `num_returned` tokens are returned."""
+        num_accepted = min(self.num_accepted_tokens, num_returned)
+        is_predicted = self.num_accepted_prediction_tokens > 0
+        num_dropped = self.num_accepted_tokens - num_accepted if is_predicted else 0
+        return SpeculationReport(
+            self.num_drafts,
+            self.num_draft_tokens,
+            num_accepted,
+            self.num_accepted_prediction_tokens - num_dropped,
+            self.num_rejected_prediction_tokens + num_dropped,
+        )
 
 
 def sum_reports(reports: Iterable[SpeculationReport | None]) -> SpeculationReport | None:

@@ -91,6 +91,8 @@ class SimulatedEngine:
         self.endings: dict[str, SequenceOutput] = {}
         self.num_steps = 0
         self.num_copies = 0
+        self.num_right_drafts = 0  # with those after the end of an answer
+        self._num_reported = 0  # accepted drafts in the reports of all requests
         self._in_flight: deque[tuple[SchedulerOutput, StepResult]] = deque()
         self._writers: deque[dict[int, str]] = deque()  # per step in flight: block id -> request
         self._holders: deque[dict[int, str]] = deque()  # per step in flight: row -> request
@@ -132,6 +134,7 @@ class SimulatedEngine:
         self._writers.popleft()
         self._holders.popleft()
         self._check_hashes()
+        self.num_right_drafts += sum(max(0, count - 1) for count in result.counts or ())
         outputs = self.scheduler.update(output, result)
         for item in outputs:
             self._record(item)
@@ -198,6 +201,9 @@ class SimulatedEngine:
         assert self.scheduler.num_output_tokens == num_tokens
         assert not self.device.loads
         assert self.drafter is None or not self.drafter.live
+        if self.scheduler.drafts is not None:
+            num_accepted = self.scheduler.drafts.stats.num_accepted_tokens
+            assert num_accepted == self._num_reported <= self.num_right_drafts
         self.scheduler.check_integrity()
 
     def _record(self, item: SequenceOutput) -> None:
@@ -208,6 +214,9 @@ class SimulatedEngine:
             self.tokens[item.request_id] = [t for beam in item.beams for t in beam.token_ids]
             self.endings[item.request_id] = item
             return
+        if item.speculation is not None:
+            assert item.speculation.num_accepted_tokens <= len(item.new_token_ids)
+            self._num_reported += item.speculation.num_accepted_tokens
         is_first = not self.tokens[item.request_id]
         assert is_first or item.num_cached_tokens == 0
         if is_first and item.new_token_ids:

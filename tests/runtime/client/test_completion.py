@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
+import pytest
+
 from ostinato.runtime.client.completion import CompletionStream, PromptCompletions
 from ostinato.runtime.client.requests import make_requests
 from ostinato.runtime.text.token_bytes import TokenPieces
@@ -16,6 +19,7 @@ from ostinato.runtime.types.outputs import (
 )
 from ostinato.runtime.types.params import SamplingParams
 from ostinato.runtime.types.request import Request
+from ostinato.runtime.types.speculation import SpeculationReport
 
 WORDS = ["", " one", " two", " three", "ST", "OP", "<end>"]
 
@@ -77,6 +81,42 @@ def test_tokens_after_the_stop_string_are_dropped_with_their_logprobs() -> None:
     output = stream.process(engine_output([1, 4, 5, 2], logprobs=logprobs))
     assert summary(output) == (" one", [1, 4, 5], "stop", "STOP")
     assert output.logprobs == logprobs[:3]
+
+
+def test_drafts_after_the_stop_string_are_not_accepted() -> None:
+    for returned, report, expected in (
+        (1, SpeculationReport(1, 3, 3), (1, 3, 1, 0, 0)),
+        (1, SpeculationReport(1, 3, 0), (1, 3, 0, 0, 0)),
+        (2, SpeculationReport(1, 3, 3, 3, 0), (1, 3, 2, 2, 1)),
+        (3, SpeculationReport(1, 3, 2, 2, 1), (1, 3, 2, 2, 1)),
+    ):
+        stream = make_stream(stop=("STOP",))
+        if returned == 1:
+            stream.process(engine_output([4]))
+        tokens = {1: [5, 1, 2, 3], 2: [4, 5, 2, 3], 3: [1, 4, 5, 2]}[returned]
+        output = stream.process(engine_output(tokens, speculation=report))
+        assert len(output.new_token_ids) == returned
+        assert output.speculation is not None
+        assert msgspec.structs.astuple(output.speculation) == expected
+
+
+@pytest.mark.parametrize("token_ids", [[1, 2, 3], [1, 4, 2], [4, 5, 1], [1, 4, 5, 2], [1, 4]])
+@pytest.mark.parametrize("finish", [None, FinishReason.length])
+def test_each_of_several_tokens_has_the_text_that_it_adds_alone(
+    token_ids: list[int], finish: FinishReason | None
+) -> None:
+    several = make_stream(stop=("STOP",)).process(engine_output(token_ids, finish))
+    stream, texts = make_stream(stop=("STOP",)), list[str]()
+    for place, token_id in enumerate(token_ids, 1):
+        ending = finish if place == len(token_ids) else None
+        one = stream.process(engine_output([token_id], ending))
+        assert one.token_texts is None
+        texts.append(one.text_delta)
+        if one.finish_reason is not None:
+            break
+    assert several.token_texts == texts
+    assert several.text_delta == "".join(texts)
+    assert len(several.new_token_ids) == len(texts)
 
 
 def test_what_may_become_a_stop_string_is_shown_when_it_does_not() -> None:

@@ -1,4 +1,4 @@
-"""The frequency of draft lookups, and the time of steps without drafts against the prediction."""
+"""The frequency of draft lookups, the prediction of steps without drafts, and the counters."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ from collections import deque
 from collections.abc import Sequence
 
 import msgspec
+import pytest
 
 from ostinato.conf.schema import SchedulerConfig
 from ostinato.runtime.kv.kv_cache_manager import KVCacheManager
 from ostinato.runtime.scheduling.scheduler import Scheduler
-from ostinato.runtime.speculation.proposer import Draft
+from ostinato.runtime.speculation.proposer import Draft, DraftSource
 from ostinato.runtime.types.request import Request
 from ostinato.runtime.types.step import StepResult
 from tests.runtime.cost_tables import make_table
-from tests.runtime.scheduling.scheduler_steps import make_request, must_schedule, step
+from tests.runtime.scheduling.scheduler_steps import EOS, make_request, must_schedule, step
 
 
 class Silent:
@@ -78,3 +79,58 @@ def test_a_sequence_with_a_step_in_flight_is_looked_up_as_rarely() -> None:
 
 def test_a_request_without_speculation_is_not_looked_up() -> None:
     assert lookups(72, speculation=False) == (0, 9)
+
+
+class Guessing(Silent):
+    """A drafter that always has a draft of the request's prediction."""
+
+    def propose(self, request: Request, token_ids: Sequence[int], most: int) -> Draft | None:
+        return Draft([7] * most, DraftSource.prediction)
+
+
+@pytest.mark.parametrize("place", range(4))
+def test_right_drafts_after_the_end_of_an_answer_are_not_accepted(place: int) -> None:
+    """Three drafts are right, and the answer's last token is the one with index `place`."""
+    scheduler = Scheduler(
+        SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64),
+        KVCacheManager(65, 4),
+        max_model_len=200,
+        proposer=Guessing(),
+    )
+    scheduler.add(make_request("a", range(10, 14), max_tokens=100))
+    step(scheduler, 5)  # its prompt
+    output = must_schedule(scheduler)
+    assert output.num_drafts == 3
+    tokens = [7, 7, 7, 7]
+    tokens[place] = EOS
+    [news] = scheduler.update(output, StepResult(tokens, counts=[4]))
+    assert news.new_token_ids == tokens[: place + 1]
+    num_accepted = min(3, place + 1)
+    assert scheduler.drafts is not None
+    stats = scheduler.drafts.stats
+    assert (stats.num_drafts, stats.num_draft_tokens) == (1, 3)
+    assert stats.num_accepted_tokens == num_accepted
+    assert stats.accepted_per_position == [int(index < num_accepted) for index in range(3)]
+    assert news.speculation is not None
+    assert msgspec.structs.astuple(news.speculation) == (
+        *(1, 3, num_accepted),
+        *(num_accepted, 3 - num_accepted),
+    )
+
+
+def test_drafts_of_an_aborted_request_are_not_accepted() -> None:
+    scheduler = Scheduler(
+        SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64),
+        KVCacheManager(65, 4),
+        max_model_len=200,
+        proposer=Guessing(),
+    )
+    scheduler.add(make_request("a", range(10, 14), max_tokens=100))
+    step(scheduler, 5)  # its prompt
+    output = must_schedule(scheduler)
+    scheduler.abort("a")
+    assert scheduler.update(output, StepResult([7, 7, 7, 7], counts=[4])) == []
+    assert scheduler.drafts is not None
+    stats = scheduler.drafts.stats
+    assert (stats.num_draft_tokens, stats.num_accepted_tokens) == (3, 0)
+    scheduler.check_integrity()

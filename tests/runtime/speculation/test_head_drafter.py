@@ -89,7 +89,7 @@ def test_a_perfect_head_is_always_right(
     assert engine.scheduler.drafts is not None
     stats = engine.scheduler.drafts.stats
     assert stats.num_draft_tokens > 100
-    assert stats.num_accepted_tokens == stats.num_draft_tokens
+    assert engine.num_right_drafts == stats.num_draft_tokens
     if total_blocks == 25:
         assert engine.scheduler.num_preemptions > 5
 
@@ -104,7 +104,7 @@ def test_a_small_step_catches_up_in_chunks(
     )
     assert engine.scheduler.drafts is not None
     stats = engine.scheduler.drafts.stats
-    assert 50 < stats.num_draft_tokens == stats.num_accepted_tokens
+    assert 50 < stats.num_draft_tokens == engine.num_right_drafts
 
 
 def test_cached_prompts_are_not_computed_again() -> None:
@@ -120,5 +120,5 @@ def test_nothing_is_drafted_past_the_heads_context() -> None:
     engine, drafter = run_workload(head_model_len=24)
     assert engine.scheduler.drafts is not None
     stats = engine.scheduler.drafts.stats
-    assert 20 < stats.num_draft_tokens == stats.num_accepted_tokens
+    assert 20 < stats.num_draft_tokens == engine.num_right_drafts
     assert drafter.simulated.longest == 24

@@ -87,7 +87,7 @@ def test_a_perfect_draft_model_is_always_right(
     assert engine.scheduler.drafts is not None
     stats = engine.scheduler.drafts.stats
     assert stats.num_draft_tokens > 50
-    assert stats.num_accepted_tokens == stats.num_draft_tokens
+    assert engine.num_right_drafts == stats.num_draft_tokens
     if total_blocks == 25:
         assert engine.scheduler.num_preemptions > 5
 
@@ -101,7 +101,7 @@ def test_refused_drafts_leave_no_trace(accuracy: float, total_blocks: int) -> No
     stats = engine.scheduler.drafts.stats
     if not accuracy:
         assert stats.num_draft_tokens > 100
-        assert stats.num_accepted_tokens == 0
+        assert engine.num_right_drafts == 0
         return
     # Tokens that were compared: the accepted ones and the first refused one of each draft.
     num_full = stats.accepted_per_position[-1]
@@ -126,7 +126,7 @@ def test_a_small_step_catches_up_in_chunks(draft_num_tokens: int) -> None:
     engine = run_workload(1.0, draft_num_tokens=draft_num_tokens)
     assert engine.scheduler.drafts is not None
     stats = engine.scheduler.drafts.stats
-    assert 50 < stats.num_draft_tokens == stats.num_accepted_tokens
+    assert 50 < stats.num_draft_tokens == engine.num_right_drafts
 
 
 def test_nothing_is_drafted_past_the_draft_models_context() -> None:
@@ -134,6 +134,6 @@ def test_nothing_is_drafted_past_the_draft_models_context() -> None:
     assert engine.scheduler.drafts is not None
     stats = engine.scheduler.drafts.stats
     assert isinstance(engine.drafter, SimulatedDrafter)
-    assert 20 < stats.num_draft_tokens == stats.num_accepted_tokens
+    assert 20 < stats.num_draft_tokens == engine.num_right_drafts
     tables = [row.block_table for row in engine.drafter.device.rows.values()]
     assert max(map(len, tables)) == 24 // 4
