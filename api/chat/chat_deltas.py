@@ -53,8 +53,15 @@ class ChatOutputParser:
         parser = self._parsers.get(output.index)
         if parser is None:
             parser = self._parsers[output.index] = self._form.parser()
-        events = parser.feed(output.text_delta)
-        num_reasoning = len(output.new_token_ids) if parser.is_reasoning else 0
+        if output.token_texts is None:
+            events = parser.feed(output.text_delta)
+            num_reasoning = len(output.new_token_ids) if parser.is_reasoning else 0
+        else:
+            events, num_reasoning = [], 0
+            for text in output.token_texts:
+                events += parser.feed(text)
+                num_reasoning += parser.is_reasoning
+            events = merge(events)
         finish_reason, cuts_call = None, False
         if output.finish_reason is not None:
             events += parser.finish()

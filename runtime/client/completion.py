@@ -62,19 +62,20 @@ class CompletionStream:
         """
         new_token_ids, finish = engine_output.new_token_ids, engine_output.finish_reason
         logprobs = engine_output.logprobs
-        text, stop_reason = "", None
+        texts, stop_reason, speculation = [""], None, engine_output.speculation
         stops_at_token = finish is FinishReason.stop and not engine_output.is_complete
         if self._text is not None:
             before = self._text.num_tokens
-            text = self._text.append(new_token_ids, ends_with_stop_token=stops_at_token)
+            texts = self._text.append_each(new_token_ids, ends_with_stop_token=stops_at_token)
             if self._text.stop_reason is None and finish is not None:
-                text += self._text.flush()
+                texts = [*texts[:-1], "".join(texts[-1:]) + self._text.flush()]
             stop_reason = self._text.stop_reason
             if stop_reason is not None:
                 # Tokens past the stop string were computed but are not part of the answer.
                 kept = self._text.num_tokens - before
                 new_token_ids = new_token_ids[:kept]
                 logprobs = logprobs[:kept] if logprobs is not None else None
+                speculation = None if speculation is None else speculation.limited(kept)
                 finish = FinishReason.stop
         self._num_output_tokens += len(new_token_ids)
         self._num_cached_tokens = max(self._num_cached_tokens, engine_output.num_cached_tokens)
@@ -82,11 +83,12 @@ class CompletionStream:
         return RequestOutput(
             request_id=self._request.request_id,
             index=self._index,
-            text_delta=text,
+            text_delta="".join(texts),
             new_token_ids=new_token_ids,
             logprobs=logprobs,
             finish_reason=finish,
             stop_reason=engine_output.stop_reason if stop_reason is None else stop_reason,
+            token_texts=texts if len(texts) > 1 else None,
             num_prompt_tokens=len(self._request.prompt_token_ids),
             num_cached_tokens=self._num_cached_tokens,
             num_output_tokens=self._num_output_tokens,
@@ -96,7 +98,7 @@ class CompletionStream:
             scheduled_time=engine_output.scheduled_time,
             num_preemptions=engine_output.num_preemptions,
             events=engine_output.events,
-            speculation=engine_output.speculation,
+            speculation=speculation,
         )
 
 
@@ -332,6 +334,7 @@ def join_outputs(outputs: Sequence[RequestOutput]) -> RequestOutput:
         text_delta="".join(output.text_delta for output in outputs),
         new_token_ids=[token_id for output in outputs for token_id in output.new_token_ids],
         logprobs=None if all(output.logprobs is None for output in outputs) else logprobs,
+        token_texts=None,
         prompt_logprobs=outputs[0].prompt_logprobs,
         num_discarded_tokens=sum(output.num_discarded_tokens for output in outputs),
         scheduled_time=outputs[0].scheduled_time,

@@ -129,6 +129,24 @@ class IncrementalDetokenizer:
             self.num_tokens += hidden
         return "".join(released)
 
+    def append_each(
+        self, token_ids: Sequence[int], *, ends_with_stop_token: bool = False
+    ) -> list[str]:
+        """The text that each of several new tokens adds. It ends with the token that completes a
+        stop string.
+
+        Args:
+            token_ids: as for `append`.
+            ends_with_stop_token: as for `append`.
+        """
+        texts: list[str] = []
+        for place, token_id in enumerate(token_ids, 1):
+            is_stop = ends_with_stop_token and place == len(token_ids)
+            texts.append(self.append((token_id,), ends_with_stop_token=is_stop))
+            if self.stop_reason is not None:
+                break
+        return texts
+
     def flush(self) -> str:
         """Return the text that was held back. Called once, when the completion has ended."""
         text = self._text.flush()

@@ -114,6 +114,8 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     logprobs: list[TokenLogprobs] | None = None  # one per new token
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the stop token id or stop string that ended it
+    # The text that each new token adds, if one step gave several tokens; else None.
+    token_texts: list[str] | None = None
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_output_tokens: int = 0  # so far
