@@ -74,8 +74,10 @@ class ModelRunner:
             pooler: makes vectors; None = a pooler for a model without a classification head.
             hidden_states: gets the states of each step from `graphs.aux`; None = none are kept.
         """
-        # For each row, a number that is added to the positions of its draws. Only a draft head
-        # (runtime/execution/draft_head.py) needs it, because its positions differ. None = 0.
+        # row -> a number that is added to the row's positions before random numbers are drawn for
+        # them. None = nothing is added. Only a draft head (runtime/execution/draft_head.py) sets
+        # it. A head's positions count from the first block that it computed, and its drafts need
+        # the random numbers of the same positions in the sequence.
         self.draw_offsets: dict[int, int] | None = None
         self.hidden_states = hidden_states
         self.graphs = graphs
@@ -188,7 +190,7 @@ class ModelRunner:
                 tokens_per_seq=step.tokens_per_seq,
             )
         if self.hidden_states is not None:
-            assert self.graphs.aux is not None, "the runner is told to keep them"
+            assert self.graphs.aux is not None, "hidden states are kept only if graphs write them"
             self.hidden_states.store(output.scheduled, self.graphs.aux.states)
         pending = PendingStep(begin, prompt_logprobs, vectors)
         if step.sampled_rows and sampler is not None:
@@ -197,9 +199,9 @@ class ModelRunner:
                 pending.logits = logits
                 self._undrawn = pending
             else:
-                # If the model has taken long, masks may take half of that time. Otherwise rows with
-                # grammars would get tokens only in some of the steps, and all rows wait for the
-                # model anyway.
+                # Grammars compute masks of allowed tokens within this time limit. A row whose mask
+                # is not ready gets no token in this step. The limit grows with the model's time: if
+                # the model took long, further milliseconds hardly lengthen the step.
                 seconds = time.perf_counter() - begin
                 masks_s = min(max(MASKS_S, seconds / 2), _MAX_MASKS_S)
                 self._draw(sampler, pending, logits, seconds, masks_s)
@@ -243,8 +245,9 @@ class ModelRunner:
         self, num_tokens: int, *, pools: bool = False
     ) -> AbstractContextManager[None]:
         has_loops = self.graphs.has_loops
-        # The bits of a pooled sum depend on the number of threads. So this number must not depend
-        # on the size of the step.
+        # Compiled loops divide a pooled sum of hidden states among the threads, and another number
+        # of threads gives other bits. `StepThreads` chooses the number by the size of the step. So
+        # it is not used for steps that pool, and the number stays the same for all of them.
         if self._threads is None or (pools and has_loops):
             return nullcontext()
         return self._threads.for_step(num_tokens, has_loops=has_loops)

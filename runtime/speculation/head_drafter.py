@@ -81,7 +81,7 @@ class _Whole(NamedTuple):
     """A block that the head has computed."""
 
     contents: BlockHash
-    base: int  # blocks of the sequence before the first one that the head had
+    base: int  # `_Row.base` of the sequence for which the head computed the block
 
 
 class _Row:
@@ -90,8 +90,10 @@ class _Row:
     __slots__ = ("base", "end", "is_sent", "num_sent_blocks", "num_whole")
 
     def __init__(self, base: int, begin: int, block_size: int) -> None:
-        self.base = base  # index of the first block that the head has
-        self.end = begin  # positions from that block up to this one are computed
+        # Index, in the sequence's block table, of the first block that the head has computed. The
+        # head's position 0 is the first position of this block.
+        self.base = base
+        self.end = begin  # the head has computed all positions from `base` up to this one
         self.num_whole = begin // block_size  # blocks before this index are noted as computed
         self.num_sent_blocks = base
         self.is_sent = False  # whether the head's sampler knows the sequence
@@ -135,7 +137,9 @@ class HeadDrafter(GuessingDrafter):
         row = self._rows.get(self._watched.get(request.request_id, -1))
         if row is None:
             return self._max_drafts
-        return self._context_end(row) - num_tokens + 2  # the last draft token is not computed
+        # The head draws draft token j (0, 1, ...) at position `num_tokens - 2 + j`. Its positions
+        # end before `_context_end(row)`.
+        return self._context_end(row) - num_tokens + 2
 
     def forget(self, request_id: str) -> None:
         super().forget(request_id)
@@ -273,7 +277,11 @@ class HeadDrafter(GuessingDrafter):
         return ScheduledSequence(job.row, start, end - begin, token_ids, new_blocks, num_logits)
 
     def _row_of(self, job: DraftJob) -> _Row:
-        """The row of a sequence. It is made anew if the head lacks positions after its end."""
+        """The row of a sequence.
+
+        The head may have missed positions: its row ends before the first position whose hidden
+        states are kept. The present row is then replaced by one that begins at these hidden states.
+        """
         row, (begin, end) = self._rows.get(job.row), self._head.span(job.row)
         if row is None or (end > begin and begin > row.end):
             base = self._base_of(job, begin) if end > begin else len(job.token_ids)
