@@ -149,7 +149,9 @@ async def _state(service: Service, number: int) -> PageState:
         try:
             engine = await service.client.inspect(_INSPECT_S, number)
         except TimeoutError:
-            problem = problem or f"the engine has not answered for {_INSPECT_S:g} s: it is busy"
+            problem = (
+                problem or f"the engine has not answered for {_INSPECT_S:g} s: it is busy or hangs"
+            )
         except EngineDeadError as error:
             problem = str(error)
     replicas = service.client.replicas
@@ -192,7 +194,7 @@ def _one_of(replica: ReplicaView, use: MachineUse) -> PageEngine:
         status=status,
         num_running=stats.num_running,
         num_waiting=stats.num_waiting,
-        kv_cache_usage=1 - stats.num_free_blocks / max(1, stats.num_blocks),
+        kv_cache_usage=(stats.num_blocks - stats.num_free_blocks) / max(1, stats.num_blocks),
         resident_bytes=None if process is None else process.resident_bytes,
     )
 

@@ -65,6 +65,8 @@ class ResponseStore:
         before = bytes(messages).rstrip()[1:-1]
         parts = [part for part in (before, msgspec.json.encode(answer)) if part.strip()]
         one = _Stored(response, b"[" + b",".join(parts) + b"]", tuple(events), input_items)
+        if one.size > self._limit:
+            return
         self._stored[response_id] = one
         self._size += one.size
         while self._size > self._limit:

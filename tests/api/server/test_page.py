@@ -106,6 +106,9 @@ class TestState:
         monkeypatch.setattr(FakeClient, "replicas", property(lambda self: [self, self]))
         state = app.http.get("/debug/state?engine=1").json()
         assert [one["status"]["state"] for one in state["engines"]] == ["serving", "serving"]
+        app.engine.stats = EngineStats()  # before the first report, without blocks
+        state = app.http.get("/debug/state").json()
+        assert [one["kv_cache_usage"] for one in state["engines"]] == [0, 0]
         for path in ("/debug/state", "/debug/flight"):
             refused = app.http.get(f"{path}?engine=2")
             assert refused.status_code == 400
