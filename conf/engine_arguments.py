@@ -220,7 +220,9 @@ ARGUMENTS: dict[str, Argument] = {
     ),
     "model_impl": Argument(
         setting="model.implementation",
-        read=_one_of({"vllm": "native", "transformers": "transformers"}, "they are the only two"),
+        read=_one_of(
+            {"vllm": "native", "transformers": "transformers"}, "there are two implementations"
+        ),
         default=("auto",),
     ),
     "quantization": Argument(
@@ -299,7 +301,7 @@ ARGUMENTS: dict[str, Argument] = {
         setting="parallel.executor",
         read=_one_of(
             {"mp": "processes", "uni": "inline", "ray": "ray"},
-            "the ranks of an engine run on one machine",
+            "there is no such executor",
         ),
     ),
     "disable_custom_all_reduce": Argument(

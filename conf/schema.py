@@ -261,7 +261,7 @@ class ModelSection(Section):
     revision: str = setting("", "a hub branch, tag or commit; empty = the default branch")
     dtype: DType = setting(DType.auto, "auto = the checkpoint's own")
     load_format: LoadFormat = setting(
-        LoadFormat.auto, "dummy = random weights; nothing is read but the model's config"
+        LoadFormat.auto, "dummy = random weights; no file with weights is read"
     )
     implementation: ModelImplementation = setting(
         ModelImplementation.auto,
@@ -269,7 +269,7 @@ class ModelSection(Section):
     )
     quantization: Quantization = setting(
         Quantization.none,
-        "quantise weights while they are loaded, on a CPU; none = keep them in dtype",
+        "quantise weights while they are loaded; none = keep them in dtype",
     )
     quantization_group_size: int | None = setting(
         None,
@@ -338,8 +338,8 @@ class CacheConfig(Section):
     block_size: int = setting(16, "tokens per block", one_of=(8, 16, 32, 64, 128))
     dtype: CacheDType = setting(
         CacheDType.auto,
-        "dtype of keys and values; auto = the model's own; int8 (CPU) and fp8_e4m3 (GPU) take half "
-        "the memory",
+        "dtype of keys and values; auto = the model's own; int8 (CPU) and fp8_e4m3 (GPU) take "
+        "about half the memory of 16-bit values",
     )
     memory_gib: float | None = setting(
         None, "GiB for KV blocks; null = what the memory plan leaves", above=0

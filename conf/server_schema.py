@@ -146,8 +146,8 @@ class ServerConfig(Section):
     )
     health_timeout_s: float = setting(
         30.0,
-        "/live and /health fail if there are requests but a step takes this much longer than "
-        "predicted",
+        "/health and /ready fail if the engine is silent for this much longer than predicted, and "
+        "/live if requests wait meanwhile",
         above=0,
     )
     hang_timeout_s: float | None = setting(
@@ -316,7 +316,7 @@ class ParallelConfig(Section):
             key = "tensor" if self.tensor > 1 else "pipeline"
             refuse(
                 "parallel.executor",
-                f"auto or processes with parallel.{key}={getattr(self, key)}",
+                f"auto, processes or ray with parallel.{key}={getattr(self, key)}",
                 self.executor.value,
             )
         if self.nodes not in (fitting := self._fitting_nodes()):

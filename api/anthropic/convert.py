@@ -73,7 +73,8 @@ def to_chat(body: CountTokensRequest) -> ChatCompletionRequest:
     """Convert a request to a chat request.
 
     Raises:
-        InvalidRequestError: a message has a block that its role cannot have.
+        InvalidRequestError: a message has a block that its role cannot have, or
+            `thinking.budget_tokens` does not fit `thinking.type`.
     """
     messages = [] if body.system is None else [Message(role="system", content=_text(body.system))]
     for index, turn in enumerate(body.messages):

@@ -58,7 +58,8 @@ def prepare_token_count(preparation: Preparation, data: bytes, arrival: Arrival)
     """The answer of `/v1/messages/count_tokens`, as JSON.
 
     Raises:
-        InvalidRequestError: `/v1/messages` would refuse the request.
+        InvalidRequestError: `/v1/messages` would refuse the request for another reason than the
+            length of its prompt.
     """
     body = preparation.decode(data, CountTokensRequest, UNSUPPORTED)
     with renamed(FIELD_NAMES):

@@ -67,7 +67,7 @@ class _Block(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 class TextBlock(_Block, frozen=True, kw_only=True, tag_field="type", tag="text"):
     text: str
-    citations: list[Any] | None = None  # from an earlier answer; always empty
+    citations: list[Any] | None = None  # from an earlier answer; not used
 
 
 class DirectCaller(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -57,7 +57,8 @@ class UnavailableError(EngineError):
 
     Args:
         message: describes the state of the server.
-        code: `starting`, `restarting`, `shutting_down`, `engine_dead` or `aborted`.
+        code: `starting`, `restarting`, `shutting_down`, `engine_dead`, `engine_silent`,
+            `helper_process` or `aborted`.
         retry_after_s: seconds for the `Retry-After` header.
     """
 

@@ -84,7 +84,7 @@ def context_of(endpoint: str, request: Request[Any, Any, Any]) -> RequestContext
 
     Raises:
         InvalidRequestError: `x-trace` is neither 0 nor 1, the timeout is out of range, or the
-            request id has characters that are not allowed.
+            request id is not 1 to 128 visible ASCII characters.
     """
     headers = request.headers
     wanted = headers.get("x-trace", "0").strip()

@@ -24,7 +24,7 @@ class AnswerPlan(msgspec.Struct, frozen=True, kw_only=True):
     """How an answer is constrained and parsed."""
 
     form: AnswerForm  # makes the parser of an answer
-    skip_special_tokens: bool  # false if a marker of the form is a special token
+    skip_special_tokens: bool  # false if not asked for, or a marker of the form is special
     # Replaces the request's own constraint. It is a grammar for tool calls, or the request's
     # constraint with reasoning allowed before it. None = the request's own constraint is used.
     constraint: StructuredOutputsParams | None = None
@@ -37,8 +37,8 @@ def plan_answer(
     """Plan how the answers to this prompt are constrained and parsed.
 
     Raises:
-        InvalidRequestError: the constraint cannot be combined with the tools, or a reasoning
-            budget is given to a model that does not reason.
+        InvalidRequestError: the constraint cannot be combined with the tools, or the
+            model does not support the request's reasoning budget.
     """
     use, found = prompt.tools, prompt.traits
     form = AnswerForm(

@@ -31,7 +31,9 @@ class ChatGeneration(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def count_chat(preparation: Preparation, body: ChatCompletionRequest) -> int:
-    """Count the prompt tokens of a request, after the checks of a request that is answered.
+    """Count the prompt tokens of a request. It is checked like a request that is answered.
+
+    But its prompt may be longer than the context.
 
     Raises:
         InvalidRequestError: the model does not generate, or `encode_chat` or `plan_answer` refuses

@@ -99,8 +99,8 @@ def _render(
     if tools and found.calls is None:
         raise InvalidRequestError(
             "tools cannot be offered: server.tool_parser="
-            f"{preparation.settings.tool_parser.value} has no parser for the calls that this"
-            " model's chat template describes; start the server with server.tool_parser set to"
+            f"{preparation.settings.tool_parser.value} has no parser for the calls that the"
+            " chat template describes; start the server with server.tool_parser set to one of"
             f" {', '.join(FORMATS)}",
             param="tools",
             code="unsupported_parameter",
@@ -163,7 +163,10 @@ def _variables(
 def _settings(
     body: ChatCompletionRequest | TokenizeRequest, found: TemplateTraits
 ) -> dict[str, Any]:
-    """`reasoning_effort` and `verbosity`, if the template uses them."""
+    """The template's variables for `reasoning_effort` and `verbosity`, if it has any.
+
+    For `reasoning_effort` this is `enable_thinking` in a template that has only this variable.
+    """
     if not isinstance(body, ChatCompletionRequest):
         return {}
     settings: dict[str, Any] = {}

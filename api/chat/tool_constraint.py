@@ -40,7 +40,8 @@ def tool_constraint(
     if wanted is not None:
         if use.must_call:
             raise InvalidRequestError(
-                "tool_choice requires a tool call and response_format another answer; give one",
+                "tool_choice requires a tool call, but response_format or structured_outputs"
+                " asks for another answer; give one",
                 param="tool_choice",
                 code="invalid_value",
             )
@@ -105,8 +106,8 @@ def _part(wanted: StructuredOutputsParams) -> dict[str, Any]:
         return {"type": "or", "elements": texts}
     raise InvalidRequestError(
         f"tools cannot be combined with this structured_outputs.{wanted.kind}; they can be"
-        " combined with json and json_object without options for white space or properties, regex,"
-        " choice",
+        " combined with regex, choice, json_object, and json whose schema is an object; json and"
+        " json_object without options for white space or properties",
         param="tools",
         code="invalid_value",
     )

@@ -94,7 +94,7 @@ def tool_use(
     names = [one.name for one in functions]
     repeated = next((name for name in names if names.count(name) > 1), None)
     if repeated is not None:
-        raise _invalid("tools", f"tools has two functions named {repeated!r}; rename one")
+        raise _invalid("tools", f"tools has two tools named {repeated!r}; rename one")
     if choice not in (None, "none", "auto") and not offered:
         raise _invalid("tool_choice", "tool_choice needs tools: there is nothing to call")
     only_names = _only_names(choice, names, custom)

@@ -200,9 +200,7 @@ def _parse(
         position = arguments.index("--")
         head, after = arguments[:position], arguments[position + 1 :]
         if not command.takes_prompt:
-            raise ConfigError(
-                f"run {name} takes key=value overrides only, got -- {' '.join(after)}"
-            )
+            raise ConfigError(f"run {name} takes no words after --, got -- {' '.join(after)}")
     parser = _Parser(prog=f"run {name}", add_help=False, allow_abbrev=False)
     parser.add_argument("-h", "--help", action="store_true")
     parser.add_argument("-c", "--cfg", choices=["job"])
@@ -219,8 +217,8 @@ def _parse(
 def _is_override(word: str) -> bool:
     """Whether a word is an override and not a part of a prompt.
 
-    An override begins with a known section, then `.key=`. `x = 1` and `Who wrote E=mc2?` are
-    prompts. After `--` every word is part of the prompt.
+    An override is a key, then `=`. The key begins with a known section, has a dot, or follows `+`
+    or `~`. `x = 1` and `Who wrote E=mc2?` are prompts. After `--` every word is part of the prompt.
     """
     from ostinato.conf.describe import describe_keys
 

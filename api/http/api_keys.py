@@ -44,7 +44,9 @@ def with_keys(server: ServerConfig) -> ServerConfig:
             )
         keys.append(key)
     if not keys:
-        raise StartupError(f"server.api_key_file={server.api_key_file!r} has no key")
+        raise StartupError(
+            f"server.api_key_file={server.api_key_file!r} has no key; write one key per line"
+        )
     return replace(server, api_keys=[*server.api_keys, *keys], api_key_file="")
 
 

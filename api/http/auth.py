@@ -101,7 +101,8 @@ def keep_counted(scope: Scope) -> Callable[[], None]:
 def _is_counted(method: str, path: str) -> bool:
     """Whether a request counts against the limit of its key.
 
-    Requests that read, delete or cancel a stored reply do not count. The reply itself counts.
+    Requests that only read do not count, and neither do those that delete or cancel a stored reply.
+    The reply itself counts.
     """
     return method not in ("GET", "HEAD", "DELETE") and not path.endswith("/cancel")
 

@@ -29,14 +29,14 @@ Errors = Mapping[int, type[msgspec.Struct]]
 _JSON = "application/json"
 _EVENTS = "text/event-stream"
 _ERRORS = {
-    400: "The request cannot be served as asked; the error names the field.",
+    400: "The request cannot be served as asked; the error says why.",
     401: "The API key is missing or wrong.",
-    404: "There is no such model.",
+    404: "There is no such model, reply or engine.",
     413: "The body is larger than server.max_body_mib.",
     415: "The body is not declared as JSON.",
-    429: "Too much is waiting; Retry-After says when to try again.",
-    500: "The engine gave the request up.",
-    503: "The engine does not run, or the server is shutting down; Retry-After says when to try.",
+    429: "Too many requests wait or run; Retry-After says when to try again.",
+    500: "The request failed in the engine or in the server.",
+    503: "The request cannot be served now; Retry-After, if present, says when to try again.",
     504: "The request's deadline passed.",
 }
 
@@ -145,7 +145,9 @@ def _responses(
 
     found = {"200": response(200, answer, "The answer.")}
     for status, kind in errors.items():
-        found[str(status)] = response(status, kind, _ERRORS.get(status, "Not possible now."))
+        found[str(status)] = response(
+            status, kind, _ERRORS.get(status, "Refused; the error says why.")
+        )
     return found
 
 

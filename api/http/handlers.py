@@ -126,6 +126,7 @@ async def admit(
 
     Raises:
         InvalidRequestError: see `RequestRunner.prepare`.
+        HelperProcessError: no process could check the constraint.
         OverloadedError: the queue is full.
         ClientGoneError: the client disconnected before the grammar was ready.
     """

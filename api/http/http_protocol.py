@@ -2,8 +2,8 @@
 
 uvicorn and httptools accept headers, trailers and chunk extensions of any length, wait for them for
 ever, and parse all received requests at once. This class refuses a connection as soon as one of the
-`ReceiveLimits` is exceeded, and does not store bytes beyond a limit. A request that is refused here
-never reaches the application, so this module writes its answer.
+`ReceiveLimits` is exceeded, and does not store bytes beyond a limit. This module, not the
+application, answers a request that is refused here.
 """
 
 from __future__ import annotations
@@ -212,8 +212,8 @@ class HttpProtocol(HttpToolsProtocol):
             if room <= 0:
                 self._refuse(
                     431,
-                    f"the headers have more than {limit >> 10} KiB, which is server.max_header_kib;"
-                    " send fewer or shorter ones",
+                    f"the headers, or the trailers and chunk extensions of the body, have more than"
+                    f" server.max_header_kib={limit / 1024:g}; send fewer or shorter ones",
                     "headers_too_large",
                 )
                 return

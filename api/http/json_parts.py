@@ -13,7 +13,7 @@ import msgspec
 __all__ = ("json_parts",)
 
 _encode = msgspec.json.Encoder().encode
-# Items of a list that are encoded in one call. It takes a millisecond if each item has 20
+# Items of a list that are encoded in one call. The call takes a millisecond if each item has 20
 # log-probabilities.
 _ENTRIES = 256
 

@@ -162,7 +162,7 @@ def _families(engine: EngineFigures) -> Iterator[Metric]:
     yield _by_label(
         CounterMetricFamily,
         "engine_restarts",
-        "Restarts of the engine process, by why the last one ended.",
+        "Restarts of the engine process, by why the process before it ended.",
         "reason",
         {one.value: engine.restarts.get(one.value, 0) for one in DeathReason},
     )

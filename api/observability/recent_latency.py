@@ -26,7 +26,7 @@ class Percentiles(msgspec.Struct, frozen=True):
 
 
 class RecentLatency:
-    """Times to first token and times between tokens of the last ten seconds.
+    """Times to first token and times between tokens of the last ten seconds, at most 4096 of each.
 
     A call of `snapshot` starts the collection. The collection stops ten seconds after the last
     call, so a server whose page is not open collects nothing.

@@ -1,10 +1,11 @@
 """`server.record_trace`: a file of request lengths, times and shared prefixes, without text.
 
-The file has one line of JSON for each completion that ended, in the format of Mooncake's traces
-(Qin et al. 2024): `timestamp` (ms), `input_length`, `output_length`, `hash_ids` and `block_size`
-(tokens). `hash_ids` has one number for each full block of the prompt. Prompts with equal beginnings
-begin with equal numbers. The numbers count blocks in the order of their first appearance, so they
-reveal no text. `run bench serve workload=trace` replays such a file.
+The file has one line of JSON for each completion that had an output, in the format of Mooncake's
+traces (Qin et al. 2024). The line is written when the request ends. It has `timestamp` (ms),
+`input_length`, `output_length`, `hash_ids` and `block_size` (tokens). `hash_ids` has one number for
+each full block of the prompt. Prompts with equal beginnings begin with equal numbers. The numbers
+count blocks in the order of their first appearance, so they reveal no text. `run bench serve
+workload=trace` replays such a file.
 """
 
 from __future__ import annotations

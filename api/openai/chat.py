@@ -57,8 +57,8 @@ def check(body: ChatCompletionRequest) -> None:
     check_fields(body)
     if body.echo and body.messages[-1].role != "assistant":
         raise InvalidRequestError(
-            f"echo=true repeats the last message when it is the assistant's, it is the"
-            f" {body.messages[-1].role}'s; leave it out",
+            "echo=true repeats the last message, which must be the assistant's; its role is"
+            f" {body.messages[-1].role!r}; leave echo out",
             param="echo",
             code="invalid_value",
         )
@@ -228,7 +228,8 @@ def to_response(
         token_bytes: returns the bytes of a token.
         options: the parts of the outputs that the reply shows.
         echo: the text with which each answer begins.
-        only_calls: the answer has calls and no text. Then its list of calls can be empty.
+        only_calls: the answer must be calls. Then the message has `tool_calls` even if the list is
+            empty.
         usage: the token counts.
     """
     choices = []

@@ -44,7 +44,7 @@ __all__ = (
     "usage_chunk",
 )
 
-_MAX_SEQUENCES = 2048  # prompts times n of one request
+_MAX_SEQUENCES = 2048  # prompts times n (or best_of) of one request
 
 
 def check(body: CompletionRequest) -> None:
@@ -85,8 +85,8 @@ def prompts(body: CompletionRequest) -> list[str] | list[list[int]]:
     """The prompts: either all are texts, or all are lists of token ids.
 
     Raises:
-        InvalidRequestError: there is no prompt, there are too many, or texts and token ids are
-            mixed.
+        InvalidRequestError: there is no prompt, there are too many, or the list mixes texts, token
+            ids or lists.
     """
     inputs = read_inputs(body.prompt, "prompt")
     num_sequences = len(inputs) * min(body.best_of or body.n or 1, MAX_N)

@@ -134,7 +134,7 @@ def completion_logprobs(
 
 
 def join_logprobs(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionLogprobs:
-    """Append the lists of `second` to those of `first`, the text before it."""
+    """Append the lists of `second` to those of `first`, whose text comes first."""
     return CompletionLogprobs(
         first.tokens + second.tokens,
         first.token_logprobs + second.token_logprobs,

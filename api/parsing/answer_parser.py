@@ -23,7 +23,7 @@ class AnswerForm(msgspec.Struct, frozen=True, kw_only=True):
     """The parts that an answer can have besides content. Default: none. Can be sent as JSON."""
 
     reasoning: ReasoningMarkers | None = None
-    reasoning_is_open: bool = False  # the prompt ends with the begin marker
+    reasoning_is_open: bool = False  # the prompt ends within reasoning
     shows_reasoning: bool = True
     call_format: str = ""  # the name of one of FORMATS; empty = no calls
     is_constrained: bool = False  # a grammar enforces the syntax of calls

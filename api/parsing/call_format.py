@@ -1,7 +1,7 @@
 """`CallFormat`: the description of a format of tool calls. `formats.py` has a row for each format.
 
-A format has markers that open and close a call. In a format without opening markers, a bracket
-opens a call, but only at the beginning of an answer or after another call.
+A format has markers that open and close a call. In some formats a bracket also opens a call, but
+only at the beginning of an answer or after another call.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ class ReasoningSplitter:
 
     Args:
         markers: the markers around the reasoning.
-        is_open: the prompt ended with the begin marker, so the answer begins within reasoning.
+        is_open: the prompt ended within reasoning, so the answer begins there.
     """
 
     def __init__(self, markers: ReasoningMarkers, *, is_open: bool) -> None:

@@ -1,4 +1,4 @@
-"""The endpoints of encoder models: embeddings, scores and rankings."""
+"""The endpoints of models that give vectors or scores: embeddings, scores and rankings."""
 
 from __future__ import annotations
 

@@ -113,8 +113,8 @@ def make_generation(
 ) -> Generation:
     """One prompt with its parameters.
 
-    A parameter comes from the request. If the request does not set it, it comes from the model, and
-    otherwise from the server.
+    A parameter that the request does not set comes from the model's generation_config.json, else
+    from the defaults of `SamplingParams`. `max_tokens` comes from the server's settings instead.
 
     Args:
         defaults: values of the model and the server for fields that the body leaves out.

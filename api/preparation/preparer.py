@@ -4,12 +4,12 @@ The event loop prepares only requests that take a few milliseconds, so no reques
 preparation of another. A fork has limits of processor time and memory, and ends when its client
 disconnects.
 
-A fork costs 20 to 40 ms, several times the time of preparing 12 kB. So requests up to 256 KiB are
-prepared one after the other in a few forks that stay. A larger request, and a request with a
-template of its own, gets a new fork, which ends after this request. So its memory returns to the
-system, and a template cannot affect another request. At most 8 forks work at a time for small
-requests, 2 for large requests, and 2 for templates. The forks for large requests and templates have
-a lower priority.
+A fork costs 20 to 40 ms, several times the time of preparing 12 kB. So a few forks stay, and each
+of them prepares many requests of up to 256 KiB, one after the other. A larger request, and a
+request with a template of its own, gets a new fork, which ends after this request. So its memory
+returns to the system, and a template cannot affect another request. At most 8 forks work at a time
+for small requests, 2 for large requests, and 2 for templates. The forks for large requests and
+templates have a lower priority.
 """
 
 from __future__ import annotations

@@ -42,8 +42,9 @@ class PromptEncoder:
         """The model's tokenizer; raises InvalidRequestError for `param` if there is none."""
         if self._source.tokenizer is None:
             raise InvalidRequestError(
-                "this model was loaded without a tokenizer: send token ids as the prompt of"
-                " /v1/completions, or start the server with model.tokenizer=DIRECTORY",
+                f"{param} needs a tokenizer, and this model was loaded without one: send token ids"
+                " as the prompt of /v1/completions or the input of /v1/embeddings, or start the"
+                " server with model.tokenizer=DIRECTORY",
                 param=param,
                 code="no_tokenizer",
             )
@@ -70,7 +71,8 @@ class PromptEncoder:
             add_special_tokens: whether special tokens are added around the text.
 
         Raises:
-            InvalidRequestError: the text is so long that it cannot fit into the context.
+            InvalidRequestError: the text is so long that it cannot fit into the context, or there
+                is no tokenizer.
         """
         tokenizer = self.tokenizer(param)
         limit = self._num_kept(fields)
@@ -105,7 +107,8 @@ class PromptEncoder:
             raise InvalidRequestError(
                 f"{param} has {len(text)} characters, and the context of {model.name} holds "
                 f"{model.max_model_len} tokens of at most {most} characters each, so at most "
-                f"{most * model.max_model_len}; shorten it, or set truncate_prompt_tokens",
+                f"{most * model.max_model_len}; shorten it, or set truncate_prompt_tokens where the"
+                " endpoint has it",
                 param=param,
                 code="context_length_exceeded",
             )

@@ -58,7 +58,8 @@ def prepare_input_tokens(preparation: Preparation, data: bytes, arrival: Arrival
     """The answer of `/v1/responses/input_tokens`, as JSON.
 
     Raises:
-        InvalidRequestError: `/v1/responses` would refuse the request.
+        InvalidRequestError: `/v1/responses` would refuse the request for another reason than the
+            length of its prompt.
     """
     body = preparation.decode(data, InputTokensRequest, UNSUPPORTED)
     messages = _messages(body, arrival)

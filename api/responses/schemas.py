@@ -350,7 +350,8 @@ class ResponsesRequest(PromptFields, frozen=True, kw_only=True, forbid_unknown_f
     stream_options: StreamOptions | None = None
     include: list[Includable] | None = None
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
-    # The following fields have no effect. The reply repeats them, except `prompt_cache_options`.
+    # The following fields have no effect. The reply repeats them, with two exceptions: it leaves
+    # out `prompt_cache_options`, and a named `service_tier` becomes `default`.
     # `max_tool_calls` is for tools that run on the server, and this server has none.
     max_tool_calls: Annotated[int, msgspec.Meta(ge=1)] | None = None
     metadata: Metadata | None = None

@@ -40,8 +40,9 @@ def decode(body: bytes, schema: type[T], unsupported: Mapping[str, Unsupported] 
         unsupported: fields of the API that this server does not support.
 
     Raises:
-        InvalidRequestError: the body is not JSON in UTF-8, or a field has a wrong type, is unknown
-            or is not supported. The text and `param` name the field.
+        InvalidRequestError: the body is not JSON in UTF-8, or a field is missing, unknown, not
+            supported, or has a value that the schema does not allow. The text and `param` name the
+            field.
     """
     try:
         return msgspec.json.decode(body, type=schema)
@@ -49,7 +50,7 @@ def decode(body: bytes, schema: type[T], unsupported: Mapping[str, Unsupported] 
         return _decode_without_no_ops(body, schema, unsupported, error)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidRequestError(
-            f"the body is not valid JSON in UTF-8: {error}", code="invalid_json"
+            f"the body cannot be read as JSON in UTF-8: {error}", code="invalid_json"
         ) from error
 
 
@@ -70,7 +71,7 @@ def _decode_without_no_ops(
         ) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidRequestError(
-            f"the body is not valid JSON in UTF-8: {error}", code="invalid_json"
+            f"the body cannot be read as JSON in UTF-8: {error}", code="invalid_json"
         ) from error
     known = {field.encode_name for field in msgspec.structs.fields(schema)}
     if isinstance(raw, dict):

@@ -66,7 +66,7 @@ class ChatCompletionRequest(
 ):
     """`POST /v1/chat/completions`."""
 
-    has_template_fields: ClassVar[bool] = True  # the messages may have any keys
+    has_template_fields: ClassVar[bool] = True  # the chat template gets unknown keys
 
     messages: Annotated[list[Message], msgspec.Meta(min_length=1)]
     max_completion_tokens: int | None = None  # the newer name of max_tokens
@@ -87,7 +87,8 @@ class ChatCompletionRequest(
     include_reasoning: bool = True  # false = reasoning is left out of the answer
     prediction: Prediction | None = None  # used for drafts; does not change the answer
     verbosity: Verbosity | None = None  # passed to the template, if it uses it
-    # The following fields have no effect. The answer repeats the first two.
+    # The following fields have no effect. The answer repeats `metadata`, and names the tier
+    # `default` if the request names one.
     metadata: Metadata | None = None
     service_tier: ServiceTier | None = None
     store: bool | None = None

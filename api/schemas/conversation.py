@@ -74,7 +74,7 @@ class MessageToolCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """A tool call in a message of the assistant. Its type names the field that it has.
 
     Raises:
-        ValueError: it does not have this field, or has another one.
+        ValueError: the call lacks this field, or has the field of the other type.
     """
 
     id: str
@@ -93,19 +93,20 @@ class MessageToolCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     role: Role  # a role that the chat template knows
-    content: str | list[TextPart | RefusalPart] | None = None  # null only together with tool_calls
+    # Null only together with tool_calls or a refusal, and for roles that only the template knows.
+    content: str | list[TextPart | RefusalPart] | None = None
     name: str | None = None  # for templates that use it
     tool_calls: list[MessageToolCall] | None = None  # role assistant
     tool_call_id: str | None = None  # role tool: the call that this message answers
     reasoning: str | None = None  # role assistant; for templates that show it again
     reasoning_content: str | None = None  # another name of `reasoning`
-    refusal: str | None = None  # role assistant; replaces the content
+    refusal: str | None = None  # role assistant; the text of a message without content
     # All other keys of the message, for templates that use them.
     template_fields: dict[str, Any] | None = None
 
     @property
     def text(self) -> str | None:
-        """The content as one text. Parts are joined by newlines."""
+        """The content as one text, or the refusal. Parts are joined by newlines."""
         if self.content is None:
             return self.refusal
         if isinstance(self.content, str):

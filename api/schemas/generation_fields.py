@@ -129,7 +129,7 @@ class GenerationFields(ConstraintFields, frozen=True, kw_only=True, forbid_unkno
     return_tokens_as_token_ids: bool = False
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    # Tokens per chunk. The first and the last chunk can have fewer.
+    # Least number of tokens of a chunk. The first and the last chunk can have fewer.
     stream_interval: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)] | None = None
     priority: Int32 = 0  # lower runs first under scheduler.policy=priority
     speculation: bool = True  # false = no drafts; the answer is the same

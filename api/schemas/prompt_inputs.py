@@ -19,7 +19,7 @@ def read_inputs(
         name: name of the field, for error messages.
 
     Raises:
-        InvalidRequestError: there is no input, or texts and token ids are mixed.
+        InvalidRequestError: there is no input, or the list mixes texts, token ids or lists.
     """
     if isinstance(given, str):
         return [given]
@@ -34,4 +34,6 @@ def read_inputs(
         return texts
     if len(lists) == len(given):
         return lists
-    raise InvalidRequestError(f"{name} mixes texts and token ids; send all of one kind", param=name)
+    raise InvalidRequestError(
+        f"{name} mixes texts, token ids or lists of token ids; send all of one kind", param=name
+    )

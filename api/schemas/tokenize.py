@@ -19,7 +19,7 @@ __all__ = (
 class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`POST /tokenize`: either `prompt` or `messages`."""
 
-    has_template_fields: ClassVar[bool] = True  # the messages may have any keys
+    has_template_fields: ClassVar[bool] = True  # the chat template gets unknown keys
 
     model: str | None = None
     prompt: str | None = None

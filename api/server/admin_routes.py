@@ -63,7 +63,7 @@ async def tokenizer_info(service: SharedService) -> Response[bytes] | Stream:
 
 @post_endpoint("/reset_prefix_cache", answer=Success, errors=_CALLS)
 async def reset_prefix_cache(service: SharedService) -> Response[bytes] | Stream:
-    """Drop all cached blocks. Answers 409 while a sequence uses cached blocks."""
+    """Drop all cached blocks. Answers 409 while a sequence holds blocks."""
     service.admission.check_started()
     await service.client.reset_prefix_cache()
     return json_response(Success())
@@ -111,7 +111,8 @@ async def reload_weights(
 ) -> Response[bytes] | Stream:
     """Read the weights again from the same path, one engine after the other. No request is lost.
 
-    Each engine is drained first, for at most `timeout_s` (default `server.drain_timeout_s`).
+    If another engine takes requests, an engine is drained first, for at most `timeout_s` (default
+    `server.drain_timeout_s`). Otherwise its requests go on in its new process.
     """
     _check_admin(service)
     begin = time.monotonic()

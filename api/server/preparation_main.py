@@ -79,7 +79,7 @@ def begin(first: bytes) -> Job:
 
 
 def main() -> int:
-    """Fork for each request until the server ends."""
+    """Prepare requests in forks until the server ends."""
     return serve_forks(begin)
 
 

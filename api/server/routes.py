@@ -65,7 +65,10 @@ async def model(service: SharedService, name: FromPath[str]) -> Response[bytes] 
 
 @get_endpoint("/health", answer=Status, errors={503: Status}, is_open=True)
 async def health(service: SharedService) -> Response[bytes]:
-    """Whether the engine works: 200, or 503 with the reason. Lists the engines if several."""
+    """Whether the engine works: 200, or 503 with the reason.
+
+    Lists the engines if there are several, or if one has ranks or runs on another machine.
+    """
     return _health(service)
 
 

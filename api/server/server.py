@@ -2,7 +2,8 @@
 
 It binds the port, then starts the engine process and the HTTP server in parallel. Requests get 503
 until the model is ready. On SIGTERM or SIGINT it takes no new requests, finishes the running
-requests, stops the engine and exits 0. A second signal aborts the running requests.
+requests within `server.drain_timeout_s`, stops the engine and exits 0. A second signal aborts the
+running requests; the exit code is then 128 plus the signal's number.
 """
 
 from __future__ import annotations

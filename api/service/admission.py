@@ -103,7 +103,8 @@ class Admission:
         if limit is not None and longest > limit:
             raise InvalidRequestError(
                 f"the prompt has {longest} tokens, this server takes at most {limit}"
-                " (server.max_prompt_tokens); shorten it, or set truncate_prompt_tokens",
+                " (server.max_prompt_tokens); shorten it, or set truncate_prompt_tokens where the"
+                " endpoint has it",
                 param="prompt",
                 code="prompt_too_long",
             )

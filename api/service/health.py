@@ -56,7 +56,8 @@ def engine_problem(engine: EngineSigns, server: ServerConfig) -> str | None:
 def liveness_problem(engine: EngineSigns, server: ServerConfig) -> str | None:
     """Why a supervisor should restart this process; None = there is no reason.
 
-    A restart of the engine is not a reason. The waiting requests would be lost with this process.
+    A restart of the engine is not a reason. Restarting this process too would lose the waiting
+    requests.
     """
     if engine.death_reason is not None:
         return f"the engine does not run: {engine.death_reason}"
@@ -79,7 +80,7 @@ def _silence(engine: EngineSigns, server: ServerConfig) -> str | None:
     if engine.seconds_overdue <= limit:
         return None
     return (
-        f"no step and no heartbeat of the engine for {engine.seconds_since_step:.0f} s, which is"
-        f" server.health_timeout_s={limit:g} more than the predicted time of its step;"
+        f"no step and no heartbeat of the engine for {engine.seconds_since_step:.0f} s, which"
+        f" exceeds the predicted time of its step by more than server.health_timeout_s={limit:g};"
         f" {engine.num_unfinished} sequences wait"
     )

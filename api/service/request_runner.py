@@ -93,7 +93,7 @@ class RequestRunner:
         sinks: the receivers of the stats of each request.
 
     Attributes:
-        num_open: requests that the engine works on.
+        num_open: number of requests in progress.
         trace: records each request for `run simulate`; None = off.
     """
 
@@ -111,7 +111,7 @@ class RequestRunner:
         generations: Sequence[Generation],
         context: RequestContext,
     ) -> None:
-        """Make the grammars and check the limits. Called before the response begins.
+        """Check the limits and compile the grammar. Called before the response begins.
 
         Args:
             constraint_field: the field of the request that has the constraint.
@@ -122,6 +122,7 @@ class RequestRunner:
             InvalidRequestError: the constraint is not valid or too complex, or a prompt is longer
                 than the server allows.
             OverloadedError: the queue is full.
+            HelperProcessError: no process could check the constraint.
         """
         self._admission.check_prompts([len(one.prompt_token_ids) for one in generations])
         sampling = generations[0].sampling
@@ -152,6 +153,7 @@ class RequestRunner:
             context: the context of the HTTP request.
 
         Raises:
+            InvalidRequestError: the grammar of a completion cannot go on.
             EngineError: the engine failed, or gave a completion up.
         """
         stats = RequestStats(

@@ -94,7 +94,7 @@ class RequestStats:
             self._end(one, output)
 
     def add_vector(self, prompt_index: int, output: PooledOutput) -> None:
-        """Add a vector. It counts as a completion that ends without tokens."""
+        """Add a vector. Its times are measured like those of a completion without tokens."""
         self.add(
             prompt_index,
             RequestOutput(

@@ -16,10 +16,11 @@ class StreamInterval(Generic[T]):
     """Holds outputs back until a chunk has enough tokens.
 
     The first token of a completion is sent at once. At the end of a completion, everything that is
-    held back is sent. Between them, each chunk has `num_tokens` tokens.
+    held back is sent. Between them, each chunk has at least `num_tokens` tokens. It has more if the
+    last of its outputs has several tokens.
 
     Args:
-        num_tokens: tokens of a chunk; 1 = every output is sent at once.
+        num_tokens: least number of tokens of a chunk; 1 = every output is sent at once.
         join: joins several items of one completion.
     """
 
@@ -35,7 +36,8 @@ class StreamInterval(Generic[T]):
         Args:
             completion: identifies the completion.
             output: the output of the engine that `item` was made from.
-            item: the item for this output."""
+            item: the item for this output.
+        """
         if self._num_tokens == 1:
             return item
         held = self._held.get(completion)

@@ -27,15 +27,15 @@ _KEYS = {
 }
 _INSTEAD = {
     "suffix_decoding_max_cached_requests": "set speculation.history_tokens",
-    "draft_tensor_parallel_size": "one device runs the model",
+    "draft_tensor_parallel_size": "leave it out; a draft model runs on one rank",
 }
 
 
 def speculation_settings(value: object) -> dict[str, object]:
     """The settings for a speculative configuration of vLLM.
 
-    The longest match is always preferred. So `prompt_lookup_max` counts only if there is no
-    `prompt_lookup_min`, because vLLM then uses it for both.
+    The longest match is always preferred, so there is no setting for `prompt_lookup_max`. If there
+    is no `prompt_lookup_min`, vLLM uses `prompt_lookup_max` for both, and so does this function.
 
     Args:
         value: a mapping, or its JSON.

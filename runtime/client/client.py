@@ -346,7 +346,7 @@ class EngineClient:
         """Forget the cached blocks of all replicas.
 
         Raises:
-            InvalidRequestError: sequences use cached blocks.
+            InvalidRequestError: sequences hold blocks.
             EngineDeadError: the engine does not run.
         """
         await self._call(UtilityName.reset_prefix_cache)

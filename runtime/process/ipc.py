@@ -108,7 +108,7 @@ class AbortRequests(msgspec.Struct, frozen=True, array_like=True, tag=2, gc=Fals
 class UtilityName(StrEnum):
     """The names of utility calls."""
 
-    reset_prefix_cache = "reset_prefix_cache"  # refused while sequences use cached blocks
+    reset_prefix_cache = "reset_prefix_cache"  # refused while sequences hold blocks
     start_profile = "start_profile"
     stop_profile = "stop_profile"
 

@@ -36,7 +36,7 @@ class UtilityCalls:
         if name is UtilityName.reset_prefix_cache:
             if not self._engine.reset_prefix_cache():
                 raise InvalidRequestError(
-                    "sequences use blocks of the prefix cache: try again when no request runs"
+                    "sequences hold KV blocks: try again when no request runs"
                 )
             return ""
         if not self._profile_dir:

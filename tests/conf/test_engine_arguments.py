@@ -105,8 +105,8 @@ def test_arguments_become_settings(arguments: dict[str, object], settings: dict[
         ),
         (
             {"distributed_executor_backend": "external_launcher"},
-            "distributed_executor_backend=external_launcher: the ranks of an engine run on one "
-            "machine; supported: mp, uni, ray",
+            "distributed_executor_backend=external_launcher: there is no such executor; supported: "
+            "mp, uni, ray",
         ),
         (
             {"quantization": "awq"},

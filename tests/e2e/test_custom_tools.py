@@ -178,7 +178,7 @@ def test_an_invalid_grammar_is_refused(client):
         with pytest.raises(openai.BadRequestError) as refused:
             ask(client, tools=[custom("a", syntax, text)])
         assert refused.value.param == "tools"
-    with pytest.raises(openai.BadRequestError, match="two functions named 'one'"):
+    with pytest.raises(openai.BadRequestError, match="two tools named 'one'"):
         ask(client, tools=[custom("one"), *FUNCTIONS])
     wrong = {"id": "a", "type": "custom", "function": {"name": "a", "arguments": "{}"}}
     with pytest.raises(openai.BadRequestError, match=r"tool_calls\[0\].custom is required"):

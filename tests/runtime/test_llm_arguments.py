@@ -108,7 +108,7 @@ def test_a_seed_makes_a_run_repeatable(llm: LLM):
         ({"enable_expert_parallel": True}, "experts are divided by tensor_parallel_size"),
         (
             {"tensor_parallel_size": 2, "distributed_executor_backend": "uni"},
-            "parallel.executor must be auto or processes with parallel.tensor=2, got 'inline'",
+            "parallel.executor must be auto, processes or ray with parallel.tensor=2, got 'inline'",
         ),
         ({"data_parallel_size": 2}, "parallel.data=2: LLM runs one engine, in this process"),
         ({"max_modellen": 4}, "did you mean max_model_len?"),

@@ -164,7 +164,7 @@ class _Pieces:
         return self._rest().startswith(piece)
 
     def _rest(self) -> str:
-        """The next characters after white space, at most the length of the longest piece."""
+        """The next 80 characters after white space. No piece is longer."""
         text = self._text
         while self.position < len(text) and text[self.position].isspace():
             self.position += 1

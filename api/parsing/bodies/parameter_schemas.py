@@ -88,7 +88,7 @@ def parameters_of(
 def _refuse(function: str, what: str) -> None:
     raise InvalidRequestError(
         f"tools: {what} cannot be enforced in the format in which this model writes calls; remove"
-        f" it from the parameters of {function!r}, or leave out strict",
+        f" it from the parameters of {function!r}, or leave out strict (a custom tool: its format)",
         param="tools",
         code="invalid_value",
     )

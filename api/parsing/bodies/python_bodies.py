@@ -225,7 +225,7 @@ class OnePythonBody:
     def read(self, body: str) -> Begun | Calls | NotACall:
         if self._call is None:
             # The head of the first call is longer than that of further calls. The text can end
-            # within it.
+            # within the longer head.
             head = next((one for one in self._heads if body.startswith(one)), None)
             may_come = any(one.startswith(body) and one != body for one in self._heads)
             if head is None or (not head and may_come):

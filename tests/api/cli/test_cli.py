@@ -55,7 +55,7 @@ def invoke(*arguments: str, **environment: str) -> subprocess.CompletedProcess[s
             ["plan", "--nonsense"],
             "run: unrecognized arguments: --nonsense; see run plan --help",
         ),
-        (["plan", "--", "x"], "run: run plan takes key=value overrides only, got -- x"),
+        (["plan", "--", "x"], "run: run plan takes no words after --, got -- x"),
         (
             ["generate"],
             'run: run generate takes one prompt, got 0: run generate "Once upon a time" [key=value ...]; '

@@ -111,7 +111,7 @@ def test_what_is_refused_is_named_with_the_remedy(overrides: tuple[str, ...], me
 
 
 def test_stages_need_processes() -> None:
-    with pytest.raises(ConfigError, match=r"auto or processes with parallel\.pipeline=2"):
+    with pytest.raises(ConfigError, match=r"auto, processes or ray with parallel\.pipeline=2"):
         LLM(pipeline_parallel_size=2, distributed_executor_backend="uni")
 
 
