@@ -1,9 +1,10 @@
-"""Writes the table of docs/models.md: the architectures, and what of their configs is refused.
+"""Writes the tables of docs/models.md: what is served, and what of the configs is refused.
 
     python docs/list_models.py
 
-The rows follow from models/registry.py and the first lines of the families' modules. The refused
-values are listed here. tests/models/config/test_refused.py checks that the list is complete.
+The rows of the first table follow from models/registry.py and the first lines of the families'
+modules. The refused values, and the models that run through transformers, are listed here.
+tests/models/config/test_refused.py checks that the list of refused values is complete.
 """
 
 from __future__ import annotations
