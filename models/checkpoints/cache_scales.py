@@ -8,8 +8,8 @@ The names differ between the libraries that write them:
     <attention>.qkv_proj.k_scale, .v_scale         stacked projections
     <attention>.kv_scale                           one scale for both
 
-If a layer states only one of the two scales, it holds for keys and values. A negative number means
-that there is no scale.
+If a layer has only one of the two scales, that scale is used for keys and for values. A negative
+number means that there is no scale.
 """
 
 from __future__ import annotations

@@ -81,8 +81,8 @@ def open_checkpoint(section: ModelSection) -> Checkpoint:
     Args:
         section: its `path` is a local directory, a GGUF file, a hub id, or empty for the bundled
             demo model; its `config` is laid over config.json, nested objects key by key. With
-            `load_format=dummy`, an empty path and a `config` that names its `architectures`,
-            nothing is read at all.
+            `load_format=dummy` and a `config` that names its `architectures`, nothing is read
+            unless `path` is a local directory.
 
     Raises:
         CheckpointError: no such directory, no or invalid config.json, hub unreachable, or a GGUF

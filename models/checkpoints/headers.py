@@ -1,7 +1,7 @@
 """Reads names, dtypes and shapes of a checkpoint's tensors from the heads of its safetensors files.
 
 The config.json of a quantised checkpoint does not say everything. The tensors show which modules
-are quantised, and the dtype of their scales. Only a few KiB of each file are read.
+are quantised, and the dtype of their scales. Only the header of each file is read.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def read_headers(checkpoint: Checkpoint) -> dict[str, TensorHeader]:
     """The tensors of a checkpoint by name.
 
     Returns:
-        {} when the checkpoint has no weights or no safetensors files. A file that is cut short is
-        left out: the loader reports it.
+        {} when the checkpoint has no weights or no safetensors files. A file whose header
+        cannot be read is left out: the loader reports it.
     """
     headers: dict[str, TensorHeader] = {}
     with contextlib.suppress(CheckpointError):

@@ -38,7 +38,7 @@ class HubName(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> HubName | None:
-        """A configured path; None if it can be no name of a hub."""
+        """Parse a configured path. None = it cannot be a name of a hub."""
         match = _HUB_NAME.fullmatch(text)
         return None if match is None else cls(match[1], match[2] or "")
 
@@ -53,7 +53,7 @@ def download(name: HubName, revision: str, *, weights: bool) -> Path:
         weights: False leaves out weight files, except those of GGUF models.
 
     Raises:
-        HubError: the hub did not give it, or it has no such GGUF model.
+        HubError: the hub did not give the model, or the repository has no such GGUF model.
     """
     # Imported here, because it takes 0.2 s, and a start from a local directory does without.
     from huggingface_hub import snapshot_download
@@ -118,7 +118,7 @@ def choose_gguf(files: list[str], name: HubName) -> list[str]:
     Args:
         files: paths in the repository.
         name: its `gguf` is a file's path or name, or a type with which the file's name or its
-            folder's name ends. Cases of letters are equal. Empty = the only model.
+            folder's name ends. Upper and lower case are equal. Empty = the only model.
 
     Raises:
         HubError: none or several fit.

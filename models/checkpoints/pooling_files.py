@@ -1,7 +1,7 @@
 """Reads the pooling settings of a checkpoint, in the files that sentence-transformers writes.
 
-`modules.json` lists the steps after the model (pooling, perhaps normalisation), each with a folder
-of its own, and `sentence_bert_config.json` has the length that the model was trained for.
+`modules.json` lists the model and the steps after it (pooling, perhaps normalisation), each with
+its folder. `sentence_bert_config.json` has the length that the model was trained for.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MODES |= {"lasttoken": "last", "last_token": "last"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolingFiles:
-    """The settings found; a default means that no file has the setting."""
+    """The settings of the files. Without `modules.json` all of them have their defaults."""
 
     mode: str | None = None  # mean, last or cls
     normalize: bool = True
@@ -61,7 +61,7 @@ def read_pooling_files(directory: Path | None) -> PoolingFiles:
 
 
 def _mode(config: dict[str, Any]) -> tuple[str | None, str | None]:
-    """(our word for the mode, or why it is not supported)."""
+    """(our word for the mode, None), or (None, why the mode is not supported)."""
     stated = config.get("pooling_mode")
     prefix = "pooling_mode_"
     names = [

@@ -39,7 +39,9 @@ def read_quantization(checkpoint: Checkpoint) -> dict[str, Any] | None:
     methods = {file: str(settings["quant_method"]) for file, settings in found.items()}
     if len(set(methods.values())) > 1:
         text = ", ".join(f"{file} says {method!r}" for file, method in methods.items())
-        raise CheckpointError(f"the checkpoint has two quantizations: {text}; remove one file")
+        raise CheckpointError(
+            f"the checkpoint has two quantizations: {text}; keep the settings of one"
+        )
     return next(iter(found.values()), None)
 
 

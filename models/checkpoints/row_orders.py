@@ -32,7 +32,7 @@ def per_group_qkv(num_heads: int, num_kv_heads: int, head_dim: int) -> Tensor:
 
 
 def interleaved_rope(num_heads: int, head_dim: int, rotary_dim: int) -> Tensor:
-    """Each head's rotary pairs stored side by side: GLM-4, Cohere, GPT-J, DeepSeek, Ernie 4.5.
+    """Each head's rotary pairs stored side by side: GLM-4, Cohere, GPT-J, CodeGen, Llama 4.
 
     Args:
         num_heads: heads of the stored matrix.
@@ -47,7 +47,7 @@ def interleaved_rope(num_heads: int, head_dim: int, rotary_dim: int) -> Tensor:
 def rotated_last(
     num_heads: int, head_dim: int, rotary_dim: int, *, is_interleaved: bool = True
 ) -> Tensor:
-    """Each head's rotated rows stored after the others: DeepSeek.
+    """Each head's rotated rows stored after its other rows: DeepSeek.
 
     Args:
         num_heads: of the stored matrix.

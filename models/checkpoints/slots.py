@@ -36,7 +36,7 @@ class Slot(Protocol):
         ...
 
     def fill(self, stored_name: str, tensor: Tensor, matrices: range | None = None) -> None:
-        """Take the tensor. Its values are copied before its file is closed.
+        """Take the tensor. A matrix may keep a view of it until all of its tensors are there.
 
         Args:
             stored_name: for messages.
@@ -52,7 +52,8 @@ class Slot(Protocol):
         """Check that a second tensor for a filled slot repeats the first.
 
         Raises:
-            CheckpointError: it does not repeat it, or has a wrong dtype or shape.
+            CheckpointError: the second tensor differs, its dtype or shape is wrong, or the slot is
+                that of a parameter, which is stored only once.
         """
         ...
 
@@ -147,7 +148,7 @@ def _parameter_slots(
 def _matrix_slots(
     name: str, module: LinearBase, layout: CheckpointLayout
 ) -> Iterator[tuple[str, Slot]]:
-    """Slots of the stored matrices of one module, each with all of its tensors."""
+    """One slot for each tensor of each stored matrix of a module."""
     parent = name.rpartition(".")[0]
     stacked_names = _stacked(name, module, layout)
     names = [name] if stacked_names is None else [f"{parent}.{part}" for part in stacked_names]

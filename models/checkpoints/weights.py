@@ -110,8 +110,10 @@ def init_dummy_weights(
 ) -> None:
     """Fill a model with random weights, for benchmarks.
 
-    Matrices get normally distributed numbers with a standard deviation of 0.02, the weights of
-    norms 1, and all other vectors 0. Every rank takes its part of the same matrices.
+    Matrices and their biases get normally distributed numbers with a standard deviation of 0.02.
+    Stored integers get random bits. For some stored tensors the weight method chooses other values
+    (`WeightMethod.dummy`). The weights of norms get 1, and all other vectors 0. Every rank takes
+    its part of the same matrices.
 
     Args:
         model: as `build_model` made it.
@@ -254,7 +256,7 @@ def file_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def _file_parts(file: Path, is_stack: Callable[[str], bool]) -> Iterator[tuple[str, Tensor, _Part]]:
-    """Like `file_tensors`, but stacks of matrices are yielded in parts: fewer pages are mapped."""
+    """Like `file_tensors`, but stacks of matrices are yielded in parts, to map fewer pages."""
     try:
         if file.suffix == ".safetensors":
             yield from _safetensors(file, is_stack)

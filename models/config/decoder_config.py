@@ -127,8 +127,12 @@ def read_head_dim(hf_config: HFConfig, hidden_size: int, num_heads: int) -> int:
     Raises:
         ValueError: it is not stated and the division leaves a remainder.
     """
-    quotient = hidden_size // num_heads if hidden_size % num_heads == 0 else None
-    return read_integer(hf_config, "head_dim", default=quotient)
+    if hf_config.get("head_dim") is None and hidden_size % num_heads:
+        raise ValueError(
+            f"config.json: there is no head_dim, and the hidden size {hidden_size} is not a "
+            f"multiple of the {num_heads} attention heads"
+        )
+    return read_integer(hf_config, "head_dim", default=hidden_size // num_heads)
 
 
 def read_sliding_windows(hf_config: HFConfig, num_layers: int) -> tuple[int, ...]:

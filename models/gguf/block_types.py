@@ -5,8 +5,8 @@ that decodes blocks into integers. Each group of integers has a scale, and for s
 
     value = integer * scale + shift
 
-The formula and the layouts are those of llama.cpp's ggml-quants.c. If it is evaluated in float32 in
-this order, the result has the same bits as the `dequantize` functions of the `gguf` package.
+The formula and the layouts are those of llama.cpp's ggml-quants.c. In float32, and with the product
+before the sum, the values have the same bits as those of the `gguf` package's `dequantize`.
 """
 
 from __future__ import annotations

@@ -151,7 +151,9 @@ def _head_dim(keys: ArchitectureKeys, hidden: int, heads: int) -> int:
 def _norm_eps(keys: ArchitectureKeys) -> float:
     eps = keys.number("attention.layer_norm_rms_epsilon")
     if eps is None or eps < 0:
-        raise keys.error("attention.layer_norm_rms_epsilon", f"is {eps}", "a positive number is")
+        raise keys.error(
+            "attention.layer_norm_rms_epsilon", f"is {eps}", "a number of at least 0 is"
+        )
     return eps
 
 
@@ -200,7 +202,9 @@ def _rope(keys: ArchitectureKeys, head_dim: int) -> dict[str, Any]:
     divisors = _divisors(keys)
     if divisors:
         if kind not in ("none", "longrope", "su"):
-            raise keys.error("rope.scaling.type", f"is {kind!r} beside rope factors", "longrope is")
+            raise keys.error(
+                "rope.scaling.type", f"is {kind!r} beside rope factors", "only longrope is"
+            )
         short, long = divisors
         found["rope_scaling"] = {
             "rope_type": "longrope",
@@ -222,7 +226,11 @@ def _rope(keys: ArchitectureKeys, head_dim: int) -> dict[str, Any]:
         }
         found["rope_scaling"] = {key: value for key, value in yarn.items() if value is not None}
     elif kind not in ("none", "linear"):
-        raise keys.error("rope.scaling.type", f"is {kind!r}", "none, linear, yarn and longrope are")
+        raise keys.error(
+            "rope.scaling.type",
+            f"is {kind!r}",
+            "none, linear, yarn, and with tensors of rope factors longrope are",
+        )
     if attention not in (None, 1.0):
         raise keys.error("rope.scaling.attn_factor", f"is {attention}", "only 1 is")
     return found
@@ -245,7 +253,7 @@ def _divisors(keys: ArchitectureKeys) -> tuple[list[float], list[float]] | None:
 
 def _numbers(file: GGUFFile, tensor: GGUFTensor) -> list[float]:
     if tensor.type != "F32" or len(tensor.shape) != 1 or tensor.num_bytes > 1 << 16:
-        raise GGUFError(f"{file.path}: {tensor.name} must be a short vector of F32")
+        raise GGUFError(f"{file.path}: {tensor.name} must be a vector of at most 16384 F32")
     with tensor.file.open("rb") as opened:
         opened.seek(tensor.offset)
         return np.frombuffer(opened.read(tensor.num_bytes), "<f4").tolist()

@@ -4,8 +4,8 @@ The format is described in llama.cpp's ggml/docs/gguf.md: a header, key-value me
 shapes, types and offsets of the tensors, then their data. Large models are split into files
 `NAME-00001-of-00003.gguf`; the first one has the metadata. Files of versions 2 and 3 are read.
 
-Every count and length is compared with the bytes that are left before anything of that size is
-read. Nothing in a file is executed. Imports neither torch nor transformers.
+Every count and length is compared with a limit or with the bytes that are left, before anything of
+that size is read. Nothing in a file is executed. Imports neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -247,7 +247,7 @@ def open_gguf(path: Path) -> GGUFFile:
 
 
 def split_files(name: str) -> list[str]:
-    """The names of all files of a split model, by the name of one; else that name."""
+    """The names of all files of the split model that has a file `name`; else `name` alone."""
     split = _SPLIT_NAME.fullmatch(name)
     if split is None:
         return [name]
@@ -259,8 +259,10 @@ def _all_files(path: Path) -> tuple[Path, ...]:
     files = tuple(path.with_name(name) for name in split_files(path.name))
     if files == (path,):
         return files
+    if path not in files:
+        raise GGUFError(f"{path}: the name is not that of file 1 to {len(files)} of {len(files)}")
     missing = [file.name for file in files if not file.is_file()]
-    if missing or not files:
+    if missing:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise GGUFError(
             f"{path} is one of {len(files)} files; {path.parent} lacks "
@@ -274,8 +276,8 @@ def _check_split(file: Path, metadata: Mapping[str, Any], number: int, count: in
     stated_count = metadata.get("split.count", count) or 1
     if stated_number != number or stated_count != count:
         raise GGUFError(
-            f"{file}: its metadata says that it is file {stated_number} (from 0) of "
-            f"{stated_count}, its name that it is file {number} of {count}; a split model has "
+            f"{file}: its metadata says that it is file {stated_number} of {stated_count}, its "
+            f"name that it is file {number} of {count} (both counted from 0); a split model has "
             "files named NAME-00001-of-0000N.gguf"
         )
 
@@ -324,10 +326,7 @@ class _Header:
         if version & 0xFFFF == 0 and version:
             raise GGUFError(f"{self._file} is big-endian; only little-endian GGUF files are read")
         if version not in _VERSIONS:
-            raise GGUFError(
-                f"{self._file} is of GGUF version {version}; versions 2 and 3 are read: convert it "
-                "again with a newer llama.cpp"
-            )
+            raise GGUFError(f"{self._file} is of GGUF version {version}; convert it to version 3")
 
     def _take(self, size: int, what: str) -> int:
         """Skip the next `size` bytes; returns where they begin."""
@@ -409,7 +408,7 @@ class _Header:
         if not isinstance(alignment, int) or not (
             8 <= alignment <= 1 << 20 and alignment.bit_count() == 1
         ):
-            raise self._error(f"general.alignment is {alignment!r}; it must be a power of two")
+            raise self._error(f"general.alignment={alignment!r} is no power of two from 8 to 2**20")
         stated = [self._tensor_info() for _ in range(count)]
         begin = -(-self._place // alignment) * alignment
         for name, shape, number, offset in stated:
@@ -421,14 +420,14 @@ class _Header:
             type_name, block_values, block_bytes = TENSOR_TYPES[number]
             if shape[-1] % block_values:
                 raise self._error(
-                    f"rows of the tensor {name!r} have {shape[-1]} values, not a multiple of "
-                    f"{block_values} as its type {type_name} has"
+                    f"rows of the tensor {name!r} have {shape[-1]} values, which is not a multiple "
+                    f"of {block_values}, the size of a block of {type_name}"
                 )
             num_bytes = math.prod(shape) // block_values * block_bytes
             if offset % alignment or begin + offset + num_bytes > self._size:
                 raise self._error(
-                    f"the tensor {name!r} of {num_bytes} bytes should begin at {begin + offset}, "
-                    f"and the file has {self._size}"
+                    f"{name!r} begins at {begin + offset} and has {num_bytes} bytes; a tensor must "
+                    f"begin at a multiple of {alignment} and end in the file ({self._size} bytes)"
                 )
             yield GGUFTensor(
                 name=name,

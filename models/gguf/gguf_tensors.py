@@ -114,7 +114,8 @@ def read_tensors(
             types. () = the module gets floats.
 
     Yields:
-        The name in a Hugging Face checkpoint, the tensor, and its size in the file in bytes.
+        The name in a Hugging Face checkpoint, the tensor, and its share of the stored tensor's
+        bytes.
         If a module gets integers, its names end in the keys of `in_format` instead of `weight`. A
         tensor that is not quantised may be a view of the mapped file.
 

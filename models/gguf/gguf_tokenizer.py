@@ -2,8 +2,8 @@
 
 `tokenizer.ggml.model` names one of two kinds of vocabularies. `gpt2` is byte-level BPE:
 `tokenizer.ggml.pre` names the expressions that split a text into words (pre_tokenizers.py).
-`llama` is SentencePiece: its merges follow from the tokens' scores. Imports neither torch nor
-transformers.
+`llama` is SentencePiece: if the file states no merges, they follow from the scores of the tokens,
+or for Gemma from their order. Imports neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -121,7 +121,9 @@ class _Vocabulary:
             left, _, right = text[1:].partition(" ")
             left = text[:1] + left
             if not {left, right, left + right} <= known:
-                raise self.error(f"tokenizer.ggml.merges has {text!r}, which joins no two tokens")
+                raise self.error(
+                    f"tokenizer.ggml.merges has {text!r}, which does not join two tokens to a third"
+                )
             pairs.append((left, right))
         return pairs
 

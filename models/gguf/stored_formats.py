@@ -33,12 +33,12 @@ FORMATS = {
     "IQ4_XS": QuantFormat(8, 32, True, "float32"),
     "MXFP4": QuantFormat(8, 32, True, "float32"),
 }
-"""Type -> the smallest format that holds it. A scale in a super-block is the product of a float16
-and an integer of 6 or 8 bits. So it needs float32.
+"""Type -> the smallest format of the kinds `steps` and `minimums` that holds it. A scale in a
+super-block is the product of a float16 and an integer of 4 to 8 bits. So it needs float32.
 """
 
-# Types with negative integers -> what is added so that the least integer becomes 0. With a larger
-# number, integer * scale of Q6_K and IQ4_XS would not be exact in float32.
+# Type -> what is added to its integers so that the least one becomes 0. With a larger number,
+# integer * scale of Q6_K and IQ4_XS would not be exact in float32.
 _LEAST = {name: layout.least for name, layout in BLOCK_LAYOUTS.items()} | {"Q3_K": 4}
 _LEAST |= {"IQ4_NL": 127, "IQ4_XS": 127, "MXFP4": 12}
 

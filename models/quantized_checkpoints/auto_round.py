@@ -1,8 +1,8 @@
 """Checkpoints of AutoRound (arXiv:2309.05516), in the packings of GPTQ and AWQ.
 
-auto_round:auto_gptq   GPTQ version 1, without g_idx
-auto_round:gptqmodel   GPTQ version 2, without g_idx
-auto_round:auto_awq    AWQ
+auto_round, auto_round:auto_gptq   GPTQ version 1, without g_idx
+auto_round:gptqmodel               GPTQ version 2, without g_idx
+auto_round:auto_awq                AWQ
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def from_checkpoint(
     keys.text("data_type", one_of=("int",), default="int")
     keys.must_be("act_bits", 16, 32)
     keys.must_be("act_data_type", "float", "int")
-    # settings of activations, which stay floats here
+    # settings of quantised activations; `act_bits` says that these are floats
     for name in ("act_dynamic", "act_group_size", "act_sym"):
         keys.without_effect(name)
     blocks = keys.value("block_name_to_quantize", default=[])

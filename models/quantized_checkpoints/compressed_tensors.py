@@ -4,9 +4,9 @@
 `targets` names the modules of a group. The formats of integers are in packed_integers.py, those of
 floats in stored_floats.py.
 
-`input_activations` has no effect. The kernels round activations in groups of a row
-(ops/quantized.py), which is finer than one scale for each token. Stored scales of activations are
-not used.
+`input_activations` has no effect, and stored scales of activations are not used. With weights of
+8-bit floats activations are not rounded. With other weights the CPU kernels round them in groups of
+a row (ops/quantized.py), which is finer than one scale for each token.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ostinato.models.weight_methods.weight_method import WeightMethod
 
 __all__ = ("from_checkpoint",)
 
-# whether a word holds several integers
+# Formats of integers -> whether a word holds several of them.
 _INTEGERS = {"pack-quantized": True, "int-quantized": False}
 _FORMATS = (*_INTEGERS, "float-quantized", "nvfp4-pack-quantized")
 _GROUPS = (16, 32, 64, 128, 256, 512, 1024)
@@ -157,14 +157,15 @@ def _floats(weights: ConfigKeys, one_dims: int) -> Float8:
     if strategy != "block":
         weights.must_be("group_size", -1)
         return Float8(strategy=strategy, scale_dims=one_dims)
-    size = [int(each) for each in block.split("x")] if isinstance(block, str) else block
-    if not isinstance(size, list) or any(each not in (32, 64, 128, 256) for each in size):
-        raise weights.error("block_structure", f"is {block!r}, supported is [128, 128]")
-    return Float8(strategy=strategy, block_rows=size[0], group_size=size[1])
+    size = block.split("x") if isinstance(block, str) else block
+    is_pair = isinstance(size, list) and len(size) == 2
+    if not is_pair or any(str(each) not in ("32", "64", "128", "256") for each in size):
+        raise weights.error("block_structure", f"is {block!r}, must be two of 32, 64, 128 and 256")
+    return Float8(strategy=strategy, block_rows=int(size[0]), group_size=int(size[1]))
 
 
 def _check_inputs(group: ConfigKeys) -> None:
-    """Check the settings for activations. They have no effect: the kernels round more finely."""
+    """Check the settings for activations, which have no effect (see the module's docstring)."""
     stated = group.value("input_activations", default=None)
     if stated is not None:
         inputs = ConfigKeys(stated, "quantization_config.config_groups input_activations")

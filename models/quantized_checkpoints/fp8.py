@@ -1,8 +1,10 @@
 """Checkpoints of `quant_method: fp8`: a scale for each block (DeepSeek, Qwen) or each matrix.
 
-weight            float8_e4m3fn [out, in]
-weight_scale_inv  [out / 128, in / 128], multiplied despite its name; with weight_block_size
-weight_scale      [] or [1], without it
+    weight            float8_e4m3fn [out, in]
+    weight_scale_inv  [out / rows, in / columns], with `weight_block_size` [rows, columns]
+    weight_scale      [] or [1], without `weight_block_size`
+
+A weight is the stored float times its scale, also with the name `weight_scale_inv`.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ __all__ = ("FloatPolicy", "from_checkpoint", "per_matrix")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FloatPolicy(CheckpointPolicy):
-    """One method for all modules that are not listed as floats."""
+    """One method for all modules but the output head and those that a setting lists as floats."""
 
     library: str
     method: Float4 | Float8
@@ -67,7 +69,9 @@ def from_checkpoint(
     if size is not None:
         is_pair = isinstance(size, list) and len(size) == 2
         if not is_pair or any(each not in (32, 64, 128, 256) for each in size):
-            raise keys.error("weight_block_size", f"is {size!r}, supported is [128, 128]")
+            raise keys.error(
+                "weight_block_size", f"is {size!r}, must be two of 32, 64, 128 and 256"
+            )
         method = Float8(
             scale_name="weight_scale_inv",
             strategy="block",

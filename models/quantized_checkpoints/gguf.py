@@ -1,4 +1,4 @@
-"""The weight methods of GGUF files, whose integers and scales are multiplied without conversion.
+"""The weight methods of GGUF files, whose integers and scales are multiplied as they are stored.
 
 A quantised matrix is laid out for the kernels of ops/quantized.py without rounding
 (models/gguf/stored_formats.py), on a CPU and on CUDA. Of a matrix that stacks quantised and float

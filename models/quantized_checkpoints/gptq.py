@@ -93,7 +93,9 @@ class Gptq(StoredGroups):
             return "values", unpack_words(value, self.bits, Packing.columns)
         if name == "scales":
             if str(value.dtype) != f"torch.{self.scale_dtype}":
-                raise ValueError(f"scales are {value.dtype}, others {self.scale_dtype}")
+                raise ValueError(
+                    f"scales are {value.dtype}, the checkpoint's first ones {self.scale_dtype}"
+                )
             return "scales", value.T
         if name == "g_idx":
             return "g_idx", value
@@ -209,7 +211,7 @@ def _endings(keys: ConfigKeys) -> tuple[str, ...]:
 
 
 def _overrides(keys: ConfigKeys, method: Gptq) -> tuple[tuple[str, Gptq | None], ...]:
-    """`dynamic`: `-:pattern` for modules that are floats, `+:pattern` for those with other keys."""
+    """`dynamic`: `-:pattern` for modules that are floats, `+:pattern` for other settings."""
     found: list[tuple[str, Gptq | None]] = []
     for pattern, settings in keys.entries("dynamic", {}):
         if pattern.startswith("-:"):

@@ -1,7 +1,7 @@
 """Checkpoints of `quant_method: mxfp4`: gpt-oss, whose experts are floats of 4 bits.
 
 <module>_blocks  uint8 [experts, out, in / 32, 16]: two floats in a byte
-<module>_scales  uint8 [experts, out, in / 32]: powers of two, plus 127
+<module>_scales  uint8 [experts, out, in / 32]: a scale is 2 to the power of (byte - 127)
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ int-quantized:
 
 both:
 
-    weight_scale       [out, groups]; [1] when the whole matrix has one scale
+    weight_scale       [out, groups]; one number if the matrix has one scale
     weight_g_idx       int32 [in]: the group of each input; with `actorder` only
 
 Packed integers are stored with 2**(bits - 1) added. A weight is (q - z) * scale.
@@ -77,7 +77,7 @@ class PackedIntegers(StoredGroups):
         if name == "weight_packed":
             return "values", unpack_words(value, self.bits, Packing.rows)[:, :columns]
         if name == "weight":
-            if self.bits == 4 and bool((value.abs() > 8).any()):
+            if self.bits == 4 and bool(((value < -8) | (value > 7)).any()):
                 raise ValueError("an integer of the weight is not one of 4 bits")
             return "values", value.view(torch.uint8) + (1 << (self.bits - 1))  # modulo 256
         if name == "weight_scale":

@@ -1,8 +1,8 @@
 """The base of the weight policies of quantised checkpoints: which module has which weight method.
 
 A format's settings say which modules are quantised and how, by their names in the checkpoint. If
-the checkpoint's tensors are known, they decide whether a module is quantised. A setting that
-contradicts them is an error.
+the checkpoint's tensors are known, they decide whether a module is quantised. A setting that says
+"float" of a module whose stored tensors are quantised is an error.
 """
 
 from __future__ import annotations
@@ -65,8 +65,7 @@ class CheckpointPolicy(ABC):
             name: the name of the module in the checkpoint.
 
         Returns:
-            Its weight method. None = it is a float, unless the checkpoint's tensors say otherwise.
-            A text = it is a float because of that setting.
+            Its weight method. None = it is a float. A text = it is a float because of that setting.
         """
 
     def marker_of(self, name: str) -> str:
@@ -84,8 +83,8 @@ class CheckpointPolicy(ABC):
         """The method of one matrix.
 
         Raises:
-            ValueError: stacked modules are quantised differently, or the settings and the tensors
-                of the checkpoint disagree.
+            ValueError: stacked modules are quantised differently, a setting says "float" of a
+                quantised module, or no kernel of the method supports the device and dtype.
         """
         if role is MatrixRole.embedding or role is MatrixRole.tied:
             return Plain() if role is MatrixRole.embedding else self.unquantized

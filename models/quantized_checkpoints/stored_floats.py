@@ -124,7 +124,7 @@ class Float4(StoredGroups):
         if name in ("blocks", "weight", "weight_packed"):
             return "values", unpack_halves(value.flatten(1))
         if name == "scales":
-            return "scales", torch.ldexp(torch.ones(()), value.int() - 127)
+            return "scales", torch.ldexp(torch.ones(value.shape), value.int() - 127)
         if name == "weight_scale":
             return "scales", value.float()
         whole = value.float().reshape(1, 1)

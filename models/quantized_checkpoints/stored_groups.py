@@ -164,7 +164,7 @@ class StoredGroups(QuantizedMatrix):
         if not torch.equal(g_idx[0][order], groups):
             raise ValueError(
                 f"g_idx must put {size} columns in each group, counted over the columns of this "
-                "rank; load the checkpoint on one device, and check that the file is whole"
+                "rank; set parallel.tensor to 1, and check that the file is whole"
             )
         if not self.has_order:
             raise ValueError(

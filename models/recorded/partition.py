@@ -76,8 +76,8 @@ def partition(recording: Recording) -> Partition:
             where = recording.layers[index - 1] if index <= len(recording.layers) else "the head"
             names = ", ".join(node.name for node in hidden)
             raise ValueError(
-                f"{_kind(recording)}: {where} reads more than the hidden states of the layer "
-                f"before it ({names})"
+                f"{_kind(recording)}: {where} must read the hidden states of the layer before it "
+                f"and nothing else that depends on the tokens; it reads {names or 'none'}"
             )
         boundary.append(hidden[0])
         tables_of.append(tuple(node for node in inputs if node in from_positions - from_ids))

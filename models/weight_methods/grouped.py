@@ -36,8 +36,8 @@ __all__ = ("GroupQuantized", "QuantizedMatrix")
 class QuantizedMatrix(WeightMethod):
     """`weight`: bytes that the kernels of ops/quantized.py multiply, on a CPU and on CUDA.
 
-    The bytes are made on the CPU and copied to the model's device. A parameter `order` [in] int32
-    holds the stored column of each column of `weight`.
+    The bytes are made on the CPU and copied to the model's device. With act-order there is also a
+    parameter `order` [in] int32: for each column of `weight`, its column in the checkpoint.
     """
 
     is_quantized: ClassVar[bool] = True
@@ -53,7 +53,7 @@ class QuantizedMatrix(WeightMethod):
         if device.type != "cpu":
             return (
                 "only kernels of CPUs and of CUDA read quantised weights, and the device is "
-                f"{device.type}; leave it out, or set device.name=cpu"
+                f"{device.type}; set device.name=cpu, or choose weights that are not quantised"
             )
         if dtype not in (torch.float32, torch.bfloat16):
             return (
@@ -168,7 +168,7 @@ class GroupQuantized(QuantizedMatrix):
 
     def finish(self, tensors: dict[str, Tensor], spec: MatrixSpec) -> dict[str, Tensor]:
         weight = tensors["weight"]
-        # the model is for CUDA; the CPU's kernels do not read float16
+        # Weights are float16 only on CUDA. The CPU's kernels quantise them and do not read float16.
         if weight.dtype == torch.float16:
             weight = weight.float()
         return {"weight": quantize_linear_weight(weight, self.form(spec))}

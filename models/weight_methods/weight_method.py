@@ -205,7 +205,7 @@ class WeightMethod(ABC):
     ) -> None:
         """Keep a stored tensor until `finish`.
 
-        Tensors of several parts that have no `out` dimension are stacked: [parts, ...].
+        The tensors of a module's parts that have no `out` dimension are stacked: [parts, ...].
 
         Args:
             tensors: the tensors of this matrix that were loaded so far, by stored name; filled

@@ -287,6 +287,7 @@ def test_dtype(settings: dict[str, Any], choice: DType, dtype: torch.dtype) -> N
         ),
         ({"is_encoder_decoder": True}, ["is_encoder_decoder=True"]),
         ({"head_dim": 7}, ["even", "7"]),
+        ({"hidden_size": 60}, ["no head_dim", "60", "8 attention heads"]),
     ],
 )
 def test_refusals_name_the_key(settings: dict[str, Any], words: list[str]) -> None:

@@ -132,6 +132,12 @@ def test_a_file_under_another_number_is_refused(tmp_path: Path) -> None:
         open_gguf(first)
 
 
+@pytest.mark.parametrize("numbers", ["00004-of-00003", "00000-of-00003", "00001-of-00000"])
+def test_a_file_with_an_impossible_number_is_refused(tmp_path: Path, numbers: str) -> None:
+    with pytest.raises(GGUFError, match="the name is not that of file 1 to"):
+        open_gguf(tmp_path / f"model-{numbers}.gguf")
+
+
 def test_the_only_model_of_a_directory_is_found(tmp_path: Path, whole: Path) -> None:
     assert find_gguf(tmp_path) is None
     one = tmp_path / "one.gguf"
@@ -177,12 +183,12 @@ def _after(text: bytes, form: str, value: int, skip: int = 0) -> Callable[[bytes
         (_after(b"token_embd.weight", "<Q", 0, 4), "has the shape"),
         (_after(b"token_embd.weight", "<Q", 1 << 61, 12), "has the shape"),
         (_after(b"token_embd.weight", "<Q", 33, 4), "not a multiple of 32"),
-        (_after(b"token_embd.weight", "<Q", 1 << 30, 12), "should begin at"),
+        (_after(b"token_embd.weight", "<Q", 1 << 30, 12), "begin at a multiple of 32"),
         (_after(b"token_embd.weight", "<I", 99, 20), "unknown type 99; known are F32"),
         (_after(b"token_embd.weight", "<I", 4, 20), "unknown type 4"),
-        (_after(b"token_embd.weight", "<Q", 1 << 40, 24), "should begin at"),
-        (_after(b"token_embd.weight", "<Q", 1, 24), "should begin at"),
-        (lambda stored: stored[:-40], "should begin at"),
+        (_after(b"token_embd.weight", "<Q", 1 << 40, 24), "begin at a multiple of 32"),
+        (_after(b"token_embd.weight", "<Q", 1, 24), "begin at a multiple of 32"),
+        (lambda stored: stored[:-40], "begin at a multiple of 32"),
     ],
 )
 def test_a_broken_file_is_refused_in_one_line(

@@ -15,6 +15,9 @@ from torch import Tensor
 from ostinato.conf.schema import ModelSection, Quantization
 from ostinato.models.checkpoints.checkpoint import Checkpoint, CheckpointError, open_checkpoint
 from ostinato.models.choose_weights import choose_weights
+from ostinato.models.quantized_checkpoints.packed_integers import PackedIntegers
+from ostinato.models.sharding import Span
+from ostinato.models.weight_methods.weight_method import Part
 from tests.models.quantized_checkpoints.loading import load
 from tests.models.quantized_checkpoints.writers import Form, edit, write
 from tests.models.random_checkpoints import VARIANTS, reference_model, save
@@ -163,6 +166,13 @@ def test_a_setting_of_a_file_of_its_own(written: Callable[[Form], Path]) -> None
     assert model.get_submodule("layers.1.mlp.down_proj").method.is_quantized  # type: ignore[union-attr]
 
 
+def _float_blocks(block_structure: object) -> dict[str, Any]:
+    weights = {"type": "float", "num_bits": 8, "strategy": "block"}
+    weights |= {"block_structure": block_structure}
+    group = {"targets": ["Linear"], "format": "float-quantized", "weights": weights}
+    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}
+
+
 def stated(settings: dict[str, Any]) -> Checkpoint:
     return Checkpoint(path=None, hf_config={"quantization_config": settings}, generation_config={})
 
@@ -185,12 +195,24 @@ def test_quantising_again_is_refused(written: Callable[[Form], Path]) -> None:
         ({"quant_method": "gptq", "bits": 4}, "group_size is missing"),
         ({"quant_method": "fp8", "weight_block_size": [100, 100]}, "weight_block_size is .100"),
         ({"quant_method": "quark"}, "quant_method='quark' is not supported"),
+        (_float_blocks([128]), "block_structure is .128., must be two of 32"),
+        (_float_blocks("128xwide"), "block_structure is '128xwide', must be two of 32"),
     ],
     ids=lambda value: str(value)[:40],
 )
 def test_formats_that_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         choose_weights(ModelSection(), stated(settings), pack=True, device=CPU, dtype=torch.float32)
+
+
+def test_integers_of_more_than_4_bits_are_refused() -> None:
+    method = PackedIntegers(bits=4, group_size=-1, symmetric=True, is_packed=False)
+    part = Part(0, 1, (1, 2), slice(0, 1), Span.of(2), 0, 1)
+    values = torch.tensor([[-8, 7]], dtype=torch.int8)
+    assert method.unpacked("weight", values, part)[1].tolist() == [[0, 15]]
+    for wrong in (-128, -9, 8, 127):
+        with pytest.raises(ValueError, match="not one of 4 bits"):
+            method.unpacked("weight", torch.tensor([[0, wrong]], dtype=torch.int8), part)
 
 
 def test_devices_without_kernels_are_refused(floats: Path, tmp_path: Path) -> None:
