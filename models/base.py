@@ -49,7 +49,8 @@ class AuxStates:
             computes them for all tokens of every step.
 
     Attributes:
-        states: of the last step, [T, D] for each of the layers, or the final hidden states.
+        states: of the last step, [T, D] for each of the layers; with `has_final` the final hidden
+            states [T, D].
     """
 
     def __init__(self, layers: Collection[int], *, has_final: bool = False) -> None:
@@ -96,7 +97,8 @@ class DecoderLayer(nn.Module):
         raise NotImplementedError
 
     def few_rows(self) -> nn.Module | None:
-        """The layer in fewer kernels, for GPU steps of at most `most_rows` tokens, or None.
+        """The layer in fewer kernels, or None. Used for GPU steps of at most `most_rows` tokens
+        (ops/fused/fused_linear.py).
 
         It has the arguments, the result and the parameters of this module. It calls only ops of
         this package, and makes views.
@@ -105,7 +107,7 @@ class DecoderLayer(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """Tokens to hidden states, in three stages so that its layers can be compiled once.
+    """Tokens to hidden states, in three parts so that its layers can be compiled once.
 
     `forward` calls begin, every layer and finish, and does nothing else. So the whole-model graph
     and the layer-by-layer form are the same program.
@@ -151,7 +153,7 @@ class LanguageModel(nn.Module):
     ) -> Tensor:
         """[T] tokens -> final hidden states [R, D] of `logits_indices`; writes K and V of all T.
 
-        Gives `aux` the hidden states between the layers.
+        Gives `aux` the hidden state that enters each layer.
         """
         hidden, step = self.begin(batch)
         last = len(self.layers) - 1 if self.stage.is_last else None

@@ -2,7 +2,8 @@
 
 Two settings name a method: `model.quantization` (quantise while loading) and the
 `quantization_config` in a checkpoint's config.json (the stored weights are quantised). The name is
-that of a module, so a new method is one file:
+that of a module, so a new method is one file (and for `model.quantization` a name in
+conf/schema.py):
 
     models/weight_methods/<quantization>.py         on_load(group_size, symmetric) -> WeightMethod
     models/quantized_checkpoints/<quant_method>.py  from_checkpoint(quantization_config,
@@ -40,7 +41,7 @@ _MARKERS = (".qweight", ".weight_packed", ".weight_scale_inv", ".weight_scale_2"
 
 
 class WeightPolicy(Protocol):
-    """Chooses the weight method of each matrix of a model. Its `repr` is part of a bundle's key."""
+    """Chooses the weight method of each matrix. Its `repr` is in the key of compiled programs."""
 
     @property
     def uses_cpu_kernels(self) -> bool:
@@ -193,7 +194,7 @@ def _from_checkpoint(
     if section.quantization is not Quantization.none:
         raise ValueError(
             f"model.quantization={section.quantization}, but the checkpoint is quantised already "
-            f"({method}); leave it out"
+            f"({method}); leave model.quantization out"
         )
     make = _entry(quantized_checkpoints, method, "from_checkpoint")
     if make is None:

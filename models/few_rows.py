@@ -7,15 +7,15 @@
     5. norm, gate and up projection, activation
     6. down projection, residual
 
-With a mixture of experts, the last two are
+With a mixture of experts, these replace the last two:
 
     5. norm, router, choice of experts
     6. gate and up of the chosen experts, activation
     7. down of the chosen experts, their weighted sum, residual
 
-`FewRowsBlock` holds the modules of a `DecoderBlock` and calls the ops of ops/fused/. Steps
-of more tokens than `most_rows` spend most of their time in matrix products. cuBLAS is faster at
-them.
+`FewRowsBlock` holds the modules of a `DecoderBlock` and calls the ops of ops/fused/. Steps of more
+than `most_rows` tokens (ops/fused/fused_linear.py) spend most of their time in matrix products, and
+cuBLAS is faster at these.
 """
 
 from __future__ import annotations

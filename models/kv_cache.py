@@ -16,8 +16,8 @@ _SCALE_BYTES = 4
 KVCache = list[tuple[Tensor, Tensor]]
 """For each layer (k_cache, v_cache), each a base tensor [num_blocks, num_kv_heads, block_size, E].
 
-The last dimension holds the key or the value of one token and head. In int8 it also holds their
-scale, a float32 that takes 4 elements. The backend chooses where in a block the scales are.
+E is the size of a key or of a value. In int8 it is larger by 4 elements, for the float32 scale of
+each key and value. The backend chooses where in a block the scales are.
 """
 
 

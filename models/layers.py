@@ -1,4 +1,4 @@
-"""The layers that models are made of: attention, the gated MLP, norms, rotary embeddings.
+"""The layers that models are made of: attention, MLPs, norms, rotary embeddings.
 
 A layer depends only on its parameters, its inputs and its `static_key`. It has no layer index and
 reads no global state. So layers with equal keys share one compiled program.
@@ -209,7 +209,7 @@ class Attention(nn.Module):
         self.qkv_clip = config.qkv_clip
         self.backend = options.attention_backend
         # `rotary_attention` takes the result of the projection. It supports no norm over all heads
-        # of a token, no norm after the rotation, and no scale of queries.
+        # of a token, no norm without weights, and no factors of queries, keys or values.
         self.is_fused = (
             spec.qk_norm in (QKNorm.none, QKNorm.head)
             and config.query_temperature is None
@@ -265,7 +265,8 @@ class Attention(nn.Module):
 
         Writes K and V into the caches.
         """
-        # A layer with only views and ops of this package runs without Inductor (fx_program.py).
+        # A layer with only views and ops of this package runs without Inductor
+        # (graphs/compiler/fx_program.py).
         out = self.attend(self.qkv_proj(x), step, k_cache, v_cache)
         if rows is not None:
             out = F.embedding(rows, out)

@@ -274,7 +274,7 @@ class LinearBase(nn.Module):
 
     def _load_bias(self, value: Tensor, part: Part) -> None:
         rows = self._bias_of(part.expert)[part.first_row : part.first_row + part.num_rows]
-        # The ranks' outputs are summed, so only the first rank adds the bias. The others add
+        # If the ranks' outputs are summed, only the first rank adds the bias. The others add
         # zeros, so that all ranks run the same program.
         if self.inputs.start:
             rows.zero_()

@@ -131,7 +131,7 @@ def _read_recorded(checkpoint: Checkpoint, architecture: str) -> ModelConfig:
         if architecture in ARCHITECTURES:
             raise ValueError(
                 f"model.implementation=transformers, but {architecture} is not served that way: "
-                f"{error}; leave it out"
+                f"{error}; leave model.implementation out"
             ) from error
         own_code = checkpoint.hf_config.get("auto_map")
         code = own_code.get("AutoModelForCausalLM") if isinstance(own_code, dict) else own_code

@@ -148,8 +148,8 @@ class Shard:
         """The tokens whose logits this rank computes: an even part, or all if they cannot be
         divided.
 
-        Parts must be even, so that all ranks run one program. Vocabularies that cannot be divided
-        are small compared with the layers, or have an odd size, as that of GPT-2.
+        Parts must be equal, so that all ranks run one program. An odd vocabulary, such as the 50257
+        tokens of GPT-2, cannot be divided among two ranks.
         """
         is_even = vocab_size % self.size == 0
         return self.span(vocab_size, "vocab_size") if is_even else Span.of(vocab_size)

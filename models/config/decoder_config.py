@@ -165,7 +165,7 @@ def read_sliding_windows(hf_config: HFConfig, num_layers: int) -> tuple[int, ...
 
 
 def layer_types_every(hf_config: HFConfig, interval: int) -> dict[str, list[str]]:
-    """`layer_types` for a family whose configs have none.
+    """`layer_types` for a config that has none; {} if the config has them.
 
     Every `interval`-th layer sees the whole context, the others a window.
     """

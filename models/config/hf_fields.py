@@ -86,7 +86,7 @@ def read_activation(hf_config: HFConfig, key: str, default: str) -> str:
 
 
 def stated_dtype(hf_config: HFConfig) -> torch.dtype:
-    """The dtype of the checkpoint's weights.
+    """The dtype of the checkpoint's weights; float32 if the config states none.
 
     Raises:
         ValueError: the dtype is not supported.

@@ -53,7 +53,7 @@ class QueryTemperature:
 class ModelConfig:
     """The hyperparameters that a model is built from; hashable."""
 
-    architecture: str  # the checkpoint's class name: a key of models/registry.py
+    architecture: str  # the name under `architectures` in config.json
     vocab_size: int
     hidden_size: int
     intermediate_size: int

@@ -44,7 +44,7 @@ _LAYOUT = CheckpointLayout(
 class GptOssForCausalLM(Decoder):
     """A decoder with biases everywhere. Gate rows and up rows of an expert are stored in turns."""
 
-    # gate and up are stored one after the other, as in other families
+    # GGUF files store the gate rows before the up rows, as in other families.
     gguf_layout = CheckpointLayout(
         renamed=(*LLAMA_NAMES, ("mlp.gate.", "mlp.router.")),
         merged=(*_LAYOUT.merged, ("gate_up_proj", ("gate_proj", "up_proj"))),

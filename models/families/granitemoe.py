@@ -17,7 +17,10 @@ __all__ = ("GraniteMoeForCausalLM",)
 
 
 class GraniteMoeForCausalLM(Decoder):
-    """Granite with experts. The experts' matrices are stored as one tensor for each layer."""
+    """Granite with experts. A layer's experts are stored as two tensors.
+
+    One has gate and up of all experts, the other has down of all experts.
+    """
 
     checkpoint_layout = CheckpointLayout(
         renamed=(

@@ -13,7 +13,7 @@ __all__ = ("Qwen2ForCausalLM",)
 
 
 class Qwen2ForCausalLM(LlamaForCausalLM):
-    """Llama with biased query, key and value projections; their configs do not mention it."""
+    """Llama with biased query, key and value projections; its configs do not state the biases."""
 
     @classmethod
     def read_config(

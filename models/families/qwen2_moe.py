@@ -18,7 +18,7 @@ __all__ = ("Qwen2MoeForCausalLM",)
 
 
 class Qwen2MoeForCausalLM(LlamaForCausalLM):
-    """Llama with biased projections, experts, and a shared expert for all tokens."""
+    """Llama with biased query, key and value, experts, and a shared expert for all tokens."""
 
     checkpoint_layout = CheckpointLayout(
         renamed=(

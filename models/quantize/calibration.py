@@ -1,9 +1,9 @@
 """Rounds the matrices of a model's layers, one after the other, and measures perplexity.
 
-The calibration text runs through each layer twice: through the layer as it was, from the unrounded
-layers before it, and through the layer as it is now, from the rounded ones. The first run gives the
-results that a matrix should have, the second the activations that it will have. So a matrix makes
-up for a part of the errors of those before it.
+For each matrix the calibration text runs through its layer twice: through the layer as it was, from
+the unrounded layers before it, and through the layer as it is now, from the rounded ones. The first
+run gives the results that the matrix should have, the second the activations that it will have. So
+a matrix makes up for a part of the errors of those before it. For experts there is no first run.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ class Seen:
     """What the calibration text showed of a matrix [N, K]."""
 
     hessian: Tensor  # [K, K] float32, the mean of x x^T over the matrix's inputs x
-    miss: Tensor | None  # [N, K] float32, the mean of e x^T; e = what the product lacks; or None
+    # [N, K] float32, the mean of e x^T; e = what the product lacks; None = not known (experts)
+    miss: Tensor | None
 
 
 RoundMatrices = Callable[[str, LinearBase, Sequence[Seen | None]], None]
@@ -92,7 +93,8 @@ class Calibrator:
                     round_matrices(f"{prefix}.{name}", module, [None] * num_matrices(module))
                 continue
             scale_layer(prefix, layer, partial(_hessian, layer, states, cache))
-            # Copied after the scaling, so that the results of equal matrices can be compared.
+            # Copied after the scaling, so that the results of a matrix in both layers differ only
+            # by rounding.
             original = copy.deepcopy(layer)
             for name, module in matrices.items():
                 if isinstance(module, ExpertLinear):
@@ -185,8 +187,7 @@ def _observe_experts(
 ) -> list[Seen | None]:
     """For each expert the Hessian of its tokens.
 
-    The layer before it was rounded chooses other experts for some tokens, so what a product lacks
-    is not known.
+    For some tokens the unrounded layer chooses other experts. So what a product lacks is not known.
     """
     module = layer.get_submodule(name)
     assert isinstance(module, ExpertLinear), "the caller looked"

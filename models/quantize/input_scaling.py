@@ -1,10 +1,10 @@
 """Scales the inputs of matrices before they are rounded, as AWQ does (arXiv:2306.00978).
 
 An input that is large for the calibration text is divided by a factor, and its column of the
-matrix is multiplied by it. So the column is rounded with a smaller relative error. The division
-costs nothing: the weight of the RMS norm before the matrix, or the rows of the matrix before it,
-take it. A norm's new weight is rounded as the checkpoint stores it. The factors are then computed
-from it, so the layer's result stays the same.
+matrix is multiplied by the same factor. So the column is rounded with a smaller relative error. The
+division costs nothing: it is folded into the weight of the RMS norm before the matrix, or into the
+rows of the matrix before it. A norm's new weight is rounded as the checkpoint stores it. The
+factors are then computed from the rounded weight, so the layer's result stays the same.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from ostinato.models.quantize.rounding import choose_grid, damped, round_to_near
 
 __all__ = ("Fold", "apply_factors", "best_factors", "find_folds")
 
-_STEPS = 10  # powers of the activations' sizes that are tried
+_STEPS = 10  # the powers 0 / 10, 1 / 10, ... 10 / 10 of the activations' sizes are tried
 _GATED = ("silu", "swish", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu")
 
 
 @dataclass(frozen=True, slots=True)
 class Fold:
-    """Matrices that read one vector, and what can take the division of its elements."""
+    """Matrices that read one vector, and the module that can divide its elements."""
 
-    source: str  # an RMS norm, or a matrix that stacks gates and the factors that are multiplied
+    source: str  # an RMS norm, or a matrix that stacks gate and up
     readers: tuple[str, ...]
 
 

@@ -16,7 +16,9 @@ from ostinato.models.quantize.rounding import BLOCK, Rounded
 __all__ = ("refine",)
 
 _ROUNDS = 4
-_PULL = 1e-4  # of a scale to its value before, as a part of the mean of the system's diagonal
+# The system also keeps each scale near its value before. This is the weight of that term, as a part
+# of the mean of the system's diagonal.
+_PULL = 1e-4
 _MOST_CHANGE = 2.0  # a scale changes by at most this factor
 _SYSTEM_VALUES = 1 << 22  # of the systems that are solved at once
 

@@ -71,7 +71,7 @@ def choose_grid(
 ) -> Grid:
     """The scales and zero points of a matrix.
 
-    Without `importance` a grid spans its group from the least to the greatest value. With
+    Without `importance` a grid spans all values of its group, and zero. With
     `importance` a few narrower grids are tried too, and the grid with the least weighted squared
     error is taken.
 
@@ -125,7 +125,7 @@ def round_to_nearest(weight: Tensor, grid: Grid) -> Rounded:
 
 
 def round_by_hessian(weight: Tensor, grid: Grid, hessian: Tensor) -> Rounded:
-    """GPTQ, with the columns of the largest activations first and groups in their own order.
+    """GPTQ. Columns with large activations are rounded first. Each column keeps its group.
 
     Args:
         weight: [N, K] float32.
@@ -154,7 +154,7 @@ def round_by_hessian(weight: Tensor, grid: Grid, hessian: Tensor) -> Rounded:
 
 
 def damped(hessian: Tensor) -> Tensor:
-    """A Hessian that can be inverted, although it is that of few tokens."""
+    """A Hessian that can be inverted, even if it comes from few tokens."""
     mean = float(hessian.diagonal().mean())
     return hessian + torch.eye(len(hessian)) * (_DAMPING * mean if mean > 0 else 1.0)
 

@@ -72,7 +72,7 @@ class PartBuilder:
         self._prefix = prefix
         self._device = device
         self._new: dict[Node, Any] = {}
-        # recorded nodes whose converted value has no batch dimension
+        # recorded nodes with a batch dimension, which their converted values do not have
         self._has_batch: set[Node] = set()
         self.attention_inputs: tuple[Node, ...] = ()  # step and caches
         self._rules: dict[Any, Callable[[Node], None]] = {

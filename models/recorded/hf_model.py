@@ -29,7 +29,8 @@ __all__ = ("ATTENTION", "find_source", "hf_model", "source_files")
 ATTENTION = "ostinato"
 """The name under which transformers calls the recording attention function."""
 
-# Keys of a config.json that do not change the model's results.
+# Keys that a config.json may have although the code below does not find them in the model's code:
+# they do not change the results, or other code reads them.
 _IRRELEVANT = frozenset(
     (
         "_attn_implementation",
@@ -122,7 +123,8 @@ def _class_of(stated: Mapping[str, Any], config: Any) -> Any:
     """The model's class, which must be the one under `architectures`.
 
     Raises:
-        ValueError: transformers has no such class, or it has no interface for attention.
+        ValueError: transformers has no such class, it is not a causal language model, or it has no
+            interface for attention.
     """
     import transformers
 
@@ -149,7 +151,9 @@ def source_files(model_class: Any) -> list[Path]:
 
 
 def _refuse_unknown_keys(stated: Mapping[str, Any], config: Any, files: list[Path]) -> None:
-    """Refuse keys that neither the config's class nor the model's code names, and so never reads.
+    """Refuse keys that occur neither in the config's class nor in the model's code.
+
+    No code reads such a key.
 
     Args:
         stated: the parsed config.json.

@@ -140,7 +140,7 @@ def _norm_of(module: Any, dtype: torch.dtype) -> NormLeaf | None:
         "layer": layer_norm(x, scale, shift, eps),
     }
     if weight.dtype != dtype:
-        del candidates["layer"]  # whose weight has the dtype of activations
+        del candidates["layer"]  # the weight of a `LayerNorm` has the dtype of activations
     for kind, ours in candidates.items():
         if (bias is None or kind == "layer") and torch.allclose(
             theirs.float(), ours, atol=1e-5, rtol=1e-5

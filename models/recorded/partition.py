@@ -1,4 +1,4 @@
-"""Cuts a recorded graph into the stages of a `LanguageModel`: before the layers, each layer, after.
+"""Cuts a recorded graph into the parts of a `LanguageModel`: before the layers, each layer, after.
 
 A layer may read the hidden states of the layer before it, and values that depend on positions only.
 Such values are computed once for all positions and stored as a table with a row for each position.
@@ -36,7 +36,7 @@ class LayerPart:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Partition:
-    """The stages of a recorded graph. Inputs: token ids and positions."""
+    """The parts of a recorded graph. Its inputs are token ids and positions."""
 
     ids: Node
     positions: Node
@@ -46,14 +46,14 @@ class Partition:
     head: Node  # the output head's call
     logits: tuple[Node, ...]  # after the head
     result: Node
-    tables: tuple[Node, ...]  # tables that all layers read
+    tables: tuple[Node, ...]  # the tables of all layers, each once
 
 
 def partition(recording: Recording) -> Partition:
     """Cut a recorded graph.
 
     Raises:
-        ValueError: layers exchange values other than hidden states.
+        ValueError: the graph has no such parts; the text says why.
     """
     graph = recording.graph.graph
     ids, positions, padding = list(graph.find_nodes(op="placeholder"))[-3:]

@@ -29,7 +29,7 @@ _POSITIONS = ("max_position_embeddings", "n_positions", "max_sequence_length", "
 
 
 class RecordedCausalLM(CausalLM):
-    """Runs the parts of a recorded graph as the stages of a model."""
+    """Runs the parts of a recorded graph as the parts of a `LanguageModel`."""
 
     @classmethod
     def read_config(

@@ -174,7 +174,7 @@ def _is_slice(node: Any, x: Node, begin: int, end: int) -> bool:
 
 
 def _transposed_source(x: Node) -> Node | None:
-    """The tensor [T, H, d] that x [H, T, d] is the transpose of; x may have its first columns."""
+    """The tensor [T, H, d] of which x [H, T, d] is the transpose, or its first columns."""
     if x.target is _aten.slice.Tensor and x.args[1] == 2 and not x.args[2]:
         x = x.args[0]  # pyright: ignore
     if x.op == "call_method" and x.target == "transpose" and x.args[1:] == (0, 1):
