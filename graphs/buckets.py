@@ -1,7 +1,7 @@
 """The table of step shapes for which a program is captured (buckets); imports no torch.
 
 A step runs in the smallest bucket that holds it. A step that fits no bucket runs the compiled
-program, which takes any shape.
+program or the eager model, which take any shape.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def default_decode_sizes(max_num_seqs: int, *, exact: bool) -> list[int]:
     Args:
         max_num_seqs: the largest batch.
         exact: every size gets its own bucket (the CPU, where padded rows are computed);
-            else 1, 2, 4, then every 8th up to 256, then every 32nd (a GPU, where a padded row costs
-            hardly anything).
+            else 1, 2, 4, the multiples of 8 up to 256, larger multiples of 32, and the largest (a
+            GPU, where a padded row costs hardly anything).
     """
     if exact:
         return list(range(1, max_num_seqs + 1))

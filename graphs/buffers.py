@@ -1,9 +1,9 @@
 """The static buffers that hold a step's tensors on the host and on the device.
 
 The host side is NumPy views that the batch builder fills. The device side is the tensors that every
-program reads, captured or not. One copy a step takes the host's content to the device. On a CPU
-both sides are the same memory and `upload` does nothing. `models.step_tensors` declares which
-tensors there are and how each is padded and uploaded.
+program reads, captured or not. Each step copies the host's content to the device, in one copy if
+the model has one block table. On a CPU both sides are the same memory and `upload` does nothing.
+`models.step_tensors` declares which tensors there are and how each is padded and uploaded.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class StaticBuffers:
             max_num_rows: R, tokens of a step whose logits are wanted; None = one per sequence.
             max_encoder_blocks_per_seq: E.
             async_tokens: whether a step's tokens stay on the device as inputs of the next step,
-                which can then be launched before they are read; None = on a GPU.
+                which can then be launched before they are read; None = only on a GPU.
             table: the step tensors.
         """
         self.block_size = block_size
@@ -118,7 +118,8 @@ class StaticBuffers:
         self._host_memory = torch.zeros(end, dtype=torch.uint8, pin_memory=cuda)
         self._device_memory = self._host_memory.to(device) if cuda else self._host_memory
         self._copied = torch.cuda.Event() if cuda else None
-        # For each copy: first byte, last byte without sequences, and bytes per sequence.
+        # For each copy: its first byte, the end of the part that is always copied, and the bytes of
+        # each sequence after it.
         starts = [(places[name].start, num_bytes[name] // shapes[name][0]) for name in large]
         self._copies = [(start, start, bytes_per_seq) for start, bytes_per_seq in starts]
         self._copies[:1] = [(0, *starts[0])] if starts else [(0, end, 0)]
@@ -137,8 +138,8 @@ class StaticBuffers:
     def pad(self, num_tokens: int, num_seqs: int, num_rows: int, key: GraphKey) -> None:
         """Write padding values past the step's own entries, up to the bucket's shape.
 
-        This happens in every step. Otherwise entries of an earlier, larger step would write into
-        the blocks of other sequences.
+        This happens in every captured step. Otherwise entries of an earlier, larger step would
+        write into the blocks of other sequences.
         """
         real = StepSizes(num_tokens, num_seqs, num_rows)
         padded = StepSizes(key.num_tokens, key.num_seqs, key.num_rows)

@@ -4,9 +4,9 @@ The name of the directory has the model, the device, and a digest of all that a 
 The manifest has the sources and versions that made the bundle, and the digest of every file. A
 bundle can be copied to any place.
 
-A bundle is code. It is loaded only from a directory that belongs to the user and that no other
-user can write to. A bundle that is damaged, or that other sources or versions made, is set aside
-with one line in the log, and a new one is built.
+A bundle is code. It is loaded only from a directory that belongs to the user or to root, and that
+no other user can write to. A bundle that is damaged, or that other sources or versions made, is set
+aside with one line in the log, and a new one is built.
 
 This module does not import torch: an engine process looks for kernels while it imports torch.
 """
@@ -239,7 +239,10 @@ class Bundle:
         (directory / _MANIFEST).write_bytes(text + b"\n")
 
     def _replace(self, new: Path, old: Path) -> None:
-        """Put `new` in place of `old`. If two processes do so at once, the last one wins."""
+        """Move the directory to `old`, and `new` to its place.
+
+        If two processes do so at once, the last one wins.
+        """
         for _ in range(10):
             with contextlib.suppress(FileNotFoundError):
                 self.directory.rename(old)

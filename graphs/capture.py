@@ -1,8 +1,9 @@
 """Runs each step as a captured program, as the compiled program or as the eager model.
 
-A table of buckets decides. A `Recorder` captures the program for a bucket: as a CUDA graph over the
-static buffers, or on a CPU as the program with its arguments bound. A bucket whose capture runs out
-of memory is left out.
+A step that fits a bucket of the table runs the program that was captured for this bucket. Other
+steps run the compiled program, or the eager model if there is none. A `Recorder` captures: as a
+CUDA graph over the static buffers, or on a CPU as the program with its arguments bound. A bucket
+whose capture runs out of memory is left out.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class GraphRunner:
             recorder: captures; required with a table.
             planner: host planning of the attention backend; None when it needs none.
             timer: measures device time; None = by the clock.
-            aux: gets hidden states of every step for the model's head; None = they are not kept.
+            aux: gets hidden states of every step for a head that drafts; None = they are not kept.
         """
         self.aux = aux
         self._model = model

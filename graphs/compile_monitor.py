@@ -89,7 +89,7 @@ class CompileMonitor:
     def mark_ready(self) -> None:
         """Call this when the engine is ready. Every later compilation is late."""
         self._is_ready = True
-        _PROCESS.listen_to_triton()  # it may have been imported since the construction
+        _PROCESS.listen_to_triton()  # Triton may have been imported since the construction
 
     def close(self) -> None:
         """Stop counting; safe to call twice."""

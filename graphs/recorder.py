@@ -31,10 +31,10 @@ class Recorder(Protocol):
 
 
 class CpuRecorder:
-    """Records a program's layers as one CPU graph at the first bucket.
+    """Records a program's layers as CPU graphs at the first bucket.
 
-    The graph's sizes are symbolic, so the one recording serves all buckets, and every other step
-    that is small enough. A replay is the call itself, its arguments bound.
+    The sizes of these graphs are symbolic. So one recording serves all buckets, and every other
+    step that is small enough. A replay is the call itself, its arguments bound.
     """
 
     def __init__(self, program: Program | None) -> None:

@@ -35,8 +35,8 @@ class TokenSampler(Protocol):
     def stage(self, draws: Sequence[RowSampling]) -> None:
         """Take a step's parameters, in the order of its rows; called before the model runs.
 
-        The caller has waited for a copy to the device, or a result, that came after the previous
-        call: the parameters of that call have left the host memory.
+        Before this call the caller has waited for a copy to the device, or for a result, that was
+        started after the previous call. So the parameters of that call have left the host memory.
         """
         ...
 
@@ -122,8 +122,8 @@ class GraphSampler:
         self._paths = next(mixture for mixture in _MIXTURES if present <= mixture)
         if not present:
             return
-        # `BatchBuilder.build` has waited for the last step's upload, and a round of a verification
-        # for the tokens of the one before.
+        # The host memory is free: `BatchBuilder.build` has waited for the last step's upload, and
+        # each round of a verification has waited for the tokens of the round before.
         self._host[:, : len(draws)] = np.array(draws, dtype=np.float64).T
         if self._inputs is not self._host_memory:
             self._inputs.copy_(self._host_memory, non_blocking=True)

@@ -10,8 +10,8 @@ needs no compiler. The libraries use torch's stable ABI and therefore fit every 
 project allows.
 
 A wheel whose kernels cannot be compiled is not built: the error names the remedies. A wheel of
-sources, an editable install and a checkout compile the kernels on first use. Building them needs
-setuptools alone.
+sources, an editable install and a checkout compile the kernels on first use. To build a wheel of
+sources or an editable install needs setuptools alone.
 
 `platform_wheel.py` chooses the wheel's tag.
 """
@@ -53,7 +53,7 @@ _NEEDED = ("torch", "filelock")  # to compile: torch's headers, and what build.p
 
 
 def get_requires_for_build_wheel(config_settings: Mapping[str, Any] | None = None) -> list[str]:
-    """The project's own requirements on the packages that compiling needs, if it compiles."""
+    """The requirements of setuptools and, if kernels are compiled, of the compilation."""
     needed = build_meta.get_requires_for_build_wheel(config_settings)
     if (config_settings or {}).get("isa") == _NO_KERNELS:
         return needed
@@ -66,7 +66,10 @@ def build_wheel(
     config_settings: Mapping[str, Any] | None = None,
     metadata_directory: str | None = None,
 ) -> str:
-    """Compiles the kernels into the tree, packs the wheel, removes them again; the file's name.
+    """Compile the kernels into the tree, pack the wheel, and remove the kernels again.
+
+    Returns:
+        The file's name.
 
     Raises:
         SystemExit: the kernels cannot be compiled; the text names the remedies.

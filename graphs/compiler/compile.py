@@ -1,8 +1,9 @@
 """Compiling a model with Dynamo, as one graph or layer by layer.
 
-Both forms are the same program. `model`: begin, every layer and finish are one graph. `layer`: the
-decoder layer is traced once and called at every depth with its weights as arguments, so that
-compile time does not grow with depth. Both are `fullgraph`, dynamic in tokens, sequences and rows,
+Both forms are the same program. `model`: begin, every layer and finish are one graph. `layer`: each
+kind of decoder layer is traced once and called at every depth with its weights as arguments, so
+that compile time does not grow with depth. The last layer is traced apart, because it gives the
+wanted rows only. Both forms are `fullgraph`, dynamic in tokens, sequences and rows,
 and are called without Dynamo's guards: the tensors of a step always come from the same static
 buffers, and evaluating guards costs 0.3-2 ms a step.
 
@@ -108,7 +109,7 @@ def _compile_whole(
 def _compile_layers(
     model: LanguageModel, example: ForwardBatch, kv_cache: KVCache, store: ProgramStore | None
 ) -> Binder:
-    """One compiled function per distinct kind of layer (nearly always one), one for the last."""
+    """A compiled function for each kind of layer (most models have one), and one for the last."""
 
     def layer_inputs() -> tuple[Tensor, StepInputs]:
         return model.begin(example_batch(example))

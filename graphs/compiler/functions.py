@@ -1,8 +1,8 @@
 """Compiled functions: made from a trace by lowering or by Inductor, and kept for the next start.
 
 A traced graph that calls our own ops is lowered to an FX program; torch ops between them are
-compiled. The layers of a CPU are such graphs, and those for few rows on a GPU. Any other graph goes
-to Inductor as a whole.
+compiled. Such graphs are the layers on a CPU, and on a GPU the layers for few rows. Any other graph
+goes to Inductor as a whole.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Lowers the FX graph of a layer that calls this package's ops to Python source.
 
-On a CPU a decoder layer is nine ops with C++ kernels and some views. A compiler could fuse nothing
+On a CPU a layer of Llama is nine ops with C++ kernels and some views. A compiler could fuse nothing
 between them. So such a graph becomes a flat Python function without modules, attributes or
 branches. It is stored as text, because a warm start that imports Dynamo and Inductor takes two
 seconds longer.
@@ -99,8 +99,9 @@ def lower_fx(
 ) -> Lowered:
     """The program of a graph that Dynamo traced.
 
-    A graph without torch ops besides views and matrix products always becomes one. A graph with
-    such ops becomes one if a CPU graph can hold the rest of it.
+    A graph that has no torch ops besides views, look-ups and matrix products becomes one. A graph
+    with other torch ops becomes one if it also calls ops of this package, and a CPU graph can hold
+    the rest of it. If an input does not follow from the arguments, there is no program.
 
     Args:
         graph_module: traced from `function`; unchanged.
@@ -122,7 +123,7 @@ def lower_fx(
     graph, copies = _copy(traced, runs)
     values = []
     for node in traced.find_nodes(op="placeholder"):
-        if not copies[node].users:  # a size that no op reads, or an input of none
+        if not copies[node].users:  # no op reads the input
             graph.erase_node(copies[node])
             continue
         value = _expression(node)

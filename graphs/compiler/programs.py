@@ -117,7 +117,7 @@ class _Part(NamedTuple):
 class LayeredProgram:
     """A model whose layers are functions. The last layer also takes the indices of wanted rows.
 
-    `few_calls` are those of steps of up to `most_rows` tokens on a GPU; None = the same.
+    `few_calls` are called in steps of up to `most_rows` tokens on a GPU; None = `calls` are.
 
     Once captured, consecutive layers are replayed as one CPU graph in steps of up to 64 tokens, of
     any shape. A layer that cannot be captured is called between the replays. In larger steps

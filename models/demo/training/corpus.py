@@ -150,7 +150,7 @@ _HELD_OUT_KEYS: Final = {q.lower().rstrip(".?!") for q in HELD_OUT}
 
 
 def conversation(rng: random.Random, *, long: bool = False) -> Conversation:
-    """One conversation: most have a single turn, some a few, and long ones fill a context."""
+    """One conversation of 1 to 12 turns or a few more; with `long`, of 12 to 40 or a few more."""
     chat = Chat(rng)
     result = Conversation(_system(chat))
     roll = rng.random()

@@ -43,7 +43,7 @@ def _conversations(count: int, seed: int) -> list[tuple[str, str]]:
 
 
 def main() -> None:
-    """Print the number of conversations that the command line gives, 24 by default."""
+    """Print conversations: as many as the command line says, 24 by default."""
     count = int(sys.argv[1]) if len(sys.argv) > 1 else 24
     entries = [
         {"conversations": [{"from": "human", "value": prompt}, {"from": "gpt", "value": answer}]}

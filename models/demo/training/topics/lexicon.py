@@ -1,8 +1,9 @@
 # ruff: noqa: SIM905 - a table reads better as text than as a list of quoted words
 """Word and fact tables of the demo model's small world.
 
-Plain data, no logic: `corpus.py` turns these tables into conversations. Whatever is not in these
-tables is outside of the model's world, and the model is trained to say so.
+The skills of the other modules turn these tables into conversations. A thing that is neither in
+these tables nor in those of glossary.py and smalltalk.py is outside of the model's world, and the
+model is trained to say so.
 """
 
 from typing import Final

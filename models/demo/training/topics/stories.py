@@ -133,7 +133,7 @@ def story(
         rng: Source of every choice.
         subject: Noun of the hero, without an article.
         adjective: What the hero is like; chosen when None.
-        name: Name of the hero; chosen when None. A given name stands in for the pronouns.
+        name: Name of the hero; chosen when None. A given name is used in place of pronouns.
         friend: Noun of the second character; chosen when None.
         long: Two adventures instead of one.
         avoid: The stories told before. Their names, places and adventures are used again only if no
