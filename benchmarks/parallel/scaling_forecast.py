@@ -155,10 +155,13 @@ FLEETS = (
     Fleet(_8B, 1, "least_load", 12, requests=600),
     Fleet(_8B, 8, "least_load", 12, requests=200),
     Fleet(_8B, 64, "least_load", 12),
+    Fleet(_8B, 1000, "least_load", 12, requests=36),
     Fleet(_70B, 2, "least_load", 6, requests=400),
     Fleet(_70B, 16, "least_load", 6, requests=100),
+    Fleet(_70B, 250, "least_load", 6, requests=30),
     Fleet(_235B, 1, "least_load", 8, requests=600),
     Fleet(_235B, 8, "least_load", 8, requests=200),
+    Fleet(_235B, 125, "least_load", 8, requests=40),
     *(Fleet(_8B, 8, router, 7.5, 256, 150) for router in ("least_load", "prefix_aware")),
     *(Fleet(_8B, 64, router, 7.5, 512) for router in ("least_load", "prefix_aware")),
 )
@@ -186,15 +189,20 @@ def _rounded(value: float) -> float:
 
 
 def _predict(results: dict[str, Any]) -> None:
-    """Add the results of cases that have none, and write them to the file one by one."""
+    """Add the results of cases that have none, and write them to the file one by one.
+
+    The file has the order of the cases.
+    """
     layouts = [command for each in LAYOUTS for command in each.commands()]
-    for command in [*layouts, *(fleet.command() for fleet in FLEETS)]:
-        line = command_line(command)
+    commands = [*layouts, *(fleet.command() for fleet in FLEETS)]
+    lines = [command_line(command) for command in commands]
+    for command, line in zip(commands, lines, strict=True):
         if line in results:
             continue
         print(line, file=sys.stderr, flush=True)
         results[line] = forecast(command)
-        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+        ordered = {one: results[one] for one in lines if one in results}
+        RESULTS.write_text(json.dumps(ordered, indent=1) + "\n")
 
 
 def command_line(command: list[str]) -> str:
