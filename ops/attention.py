@@ -41,7 +41,7 @@ __all__ = (
 
 
 class AttentionMetadata(NamedTuple):
-    """The sequence and the cache slot of each row of a step. S and B are fixed for an engine.
+    """The sequence and the cache slot of each row of a step. B is fixed for an engine.
 
     Entries past the last sequence are padding: their query range is empty and their `seq_lens` is
     0. Padding tokens have a slot in block 0, the null block. No row attends to that block.

@@ -1,14 +1,15 @@
-"""Linear layers over int8 and int4 weights: the ops that quantise, multiply and look up rows.
+"""Linear layers over weights of 8 and 4 bits: the ops that quantise, multiply and look up rows.
 
 A weight [N, K] is cut along K into groups. The values of a group share a scale and, unless the
-format is symmetric, a zero point. Scales and zero points are stored between the values, in the
-order in which the kernel reads them (ops/native/quantized/layout.h). So a decode step reads the
-weights as one stream, with 4.25 to 9 bits for each of them.
+format is symmetric, a zero point or a minimum. Scales and zero points are stored between the
+values, in the order in which the kernel reads them (ops/native/quantized/layout.h). So a decode
+step reads a weight as one stream.
 
-`quantized_linear` quantises the activations too: each group of a row becomes integers in
+On a CPU `quantized_linear` quantises the activations too: each group of a row becomes integers in
 [-127, 127] and a float32 scale. The sum of products within a group is an integer and exact, in any
 order and on any instruction set. Groups are summed in float32, in ascending order. So the bits of a
-row depend neither on other rows nor on the number of threads.
+row depend neither on other rows nor on the number of threads. Weights of the kind e4m3 are floats
+of 8 bits. Activations that are multiplied by them are not quantised.
 
 The kernels are quantized.cpp, pack.cpp, repack.cpp, unpack.cpp and blocks.cpp in
 ops/native/quantized/. Until they are loaded the same ops run as plain torch
@@ -135,12 +136,12 @@ def quantized_linear(
         residual: [T, out_features] in x's dtype, last dimension contiguous, added in float32 before
             rounding, or None.
         order: [K] int32, for each column of the weight the column of x that it multiplies; None =
-            the column with the same number. x is gathered while it is quantised.
+            the column with the same number.
         float32_output: return the float32 sums themselves, for logits; without a residual.
 
     Returns:
-        [T, out_features] contiguous, in x's dtype or float32. A row with an infinity or a NaN is
-        NaN.
+        [T, out_features] contiguous, in x's dtype or float32. Where x is quantised, a row of x with
+        an infinity or a NaN gives a row of NaN.
 
     Raises:
         ValueError: a shape, dtype or stride is not as above.
@@ -160,7 +161,8 @@ def quantized_rows(
     """Rows of the matrix that a quantised weight stands for. Used for embeddings.
 
     Args:
-        weight: what `quantize_linear_weight` made of W [out_features, in_features].
+        weight: the result of `quantize_linear_weight` or `pack_quantized_weight` for W
+            [out_features, in_features].
         ids: [T] int64 or int32, 0 <= id < out_features.
         out_features: rows of the table.
         in_features: their length.
@@ -204,7 +206,7 @@ def unpack_halves(values: Tensor) -> Tensor:
 
 
 class BlockLayout(NamedTuple):
-    """Where the integers of a block lie."""
+    """Where the integers of a block of a GGUF file lie."""
 
     values: int  # in a block
     low: int  # the byte where their low halves begin
@@ -224,11 +226,11 @@ BLOCK_LAYOUTS = {
     "Q5_K": BlockLayout(256, 48, 32, 16, 1),
     "Q6_K": BlockLayout(256, 0, 64, 128, 2, least=32),
 }
-"""Types whose integers the op unpacks."""
+"""GGUF's types whose integers `block_values` unpacks."""
 
 
 def block_values(blocks: Tensor, type_name: str, added: int = 0) -> Tensor:
-    """The integers of blocks, each from 0 on.
+    """The integers of blocks of a GGUF file, as unsigned numbers.
 
     Args:
         blocks: [blocks, bytes] uint8, contiguous.

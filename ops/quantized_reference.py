@@ -24,7 +24,7 @@ __all__ = (
 # have these steps from zero to their extreme, asymmetric groups keep these parts of their range.
 _SPANS = (8.0, 7.0, 7.5, 8.5, 9.0)
 _PARTS = (1.0, 0.95, 0.9, 0.85)
-_LEAST = 2.0**-100  # activations below this are zero
+_LEAST = 2.0**-100  # a group whose activations are all smaller becomes zeros
 # Twice the floats of 4 bits with 2 bits of exponent and 1 of mantissa, plus 12.
 _E2M1 = (12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0)
 _FACTORS = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -45,7 +45,7 @@ class QuantFormat(NamedTuple):
 
     @property
     def offset(self) -> int:
-        """The stored value that means zero in a symmetric group."""
+        """The value that stands for zero in a symmetric group (for e2m1 an entry of _E2M1)."""
         return {"minimums": 0, "e2m1": 12, "e4m3": 0}.get(self.kind, 1 << (self.bits - 1))
 
     @property

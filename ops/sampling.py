@@ -101,8 +101,8 @@ def sample_filtered(
 ) -> Tensor:
     """Sample after top-k, then top-p (Holtzman et al. 2020), then min-p (Nguyen et al. 2024).
 
-    The vocabulary is sorted only if a row needs more than the MAX_CANDIDATES likeliest tokens. The
-    host waits for the device to find out. `sample_sorted` does not wait.
+    The whole vocabulary is sorted only if a row without top-k needs more than the likeliest tokens
+    that were looked at. The host waits for the device to find out. `sample_sorted` does not wait.
 
     Args:
         logits: [R, V] float32, temperature applied.

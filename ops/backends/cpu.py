@@ -40,7 +40,7 @@ class CpuBackend:
             )
         for size in (spec.head_dim, spec.value_dim or spec.head_dim):
             if size % 8 or not 8 <= size <= _MAX_HEAD_DIM:
-                return f"head_dim must be a multiple of 8 up to {_MAX_HEAD_DIM}, not {size}"
+                return f"head sizes must be multiples of 8 up to {_MAX_HEAD_DIM}, not {size}"
         if spec.block_size % 8:
             return f"block_size must be a multiple of 8, not {spec.block_size}"
         return None
@@ -48,7 +48,7 @@ class CpuBackend:
     def workspace_bytes(
         self, spec: AttentionSpec, *, num_tokens: int, num_seqs: int, max_model_len: int
     ) -> int:
-        return 0  # a tile or two per thread
+        return 0  # a thread holds only a tile or two
 
     def run(
         self,

@@ -40,7 +40,7 @@ class Library(NamedTuple):
 
 
 class PageArrays(NamedTuple):
-    """A step's page lists as FlashInfer reads them, for N sequences. Absent sequences come last."""
+    """A step's page lists as FlashInfer reads them, for N sequences. Unused entries come last."""
 
     kv_indptr: np.ndarray  # [N+1] int32, first entry of each sequence in `indices`
     last_page_len: np.ndarray  # [N] int32, tokens in a sequence's last block; 0 = no blocks

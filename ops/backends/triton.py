@@ -1,11 +1,12 @@
 """The `triton` attention backend: picks tile shapes and launches the Triton kernels.
 
-A step has at most three launches. The first writes K and V; if the projection is given, it also
-rotates the heads. The second attends for sequences with few query rows (decode). Their keys are
-split into partitions, and the last program of a sequence and KV head joins these. The third attends
-for sequences with many query rows (prefill). The device decides which sequence belongs to which
-launch. So the launches depend on shapes alone, and a captured CUDA graph serves any mix of lengths.
-A row's result depends on its own sequence only, not on its batch.
+A call of the op has at most three launches. The first writes K and V; if the projection is given,
+it also rotates the heads. The second attends for sequences with few query rows (decode). The keys
+of such a sequence are split into partitions. For each sequence and KV head, the program that writes
+the last partition joins them. The third attends for sequences with many query rows (prefill). The
+device decides which sequence belongs to which launch. So the launches depend on shapes alone, and a
+captured CUDA graph serves any mix of lengths. A row's result depends on its own sequence only, not
+on its batch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Triton kernels of paged attention: one kernel for any mix of prefill and decode.
 
 The kernels read every length from device memory, so a captured CUDA graph serves any batch that
-fits its shapes. `triton_work_list` divides a launch into items: (sequence, query tile, KV
+fits its shapes. `triton_work_list` divides a launch into items: (sequence, KV head, query tile, KV
 partition).
 
 Sources of the algorithms: FlashAttention-2 (Dao, 2023) for the online softmax, Flash-Decoding (Dao
@@ -324,8 +324,8 @@ def attention_kernel(
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
-    MIN_QUERY: tl.constexpr,  # sequences with fewer query rows than this, or more than
-    MAX_QUERY: tl.constexpr,  # that, belong to another launch
+    MIN_QUERY: tl.constexpr,  # sequences with fewer query rows belong to another launch
+    MAX_QUERY: tl.constexpr,  # so do sequences with more query rows
     BLOCK_S: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,

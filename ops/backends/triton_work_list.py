@@ -1,10 +1,10 @@
 """Divides an attention launch among Triton programs, from the sequence lengths on the device.
 
-The work of a launch is a list of items: (sequence, query tile, KV partition). The list is not
-stored: its prefix sum over the sequences is computed by every program, BLOCK_S sequences at a time.
-A program finds the sequence of its item by counting the sequences that end before it. That costs
-one memory latency. A binary search would cost log2(S) of them. A grid with one program for each
-sequence would leave programs idle.
+The work of a launch is a list of items: (sequence, KV head, query tile, KV partition). The list is
+not stored. Every program computes the prefix sums of the sequences' numbers of items, BLOCK_S
+sequences at a time. It finds the sequence of its item by counting the sequences whose items end
+before it. That costs one memory latency. A binary search would cost log2(S) of them. A grid with
+one program for each sequence would leave programs idle.
 
 The names of dimensions are those of `triton_kernels`.
 """
@@ -59,7 +59,7 @@ def work_items(
     MIN_PART_TILES: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
-    """For each of BLOCK_S sequences: how many items it has, and how many rows with partitions.
+    """For each of BLOCK_S sequences: the items of each KV head, and the rows with partitions.
 
     Both are 0 for sequences whose number of query rows is outside [MIN_QUERY, MAX_QUERY], because
     they belong to another launch.

@@ -162,7 +162,7 @@ def _multiply(
     (num_rows, top_k), (num_experts, size, width) = routing_weights.shape, down.shape
     pairs = num_rows * top_k
     first, second = _tiles(pairs, down)
-    # The fullest tiles and one begun tile for each expert, but not more than there are pairs.
+    # Every expert can end with a tile that is not full. There are never more tiles than pairs.
     tiles = min(pairs, triton.cdiv(pairs, first["BLOCK_M"]) + num_experts)
     shared = {"SLOTS": top_k, "NUM_EXPERTS": num_experts}
     first |= {"N": width, "K": size, "ACTIVATION": activation, **shared}

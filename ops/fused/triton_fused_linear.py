@@ -1,19 +1,19 @@
 """The Triton kernel of `ostinato::fused_linear`, for few rows. Not yet verified on hardware.
 
-A program computes BLOCK_N columns of the result for all rows of a step. It reads its rows of W
-once, so the launch reads little more than W. The RMS norm needs no pass of its own, because the
-scale of a row is a factor on the sums of that row.
+A program computes BLOCK_N columns of the result for a tile of rows. It reads its rows of W once, so
+the launch reads little more than W. The RMS norm needs no pass of its own, because the scale of a
+row is a factor on the sums of that row.
 
     norm(x) @ W.T = ((x * norm_weight) @ W.T) / rms(x)
 
 Every program sums the squares of x while it computes its products.
 
-A launch of more than 64 rows has two tiles of rows, which read the same columns of W one after the
-other, from the cache of the device.
+A step of up to 128 rows is one tile of rows. A larger step has two, which read the same rows of W.
+The second reads them from the cache of the device.
 
 A column's sum runs over K in an order that depends on K, on the dtype and on the tile. There are
-three tiles: for up to 16 rows, for up to 64, and for more. So the other rows of a step can change
-the bits of a row only by their number, which chooses the tile.
+three tiles: for up to 16 rows, for up to 64, and for more (bfloat16 only). So the other rows of a
+step can change the bits of a row only by their number, which chooses the tile.
 """
 
 from __future__ import annotations

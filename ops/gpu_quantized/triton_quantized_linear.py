@@ -1,15 +1,14 @@
 """The Triton kernels of `quantized_linear` on CUDA.
 
 Activations keep their dtype. A weight, before it is multiplied by its scale, is exact in that
-dtype. Products are added in float32, the sum of a group is multiplied by its scale, and groups are
-added in float32. So no weight is rounded.
+dtype, so no weight is rounded. The products of some columns of one group are added in float32.
+Their sum is multiplied by the group's scale and added to the result, also in float32.
 
 `few_rows_kernel` is for steps of at most 4 rows. It does not use matrix units: every weight is read
 and widened once and multiplied by all rows. `many_rows_kernel` gives the weights to the matrix
 units as the left operand. The rows of x are the right operand, whose smallest size is smaller, so a
-step of few rows needs less padding. If the result has too few columns to fill the GPU, programs
-divide the groups, and `add_parts_kernel` adds their sums in ascending order. Not yet verified on
-hardware.
+step of few rows needs less padding. If the result has too few tiles to fill the GPU, programs also
+divide K, and `add_parts_kernel` adds their sums in ascending order. Not yet verified on hardware.
 """
 
 from __future__ import annotations
@@ -357,7 +356,10 @@ def quantized_linear_on_cuda(
     num_rows, in_features = x.shape
     check_operands(x, weight, form, out_features, in_features)
     if residual is not None and residual.stride(-1) != 1:
-        raise ValueError(f"quantized_linear: the residual has strides {residual.stride()}")
+        raise ValueError(
+            f"quantized_linear: the residual has strides {residual.stride()}; its rows must be "
+            "contiguous"
+        )
     dtype = torch.float32 if float32_output else x.dtype
     out = x.new_empty((num_rows, out_features), dtype=dtype)
     if num_rows == 0:

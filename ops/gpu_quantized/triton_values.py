@@ -9,7 +9,7 @@ then 32 zero points or minimums) and then its values. Values are stored in units
     e4m3     4 columns are 4 bytes, 32 bytes apart
 
 32 words side by side are one unit of 32 rows, so that neighbouring threads read neighbouring words.
-A value, before it is multiplied by its scale, is a whole number of at most 9 bits or a float of 8
+A value, before it is multiplied by its scale, is a whole number from -255 to 255 or a float of 8
 bits. So it is exact in float16, bfloat16 and float32. Not yet verified on hardware.
 """
 
@@ -63,7 +63,7 @@ def factors_of(
 ):  # fmt: skip
     """Scales, and the zero points or minimums, in float32.
 
-    The minimums of symmetric groups are 0. A zero point includes the format's offset.
+    A zero point includes the format's offset. In a symmetric group it is that offset.
     """
     size: tl.constexpr = factors.dtype.element_ty.primitive_bitwidth // 8
     place = base // size + column % _PANEL
@@ -81,7 +81,11 @@ def factors_of(
 
 @triton.jit
 def one_value(word, shift, zero, KIND: tl.constexpr, BITS: tl.constexpr):
-    """The integer that begins at bit `shift` of a word, minus the zero point, in float32."""
+    """The value that begins at bit `shift` of a word, in float32.
+
+    It is the integer minus the zero point. With minimums it is the integer, and for e2m1 twice the
+    float.
+    """
     code = (word >> shift) & ((1 << BITS) - 1)
     if KIND == "e2m1":  # twice a float of 4 bits
         exponent = (code >> 1) & 3
@@ -116,10 +120,10 @@ def unit_values(
 
     Args:
         words: int32 words, or bytes for e4m3.
-        base: [N, U] what `unit_base` returned.
+        base: [N, U] or [N, 1], what `unit_base` returned.
         column: [N, 1] rows of the matrix.
         unit: [1, U]
-        zero: [N, 1] as `factors_of` returned it.
+        zero: [N, U] or [N, 1], as `factors_of` returned it.
         mask: [N, U] whether the unit is in the weight; values of other units are finite.
 
     Returns:

@@ -9,8 +9,8 @@ experts is two such layers and an activation between them:
     down          [T * k, K] -> [T, N]: the slots of a token, weighted and added
 
 Sums run over a token's slots in their order, in float32, and products have the order of
-ops/linear.py. So on a CPU the bits of a token's result do not depend on other tokens.
-No tensor's size depends on data, and the host reads no result.
+ops/linear.py. So on a CPU the bits of a token's result do not depend on other tokens. In the
+kernels no tensor's size depends on data, and the host reads no result.
 
 The CPU kernels are ops/native/moe/moe_linear.cpp, over packed weights, and
 quantized_moe_linear.cpp. Until they are loaded the same ops run as plain torch. On a GPU
@@ -60,7 +60,7 @@ def moe_linear(
 
     Args:
         x: [T, K], the same for all slots of a token, or [T * k, K], one row for each slot.
-        ids: [T, k] int32, the experts of each token.
+        ids: [T, k] int32, the experts of each token. CUDA does not check them.
         weight: [experts, N, K] in x's dtype.
         bias: [experts, N] in x's dtype, added before anything is rounded, or None.
         routing_weights: [T, k] float32; None = the slots are not added.
@@ -116,7 +116,7 @@ def quantized_moe_linear(
         form: the format of the weight.
 
     Raises:
-        ValueError: a shape, dtype or stride is not as above, or an id is not an expert.
+        ValueError: a shape, dtype or stride is not as above. On a CPU also: an id is not an expert.
     """
     return _quantized_moe_linear(
         x, ids, weight, bias, out_features, routing_weights, residual, *form

@@ -57,7 +57,7 @@ def choose_experts(
         choice = scores + tl.load(bias + lane, mask=lane < NUM_EXPERTS, other=0.0)[None, :]
     slot = tl.arange(0, BLOCK_K)[None, :]
     in_use = slot < TOP_K
-    # The number of NaN that a token has met.
+    # Above 0 if the token gets NaN weights.
     wrong = tl.sum((values != values).to(tl.int32), 1)
     chosen = tl.zeros([BLOCK_M, BLOCK_K], tl.int32)
     taken = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
@@ -135,7 +135,7 @@ def launch_route(
         "RENORMALIZE": renormalize,
         "BLOCK_E": triton.next_power_of_2(num_experts),
         "BLOCK_K": triton.next_power_of_2(top_k),
-        "num_warps": 1,  # holds the scores of a token
+        "num_warps": 1,  # the registers of one warp hold the scores of a token
     }
     route_kernel[(num_tokens,)](
         logits,

@@ -125,8 +125,9 @@ class CpuGraph:
         )
 
     def call(self, op: torch._ops.OpOverload, arguments: Sequence[object]) -> list[Slot]:
-        """Call an op with a C++ kernel; returns its results. Tensors are slots, in the schema's
-        order.
+        """Call an op with a C++ kernel; returns its results.
+
+        The arguments are in the schema's order. Tensors among them are given as slots.
 
         Raises:
             ValueError: `why_not_callable(op)`.

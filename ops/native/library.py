@@ -104,7 +104,7 @@ def load(name: str, isa: str | None = None) -> NativeLibrary:
 
     Raises:
         ValueError: `name` is unknown, or `isa` is unknown or not supported by this processor.
-        NativeBuildError: no compiler was found, or it failed.
+        NativeBuildError: the library cannot be built, or does not load.
     """
     namespace = "ostinato" if isa is None else f"ostinato_{isa}"
     with _loading:

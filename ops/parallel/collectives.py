@@ -1,13 +1,14 @@
 """The collectives of tensor parallelism: `ostinato::all_reduce` and `ostinato::gather_vocab`.
 
-A rank is a process that holds a part of every weight (models/sharding.py). To combine the parts of
-a result, all ranks of the group call one of these ops, with values of equal shapes.
+A rank is a process that holds a part of the weights (models/sharding.py). To combine the parts of a
+result, all ranks of the group call one of these ops, with values of equal shapes.
 
 The group is an argument of the ops: [1] int64 on the CPU, the handle of a `ParallelGroup`
 (group.py). So one compiled program serves every rank.
 
-Ranks are summed in the order of their numbers, whatever the timing and the size. So the bits of a
-token depend neither on other tokens nor on which rank came first, and they are equal on all ranks.
+The parts are added in the order of the ranks' numbers, whatever the timing and the size. So the
+bits of a token depend neither on other tokens nor on which rank came first, and they are equal on
+all ranks.
 
 The kernels are ops/native/collectives/collectives.cpp. They run on CPUs only.
 """

@@ -1,7 +1,8 @@
 """The two ends of a handoff of hidden states: memory without a name, and a socket.
 
-handoff.py has the two stages that use them. When the other stage is on another machine, the bridge
-holds the other end here: it takes the values of full slots, or puts in those that have come.
+The ranks of the two stages use the ends through the classes of handoff.py. If the other stage is on
+another machine, the bridge process of this machine (runtime/ranks/relay.py) holds the other end. It
+takes the values of full slots, or fills slots with values from the other machine.
 
 Imports no torch.
 """
@@ -127,7 +128,7 @@ class SlotFiller(_Slots):
 
         Raises:
             ConnectionError: the rank has ended.
-            ValueError: they are more than a slot holds.
+            ValueError: the values are more than a slot holds.
         """
         if len(step) > self._slot_bytes:
             raise ValueError(f"{len(step)} bytes do not fit into a slot of {self._slot_bytes}")

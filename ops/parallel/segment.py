@@ -86,7 +86,8 @@ class SegmentMirror:
 
         Raises:
             ValueError: the descriptor is not that of a group of `world` ranks.
-            OSError: the system does not map the segment, or runs on another kind of processor.
+            OSError: the system does not map the segment, or the processor is neither x86_64 nor
+                aarch64.
         """
         size = check_segment(fd, world)
         machine = platform.machine()

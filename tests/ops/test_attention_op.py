@@ -71,8 +71,8 @@ def test_auto_falls_back_to_the_reference() -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"head_dim": 100}, "head_dim must be a multiple of 8 up to 256, not 100"),
-        ({"head_dim": 264}, "head_dim must be a multiple of 8 up to 256, not 264"),
+        ({"head_dim": 100}, "head sizes must be multiples of 8 up to 256, not 100"),
+        ({"head_dim": 264}, "head sizes must be multiples of 8 up to 256, not 264"),
         ({"block_size": 12}, "block_size must be a multiple of 8, not 12"),
         ({"dtype": torch.float64}, "dtype must be float32, bfloat16 or float16, not torch.float64"),
         ({"device": torch.device("cuda")}, "it runs on the CPU, not on cuda"),

@@ -19,7 +19,7 @@ namespace ostinato::linear {
 constexpr int kTileSteps = 16;  // steps of two values of K
 constexpr int64_t kTileValues = 2 * kTileSteps;
 constexpr int kTileSize = kTileSteps * kPanel;             // units of a panel's tiles B
-constexpr int64_t kTileGroupBytes = 1 << 20;               // packed activations of a group of rows: half of the cache
+constexpr int64_t kTileGroupBytes = 1 << 20;               // packed activations of a group of rows: half of a 2 MiB cache
 constexpr int64_t kPassTiles = 8;                          // tiles of K at a time if a panel serves many blocks: 16 KiB
 constexpr int kLines = kTileSize / 16;                     // cache lines of 64 bytes in a panel's tiles B
 
@@ -71,7 +71,7 @@ OSTINATO_INLINE void multiply_tiles(const TileRows& x, int64_t tile, const uint3
   }
 }
 
-// Weights to fetch into the second level cache while a block is multiplied: lines [first, last) of each two tiles B.
+// Weights to fetch into the second level cache while a block is multiplied: lines [first, last) of each pair of tiles B.
 struct Upcoming {
   const uint32_t* weight;  // null = nothing
   int first;

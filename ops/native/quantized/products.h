@@ -106,7 +106,8 @@ constexpr int quant_units(Widening bits) { return bits == kBytes ? 2 : 1; }
 constexpr int quant_vectors(int rows) { return rows <= 2 ? 4 : 2; }
 constexpr int kQuantWidth = 8;
 constexpr int64_t word_steps(Widening bits) { return bits == kTable ? 4 : 8; }  // the table has values of up to 24
-// Types with lanes of 32 and of 16 bits, for the same reason as above.
+// Vector types with lanes of 32 and of 16 bits. With casts around each product, compilers would copy the sums in every
+// step.
 typedef int32_t Sums __attribute__((vector_size(32)));
 typedef int16_t Words __attribute__((vector_size(32)));
 

@@ -2,8 +2,8 @@
 // arithmetic in row_worker.h, tiles.h and amx_quantized.h.
 //
 // The activations are quantised too, unless the weights are floats of 8 bits. A row is cut into the groups of the
-// weight, and each group becomes 8-bit integers and a scale. So the CPU multiplies integers by its wide instructions,
-// and weights are not widened.
+// weight, and each group becomes 8-bit integers and a scale. So the products are products of small integers, for which
+// CPUs have wide instructions.
 #include "quantized/float8.h"
 #include "quantized/row_worker.h"
 

@@ -31,7 +31,7 @@ struct RowLayout {
       : units(shape.steps * quant_units(shape.format.widening())), groups(shape.groups), row(units + 2 * groups) {}
   int64_t units;
   int64_t groups;
-  int64_t row;  // bytes of a packed row: units, scales, sums
+  int64_t row;  // four-byte units of a packed row: its values, scales and sums
 
   QuantizedRows block(const uint32_t* first_row, int64_t offset_rows, int64_t rows) const {
     const uint32_t* begin = first_row + offset_rows * row;

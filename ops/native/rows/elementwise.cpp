@@ -1,6 +1,6 @@
-// Kernels between the matrix products of a layer: normalisation, rotary embedding, activation functions. Each is one
-// pass over its rows with float arithmetic and one rounding. Rows are independent, so the bits of a row depend neither
-// on other rows nor on the number of threads.
+// Kernels between the matrix products of a layer: normalisation, rotary embedding, activation functions. They compute in
+// float32 and round once. Rows are independent, so the bits of a row depend neither on other rows nor on the number of
+// threads.
 #include "core/kernel.h"
 #include "core/simd.h"
 
@@ -335,7 +335,7 @@ OSTINATO_INLINE float factor_of(Activation kind, float factor) {
   return kind != Activation::swigluoai ? factor : std::clamp(factor, -kGateLimit, kGateLimit) + 1.0f;
 }
 
-// `factor` is null for none.
+// out = activation(x) * factor. If `factor` is null, nothing is multiplied.
 template <class T>
 void activate_row(Activation kind, const T* x, const T* factor, int64_t count, T* out) {
   constexpr int64_t kChunk = 512;
