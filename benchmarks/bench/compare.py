@@ -3,10 +3,10 @@
     run bench compare 'bench.engines=["", "graphs.mode=eager"]' load.concurrency=[4]
     run bench compare 'bench.engines=["", "http://127.0.0.1:8001"]' bench.repeats=5
 
-An entry is a list of overrides for a server of this engine, or the URL of any OpenAI-compatible
-server. All servers run at the same time and take turns within each round, in a changing order. A
-ratio compares measurements of one round, so a change of the machine's state affects both. The 95 %
-intervals are bootstrap intervals over the rounds.
+An entry of `bench.engines` is a list of overrides for a server of this engine, or the URL of any
+OpenAI-compatible server. All servers run at the same time and take turns within each round, in a
+changing order. A ratio compares measurements of one round, so a change of the machine's state
+affects both. The 95 % intervals are bootstrap intervals over the rounds.
 """
 
 from __future__ import annotations

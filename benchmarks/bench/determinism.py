@@ -2,9 +2,9 @@
 
     run bench determinism workload=random workload.num_requests=32
 
-Every request runs four times: alone, together with all others, in another order, and from the
-prefix cache. All of this is done with greedy and with seeded sampling. The result counts the
-answers with equal tokens.
+Every request runs five times: alone, together with all others, together in another order, and from
+the prefix cache both together and alone. All of this is done with greedy and with seeded sampling.
+The result has the shares of answers that are equal to those of requests alone.
 """
 
 from __future__ import annotations

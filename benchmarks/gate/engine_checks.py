@@ -3,8 +3,8 @@
 The model is the 45M shape with dummy weights in bfloat16. It is larger than a processor's caches
 and quick to load. It runs on one thread and is timed by processor time. With two threads, one would
 wait for the other whenever another program takes a core, and a step could take three times as long.
-A separate check measures the gain of a second thread, by the wall clock. Its result is the lowest
-tenth of the ratios. It is skipped while other programs use the cores.
+A separate check measures the gain of a second thread, by the wall clock. Its result is the 10 %
+quantile of the ratios. It is skipped while other programs use the cores.
 """
 
 from __future__ import annotations

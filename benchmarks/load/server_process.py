@@ -39,7 +39,7 @@ class Server:
     """One server on a free port; `with Server(config) as server:` waits until it is ready.
 
     Args:
-        config: the server's configuration; its port is replaced.
+        config: the server's configuration; its port and log level are replaced.
         environment: environment of the process; None = that of this one.
 
     Attributes:

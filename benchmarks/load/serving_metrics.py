@@ -1,9 +1,9 @@
 """Computes the metrics of `vllm bench serve`, and goodput, from request times.
 
-TTFT is the time from the intended sending to the first output, E2E that to the last output. TPOT is
-a request's (E2E - TTFT) / (output tokens - 1). ITL are the gaps between pieces of output as they
-arrive; one piece may hold several tokens. Client queue time is the actual minus the intended time
-of sending.
+TTFT is the time from the intended sending to the first output, E2E that to the end of the answer.
+TPOT is the time from the first to the last output / (output tokens - 1). ITL are the gaps between
+pieces of output as they arrive; one piece may hold several tokens. Client queue time is the actual
+minus the intended time of sending.
 """
 
 from __future__ import annotations

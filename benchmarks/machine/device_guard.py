@@ -23,7 +23,7 @@ _SOURCE = Path(__file__).with_name("device_guard.cpp")
 
 
 def install_device_guard() -> None:
-    """Compile the guard (seconds, once a version of torch) and register it; safe to call twice.
+    """Compile the guard once for each version of torch, and register it; safe to call twice.
 
     Does nothing if torch is built with CUDA, because that build has a guard.
 

@@ -95,7 +95,7 @@ class Variant:
 
 
 def variants() -> Iterator[Variant]:
-    """The models that the table lists."""
+    """The kernels that the table lists, of common models."""
     models = {
         "Llama-8B 32/8 heads, D128": (KernelShape(32, 8, 128, 16, 2, 1 << 17), 0, 0.0),
         "Qwen3-0.6B 16/8 heads, D128": (KernelShape(16, 8, 128, 16, 2, 1 << 15), 0, 0.0),

@@ -17,12 +17,12 @@ a pause. No two turns have the same prompts.
     prediction   a prediction of which each token is wrong with probability 0.03
     head         the demo model with its EAGLE-3 head answers questions; its goal is tokens a step
 
-The ratio of a case is that of output tokens a second, the median over all turns, with the interval
-that has the median of further such runs with 95 % (bootstrap). In `free` and `chat` the engine with
-drafts also answers every request with `speculation: false`. `ratio_off` compares that with the
-plain engine: it is due to the process, such as where its memory lies, and not to drafts. `--starts`
-starts the engines several times for that reason. `ratio_to_off` compares drafts with no drafts in
-one process.
+The ratio of a case is that of output tokens a second: the median over all turns, with its 95 %
+bootstrap interval. In `free` and `chat` the engine with drafts also answers every request with
+`speculation: false`. `ratio_off` compares these answers with those of the plain engine. A
+difference is due to the process, such as where its memory lies, and not to drafts. For that reason
+`--starts` starts the engines several times. `ratio_to_off` compares drafts with no drafts in one
+process.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class _Case:
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """Who answers: `off` is the engine with drafts, asked to have none."""
+        """The engines that answer; `off` is the engine with drafts, asked to have none."""
         is_loss = self.goal is not None and self.goal < 1.0
         return ("plain", "drafts", "off") if is_loss else ("plain", "drafts")
 
@@ -141,7 +141,7 @@ class Summary(msgspec.Struct, frozen=True):
     """Ratios of the rates of two engines."""
 
     median: float
-    low: float  # of the interval that has the median of further such runs with 95 %
+    low: float  # of the 95 % bootstrap interval of the median
     high: float
 
 
@@ -193,7 +193,7 @@ async def measure(
                     await _take_turns(
                         case,
                         {"plain": clients["plain"], "drafts": clients[case.engine]},
-                        _Found({role: [] for role in case.roles})  # it warms up
+                        _Found({role: [] for role in case.roles})  # the first turn warms up
                         if number == first
                         else found[case.name],
                         num_tokens,

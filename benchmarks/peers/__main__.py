@@ -18,7 +18,7 @@ of two, so ratios from separate runs are not valid. Outside of its turn an engin
 before each turn.
 
 decode: tokens per second of one stream after its first token, from the times for 1 and 128 tokens.
-repeat: the same for 256 tokens after a prompt that repeats 32 tokens, as a greedy model then does.
+repeat: the same for 256 tokens after a prompt that repeats 32 tokens. A greedy model goes on so.
 ttft: seconds to the first token after 512 prompt tokens, the median of five prompts.
 offline: 32 requests at once, with 64-512 prompt and 32-128 output tokens.
 prefix: 16 requests at once that share 1024 of 1088 prompt tokens, with an empty cache.
@@ -406,7 +406,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--overrides", nargs="+", default=[], help="configuration of this engine")
     parser.add_argument("--json", type=Path, help="write every single figure to this file")
     options = parser.parse_args(arguments)
-    # The engines are ended then, too; those that are stopped would stay.
+    # On SIGTERM the engines are ended too. Those that are stopped (SIGSTOP) would otherwise stay.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
     engines: list[Engine] = []
     variables = {

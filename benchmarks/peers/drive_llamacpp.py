@@ -1,8 +1,8 @@
 """Drives llama.cpp's server on the loopback: `drive_llamacpp.py SERVER GGUF THREADS [OPTION ...]`.
 
-The options are those of the server, such as `--spec-type ngram-simple`. It divides its context
-among its slots. So it is restarted with one slot for each request of a part. A single stream is
-fastest with one slot. The measured times do not include the starts.
+The options are those of the server, such as `--spec-type ngram-simple`. The server divides its
+context among its slots. So it is restarted with one slot for each request of a part. A single
+stream is fastest with one slot. The measured times do not include the starts.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ library. It loads its engine, reports that it is ready, and then answers each re
 
     {"requests": [{"prompt": [ids], "max_tokens": n}, ...]}
 
-with `{"seconds": s}` when all tokens are generated. The engine's own output goes to standard error.
+with `{"seconds": s, "peak_rss_mib": m}` when all tokens are generated, or with `{"error": text}`.
+The engine's own output goes to standard error.
 """
 
 from __future__ import annotations

@@ -124,7 +124,9 @@ def describe(spec: EngineSpec) -> dict[str, object]:
 
 def _notes(config: RunConfig) -> list[str]:
     section, load = config.simulate, config.load
-    source = section.costs or (f"data sheet of {section.device}" if section.device else "measured")
+    source = f"from the data sheet of {section.device}" if section.device else "measured"
+    if section.costs:
+        source = f"of {section.costs}"
     notes = [f"simulated: step costs {source}; other overheads of serving are not included"]
     if load.endpoint is RequestEndpoint.chat or load.prompt_format is PromptFormat.text:
         notes.append("prompts are the workload's token ids, without a chat template")

@@ -42,9 +42,10 @@ def simulate_open(
         traffic: the requests.
         num_replicas: engines behind the router.
         router: a key of `ROUTERS`.
-        num_processes: processes at most; a router that reads loads needs all replicas in one.
+        num_processes: processes at most; routers other than `round_robin` use one.
         fast_forward: whether equal decode steps are simulated at once.
-        on_request: called repeatedly with the number of requests sent so far.
+        on_request: called repeatedly with the number of requests sent so far; not called if
+            several processes are used.
     """
     chosen = make_router(router, num_replicas, spec.block_size)
     num_processes = min(num_processes, num_replicas)
@@ -62,7 +63,7 @@ def simulate_open(
 
 
 def _ignore(number: int) -> None:
-    """Does nothing; the callback of a replica whose load is not watched."""
+    """Does nothing; `on_request` of a process that simulates a part of the fleet."""
 
 
 def _run(

@@ -53,7 +53,7 @@ class Replica:
         spec: the engine.
         results: gets the results; may be shared between replicas.
         fast_forward: simulate several equal decode steps at once. It has no effect if the times of
-            steps are drawn at random, or with drafts.
+            steps are drawn at random, with drafts, or with several stages.
         on_end: called with a request's key and the time at which its client has the last token.
     """
 

@@ -143,8 +143,8 @@ def planned_spec(
     plan = min(plans, key=lambda each: each.num_blocks)
     if source.draft is not None and draft_costs is None:
         raise ConfigError(
-            "simulate.costs has no step costs of a draft model; leave it out, so that both models "
-            "are measured, or set speculation.method=none"
+            "simulate.costs and simulate.device give no step costs of a draft model; leave them "
+            "out, so that both models are measured, or set speculation.method=none"
         )
     if costs is None:
         assert accelerator is not None, "without a table there is a device"

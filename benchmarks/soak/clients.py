@@ -25,7 +25,7 @@ REPLY_S = 120.0  # the longest wait for a response
 class ClientCounts:
     """How the clients' requests ended."""
 
-    # counts of: answered, refused, hung up (by the client), asked to retry (a 503 with Retry-After)
+    # answered, refused, hung up (by the client), told to come again (a 503 with Retry-After)
     exchanges: Counter[str] = field(default_factory=Counter)
     statuses: Counter[int] = field(default_factory=Counter)
     options: Counter[str] = field(default_factory=Counter)

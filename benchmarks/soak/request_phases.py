@@ -69,20 +69,20 @@ def slowest(
 ) -> list[dict[str, Any]]:
     """The requests that took longest, with the phases that the server has logged.
 
-    Requests that were under way during a restart of the engine are listed apart, so that they do
-    not hide the other requests.
+    Up to `count` requests that were under way during a restart of the engine are chosen, and up to
+    `count` others. So the former do not hide the latter.
 
     Args:
         requests: the requests of all good clients.
         lines: the lines of the server's log.
         begin: the beginning of the test, as time.time().
         restarts: begin and end of each restart of the engine.
-        count: the length of each of the two lists.
+        count: how many of each kind are chosen.
 
     Returns:
         Rows with `client`, `kind`, `at`, `seconds`, `in_restart`, `phase` (the longest one) and
-        `phases`. `outside` is the time before the server read the request's head and after its last
-        token: connecting, waiting for the event loop, sending.
+        `phases`, slowest first. `outside` is the time before the server read the request's head and
+        after its last token: connecting, waiting for the event loop, sending.
     """
     phases = phases_of(lines)
     ordered = sorted(requests, key=lambda one: -one.seconds)

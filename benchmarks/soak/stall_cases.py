@@ -319,7 +319,7 @@ def _many_sequences(max_model_len: int) -> list[StallCase]:
         _one(
             "n=128 with 16 stop strings of 4,096 characters",
             _COMPLETIONS,
-            # The text could become the last stop string in each token, and none of the others.
+            # After each token, the text is the beginning of the last stop string and of no other.
             lambda: _many(stop=held, structured_outputs={"regex": "a{4000}"}, max_tokens=480),
         ),
         _one("n=128 with 256 bad words", _COMPLETIONS, lambda: _many(bad_words=words)),

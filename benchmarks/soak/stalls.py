@@ -225,13 +225,15 @@ async def _wait_for_the_end(url: str) -> None:
     """Wait until the server has no request but those of the other clients.
 
     Raises:
-        RuntimeError: the server still has another request.
+        RuntimeError: the server still has another request after `_END_S`.
     """
     async with httpx.AsyncClient(base_url=url, timeout=_ANSWER_S) as client:
         end = time.perf_counter() + _END_S
         while (await client.get("/load")).json()["server_load"] > 1:
             if time.perf_counter() > end:
-                raise RuntimeError(f"a client has left, but its request runs for {_END_S:g} s more")
+                raise RuntimeError(
+                    f"a client has left, but its request still runs {_END_S:g} s later"
+                )
             await asyncio.sleep(_POLL_S)
 
 
@@ -288,7 +290,7 @@ def measure_stalls(overrides: Sequence[str] = (), only: str = "") -> dict[str, A
         A record with a row for each case and the conditions.
 
     Raises:
-        RuntimeError: the server did not start.
+        RuntimeError: the server did not start, or did not drop the request of a client that left.
     """
     server = SoakServer([*_OVERRIDES, *overrides])
     try:

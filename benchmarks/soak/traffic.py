@@ -42,7 +42,7 @@ class Exchange:
 
     @property
     def kind(self) -> str:
-        """The endpoint and the reason for the request's size, in words."""
+        """The endpoint and the options that make the request large, in words."""
         body = self.body
         words = [self.path.removeprefix("/v1/"), f"max_tokens={body.get('max_tokens')}"]
         if self.num_choices > 1:

@@ -4,8 +4,9 @@
     run bench serve --multirun 'load.rates=[1],[2],[4]' scheduler.max_num_seqs=range(8,33,8)
 
 Points run in child processes, so that a crash fails one point only. Points with the same model,
-device and graphs share a process, which keeps its loaded model and compiled program. Each finished
-point is a file. So after an interruption the same command continues, and it repeats failed points.
+device, graphs and cache layout share a process, which keeps its loaded model and compiled program.
+Each finished point is a file. So after an interruption the same command continues if the commit is
+the same, and it repeats failed points.
 """
 
 from __future__ import annotations

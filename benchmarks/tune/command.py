@@ -231,7 +231,7 @@ class _Tuning:
             try:
                 self.costs[variant] = measured_spec(_measurable(changed)).costs
             except StartupError as error:
-                self.notes.append(f"{variant.block_size} tokens a block left out: {error}")
+                self.notes.append(f"left out of the search: {variant}: {error}")
 
     def _verify(self) -> None:
         """Run the best candidates on a real server; each measurement corrects the next choice."""
@@ -320,7 +320,7 @@ class _Tuning:
                 highest_load(config, self.forecast, goals, self._factors([run]))
                 for config, run in ((self.config, self.verified[0]), (tuned, best))
             ]
-            words = ["at no load" if load is None else f"up to {load:.2g}x" for load in loads]
+            words = [f"up to {load or 0:.2g}x" for load in loads]
             self.console.print(
                 f"the goals are predicted to hold {words[1]} this load; as configured {words[0]}",
                 markup=False,

@@ -1,4 +1,4 @@
-"""Writes the results of `run tune`: an option file with its provenance, a plot, a report."""
+"""Writes the results of `run tune`: an option file with its provenance, and a plot."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = (
     "write_option",
 )
 
-_ENGINE = ("model", "device", "cache", "scheduler", "graphs", "runtime", "sampling")
+_ENGINE = ("model", "device", "cache", "scheduler", "speculation", "graphs", "runtime", "sampling")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

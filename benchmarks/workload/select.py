@@ -31,13 +31,13 @@ def read_parts(
     encode: Encode | None = None,
     parts: Sequence[str] = ("single", "ttft", "offline", "prefix"),
 ) -> list[Part]:
-    """The workload's parts. Every kind has one part, except for the standard kind.
+    """The workload's parts. Only the standard kind and files of token ids can have several.
 
     Args:
         section: the workload.
         vocab_size: random ids are below it.
         encode: text to token ids, for ShareGPT files.
-        parts: the wanted parts of the standard kind.
+        parts: the wanted parts of the standard kind, or of a file of token ids.
 
     Raises:
         ConfigError: the file is missing, malformed or empty, or has texts and there is no
@@ -133,7 +133,7 @@ def _within(part: Part, max_model_len: int) -> tuple[Part, int]:
 
 
 def one_part(parts: Sequence[Part]) -> Part:
-    """The part for a load measurement: the only one, or `offline` of the standard ones."""
+    """The part for a load measurement: the only one, else `offline`, else the first."""
     if len(parts) == 1:
         return parts[0]
     for part in parts:

@@ -166,7 +166,7 @@ class CpuGraph:
         return list(range(first, first + library.num_outputs))
 
     def view(self, source: Slot, sizes: Sequence[int]) -> Slot:
-        """A contiguous tensor with other sizes, one of which may be -1."""
+        """The tensor with other sizes, one of which may be -1. Each of its rows is contiguous."""
         shape = (ctypes.c_int64 * len(sizes))(*sizes)
         return self._library.ostinato_graph_view(
             self._graph, ctypes.c_int64(source), shape, ctypes.c_int64(len(sizes))

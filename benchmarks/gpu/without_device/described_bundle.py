@@ -8,7 +8,7 @@ The bundle holds no program that Inductor made. torch stores such a program with
 toolkit of its build, and compares both when it loads the program (torch/_dynamo/package.py,
 SystemInfo). So a build with CUDA does not load the programs of a build without CUDA. A build with
 CUDA needs a driver to store a program, because Inductor first loads the program's kernels. So a
-first start on the GPU lowers those layers again, finds their kernels compiled, and stores the
+first start on the GPU lowers these programs again, finds their kernels compiled, and stores the
 programs.
 """
 
@@ -114,7 +114,7 @@ def bundle_for(config: EngineConfig, device: DescribedDevice) -> DescribedBundle
 
 
 def _check(plan: EnginePlan) -> None:
-    """Refuse models and settings that a GPU compiles nothing for, or with other kernels."""
+    """Refuse settings with which nothing is compiled, and models that take other kernels."""
     config, source = plan.config, plan.source
     if config.graphs.mode is GraphMode.eager:
         raise StartupError("graphs.mode=eager compiles nothing; leave it out")

@@ -1,9 +1,10 @@
 """Fits the overheads of serving to the engine's flight recorder and the client's times.
 
 A server receives calibration traffic. Its flight recorder has the beginning, the duration and the
-sequences of each step. Together with the client's times, this gives the distributions of four
+sequences of each step. Together with the client's times, this gives the distributions of five
 values: the ratio of step time to the table, the pause between steps, the time from a request's
-sending to its first step, and the time from a token's step to its arrival at the client.
+sending to its first step, the time from a token's step to its arrival at the client, and the time
+from the last token to the end of the answer.
 """
 
 from __future__ import annotations
@@ -80,8 +81,8 @@ def fit_overheads(costs: CostTable, recordings: Sequence[Recording]) -> ServingO
     prompt = [one for one in steps if one.num_prompt_tokens]
     if len(steps) < _LEAST_STEPS or not decode or not prompt:
         raise ValueError(
-            f"a calibration needs at least {_LEAST_STEPS} steps with prompts and decodes, it has "
-            f"{len(steps)}"
+            f"a calibration needs at least {_LEAST_STEPS} steps, some with prompts and some "
+            f"without; it has {len(steps)}, {len(prompt)} of them with prompts"
         )
     if not seen.idle or not seen.ends:
         raise ValueError("a calibration needs answered requests, one of them to an idle engine")

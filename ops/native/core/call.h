@@ -24,7 +24,7 @@ struct Argument {
 };
 static_assert(sizeof(Argument) == 32 && offsetof(Argument, integer_value) == 8 &&
                   offsetof(Argument, number_value) == 16 && offsetof(Argument, text_value) == 24,
-              "ctypes lays the fields of cpu_graph.py's Argument out one after the other, eight bytes each");
+              "ctypes lays the fields of abi.py's Argument out one after the other, eight bytes each");
 
 // One call of a kernel, made by torch's dispatcher or by a CpuGraph. The kernel reads the arguments in the schema's
 // order, each exactly once, and all of them before its first check. This object releases the arguments that were read,

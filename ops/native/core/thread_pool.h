@@ -6,8 +6,8 @@
 // has forty such loops. In this pool, the other threads have then taken all parts, and nothing waits for the late
 // thread.
 //
-// A kernel's workers divide its work among themselves while they run (linear/tasks.h, attention/attention.cpp). If no
-// pool thread joins, the caller does all of it. Which thread computes a value does not change the value.
+// A kernel's workers divide its work among themselves while they run (linear/tasks.h, attention/attend.h). If no pool
+// thread joins, the caller does all of it. Which thread computes a value does not change the value.
 //
 // Pool threads sleep when no call has come for a while, so an idle engine uses no processor.
 #pragma once

@@ -130,7 +130,7 @@ def test_a_fleet_in_a_result_file(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert metrics["slo_attainment"].value == 1.0
     assert 5 < metrics["itl_p50"].value < 20  # ms; a step of 16 GB on an H100
     assert metrics["ttft_p50"].value <= metrics["ttft_p99"].value
-    assert "simulated: step costs data sheet of h100" in capsys.readouterr().out
+    assert "simulated: step costs from the data sheet of h100" in capsys.readouterr().out
 
 
 def test_rounds_and_a_saved_table(tmp_path: Path):

@@ -186,7 +186,9 @@ def test_numbers_that_were_never_seen_are_those_nearest():
 
 def test_too_little_is_refused():
     short = record(Truth(), num_requests=2)
-    with pytest.raises(ValueError, match="at least 20 steps with prompts and decodes, it has"):
+    with pytest.raises(
+        ValueError, match="at least 20 steps, some with prompts and some without; it has"
+    ):
         fit_overheads(TABLE, [short])
     unanswered = record(Truth())
     for one in unanswered.report.requests:
