@@ -170,7 +170,7 @@ def _read_texts(
         rows = [ids[i : i + section.length] for i in range(0, len(ids), section.length)]
         rows = [row for row in rows if len(row) > 1][: section.samples]
         if file and not rows:
-            raise StartupError(f"quantize.{key}={file}: the file has no text")
+            raise StartupError(f"quantize.{key}={file}: the file has less than 2 tokens")
         found.append(rows)
     return found[0], found[1]
 

@@ -44,7 +44,7 @@ def require_task(model: ServedModel, task: ServedTask) -> None:
     verbs = {"generate": "generate text", "embed": "give embeddings", "classify": "classify"}
     there = "; ".join(_WHERE[one] for one in model.tasks)
     raise InvalidRequestError(
-        f"{model.name} does not {verbs[task]}; this server has {there} for it",
+        f"{model.name} does not {verbs[task]}; use {there} with this model",
         param="model",
         code="unsupported_task",
     )

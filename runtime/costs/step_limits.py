@@ -144,4 +144,5 @@ def _decide(rates: dict[int, float], upper: int, least: int) -> tuple[int, str]:
         return upper, f"the upper bound: throughput rises up to {max(rates)}, the most measured"
     if size < least:
         return min(least, upper), f"the least: throughput rises only up to {size}"
-    return size, f"chosen: {max(rates)} give {best / rates[size] - 1.0:.0%} more tokens a second"
+    gain = best / rates[size] - 1.0
+    return size, f"chosen: larger sizes give at most {gain:.0%} more tokens a second"

@@ -281,7 +281,7 @@ def _kv_bytes(
         return room, "KV cache: all that is left of the budget"
     return wanted, (
         f"KV cache: {_size(wanted)} of {_size(room)} that are left, as a CPU's memory belongs to "
-        f"other programs too; cache.memory_gib takes more"
+        f"other programs too; set cache.memory_gib for more"
     )
 
 

@@ -153,7 +153,7 @@ class _Bridge:
     def _join(self, peer: bytes, descriptor: int, hello: Hello) -> None:
         machine = hello.machine
         if machine in self._peers or not 0 < machine < self._layout.machines:
-            _LOG.warning("machine %s offers ranks that this engine has already", hello.name)
+            _LOG.warning("machine %s offers ranks that this engine does not wait for", hello.name)
             return
         self._peers[machine], self._names[machine] = peer, hello.name
         self._by_descriptor[descriptor] = machine

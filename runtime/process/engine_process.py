@@ -96,8 +96,8 @@ class EngineProcess:
             message = await self.next_message()
             if message is None:
                 raise StartupError(
-                    f"the engine process ended with code {self.return_code} while starting; its "
-                    "log is above"
+                    f"the engine process ended with code {self.return_code} while starting; see "
+                    "its log"
                 )
             if isinstance(message, Phase):
                 on_phase(message.name, message.seconds)

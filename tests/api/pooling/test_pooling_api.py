@@ -157,7 +157,7 @@ def test_who_can_do_what(make_app):
     responses = encoder.http.post("/v1/responses", json={"input": "Hi"})
     for response in (encoder.chat(), encoder.complete(), responses):
         assert refusal(response) == (400, "model", "unsupported_task")
-        assert "this server has /v1/embeddings" in response.json()["error"]["message"]
+        assert "use /v1/embeddings" in response.json()["error"]["message"]
     assert embed(encoder).status_code == 200
     judge = make_app(DONE, tasks=(ServedTask.classify,), num_labels=3, num_segments=2)
     assert refusal(embed(judge)) == (400, "model", "unsupported_task")

@@ -109,7 +109,7 @@ def test_a_score_is_a_cosine(encoder):
 
 
 def test_it_does_not_generate(encoder):
-    with pytest.raises(InvalidRequestError, match="does not generate text; this server has"):
+    with pytest.raises(InvalidRequestError, match="does not generate text; use /v1/"):
         encoder.generate("Hello")
 
 
@@ -288,7 +288,7 @@ MODEL = ServedModel(
         ([1, 50], PoolingParams(), "input", r"token id 50, the vocabulary of m is \[0, 50\)"),
         ([1], PoolingParams(dimensions=9), "dimensions", "vectors of m have 1 to 8"),
         ([1], PoolingParams(dimensions=0), "dimensions", "dimensions=0"),
-        ([1], PoolingParams(classify=True), "model", "m does not classify; this server has /v1/c"),
+        ([1], PoolingParams(classify=True), "model", "m does not classify; use /v1/c"),
     ],
 )
 def test_the_door(token_ids, params, param, message):

@@ -71,8 +71,8 @@ def test_rows_per_sequence_are_those_of_the_drafter_whatever_is_decided() -> Non
 def test_larger_steps_that_bring_nothing_are_not_used() -> None:
     decided = decide_limits(SchedulerConfig(), StepLimits(256, 2048), PLATEAU)
     assert decided.limits == StepLimits(32, 256 + 32)
-    assert decided.seqs_origin == "chosen: 128 give 1% more tokens a second"
-    assert decided.tokens_origin == "chosen: 1024 give 0% more tokens a second"
+    assert decided.seqs_origin == "chosen: larger sizes give at most 1% more tokens a second"
+    assert decided.tokens_origin == "chosen: larger sizes give at most 0% more tokens a second"
 
 
 def test_bounds_stay_where_throughput_rises_to_the_last_point() -> None:

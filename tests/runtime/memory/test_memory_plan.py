@@ -85,7 +85,7 @@ def test_cpu_default_stays_at_four_gib():
     ledger = plan(QWEN, 64 * GIB, max_model_len=4096)
     assert ledger.num_blocks == 4 * GIB // (114_688 * 16)
     assert ledger.kv_bytes <= 4 * GIB
-    assert any("cache.memory_gib takes more" in reason for reason in ledger.reasons)
+    assert any("set cache.memory_gib for more" in reason for reason in ledger.reasons)
 
 
 def test_cpu_exceeds_four_gib_for_one_full_sequence_within_half_of_the_room():
