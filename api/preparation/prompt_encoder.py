@@ -42,9 +42,9 @@ class PromptEncoder:
         """The model's tokenizer; raises InvalidRequestError for `param` if there is none."""
         if self._source.tokenizer is None:
             raise InvalidRequestError(
-                f"{param} needs a tokenizer, and this model was loaded without one: send token ids"
-                " as the prompt of /v1/completions or the input of /v1/embeddings, or start the"
-                " server with model.tokenizer=DIRECTORY",
+                "this model was loaded without a tokenizer: send token ids as the prompt of"
+                " /v1/completions or the input of /v1/embeddings, or start the server with"
+                " model.tokenizer=DIRECTORY",
                 param=param,
                 code="no_tokenizer",
             )

@@ -160,7 +160,6 @@ class ChatResponse(msgspec.Struct, frozen=True, kw_only=True):
     usage: Usage
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
     prompt_text: str | msgspec.UnsetType = msgspec.UNSET
-    # None = the prompt came as token ids, not as text.
     prompt_token_offsets: TokenOffsets | msgspec.UnsetType | None = msgspec.UNSET
     prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
     service_tier: ServedTier | msgspec.UnsetType = msgspec.UNSET
@@ -216,7 +215,6 @@ class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET  # in the first chunk
     prompt_text: str | msgspec.UnsetType = msgspec.UNSET
-    # None = the prompt came as token ids, not as text.
     prompt_token_offsets: TokenOffsets | msgspec.UnsetType | None = msgspec.UNSET
     trace: Timeline | msgspec.UnsetType = (
         msgspec.UNSET

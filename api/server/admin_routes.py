@@ -36,7 +36,7 @@ class ProfileStarted(msgspec.Struct, frozen=True):
 
 
 class ProfileStopped(msgspec.Struct, frozen=True):
-    trace_file: str  # on the server's machine
+    trace_file: str  # one path a line for each rank of each engine, on the rank's machine
 
 
 class Drained(msgspec.Struct, frozen=True):
@@ -63,7 +63,10 @@ async def tokenizer_info(service: SharedService) -> Response[bytes] | Stream:
 
 @post_endpoint("/reset_prefix_cache", answer=Success, errors=_CALLS)
 async def reset_prefix_cache(service: SharedService) -> Response[bytes] | Stream:
-    """Drop all cached blocks. Answers 409 while a sequence holds blocks."""
+    """Drop all cached blocks and the history of drafters.
+
+    Answers 409 while a sequence holds blocks.
+    """
     service.admission.check_started()
     await service.client.reset_prefix_cache()
     return json_response(Success())
@@ -78,7 +81,7 @@ async def start_profile(service: SharedService) -> Response[bytes] | Stream:
 
 @post_endpoint("/stop_profile", answer=ProfileStopped, errors=_CALLS)
 async def stop_profile(service: SharedService) -> Response[bytes] | Stream:
-    """End the profile; answers with the path of the trace."""
+    """End the profile; answers with the paths of the traces, one a line."""
     service.admission.check_started()
     return json_response(ProfileStopped(await service.client.stop_profile()))
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ("LiveApp", "build")
 
-# Requests of a replica at the same time. The server's own limits refuse requests before this one.
+# Requests of a replica at the same time: so many that only the server's own limits count.
 _MOST_REQUESTS = 10_000
 
 

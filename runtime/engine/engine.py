@@ -215,7 +215,7 @@ class Engine:
         """Forget all cached blocks and everything that drafters have learned.
 
         Returns:
-            False if sequences use cached blocks. Then all blocks are kept; drafters forget anyway.
+            False if sequences hold blocks. Then cached blocks are kept; drafters forget anyway.
         """
         if self._scheduler.drafts is not None:
             self._scheduler.drafts.proposer.reset()
