@@ -11,9 +11,8 @@ order and on any instruction set. Groups are summed in float32, in ascending ord
 row depend neither on other rows nor on the number of threads. Weights of the kind e4m3 are floats
 of 8 bits. Activations that are multiplied by them are not quantised.
 
-The kernels are quantized.cpp, pack.cpp, repack.cpp, unpack.cpp and blocks.cpp in
-ops/native/quantized/. Until they are loaded the same ops run as plain torch
-(ops/quantized_reference.py).
+The kernels are quantized.cpp, pack.cpp, repack.cpp and unpack.cpp in ops/native/quantized/. Until
+they are loaded the same ops run as plain torch (ops/quantized_reference.py).
 
 On CUDA the same bytes are read by the Triton kernels of ops/gpu_quantized/, which do not round
 activations.
@@ -23,7 +22,6 @@ from __future__ import annotations
 
 from enum import StrEnum
 from importlib import import_module
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,10 +39,7 @@ from ostinato.ops.register import register_op
 
 __all__ = (
     "AWQ_ORDER",
-    "BLOCK_LAYOUTS",
-    "BlockLayout",
     "Packing",
-    "block_values",
     "pack_quantized_weight",
     "quantize_linear_weight",
     "quantized_linear",
@@ -205,72 +200,6 @@ def unpack_halves(values: Tensor) -> Tensor:
     return unpack_words(values.view(torch.int32), 4, Packing.rows)
 
 
-class BlockLayout(NamedTuple):
-    """Where the integers of a block of a GGUF file lie."""
-
-    values: int  # in a block
-    low: int  # the byte where their low halves begin
-    chunk: int  # bytes with low halves, whose high halves are the next values; 0 = whole bytes
-    high: int = 0  # the byte where further bits begin
-    high_bits: int = 0  # of a value
-    least: int = 0  # what is subtracted from an integer
-
-
-BLOCK_LAYOUTS = {
-    "Q4_0": BlockLayout(32, 2, 16, least=8),
-    "Q4_1": BlockLayout(32, 4, 16),
-    "Q5_0": BlockLayout(32, 6, 16, 2, 1, least=16),
-    "Q5_1": BlockLayout(32, 8, 16, 4, 1),
-    "Q8_0": BlockLayout(32, 2, 0, least=128),
-    "Q4_K": BlockLayout(256, 16, 32),
-    "Q5_K": BlockLayout(256, 48, 32, 16, 1),
-    "Q6_K": BlockLayout(256, 0, 64, 128, 2, least=32),
-}
-"""GGUF's types whose integers `block_values` unpacks."""
-
-
-def block_values(blocks: Tensor, type_name: str, added: int = 0) -> Tensor:
-    """The integers of blocks of a GGUF file, as unsigned numbers.
-
-    Args:
-        blocks: [blocks, bytes] uint8, contiguous.
-        type_name: a key of BLOCK_LAYOUTS.
-        added: to each integer; sums stay below 256.
-
-    Returns:
-        [blocks, values of a block] uint8.
-    """
-    return _block_values(blocks.contiguous(), type_name, added)
-
-
-def _block_values_reference(blocks: Tensor, type_name: str, added: int) -> Tensor:
-    layout = BLOCK_LAYOUTS[type_name]
-    if layout.chunk == 0:
-        return blocks[:, layout.low :] + 128 + added
-    low = blocks[:, layout.low : layout.low + layout.values // 2]
-    chunks = low.reshape(len(blocks), -1, layout.chunk)
-    values = torch.cat((chunks & 15, chunks >> 4), -1).view(len(blocks), -1)
-    if layout.high_bits:
-        count = layout.values * layout.high_bits // 8
-        bits = blocks[:, layout.high : layout.high + count]
-        values |= _planes(bits, layout) << 4
-    return values + added
-
-
-def _planes(packed: Tensor, layout: BlockLayout) -> Tensor:
-    """The further bits of each value."""
-    shifts = range(0, 8, layout.high_bits)
-    pieces = packed.reshape(len(packed), -1, min(32, packed.shape[1]))
-    planes = torch.stack([pieces >> s & ((1 << layout.high_bits) - 1) for s in shifts], 2)
-    if layout.values == 32:  # a byte has the bits of successive values
-        planes = planes.transpose(2, 3)
-    return planes.reshape(len(packed), -1)
-
-
-def _block_values_fake(blocks: Tensor, type_name: str, added: int) -> Tensor:
-    return blocks.new_empty(blocks.shape[0], BLOCK_LAYOUTS[type_name].values)
-
-
 def _unpack_words_reference(words: Tensor, bits: int, packing: str) -> Tensor:
     rows, columns = words.shape
     parts = words.view(torch.uint8).view(rows, columns, 4)
@@ -408,9 +337,4 @@ _unpack_words = register_op(
     "unpack_words",
     {"CompositeExplicitAutograd": _unpack_words_reference},
     fake=_unpack_words_fake,
-)
-_block_values = register_op(
-    "block_values",
-    {"CompositeExplicitAutograd": _block_values_reference},
-    fake=_block_values_fake,
 )

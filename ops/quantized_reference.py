@@ -11,6 +11,7 @@ from torch.nn.functional import pad
 from ostinato.ops.linear import PANEL
 
 __all__ = (
+    "E2M1",
     "QuantFormat",
     "dequantize_linear_weight",
     "pack_quantized_reference",
@@ -25,8 +26,8 @@ __all__ = (
 _SPANS = (8.0, 7.0, 7.5, 8.5, 9.0)
 _PARTS = (1.0, 0.95, 0.9, 0.85)
 _LEAST = 2.0**-100  # a group whose activations are all smaller becomes zeros
-# Twice the floats of 4 bits with 2 bits of exponent and 1 of mantissa, plus 12.
-_E2M1 = (12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0)
+E2M1 = (12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0)
+"""Twice the floats of 4 bits with 2 bits of exponent and 1 of mantissa, plus 12."""
 _FACTORS = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -40,7 +41,7 @@ class QuantFormat(NamedTuple):
     kind: str = "steps"  # or "minimums", "e2m1", "e4m3". A value stands for:
     #   steps     (value - zero point) * scale
     #   minimums  value * scale - minimum
-    #   e2m1      (_E2M1[value] - 12) * scale: twice a float of 4 bits; scales are halved likewise
+    #   e2m1      (E2M1[value] - 12) * scale: twice a float of 4 bits; scales are halved likewise
     #   e4m3      value * scale; values are floats of 8 bits, and activations are not rounded
 
     @property
@@ -177,7 +178,7 @@ def _unpack(
             pairs = data.reshape(len(data), -1, 1, PANEL * 4)
             data = torch.cat((pairs & 15, pairs >> 4), 2)
         if form.kind == "e2m1":
-            data = torch.tensor(_E2M1, dtype=torch.uint8, device=data.device)[data.long()]
+            data = torch.tensor(E2M1, dtype=torch.uint8, device=data.device)[data.long()]
         if form.kind == "e4m3":
             data = data.contiguous().view(torch.float8_e4m3fn).float()
             values.append(data.view(len(data), size, PANEL).transpose(1, 2).reshape(-1, size))

@@ -3,9 +3,10 @@
     python -m ostinato.benchmarks.micro.weight_loading --model qwen3-0.6b --json FILE
 
 For each format a checkpoint with random numbers is written to a temporary directory, and loaded
-several times in bfloat16 on a CPU. "GB/s" counts bytes of the files. "peak" is the most resident
-memory during the loading, minus the memory before; mapped pages of the files count. The table also
-has the bytes of the finished weights, and of the largest matrix before it is packed. Linux only.
+several times in bfloat16 on a CPU. GGUF files are of qwen3 models only. "GB/s" counts bytes of the
+files. "peak" is the most resident memory during the loading, minus the memory before; mapped pages
+of the files count. The table also has the bytes of the finished weights, and of the largest matrix
+before it is packed. Linux only.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from torch import Tensor
 
 import ostinato
 from ostinato.benchmarks.machine.probes import commit_of
+from ostinato.benchmarks.micro.random_gguf import write_random_gguf
 from ostinato.conf.compose import load_config
 from ostinato.conf.schema import ModelSection, Quantization
 from ostinato.models.base import LanguageModel
@@ -44,7 +46,7 @@ from ostinato.ops.native.library import load
 from ostinato.runtime.machine_info import cpu_name
 from ostinato.runtime.startup.plan.model_source import open_model
 
-__all__ = ("FORMATS", "Measured", "measure")
+__all__ = ("FORMATS", "GGUF_TYPES", "Measured", "measure")
 
 _CPU = torch.device("cpu")
 _MIB = 1 << 20
@@ -65,6 +67,7 @@ FORMATS: dict[str, tuple[dict[str, Any], Quantization]] = {
     ),
 }
 """The `quantization_config` of a format, and what is quantised while it is loaded."""
+GGUF_TYPES = ("Q4_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
 
 
 class Measured(NamedTuple):
@@ -87,19 +90,17 @@ def measure(name: str, hf_config: dict[str, Any], directory: Path, repeats: int)
     """Write a checkpoint and load it.
 
     Args:
-        name: a key of FORMATS.
+        name: a key of FORMATS, or "GGUF" and a type of GGUF_TYPES.
         hf_config: the config.json of a model whose weights are floats.
         directory: an empty one, for the checkpoint.
         repeats: how many times it is loaded.
     """
-    settings, quantization = FORMATS[name]
-    if settings:
-        hf_config = hf_config | {"quantization_config": settings}
-    stated = Checkpoint(path=None, hf_config=hf_config, generation_config={})
-    skeleton = _build(stated, ModelSection(), torch.device("meta"))
-    save_file(dict(_stored(skeleton)), directory / "model.safetensors")
-    (directory / "config.json").write_text(json.dumps(hf_config), encoding="utf-8")
-    section = ModelSection(path=str(directory), quantization=quantization)
+    if name in FORMATS:
+        section = _write_safetensors(name, hf_config, directory)
+    else:
+        file = directory / "model.gguf"
+        write_random_gguf(hf_config, name.removeprefix("GGUF "), file)
+        section = ModelSection(path=str(file))
     checkpoint = open_checkpoint(section)
     seconds: list[float] = []
     weight_bytes = matrix_bytes = peak = 0
@@ -120,6 +121,17 @@ def measure(name: str, hf_config: dict[str, Any], directory: Path, repeats: int)
         del model
     file_bytes = sum(file.stat().st_size for file in checkpoint.weight_files())
     return Measured(name, file_bytes, weight_bytes, matrix_bytes, peak, seconds)
+
+
+def _write_safetensors(name: str, hf_config: dict[str, Any], directory: Path) -> ModelSection:
+    settings, quantization = FORMATS[name]
+    if settings:
+        hf_config = hf_config | {"quantization_config": settings}
+    stated = Checkpoint(path=None, hf_config=hf_config, generation_config={})
+    skeleton = _build(stated, ModelSection(), torch.device("meta"))
+    save_file(dict(_stored(skeleton)), directory / "model.safetensors")
+    (directory / "config.json").write_text(json.dumps(hf_config), encoding="utf-8")
+    return ModelSection(path=str(directory), quantization=quantization)
 
 
 def _build(checkpoint: Checkpoint, section: ModelSection, device: torch.device) -> LanguageModel:
@@ -185,7 +197,8 @@ def main(arguments: list[str]) -> None:
     """Measure what the command line names; see --help."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", default="qwen3-0.6b", help="an option of model=")
-    parser.add_argument("--formats", nargs="*", choices=FORMATS, default=list(FORMATS))
+    formats = [*FORMATS, *(f"GGUF {name}" for name in GGUF_TYPES)]
+    parser.add_argument("--formats", nargs="*", choices=formats, default=formats)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--json", type=Path, help="also write every figure to this file")

@@ -238,13 +238,23 @@ def _gguf(
     dtypes = {module.spec.dtype for module in model.modules() if isinstance(module, LinearBase)}
     layout = model.gguf_layout or model.checkpoint_layout
 
+    def method_of(module: str) -> AsStored | None:
+        for kind in ("blocks", "values"):
+            slot = slots.get(_own_name(f"{module}.{kind}", layout, slots))
+            if isinstance(slot, MatrixSlot) and isinstance(slot.module.method, AsStored):
+                return slot.module.method
+        return None
+
     def types_of(module: str) -> tuple[str, ...]:
-        slot = slots.get(_own_name(f"{module}.values", layout, slots))
-        method = slot.module.method if isinstance(slot, MatrixSlot) else None
-        return method.types if isinstance(method, AsStored) else ()
+        method = method_of(module)
+        return () if method is None else method.types
+
+    def keeps_blocks(module: str) -> bool:
+        method = method_of(module)
+        return method is not None and method.keeps_blocks
 
     try:
-        yield from read_tensors(file, dtypes.pop(), types_of)
+        yield from read_tensors(file, dtypes.pop(), types_of, keeps_blocks)
     except (GGUFError, OSError) as error:
         raise CheckpointError(first_line(error)) from error
 

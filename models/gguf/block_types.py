@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ostinato.ops.quantized import BLOCK_LAYOUTS, block_values
+from ostinato.ops.stored.stored_blocks import BLOCK_LAYOUTS, block_values
 
 __all__ = (
     "FLOAT_TYPES",
@@ -35,9 +35,8 @@ FLOAT_TYPES = {
 }
 """Types whose tensors hold floats -> their dtype."""
 
-# The 16 values of IQ4_NL and IQ4_XS, and those of MXFP4 times 2.
+# The 16 values of IQ4_NL and IQ4_XS.
 _NONLINEAR = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-_E2M1_TIMES_2 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 
 Factors = tuple[Tensor, Tensor | None]
@@ -126,10 +125,12 @@ def _q3_k(blocks: Tensor) -> Grouped:
 
 def _k_factors(packed: Tensor) -> tuple[Tensor, Tensor]:
     """Eight 6-bit scales and eight 6-bit minima from 12 bytes (Q4_K, Q5_K): each [blocks, 8]."""
-    scale, least, rest = packed[:, :4], packed[:, 4:8], packed[:, 8:]
-    scales = torch.cat((scale & 63, rest & 15 | scale >> 2 & 48), 1)
-    minima = torch.cat((least & 63, rest >> 4 | least >> 2 & 48), 1)
-    return scales.float(), minima.float()
+    # four bytes at a time; what a shift moves across a byte's border is masked out
+    scale, least, rest = packed.contiguous().view(torch.int32).unbind(1)
+    low, high = 0x0F0F0F0F, 0x30303030
+    scales = torch.stack((scale & 0x3F3F3F3F, rest & low | scale >> 2 & high), 1)
+    minima = torch.stack((least & 0x3F3F3F3F, rest >> 4 & low | least >> 2 & high), 1)
+    return scales.view(torch.uint8).float(), minima.view(torch.uint8).float()
 
 
 def _halves(scale: int, shift: int | None = None) -> Callable[[Tensor], Factors]:
@@ -146,6 +147,13 @@ def _q6_k_scales(blocks: Tensor) -> Factors:
     return _half(blocks, 208) * blocks[:, 192:208].contiguous().view(torch.int8).float(), None
 
 
+def _power_of_two(blocks: Tensor) -> Factors:
+    exponent = blocks[:, :1].int()
+    # 2 ** (exponent - 128), as bits; the two smallest are subnormal numbers.
+    bits = torch.where(exponent < 2, 0x00200000 << exponent, (exponent - 1) << 23)
+    return bits.int().view(torch.float32), None
+
+
 _FACTORS: dict[str, Callable[[Tensor], Factors]] = {
     "Q4_0": _halves(0),
     "Q4_1": _halves(0, 2),
@@ -155,6 +163,7 @@ _FACTORS: dict[str, Callable[[Tensor], Factors]] = {
     "Q4_K": _k_products,
     "Q5_K": _k_products,
     "Q6_K": _q6_k_scales,
+    "MXFP4": _power_of_two,
 }
 
 
@@ -182,20 +191,11 @@ def _iq4_xs(blocks: Tensor) -> Grouped:
     return Grouped(_looked_up(values, _NONLINEAR), _half(blocks, 0) * factors.float(), None)
 
 
-def _mxfp4(blocks: Tensor) -> Grouped:
-    exponent = blocks[:, :1].int()
-    # 2 ** (exponent - 128), as bits; the two smallest are subnormal numbers.
-    bits = torch.where(exponent < 2, 0x00200000 << exponent, (exponent - 1) << 23)
-    values = _looked_up(_nibbles(blocks[:, 1:]), _E2M1_TIMES_2)
-    return Grouped(values, bits.int().view(torch.float32), None)
-
-
 GROUPED_TYPES: dict[str, Callable[[Tensor], Grouped]] = {
     **{name: _unpacked(name) for name in BLOCK_LAYOUTS},
     "Q2_K": _q2_k,
     "Q3_K": _q3_k,
     "IQ4_NL": _iq4_nl,
     "IQ4_XS": _iq4_xs,
-    "MXFP4": _mxfp4,
 }
 """Quantised types -> the function that decodes their blocks [blocks, bytes] uint8."""

@@ -19,8 +19,8 @@ from torch import Tensor
 from ostinato.models.gguf.block_types import FLOAT_TYPES, dequantize
 from ostinato.models.gguf.gguf_file import TENSOR_TYPES, GGUFError, GGUFFile, GGUFTensor
 from ostinato.models.gguf.stored_formats import FORMATS, common_format, in_format
-from ostinato.ops.quantized import BLOCK_LAYOUTS
 from ostinato.ops.quantized_reference import QuantFormat
+from ostinato.ops.stored.stored_blocks import BLOCK_LAYOUTS
 
 __all__ = ("module_types", "read_tensors")
 
@@ -103,6 +103,7 @@ def read_tensors(
     file: GGUFFile,
     dtype: torch.dtype,
     types_of: Callable[[str], Collection[str]] = lambda module: (),
+    keeps_blocks: Callable[[str], bool] = lambda module: False,
 ) -> Iterator[tuple[str, Tensor, int]]:
     """All weights of a file, one after the other.
 
@@ -116,8 +117,8 @@ def read_tensors(
     Yields:
         The name in a Hugging Face checkpoint, the tensor, and its share of the stored tensor's
         bytes.
-        If a module gets integers, its names end in the keys of `in_format` instead of `weight`. A
-        tensor that is not quantised may be a view of the mapped file.
+        If a module gets integers, its names end in the keys of `in_format` instead of `weight`.
+        Blocks, and a tensor that is not quantised, may be views of the mapped file.
 
     Raises:
         GGUFError: a tensor has a name that is not known.
@@ -133,6 +134,8 @@ def read_tensors(
                 if not types:
                     kind = tensor.name.rpartition(".")[2]
                     values = {kind: mapped.read(tensor, dtype)}
+                elif keeps_blocks(modules[0]):
+                    values = {"blocks": mapped.read_blocks(tensor)}
                 else:
                     values = mapped.read_groups(tensor, common_format(types))
                 num_bytes = tensor.num_bytes // len(modules) // len(values)
@@ -182,6 +185,12 @@ class _Mapped:
             for kind, part in in_format(tensor.type, chunk, form).items():
                 found.setdefault(kind, []).append(part.reshape(-1))
         return {kind: torch.cat(parts).view(*shape, -1) for kind, parts in found.items()}
+
+    def read_blocks(self, tensor: GGUFTensor) -> Tensor:
+        """The blocks, in the file's shape except for the last dimension, which has become two."""
+        values, num_bytes = _block_sizes(tensor)
+        *rows, columns = tensor.shape
+        return self._bytes(tensor).view(*rows, columns // values, num_bytes)
 
     def _bytes(self, tensor: GGUFTensor) -> Tensor:
         return torch.frombuffer(

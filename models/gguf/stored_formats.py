@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from ostinato.models.gguf.block_types import GROUPED_TYPES, block_factors
-from ostinato.ops.quantized import BLOCK_LAYOUTS, block_values
 from ostinato.ops.quantized_reference import QuantFormat
+from ostinato.ops.stored.stored_blocks import BLOCK_LAYOUTS, block_values, pack_blocks
 
-__all__ = ("FORMATS", "common_format", "in_format")
+__all__ = ("FORMATS", "common_format", "in_format", "packed_blocks")
 
 FORMATS = {
     "Q4_0": QuantFormat(4, 32, True, "float16"),
@@ -40,7 +40,7 @@ super-block is the product of a float16 and an integer of 4 to 8 bits. So it nee
 # Type -> what is added to its integers so that the least one becomes 0. With a larger number,
 # integer * scale of Q6_K and IQ4_XS would not be exact in float32.
 _LEAST = {name: layout.least for name, layout in BLOCK_LAYOUTS.items()} | {"Q3_K": 4}
-_LEAST |= {"IQ4_NL": 127, "IQ4_XS": 127, "MXFP4": 12}
+_LEAST |= {"IQ4_NL": 127, "IQ4_XS": 127}
 
 
 def common_format(types: Collection[str]) -> QuantFormat:
@@ -70,23 +70,50 @@ def in_format(type_name: str, blocks: Tensor, form: QuantFormat) -> dict[str, Te
         `values` [blocks, values of a block] uint8, `scales` [blocks, groups of a block] float32,
         and, if the format has them, `minimums` like the scales.
     """
-    least = _LEAST.get(type_name, 0)
-    offset = least if form.kind == "minimums" else form.offset
+    added, offset = _offsets(type_name, form)
     if type_name in BLOCK_LAYOUTS:
-        values = block_values(blocks, type_name, offset - least)
+        values = block_values(blocks, type_name, added)
         scales, shifts = block_factors(type_name, blocks)
     else:
         values, scales, shifts = GROUPED_TYPES[type_name](blocks)
         if offset:
             values = (values.short() + offset).to(torch.uint8)
-    minimums = None
-    if form.kind == "minimums":
-        minimums = scales * offset if shifts is None else -shifts
     repeats = values.shape[1] // scales.shape[1] // form.group_size
-    found = {"values": values, "scales": scales}
-    if minimums is not None:
-        found["minimums"] = minimums
+    factors = _in_groups(scales, shifts, form, offset)
+    found = {"values": values} | factors
     return {
         key: value if key == "values" or repeats == 1 else value.repeat_interleave(repeats, 1)
         for key, value in found.items()
     }
+
+
+def packed_blocks(type_name: str, blocks: Tensor) -> Tensor:
+    """The weight of a matrix that consists of blocks, in the type's own format.
+
+    Args:
+        type_name: a key of `BLOCK_LAYOUTS`.
+        blocks: [N, blocks of a row, bytes] uint8.
+    """
+    form, rows = FORMATS[type_name], blocks.shape[0]
+    added, offset = _offsets(type_name, form)
+    flat = blocks.reshape(-1, blocks.shape[2])
+    factors = _in_groups(*block_factors(type_name, flat), form, offset)
+    scales, minimums = factors["scales"].view(rows, -1), factors.get("minimums")
+    zeros = None if minimums is None else minimums.view(rows, -1)
+    return pack_blocks(flat, type_name, added, scales, zeros, form)
+
+
+def _offsets(type_name: str, form: QuantFormat) -> tuple[int, int]:
+    """What is added to the integers of `block_values`, and the integer that then means zero."""
+    least = _LEAST.get(type_name, 0)
+    offset = least if form.kind == "minimums" else form.offset
+    return offset - least, offset
+
+
+def _in_groups(
+    scales: Tensor, shifts: Tensor | None, form: QuantFormat, offset: int
+) -> dict[str, Tensor]:
+    """`scales` and, if the format has them, `minimums`, as `block_factors` divides a block."""
+    if form.kind != "minimums":
+        return {"scales": scales}
+    return {"scales": scales, "minimums": scales * offset if shifts is None else -shifts}

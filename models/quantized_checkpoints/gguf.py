@@ -14,7 +14,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ostinato.models.gguf.stored_formats import FORMATS, common_format
+from ostinato.models.gguf.gguf_file import TENSOR_TYPES
+from ostinato.models.gguf.stored_formats import FORMATS, common_format, packed_blocks
 from ostinato.models.quantized_checkpoints.policy import Headers
 from ostinato.models.sharding import Span, why_cut
 from ostinato.models.weight_methods.grouped import QuantizedMatrix
@@ -31,15 +32,21 @@ from ostinato.models.weight_methods.weight_method import (
 )
 from ostinato.ops.quantized import pack_quantized_weight
 from ostinato.ops.quantized_reference import QuantFormat
+from ostinato.ops.stored.stored_blocks import BLOCK_LAYOUTS
 
 __all__ = ("AsStored", "from_checkpoint")
 
 
 @dataclass(frozen=True, slots=True)
 class AsStored(QuantizedMatrix):
-    """Tensors of these types: `values`, `scales` and, in some formats, `minimums`."""
+    """Tensors of these types: `values`, `scales` and, in some formats, `minimums`.
+
+    A matrix of one type whose rows are whole blocks has `blocks` instead. They are packed without a
+    copy that has a byte for each value.
+    """
 
     types: tuple[str, ...]  # types of the stacked matrices, sorted
+    keeps_blocks: bool = False
 
     def form(self, spec: MatrixSpec) -> QuantFormat:
         return common_format(self.types)
@@ -50,6 +57,10 @@ class AsStored(QuantizedMatrix):
 
     @property
     def stored(self) -> Mapping[str, StoredTensor]:
+        if self.keeps_blocks:
+            _, values, num_bytes = _sizes(self.types[0])
+            axes = (OUT, Axis("in", values), Axis("", size=num_bytes))
+            return {"blocks": StoredTensor(axes, (torch.uint8,), converted=False)}
         form = common_format(self.types)
         groups = StoredTensor((OUT, Axis("in", form.group_size)), (torch.float32,), converted=False)
         values = StoredTensor((OUT, IN), (torch.uint8,), converted=False)
@@ -63,7 +74,14 @@ class AsStored(QuantizedMatrix):
         shape = common_format(self.types).packed_shape(spec.out_features, spec.in_features)
         return {"weight": ParameterSpec(tuple(shape), torch.uint8)}
 
+    def dummy(self, name: str, size: tuple[int, ...]) -> Tensor | None:
+        # read as float16, such bytes are small numbers
+        is_blocks = name == "blocks"
+        return torch.randint(0, 32, size, dtype=torch.uint8) if is_blocks else None
+
     def finish(self, tensors: dict[str, Tensor], spec: MatrixSpec) -> dict[str, Tensor]:
+        if self.keeps_blocks:
+            return {"weight": packed_blocks(self.types[0], tensors["blocks"])}
         packed = pack_quantized_weight(
             tensors["values"], tensors["scales"], tensors.get("minimums"), self.form(spec)
         )
@@ -94,11 +112,18 @@ class _GGUFPolicy:
         types = {each for name in stored for each in self.types.get(name, ())}
         if not types or not types <= FORMATS.keys():
             return Plain() if role is MatrixRole.embedding else self.unquantized
-        method = AsStored(tuple(sorted(types)))
+        is_one = len(types) == 1 and types <= BLOCK_LAYOUTS.keys()
+        is_whole = is_one and spec.in_features % BLOCK_LAYOUTS[next(iter(types))].values == 0
+        method = AsStored(tuple(sorted(types)), keeps_blocks=is_whole)
         reason = method.why_unusable(spec.device, spec.dtype)
         if reason is not None and spec.device.type != "meta":
             raise ValueError(f"the file's weights are quantised ({method.name}), but {reason}")
         return method
+
+
+def _sizes(type_name: str) -> tuple[str, int, int]:
+    """The name, and the values and bytes of a block."""
+    return next(sizes for sizes in TENSOR_TYPES.values() if sizes[0] == type_name)
 
 
 def _stored_names(name: str) -> tuple[str, ...]:

@@ -1,80 +1,27 @@
-// block_values: the integers of the blocks of a GGUF file, as bytes [blocks, values]. The layouts are those of ggml-quants.c.
+// block_values: the integers of the blocks of a GGUF file, as bytes [blocks, values].
 #include "linear/tasks.h"
+#include "quantized/blocks.h"
 
 #include <algorithm>
-#include <cstring>
 #include <string>
 
 namespace ostinato::linear {
 namespace {
-
-// A block of kBytes with kValues integers. Their low halves begin at byte kLow: kChunk bytes have the low halves of kChunk
-// values and then those of the next kChunk. kChunk == 0: they are bytes with a sign. kHighBits more bits a value begin at
-// byte kHigh.
-template <int kBytes, int kValues, int kLow, int kChunk, int kHigh, int kHighBits>
-void unpack(const uint8_t* blocks, int64_t begin, int64_t end, uint8_t added, uint8_t* out) {
-  for (int64_t block = begin; block < end; ++block) {
-    const uint8_t* source = blocks + block * kBytes;
-    uint8_t* target = out + block * kValues;
-    if constexpr (kChunk == 0) {
-      for (int i = 0; i < kValues; ++i) target[i] = static_cast<uint8_t>(source[kLow + i] + 128 + added);
-      continue;
-    } else {
-      uint8_t values[kValues];
-      for (int first = 0; first < kValues / 2; first += kChunk) {
-        for (int i = 0; i < kChunk; ++i) values[2 * first + i] = source[kLow + first + i] & 15;
-        for (int i = 0; i < kChunk; ++i) values[2 * first + kChunk + i] = source[kLow + first + i] >> 4;
-      }
-      if constexpr (kHighBits == 1 && kValues == 32) {  // a bit for each value, the first in the lowest bit
-        uint32_t bits;
-        std::memcpy(&bits, source + kHigh, 4);
-        for (int i = 0; i < 32; ++i) values[i] |= static_cast<uint8_t>((bits >> i & 1) << 4);
-      } else if constexpr (kHighBits > 0) {  // 32 bytes have the lowest bits of 32 values, then those of the next 32
-        constexpr int kPlanes = 8 / kHighBits;
-        for (int first = 0; first < kValues; first += 32) {
-          const uint8_t* bits = source + kHigh + first / (32 * kPlanes) * 32;
-          const int shift = first / 32 % kPlanes * kHighBits;
-          for (int i = 0; i < 32; ++i) {
-            values[first + i] |= static_cast<uint8_t>((bits[i] >> shift & ((1 << kHighBits) - 1)) << 4);
-          }
-        }
-      }
-      for (int i = 0; i < kValues; ++i) target[i] = static_cast<uint8_t>(values[i] + added);
-    }
-  }
-}
-
-struct Type {
-  const char* name;
-  int64_t bytes, values;
-  void (*unpack)(const uint8_t*, int64_t, int64_t, uint8_t, uint8_t*);
-};
-
-constexpr Type kTypes[] = {
-    {"Q4_0", 18, 32, unpack<18, 32, 2, 16, 0, 0>},       {"Q4_1", 20, 32, unpack<20, 32, 4, 16, 0, 0>},
-    {"Q5_0", 22, 32, unpack<22, 32, 6, 16, 2, 1>},       {"Q5_1", 24, 32, unpack<24, 32, 8, 16, 4, 1>},
-    {"Q8_0", 34, 32, unpack<34, 32, 2, 0, 0, 0>},        {"Q4_K", 144, 256, unpack<144, 256, 16, 32, 0, 0>},
-    {"Q5_K", 176, 256, unpack<176, 256, 48, 32, 16, 1>}, {"Q6_K", 210, 256, unpack<210, 256, 0, 64, 128, 2>},
-};
 
 // block_values(Tensor blocks, str type, SymInt added) -> Tensor
 void block_values(Call& call) {
   const Tensor blocks = call.tensor();
   const std::string name = call.text();
   const int64_t added = call.integer();
-  const Type* type = std::find_if(std::begin(kTypes), std::end(kTypes), [&](const Type& each) { return name == each.name; });
-  OSTINATO_CHECK(type != std::end(kTypes), "blocks of this type have no kernel");
-  OSTINATO_CHECK(blocks.dtype == DType::uint8 && blocks.dim == 2 && blocks.sizes[1] == type->bytes &&
-                     (blocks.sizes[0] <= 1 || blocks.strides[0] == type->bytes) && blocks.strides[1] == 1,
-                 "blocks must be a contiguous matrix of bytes, one block a row");
+  const BlockType& type = block_type(name, blocks);
   const int64_t count = blocks.sizes[0];
-  const int64_t sizes[] = {count, type->values};
+  const int64_t sizes[] = {count, type.values};
   const Tensor out = call.empty(sizes, 2, DType::uint8);
   const uint8_t* source = blocks.as<uint8_t>();
   uint8_t* target = out.as<uint8_t>();
-  const int workers = workers_for(call.threads(), count * type->values, std::max<int64_t>(count, 1));
+  const int workers = workers_for(call.threads(), count * type.values, std::max<int64_t>(count, 1));
   call.threads().run(workers, [&](int worker) {
-    type->unpack(source, count * worker / workers, count * (worker + 1) / workers, static_cast<uint8_t>(added), target);
+    type.unpack(source, count * worker / workers, count * (worker + 1) / workers, static_cast<uint8_t>(added), target);
   });
   call.give(out);
 }

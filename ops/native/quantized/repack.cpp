@@ -1,11 +1,13 @@
-// Two ops on quantised weights in the layout of layout.h. pack_quantized writes that layout from the integers and
-// factors of a quantised checkpoint. quantized_rows reads rows back, so an embedding that shares the output layer's
+// Three ops on quantised weights in the layout of layout.h. pack_quantized writes that layout from the integers and
+// factors of a quantised checkpoint. pack_blocks takes the integers from the blocks of a GGUF file. quantized_rows reads rows back, so an embedding that shares the output layer's
 // weight needs no second copy.
 #include "linear/tasks.h"
+#include "quantized/blocks.h"
 #include "quantized/bytes.h"
 #include "quantized/layout.h"
 
 #include <algorithm>
+#include <vector>
 
 namespace ostinato::linear {
 namespace {
@@ -66,13 +68,15 @@ int64_t pack_eights(const QuantFormat& format, const uint8_t* values, int64_t ro
   return whole;
 }
 
-// Writes one panel: `columns` rows of the matrix from `row` on, then zeros.
-void pack_panel(const Stored& stored, int64_t row, int columns, const QuantizedShape& shape, uint8_t* panel) {
+// Writes one panel: `columns` rows of the matrix from `row` on, then zeros. The first of them is row `first` of the
+// values.
+void pack_panel(const Stored& stored, int64_t first, int64_t row, int columns, const QuantizedShape& shape,
+                uint8_t* panel) {
   const QuantFormat& format = shape.format;
   const int64_t in_features = stored.values.sizes[1];
   const int64_t row_stride = stored.values.strides[0];
   const int64_t stride = stored.values.strides[1];
-  const uint8_t* values = stored.values.as<uint8_t>() + row * row_stride;
+  const uint8_t* values = stored.values.as<uint8_t>() + first * row_stride;
   std::memset(panel, 0, shape.panel_bytes);
   for (int64_t group = 0; group < shape.groups; ++group) {
     uint8_t* data = panel + shape.group_offset(group);
@@ -105,6 +109,31 @@ void pack_panel(const Stored& stored, int64_t row, int columns, const QuantizedS
   }
 }
 
+// Checks the factors of a matrix: the scales, and zero points or minimums unless the format is symmetric.
+void check_factors(const Stored& stored, int64_t out_features, const QuantizedShape& shape) {
+  OSTINATO_CHECK(stored.zeros.exists() == !shape.format.symmetric,
+                 "zero points are given unless the format is symmetric");
+  for (const Tensor* factors : {&stored.scales, &stored.zeros}) {
+    OSTINATO_CHECK(!factors->exists() || (factors->dtype == DType::float32 && factors->dim == 2 &&
+                                          factors->sizes[0] == out_features && factors->sizes[1] == shape.groups),
+                   "scales and zero points must be float32 [" + std::to_string(out_features) + ", " +
+                       std::to_string(shape.groups) + "]");
+  }
+}
+
+// Makes a weight. write_panels(begin, end, weight) writes its panels from `begin` to `end`.
+template <class WritePanels>
+void give_packed(Call& call, const QuantizedShape& shape, const WritePanels& write_panels) {
+  const int64_t sizes[] = {shape.panels, shape.panel_bytes};
+  const Tensor packed = call.empty(sizes, 2, DType::uint8);
+  prefer_huge_pages(packed.data, shape.bytes());
+  const int workers = workers_for(call.threads(), shape.bytes(), shape.panels);
+  call.threads().run(workers, [&](int worker) {
+    write_panels(shape.panels * worker / workers, shape.panels * (worker + 1) / workers, packed.as<uint8_t>());
+  });
+  call.give(packed);
+}
+
 // pack_quantized(Tensor values, Tensor scales, Tensor? zeros, SymInt bits, SymInt group_size, bool symmetric, str scales,
 //                str kind) -> Tensor
 void pack_quantized(Call& call) {
@@ -116,26 +145,47 @@ void pack_quantized(Call& call) {
   OSTINATO_CHECK(stored.values.dtype == DType::uint8 && stored.values.dim == 2, "values must be a matrix of uint8");
   const int64_t out_features = stored.values.sizes[0];
   const QuantizedShape shape(out_features, stored.values.sizes[1], format);
-  OSTINATO_CHECK(stored.zeros.exists() == !format.symmetric, "zero points are given unless the format is symmetric");
-  for (const Tensor* factors : {&stored.scales, &stored.zeros}) {
-    OSTINATO_CHECK(!factors->exists() || (factors->dtype == DType::float32 && factors->dim == 2 &&
-                                          factors->sizes[0] == out_features && factors->sizes[1] == shape.groups),
-                   "scales and zero points must be float32 [" + std::to_string(out_features) + ", " +
-                       std::to_string(shape.groups) + "]");
-  }
-  const int64_t sizes[] = {shape.panels, shape.panel_bytes};
-  const Tensor packed = call.empty(sizes, 2, DType::uint8);
-  prefer_huge_pages(packed.data, shape.bytes());
-  const int workers = workers_for(call.threads(), shape.bytes(), shape.panels);
-  call.threads().run(workers, [&](int worker) {
-    const int64_t last = shape.panels * (worker + 1) / workers;
-    for (int64_t panel = shape.panels * worker / workers; panel < last; ++panel) {
+  check_factors(stored, out_features, shape);
+  give_packed(call, shape, [&](int64_t begin, int64_t end, uint8_t* packed) {
+    for (int64_t panel = begin; panel < end; ++panel) {
       const int64_t row = panel * kPanel;
       const int columns = static_cast<int>(std::min<int64_t>(kPanel, out_features - row));
-      pack_panel(stored, row, columns, shape, packed.as<uint8_t>() + panel * shape.panel_bytes);
+      pack_panel(stored, row, row, columns, shape, packed + panel * shape.panel_bytes);
     }
   });
-  call.give(packed);
+}
+
+// pack_blocks(Tensor blocks, str type, SymInt added, Tensor scales, Tensor? zeros, SymInt bits, SymInt group_size,
+//             bool symmetric, str scales, str kind) -> Tensor
+void pack_blocks(Call& call) {
+  const Tensor blocks = call.tensor();
+  const std::string name = call.text();
+  const int64_t added = call.integer();
+  Stored stored{};
+  stored.scales = call.tensor();
+  stored.zeros = call.optional_tensor();
+  const QuantFormat format = read_format(call);
+  const BlockType& type = block_type(name, blocks);
+  const int64_t out_features = stored.scales.sizes[0];
+  OSTINATO_CHECK(out_features > 0 && blocks.sizes[0] % out_features == 0, "every row has the same number of blocks");
+  const int64_t row_blocks = blocks.sizes[0] / out_features;
+  const int64_t in_features = row_blocks * type.values;
+  const QuantizedShape shape(out_features, in_features, format);
+  check_factors(stored, out_features, shape);
+  const int64_t sizes[] = {kPanel, in_features}, strides[] = {in_features, 1};
+  give_packed(call, shape, [&](int64_t begin, int64_t end, uint8_t* packed) {
+    // The integers of one panel, which stay in a core's caches.
+    std::vector<uint8_t> values(static_cast<size_t>(kPanel * in_features));
+    Stored mine = stored;
+    mine.values = {nullptr, values.data(), sizes, strides, 2, DType::uint8};
+    for (int64_t panel = begin; panel < end; ++panel) {
+      const int64_t row = panel * kPanel;
+      const int columns = static_cast<int>(std::min<int64_t>(kPanel, out_features - row));
+      const uint8_t* source = blocks.as<uint8_t>() + row * row_blocks * type.bytes;
+      type.unpack(source, 0, columns * row_blocks, static_cast<uint8_t>(added), values.data());
+      pack_panel(mine, 0, row, columns, shape, packed + panel * shape.panel_bytes);
+    }
+  });
 }
 
 // One factor of a group's header.
@@ -216,6 +266,7 @@ void quantized_rows(Call& call) {
 }  // namespace
 
 OSTINATO_KERNEL(pack_quantized, pack_quantized);
+OSTINATO_KERNEL(pack_blocks, pack_blocks);
 OSTINATO_KERNEL(quantized_rows, quantized_rows);
 
 }  // namespace ostinato::linear

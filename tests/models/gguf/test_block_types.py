@@ -18,10 +18,11 @@ from ostinato.models.gguf.block_types import (
     why_unsupported,
 )
 from ostinato.models.gguf.gguf_file import TENSOR_TYPES
-from ostinato.models.gguf.stored_formats import FORMATS, common_format, in_format
-from ostinato.ops import quantized
+from ostinato.models.gguf.stored_formats import FORMATS, common_format, in_format, packed_blocks
 from ostinato.ops.native.library import load
-from ostinato.ops.quantized import BLOCK_LAYOUTS, block_values
+from ostinato.ops.quantized import pack_quantized_weight
+from ostinato.ops.stored import stored_blocks
+from ostinato.ops.stored.stored_blocks import BLOCK_LAYOUTS, block_values
 from tests.arch.tree import ROOT
 
 
@@ -46,9 +47,45 @@ def test_the_kernel_unpacks_what_the_formula_of_torch_does(name: str, count: int
     generator = np.random.default_rng(count)
     blocks = torch.from_numpy(generator.integers(0, 256, (count, block_bytes), dtype=np.uint8))
     for added in (0, 3):
-        expected = quantized._block_values_reference(blocks, name, added)  # pyright: ignore[reportPrivateUsage]
+        expected = stored_blocks._block_values_reference(blocks, name, added)  # pyright: ignore[reportPrivateUsage]
         assert torch.equal(block_values(blocks, name, added), expected)
     assert block_values(blocks.to("meta"), name).shape == expected.shape
+
+
+@pytest.mark.parametrize("rows", [1, 32, 71])
+@pytest.mark.parametrize("name", BLOCK_LAYOUTS)
+def test_packed_blocks_are_what_separate_steps_pack(name: str, rows: int) -> None:
+    values, block_bytes = gguf.GGML_QUANT_SIZES[GGMLQuantizationType[name]]
+    generator = np.random.default_rng(rows)
+    shape = (rows, 1536 // values, block_bytes)
+    blocks = torch.from_numpy(generator.integers(0, 124, shape, dtype=np.uint8))
+    form = FORMATS[name]
+    parts = {
+        key: value.view(rows, -1)
+        for key, value in in_format(name, blocks.flatten(0, 1), form).items()
+    }
+    expected = pack_quantized_weight(parts["values"], parts["scales"], parts.get("minimums"), form)
+    assert torch.equal(packed_blocks(name, blocks), expected)
+    # The op in plain torch.
+    added = {"Q5_0": 112, "Q6_K": 96, "MXFP4": 116}.get(name, 0)
+    given = (blocks.flatten(0, 1), name, added, parts["scales"], parts.get("minimums"), *form)
+    assert torch.equal(stored_blocks._pack_blocks_reference(*given), expected)  # pyright: ignore[reportPrivateUsage]
+    fake = torch.ops.ostinato.pack_blocks(
+        *[each.to("meta") if isinstance(each, torch.Tensor) else each for each in given]
+    )
+    assert fake.shape == expected.shape
+
+
+def test_blocks_that_do_not_make_rows_are_refused() -> None:
+    load("quantized")
+    form, scales = FORMATS["Q4_0"], torch.ones(3, 2)
+    for blocks, message in (
+        (torch.zeros(7, 18, dtype=torch.uint8), "every row has the same number of blocks"),
+        (torch.zeros(6, 17, dtype=torch.uint8), "one block a row"),
+        (torch.zeros(9, 18, dtype=torch.uint8), r"scales and zero points must be float32 \[3, 3\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            stored_blocks.pack_blocks(blocks, "Q4_0", 0, scales, None, form)
 
 
 @pytest.mark.parametrize("names", list(itertools.combinations_with_replacement(FORMATS, 2)))
