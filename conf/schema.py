@@ -280,6 +280,9 @@ class ModelSection(Section):
     quantization_head: HeadQuantization = setting(
         HeadQuantization.auto, "method for token embeddings and output head; auto = int8"
     )
+    round_activations: bool = setting(
+        True, "on CUDA, to 8 bits where the checkpoint states so; false = they keep model.dtype"
+    )
     max_model_len: int | None = setting(
         None, "tokens of prompt plus output; null = what the model states", at_least=1
     )
@@ -406,12 +409,8 @@ class GraphConfig(Section):
     attention: AttentionBackendName = setting(
         AttentionBackendName.auto, "auto = the first that fits the device and the model"
     )
-    pack_weights: bool = setting(
-        True, "rearrange weights for the CPU's matrix kernels when loading"
-    )
-    bundle: bool = setting(
-        True, "load what an earlier start compiled, and store what this one compiles"
-    )
+    pack_weights: bool = setting(True, "rearrange weights for the CPU's matrix kernels")
+    bundle: bool = setting(True, "load what an earlier start compiled, and store the rest")
     bundle_dir: str = setting("", "where bundles are; empty = in the cache directory")
     capture_sizes: list[int] = setting(
         [], "token counts to capture; empty = chosen from max_num_seqs", at_least=1, at_most=8192

@@ -26,7 +26,8 @@ from ostinato.models import quantized_checkpoints, weight_methods
 from ostinato.models.checkpoints.checkpoint import Checkpoint
 from ostinato.models.checkpoints.headers import read_headers
 from ostinato.models.checkpoints.quantization_files import read_quantization
-from ostinato.models.quantized_checkpoints.policy import Headers
+from ostinato.models.quantized_checkpoints.policy import CheckpointPolicy, Headers
+from ostinato.models.quantized_checkpoints.rounded_inputs import RoundingPolicy
 from ostinato.models.weight_methods.packed import Packed
 from ostinato.models.weight_methods.plain import Plain
 from ostinato.models.weight_methods.weight_method import MatrixRole, MatrixSpec, WeightMethod
@@ -160,8 +161,17 @@ def choose_weights(
     is_packed = pack and packed.why_unusable(device, dtype) is None
     unquantized = packed if is_packed else Plain()
     stated = read_quantization(checkpoint)
+    is_cuda = device.type == "cuda"
+    if not section.round_activations and not (is_cuda and stated is not None):
+        raise ValueError(
+            "model.round_activations=false is for quantised checkpoints on CUDA; leave it out"
+        )
     if stated is not None:
-        return _from_checkpoint(section, stated, unquantized, read_headers(checkpoint))
+        policy = _from_checkpoint(section, stated, unquantized, read_headers(checkpoint))
+        if is_cuda and section.round_activations and isinstance(policy, CheckpointPolicy):
+            capability = torch.cuda.get_device_capability(device)
+            return RoundingPolicy(as_stored=policy, capability=capability)
+        return policy
     if section.quantization is Quantization.none:
         return WeightsByRole(
             layers=unquantized, router=unquantized, head=unquantized, embedding=Plain()

@@ -15,7 +15,7 @@ The kernels are quantized.cpp, pack.cpp, repack.cpp and unpack.cpp in ops/native
 they are loaded the same ops run as plain torch (ops/quantized_reference.py).
 
 On CUDA the same bytes are read by the Triton kernels of ops/gpu_quantized/, which do not round
-activations.
+activations. Weights whose checkpoint states 8-bit activations are multiplied by ops/rounded/ there.
 """
 
 from __future__ import annotations

@@ -37,13 +37,25 @@ from ostinato.ops.fused.triton_fused_linear import (
     fused_linear_kernel,
     linear_constants,
 )
+from ostinato.ops.rounded.round_rows import InputScales
+from ostinato.ops.rounded.triton_rounded_linear import (
+    Operands,
+    rounded_linear_kernel,
+    rounded_linear_launch,
+)
 
 __all__ = ("Variant", "compile_variant", "main", "render", "replace_section", "variants")
 
 _CAPABILITY = 90
 _SHARED_MEMORY_LIMIT = 227 * 1024  # bytes that one program of capability 9.0 may use
 _LAUNCH_OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "maxnreg")
-_POINTERS = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32", "fp8_e4m3": "*fp8e4nv"}
+_POINTERS = {
+    "bfloat16": "*bf16",
+    "float16": "*fp16",
+    "float32": "*fp32",
+    "fp8_e4m3": "*fp8e4nv",
+    "int8": "*i8",
+}
 _METADATA = {
     "query_start_loc": "*i32",
     "seq_lens": "*i32",
@@ -51,7 +63,7 @@ _METADATA = {
     "slot_mapping": "*i64",
 }
 _COUNTS = ("members", "counters", "counts", "slots_done", "cleared", "arrivals")  # tensors of int32
-_SINGLE_RESULTS = ("logits", "products", "routing_weights")  # of float32
+_SINGLE_RESULTS = ("logits", "products", "routing_weights", "x_scales", "scales")  # of float32
 _STRIDES = ("x_stride", "residual_stride", "qkv_stride")
 _SINGLE = ("alibi_slopes", "sinks", "cos", "sin")  # tensors of float32
 # Arguments that may be None, in which case the kernel leaves something out.
@@ -70,9 +82,10 @@ of the others (prefill). *Rotate* rotates the heads and writes K and V. *Linear*
 with what is fused with it, for steps of up to 16, 64 and 256 rows. *Router* and *experts* are the
 kernels of a mixture of experts for such steps. *Cache* is the KV cache's type where it is another
 (`cache.dtype`); it is widened in registers. M × N is query rows × keys of a tile, or rows × columns
-of a result. Spills are bytes stored and loaded. Copies are asynchronous
-copies from global memory, tensor the matrix instructions (`wgmma` on tiles of 64 rows and more,
-else `mma`), both counted in the PTX. Programs is how many fit one multiprocessor.
+of a result. *8 bits* is the product of operands of 8 bits. Spills are bytes stored and loaded.
+Copies are asynchronous copies from global memory, tensor the matrix instructions (`wgmma` on tiles
+of 64 rows and more, else `mma`), both counted in the PTX. Programs is how many fit one
+multiprocessor.
 """
 
 
@@ -81,7 +94,7 @@ class Variant:
     """One kernel, specialised to a model."""
 
     model: str
-    role: str  # short | long | write | rotate | linear | router | experts
+    role: str  # short | long | write | rotate | linear | router | experts | 8 bits
     dtype: str
     kernel: Any
     constants: Mapping[str, Any]
@@ -90,7 +103,7 @@ class Variant:
 
     @property
     def uses_tensor_cores(self) -> bool:
-        is_product = self.role in ("short", "long", "linear", "router", "experts")
+        is_product = self.role in ("short", "long", "linear", "router", "experts", "8 bits")
         return is_product and self.dtype != "float32"
 
 
@@ -149,6 +162,7 @@ def variants() -> Iterator[Variant]:
     yield from _rotations()
     yield from _products()
     yield from _experts()
+    yield from _rounded()
 
 
 def _rotations() -> Iterator[Variant]:
@@ -209,6 +223,23 @@ def _experts() -> Iterator[Variant]:
             yield Variant(name, role, "bfloat16", kernel, constants, optional=optional)
 
 
+def _rounded() -> Iterator[Variant]:
+    """Products of operands of 8 bits, for small, middle and large steps."""
+    blocks, row = InputScales.group, InputScales.row
+    for name, size, group, inputs, dtype, target in (
+        ("DeepSeek-V3 output, blocks", (7168, 16384), 128, blocks, "fp8_e4m3", torch.float8_e4m3fn),
+        ("Llama-8B output, rows", (4096, 4096), 4096, row, "fp8_e4m3", torch.float8_e4m3fn),
+        ("Llama-8B output, W8A8", (4096, 4096), 4096, row, "int8", torch.int8),
+    ):
+        for rows in (16, 64, 256):
+            constants = rounded_linear_launch(
+                Operands(*size, group, inputs, target), rows
+            ).constants
+            kernel, optional = rounded_linear_kernel, ("residual",)
+            model = f"{name}, {rows} rows"
+            yield Variant(model, "8 bits", dtype, kernel, constants, optional=optional)
+
+
 def compile_variant(variant: Variant) -> Resources:
     """Compile for capability 9.0 and read the assembler's report."""
     options = {name: n for name, n in variant.constants.items() if name in _LAUNCH_OPTIONS}
@@ -244,6 +275,8 @@ def _type_of(name: str, variant: Variant) -> str:
         return "*i32"
     if name in ("k_cache", "v_cache"):
         return _POINTERS[variant.cache_dtype or variant.dtype]
+    if variant.role == "8 bits" and name in ("out", *_WEIGHTS):
+        return _POINTERS["bfloat16"]
     if name in (*_WEIGHTS, "out", "q", "k", "v", "qkv", "x", "weight", "normal", "inner"):
         return _POINTERS[variant.dtype]
     return "fp32" if name in ("scale", "eps") else "i32"

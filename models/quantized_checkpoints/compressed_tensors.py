@@ -4,24 +4,31 @@
 `targets` names the modules of a group. The formats of integers are in packed_integers.py, those of
 floats in stored_floats.py.
 
-`input_activations` has no effect, and stored scales of activations are not used. With weights of
-8-bit floats activations are not rounded. With other weights the CPU kernels round them in groups of
-a row (ops/quantized.py), which is finer than one scale for each token.
+On a CPU `input_activations` has no effect, and stored scales of activations are not used. With
+weights of 8-bit floats activations are not rounded there. With other weights the CPU kernels round
+them in groups of a row (ops/quantized.py), which is finer than one scale for each token. On CUDA
+`input_activations` says whether activations are rounded to 8 bits, and how (rounded_inputs.py).
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ostinato.models.quantized_checkpoints.keys import ConfigKeys
 from ostinato.models.quantized_checkpoints.packed_integers import PackedIntegers
 from ostinato.models.quantized_checkpoints.policy import CheckpointPolicy, Headers
 from ostinato.models.quantized_checkpoints.stored_floats import Float4, Float8
-from ostinato.models.quantized_checkpoints.stored_groups import stored_dtype
+from ostinato.models.quantized_checkpoints.stored_groups import (
+    InputsStated,
+    StoredGroups,
+    static_inputs,
+    stored_dtype,
+)
 from ostinato.models.weight_methods.weight_method import WeightMethod
+from ostinato.ops.rounded.round_rows import InputScales
 
 __all__ = ("from_checkpoint",)
 
@@ -106,7 +113,7 @@ def _method(group: ConfigKeys, form: Any, headers: Headers) -> WeightMethod:
     shapes = [header.shape for name, header in headers.items() if name.endswith(".weight_scale")]
     one_dims = min((len(shape) for shape in shapes), default=1)
     if form in _INTEGERS:
-        method: WeightMethod = _integers(weights, _INTEGERS[form], headers, one_dims)
+        method: StoredGroups = _integers(weights, _INTEGERS[form], headers, one_dims)
     elif form == "float-quantized":
         method = _floats(weights, one_dims)
     else:
@@ -118,8 +125,7 @@ def _method(group: ConfigKeys, form: Any, headers: Headers) -> WeightMethod:
         size = weights.integer("group_size", one_of=(16,))
         method = Float4(group_size=size, scale_dtype="float32", library="compressed-tensors")
     weights.finish()
-    _check_inputs(group)
-    return method
+    return replace(method, inputs=_inputs(group, method, headers))
 
 
 def _integers(
@@ -164,16 +170,28 @@ def _floats(weights: ConfigKeys, one_dims: int) -> Float8:
     return Float8(strategy=strategy, block_rows=int(size[0]), group_size=int(size[1]))
 
 
-def _check_inputs(group: ConfigKeys) -> None:
-    """Check the settings for activations, which have no effect (see the module's docstring)."""
-    stated = group.value("input_activations", default=None)
-    if stated is not None:
-        inputs = ConfigKeys(stated, "quantization_config.config_groups input_activations")
-        inputs.integer("num_bits", one_of=(4, 8))
-        inputs.text("type", one_of=("int", "float"), default="int")
-        for name in ("actorder", "block_structure", "dynamic", "group_size", "strategy"):
-            inputs.without_effect(name)
-        inputs.without_effect("symmetric", *_OBSERVED)
-        inputs.finish()
+def _inputs(group: ConfigKeys, method: StoredGroups, headers: Headers) -> InputsStated | None:
+    """What the settings state about activations; None if they are not of the weights' 8 bits.
+
+    Activations with a zero point are None too, because no kernel adds zero points.
+    """
     if group.value("output_activations", default=None):
         raise group.error("output_activations", "is not supported; use a checkpoint without it")
+    stated = group.value("input_activations", default=None)
+    if stated is None:
+        return None
+    inputs = ConfigKeys(stated, "quantization_config.config_groups input_activations")
+    bits = inputs.integer("num_bits", one_of=(4, 8))
+    number = inputs.text("type", one_of=("int", "float"), default="int")
+    is_dynamic = inputs.value("dynamic", default=False) is not False
+    strategy = inputs.value("strategy", default="tensor")
+    is_symmetric = inputs.value("symmetric", default=True)
+    inputs.without_effect("actorder", "block_structure", "group_size", *_OBSERVED)
+    inputs.finish()
+    same_number = number == ("float" if method.kind == "e4m3" else "int")
+    if bits != 8 or method.bits != 8 or not same_number or not is_symmetric:
+        return None
+    if not is_dynamic and strategy == "tensor":
+        return static_inputs(headers)
+    is_block = isinstance(method, Float8) and method.strategy == "block"
+    return InputsStated(InputScales.group if is_block else InputScales.row)

@@ -3,6 +3,7 @@
     weight            float8_e4m3fn [out, in]
     weight_scale_inv  [out / rows, in / columns], with `weight_block_size` [rows, columns]
     weight_scale      [] or [1], without `weight_block_size`
+    input_scale       [] or [1], with `activation_scheme` static
 
 A weight is the stored float times its scale, also with the name `weight_scale_inv`.
 """
@@ -16,7 +17,9 @@ from typing import Any
 from ostinato.models.quantized_checkpoints.keys import ConfigKeys
 from ostinato.models.quantized_checkpoints.policy import CheckpointPolicy, Headers, names_module
 from ostinato.models.quantized_checkpoints.stored_floats import Float4, Float8
+from ostinato.models.quantized_checkpoints.stored_groups import InputsStated, static_inputs
 from ostinato.models.weight_methods.weight_method import WeightMethod
+from ostinato.ops.rounded.round_rows import InputScales
 
 __all__ = ("FloatPolicy", "from_checkpoint", "per_matrix")
 
@@ -45,10 +48,10 @@ class FloatPolicy(CheckpointPolicy):
         return "the format" if name.endswith("lm_head") else self.method
 
 
-def per_matrix(headers: Headers) -> Float8:
+def per_matrix(headers: Headers, inputs: InputsStated) -> Float8:
     """The method of matrices with one scale each, whose shape differs between libraries."""
     shapes = {len(h.shape) for name, h in headers.items() if name.endswith(".weight_scale")}
-    return Float8(scale_dims=min(shapes, default=0))
+    return Float8(scale_dims=min(shapes, default=0), inputs=inputs)
 
 
 def from_checkpoint(
@@ -62,10 +65,11 @@ def from_checkpoint(
     keys = ConfigKeys(stated)
     keys.text("quant_method", one_of=("fp8",), default="fp8")
     keys.must_be("fmt", "e4m3")
-    keys.must_be("activation_scheme", "dynamic", "static")
-    keys.must_be("scale_fmt", "ue8m0", "float")
+    scheme = keys.text("activation_scheme", one_of=("dynamic", "static"), default="dynamic")
+    powers = keys.text("scale_fmt", one_of=("ue8m0", "float"), default="float") == "ue8m0"
     size = keys.value("weight_block_size", default=None)
-    method = per_matrix(headers)
+    stored = static_inputs(headers) if scheme == "static" else None
+    method = per_matrix(headers, stored or InputsStated(InputScales.row, powers))
     if size is not None:
         is_pair = isinstance(size, list) and len(size) == 2
         if not is_pair or any(each not in (32, 64, 128, 256) for each in size):
@@ -77,6 +81,7 @@ def from_checkpoint(
             strategy="block",
             block_rows=size[0],
             group_size=size[1],
+            inputs=InputsStated(InputScales.group, powers),
         )
     key = "ignored_layers" if keys.has("ignored_layers") else "modules_to_not_convert"
     policy = FloatPolicy(

@@ -2,7 +2,7 @@
 
 The settings are in `hf_quant_config.json`, under `quantization`, or in config.json.
 
-    FP8    weight float8_e4m3fn [out, in]; weight_scale []
+    FP8    weight float8_e4m3fn [out, in]; weight_scale []; input_scale []
     NVFP4  weight uint8 [out, in / 2]; weight_scale float8_e4m3fn [out, in / 16]; weight_scale_2 []
 """
 
@@ -15,7 +15,9 @@ from ostinato.models.quantized_checkpoints.fp8 import FloatPolicy, per_matrix
 from ostinato.models.quantized_checkpoints.keys import ConfigKeys
 from ostinato.models.quantized_checkpoints.policy import CheckpointPolicy, Headers
 from ostinato.models.quantized_checkpoints.stored_floats import Float4
+from ostinato.models.quantized_checkpoints.stored_groups import InputsStated, static_inputs
 from ostinato.models.weight_methods.weight_method import WeightMethod
+from ostinato.ops.rounded.round_rows import InputScales
 
 __all__ = ("from_checkpoint",)
 
@@ -34,7 +36,7 @@ def from_checkpoint(
     nested = outer.value("quantization", default=None)
     keys = outer if nested is None else ConfigKeys(nested, "quantization")
     algorithm = keys.text("quant_algo", one_of=("fp8", "nvfp4"))
-    method = per_matrix(headers)
+    method = per_matrix(headers, static_inputs(headers) or InputsStated(InputScales.row))
     if algorithm == "nvfp4":
         size = keys.integer("group_size", one_of=(16,), default=16)
         method = Float4(group_size=size, scale_dtype="float32", library="modelopt")

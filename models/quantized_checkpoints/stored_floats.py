@@ -1,8 +1,8 @@
 """The weight methods of stored floats of 8 and 4 bits.
 
 `Float8`: `weight` float8_e4m3fn [out, in], and scales that multiply it: one for the matrix, one for
-each row, or one for each block. Activations are not rounded, so products are more exact than in
-libraries that round activations to 8 bits.
+each row, or one for each block. A CPU does not round activations, so its products are more exact
+than in libraries that round activations to 8 bits. On CUDA see rounded_inputs.py.
 
 `Float4`: floats of 4 bits (e2m1), two in a byte, the first in the lower half. A group's scale is a
 float of 8 bits. In NVFP4 the whole matrix has a second scale.

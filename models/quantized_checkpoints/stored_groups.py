@@ -15,13 +15,13 @@ only sums of up to 256 products are exact in every instruction set.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ostinato.models.quantized_checkpoints.policy import Headers
 from ostinato.models.sharding import Span, why_cut
 from ostinato.models.weight_methods.grouped import QuantizedMatrix
 from ostinato.models.weight_methods.weight_method import (
@@ -35,11 +35,20 @@ from ostinato.models.weight_methods.weight_method import (
 )
 from ostinato.ops.quantized import pack_quantized_weight
 from ostinato.ops.quantized_reference import QuantFormat
+from ostinato.ops.rounded.round_rows import InputScales
 
-__all__ = ("G_IDX", "StoredGroups", "check_scales", "stored_dtype")
+__all__ = ("G_IDX", "InputsStated", "StoredGroups", "check_scales", "static_inputs", "stored_dtype")
 
 _MOST = 256  # values in the largest group that the kernels take
 G_IDX = StoredTensor((IN,), dtypes=(torch.int32, torch.int64), converted=False)
+
+
+class InputsStated(NamedTuple):
+    """How a checkpoint wants activations of 8 bits."""
+
+    scales: InputScales
+    powers: bool = False  # the scales are powers of two
+    dims: int = 0  # dimensions of a stored scale
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +62,7 @@ class StoredGroups(QuantizedMatrix):
     symmetric: bool
     scale_dtype: str = "float16"  # in the checkpoint
     has_order: bool = False  # the columns of a group are not adjacent (act-order)
+    inputs: InputsStated | None = None  # 8-bit activations, which only CUDA has (rounded_inputs.py)
 
     @abstractmethod
     def unpacked(self, name: str, value: Tensor, part: Part) -> tuple[str, Tensor]:
@@ -190,10 +200,15 @@ def check_scales(scales: Tensor) -> None:
         )
 
 
-def stored_dtype(headers: Mapping[str, object], suffix: str, default: str) -> str:
+def stored_dtype(headers: Headers, suffix: str, default: str) -> str:
     """The dtype of the first stored tensor whose name ends with `suffix`, or `default`."""
     for name, header in headers.items():
         if name.endswith(suffix):
-            dtype = getattr(header, "dtype", None)
-            return str(dtype).removeprefix("torch.")
+            return str(header.dtype).removeprefix("torch.")
     return default
+
+
+def static_inputs(headers: Headers) -> InputsStated | None:
+    """Activations with the scales that a checkpoint stores; None if it stores none."""
+    shapes = [h.shape for name, h in headers.items() if name.endswith(".input_scale")]
+    return InputsStated(InputScales.static, dims=len(shapes[0])) if shapes else None

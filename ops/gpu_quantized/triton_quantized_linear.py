@@ -44,6 +44,7 @@ __all__ = (
     "many_rows_kernel",
     "many_rows_launch",
     "multiply_tile",
+    "parts_of_columns",
     "quantized_linear_on_cuda",
     "tile_constants",
 )
@@ -282,7 +283,7 @@ def few_rows_launch(
     shared = format_constants(form, out_features, in_features)
     block_u = min(16, triton.next_power_of_2(-(-in_features // shared["UNIT"])))
     tiles = -(-out_features // PANEL)
-    split = _split(tiles, -(-in_features // (shared["UNIT"] * block_u)))
+    split = parts_of_columns(tiles, -(-in_features // (shared["UNIT"] * block_u)))
     constants = shared | {
         "SPLIT": split,
         "ROWS": triton.next_power_of_2(num_rows),
@@ -311,7 +312,7 @@ def many_rows_launch(
     )
     tiles = -(-out_features // constants["BLOCK_N"])
     rows = -(-num_rows // constants["BLOCK_M"])
-    split = _split(tiles * rows, -(-in_features // (2 * constants["BLOCK_K"])))
+    split = parts_of_columns(tiles * rows, -(-in_features // (2 * constants["BLOCK_K"])))
     return Launch((tiles, rows, split), constants | {"SPLIT": split})
 
 
@@ -333,7 +334,7 @@ def tile_constants(form: QuantFormat, num_rows: int, dtype: torch.dtype) -> dict
     }
 
 
-def _split(tiles: int, most: int) -> int:
+def parts_of_columns(tiles: int, most: int) -> int:
     """The parts of K, at most `most`, with which a launch of `tiles` tiles fills the GPU."""
     return max(1, min(8, most, _PROGRAMS // tiles))
 

@@ -16,7 +16,7 @@ FULL_FOLDERS = {
     "benchmarks/micro": "one module for each measurement",
     "models/config": "13: one module for each part of a configuration, and what they share",
     "models/families": "one module for each family of models",
-    "models/quantized_checkpoints": "13: one module for each format, and what they share",
+    "models/quantized_checkpoints": "14: one module for each format, and what they share",
 }
 # Base names that several modules share, because they are implementations of one protocol.
 PROTOCOLS = {

@@ -6,10 +6,14 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
 from ostinato import LLM, SamplingParams
 from ostinato.conf.compose import load_config
+from ostinato.ops.rounded.round_rows import InputScales
+from ostinato.ops.rounded.rounded_linear import rounded_linear
 from tests.models.quantized_checkpoints.writers import Form, write
 from tests.models.random_checkpoints import VARIANTS, reference_model, save
 
@@ -46,7 +50,7 @@ def generate(directory: Path, *overrides: str) -> list[tuple[list[int], list[flo
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.id)
 def test_a_checkpoint_has_the_tokens_of_its_float_weights(form: Form, tmp_path: Path) -> None:
-    """Activations are not rounded on a GPU, so results differ by the order of sums only."""
+    """Activations that are not rounded give results that differ by the order of sums only."""
     source, quantised, restored = (tmp_path / name for name in ("floats", "quantised", "restored"))
     variant = VARIANTS["qwen2"]
     save(reference_model(variant), variant.as_one_file(), source)
@@ -57,7 +61,65 @@ def test_a_checkpoint_has_the_tokens_of_its_float_weights(form: Form, tmp_path: 
     shutil.copyfile(source / "config.json", restored / "config.json")
     reference = ("device.name=cpu", "graphs.mode=eager", "graphs.attention=reference")
     expected = generate(restored, *reference, "graphs.pack_weights=false")
-    result = generate(quantised, "device.name=cuda", "graphs.mode=captured")
+    exact = ("model.round_activations=false",)
+    result = generate(quantised, "device.name=cuda", "graphs.mode=captured", *exact)
     for (tokens, logprobs), (other, others) in zip(result, expected, strict=True):
         assert tokens == other
         assert logprobs == pytest.approx(others, abs=1e-3)
+
+
+ROUNDED = [
+    Form("fp8", bits=8, group=32),
+    Form("float_quantized", bits=8, group=-1),
+    Form("int_quantized", bits=8, group=-1),
+    Form("modelopt", bits=8, group=-1),
+]
+
+
+@pytest.mark.parametrize("form", ROUNDED, ids=lambda form: form.id)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_captured_steps_round_activations_like_eager_ones(
+    form: Form, dtype: str, tmp_path: Path
+) -> None:
+    """Graphs replay the kernels that eager steps run, so the tokens are equal."""
+    source, quantised = tmp_path / "floats", tmp_path / "quantised"
+    variant = VARIANTS["qwen2"]
+    save(reference_model(variant), variant.as_one_file(), source)
+    write(source, quantised, form)
+    settings = ("device.name=cuda", f"model.dtype={dtype}")
+    eager = generate(quantised, *settings, "graphs.mode=eager")
+    captured = generate(quantised, *settings, "graphs.mode=captured")
+    for (tokens, logprobs), (other, others) in zip(captured, eager, strict=True):
+        assert tokens[0] == other[0]
+        assert logprobs[0] == pytest.approx(others[0], abs=1e-2)
+
+
+@pytest.mark.parametrize("rows", [1, 4, 40, 300])
+@pytest.mark.parametrize(
+    ("dtype", "group", "inputs"),
+    [
+        (torch.float8_e4m3fn, 4096, InputScales.row),
+        (torch.float8_e4m3fn, 4096, InputScales.static),
+        (torch.float8_e4m3fn, 128, InputScales.group),
+        (torch.int8, 4096, InputScales.row),
+        (torch.int8, 64, InputScales.row),
+    ],
+)
+def test_products_of_8_bits_are_those_of_plain_torch(
+    rows: int, dtype: torch.dtype, group: int, inputs: InputScales
+) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    weight = (torch.randn(512, 4096, generator=generator) * 40).clamp(-127, 127).to(dtype)
+    scales = (torch.rand(4096 // group, 512, generator=generator) + 0.5) / 1000
+    x = torch.randn(rows, 4096, generator=generator).bfloat16()
+    given = torch.tensor([0.01]) if inputs is InputScales.static else None
+    residual = torch.randn(rows, 512, generator=generator).bfloat16()
+
+    def product(device: str) -> Tensor:
+        scale = None if given is None else given.to(device)
+        operands = (x.to(device), weight.to(device), scales.to(device))
+        added = residual.to(device)
+        result = rounded_linear(*operands, None, group, inputs, input_scale=scale, residual=added)
+        return result.cpu().float()
+
+    torch.testing.assert_close(product("cuda"), product("cpu"), atol=0.1, rtol=0.02)

@@ -20,6 +20,7 @@ UNMARKED = {
     "Qwen3-30B-A3B router, 8 rows",
     "Qwen3-30B-A3B gate and up, 8 rows",
     "Qwen3-30B-A3B down, 8 rows",
+    "DeepSeek-V3 output, blocks, 256 rows",
 }
 CASES = [
     pytest.param(

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,11 +9,7 @@ import torch
 
 pytest.importorskip("triton", reason="triton has wheels for Linux x86-64 only")
 
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-
-from ostinato.benchmarks.machine.kernel_resources import Resources, read_resources
+from ostinato.benchmarks.machine.kernel_resources import Resources
 from ostinato.ops.gpu_quantized.packed_bytes import format_constants
 from ostinato.ops.gpu_quantized.triton_quantized_linear import (
     add_parts_kernel,
@@ -32,10 +24,9 @@ from ostinato.ops.gpu_quantized.triton_quantized_moe import (
 )
 from ostinato.ops.gpu_quantized.triton_quantized_rows import quantized_rows_kernel
 from ostinato.ops.quantized_reference import QuantFormat
+from tests.ops.triton_checks import compiled_kernel, interpreted
 
-ROOT = Path(__file__).parents[3]
-CAPABILITY = 90
-OPTIONS = ("num_warps", "num_stages")
+MODULE = "tests/ops/gpu_quantized/interpreted_quantized.py"
 SLOW = pytest.mark.slow
 FACTORS = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32"}
 GPTQ = QuantFormat(4, 128, False, "float16")
@@ -47,53 +38,21 @@ Q4_K = QuantFormat(4, 32, False, "float32", "minimums")
 FORMS = [GPTQ, INT8, FP8, MXFP4, NVFP4, Q4_K, QuantFormat(4, 32, True)]
 
 
-def interpreted(*options: str) -> None:
-    """Run interpreted_quantized.py in a process where no kernel is decorated yet."""
-    fixed = ["-x", "-q", "-n", "0", "-p", "no:cacheprovider"]
-    module = "tests/ops/gpu_quantized/interpreted_quantized.py"
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", *fixed, *options, module],
-        cwd=ROOT,
-        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert " passed" in run.stdout
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels themselves run here")
 def test_the_kernels_under_the_interpreter() -> None:
-    interpreted()
+    interpreted(MODULE)
 
 
 @SLOW
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels themselves run here")
 def test_every_format_under_the_interpreter() -> None:
-    interpreted("-m", "slow")
+    interpreted(MODULE, "-m", "slow")
 
 
 def compiled(kernel: Any, form: QuantFormat, constants: dict[str, Any], **types: str) -> Resources:
-    options = {name: constants.pop(name) for name in OPTIONS if name in constants}
-    known = {"x": "*bf16", "out": "*bf16", "bias": "*bf16", "residual": "*bf16", "parts": "*fp32"}
+    known = {"x": "*bf16", "out": "*bf16", "parts": "*fp32"}
     known |= {"words": "*u8" if form.kind == "e4m3" else "*i32", "factors": FACTORS[form.scales]}
-    known |= {"num_rows": "i32", "x_stride": "i32", "residual_stride": "i32"} | types
-    absent = {"bias", "residual", "order"} & set(kernel.arg_names) - types.keys()
-    constants |= dict.fromkeys(absent)
-    signature = {
-        name: "constexpr" if name in constants else known[name] for name in kernel.arg_names
-    }
-    # As at a launch: data pointers and strides are multiples of 16.
-    attributes = {
-        (index,): [["tt.divisibility", 16]]
-        for index, name in enumerate(kernel.arg_names)
-        if signature[name] != "constexpr" and name != "num_rows"
-    }
-    source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
-    found: Any = triton.compile(source, target=GPUTarget("cuda", CAPABILITY, 32), options=options)
-    warps = options["num_warps"]
-    return read_resources(found.asm["ptx"], found.metadata.shared, warps, CAPABILITY)
+    return compiled_kernel(kernel, constants, known | types)
 
 
 @pytest.mark.parametrize(

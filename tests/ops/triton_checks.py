@@ -1,0 +1,73 @@
+"""Helpers of the Triton kernels' tests: Triton's interpreter, and compiling without a GPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from ostinato.benchmarks.machine.kernel_resources import Resources, read_resources
+
+__all__ = ("compiled_kernel", "interpreted")
+
+_ROOT = Path(__file__).parents[2]
+_CAPABILITY = 90
+_OPTIONS = ("num_warps", "num_stages")
+_INTEGERS = ("num_rows", "x_stride", "residual_stride")
+_OPTIONAL = {"bias", "residual", "order", "given"}
+
+
+def interpreted(module: str, *options: str) -> None:
+    """Run a module of tests in a process where no kernel is decorated yet.
+
+    Args:
+        module: its path in the repository.
+        options: of pytest.
+    """
+    fixed = ["-x", "-q", "-n", "0", "-p", "no:cacheprovider"]
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", *fixed, *options, module],
+        cwd=_ROOT,
+        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert " passed" in run.stdout
+
+
+def compiled_kernel(
+    kernel: Any, constants: Mapping[str, Any], types: Mapping[str, str]
+) -> Resources:
+    """Compile a kernel for compute capability 9.0.
+
+    Args:
+        kernel: the decorated function.
+        constants: of the launch, with num_warps and num_stages.
+        types: Triton's names of the pointers' types; an optional argument without one is None.
+    """
+    options = {name: constants[name] for name in _OPTIONS if name in constants}
+    absent = _OPTIONAL & set(kernel.arg_names) - types.keys()
+    values = {name: value for name, value in constants.items() if name not in _OPTIONS}
+    values |= dict.fromkeys(absent)
+    known = dict.fromkeys(_INTEGERS, "i32") | dict(types)
+    signature = {name: "constexpr" if name in values else known[name] for name in kernel.arg_names}
+    # As at a launch: data pointers and strides are multiples of 16.
+    attributes = {
+        (index,): [["tt.divisibility", 16]]
+        for index, name in enumerate(kernel.arg_names)
+        if signature[name] != "constexpr" and name != "num_rows"
+    }
+    source = ASTSource(kernel, signature, constexprs=values, attrs=attributes)
+    target = GPUTarget("cuda", _CAPABILITY, 32)
+    found: Any = triton.compile(source, target=target, options=options)
+    warps = options["num_warps"]
+    return read_resources(found.asm["ptx"], found.metadata.shared, warps, _CAPABILITY)
