@@ -60,7 +60,7 @@ class App:
 
 @pytest.fixture
 def make_app(tokenizer: Tokenizer, tokenizer_directory: Path) -> Iterator[Callable[..., App]]:
-    """Makes an `App`; keyword arguments but `server` and `sampling` go to `FakeClient`."""
+    """Makes an `App`. Keyword arguments other than `server` and `sampling` go to `FakeClient`."""
     with ExitStack() as stack:
 
         def make(

@@ -81,7 +81,7 @@ def collected() -> dict[tuple[int, int], CollectedCompletion]:
 
 
 def preparation(model: ServedModel = MODEL, default_max_tokens: int | None = None) -> Preparation:
-    """Values for a model without a tokenizer."""
+    """A `Preparation` for a model without a tokenizer."""
 
     class Source:
         tokenizer = None

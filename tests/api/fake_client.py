@@ -35,9 +35,10 @@ def scripted(text: str, token_ids: Sequence[int], **fields: object) -> RequestOu
 
 
 class FakeClient:
-    """Gives the outputs of `script` to each request, all completions in turn.
+    """Gives each request the outputs of `script`, each output to all completions in turn.
 
-    An exception in the script is raised; None waits until the request is aborted, or `released` is set.
+    An exception in the script is raised. None waits until the request is aborted or `released` is set.
+    `pool` uses only the first entry of the script; its None waits until the request is aborted.
     """
 
     def __init__(
@@ -241,7 +242,7 @@ class FakeClient:
             num_output_tokens=num_output_tokens,
             error=step.error,
             scheduled_time=step.scheduled_time
-            and time.monotonic(),  # a time in the script stands for now
+            and time.monotonic(),  # a script that has a time gets the present time
             num_preemptions=step.num_preemptions,
             events=step.events,
         )

@@ -1,7 +1,8 @@
-"""Every field of a request that the installed `openai` and `anthropic` packages know.
+"""The fields of requests that the installed `openai` and `anthropic` packages know.
 
-The server accepts a field, and the documents list it, or the server refuses it by name with a reason. These
-tests fail for a new field in a new version of a package until one of the two lists has it.
+The server either accepts a field or refuses it by name with a reason. The documents list the accepted fields
+of each body. When a new version of a package has a new field, these tests fail until the project's type or its
+table of unsupported fields has the field.
 """
 
 from __future__ import annotations

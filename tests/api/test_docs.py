@@ -1,4 +1,4 @@
-"""The documents list every field, endpoint, error code and metric."""
+"""The documents list the fields of OpenAI requests, the fields refused by name, endpoints and metrics."""
 
 from __future__ import annotations
 

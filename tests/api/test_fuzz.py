@@ -1,4 +1,4 @@
-"""The answer to any JSON is a reply or a 4xx with the OpenAI error object."""
+"""The answer to any JSON is a reply, or a 4xx with the error object of the endpoint's dialect."""
 
 from __future__ import annotations
 

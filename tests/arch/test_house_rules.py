@@ -21,7 +21,7 @@ LONG_FUNCTIONS = {
 DATA_FOLDER = "models/demo/"
 # Where the process's environment may be touched.
 ENVIRONMENT_FILES = {"conf/environment.py", "api/server/server.py"}
-# `global` statements that exist; none may be added.
+# Names that `global` statements may have: none.
 GLOBALS: set[str] = set()
 
 

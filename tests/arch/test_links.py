@@ -1,6 +1,6 @@
-"""Links, headings, paths, configuration keys and commands in documents exist.
+"""The links, headings, paths, configuration keys and commands that documents name exist.
 
-So do the files in CONTRIBUTING.md's table.
+The numbers of files in CONTRIBUTING.md's table "Where to add what" are right.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ def drawn_sizes() -> dict[str, list[int]]:
 
 
 def with_sizes(bands: dict[str, Band], sizes: dict[str, list[int]]) -> dict[str, Band]:
-    """The bands with the sizes that the file shows, where it has one for the box."""
+    """The bands with the sizes in docs/map.svg. A box that the map lacks keeps its own size."""
     left = {name: list(lines) for name, lines in sizes.items()}
     return {
         layer: {

@@ -1,4 +1,4 @@
-"""The wheel has all files of the tree, and compiled CPU kernels that run without a compiler."""
+"""The wheel has the package's modules and data, and compiled CPU kernels that need no compiler."""
 
 import importlib
 import os
@@ -30,7 +30,7 @@ DATA = {
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tree as a build needs it: a build leaves folders behind, which a later one would pack."""
+    """A copy of the tree to build in. A build leaves folders behind, and a later build would pack them."""
     copy = tmp_path_factory.mktemp("tree") / "copy"
     copy.mkdir()
     for name in ("ostinato", *FOLDERS):
@@ -61,7 +61,7 @@ def build_wheel(
 
 @pytest.fixture(scope="module")
 def wheel(copy: Path) -> zipfile.ZipFile:
-    # This machine's level alone, which the cache holds after the first test of the kernels.
+    # Kernels for this machine's level only. They are in the cache as soon as a test has used them.
     done = build_wheel(copy, detect_isa())
     assert done.returncode == 0, done.stderr
     assert not (copy / "ops" / "native" / "prebuilt").exists()
@@ -102,7 +102,7 @@ def test_the_wheel_has_the_command_and_the_licence(wheel: zipfile.ZipFile):
 
 
 def test_the_wheel_is_small(wheel: zipfile.ZipFile):
-    """The wheel has the libraries of all levels, of similar sizes. The demo model takes 9 MiB."""
+    """A released wheel has libraries of all levels; this one has one level. The levels have similar sizes."""
     total = sum(entry.compress_size for entry in wheel.infolist())
     libraries = sum(e.compress_size for e in wheel.infolist() if e.filename.endswith(".so"))
     assert total + libraries * (len(ISA_LEVELS) - 1) <= 16 << 20
@@ -201,8 +201,8 @@ def test_an_installed_wheel_generates_without_a_compiler(wheel: zipfile.ZipFile,
         check=True,
         timeout=120,
     )
-    # The dependencies are those of the tests. Lines of a .pth file are folders: no editable install
-    # of the project is found through them.
+    # The dependencies are those of the tests. Python reads no .pth files in folders that a .pth file
+    # names, so it does not find an editable install of the project there.
     dependencies = [path for path in sys.path if path.endswith("site-packages")]
     (packages / "dependencies.pth").write_text("\n".join(dependencies))
     (tmp_path / "empty").mkdir()

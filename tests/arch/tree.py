@@ -9,7 +9,7 @@ FOLDERS = ("conf", "ops", "models", "graphs", "runtime", "api", "benchmarks")
 
 
 def package_files() -> list[Path]:
-    """Every module of the package, the face included."""
+    """Every module in the folders of the package and in `ostinato/`."""
     return sorted(
         file
         for folder in ("ostinato", *FOLDERS)

@@ -18,7 +18,7 @@ from ostinato.benchmarks.soak.soak_run import Observations, SoakPlan
 from ostinato.benchmarks.soak.traffic import OPTIONS, Traffic
 from ostinato.runtime.types.params import SamplingParams
 
-# The API says `logprobs` in two ways, and `max_tokens` is always set.
+# Not in OPTIONS: `logprobs` has other values in chat than in completions, and `max_tokens` is always set.
 OTHER_FIELDS = {"max_tokens", "logprobs"}
 
 
@@ -59,7 +59,7 @@ def test_prompts_leave_room_for_the_answer() -> None:
 
 
 def test_a_soak_of_seconds() -> None:
-    """Compiled and captured, as it is served; `server_process.py` keeps to eager mode."""
+    """The server has compiled and captured steps. The servers of `tests/e2e` run in eager mode."""
     plan = SoakPlan(
         seconds=5.0,
         seed=7,

@@ -251,7 +251,7 @@ def test_a_written_option_gives_the_tuned_configuration(tmp_path: Path):
     loaded = load_config(["tuned=mine"], config_dir=str(tmp_path))
     for name in ("model", "device", "cache", "scheduler", "speculation", "graphs", "sampling"):
         assert getattr(loaded, name) == getattr(tuned, name)
-    assert loaded.server.port == 8000  # the address of the server is not part of the configuration
+    assert loaded.server.port == 8000  # the option has the engine's settings only
     again = load_config(["tuned=mine", "scheduler.max_num_seqs=4"], config_dir=str(tmp_path))
     assert again.scheduler.max_num_seqs == 4
 

@@ -55,7 +55,7 @@ def test_a_directory_that_can_be_written_is_used(tmp_path):
 
 
 def cases(tmp_path: Path, name: str) -> tuple[list[str], dict[str, str | None], str]:
-    """The beginning of a command, its environment, and the reason that the line gives."""
+    """The beginning of a command, its environment, and the reason that the warning states."""
     directory = tmp_path / "directory"
     directory.mkdir()
     match name:

@@ -13,7 +13,7 @@ from tests.e2e.server_process import ServerProcess
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[ServerProcess]:
-    """A server with default settings, one for all modules of a test process.
+    """A server with small settings and a body limit of 4 MiB, one for all modules of a test process.
 
     Tests may kill its engine, which starts again. A module with other settings, or one that ends
     its server, defines a fixture of this name.

@@ -149,7 +149,7 @@ def _sample(kind: types.Type) -> Any:
 
 
 def send(client: httpx.Client, place: Place, number: str) -> httpx.Response:
-    """Send a number; the answer is a 200, or a 4xx with an error object."""
+    """Send a number. The answer is a 200, a 400 with an error object, or for `deadline_ms` a 504."""
     body = json.dumps({**place.endpoint.body, **place.fields})
     if f'"{MARK}":' in body:  # the key of a map
         body = body.replace(MARK, number)

@@ -41,7 +41,7 @@ def server(server: ServerProcess) -> Iterator[ServerProcess]:
 
     before = num_5xx()
     yield server
-    # After each test no request is left and the server still works.
+    # After the tests of this module no request is left and the server still works.
     assert server.metrics()["ostinato_requests_running"] == 0
     reply = HTTP.post(server.url + COMPLETIONS, json={"prompt": "Hi", "max_tokens": 1})
     assert reply.status_code == 200

@@ -1,4 +1,4 @@
-"""`run batch` as a user runs it: every endpoint, bad lines, and an interruption in the middle."""
+"""`run batch` as a user runs it: several endpoints, bad lines, and an interruption in the middle."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fields that clients send by default, through the official clients against a real server process."""
+"""Fields of requests that clients of other servers send, with a real server process."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ TEXTS = ("Once upon a time", "A block table is", "The scheduler", "Count to ten:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ServerProcess]:
-    # The default settings: native kernels, packed weights, captured programs.
+    # The default settings of `graphs`: native kernels, packed weights, captured programs.
     with ServerProcess(
         "graphs.mode=captured",
         "graphs.attention=auto",
@@ -82,7 +82,7 @@ TOOL = {"type": "function", "function": {"name": "feed", "parameters": CALL}}
 
 
 def constrained(number: int) -> tuple[str, dict[str, Any]]:
-    """The path and body of a request with a constraint, of one kind and with its own seed."""
+    """The path and body of a request with a constraint. `number` selects its kind and its sampling."""
     fields: dict[str, Any] = {
         "max_tokens": 240,
         "stream": True,
@@ -122,7 +122,7 @@ def check_form(number: int, told: list[Any]) -> None:
 
 
 def what_was_said(lines: list[str]) -> list[Any]:
-    """A stream's events without its id and its time; cached tokens depend on earlier requests."""
+    """What a stream says, without ids and times. Cached tokens depend on earlier requests and are left out."""
     assert lines[-1] == "data: [DONE]", lines[-1]
     events = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
     assert not any("error" in event for event in events), events[-1]
@@ -139,7 +139,7 @@ def what_was_said(lines: list[str]) -> list[Any]:
 
 
 class Streams:
-    """All streams at once, and the number of events of each."""
+    """Runs all streams at once, and keeps the lines of each."""
 
     def __init__(self, url: str, requests: list[tuple[str, dict[str, Any]]]) -> None:
         self._url = url

@@ -1,7 +1,7 @@
 """Chat templates with tools, one in the syntax of each family.
 
-The text of a conversation is that of transformers, and the calls that a template writes are read as
-the calls that it was given.
+`ChatTemplate` renders a conversation to the same text as transformers. From the text of the assistant's
+turn, the parser reads the calls that the template was given.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ def test_the_calls_of_a_template_are_read_as_they_were_given(name):
         (
             "llama-8b",
             (128001, 128008, 128009),
-        ),  # end of text, end of a message to a tool, of a turn
+        ),  # the ends of a text, of a message to a tool, and of a turn
         ("qwen3-8b", (151645,)),  # <|im_end|>
         ("gemma3-1b", (1, 106)),  # end of text, <end_of_turn>
         ("phi-4", (100265,)),  # <|im_end|>

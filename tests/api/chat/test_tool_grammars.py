@@ -1,4 +1,4 @@
-"""The grammar of forced calls: each format's own text, and nothing else, matches it."""
+"""The grammars of tool calls: a valid call in the text of its format matches, other calls do not."""
 
 from __future__ import annotations
 

@@ -35,7 +35,8 @@ CALL = {"id": "call_1", "type": "function", "function": {"name": "add", "argumen
 CALL_OF_MESSAGE = MessageToolCall(
     id="call_1", function=CalledFunction(name="add", arguments='{"a": 1}')
 )
-# Like Qwen3's template: renders all input of a template. It writes calls in <tool_call> tags.
+# Shows all input of a template. The markers at its end are those of Qwen3: the server chooses the parsers of
+# reasoning and calls by them.
 TEMPLATE = (
     "{% if tools %}{{ tools | tojson }}{% endif %}"
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}"
@@ -54,7 +55,7 @@ def named(name: str) -> dict[str, Any]:
 
 
 def script(*pieces: str) -> list[Any]:
-    """An answer in these pieces, with any tokens."""
+    """An answer in these pieces, one output for each. The token ids mean nothing."""
     return [
         *(scripted(piece, [5]) for piece in pieces),
         scripted("", [7], finish_reason=FinishReason.stop),

@@ -1,4 +1,4 @@
-"""The command line: real processes show exit codes, streams and import cost."""
+"""The command line: its messages, exit codes, help, completion and prompts. A few tests start processes."""
 
 import os
 import re

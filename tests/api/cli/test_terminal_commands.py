@@ -1,4 +1,4 @@
-"""`run generate`, `run chat`, `run plan` and `run bench` over a real engine in this process."""
+"""`run generate`, `run chat` and `run bench` with a real engine in this process; `run plan` without one."""
 
 import io
 import json

@@ -280,7 +280,7 @@ class TestMetrics:
         assert found["process_open_fds"] > 0
 
     def test_a_process_that_is_gone(self, app):
-        app.engine.engine_pid = 2**22 + 1  # above the kernel's largest
+        app.engine.engine_pid = 2**22 + 1  # above the largest process id of the kernel
         use = MachineProbe().read([app.engine.engine_pid])
         assert set(use.processes) == {"api"}
         assert Metrics(app.engine).render()
@@ -314,7 +314,7 @@ class TestRecentLatency:
         found = window.snapshot()["itl"]
         assert found is not None
         assert (found.count, found.p50) == (1, 3.0)
-        now[0] = 30.0  # ten seconds after the last snapshot
+        now[0] = 30.0  # more than ten seconds after the last snapshot
         window.add("itl", 4.0)
         assert window.snapshot()["itl"] is None
 

@@ -197,7 +197,7 @@ class TestTemplateMessages:
 
 
 def parsed(one: RequestOutput) -> ChatDelta:
-    """The IndexedOutput of an answer with content only."""
+    """The `ChatDelta` of an answer with content only."""
     events = [Content(one.text_delta)] if one.text_delta else []
     return ChatDelta(one, events, one.finish_reason and one.finish_reason.value)
 

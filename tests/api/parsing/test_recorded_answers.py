@@ -309,7 +309,7 @@ ANSWERS = [
         call_format="openai",
         thinks="openai_gptoss",
     ),
-    Recorded(  # gpt-oss: the recipient before the channel, a preamble, no call marker (a token of the end)
+    Recorded(  # gpt-oss: a preamble, then a call with the recipient before the channel; without <|call|>, which ends the answer
         template="<|channel|>analysis <|channel|>commentary",
         text="<|channel|>commentary<|message|>I will look.<|end|><|start|>assistant to=functions.get_weather<|channel|>commentary "
         'json<|message|>{"city": "Oslo"}',
@@ -391,10 +391,14 @@ def test_a_template_without_marks_has_the_format_of_the_architecture():
 
     assert found("{{ tools }}", "Lfm2ForCausalLM") == "lfm2"
     assert found("{{ tools }}", "DeepseekV32ForCausalLM") == "deepseek_v32"
-    assert found("{{ tools }} <arg_key>", "Lfm2ForCausalLM") == "glm45"  # what the template shows
+    assert (
+        found("{{ tools }} <arg_key>", "Lfm2ForCausalLM") == "glm45"
+    )  # the template's marks come first
     assert found("{{ tools }}", "LlamaForCausalLM") is None  # its models have several formats
     assert found("{{ tools }}", "") is None
-    assert found("no functions", "Lfm2ForCausalLM") == "json"  # the prompt describes that one
+    assert (
+        found("no functions", "Lfm2ForCausalLM") == "json"
+    )  # the server's prompt describes this format
 
 
 def test_an_explicit_choice_of_mistral_writes_the_layout_of_the_template():

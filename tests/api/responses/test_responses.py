@@ -257,7 +257,7 @@ class TestIncluded:
         assert input_messages([item, end]) == [
             Message(role="assistant", content="A", reasoning="hm")
         ]
-        # A server cannot read the encrypted reasoning of another server.
+        # A value that another server encoded, or that was changed, has no effect.
         for other in ("gAAAA", f"{content}é", content[:12] + "?"):
             unread = input_messages([{**item, "encrypted_content": other}, end])
             assert unread == [Message(role="assistant", content="A")]

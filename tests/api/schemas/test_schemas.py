@@ -156,7 +156,7 @@ class TestRefused:
         ),
     )
     def test_the_template_sees_each_key_of_a_message(self, role, others):
-        """A message keeps any role and any key, except nulls and values without an effect."""
+        """Any role, and any key that no field of a message has. A key with null is left out."""
         given_message = {"role": role, "content": "Hi", **others}
         body = msgspec.json.encode({"messages": [given_message]})
         (message,) = decode(body, ChatCompletionRequest).messages

@@ -203,7 +203,10 @@ class TestCompletions:
 
 
 async def asgi_post(app, path: str, body: dict, *, disconnect: asyncio.Event) -> list[dict]:
-    """Send one POST through ASGI. The client disconnects as soon as `disconnect` is set."""
+    """Send one POST through ASGI. The client disconnects when `disconnect` is set.
+
+    The first bytes of the answer set it too.
+    """
     messages = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
     sent: list[dict] = []
 

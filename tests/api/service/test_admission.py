@@ -1,4 +1,4 @@
-"""API keys, limits of the queue and of prompts, and deadlines."""
+"""API keys, limits of the queue and of prompts, deadlines, and CORS."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def burn(count: int) -> None:
 
 
 def loops(ours: int, tolerance: float = 0.25) -> Check:
-    """Our loop beside one of 2000 rounds."""
+    """Compares a loop of `ours` rounds with a loop of 2000 rounds."""
     return Check(
         name="loops",
         what="a loop / a loop",
@@ -44,7 +44,7 @@ def test_only_what_is_slower_than_allowed_is_a_regression():
     same, slower = run_check(loops(2000), 1.0), run_check(loops(4000), 1.0)
     assert not same.is_regression
     assert slower.is_regression
-    assert slower.tries == 3  # a regression shows in every run
+    assert slower.tries == 3  # only a check that is too slow three times is a regression
     assert slower.change == pytest.approx(1.0, abs=0.5)
     assert not run_check(loops(4000), None).is_regression
 

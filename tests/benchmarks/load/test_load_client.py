@@ -164,7 +164,7 @@ def test_the_client_is_a_process_of_its_own():
     with Answering(answer(pause_s=0.3)) as server:
         job = LoadJob(url=server.url, model="m", requests=requests(6), **job_fields)
         report = run_client(job, progress.append)
-        assert server.bodies[0]["prompt"] == [0, 7]  # the warm-up, backwards
+        assert server.bodies[0]["prompt"] == [0, 7]  # the warm-up has the first prompt backwards
     assert statuses(report) == ["ok"] * 6
     assert progress
     assert report.loop_lag_ms.keys() == {"p50", "p99", "max"}

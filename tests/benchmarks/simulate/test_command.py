@@ -56,7 +56,7 @@ def test_ranks_divide_the_work_and_add_their_exchanges():
     alone = roofline_table(device, shape, limits, 8192).decode_seconds(1, 0) - 250e-6
     for name, link in LINKS.items():
         two = roofline_table(device, shape, limits, 8192, Division(tensor=2, link=link))
-        # Two sums of a hidden state in each layer: two latencies each, and half of it twice.
+        # Each layer sums a hidden state twice. A sum takes two latencies and moves half of the state twice.
         exchanges = 64 * (2e-6 * link.latency_us + 8192 / (0.85e9 * link.gb_s))
         assert two.decode_seconds(1, 0) == pytest.approx(alone / 2 + 250e-6 + exchanges), name
         stages = roofline_table(device, shape, limits, 8192, Division(pipeline=3, stage_link=link))
@@ -86,7 +86,7 @@ def shape_of(option: str) -> ModelShape:
 )
 def test_a_roofline_counts_the_experts_of_a_token(option: str, active: float):
     shape = shape_of(option)
-    # The authors count the embedding too.
+    # The authors count the embedding and the output head too.
     tables = shape.num_logit_parameters * 2
     assert shape.num_parameters + tables == pytest.approx(active * 1e9, rel=0.03)
     # A step of one token reads the experts of that token, and a large one reads all.

@@ -53,7 +53,7 @@ def test_leaps_give_what_single_steps_give(seed, rate, blocks, shared, overlap, 
 
 
 def drive(scheduler: FastForwardScheduler, count: int) -> None:
-    """This number of single steps, all of which sample."""
+    """Runs `count` steps. Each sequence in a step gets a token."""
     for _ in range(count):
         output = scheduler.schedule()
         assert output is not None

@@ -16,7 +16,7 @@ def make_job(requests: list[JobRequest], **changes) -> LoadJob:
 
 
 def most_at_once(table: np.ndarray) -> int:
-    """Requests under way at a time, at most."""
+    """The largest number of requests that are under way at one time."""
     return max(int(((table[:, 1] <= time) & (table[:, 3] > time)).sum()) for time in table[:, 1])
 
 

@@ -43,7 +43,7 @@ def test_stages_work_at_the_same_time_and_one_sequence_does_not_gain():
     )
     assert list(staged.last_s) == pytest.approx(list(whole.last_s))
 
-    # Steps of four sequences take nearly as long as steps of eight, and two run at once.
+    # A step of four sequences takes nearly as long as one of eight, and two steps run at once.
     many = [Arrival(0.0, range(100 * key, 100 * key + 20), 40) for key in range(8)]
     whole, staged = (
         simulate_open(make_spec(num_stages=stages), lambda: iter(many)) for stages in (1, 2)
@@ -118,7 +118,7 @@ def test_draws_are_seeded_and_between_sizes():
         size: clock.step(decodes_of(size)) / make_table().decode_seconds(size, 10)
         for size in (1, 3, 7, 16)
     }
-    # Curves are keyed by powers of two of the number of sequences plus one.
+    # A curve's key is the number of decoding sequences plus one.
     assert ratios == pytest.approx({1: 1.0, 3: 2.0, 7: 4.0, 16: 4.0})
 
 

@@ -98,7 +98,7 @@ def test_a_sweep_isolates_a_failure_reuses_the_model_and_resumes(
     tmp_path: Path, words: list[str], capsys: pytest.CaptureFixture[str]
 ):
     folder = tmp_path / "sweep"
-    # The second value of the cache cannot hold one sequence of the length that is asked for.
+    # A cache of the second size cannot hold one sequence of 256 tokens.
     varied = [
         "model.max_model_len=256",
         "scheduler.max_num_batched_tokens=64,128",

@@ -42,8 +42,9 @@ class Truth:
 
 
 def record(truth: Truth, *, seed: int = 0, num_requests: int = 60) -> Recording:
-    """One request after the other, each with a prompt of its own length and eight tokens; every
-    second one is sent while the one before it runs.
+    """A recording of requests in pairs. The second of a pair is sent while the first runs.
+
+    Each request has a prompt of its own length and eight output tokens.
     """
     numbers = random.Random(seed)
     steps: list[EngineStep] = []
@@ -72,7 +73,7 @@ def record(truth: Truth, *, seed: int = 0, num_requests: int = 60) -> Recording:
         for number in range(3):
             now += truth.pause_s
             ends[0].append(step([(f"{names[0]}#1", lengths[0] + number, 1)]))
-        # The second one is there when the third decode has begun, just too late for it.
+        # The second request arrives just after the third decode step has begun, too late to join it.
         sent[1] = steps[-1].began_at + 1e-6 - truth.request_s - BEGAN_AT
         for number in range(3, 7):
             now += truth.pause_s
@@ -146,7 +147,9 @@ def test_slow_moments_stay_together():
     drawn = [noise.next(0) > 1.5 for _ in range(20_000)]
     assert np.mean(drawn) == pytest.approx(0.25, abs=0.1)
     changes = sum(a != b for a, b in pairwise(drawn))
-    assert changes < len(drawn) / 50  # single draws would change three of eight
+    assert (
+        changes < len(drawn) / 50
+    )  # of independent draws, three of eight would differ from the one before
 
 
 def test_a_point_of_the_table_that_was_disturbed_is_put_right():
