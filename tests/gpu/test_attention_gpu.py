@@ -131,8 +131,8 @@ def label(shape: Shape) -> str:
     )
 
 
-# FlashInfer builds two programs, for minutes, per type, head size and use of window and cap: the
-# unmarked tests keep to one.
+# FlashInfer builds two programs for each combination of type, head size, window and cap. That takes
+# minutes, so the unmarked tests keep to one combination.
 SLOW = pytest.mark.slow
 CASES = [
     *(pytest.param("triton", shape, id=f"triton-{label(shape)}") for shape in GRID),
@@ -160,9 +160,9 @@ CASES = [
 @pytest.mark.parametrize(("name", "shape"), CASES)
 @torch.inference_mode()
 def test_matches_reference(name: str, shape: Shape) -> None:
-    # Blocks that hold as many tokens as the grid's longest context needs.
     backend, planner, engine = engine_of(name, shape)
     for seed, lengths in enumerate([*MIXED_STEPS[:2], DECODE_STEPS[2]]):
+        # A table of small blocks does not hold the longest contexts.
         if max(context for _, context in lengths) > MAX_BLOCKS * shape.block_size:
             lengths = [(query, min(context, 600)) for query, context in lengths]
         num_tokens = sum(query for query, _ in lengths)
@@ -222,7 +222,7 @@ class CapturedAttention:
             self.out = call()
 
     def replay(self, lengths: list[tuple[int, int]], seed: int) -> Step:
-        """Run the step; its output is in `out`, its caches start at the static ones' beginning."""
+        """Run the step. Its output is in `out`; its blocks are the first of the static caches."""
         self.engine.buffers.wait_for_upload()
         step = self.engine.load(lengths, self.key, seed)
         pairs = ((self.q, step.q), (self.k, step.k), (self.v, step.v))
@@ -251,7 +251,7 @@ WINDOW_AND_CAP = replace(BASE, sliding_window=100, soft_cap=20.0)
 )
 @torch.inference_mode()
 def test_captured_graphs_serve_changed_lengths(name: str, shape: Shape) -> None:
-    """Both buckets alternate over the same static buffers, larger captured first."""
+    """Both buckets run over the same static buffers; the larger one is captured first."""
     backend, planner, engine = engine_of(name, shape, (MIXED, DECODE))
     graphs = {key: CapturedAttention(backend, planner, engine, key) for key in (MIXED, DECODE)}
     steps = [*((MIXED, s) for s in MIXED_STEPS), *((DECODE, s) for s in DECODE_STEPS)]

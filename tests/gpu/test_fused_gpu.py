@@ -29,7 +29,7 @@ def random(*shape: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> Tenso
 
 
 def rounding(expected: Tensor) -> float:
-    """Half a unit in the last place of the largest result, with room for that of the products."""
+    """2**-7 of the largest result: its rounding to bfloat16 takes at most half of that."""
     return float(expected.abs().max()) * 2.0**-7
 
 
@@ -79,7 +79,7 @@ def test_a_captured_call_reads_new_inputs() -> None:
 
 
 def test_layers_have_a_form_for_few_rows() -> None:
-    """`test_graphs_gpu.py` compares its steps, which take it, with the eager model."""
+    """`test_graphs_gpu.py` compares steps that use this form with the eager model."""
     config = LlamaForCausalLM.read_config(MODEL)
     model = build_model(config, dtype=torch.bfloat16, device=CUDA, attention_backend="triton")
     init_dummy_weights(model, 0)

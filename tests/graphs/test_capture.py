@@ -149,7 +149,7 @@ def test_fewer_rows_are_sampled_than_run() -> None:
 
 
 class ScarceRecorder(StaticRecorder):
-    """A recorder with memory for buckets of these token counts only; it fails as torch does."""
+    """A recorder with memory for buckets of these numbers of rows only; it fails as torch does."""
 
     def __init__(self, captured: set[int], error: Exception) -> None:
         super().__init__()

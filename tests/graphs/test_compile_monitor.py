@@ -1,6 +1,6 @@
 """The monitor of late compiles sees real compilations, with the shape of the step.
 
-Every test compiles something for real: no event is made up.
+Events come from real compilations and started processes. No test makes one up.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ Array = TypeVar("Array")
 
 @dataclass(frozen=True, kw_only=True)
 class FurtherTensors(StepTensors[Array]):
-    """Step tensors with one more per token, one more per row of logits, and a second large one."""
+    """Step tensors with three more fields: one by token, one by row of logits, and a second table."""
 
     sources: Annotated[Array, TensorSpec(sizes=(Size.tokens,), dtype=torch.int64, padding=5)]
     weights: Annotated[Array, TensorSpec(sizes=(Size.rows, 3), dtype=torch.float32)]

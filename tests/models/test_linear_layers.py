@@ -80,7 +80,7 @@ shards = st.sampled_from([1, 2, 4, 8])
 def test_column_and_row_parallel_layers_add_up(
     ranks: int, kv_heads: int, method: WeightMethod
 ) -> None:
-    """q, k and v by heads, then a row-parallel product: summed over ranks, the whole."""
+    """Each rank has some heads of q, k and v, and a part of the output product's sum."""
     heads, size = 8, 8
     generator = torch.Generator().manual_seed(ranks * 8 + kv_heads)
 

@@ -38,7 +38,7 @@ class StandIn:
         self.has_workspace = True
 
     def take(self, name: str, source: Tensor) -> None:
-        """Copies into the fixed buffer; without one, returns the source."""
+        """Copies the source into the fixed buffer; for uncaptured shapes it keeps a clone instead."""
         buffer = getattr(self, name)
         if not self.use_cuda_graph:
             setattr(self, name, source.clone())

@@ -18,7 +18,10 @@ them."""
 
 
 def ops_of(library: str, level: str, **names: str) -> SimpleNamespace:
-    """Ops of a native library at one level: attribute -> name of the op, whose module is imported."""
+    """Ops of a native library at one level; `names` maps attributes to names of ops.
+
+    The caller must have imported the modules that define the ops.
+    """
     ops = getattr(torch.ops, load(library, level).namespace)
     return SimpleNamespace(
         **{attribute: getattr(ops, name).default for attribute, name in names.items()}

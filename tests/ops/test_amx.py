@@ -53,7 +53,7 @@ _HOSTILE = [
     0xBF80,
 ]
 _SOURCES: dict[str, Callable[[np.random.Generator, int], Words]] = {
-    # name: number of bfloat16 values
+    # Each function draws `count` bfloat16 values.
     "any bits": lambda rng, count: rng.integers(0, 1 << 16, count).astype(np.uint16),
     "around one": lambda rng, count: _bfloat16(rng, count, 126, 129),
     "far apart": lambda rng, count: _bfloat16(rng, count, 40, 215),

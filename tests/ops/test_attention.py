@@ -92,7 +92,8 @@ def dense(step: Step, shape: Shape, row: int) -> Tensor:
     slopes, sinks = shape.per_head()
     added = torch.zeros(shape.num_heads, 1, length)
     if slopes is not None:
-        added = added + slopes[:, None, None] * key  # a constant of a row changes nothing
+        # ALiBi adds slope * (key - query). The query's part is one number a row: it changes no weight.
+        added = added + slopes[:, None, None] * key
     added = added.masked_fill(~seen, float("-inf"))
     if sinks is not None:
         # A key of zeros, whose logit is the sink and whose value is zero.

@@ -114,7 +114,7 @@ def test_no_rows(kernels: SimpleNamespace, dtype: torch.dtype) -> None:
 def test_infinities_and_nans_stay_in_their_row(
     kernels: SimpleNamespace, dtype: torch.dtype
 ) -> None:
-    # odd K and N: neither reaches the zeros of the padding
+    # K and N are odd: infinity and NaN must not be multiplied by the zeros of the padding
     x, weight, _ = linear_problem(3, 33, 7, dtype)
     x[0, 6] = torch.inf
     x[1, 2] = torch.nan

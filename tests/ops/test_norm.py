@@ -1,4 +1,4 @@
-"""The norms against transformers' and torch's own."""
+"""The norms against transformers' RMS norm, sums in float64 and numbers computed by hand."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """The quantised linear ops on every instruction set that this processor runs.
 
-The quantiser's bytes and a group's whole numbers are exact, so they are compared bit for bit with
-plain torch. A result is then a float32 sum over the groups: within (groups + 2) * 2**-24 of the sum
-of their magnitudes (Higham, "Accuracy and Stability of Numerical Algorithms", section 3.1), and
-2**-8 of itself once rounded to bfloat16.
+The quantiser's bytes are exact, so they are compared bit for bit with plain torch. A result is a
+float32 sum over the groups. Its error may be (groups + 4) * 2**-23 of the sum of their magnitudes.
+That is at least twice the bound of Higham, "Accuracy and Stability of Numerical Algorithms", section
+3.1. The rounding to bfloat16 adds 2**-8 of the result.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ def spoil_all(tensors: list[Tensor]) -> None:
 
 
 def spoil(tensor: Tensor) -> None:
-    """Contents that no result can have."""
+    """Fill with NaN, with a large negative integer or with True, which results rarely are."""
     if tensor.dtype.is_floating_point:
         tensor.fill_(float("nan"))
     elif tensor.dtype is torch.bool:

@@ -49,7 +49,7 @@ class SimulatedEngine:
         hold_seed: int | None = None,
         num_lanes: int = 1,
     ) -> None:
-        """With `costs`, no step with decodes may take longer than `target_s`.
+        """With `costs`, `_check_target` compares steps that have decodes with `target_s`.
 
         With several lanes, one step of each lane is in flight, and the lanes decode different
         sequences.
@@ -158,7 +158,7 @@ class SimulatedEngine:
         self.scheduler.check_integrity()
 
     def run(self, *, lookahead: bool) -> None:
-        """Launch and land until all requests have ended, in a number of steps the work bounds."""
+        """Launch and land until all requests have ended; their lengths limit the number of steps."""
         lengths = [
             _most_tokens(request, self.max_model_len)
             for request_id, request in self.requests.items()
@@ -242,9 +242,9 @@ class SimulatedEngine:
         assert not output.num_prompt_logits or over <= self.score_tokens + 1e-6
 
     def _check_lanes(self, output: SchedulerOutput, num_running: int) -> None:
-        """With lanes, no token follows from one that a step in flight draws.
+        """With lanes, a step decodes no sequence that is in another step in flight.
 
-        A step decodes at most its part of the sequences that ran before it.
+        It decodes at most its part of the sequences that ran before it.
         """
         if self._num_lanes == 1:
             return
@@ -298,7 +298,7 @@ class SimulatedEngine:
             assert entry.start + entry.num_new_tokens < limit
 
     def _check_overlap(self, output: SchedulerOutput) -> None:
-        """No step uses the row or the written slots of another request whose step is in flight."""
+        """No step uses the row or the written blocks of another request whose step is in flight."""
         holders = {entry.row: self.device.rows[entry.row].request_id for entry in output.scheduled}
         writers: dict[int, str] = {}
         for entry in output.scheduled:

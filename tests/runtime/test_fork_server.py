@@ -301,7 +301,7 @@ def test_a_limit_of_the_system_is_not_the_jobs_fault():
 
 
 def test_it_ends_with_its_parent(capfd):
-    """Fails at once and writes nothing to the log."""
+    """The server's process and its fork end, and write nothing to the log."""
 
     async def test(server):
         call, fork = await sleeping(server)

@@ -35,7 +35,7 @@ def run(*overrides: str) -> subprocess.CompletedProcess[str]:
 
 
 def quantise(*overrides: str) -> QuantizeReport:
-    """The same without a process of its own."""
+    """Quantise in this process; returns the report."""
     config = load_config(overrides)
     return quantize_model(config.engine, config.quantize, lambda done, total: None)
 

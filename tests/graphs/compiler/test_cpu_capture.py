@@ -48,7 +48,7 @@ def compiled(model, spec, store: Store | None = None):
 
 
 def capture(program, cache) -> None:
-    """Record a padded step of the first bucket, as the engine's start does."""
+    """Record a step of one sequence with one token."""
     buffers = make_buffers()
     num_tokens, num_seqs = fill(buffers, [(0, [3])])
     batch = buffers.batch(num_tokens, num_seqs, num_seqs)

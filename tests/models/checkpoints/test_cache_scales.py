@@ -1,6 +1,6 @@
 """A checkpoint's scales of keys and values, against a model whose matrices are scaled instead.
 
-The scales are powers of two, so that nothing else is rounded differently. They are so far from 1
+The scales are powers of two, so that nothing else is rounded differently. K and V are so far from 1
 that a cache of 8 bits without them would saturate or round to zero.
 """
 
@@ -66,7 +66,7 @@ def logits(directory: Path, *, scales: bool) -> Tensor:
 
 
 def scaled_matrices(source: Path, target: Path, scales: list[tuple[float, float]]) -> Path:
-    """Keys and values are smaller by the scales; queries and the output's inputs larger."""
+    """Divide keys and values by the scales, and multiply queries and the output's inputs by them."""
     tensors: dict[str, Tensor] = {}
     stored = load_file(source / "model.safetensors")
     for layer, (k, v) in enumerate(scales):

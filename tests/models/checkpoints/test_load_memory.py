@@ -108,7 +108,7 @@ def tensors(layers: int, experts: int, *, is_stacked: bool) -> dict[str, torch.T
 
 
 def write(directory: Path, layers: int, experts: int, *, is_stacked: bool) -> str:
-    """A checkpoint."""
+    """Write a checkpoint; returns its directory."""
     directory.mkdir()
     sizes = {"num_hidden_layers": layers, "num_local_experts": experts}
     own = {} if is_stacked else {"architectures": ["OlmoeForCausalLM"], "model_type": "olmoe"}

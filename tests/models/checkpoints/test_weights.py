@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Saved:
-    """The tensors that transformers wrote for a variant."""
+    """What transformers wrote for a variant: the JSON files by name, and the tensors."""
 
     small_files: dict[str, bytes]
     tensors: dict[str, Tensor]
@@ -43,7 +43,7 @@ class Saved:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Saved]:
-    """The directory of each variant's checkpoint."""
+    """The checkpoint of each variant, by its name."""
     everything = {}
     for name in ("gpt2", "llama-tied", "qwen2", "qwen3"):
         directory = tmp_path_factory.mktemp(name)

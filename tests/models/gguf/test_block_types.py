@@ -96,7 +96,7 @@ def test_formats_hold_each_number_of_their_types(names: tuple[str, str]) -> None
         _, block_bytes = gguf.GGML_QUANT_SIZES[GGMLQuantizationType[name]]
         blocks = torch.from_numpy(generator.integers(0, 256, (99, block_bytes), dtype=np.uint8))
         if name == "MXFP4":
-            blocks[:, 0] = blocks[:, 0].clamp(max=240)  # larger sums would overflow
+            blocks[:, 0] = blocks[:, 0].clamp(max=240)  # with larger scales, products overflow
         found = in_format(name, blocks, form)
         values = found["values"].view(99, -1, form.group_size).float()
         assert int(values.max()) < 1 << form.bits

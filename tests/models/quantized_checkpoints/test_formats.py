@@ -1,4 +1,4 @@
-"""Checkpoints of every integer format against transformers on the weights that they stand for.
+"""Checkpoints of every quantised format against transformers on the weights that they stand for.
 
 The weights are compared bit for bit with the library's formula. The logits are compared twice: with
 exact activations through a float model of the loaded weights, and through the kernels, which round

@@ -50,6 +50,7 @@ def test_one_matrix_at_a_time_is_unpacked(floats: Path, tmp_path: Path, form: Fo
     made = [module for module in found if module.method.is_quantized]
     result = sum(tensor.nbytes for module in made for tensor in module.weights.values())
     sizes = [module.out_features * module.in_features for module in made]  # a byte a weight
-    # Words and integers of the last part, the stacked integers, scales of the small groups.
     assert 4 * max(sizes) < sum(sizes)  # otherwise the bound would always hold
+    # At the peak there are also the words and integers of the last part, the stacked integers, and
+    # the scales.
     assert live.peak < result + 4 * max(sizes)

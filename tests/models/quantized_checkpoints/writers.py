@@ -1,7 +1,7 @@
 """Writes small quantised checkpoints in the formats of other libraries, from a float checkpoint.
 
-Each writer follows the format's own description, in plain loops over integers, and shares no code
-with the readers. It returns the weights by the library's formula, in float32.
+Each writer follows the format's own description and shares no code with the readers. It returns the
+stored tensors, and the float32 weights that they stand for by the library's formula.
 """
 
 from __future__ import annotations
@@ -430,7 +430,7 @@ def _further(form: Form) -> dict[str, Any]:
 
 
 def edit(directory: Path, **keys: Any) -> None:
-    """Replace keys of a checkpoint's quantization_config; None removes one."""
+    """Replace keys of a checkpoint's quantization_config."""
     file = directory / "config.json"
     config = json.loads(file.read_text())
     config["quantization_config"] |= keys

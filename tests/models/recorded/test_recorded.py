@@ -125,7 +125,7 @@ def test_routers_stay_float32_in_half_precision(expected, name: str) -> None:
 
 
 def calls(model: torch.nn.Module) -> dict[str, int]:
-    """How often the first layer calls what."""
+    """How often the first layer calls `rotate_heads`, and torch's own operations."""
     layer = model.layers[0]
     assert isinstance(layer, RecordedLayer)
     code = layer.recorded_layer.code

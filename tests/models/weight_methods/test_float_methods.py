@@ -1,4 +1,4 @@
-"""The weight methods of unquantised matrices: the same results, and the sizes that they state."""
+"""The weight methods for float checkpoints: plain and packed results, and the stated sizes of all."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ def _compile(library: str, folder: Path) -> Program:
         capture_output=True,
         text=True,
     ).stdout.split()
-    # torch's functions: the codes of its dtypes, and others, which these calls must not reach.
+    # Stand-ins of torch's functions: those of dtypes return the codes, all others abort.
     codes = {f"aoti_torch_dtype_{str(each)[6:]}": code for each, code in DTYPE_CODES.items()}
     stand_in = folder / "torch.cpp"
     stand_in.write_text(

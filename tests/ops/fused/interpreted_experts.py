@@ -57,7 +57,7 @@ def problem(
 
 
 def in_float64(arguments: list[Any]) -> Tensor:
-    """`_plain` of wide operands; the router's choice is that of float32."""
+    """The result of `_plain` in float64, the router's choice included."""
     x, weight, bias, residual = arguments[:4]
     hidden = x.double() @ weight.double().T + residual.double()
     if bias is not None:

@@ -34,7 +34,7 @@ from tests.ops.exact_fp8 import FP8, convert_exactly
 from tests.ops.widened_bfloat16 import widen_products_of_bfloat16
 from tests.runtime.tiny import MODEL
 
-# Let the op run its CUDA kernel for CPU tensors too.
+# Let the two ops run their CUDA kernels for CPU tensors too.
 _KERNELS = torch.library.Library("ostinato", "IMPL")
 _KERNELS.impl("fused_linear", launch, "CPU")
 _KERNELS.impl("fused_experts", launch_experts, "CPU")
@@ -370,7 +370,7 @@ def test_whole_models_with_options(name: str, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_plain_torch_is_the_same_op() -> None:
-    """The op's other kernel, which other devices run."""
+    """The plain norm and activation around a product, as other devices compute the op."""
     found = arguments(4, 24, 32, {"norm", "bias", "silu", "residual"}, torch.float32)
     normal = plain_rms_norm(found[0], found[3], found[4])
     plain = activate(normal @ found[1].T + found[2], "silu", gated=True) + found[6]

@@ -37,7 +37,7 @@ FORMS = [
     QuantFormat(4, 96, True),  # no power of two
     QuantFormat(8, 24, True, "float16"),
 ]
-OUT, IN = 70, 164  # neither a panel, nor a group, nor a unit of 8
+OUT, IN = 70, 164  # no multiples of a panel, of a group or of 8
 
 
 def stored(form: QuantFormat, seed: int, size: tuple[int, int] = (OUT, IN)) -> Tensor:

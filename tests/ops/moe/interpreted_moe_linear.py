@@ -67,7 +67,7 @@ def test_the_tile_grows_with_the_rows_of_an_expert() -> None:
     ("experts", "top_k", "has_bias"), [(5, 2, False), (128, 8, True), (1, 1, False)]
 )
 def test_routing(scoring: Scoring, experts: int, top_k: int, has_bias: bool) -> None:
-    """Among the tokens: equal logits, closed experts, and those that have no scores."""
+    """Some tokens have equal logits, infinite logits or NaN."""
     generator = torch.Generator().manual_seed(experts)
     logits = torch.randn(9, experts + 3, generator=generator)[:, :experts].to(torch.float16)
     logits[1] = 0.5

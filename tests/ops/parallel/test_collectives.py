@@ -41,7 +41,9 @@ def in_rank_order(command: Reduce, world: int) -> Tensor:
 
 sizes = st.one_of(
     st.tuples(st.integers(0, 5), st.integers(1, 70)),
-    st.sampled_from([(1, 1024), (7, 1000), (64, 1024), (131, 1003)]),  # up to three slots
+    st.sampled_from(
+        [(1, 1024), (7, 1000), (64, 1024), (131, 1003)]
+    ),  # up to 3 slots of the segment
 )
 
 

@@ -18,7 +18,7 @@ WORLD = 3
 
 
 class Site:
-    """Three ranks on two machines, and a thread that carries their pieces."""
+    """Three ranks on two machines, and for each a thread that carries its pieces to the other one."""
 
     def __init__(self) -> None:
         self.groups: list[ParallelGroup] = []

@@ -175,7 +175,7 @@ def test_a_request_that_kills_its_engine_is_named_and_the_others_go_on(
         counts: dict[str, int] = {}
         task = asyncio.create_task(run_all(client, counts))
         await until(lambda: len(counts) >= 3)
-        # Its engine dies whenever it is submitted, before it has returned anything.
+        # The engine dies whenever the request `poison` is to be sent to it.
         replica = client.replicas[0]
         send = replica._send
 

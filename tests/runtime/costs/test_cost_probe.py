@@ -19,9 +19,10 @@ BLOCK_SIZE = 16
 
 
 class Device:
-    """Steps take 2 ms, 0.1 ms a token, 0.05 ms a sequence and 1 us for each token attended to.
+    """Steps take 2 ms, 0.1 ms a token, 0.05 ms a sequence, 1 us for each token attended to, and
+    0.3 ms for each log-probability of a prompt.
 
-    Checks that the runner could execute each step, and which slots it would write.
+    The device checks that a runner could execute each step, and which blocks it would write.
     """
 
     def __init__(self, space: StepSpace, slowdown: float = 1.0) -> None:

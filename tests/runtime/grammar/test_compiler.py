@@ -1,4 +1,4 @@
-"""The grammar compiler: supported and refused constraints, its cache, and processes that it ends."""
+"""The grammar compiler: supported and refused constraints, its cache and its processes."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ SCHEMAS = st.builds(
 
 
 def plausible(schema: Any, shared: Any) -> st.SearchStrategy[Any]:
-    """Documents that a schema may mean."""
+    """Documents that may be valid for a schema, and others."""
     if not isinstance(schema, dict):
         return VALUES
     if "$ref" in schema:
@@ -215,7 +215,7 @@ def test_every_choice_can_be_written(words):
 
 @pytest.fixture(scope="module")
 def suite(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The JSON-Schema-Test-Suite."""
+    """The directory of the JSON-Schema-Test-Suite, which the source archive of `jsonschema` has."""
     directory = tmp_path_factory.mktemp("suite")
     command = ["download", "-q", "--no-deps", "--no-binary", "jsonschema", "-d", str(directory)]
     run = subprocess.run(
@@ -231,7 +231,7 @@ def suite(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_the_suite(suite):
-    """No valid document is missing, no invalid one can be written, and the counts are the same."""
+    """Of accepted schemas all valid documents can be written, and no others; counts are as recorded."""
     found = count(suite)
     assert found["wrong"] == []
     assert found["drafts"] == json.loads(COUNTS.read_text())["drafts"]

@@ -1,4 +1,4 @@
-"""Constrained answers of a whole engine whose model is random: every answer is valid."""
+"""Constrained answers of a whole engine whose model is random: answers that end are valid."""
 
 from __future__ import annotations
 
@@ -321,7 +321,7 @@ class TestSteps:
         stream = overlapped.stream([3, 4], sampling)
         next(stream)
         stream.close()
-        # Before its grammar is built.
+        # The next request is aborted before its grammar is built.
         new = SamplingParams(structured_outputs=StructuredOutputsParams(regex="[q-z]{9}"))
         request = overlapped._make_requests([3, 4], new)[0]
         overlapped._engine.add_request(request)

@@ -96,7 +96,7 @@ def test_all_kinds_of_requests_have_the_tokens_of_one_rank(divided: LLM, whole: 
 
 
 def check_drafts(llm: LLM) -> None:
-    """Compares answers with and without drafts. The last ones have the others as history."""
+    """Compares answers with and without drafts. The last run can draft from the earlier answers."""
     kinds = [GREEDY, KINDS["seeded"], KINDS["scored"], KINDS["grammar"]]
     plain = [msgspec.structs.replace(one, speculation=False) for one in kinds]
     answers = [
@@ -159,7 +159,7 @@ def test_nothing_is_left_of_closed_and_of_failed_ranks() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("stops", [False, True])
 def test_no_rank_outlives_a_program_that_is_killed(stops: bool) -> None:
-    """A stopped rank does not either, although it cannot notice that its socket was closed."""
+    """Even a stopped rank ends, although it cannot notice that its socket was closed."""
     code = (
         "from ostinato import LLM, SamplingParams\n"
         f"llm = LLM(tensor_parallel_size=2, overrides={SETTINGS!r})\n"

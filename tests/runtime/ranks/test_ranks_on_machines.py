@@ -1,4 +1,4 @@
-"""Engines whose ranks are on two "machines": this one, and a `run rank` process that connects over 127.0.0.1.
+"""Engines whose ranks are on several "machines": this one, and `run rank` processes that connect over 127.0.0.1.
 
 The tokens are those of the same ranks on one machine. tests/runtime/nodes/test_nodes.py has machines
 with whole engines.
@@ -21,7 +21,7 @@ from tests.runtime.nodes.test_nodes import Machine, lives
 from tests.runtime.ranks.test_rank_deaths import ranks_of, together
 from tests.runtime.tiny import tiny_config
 
-# A busy machine may be silent for long, so tests that need no limit set a long one.
+# A busy machine may be silent for long, so most tests set a long `parallel.rank_timeout_s`.
 RESTARTS = ("server.restart_backoff_s=0.1", "server.max_restarts=50")
 
 

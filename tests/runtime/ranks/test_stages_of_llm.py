@@ -38,7 +38,7 @@ def whole() -> Iterator[LLM]:
 
 
 def mixed(llm: LLM) -> list[GenerationOutput]:
-    """Every kind of request for two texts in one batch, one with prompts of several chunks."""
+    """Every kind of request for two texts in one batch. One text takes several chunks."""
     texts = [TEXTS[0], TEXTS[1] * 9]
     prompts = [text for text in texts for _ in KINDS]
     return llm.generate(prompts, list(KINDS.values()) * len(texts), use_progress=False)

@@ -116,7 +116,7 @@ def test_a_request_that_kills_its_engine_kills_no_other(
         poisoned: list[int] = []
 
         def poison(number: int) -> None:
-            """The engine dies whenever it gets this request, before it has returned anything."""
+            """Kill the replica's engine whenever the request `poison` is to be sent to it."""
             replica = client.replicas[number]
             send = replica._send
 

@@ -1,4 +1,4 @@
-"""The thinking budget counts tokens from the first start marker to the last end marker."""
+"""The thinking budget counts tokens from a start marker at the beginning to the first end marker."""
 
 from __future__ import annotations
 

@@ -263,7 +263,7 @@ def test_logprobs_are_those_that_make_the_score(llm: LLM) -> None:
 
 
 def brute_force(table: dict, width: int, length: int, penalty: float) -> list[tuple]:
-    """All sequences that have `length` tokens or end earlier, sorted by score."""
+    """The `width` best of all sequences that have `length` tokens or end earlier."""
     found = []
     for size in range(1, length + 1):
         for tokens in itertools.product(sorted(table[()]), repeat=size):

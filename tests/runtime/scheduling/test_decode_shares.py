@@ -17,7 +17,7 @@ from ostinato.runtime.types.params import SamplingParams
 from ostinato.runtime.types.request import Request
 from ostinato.runtime.types.step import SchedulerOutput, StepResult
 
-# A step of n decodes takes 1 + n / 4 ms, as on a CPU; and 1 ms, as on a GPU.
+# LINEAR: a step of n decodes takes 1 + n / 4 ms, as on a CPU. FLAT: it takes 1 ms, as on a GPU.
 SIZES = (1, 4, 16, 64)
 LINEAR = CostTable.from_medians(
     tokens=(1, 256),
@@ -36,8 +36,9 @@ class Run:
 
     Args:
         sizes: sequences of each request.
-        costs: of its steps.
-        max_slowdown: its limit.
+        costs: of the scheduler's steps.
+        max_slowdown: the limit of `DecodeShares`.
+        in_flight: the most steps in flight.
     """
 
     def __init__(

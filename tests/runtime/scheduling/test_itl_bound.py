@@ -160,7 +160,7 @@ class TimedEngine:
         return output
 
     def longest_gap(self, request_id: str) -> float:
-        """Milliseconds between two tokens."""
+        """The most milliseconds between successive tokens of a request."""
         times = self.token_times[request_id]
         return 1e3 * max(late - early for early, late in pairwise(times))
 

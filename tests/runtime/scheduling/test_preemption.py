@@ -32,8 +32,8 @@ def test_a_prompt_that_does_not_fit_as_a_whole_waits() -> None:
     )
     assert chunks(step(scheduler)) == [(0, 0, 8)]
     assert chunks(step(scheduler)) == [(0, 8, 8)]
-    # Four tokens and five blocks are left, which is one too few: one is spare for the sequence
-    # ahead.
+    # The step has room for 4 more tokens, and 5 blocks are left. `b` needs all 5, but one is kept
+    # for the sequence ahead.
     assert chunks(step(scheduler, 5)) == [(0, 16, 4)]
     assert scheduler.num_waiting == 1
 

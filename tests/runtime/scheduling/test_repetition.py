@@ -105,7 +105,7 @@ def run(request: Request, tokens: list[int], *, overlap: bool) -> list[SequenceO
     config = SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=8)
     scheduler = Scheduler(config, KVCacheManager(32, 4), max_model_len=64)
     scheduler.add(request)
-    # As a process border would have it.
+    # The request crosses a process border unchanged.
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(request), type=Request) == request
     outputs, left, ahead = [], list(tokens), None
     while scheduler.has_work:

@@ -129,7 +129,7 @@ class TestLevels:
         ]
 
     def test_a_large_request_never_keeps_later_ones_waiting(self) -> None:
-        """However many have come since: each gets a row at once. It keeps some rows and ends."""
+        """Each of many later requests gets a row at once. The large one keeps some rows, and ends."""
         scheduler = make_scheduler(
             *self.parts(1, 30, 30), max_num_seqs=8, num_blocks=200, max_num_batched_tokens=200
         )

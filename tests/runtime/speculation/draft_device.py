@@ -1,4 +1,4 @@
-"""A simulated draft model: the target's, of which each token is wrong with a given probability."""
+"""A simulated draft model: it draws the target's tokens, each wrong with a given probability."""
 
 from __future__ import annotations
 

@@ -217,7 +217,7 @@ def test_one_compiled_function_shows_no_hidden_states(tmp_path: Path) -> None:
 
 
 def test_layers_of_sglangs_configs_are_those_that_the_states_leave(tmp_path: Path) -> None:
-    """The same head draws the same drafts from both checkpoint layouts."""
+    """Configs of both layouts give the same layers of hidden states."""
     write_head(tmp_path, TARGET)
     settings = json.loads((tmp_path / "config.json").read_text())
     entered = read_head_config(settings).head

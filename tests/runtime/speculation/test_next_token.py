@@ -61,7 +61,7 @@ def prompts() -> list[list[int]]:
 def test_drafts_are_those_of_transformers_and_change_nothing(
     variant: str, mode: str, tmp_path: Path
 ) -> None:
-    """In chunks, in batches, after refused drafts, and with a prefix from the cache."""
+    """Prompts run in chunks and batches, after refused drafts, and with a cached prefix."""
     reference = ReferenceLayer(variant, tmp_path)
     answers = []
     drawn: list[tuple[list[int], list[int]]] = []

@@ -89,8 +89,8 @@ def test_one_warning_and_only_where_it_is_so(
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_seed_gives_the_same_tokens_and_bits_in_batches_of_every_size(dtype: str) -> None:
-    """Wide enough that torch's own products and sums of logits give other bits for other numbers of
-    rows, and of threads.
+    """The model is wide enough that torch's own products and sums of logits give other bits for
+    other numbers of rows, and of threads.
     """
     wide = {**MODEL, "hidden_size": 256, "intermediate_size": 768, "vocab_size": 70_000}
     sampling = SamplingParams(

@@ -55,7 +55,7 @@ class Memory:
 
 
 class Scarce(StaticRecorder):
-    """Has no memory for programs of these many rows."""
+    """Has no memory for programs of these numbers of rows."""
 
     def __init__(self, missing: set[int]) -> None:
         super().__init__()

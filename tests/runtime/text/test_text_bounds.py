@@ -218,7 +218,7 @@ class TestLengths:
 
 
 class TestUnknownKinds:
-    """No bound is given for a tokenizer whose bound is not certain."""
+    """For a tokenizer of another kind no text is cut, and no bound of its lengths is given."""
 
     @pytest.mark.parametrize(
         "change",
