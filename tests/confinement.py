@@ -37,13 +37,13 @@ def full(directory: Path, kib: int) -> list[str]:
 
 
 def no_execution(directory: Path) -> list[str]:
-    """Runs the command with an empty file system, not executable, at an existing directory."""
+    """Runs the command with an empty file system, from which nothing can be executed, at an existing directory."""
     script = 'mount -t tmpfs -o noexec none "$0" && exec "$@"'
     return _checked("a mount", ["unshare", "--mount", "sh", "-c", script, str(directory)])
 
 
 def no_temporary_files() -> list[str]:
-    """Runs the command with all directories read-only; their files can still be read and executed."""
+    """Runs the command with `/` and the temporary directories read-only; files can still be executed."""
     # The interpreter itself may lie under /tmp, so nothing is mounted over these directories.
     script = (
         "mount -o remount,ro,bind / && "

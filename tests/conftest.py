@@ -26,7 +26,7 @@ settings.load_profile("repeat")
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """One worker for each core. Tests of one file have none: they run in this process."""
+    """One worker for each core, at most four. Tests of one file have none: they run in this process."""
     paths = {Path(argument.partition("::")[0]) for argument in config.args}
     if len(paths) == 1 and paths.pop().is_file():
         return 0
@@ -48,7 +48,7 @@ class _Collector(logging.Handler):
 
 @pytest.fixture(autouse=True)
 def nothing_compiles_late(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fails a test in which an engine of this process compiles late.
+    """Fails a test in which an engine of this process compiles late. The mark `compiles_late` allows it.
 
     Each monitor logs the first compilation of each kind and shape (graphs/compile_monitor.py). For engines
     in other processes, `ServerProcess` and `test_client.py` check that.

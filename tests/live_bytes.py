@@ -12,7 +12,7 @@ __all__ = ("LiveBytes",)
 
 
 class LiveBytes(TorchDispatchMode):
-    """`peak` is the most bytes of results that lived at once; views count once."""
+    """`peak` is the most bytes of results that lived at once. A result and its views count once."""
 
     def __init__(self) -> None:
         super().__init__()

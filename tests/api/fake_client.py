@@ -241,8 +241,8 @@ class FakeClient:
             num_cached_tokens=step.num_cached_tokens,
             num_output_tokens=num_output_tokens,
             error=step.error,
-            scheduled_time=step.scheduled_time
-            and time.monotonic(),  # a script that has a time gets the present time
+            # Instead of the time in the script, the output has the present time.
+            scheduled_time=step.scheduled_time and time.monotonic(),
             num_preemptions=step.num_preemptions,
             events=step.events,
         )

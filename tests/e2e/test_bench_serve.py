@@ -86,9 +86,8 @@ def test_turns_carry_the_answers_before_them(server: ServerProcess, tmp_path: Pa
     record = bench(tmp_path, "serve", *words, *lengths, *load)
     first, second = record.points[0].details["requests"]
     assert (first["input_tokens"], second["input_tokens"]) == (40, 100)
-    assert (
-        second["cached_tokens"] >= 48
-    )  # more than the 32 of the first prompt: the answer is cached too
+    # These are more than the 32 of the first prompt: the answer is cached too.
+    assert second["cached_tokens"] >= 48
 
 
 def test_another_run_does_not_find_the_prompts_of_the_one_before(

@@ -34,7 +34,7 @@ def test_a_checkpoint_is_served(family: str, tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_is_served_through_transformers(tmp_path: Path) -> None:
-    """An architecture without an implementation here. Its layers need no torch operations."""
+    """This architecture runs with the code of transformers. Its layers become ops of this project only."""
     check_served(UNKNOWN["seed_oss"], tmp_path)
 
 

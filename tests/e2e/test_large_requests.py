@@ -1,4 +1,4 @@
-"""Requests as large as a server takes: answered or refused in a process of their own."""
+"""Requests as large as a server takes. Child processes of the server prepare or refuse them."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_a_request_of_many_sequences_leaves_a_row_to_others(server):
     with HTTP.stream("POST", server.url + COMPLETIONS, json=many) as stream:
         lines = stream.iter_lines()
         next(lines)
-        # It is answered although 128 sequences came before it, which take 64 rows for seconds.
+        # This request is answered, although 128 sequences came before it and take 64 rows for seconds.
         assert post(server, COMPLETIONS, {"prompt": "Hi", "max_tokens": 4}).status_code == 200
         assert next(lines) is not None
         assert not any("cmpl-many " in line for line in server.output)
@@ -193,7 +193,7 @@ def held_forks(server: ServerProcess) -> Iterator[None]:
 
 
 def test_a_client_that_leaves_while_its_body_is_prepared(server):
-    """It is logged, and its work ends, whether it has begun or waits for a process."""
+    """The log names the request. The work for it ends, whether it has begun or waits for a process."""
     working = [connect(server, CHAT, ENDLESS, f"works-{number}") for number in range(8)]
     with held_forks(server):
         for number, (path, body) in enumerate(BODIES.items()):  # these wait
@@ -213,7 +213,7 @@ def test_templates_leave_the_processes_to_other_requests(server):
     """Endless templates take 2 processes at a time, so that ordinary requests do not wait for them."""
     endless = ENDLESS | {"messages": [{"role": "user", "content": "Hi " * 2000}]}
     sent = [connect(server, CHAT, endless, f"endless-{number}") for number in range(12)]
-    with held_forks(server):  # with 8 processes for all, 8 would be held
+    with held_forks(server):  # if templates could take all 8 processes, 8 would be held
         assert post(server, "/tokenize", {"prompt": PROSE[:12_000]}).status_code == 200
         assert len(large_forks(server)) == 2
     for connection in sent:

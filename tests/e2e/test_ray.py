@@ -60,8 +60,8 @@ def cluster() -> Iterator[Any]:
 def started_cluster() -> Any:
     """The cluster.
 
-    Ray gives a machine's processes 30 s to start, and free ports that another program may take
-    before they do. So the start is tried again.
+    Ray gives a machine's processes 30 s to start. Another program may take the ports that Ray has chosen
+    for them. So a failed start is repeated twice.
     """
     reasons: list[str] = []
     for _ in range(3):
@@ -182,7 +182,7 @@ serve.shutdown()
 
 
 def free_port() -> int:
-    """A port that no program has, and that no program gets which asks for any port."""
+    """A free port below those that the system gives to programs that ask for any port."""
     with open("/proc/sys/net/ipv4/ip_local_port_range") as file:
         first = int(file.read().split()[0])
     for port in range(first - 1 - os.getpid() % 5000, 1024, -1):

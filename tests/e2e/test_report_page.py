@@ -41,9 +41,8 @@ def test_a_report_is_readable_everywhere(report: Path, browser: Browser, size, t
     assert (ground < ink) == (theme == "dark")
     plots = browser.all("section svg[role=img]")
     assert len(plots) >= 3
-    assert all(
-        plot.size["width"] >= 590 for plot in plots
-    )  # a phone scrolls the plots and keeps them readable
+    # A phone scrolls the plots and keeps them readable.
+    assert all(plot.size["width"] >= 590 for plot in plots)
     # Axes and labels follow the theme.
     label = "getComputedStyle(document.querySelector('svg [style*=\"fill: var(--ink)\"]')).fill"
     assert browser.script(f"{label}.match(/[0-9]+/g)[0]") == ("34" if theme == "light" else "227")

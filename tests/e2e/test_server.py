@@ -1,4 +1,4 @@
-"""The main job against a real server process: the openai SDK, curl, disconnects, signals, a crash."""
+"""A real server process: the openai SDK, curl, disconnects, metrics, signals, a crash."""
 
 from __future__ import annotations
 
@@ -274,7 +274,7 @@ def test_port_in_use_is_one_line_before_anything_loads(server):
 
 
 class TestTheWayDown:
-    """Each test ends its own server. Tests with signals come first, as no process is left after them."""
+    """Each test starts its own server and ends it."""
 
     def test_sigterm_finishes_what_runs_and_exits_0(self):
         with ServerProcess("server.drain_timeout_s=200") as server:
@@ -332,7 +332,8 @@ class TestTheWayDown:
             with HTTP.stream(
                 "POST",
                 f"{server.url}/v1/chat/completions",
-                json={"messages": QUESTION, **LONG, "n": 64, "stream": True},  # seconds, also here
+                # This takes seconds on any machine.
+                json={"messages": QUESTION, **LONG, "n": 64, "stream": True},
             ) as response:
                 lines = response.iter_lines()
                 next(lines)

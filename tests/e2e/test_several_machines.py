@@ -1,6 +1,6 @@
 """Servers with an engine on another machine: its network is cut, and the server is killed.
 
-tests/runtime/nodes/test_nodes.py has which engine gets what, and the connection.
+tests/runtime/nodes/test_nodes.py tests the connection without a second network and without a server.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 
 
 class SpreadServer:
-    """A server of two engines, one of them on another machine, or of one that is on both."""
+    """A server with two engines, one of them on another machine, or with one engine whose ranks are on both."""
 
     def __init__(
         self, host: str, *overrides: str, prefix: list[str] | None = None, num_engines: int = 2

@@ -152,7 +152,8 @@ class TestProcess:
         def held(choice: str, request_id: str) -> http.client.HTTPConnection:
             body = {"prompt": "A", "structured_outputs": {"choice": [choice]}}
             connection = server.send("/v1/completions", body, request_id)
-            complete(server, max_tokens=5)  # by its answer, the one before waits for a process
+            # When this is answered, the request before it waits for a process.
+            complete(server, max_tokens=5)
             return connection
 
         def text(connection: http.client.HTTPConnection) -> str:
@@ -178,7 +179,7 @@ class TestProcess:
         target = python.readlink()
         python.unlink()
         for process in (*grammar_processes(server), *processes(server, PREPARATION)):
-            for one in (*process.children(recursive=True), process):  # its forks stay otherwise
+            for one in (*process.children(recursive=True), process):  # otherwise the forks stay
                 one.kill()
         bodies = [
             {"prompt": "A", "user": "u" * 10_000},  # large enough for a process of its own

@@ -170,10 +170,8 @@ def test_the_calls_of_a_template_are_read_as_they_were_given(name):
 @pytest.mark.parametrize(
     ("option", "stops"),
     [
-        (
-            "llama-8b",
-            (128001, 128008, 128009),
-        ),  # the ends of a text, of a message to a tool, and of a turn
+        # The ends of a text, of a message to a tool, and of a turn.
+        ("llama-8b", (128001, 128008, 128009)),
         ("qwen3-8b", (151645,)),  # <|im_end|>
         ("gemma3-1b", (1, 106)),  # end of text, <end_of_turn>
         ("phi-4", (100265,)),  # <|im_end|>

@@ -391,14 +391,12 @@ def test_a_template_without_marks_has_the_format_of_the_architecture():
 
     assert found("{{ tools }}", "Lfm2ForCausalLM") == "lfm2"
     assert found("{{ tools }}", "DeepseekV32ForCausalLM") == "deepseek_v32"
-    assert (
-        found("{{ tools }} <arg_key>", "Lfm2ForCausalLM") == "glm45"
-    )  # the template's marks come first
+    # The marks of a template come first.
+    assert found("{{ tools }} <arg_key>", "Lfm2ForCausalLM") == "glm45"
     assert found("{{ tools }}", "LlamaForCausalLM") is None  # its models have several formats
     assert found("{{ tools }}", "") is None
-    assert (
-        found("no functions", "Lfm2ForCausalLM") == "json"
-    )  # the server's prompt describes this format
+    # The server's prompt describes this format.
+    assert found("no functions", "Lfm2ForCausalLM") == "json"
 
 
 def test_an_explicit_choice_of_mistral_writes_the_layout_of_the_template():

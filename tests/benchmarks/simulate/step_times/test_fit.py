@@ -147,9 +147,8 @@ def test_slow_moments_stay_together():
     drawn = [noise.next(0) > 1.5 for _ in range(20_000)]
     assert np.mean(drawn) == pytest.approx(0.25, abs=0.1)
     changes = sum(a != b for a, b in pairwise(drawn))
-    assert (
-        changes < len(drawn) / 50
-    )  # of independent draws, three of eight would differ from the one before
+    # Of independent draws, three of eight would differ from the one before.
+    assert changes < len(drawn) / 50
 
 
 def test_a_point_of_the_table_that_was_disturbed_is_put_right():
