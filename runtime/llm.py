@@ -29,6 +29,7 @@ from ostinato.conf.root import RunConfig
 from ostinato.conf.server_schema import ExecutorName, ParallelConfig
 from ostinato.runtime.client.completion import PromptCompletions
 from ostinato.runtime.client.pooling import (
+    check_pooling,
     check_score_head,
     cosine,
     make_pairs,
@@ -237,6 +238,8 @@ class LLM:
         """
         params = pooling or self.default_pooling()
         batch = [self._encode(prompt) for prompt in prompt_list(prompts)]
+        for token_ids in batch:
+            check_pooling(token_ids, params, self.model)
         return [
             EmbeddingOutput(
                 prompt_token_ids=token_ids,

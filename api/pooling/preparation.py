@@ -164,7 +164,7 @@ def _scores(
         indices = [(places[one], places[other]) for one, other in pairs]
         batch = _encode_texts(preparation, body, list(places), param, add_special_tokens=True)
         params = PoolingParams(kind=model.pooling, normalize=True)
-    _check(batch, params, model, param)
+    _check(batch, params, model, param, has_segments=indices is None)
     return PreparedScores(
         id=reply_id,
         batch=batch,
@@ -177,12 +177,17 @@ def _scores(
 
 
 def _check(
-    batch: Sequence[list[int]], params: PoolingParams, model: ServedModel, param: str
+    batch: Sequence[list[int]],
+    params: PoolingParams,
+    model: ServedModel,
+    param: str,
+    *,
+    has_segments: bool = False,
 ) -> None:
     """Refuse texts that the model cannot take. The error names the field `param`."""
     try:
         for token_ids in batch:
-            check_pooling(token_ids, params, model)
+            check_pooling(token_ids, params, model, has_segments=has_segments)
     except InvalidRequestError as error:
         if error.param != "input":
             raise

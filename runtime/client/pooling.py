@@ -51,9 +51,16 @@ def require_task(model: ServedModel, task: ServedTask) -> None:
 
 
 def check_pooling(
-    prompt_token_ids: Sequence[int], params: PoolingParams, model: ServedModel
+    prompt_token_ids: Sequence[int],
+    params: PoolingParams,
+    model: ServedModel,
+    *,
+    has_segments: bool = False,
 ) -> None:
     """Check a text and its pooling parameters against the model.
+
+    Args:
+        has_segments: the ids are from `pair_token_ids`, so `vocab_size` is added to some of them.
 
     Raises:
         InvalidRequestError: a value cannot be served; names parameter, value, range and remedy.
@@ -67,7 +74,7 @@ def check_pooling(
             param="input",
             code="context_length_exceeded" if length else "invalid_value",
         )
-    num_ids = model.vocab_size * max(1, model.num_segments)
+    num_ids = model.vocab_size * (max(1, model.num_segments) if has_segments else 1)
     if min(prompt_token_ids) < 0 or max(prompt_token_ids) >= num_ids:
         wrong = next(t for t in prompt_token_ids if not 0 <= t < num_ids)
         raise InvalidRequestError(
@@ -105,7 +112,7 @@ def make_pooling_request(
     Raises:
         InvalidRequestError: see `check_pooling`.
     """
-    check_pooling(prompt_token_ids, params, model)
+    check_pooling(prompt_token_ids, params, model, has_segments=True)
     return Request(
         request_id=request_id,
         prompt_token_ids=prompt_token_ids,

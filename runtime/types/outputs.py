@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Any
 
 import msgspec
 
@@ -173,4 +172,3 @@ class GenerationOutput(msgspec.Struct, kw_only=True):
     outputs: list[CompletionOutput]
     num_cached_tokens: int = 0
     prompt_logprobs: list[TokenLogprobs] | None = None  # for the prompt's tokens after the first
-    metrics: dict[str, Any] = {}

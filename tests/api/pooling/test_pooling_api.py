@@ -159,6 +159,7 @@ def test_who_can_do_what(make_app):
         assert refusal(response) == (400, "model", "unsupported_task")
         assert "use /v1/embeddings" in response.json()["error"]["message"]
     assert embed(encoder).status_code == 200
+    assert refusal(embed(encoder, input=[1000])) == (400, "input", "invalid_value")
     judge = make_app(DONE, tasks=(ServedTask.classify,), num_labels=3, num_segments=2)
     assert refusal(embed(judge)) == (400, "model", "unsupported_task")
     response = judge.http.post("/v1/rerank", json={"query": "a", "documents": ["b"]})
