@@ -27,7 +27,7 @@ from ostinato.conf.engine_arguments import argument_settings
 from ostinato.conf.errors import ConfigError
 from ostinato.conf.root import RunConfig
 from ostinato.conf.server_schema import ExecutorName, ParallelConfig
-from ostinato.runtime.client.completion import PromptCompletions
+from ostinato.runtime.client.completion import CollectedCompletion, PromptCompletions
 from ostinato.runtime.client.pooling import (
     check_pooling,
     check_score_head,
@@ -61,13 +61,10 @@ from ostinato.runtime.text.offline_prompts import (
 from ostinato.runtime.text.tokenizer import Tokenizer
 from ostinato.runtime.types.engine_info import EngineStats, ServedModel, ServedTask
 from ostinato.runtime.types.outputs import (
-    CompletionOutput,
     EmbeddingOutput,
-    FinishReason,
     GenerationOutput,
     RequestOutput,
     SequenceOutput,
-    TokenLogprobs,
 )
 from ostinato.runtime.types.params import PoolingParams, SamplingParams
 from ostinato.runtime.types.request import Request
@@ -177,7 +174,7 @@ class LLM:
         for batch in batches:
             for request in batch:
                 self._engine.add_request(request)
-        collected: list[dict[int, _Collected]] = [{} for _ in batches]
+        collected: list[dict[int, CollectedCompletion]] = [{} for _ in batches]
         with Progress(
             TextColumn("generating"),
             BarColumn(),
@@ -190,7 +187,7 @@ class LLM:
             total = sum(each.n for each in params)
             task = progress.add_task("", total=total, rate="")
             for which, output in self._run(answers):
-                collected[which].setdefault(output.index, _Collected()).add(output)
+                collected[which].setdefault(output.index, CollectedCompletion()).add(output)
                 if output.finish_reason is not None:
                     done = sum(len(c.token_ids) for one in collected for c in one.values())
                     elapsed = progress.tasks[0].elapsed or 1e-9
@@ -397,39 +394,6 @@ class LLM:
                 param="prompt",
             )
         return self.tokenizer
-
-
-class _Collected:
-    """The outputs of one completion so far."""
-
-    def __init__(self) -> None:
-        self.text: list[str] = []
-        self.token_ids: list[int] = []
-        self.logprobs: list[TokenLogprobs] = []
-        self.num_cached = 0
-        self.prompt_logprobs: list[TokenLogprobs] | None = None
-        self.last: RequestOutput | None = None
-
-    def add(self, output: RequestOutput) -> None:
-        self.text.append(output.text_delta)
-        self.token_ids += output.new_token_ids
-        self.logprobs += output.logprobs or []
-        self.num_cached = output.num_cached_tokens
-        if output.prompt_logprobs is not None:
-            self.prompt_logprobs = output.prompt_logprobs
-        self.last = output
-
-    def finish(self, index: int) -> CompletionOutput:
-        assert self.last is not None, "every request ends with an output"
-        return CompletionOutput(
-            index=index,
-            text="".join(self.text),
-            token_ids=self.token_ids,
-            finish_reason=self.last.finish_reason or FinishReason.abort,
-            stop_reason=self.last.stop_reason,
-            logprobs=self.logprobs or None,
-            score=self.last.score,
-        )
 
 
 def _require_one_engine_here(parallel: ParallelConfig) -> None:
