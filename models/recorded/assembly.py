@@ -20,7 +20,7 @@ from ostinato.models.recorded.leaf_modules import (
     Leaf,
     LinearLeaf,
 )
-from ostinato.models.recorded.partition import LayerPart, compute_table, partition
+from ostinato.models.recorded.partition import compute_table, partition
 from ostinato.models.recorded.recorded_modules import (
     Logits,
     RecordedAttention,
@@ -29,13 +29,14 @@ from ostinato.models.recorded.recorded_modules import (
     build_leaf,
 )
 from ostinato.models.recorded.recording import Recording
+from ostinato.models.recorded.rotations import Repeats
 from ostinato.models.step_tensors import RopeRows, TableRows
 from ostinato.models.vocabulary_layers import Embedding, OutputHead
 
 __all__ = ("Assembly", "Tables")
 
 _TABLE_DIMS = 2  # [positions, width]
-_FEW_POSITIONS = 9  # positions at which the halves of a table are compared
+_FEW_POSITIONS = 9  # positions at which the columns of a table are compared
 
 
 @dataclass(slots=True, eq=False)
@@ -61,6 +62,7 @@ class Assembly:
     def __init__(self, recording: Recording, options: BuildOptions) -> None:
         self.tables = Tables()
         self.merged: dict[str, tuple[str, ...]] = {}
+        self.row_orders: dict[str, Tensor] = {}  # name of a stored matrix -> order of its rows
         self._recording = recording
         self._options = options
         self._parts = partition(recording)
@@ -68,7 +70,7 @@ class Assembly:
         head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
         self.is_tied = head.weight is embedding.weight
         self._embedding = _name_of(model, embedding)
-        self._halves: dict[Node, bool] = {}
+        self._repeats: dict[Node, Repeats | None] = {}
 
     def begin(self) -> RecordedGraph:
         """Token ids [T] and positions [T] -> hidden states [T, D]."""
@@ -80,8 +82,8 @@ class Assembly:
 
     def layers(self) -> Iterable[RecordedLayer]:
         """The layers in order."""
-        for part, name in zip(self._parts.layers, self._recording.layers, strict=True):
-            yield self._layer(part, f"{name}.")
+        for index, name in enumerate(self._recording.layers):
+            yield self._layer(index, f"{name}.")
 
     def finish(self) -> RecordedGraph:
         """[R, D] -> [R, D]: the part between the last layer and the output head."""
@@ -146,7 +148,8 @@ class Assembly:
                 builder.add(source)
         builder.add(node)
 
-    def _layer(self, part: LayerPart, prefix: str) -> RecordedLayer:
+    def _layer(self, index: int, prefix: str) -> RecordedLayer:
+        part = self._parts.layers[index]
         builder = self._builder(prefix)
         hidden = builder.input("hidden", part.hidden)
         hidden.meta["val"] = part.hidden.meta["val"][0]
@@ -173,9 +176,9 @@ class Assembly:
         leaves = {
             name.removeprefix(prefix): self._recording.leaves[name] for name in builder.leaf_names
         }
-        fused = fuse(
-            builder.graph, leaves, lambda node: self._has_equal_halves(inputs.get(node)), rows
-        )
+        fused = fuse(builder.graph, leaves, lambda node: self._repeats_of(inputs.get(node)), rows)
+        for target, order in fused.rotations.row_orders.items():
+            self.row_orders[f"layers.{index}.recorded_layer.{target}"] = order
         keys = self._table_keys(builder, fused, inputs)
         modules = self._modules(builder, fused, prefix)
         assert builder.attention_call is not None, "a layer makes one attention call"
@@ -195,7 +198,7 @@ class Assembly:
     ) -> tuple[tuple[str, int], ...]:
         """The key and field of each table input of the graph. Unused inputs are removed."""
         halves = {}
-        for cos, sin in fused.rotated:
+        for cos, sin in fused.rotations.tables:
             tables = [
                 next(table for node, table in inputs.items() if half.name == f"{node.name}_half")
                 for half in (cos, sin)
@@ -220,10 +223,14 @@ class Assembly:
         return self._parts.tables.index(table)
 
     def _table(self, table: Node, *, is_half: bool) -> str:
-        """The name of the tensor with all rows of a table, or their first halves in float32."""
+        """The name of the tensor with all rows of a table.
+
+        With `is_half`, numbers that a row has twice are taken once, in float32.
+        """
         name = f"table_{self._number(table)}{'_half' if is_half else ''}"
         if name not in self.tables.tensors:
             device, length = self._options.device, self._options.max_model_len
+            repeats = self._repeats_of(table) if is_half else None
             if is_half:
                 while table.target is torch.ops.aten._to_copy.default:
                     # the table before it is rounded to the model's dtype
@@ -234,19 +241,24 @@ class Assembly:
             else:
                 rows = compute_table(self._recording, table, length).to(device)
             if is_half:
-                rows = rows[:, : rows.shape[1] // 2].float()
+                is_pairs = repeats == Repeats.pairs
+                rows = (rows[:, ::2] if is_pairs else rows[:, : rows.shape[1] // 2]).float()
             self.tables.tensors[name] = rows.reshape(length, -1).contiguous()
         return name
 
-    def _has_equal_halves(self, table: Node | None) -> bool:
+    def _repeats_of(self, table: Node | None) -> Repeats | None:
         if table is None:
-            return False
-        if table not in self._halves:
-            rows = compute_table(self._recording, table, _FEW_POSITIONS)
-            half = rows.shape[-1] // 2
-            is_flat = rows.dim() == 2 and rows.shape[1] % 2 == 0
-            self._halves[table] = is_flat and torch.equal(rows[:, :half], rows[:, half:])
-        return self._halves[table]
+            return None
+        if table not in self._repeats:
+            rows, found = compute_table(self._recording, table, _FEW_POSITIONS), None
+            if rows.dim() == _TABLE_DIMS and rows.shape[1] % 2 == 0:
+                half = rows.shape[1] // 2
+                if torch.equal(rows[:, :half], rows[:, half:]):
+                    found = Repeats.halves
+                elif torch.equal(rows[:, ::2], rows[:, 1::2]):
+                    found = Repeats.pairs
+            self._repeats[table] = found
+        return self._repeats[table]
 
     def _modules(self, builder: PartBuilder, fused: Fused, prefix: str) -> dict[str, nn.Module]:
         """The modules that a part's graph calls, by target."""

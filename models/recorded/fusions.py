@@ -5,6 +5,7 @@
 | linear layers that read one tensor | one matrix |
 | activation(gate) * up, activation(x) | `activate` |
 | x * cos + rotate_half(x) * sin | `rotate_heads`, one call for queries and keys |
+| the same of interleaved pairs | the same, with another order of the rows of two matrices |
 | an RMS norm of each head before it | the weights of that call |
 | linear(x) + y, norm(x) + y | the module with y as its residual |
 
@@ -25,7 +26,12 @@ from torch.fx import Graph, Node
 from ostinato.models.recorded.graph_values import drop_unused, in_order, shape_of
 from ostinato.models.recorded.leaf_modules import Leaf, LinearLeaf, NormLeaf
 from ostinato.models.recorded.recorded_modules import rows_of
-from ostinato.models.recorded.rotations import fuse_rotations, join_rotations
+from ostinato.models.recorded.rotations import (
+    Repeats,
+    Rotations,
+    fuse_rotations,
+    join_rotations,
+)
 from ostinato.ops.activation import activate
 
 __all__ = ("Fused", "fuse")
@@ -39,14 +45,13 @@ class Fused:
     """The changes of `fuse`. The caller builds modules and inputs from them."""
 
     merged: dict[str, tuple[str, ...]] = field(default_factory=dict)  # new module -> its parts
-    # Placeholders of the graph: (cos, sin) inputs that now hold only the first half of each row.
-    rotated: list[tuple[Node, Node]] = field(default_factory=list)
+    rotations: Rotations = field(default_factory=Rotations)
 
 
 def fuse(
     graph: Graph,
     leaves: Mapping[str, Leaf],
-    has_equal_halves: Callable[[Node], bool] = lambda node: False,
+    repeats: Callable[[Node], Repeats | None] = lambda node: None,
     rows: Node | None = None,
 ) -> Fused:
     """Rewrite a graph in place.
@@ -54,13 +59,13 @@ def fuse(
     Args:
         graph: a part's graph, with an output.
         leaves: the modules that it calls, by target.
-        has_equal_halves: whether the second half of each row of a table repeats the first.
+        repeats: how the rows of a table have each number twice; None = they do not.
         rows: the input with the numbers of the rows that are wanted; None = all rows are wanted.
     """
     fused = Fused()
     _merge_linears(graph, leaves, fused)
-    _fuse_activations(graph, fused)
-    fused.rotated = fuse_rotations(graph, has_equal_halves)
+    _fuse_activations(graph)
+    fused.rotations = fuse_rotations(graph, leaves, fused.merged, repeats)
     _fuse_residuals(graph, leaves)
     _cancel_copies(graph)
     drop_unused(graph)
@@ -138,14 +143,14 @@ def _out_features(leaf: Leaf) -> int:
     return leaf.out_features
 
 
-def _fuse_activations(graph: Graph, fused: Fused) -> None:
+def _fuse_activations(graph: Graph) -> None:
     for node in list(graph.nodes):
         name = _activation_name(node)
         if name is None or len(shape_of(node)) != _HIDDEN_DIMS:
             continue
         (source,) = node.all_input_nodes
         product = next(iter(node.users)) if len(node.users) == 1 else None
-        merged = None if product is None else _gated(product, node, source, fused)
+        merged = None if product is None else _gated(product, node, source)
         with graph.inserting_before(product if merged is not None else node):
             if merged is not None and product is not None:
                 new = graph.call_function(activate, (merged, name), {"gated": True})
@@ -163,8 +168,8 @@ def _activation_name(node: Node) -> str | None:
     return {_aten.silu.default: "silu", _aten.relu.default: "relu"}.get(node.target)  # pyright: ignore
 
 
-def _gated(product: Node, activation: Node, gate: Node, fused: Fused) -> Node | None:
-    """The merged matrices' result if `product` is activation(first half) * second half."""
+def _gated(product: Node, activation: Node, gate: Node) -> Node | None:
+    """The merged matrix's result if `product` is activation(first half) * second half."""
     if product.target is not _aten.mul.Tensor:
         return None
     factors = [node for node in product.args if node is not activation]
@@ -177,10 +182,10 @@ def _gated(product: Node, activation: Node, gate: Node, fused: Fused) -> Node | 
     if split is not up.args[0] or (gate.args[1], up.args[1]) != (0, 1):
         return None
     assert isinstance(split, Node), "it is a value of the graph"
-    merged, sizes, _ = split.args
+    merged, sizes, dim = split.args
     assert isinstance(merged, Node), "it is a value of the graph"
-    is_two = str(merged.target) in fused.merged and len(set(sizes)) == 1 and len(sizes) == 2  # pyright: ignore
-    return merged if is_two else None
+    is_two = merged.op == "call_module" and len(set(sizes)) == 1 and len(sizes) == 2  # pyright: ignore
+    return merged if is_two and dim == 1 else None
 
 
 def _cancel_copies(graph: Graph) -> None:

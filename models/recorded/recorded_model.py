@@ -96,7 +96,7 @@ class RecordedCausalLM(CausalLM):
             self.register_buffer(name, rows, persistent=False)
         self._tables = assembly.tables.pairs
         self.checkpoint_layout = checkpoint_layout(
-            recording, assembly.merged, is_tied=assembly.is_tied
+            recording, assembly.merged, assembly.row_orders, is_tied=assembly.is_tied
         )
 
     def begin(self, batch: ForwardBatch) -> tuple[Tensor, StepInputs]:

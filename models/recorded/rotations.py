@@ -1,66 +1,171 @@
-"""Finds rotary embeddings in the graph of a recorded part, and replaces them by `rotate_heads`."""
+"""Finds rotary embeddings in the graph of a recorded part, and replaces them by `rotate_heads`.
+
+`rotate_heads` rotates element i of a head with element i + R / 2, where R elements are rotated.
+Many models do the same. Others rotate element 2 i with element 2 i + 1. For those, the rows of the
+matrices of queries and keys get another order when they are loaded
+(models/checkpoints/row_orders.py). The products of queries and keys stay the same.
+"""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.fx import Graph, Node
 
+from ostinato.models.checkpoints.row_orders import interleaved_rope
 from ostinato.models.recorded.graph_values import shape_of, transposed
-from ostinato.models.recorded.leaf_modules import Leaf, NormLeaf
+from ostinato.models.recorded.leaf_modules import Leaf, LinearLeaf, NormLeaf
 from ostinato.ops.rope import rotate_heads
 
-__all__ = ("fuse_rotations", "join_rotations")
+__all__ = ("Repeats", "Rotations", "fuse_rotations", "join_rotations")
 
 _aten = torch.ops.aten
 
 
+class Repeats(StrEnum):
+    """How the rows of a table of cosines or sines have each number twice."""
+
+    halves = "halves"  # the second half repeats the first
+    pairs = "pairs"  # element 2 i + 1 repeats element 2 i
+
+
+@dataclass(slots=True)
+class Rotations:
+    """The changes of `fuse_rotations`."""
+
+    # The new inputs: cosines and sines with each number once.
+    tables: list[tuple[Node, Node]] = field(default_factory=list)
+    # target of a linear layer -> the order of its rows, for every row the stored one
+    row_orders: dict[str, Tensor] = field(default_factory=dict)
+
+
+class _Rotation(NamedTuple):
+    """x * cos + turned(x) * sin, of heads [H, T, d]."""
+
+    last: Node  # its result
+    heads: Node  # [T, H, d]: its source
+    cos: Node
+    sin: Node
+    num_heads: int
+    rotary_dim: int
+    is_interleaved: bool
+
+
 def fuse_rotations(
-    graph: Graph, has_equal_halves: Callable[[Node], bool]
-) -> list[tuple[Node, Node]]:
+    graph: Graph,
+    leaves: Mapping[str, Leaf],
+    merged: Mapping[str, tuple[str, ...]],
+    repeats: Callable[[Node], Repeats | None],
+) -> Rotations:
     """Replace each rotation of heads by a call of `rotate_heads`.
+
+    Rotations of interleaved pairs are replaced if only the attention call reads the results, and
+    each source is all rows of a linear layer.
 
     Args:
         graph: a part's graph.
-        has_equal_halves: whether the second half of each row of a table repeats the first.
-
-    Returns:
-        The new inputs: the first halves of cosines and sines.
+        leaves: the modules that it calls, by target.
+        merged: the targets of stacked linear layers -> the targets of their parts.
+        repeats: how the rows of a table have each number twice; None = they do not.
     """
-    found_tables: list[tuple[Node, Node]] = []
-    halves: dict[Node, Node] = {}
+    done = Rotations()
+    inputs: dict[Node, Node] = {}
 
-    def half(table: Node) -> Node:
-        """The input for the first half of a table."""
-        if table not in halves:
+    def once(table: Node) -> Node:
+        """The input for a table with each number once."""
+        if table not in inputs:
             with graph.inserting_after(table):
-                halves[table] = graph.placeholder(f"{table.name}_half")
-            halves[table].meta = table.meta
-        return halves[table]
+                inputs[table] = graph.placeholder(f"{table.name}_half")
+            inputs[table].meta = table.meta
+        return inputs[table]
 
-    for node in list(graph.nodes):
-        found = _rotation(node)
-        if found is None:
+    found = [_rotation(node, repeats) for node in graph.nodes]
+    rotations = [rotation for rotation in found if rotation is not None]
+    orders = _row_orders([one for one in rotations if one.is_interleaved], leaves, merged)
+    done.row_orders = orders or {}
+    for one in rotations:
+        if one.is_interleaved and orders is None:
             continue
-        x, cos, sin = found
-        heads = _transposed_source(x)
-        if heads is None or not (has_equal_halves(cos) and has_equal_halves(sin)):
-            continue
-        whole = _with_rest(node, x)
-        last, source = (node, heads) if whole is None else whole
-        num_heads = int(shape_of(node)[0])
-        with graph.inserting_before(last):
-            tables = (half(cos), half(sin))
-            rotated = graph.call_function(rotate_heads, (source, *tables, num_heads))
+        with graph.inserting_before(one.last):
+            tables = (once(one.cos), once(one.sin))
+            rotated = graph.call_function(rotate_heads, (one.heads, *tables, one.num_heads))
             new = transposed(graph, rotated)
-        new.meta = last.meta
-        last.replace_all_uses_with(new)
-        if tables not in found_tables:
-            found_tables.append(tables)
-    return found_tables
+        new.meta = one.last.meta
+        one.last.replace_all_uses_with(new)
+        if tables not in done.tables:
+            done.tables.append(tables)
+    return done
+
+
+def _row_orders(
+    rotations: list[_Rotation], leaves: Mapping[str, Leaf], merged: Mapping[str, tuple[str, ...]]
+) -> dict[str, Tensor] | None:
+    """The orders that replace interleaved rotations; None = they cannot be replaced."""
+    if [_attention_argument(one.last) for one in rotations] not in ([0, 1], [1, 0]):
+        return None
+    first, second = rotations
+    if (first.cos, first.sin, first.rotary_dim) != (second.cos, second.sin, second.rotary_dim):
+        return None
+    orders: dict[str, Tensor] = {}
+    for one in rotations:
+        name, head_dim = _linear_of(one.heads, merged), int(shape_of(one.last)[-1])
+        leaf = leaves.get(name or "")
+        is_whole = isinstance(leaf, LinearLeaf) and leaf.out_features == one.num_heads * head_dim
+        if name is None or not is_whole or not _is_read_only_by(one.heads, one.last):
+            return None
+        orders[name] = interleaved_rope(one.num_heads, head_dim, one.rotary_dim)
+    return orders if len(orders) == len(rotations) else None
+
+
+def _attention_argument(node: Node) -> int | None:
+    """The argument of the attention call that a value [H, T, d] is; None = it is read elsewhere."""
+    while len(node.users) == 1:
+        (user,) = node.users
+        if user.op == "call_module" and user.target == "attention":
+            return user.args.index(node)
+        is_transpose = user.target == "transpose" and user.args[1:] == (0, 1)
+        if user.op != "call_method" or not (is_transpose or user.target == "contiguous"):
+            return None
+        node = user
+    return None
+
+
+def _linear_of(heads: Node, merged: Mapping[str, tuple[str, ...]]) -> str | None:
+    """The linear layer whose rows are the heads [T, H, d]."""
+    part = None
+    if heads.target is operator.getitem:
+        split, part = heads.args
+        assert isinstance(split, Node), "it is a value of the graph"
+        if split.target != "split_with_sizes" or split.args[2] != 1:
+            return None
+        heads = split.args[0]  # pyright: ignore
+    linear = heads.args[0] if heads.target == "reshape" else None
+    if not isinstance(linear, Node) or linear.op != "call_module":
+        return None
+    target = str(linear.target)
+    is_only_call = len(linear.graph.find_nodes(op="call_module", target=target)) == 1
+    if part is not None:
+        return merged[target][int(part)] if target in merged else None  # pyright: ignore
+    return target if is_only_call and target not in merged and len(linear.users) == 1 else None
+
+
+def _is_read_only_by(source: Node, last: Node) -> bool:
+    """Whether a value reaches modules and the result of the graph through `last` only."""
+    todo, seen = [source], {source, last}
+    while todo:
+        for user in todo.pop().users:
+            if user.op in ("call_module", "output"):
+                return False
+            if user not in seen:
+                seen.add(user)
+                todo.append(user)
+    return True
 
 
 def join_rotations(graph: Graph, leaves: Mapping[str, Leaf]) -> None:
@@ -112,31 +217,116 @@ def _before_norm(heads: Any, leaves: Mapping[str, Leaf]) -> tuple[Node, str | No
     return source, name
 
 
-def _rotation(node: Node) -> tuple[Node, Node, Node] | None:
-    """(x [H, T, d], cos, sin) if the node is x * cos + rotate_half(x) * sin."""
+def _rotation(node: Node, repeats: Callable[[Node], Repeats | None]) -> _Rotation | None:
+    """The rotation whose sum is the node."""
     if node.target is not _aten.add.Tensor or node.kwargs:
         return None
     for first, second in (node.args, node.args[::-1]):
         direct, turned = _product_with_table(first), _product_with_table(second)
         if direct is None or turned is None:
             continue
-        (x, cos), (half, sin) = direct, turned
-        if _is_rotated_half(half, x):
-            return x, cos, sin
+        (x, cos, cos_is_paired), (half, sin, sin_is_paired) = direct, turned
+        is_interleaved = _is_turned_pairs(half, x)
+        if cos_is_paired != sin_is_paired or not (is_interleaved or _is_rotated_half(half, x)):
+            continue
+        if cos_is_paired and not is_interleaved:
+            continue
+        wanted = Repeats.pairs if is_interleaved and not cos_is_paired else Repeats.halves
+        if repeats(cos) != wanted or repeats(sin) != wanted:
+            continue
+        source = _transposed_source(x)
+        if source is None:
+            continue
+        heads, dtype = source
+        last = _cast_back(_with_rest(node, x) or node, dtype)
+        if last is not None:
+            num_heads, _, rotary_dim = shape_of(node)
+            return _Rotation(last, heads, cos, sin, int(num_heads), int(rotary_dim), is_interleaved)
     return None
 
 
-def _product_with_table(node: Any) -> tuple[Node, Node] | None:
-    """(x, table) if the node is x * table.unsqueeze(0)."""
+def _product_with_table(node: Any) -> tuple[Node, Node, bool] | None:
+    """(x, table, is_paired) if the node is x * table.
+
+    A paired table has each number of the input's first half twice, one after the other.
+    """
     if not isinstance(node, Node) or node.target is not _aten.mul.Tensor:
         return None
-    x, table = node.args
-    if not isinstance(x, Node) or not isinstance(table, Node):
+    x, factor = node.args
+    if not isinstance(x, Node) or not isinstance(factor, Node):
         return None
+    paired = _paired_source(factor)
+    table = factor if paired is None else paired
     if table.target is not _aten.unsqueeze.default or table.args[1] != 0:
         return None
     source = table.args[0]
-    return (x, source) if isinstance(source, Node) and source.op == "placeholder" else None
+    if not isinstance(source, Node) or source.op != "placeholder":
+        return None
+    return _uncast(x), source, paired is not None
+
+
+def _paired_source(node: Node) -> Node | None:
+    """The table t [1, T, R] if the node is t[..., : R / 2].repeat_interleave(2, -1)."""
+    size = int(shape_of(node)[-1])
+    steps = (
+        ("reshape", (1, -1, size)),
+        ("contiguous", ()),
+        ("expand", (-1, -1, -1, 2)),
+        (_aten.unsqueeze.default, (3,)),
+    )
+    half = _before(node, steps)
+    table = None if half is None else half.args[0]
+    if half is None or not isinstance(table, Node) or int(shape_of(table)[-1]) != size:
+        return None
+    return table if _is_slice(half, table, 0, size // 2) else None
+
+
+def _before(node: Node, steps: tuple[tuple[Any, tuple[int, ...]], ...]) -> Node | None:
+    """The value to which these operations, the last one first, were applied; None = others were."""
+    for target, arguments in steps:
+        source = node.args[0] if node.target == target and node.args[1:] == arguments else None
+        if not isinstance(source, Node):
+            return None
+        node = source
+    return node
+
+
+def _uncast(node: Node) -> Node:
+    """The value before it was converted to the dtype in which `rotate_heads` computes."""
+    is_cast = node.target is _aten._to_copy.default and node.kwargs == {"dtype": torch.float32}
+    source = node.args[0] if is_cast else None
+    return source if isinstance(source, Node) else node
+
+
+def _cast_back(node: Node, dtype: torch.dtype) -> Node | None:
+    """The value in a dtype: the node, or its conversion. None = it is not converted to that."""
+    if node.meta["val"].dtype == dtype:
+        return node
+    users = list(node.users)
+    is_cast = len(users) == 1 and users[0].target is _aten._to_copy.default
+    return users[0] if is_cast and users[0].kwargs == {"dtype": dtype} else None
+
+
+def _is_turned_pairs(node: Node, x: Node) -> bool:
+    """Whether the node has (-b, a) for each pair of neighbours (a, b) in x."""
+    sizes = (int(shape_of(x)[0]), -1, int(shape_of(x)[-1]))
+    stack = _before(node, (("reshape", sizes), ("contiguous", ())))
+    if stack is None or stack.target is not _aten.stack.default or stack.args[1:] != (3,):
+        return False
+    second, first = stack.args[0]  # pyright: ignore
+    if not isinstance(second, Node) or second.target is not _aten.neg.default:
+        return False
+    return _is_every_other(second.args[0], x, 1) and _is_every_other(first, x, 0)
+
+
+def _is_every_other(node: Any, x: Node, begin: int) -> bool:
+    """Whether the node is x[..., begin::2]."""
+    if not isinstance(node, Node) or node.target is not _aten.slice.Tensor or len(node.args) != 5:
+        return False
+    source, dim, first, end, step = node.args
+    is_to_end = isinstance(end, int) and end >= int(shape_of(x)[-1])
+    is_same = isinstance(source, Node) and _uncast(source) is x
+    return is_same and is_to_end and (dim, first or 0, step) == (2, begin, 2)
 
 
 def _is_rotated_half(node: Node, x: Node) -> bool:
@@ -160,36 +350,37 @@ def _is_slice(node: Any, x: Node, begin: int, end: int) -> bool:
     if node.target is operator.getitem:  # the tensor is split into two equal halves
         split, index = node.args
         assert isinstance(split, Node), "it is a value of the graph"
-        if split.target != "split_with_sizes" or split.args[0] is not x:
+        if split.target != "split_with_sizes" or _uncast(split.args[0]) is not x:  # pyright: ignore
             return False
         _, sizes, dim = split.args
         starts = [sum(sizes[:place]) for place in range(len(sizes))]  # pyright: ignore
         place = int(index)  # pyright: ignore
         return dim == 2 and (starts[place], starts[place] + sizes[place]) == (begin, end)  # pyright: ignore
-    if node.target is not _aten.slice.Tensor or node.args[0] is not x or node.args[1] != 2:
+    if node.target is not _aten.slice.Tensor or node.args[1] != 2 or len(node.args) > 4:
+        return False
+    if _uncast(node.args[0]) is not x:  # pyright: ignore
         return False
     size = int(shape_of(x)[-1])
     first, last = node.args[2] or 0, min(int(node.args[3]), size)  # pyright: ignore
     return (first, last) == (begin, end)
 
 
-def _transposed_source(x: Node) -> Node | None:
-    """The tensor [T, H, d] of which x [H, T, d] is the transpose, or its first columns."""
-    if x.target is _aten.slice.Tensor and x.args[1] == 2 and not x.args[2]:
-        x = x.args[0]  # pyright: ignore
+def _transposed_source(x: Node) -> tuple[Node, torch.dtype] | None:
+    """The tensor [T, H, d] that x [H, T, d] is the transpose of, and its dtype.
+
+    x may have its first columns only.
+    """
+    if x.target is _aten.slice.Tensor and x.args[1] == 2 and not x.args[2] and len(x.args) < 5:
+        x = _uncast(x.args[0])  # pyright: ignore
     if x.op == "call_method" and x.target == "transpose" and x.args[1:] == (0, 1):
         source = x.args[0]
-        return source if isinstance(source, Node) else None
+        return (source, x.meta["val"].dtype) if isinstance(source, Node) else None
     return None
 
 
-def _with_rest(node: Node, x: Node) -> tuple[Node, Node] | None:
-    """For heads that are rotated in part: the node that joins both parts, and the whole heads.
-
-    None if x is the whole head.
-    """
-    heads = _transposed_source(x)
-    if x.target is not _aten.slice.Tensor or heads is None:
+def _with_rest(node: Node, x: Node) -> Node | None:
+    """For heads that are rotated in part: the node that joins both parts; None = x is the head."""
+    if x.target is not _aten.slice.Tensor:
         return None
     whole, size = x.args[0], int(shape_of(x)[-1])
     for user in node.users:
@@ -198,5 +389,5 @@ def _with_rest(node: Node, x: Node) -> tuple[Node, Node] | None:
             assert isinstance(whole, Node), "it is a value of the graph"
             end = int(shape_of(whole)[-1])
             if len(parts) == 2 and dim == 2 and _is_slice(parts[1], whole, size, end):
-                return user, heads
+                return user
     return None

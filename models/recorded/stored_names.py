@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+from torch import Tensor
+
 from ostinato.models.base import CheckpointLayout
 from ostinato.models.recorded.graph_parts import TENSORS
 from ostinato.models.recorded.recording import Recording
@@ -19,13 +21,18 @@ _EXPERTS = re.compile(r".*experts\.\*\.(\w+)\.weight\$?")
 
 
 def checkpoint_layout(
-    recording: Recording, merged: Mapping[str, tuple[str, ...]], *, is_tied: bool
+    recording: Recording,
+    merged: Mapping[str, tuple[str, ...]],
+    row_orders: Mapping[str, Tensor],
+    *,
+    is_tied: bool,
 ) -> CheckpointLayout:
     """How stored names differ from those of the recorded model.
 
     Args:
         recording: the recorded run.
         merged: this project's merged modules -> the modules that each stacks.
+        row_orders: names of our modules, or of parts of merged ones -> the order of their rows.
         is_tied: the output head is the embedding.
 
     Raises:
@@ -82,6 +89,7 @@ def checkpoint_layout(
         embedding=f"{embedding}.weight",
         renamed=tuple(renamed),
         merged=tuple(stacks.items()),
+        row_orders=tuple(row_orders.items()),
         stacked=() if gate_up else ("experts.gate_up_proj", "experts.down_proj"),
         ignored=tuple(ignored),
     )

@@ -69,7 +69,20 @@ UNKNOWN = {
 }
 """Architectures that have no implementation here; by model type."""
 
-FORCED = ("gemma2", "granite", "llama3", "mistral", "phi", "qwen2", "qwen3", "smollm3")
+FORCED = (
+    "cohere",
+    "cohere2",
+    "gemma2",
+    "glm4",
+    "granite",
+    "llama3",
+    "mistral",
+    "phi",
+    "phi3",
+    "qwen2",
+    "qwen3",
+    "smollm3",
+)
 """Variants with an implementation here, which `model.implementation=transformers` does not use."""
 
 REFUSED = {

@@ -26,11 +26,11 @@ from ostinato.models.registry import read_model_config
 from ostinato.ops.native import library as native
 from tests.models.driver import Driver, Sequence
 from tests.models.parity import PROMPT, Expected, check_all, expect, load
-from tests.models.random_checkpoints import VARIANTS
+from tests.models.random_checkpoints import VARIANTS, Variant
 from tests.models.recorded.recorded_variants import FORCED, REFUSED, UNKNOWN
 
 TRANSFORMERS = ModelImplementation.transformers
-# Interleaved rotation; windows and norms of heads; experts with a router of their own; soft caps.
+# Interleaved pairs are rotated; windows and norms of heads; experts with a router of their own; soft caps.
 QUICK = {"helium", "exaone4", "phimoe", "gemma2"}
 
 
@@ -62,7 +62,13 @@ def test_eager(expected, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["llama3", *(pytest.param(name, marks=pytest.mark.slow) for name in sorted(QUICK))]
+    "name",
+    [
+        "llama3",
+        "cohere",
+        "glm4",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in sorted(QUICK)),
+    ],
 )
 def test_captured(expected, name: str) -> None:
     """Packed, compiled layer by layer, and recorded as a CPU graph."""
@@ -87,10 +93,15 @@ def test_compiled_as_one_graph(expected) -> None:
     check_all(driver, expected("llama3"))
 
 
-def test_llama_becomes_the_ops_of_the_native_model(expected) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["llama3", "cohere", "glm4"])
+def test_a_model_becomes_the_ops_of_the_native_model(
+    expected, name: str, dtype: torch.dtype
+) -> None:
     """The same matrices, so that packing and quantization apply; no torch operations are left."""
-    recorded, _ = load(expected("llama3").directory, "cpu", implementation=TRANSFORMERS)
-    native_model, _ = load(expected("llama3").directory, "cpu")
+    directory = expected(name).directory
+    recorded, _ = load(directory, "cpu", dtype, implementation=TRANSFORMERS)
+    native_model, _ = load(directory, "cpu", dtype)
 
     def sizes(model: torch.nn.Module) -> list[tuple[int, int]]:
         found = (module for module in model.modules() if isinstance(module, LinearBase))
@@ -98,6 +109,18 @@ def test_llama_becomes_the_ops_of_the_native_model(expected) -> None:
 
     assert sizes(recorded) == sizes(native_model)
     assert calls(recorded) == {"rotate_heads": 1, "aten": 0}
+
+
+def test_interleaved_pairs_stay_in_torch_where_norms_of_heads_have_their_order(
+    tmp_path: Path,
+) -> None:
+    """Another order of rows would have to change the weights of those norms, too."""
+    settings = {**VARIANTS["cohere"].settings, "use_qk_norm": True}
+    normed = expect(Variant("cohere", settings), tmp_path)
+    model, config = load(tmp_path, "cpu", implementation=TRANSFORMERS)
+    assert calls(model)["rotate_heads"] == 0
+    ours = Driver(model, config).prefill(Sequence(PROMPT), [len(PROMPT)])
+    torch.testing.assert_close(ours, normed.prompt_logits, atol=1e-4, rtol=0)
 
 
 def test_norms_of_heads_are_part_of_the_rotation(expected) -> None:
@@ -132,9 +155,16 @@ def calls(model: torch.nn.Module) -> dict[str, int]:
     return {"rotate_heads": code.count("rotate_heads("), "aten": code.count("aten.")}
 
 
-@pytest.mark.parametrize("quantization", [Quantization.int8, Quantization.int4])
+@pytest.mark.parametrize(
+    ("name", "quantization"),
+    [
+        ("llama3", Quantization.int8),
+        ("llama3", Quantization.int4),
+        ("glm4", Quantization.int4),
+    ],
+)
 def test_quantised_weights_are_those_of_the_native_model(
-    expected, quantization: Quantization
+    expected, name: str, quantization: Quantization
 ) -> None:
     # The plain torch forms of the norms round differently, and a value at the border of two steps
     # would then become the other one.
@@ -142,7 +172,7 @@ def test_quantised_weights_are_those_of_the_native_model(
 
     def logits(implementation: ModelImplementation) -> torch.Tensor:
         model, config = load(
-            expected("llama3").directory,
+            expected(name).directory,
             "cpu",
             pack=True,
             implementation=implementation,
