@@ -41,7 +41,9 @@ def read_rope(
     Args:
         hf_config: the parsed config.json.
         head_dim: elements of a head.
-        max_positions: as the config states them, before scaling.
+        max_positions: the context that the config states. It is the original context of a scaling
+            whose `original_max_position_embeddings` is not stated. Divided by the original context
+            it is the `factor` of YaRN and LongRoPE, where that is not stated.
         default_fraction: the part of each head that is rotated, where the config does not state it.
 
     Raises:
@@ -155,9 +157,13 @@ def _rope_parameters(hf_config: HFConfig) -> dict[str, Any]:
     newer = _typed(hf_config.get("rope_parameters"))
     for key in older.keys() & newer.keys():
         if older[key] != newer[key]:
+            both = [name for name in ("rope_scaling", "rope_theta") if hf_config.get(name)]
+            source = key if key in both else "rope_scaling"
+            removed = " and ".join(f"model.config.{name}=null" for name in both)
             raise ValueError(
-                f"config.json: rope_parameters has {key}={newer[key]!r}, but rope_scaling and "
-                f"rope_theta say {older[key]!r}; set model.config.rope_parameters alone"
+                f"config.json: rope_parameters has {key}={newer[key]!r}, but {source} says "
+                f"{older[key]!r}; to use rope_parameters set {removed}, to ignore it set "
+                "model.config.rope_parameters=null"
             )
     nested = [key for key, value in newer.items() if isinstance(value, Mapping)]
     if nested:
@@ -228,7 +234,15 @@ def temperature_of(hf_config: HFConfig) -> float:
 
 
 def stretched_context(rope: Rope | None, max_positions: int) -> int:
-    """The context after rotary scaling; configs state it before scaling, except with llama3."""
+    """The longest context of a model, with its rotary scaling.
+
+    Args:
+        rope: the rotary embedding; None = the model has none.
+        max_positions: the context that the config states. Configs of type linear state the context
+            before scaling, and those of YaRN the one before or after scaling. Those of llama3 and
+            longrope state the context after scaling. Type dynamic is served up to the stated
+            context, within which its frequencies are the default ones.
+    """
     match rope:
         case Rope(scaling=LinearScaling(factor=factor)):
             return int(max_positions * factor)

@@ -109,24 +109,39 @@ def read_next_token_config(checkpoint: Checkpoint, target: ModelConfig) -> Model
         target: the model's configuration.
 
     Raises:
-        ValueError: the model's family has no such layer, or this checkpoint has none.
+        ValueError: the layers of this architecture are not supported, the model runs through
+            transformers, or the checkpoint has no such layer that can be read.
     """
-    if target.architecture not in _LAYOUTS or target.recorded is not None:
+    other = "set speculation.method=auto"
+    if target.architecture not in _LAYOUTS:
         raise ValueError(
-            f"{target.architecture} has no layers that predict further tokens; families with "
-            f"them are {', '.join(_LAYOUTS)}"
+            f"layers of {target.architecture} that predict further tokens are not supported; "
+            f"those of {', '.join(_LAYOUTS)} are; {other}"
         )
-    if not checkpoint.hf_config.get("num_nextn_predict_layers"):
+    if target.recorded is not None:
         raise ValueError(
-            "the checkpoint has no layer that predicts further tokens "
-            "(config.json: num_nextn_predict_layers)"
+            f"{target.architecture} runs through transformers (model.implementation=transformers), "
+            f"which shows no hidden states; set model.implementation=native, or {other}"
+        )
+    count = checkpoint.hf_config.get("num_nextn_predict_layers")
+    if not count:
+        raise ValueError(
+            f"config.json has num_nextn_predict_layers={count!r}: the checkpoint has no layer that "
+            f"predicts further tokens; take a checkpoint with at least 1, or {other}"
         )
     if checkpoint.gguf is not None:
-        raise ValueError("the layer that predicts further tokens is not read from GGUF files")
+        raise ValueError(
+            f"{checkpoint.path} is a GGUF file, from which the layer that predicts further tokens "
+            f"is not read; take a checkpoint of safetensors files, or {other}"
+        )
     projection = f"model.layers.{target.num_layers}.eh_proj."
     stored = read_headers(checkpoint)  # empty without safetensors files: the loader reports it
     if stored and not any(name.startswith(projection) for name in stored):
-        raise ValueError(f"{checkpoint.path} lacks {projection}weight: it was saved without it")
+        raise ValueError(
+            f"{checkpoint.path} lacks the tensor {projection}weight, although its config.json has "
+            f"num_nextn_predict_layers={count}; take a checkpoint that was saved with this layer, "
+            f"or {other}"
+        )
     assert target.moe is not None, "these families have experts"
     return replace(
         target,

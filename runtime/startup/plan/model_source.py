@@ -250,7 +250,7 @@ def _open_next_token_layer(config: EngineConfig, target: ModelSource) -> ModelSo
     try:
         layer = read_next_token_config(target.checkpoint, target.config)
     except ValueError as error:
-        raise StartupError(f"{key}: {error}; set speculation.method=auto") from error
+        raise StartupError(f"{key}: {error}") from error
     if (reason := _why_hidden(config)) is not None:
         raise StartupError(f"{key}: {reason}")
     limits = upper_limits(config.scheduler, is_cpu=True, max_drafts=0)

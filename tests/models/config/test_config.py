@@ -260,14 +260,23 @@ def test_dtype(settings: dict[str, Any], choice: DType, dtype: torch.dtype) -> N
         ({"rope_scaling": {"factor": 2.0}}, ["factor=2.0 without a rope_type"]),
         (
             {"rope_theta": 1e4, "rope_parameters": {"rope_theta": 1e6}},
-            ["rope_parameters has rope_theta=1000000.0", "10000.0"],
+            [
+                "rope_parameters has rope_theta=1000000.0",
+                "rope_theta says 10000.0",
+                "set model.config.rope_theta=null",
+            ],
         ),
         (
             {
                 "rope_parameters": {"rope_type": "default"},
                 "rope_scaling": {"rope_type": "linear", "factor": 2.0},
             },
-            ["rope_type='default'", "'linear'", "set model.config.rope_parameters alone"],
+            [
+                "rope_type='default'",
+                "rope_scaling says 'linear'",
+                "to use rope_parameters set model.config.rope_scaling=null, to ignore it set "
+                "model.config.rope_parameters=null",
+            ],
         ),
         (
             {"rope_parameters": {"full_attention": {"rope_type": "default"}}},

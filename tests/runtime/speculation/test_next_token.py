@@ -96,9 +96,9 @@ def refusal(chosen: RunConfig) -> str:
 
 def test_a_model_of_another_family_is_refused() -> None:
     assert refusal(tiny_config("speculation=mtp")) == (
-        "speculation.method=mtp: LlamaForCausalLM has no layers that predict further tokens; "
-        "families with them are DeepseekV3ForCausalLM, Glm4MoeForCausalLM, "
-        "Glm4MoeLiteForCausalLM; set speculation.method=auto"
+        "speculation.method=mtp: layers of LlamaForCausalLM that predict further tokens are not "
+        "supported; those of DeepseekV3ForCausalLM, Glm4MoeForCausalLM, Glm4MoeLiteForCausalLM "
+        "are; set speculation.method=auto"
     )
 
 
@@ -109,14 +109,29 @@ def test_a_checkpoint_without_the_layer_is_refused(tmp_path: Path) -> None:
     chosen = config(tmp_path, "graphs.mode=eager", "speculation=mtp")
     (tmp_path / "config.json").write_text(json.dumps({**settings, "num_nextn_predict_layers": 0}))
     assert refusal(chosen) == (
-        "speculation.method=mtp: the checkpoint has no layer that predicts further tokens "
-        "(config.json: num_nextn_predict_layers); set speculation.method=auto"
+        "speculation.method=mtp: config.json has num_nextn_predict_layers=0: the checkpoint has no "
+        "layer that predicts further tokens; take a checkpoint with at least 1, or set "
+        "speculation.method=auto"
     )
     (tmp_path / "config.json").write_text(json.dumps(settings))
     tensors = load_file(tmp_path / "model.safetensors")
     left = {name: one for name, one in tensors.items() if ".layers.3." not in name}
     save_file(left, tmp_path / "model.safetensors")
     assert refusal(chosen) == (
-        f"speculation.method=mtp: {tmp_path} lacks model.layers.3.eh_proj.weight: it was saved "
-        "without it; set speculation.method=auto"
+        f"speculation.method=mtp: {tmp_path} lacks the tensor model.layers.3.eh_proj.weight, "
+        "although its config.json has num_nextn_predict_layers=1; take a checkpoint that was saved "
+        "with this layer, or set speculation.method=auto"
+    )
+
+
+def test_a_model_through_transformers_is_refused(tmp_path: Path) -> None:
+    """Its family has such layers, but a recorded model shows no hidden states."""
+    ReferenceLayer("glm4-moe", tmp_path)
+    chosen = config(
+        tmp_path, "graphs.mode=eager", "speculation=mtp", "model.implementation=transformers"
+    )
+    assert refusal(chosen) == (
+        "speculation.method=mtp: Glm4MoeForCausalLM runs through transformers "
+        "(model.implementation=transformers), which shows no hidden states; set "
+        "model.implementation=native, or set speculation.method=auto"
     )
