@@ -86,11 +86,11 @@ def _why_unknown(architecture: str) -> str:
 def class_of(config: ModelConfig) -> type[LanguageModel]:
     """The class of a model whose configuration was read."""
     if isinstance(config.head, HeadSpec):
-        from ostinato.models.families.eagle3 import Eagle3Head
+        from ostinato.models.draft_heads.eagle3 import Eagle3Head
 
         return Eagle3Head
     if config.head is not None:
-        from ostinato.models.families.next_token import NextTokenHead
+        from ostinato.models.draft_heads.next_token import NextTokenHead
 
         return NextTokenHead
     if config.recorded is None:

@@ -57,7 +57,7 @@ class DeepseekV2ForCausalLM(Decoder):
     def __init__(self, config: ModelConfig, options: BuildOptions) -> None:
         super().__init__(config, options)
         layout = latent_layout(config)
-        # The layer after the last one is the next-token layer (models/families/next_token.py).
+        # The layer after the last one is the next-token layer (models/draft_heads/next_token.py).
         extra = rf"^model\.layers\.{config.num_layers}\."
         self.checkpoint_layout = replace(layout, ignored=(*layout.ignored, extra))
 

@@ -45,7 +45,7 @@ class Glm4MoeForCausalLM(LlamaForCausalLM):
 
     def __init__(self, config: ModelConfig, options: BuildOptions) -> None:
         super().__init__(config, options)
-        # The layer after the last one is the next-token layer (models/families/next_token.py).
+        # The layer after the last one is the next-token layer (models/draft_heads/next_token.py).
         extra = rf"^model\.layers\.{config.num_layers}\."
         layout = GLM4_MOE_LAYOUT
         self.checkpoint_layout = replace(layout, ignored=(*layout.ignored, extra))

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ostinato.models.families.draft_heads import DraftHeadModel
+from ostinato.models.draft_heads.draft_head_model import DraftHeadModel
 from ostinato.runtime.execution.hidden_states import HiddenStates
 from ostinato.runtime.execution.inline_executor import InlineExecutor
 from ostinato.runtime.execution.model_runner import ModelRunner

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 
 from ostinato.graphs.compile_monitor import CompileMonitor
 from ostinato.models.decoder import Decoder
-from ostinato.models.families.draft_heads import DraftHeadModel
+from ostinato.models.draft_heads.draft_head_model import DraftHeadModel
 from ostinato.ops.native.library import loaded_isa
 from ostinato.runtime.costs.cost_table import CostTable
 from ostinato.runtime.errors import StartupError

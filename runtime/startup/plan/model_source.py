@@ -25,8 +25,8 @@ from ostinato.models.choose_weights import WeightPolicy, choose_weights
 from ostinato.models.config.head_spec import HeadSpec
 from ostinato.models.config.model_config import ModelConfig, resolve_cache_dtype, resolve_dtype
 from ostinato.models.decoder import Decoder
-from ostinato.models.families.eagle3 import is_head_config, read_head_config
-from ostinato.models.families.next_token import read_next_token_config
+from ostinato.models.draft_heads.eagle3 import is_head_config, read_head_config
+from ostinato.models.draft_heads.next_token import read_next_token_config
 from ostinato.models.kv_cache import KVCacheSpec
 from ostinato.models.registry import build_model, class_of, read_model_config
 from ostinato.models.sharding import WHOLE, Shard

@@ -18,7 +18,7 @@ from ostinato.conf.compose import load_config
 from ostinato.conf.root import RunConfig
 from ostinato.models.config.head_spec import HeadSpec
 from ostinato.models.demo.training.corpus import HELD_OUT
-from ostinato.models.families.eagle3 import read_head_config
+from ostinato.models.draft_heads.eagle3 import read_head_config
 from ostinato.runtime.errors import StartupError
 from ostinato.runtime.speculation.head_drafter import HeadDrafter
 from tests.runtime.drafters import DraftRecorder

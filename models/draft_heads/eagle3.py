@@ -21,7 +21,7 @@ from ostinato.models.config.head_spec import HeadSpec
 from ostinato.models.config.hf_fields import architecture_of, read_first, read_integer
 from ostinato.models.config.model_config import HFConfig, ModelConfig
 from ostinato.models.decoder import LLAMA_NAMES, Decoder
-from ostinato.models.families.draft_heads import DraftHeadModel
+from ostinato.models.draft_heads.draft_head_model import DraftHeadModel
 from ostinato.models.layers import Attention, RotaryEmbedding, build_mlp, build_norm
 from ostinato.models.linear_layers import BuildOptions, Linear
 from ostinato.models.step_tensors import DEFAULT_ROPE, ForwardBatch, StepInputs, TableRows

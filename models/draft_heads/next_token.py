@@ -26,8 +26,8 @@ from ostinato.models.checkpoints.headers import read_headers
 from ostinato.models.config.head_spec import NextTokenSpec
 from ostinato.models.config.model_config import ModelConfig
 from ostinato.models.decoder import DecoderBlock
+from ostinato.models.draft_heads.draft_head_model import DraftHeadModel
 from ostinato.models.families.deepseek_v2 import latent_layout
-from ostinato.models.families.draft_heads import DraftHeadModel
 from ostinato.models.families.glm4_moe import GLM4_MOE_LAYOUT
 from ostinato.models.layers import RotaryEmbedding, build_norm
 from ostinato.models.linear_layers import BuildOptions, Linear
