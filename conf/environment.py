@@ -38,7 +38,7 @@ __all__ = (
     "triton_cache_in",
     "visible_gpus",
     "with_own_caches",
-    "with_visible_gpu",
+    "with_visible_gpus",
 )
 
 _LIBRARY_CACHES = {  # variable -> folder in our cache directory
@@ -215,9 +215,13 @@ def visible_gpus() -> list[str] | None:
     return [name.strip() for name in named.split(",") if name.strip() not in ("", "-1")]
 
 
-def with_visible_gpu(gpu: str | None) -> dict[str, str]:
-    """The environment for a child process that sees only one GPU; None = all GPUs of this one."""
-    return {**os.environ, **({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu})}
+def with_visible_gpus(gpus: str | None) -> dict[str, str]:
+    """The environment for a child process that sees only some GPUs.
+
+    Args:
+        gpus: their indices or UUIDs, separated by commas; None = all GPUs of this process.
+    """
+    return {**os.environ, **({} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus})}
 
 
 def with_own_caches(directory: Path) -> dict[str, str]:

@@ -8,6 +8,7 @@ from enum import StrEnum
 from ostinato.conf.schema import Section, refuse, setting
 
 __all__ = (
+    "ExchangeName",
     "ExecutorName",
     "ParallelConfig",
     "ReasoningParserName",
@@ -75,6 +76,13 @@ class ExecutorName(StrEnum):
     inline = "inline"
     processes = "processes"
     ray = "ray"
+
+
+class ExchangeName(StrEnum):
+    """How the ranks of an engine exchange values."""
+
+    auto = "auto"
+    gloo = "gloo"
 
 
 class RouterName(StrEnum):
@@ -273,6 +281,11 @@ class ParallelConfig(Section):
         "where ranks run: inline = in the engine's process, which is for one rank; processes = "
         "each rank after the first in a process of its own; ray = as processes, and Ray chooses "
         "the machine of each engine; auto = inline for one rank, else processes",
+    )
+    exchange: ExchangeName = setting(
+        ExchangeName.auto,
+        "how ranks exchange values: auto = shared memory between CPUs, NCCL between GPUs; gloo = "
+        "as NCCL, between CPUs of one machine, which is slower and for comparisons",
     )
     rank_timeout_s: float = setting(
         1.0,

@@ -111,11 +111,18 @@ class GraphRunner:
     def captured_keys(self) -> list[GraphKey]:
         return list(self._replays)
 
-    def capture(self, progress: Callable[[GraphKey], None] = lambda key: None) -> list[GraphKey]:
+    def capture(
+        self,
+        progress: Callable[[GraphKey], None] = lambda key: None,
+        *,
+        must_fit: bool = False,
+    ) -> list[GraphKey]:
         """Capture every bucket of the table, largest first; writes to the null block only.
 
         Args:
             progress: called after each captured bucket.
+            must_fit: raise the error of a capture that runs out of memory, because other ranks
+                capture the same buckets at the same time.
 
         Returns:
             The buckets whose capture ran out of memory. The next larger bucket serves their steps,
@@ -133,7 +140,7 @@ class GraphRunner:
                 try:
                     self._replays[key] = self._recorder.capture(self._bind(key))
                 except (MemoryError, RuntimeError) as error:
-                    if not is_out_of_memory(error):
+                    if must_fit or not is_out_of_memory(error):
                         raise
                     left_out.append(key)
                     continue

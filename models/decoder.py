@@ -39,7 +39,7 @@ from ostinato.models.step_tensors import (
     StepInputs,
 )
 from ostinato.models.vocabulary_layers import Embedding, OutputHead
-from ostinato.ops.parallel.handoff import HiddenReceiver, HiddenSender
+from ostinato.ops.parallel.handoff import HiddenSink, HiddenSource
 
 __all__ = ("LLAMA_NAMES", "Decoder", "DecoderBlock", "StageLayers")
 
@@ -146,8 +146,8 @@ class Decoder(CausalLM):
         super().__init__()
         self.config = config
         self.stage = options.shard.stage
-        self._previous: HiddenReceiver | None = None
-        self._next: HiddenSender | None = None
+        self._previous: HiddenSource | None = None
+        self._next: HiddenSink | None = None
         is_first, is_last = self.stage.is_first, self.stage.is_last
         size, tied = config.hidden_size, config.tie_word_embeddings
         self.embed_tokens = None
@@ -175,7 +175,7 @@ class Decoder(CausalLM):
         if is_last and not tied:
             self.lm_head = OutputHead(size, config.vocab_size, options, bias=config.head_bias)
 
-    def join_stages(self, previous: HiddenReceiver | None, following: HiddenSender | None) -> None:
+    def join_stages(self, previous: HiddenSource | None, following: HiddenSink | None) -> None:
         """Connect this stage to its neighbours.
 
         Args:

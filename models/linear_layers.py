@@ -22,7 +22,7 @@ from ostinato.models.weight_methods.weight_method import (
     WeightMethod,
 )
 from ostinato.ops.parallel.collectives import all_reduce
-from ostinato.ops.parallel.group import ParallelGroup
+from ostinato.ops.parallel.exchange import Exchange, RankGroup
 
 __all__ = (
     "BIAS",
@@ -48,6 +48,7 @@ class BuildOptions:
     attention_backend: str  # a name that ops.attention.select_backend returned
     max_model_len: int  # tokens of the longest context
     shard: Shard = WHOLE
+    exchange: Exchange = Exchange.shared_memory  # with the other ranks
     has_cache_scales: bool = False  # the checkpoint's scales of keys and values are used
 
     def empty(self, *shape: int) -> nn.Parameter:
@@ -94,6 +95,7 @@ class LinearBase(nn.Module):
             sum(span.size for span in self.outputs), self.inputs.size, options.dtype, options.device
         )
         self.has_bias = bias
+        self.exchange = options.exchange
         self.bias: nn.Parameter | None = None
         self.group: Tensor | None
         self.register_buffer("group", None, persistent=False)
@@ -132,7 +134,8 @@ class LinearBase(nn.Module):
     @property
     def static_key(self) -> tuple[object, ...]:
         """What a traced program depends on besides tensors."""
-        return (*self.method.static_key, self.has_bias, self.is_partial)
+        exchange = str(self.exchange) if self.is_partial else ""
+        return (*self.method.static_key, self.has_bias, self.is_partial, exchange)
 
     def parts(self, order: Tensor | None = None) -> list[Part]:
         """The module's matrix as one stored matrix.
@@ -238,7 +241,7 @@ class LinearBase(nn.Module):
     def reduce(self, partial: Tensor, residual: Tensor | None) -> Tensor:
         """The sum of all ranks' partial results [T, out_features], plus the residual."""
         assert self.group is not None, "a module without a group has no partial results"
-        return all_reduce(partial, residual, self.group, self.spec.dtype)
+        return all_reduce(partial, residual, self.group, self.spec.dtype, self.exchange)
 
     def dense(self) -> Tensor:
         """The matrix that the parameters stand for: [out_features, in_features]."""
@@ -310,9 +313,11 @@ class Linear(LinearBase):
         """[T, in_features] -> [T, out_features], plus a residual of that shape if there is one.
 
         Partial sums are added over all ranks. On CPUs they are added in float32, and then rounded.
+        On GPUs they are rounded before, because that halves the bytes between GPUs.
         """
         if self.is_partial:
-            return self.reduce(self.multiply(x, float32_output=True), residual)
+            on_cpu = self.exchange is not Exchange.nccl
+            return self.reduce(self.multiply(x, float32_output=on_cpu), residual)
         return self.multiply(x, residual)
 
 
@@ -395,7 +400,7 @@ class ExpertLinear(LinearBase):
             place.copy_(tensor)
 
 
-def join_group(model: nn.Module, group: ParallelGroup) -> None:
+def join_group(model: nn.Module, group: RankGroup) -> None:
     """Let the layers of a rank exchange values with the other ranks of a group.
 
     Args:

@@ -18,6 +18,7 @@ from ostinato.models.config.hf_fields import architecture_of
 from ostinato.models.config.model_config import ModelConfig
 from ostinato.models.linear_layers import BuildOptions, LinearBase
 from ostinato.models.sharding import WHOLE, Shard
+from ostinato.ops.parallel.exchange import Exchange
 
 __all__ = ("ARCHITECTURES", "build_model", "class_of", "model_class", "read_model_config")
 
@@ -142,7 +143,7 @@ def _read_recorded(checkpoint: Checkpoint, architecture: str) -> ModelConfig:
         ) from error
 
 
-def build_model(
+def build_model(  # noqa: PLR0913 - what a model is built for
     config: ModelConfig,
     *,
     dtype: torch.dtype,
@@ -151,6 +152,7 @@ def build_model(
     max_model_len: int | None = None,
     weights: WeightPolicy = PLAIN,
     shard: Shard = WHOLE,
+    exchange: Exchange = Exchange.shared_memory,
     has_cache_scales: bool = False,
 ) -> LanguageModel:
     """The model with unset weights. Their memory is reserved, and not written yet.
@@ -164,6 +166,7 @@ def build_model(
         weights: the weight method of each matrix.
         shard: the part of every layer that this rank holds. `join_group` (models/linear_layers.py)
             must follow before the model is run.
+        exchange: how this rank exchanges values with the others.
         has_cache_scales: the checkpoint has scales for keys and values, and the cache uses them.
 
     Raises:
@@ -185,6 +188,7 @@ def build_model(
         attention_backend=attention_backend,
         max_model_len=length,
         shard=shard,
+        exchange=exchange,
         has_cache_scales=has_cache_scales,
     )
     model = class_of(config)(config, options)

@@ -32,7 +32,8 @@ class _VocabularyLinear(LinearBase):
         part = self.multiply(hidden, float32_output=True)
         if self.group is None:
             return part
-        return gather_vocab(part, self.group, self.vocabulary.total // self.vocabulary.size)
+        world = self.vocabulary.total // self.vocabulary.size
+        return gather_vocab(part, self.group, world, self.exchange)
 
 
 class OutputHead(_VocabularyLinear):

@@ -57,7 +57,7 @@ def plan(config: RunConfig) -> int:
         engine = place_replicas(engine, count)[0].config
     elif is_cpu:
         free //= count * parallel.ranks_per_machine
-    of_rank = share_of_rank(engine) if num_ranks > 1 and free is None else engine
+    of_rank = share_of_rank(engine, on_gpu=not is_cpu) if num_ranks > 1 and free is None else engine
     ranks = [plan_engine(of_rank, each, free_bytes=free) for each in sources]
     fewest = min(each.num_blocks for each in ranks), min(each.max_model_len for each in ranks)
     ranks = [each.limited(*fewest) for each in ranks]
@@ -75,7 +75,9 @@ def plan(config: RunConfig) -> int:
         "device": where,
     }
     if count > 1:
-        share = f"{num_ranks * memory.free_bytes / _GIB:.3f} GiB" if is_cpu else "a GPU of its own"
+        share = f"{num_ranks * memory.free_bytes / _GIB:.3f} GiB"
+        if not is_cpu:
+            share = "a GPU of its own" if num_ranks == 1 else f"{num_ranks} GPUs of its own"
         if is_cpu and engine.device.threads is not None:
             share += f" and {engine.device.threads} of the cores"
         facts["replicas"] = f"{count}, each with {share}; the table is of one"

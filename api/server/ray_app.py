@@ -46,8 +46,10 @@ def build(settings: Mapping[str, object]) -> Any:
     config = load_config(overrides)
     engines = config.parallel.data
     on_gpus = config.device.name is DeviceName.cuda
-    threads = 1 if on_gpus else config.device.threads or config.parallel.num_ranks
-    resources = {"num_cpus": engines * threads, "num_gpus": engines if on_gpus else 0}
+    num_ranks = config.parallel.num_ranks
+    threads = num_ranks if on_gpus else config.device.threads or num_ranks
+    num_gpus = engines * num_ranks if on_gpus else 0
+    resources = {"num_cpus": engines * threads, "num_gpus": num_gpus}
     if not on_gpus and config.device.threads is None:
         overrides.append(f"device.threads={threads}")
     serve = import_module("ray.serve")

@@ -4,13 +4,15 @@ A rank is a process that holds a part of the weights (models/sharding.py). To co
 result, all ranks of the group call one of these ops, with values of equal shapes.
 
 The group is an argument of the ops: [1] int64 on the CPU, the handle of a `ParallelGroup`
-(group.py). So one compiled program serves every rank.
+(group.py) or of a `DistributedGroup` (distributed_group.py). So one compiled program serves every
+rank. The exchange is a constant of the program, because each exchange has ops of its own.
 
-The parts are added in the order of the ranks' numbers, whatever the timing and the size. So the
-bits of a token depend neither on other tokens nor on which rank came first, and they are equal on
-all ranks.
+In shared memory the parts are added in the order of the ranks' numbers, whatever the timing and the
+size. So the bits of a token depend neither on other tokens nor on which rank came first, and they
+are equal on all ranks. These kernels are ops/native/collectives/collectives.cpp, and run on CPUs
+only.
 
-The kernels are ops/native/collectives/collectives.cpp. They run on CPUs only.
+NCCL and gloo choose the order of a sum by themselves.
 """
 
 from __future__ import annotations
@@ -20,55 +22,83 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
+from ostinato.ops.parallel.distributed_group import group_at
+from ostinato.ops.parallel.exchange import Exchange
 from ostinato.ops.register import register_op
 
 __all__ = ("all_reduce", "gather_vocab")
 
 
 def all_reduce(
-    partial: Tensor, residual: Tensor | None, group: Tensor, dtype: torch.dtype
+    partial: Tensor,
+    residual: Tensor | None,
+    group: Tensor,
+    dtype: torch.dtype,
+    exchange: Exchange = Exchange.shared_memory,
 ) -> Tensor:
-    """partial of rank 0 + partial of rank 1 + ... + residual, in float32, then rounded to `dtype`.
+    """partial of rank 0 + partial of rank 1 + ... + residual, rounded to `dtype`.
+
+    Shared memory adds in float32 and rounds once. Other exchanges round each sum of two ranks to
+    the dtype of `partial`.
 
     Args:
         partial: [T, D] contiguous, float32 or of `dtype`: this rank's part of the sum.
         residual: [T, D] contiguous, of `dtype`, equal on all ranks, added once; None = nothing.
-        group: [1] int64, the handle of a `ParallelGroup`.
+        group: [1] int64 on the CPU, the handle of a group.
         dtype: float32, bfloat16 or float16.
+        exchange: that of the group.
 
     Returns:
         [T, D] contiguous, of `dtype`; the same bits on all ranks.
 
     Raises:
         ValueError: a shape, dtype or stride is not as above, or no group was joined.
-        RuntimeError: the group was ended, or a rank did not come in time.
+        RuntimeError: the group in shared memory was ended, or a rank did not come in time.
+        GroupEndedError: the other group was ended, or a rank has ended.
     """
-    return _all_reduce(partial, residual, group, str(dtype).removeprefix("torch."))
+    op = _distributed_sum if exchange.is_distributed else _all_reduce
+    return op(partial, residual, group, str(dtype).removeprefix("torch."))
 
 
-def gather_vocab(part: Tensor, group: Tensor, world: int) -> Tensor:
+def gather_vocab(
+    part: Tensor, group: Tensor, world: int, exchange: Exchange = Exchange.shared_memory
+) -> Tensor:
     """The logits of all ranks side by side, in the order of the ranks.
 
     Args:
         part: [R, V / world] float32, contiguous: this rank's columns.
-        group: [1] int64, the handle of a `ParallelGroup`.
+        group: [1] int64 on the CPU, the handle of a group.
         world: ranks of the group.
+        exchange: that of the group.
 
     Returns:
         [R, V] float32, contiguous, on every rank.
 
     Raises:
         ValueError: a shape, dtype or stride is not as above, or no group was joined.
-        RuntimeError: the group was ended, or a rank did not come in time.
+        RuntimeError: the group in shared memory was ended, or a rank did not come in time.
+        GroupEndedError: the other group was ended, or a rank has ended.
     """
-    return _gather_vocab(part, group, world)
+    op = _distributed_gather if exchange.is_distributed else _gather_vocab
+    return op(part, group, world)
 
 
 def _no_kernel(device: torch.device) -> NoReturn:
     raise ValueError(
-        f"ranks exchange values through kernels of the CPU, and there are none for {device}; set "
-        "parallel.tensor=1"
+        f"shared memory carries values between CPUs, and a rank computes on {device}; its group "
+        "must be a DistributedGroup"
     )
+
+
+def _sum_distributed(partial: Tensor, residual: Tensor | None, group: Tensor, dtype: str) -> Tensor:
+    return group_at(group).all_reduce(partial, residual, getattr(torch, dtype))
+
+
+def _gather_distributed(part: Tensor, group: Tensor, world: int) -> Tensor:
+    joined = group_at(group)
+    if world != joined.world:
+        raise ValueError(f"world is {world}, and the group has {joined.world} ranks")
+    return joined.gather(part)
 
 
 def _reduce_elsewhere(
@@ -94,4 +124,10 @@ _all_reduce = register_op(
 )
 _gather_vocab = register_op(
     "gather_vocab", {"CompositeExplicitAutograd": _gather_elsewhere}, fake=_gather_fake
+)
+_distributed_sum = register_op(
+    "distributed_sum", {"CompositeExplicitAutograd": _sum_distributed}, fake=_reduce_fake
+)
+_distributed_gather = register_op(
+    "distributed_gather", {"CompositeExplicitAutograd": _gather_distributed}, fake=_gather_fake
 )

@@ -14,14 +14,21 @@ import contextlib
 import mmap
 import os
 import socket
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from ostinato.ops.parallel.handoff_ends import FREE, FULL, HandoffEnd
 
-__all__ = ("HandoffEndedError", "HiddenReceiver", "HiddenSender", "HiddenShape")
+__all__ = (
+    "HandoffEndedError",
+    "HiddenReceiver",
+    "HiddenSender",
+    "HiddenShape",
+    "HiddenSink",
+    "HiddenSource",
+)
 
 _PAGE = mmap.PAGESIZE
 
@@ -46,6 +53,26 @@ class HiddenShape(NamedTuple):
     def slot_bytes(self) -> int:
         """Bytes of a slot, whole pages."""
         return -(-self.num_tokens * self.token_bytes // _PAGE) * _PAGE
+
+
+class HiddenSink(Protocol):
+    """Takes hidden states for the next stage."""
+
+    def send(self, hidden: Tensor) -> None:
+        """Pass the hidden states of a step on."""
+        ...
+
+
+class HiddenSource(Protocol):
+    """Has the hidden states of the stage before."""
+
+    def receive(self, num_tokens: int) -> Tensor:
+        """The hidden states of the next step: [num_tokens, size], valid until `release`."""
+        ...
+
+    def release(self) -> None:
+        """The hidden states of the last `receive` are no longer needed."""
+        ...
 
 
 class _End:

@@ -115,12 +115,21 @@ class ModelRunner:
         return {str(kind): seconds - before.get(kind, 0.0) for kind, seconds in sums.items()}
 
     def last_tokens(self, rows: list[int]) -> list[int]:
-        """The last token of each of these rows. On a CPU all launched steps must have been read."""
+        """The last token of each of these rows. All launched steps must have been read."""
+        if self._buffers.async_tokens:  # the host's copy is not kept up to date
+            return self._buffers.last_tokens.cpu()[rows].tolist() if rows else []
         return self._batch.last_token[rows].tolist()
 
+    @torch.inference_mode()
     def set_last_tokens(self, rows: list[int], token_ids: list[int]) -> None:
         """Set the last tokens of rows, which another rank has sampled."""
-        self._batch.last_token[rows] = token_ids
+        if self._buffers.async_tokens:
+            last = self._buffers.last_tokens
+            last[torch.tensor(rows, dtype=torch.int64, device=last.device)] = torch.tensor(
+                token_ids, dtype=torch.int64, device=last.device
+            )
+        else:
+            self._batch.last_token[rows] = token_ids
 
     def foresee(self, output: SchedulerOutput) -> RunStep:
         """How a step will run."""

@@ -59,7 +59,7 @@ class EngineHosts:
         makers: list[tuple[EngineConfig, Callable[[Path], EngineChild]]] = []
         if num_here:
             for placement in place_replicas(config, num_here):
-                child = functools.partial(LocalChild, self._context, gpu=placement.gpu)
+                child = functools.partial(LocalChild, self._context, gpus=placement.gpus)
                 makers.append((placement.config, child))
         if num_here < parallel.data * num_parts:
             self._hub = NodeHub(parallel.host, num_places, asks=self._ray is None)

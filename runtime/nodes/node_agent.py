@@ -262,9 +262,9 @@ class _Session:
                 offset_s = self._clock_offset_s
                 start = msgspec.structs.replace(start, clock_offset_s=offset_s)
             path = self._directory / f"engine-{order.engine}"
-            gpu = self._placements[order.place].gpu
+            gpus = self._placements[order.place].gpus
             module = RANK_HOST_MODULE if order.is_rank_host else None
-            child = LocalChild(self._context, path, gpu, module)
+            child = LocalChild(self._context, path, gpus, module)
             await child.spawn(msgspec.json.encode(start))
         except (OSError, zmq.ZMQError, StartupError) as error:
             if child is not None:

@@ -64,7 +64,7 @@ def share_cluster(config: EngineConfig, nodes: Sequence[Demand]) -> RayShare:
     """The resources that every engine asks Ray for.
 
     An engine on a CPU has `device.threads` cores, or one for each of its ranks, on each of its
-    machines. An engine on a GPU has one GPU and one core.
+    machines. On GPUs it has a GPU and a core for each of its ranks.
 
     Args:
         config: the configuration of every engine.
@@ -76,7 +76,7 @@ def share_cluster(config: EngineConfig, nodes: Sequence[Demand]) -> RayShare:
     parallel, device = config.parallel, config.device
     has_gpus = any(node.get("GPU", 0) >= 1 for node in nodes)
     if device.name is DeviceName.cuda or (device.name is DeviceName.auto and has_gpus):
-        demand: Demand = {"CPU": 1, "GPU": 1}
+        demand: Demand = {"CPU": parallel.ranks_per_machine, "GPU": parallel.ranks_per_machine}
     else:
         threads = device.threads or parallel.ranks_per_machine
         demand = {"CPU": threads}

@@ -15,7 +15,7 @@ from typing import Protocol
 import zmq
 import zmq.asyncio
 
-from ostinato.conf.environment import with_visible_gpu
+from ostinato.conf.environment import with_visible_gpus
 from ostinato.runtime.engine.flight_recorder import flight_path
 from ostinato.runtime.errors import EngineDeadError
 
@@ -109,19 +109,19 @@ class LocalChild:
         self,
         context: zmq.asyncio.Context,
         path: Path,
-        gpu: str | None = None,
+        gpus: str | None = None,
         module: str | None = None,
     ) -> None:
         """
         Args:
             context: makes the socket. The caller closes the context after this object.
             path: the path of the socket's file, which does not exist yet.
-            gpu: the only GPU that the process sees; None = those of this process.
+            gpus: the only GPUs that the process sees; None = those of this process.
             module: that the process runs; None = ENGINE_MODULE.
         """
         self.path = path
         self._socket = context.socket(zmq.PAIR)
-        self._gpu = gpu
+        self._gpus = gpus
         self._module = module
         self._process: asyncio.subprocess.Process | None = None
         self._ended: asyncio.Task[int] | None = None
@@ -166,7 +166,7 @@ class LocalChild:
             self._module or ENGINE_MODULE,
             address,
             stdin=asyncio.subprocess.PIPE,
-            env=with_visible_gpu(self._gpu),
+            env=with_visible_gpus(self._gpus),
         )
         self._ended = asyncio.create_task(self._process.wait())
         assert self._process.stdin is not None, "stdin=PIPE"

@@ -9,6 +9,7 @@ Imports no torch.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -16,6 +17,7 @@ from typing import NamedTuple
 import msgspec
 
 from ostinato.models.sharding import Shard, shard_of_rank
+from ostinato.ops.parallel.exchange import Exchange, create_rendezvous
 from ostinato.ops.parallel.handoff_ends import create_handoff
 from ostinato.ops.parallel.segment import create_segment
 
@@ -136,13 +138,19 @@ class MachineLinks(NamedTuple):
     relay: RelayEnds  # for the bridge
 
 
-def create_links(layout: RankLayout, machine: int, slots: HandoffSlots) -> MachineLinks:
+def create_links(
+    layout: RankLayout,
+    machine: int,
+    slots: HandoffSlots,
+    exchange: Exchange = Exchange.shared_memory,
+) -> MachineLinks:
     """Make the links of the ranks on one machine.
 
     Args:
         layout: the ranks of the engine.
         machine: 0 to layout.machines - 1.
         slots: the sizes of handoffs.
+        exchange: how ranks exchange values. Only shared memory reaches other machines.
 
     Raises:
         OSError: the system has no memory or no descriptors for them.
@@ -151,6 +159,9 @@ def create_links(layout: RankLayout, machine: int, slots: HandoffSlots) -> Machi
     held: dict[int, list[int]] = {rank: [] for rank in here}
     relay = RelayEnds(slots, [], [], [])
     try:
+        if exchange.is_distributed:
+            _introduce(layout, held)
+            return MachineLinks(list(held.values()), relay)
         if layout.tensor > 1:
             for stage in range(layout.pipeline):
                 _link_group(layout, machine, stage, held, relay)
@@ -160,6 +171,20 @@ def create_links(layout: RankLayout, machine: int, slots: HandoffSlots) -> Machi
         close_all([*held.values(), relay.descriptors()])
         raise
     return MachineLinks(list(held.values()), relay)
+
+
+def _introduce(layout: RankLayout, held: dict[int, list[int]]) -> None:
+    """Make a rendezvous for each group, and for each pair of ranks that hands on hidden states."""
+    stages = [layout.members(stage) for stage in range(layout.pipeline)]
+    groups = stages if layout.tensor > 1 else []
+    pairs = [pair for each in itertools.pairwise(stages) for pair in zip(*each, strict=True)]
+    for members in (*groups, *pairs):
+        file = create_rendezvous()
+        try:
+            for rank in members:
+                held[rank].append(os.dup(file))
+        finally:
+            os.close(file)
 
 
 def _link_group(

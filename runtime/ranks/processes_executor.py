@@ -88,7 +88,11 @@ class ProcessesExecutor:
 
     def read(self, pending: Pending) -> StepResult:
         if self._num_stages == 1:
-            return self._first.read(pending)
+            # On a GPU the step runs until here. A step that was ended has wrong results.
+            with self._ranks.step(is_new=False):
+                result = self._first.read(pending)
+            self._ranks.check()
+            return result
         output, ended = self._waiting[0]
         with self._ranks.step():
             launched = self._first.launch(output)
@@ -135,9 +139,9 @@ class ProcessesExecutor:
         return stats
 
     def close(self) -> None:
-        self._end()
         self._waiting.clear()
-        self._first.close()
+        self._first.close()  # captured graphs hold on to the groups of the links
+        self._end()
 
 
 def _end(ranks: RankProcesses, links: RankLinks) -> None:

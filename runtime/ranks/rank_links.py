@@ -1,6 +1,7 @@
 """The links of a rank: to its tensor-parallel group, to the stage before and to the stage after.
 
-link_ends.py makes their memory and sockets. Each rank is passed the descriptors of its own.
+link_ends.py makes their memory and sockets, or the files through which the ranks find each other.
+Each rank is passed the descriptors of its own.
 """
 
 from __future__ import annotations
@@ -8,10 +9,15 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
+import torch
+
 from ostinato.models.base import LanguageModel
 from ostinato.models.decoder import Decoder
 from ostinato.models.linear_layers import join_group
 from ostinato.models.sharding import Shard
+from ostinato.ops.parallel.distributed_group import DistributedGroup
+from ostinato.ops.parallel.distributed_handoff import DistributedReceiver, DistributedSender
+from ostinato.ops.parallel.exchange import Exchange
 from ostinato.ops.parallel.group import ParallelGroup
 from ostinato.ops.parallel.handoff import HiddenReceiver, HiddenSender, HiddenShape
 from ostinato.ops.parallel.handoff_ends import HandoffEnd
@@ -36,6 +42,7 @@ class RankLinks:
         shape: HiddenShape,
         threads: int,
         descriptors: Sequence[int],
+        exchange: Exchange = Exchange.shared_memory,
     ) -> None:
         """Open the links, and close the descriptors.
 
@@ -45,15 +52,20 @@ class RankLinks:
             shape: the shape of the hidden states that stages hand on.
             threads: the model's threads in each rank.
             descriptors: from `create_links`.
+            exchange: as in `create_links`.
 
         Raises:
             StartupError: a link cannot be opened.
         """
-        self._group: ParallelGroup | None = None
-        self._previous: HiddenReceiver | None = None
-        self._next: HiddenSender | None = None
+        self._group: ParallelGroup | DistributedGroup | None = None
+        self._previous: HiddenReceiver | DistributedReceiver | None = None
+        self._next: HiddenSender | DistributedSender | None = None
+        self._unconnected: list[DistributedGroup] = []
         left = list(descriptors)
         try:
+            if exchange.is_distributed:
+                self._introduce(shard, shape, left, exchange)
+                return
             if shard.size > 1:
                 # A waiting rank must not take the processor of what it waits for: another rank, or
                 # the bridge, whose network takes longer than a rank may spin.
@@ -79,8 +91,41 @@ class RankLinks:
             self.close()
             raise StartupError(f"a rank cannot join the others: {error}") from error
 
+    def _introduce(
+        self, shard: Shard, shape: HiddenShape, left: list[int], exchange: Exchange
+    ) -> None:
+        """Make the groups that torch.distributed carries; `connect` connects them.
+
+        Args:
+            shard: the shard of the rank.
+            shape: the shape of the hidden states.
+            left: the files through which ranks find each other; those in use are removed.
+            exchange: nccl or gloo.
+        """
+        device = torch.device("cuda" if exchange is Exchange.nccl else "cpu")
+        if shard.size > 1:
+            self._group = DistributedGroup(left.pop(0), shard.rank, shard.size, exchange)
+            self._unconnected.append(self._group)
+        if not shard.stage.is_first:
+            pair = DistributedGroup(left.pop(0), 1, 2, exchange)
+            self._previous = DistributedReceiver(pair, shape, device)
+            self._unconnected.append(pair)
+        if not shard.stage.is_last:
+            pair = DistributedGroup(left.pop(0), 0, 2, exchange)
+            self._next = DistributedSender(pair)
+            self._unconnected.append(pair)
+
+    def connect(self) -> None:
+        """Connect to the other ranks, which do the same now. Shared memory needs no connection.
+
+        Raises:
+            GroupEndedError: another rank has ended, or does not come.
+        """
+        while self._unconnected:  # all ranks have the same order: group, stage before, stage after
+            self._unconnected.pop(0).connect()
+
     def join(self, model: LanguageModel) -> None:
-        """Let the model of this rank exchange values with the other ranks.
+        """Let the model of this rank exchange values with the other ranks. Can be called again.
 
         Raises:
             StartupError: a model of this class is not divided into stages.

@@ -174,13 +174,16 @@ class RankProcesses:
         return answers
 
     @contextmanager
-    def step(self) -> Iterator[None]:
+    def step(self, *, is_new: bool = True) -> Iterator[None]:
         """A context for the part of a step in which ranks wait for each other.
+
+        Args:
+            is_new: False = a further part of the last step.
 
         Raises:
             RankFailedError: a rank has ended. It replaces any other error in the context.
         """
-        self._num_steps += 1
+        self._num_steps += is_new
         self._step = self._num_steps
         if not self._is_working:
             self._is_working = True

@@ -2,7 +2,7 @@
 
 On a CPU every replica gets an equal part of the cores, and of the memory that was free before the
 first replica started. So all replicas have the same limits, also after a restart. On a machine with
-GPUs every replica has a GPU of its own.
+GPUs every replica has GPUs of its own, one for each of its ranks.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ class Placement:
     """The part of the machine that one replica has."""
 
     config: EngineConfig
-    gpu: str | None = None  # the only GPU that its process sees; None = the GPUs of this process
+    # the only GPUs that its process sees, separated by commas; None = the GPUs of this process
+    gpus: str | None = None
 
 
 def place_replicas(config: EngineConfig, num_replicas: int) -> list[Placement]:
     """The placement of each replica on this machine. One replica has the whole machine.
 
     Raises:
-        StartupError: there are fewer GPUs than replicas.
+        StartupError: there are fewer GPUs than ranks of all replicas.
     """
     if num_replicas == 1:
         return [Placement(config=config)]
@@ -59,15 +60,18 @@ def divide(
         gpus: indices or UUIDs of the GPUs; empty = the replicas run on the CPU.
 
     Raises:
-        StartupError: there are fewer GPUs than replicas.
+        StartupError: there are fewer GPUs than ranks of all replicas.
     """
     if gpus:
-        if len(gpus) < num_replicas:
+        num_ranks = config.parallel.num_ranks
+        if len(gpus) < num_replicas * num_ranks:
+            needed = "a GPU" if num_ranks == 1 else f"{num_ranks} GPUs, one for a rank,"
             raise StartupError(
-                f"{num_replicas} engines on this machine take a GPU each, and this process sees "
+                f"{num_replicas} engines on this machine take {needed} each, and this process sees "
                 f"{len(gpus)}; lower parallel.data, or set device.name=cpu"
             )
-        return [Placement(config=config, gpu=gpu) for gpu in gpus[:num_replicas]]
+        parts = [gpus[number * num_ranks :][:num_ranks] for number in range(num_replicas)]
+        return [Placement(config=config, gpus=",".join(part)) for part in parts]
     device = config.device
     if device.threads is None:
         device = replace(device, threads=max(1, cores // num_replicas))

@@ -41,7 +41,12 @@ from ostinato.runtime.startup.drafting import finish_rank, make_drafter
 from ostinato.runtime.startup.isa_trial import build_levels, try_levels
 from ostinato.runtime.startup.model_cache import LoadedModelCache
 from ostinato.runtime.startup.phases import PhaseTimer, Report
-from ostinato.runtime.startup.plan.device import choose_isa, set_threads
+from ostinato.runtime.startup.plan.device import (
+    choose_gpu,
+    choose_isa,
+    resolve_device,
+    set_threads,
+)
 from ostinato.runtime.startup.plan.engine_plan import EnginePlan, make_plan
 from ostinato.runtime.startup.rank import RankParts, build_rank
 from ostinato.runtime.startup.rank_group import agree, join, layout_of, peers_of
@@ -133,7 +138,9 @@ def _build(
                     )
                 ranks = ranks or RankProcesses(layout_of(parallel))
                 undo.callback(ranks.close)
-                config = share_of_rank(config)
+                choose_gpu(config, 0)
+                on_gpu = resolve_device(config.device.name).type != "cpu"
+                config = share_of_rank(config, on_gpu=on_gpu)
                 model_cache = None  # a loaded model belongs to its group of ranks
             threads = set_threads(config.device)
             with phase("open"):

@@ -29,6 +29,8 @@ from ostinato.models.sharding import Shard
 from ostinato.ops.native import library as native
 from ostinato.ops.native.build import NativeBuildError
 from ostinato.ops.native.instruction_sets import detect_isa
+from ostinato.ops.parallel.distributed_group import DistributedGroup
+from ostinato.ops.parallel.exchange import Exchange, RankGroup
 from ostinato.ops.parallel.group import ParallelGroup
 from ostinato.ops.parallel.segment import create_segment
 from ostinato.runtime.errors import StartupError
@@ -36,6 +38,7 @@ from ostinato.runtime.startup.bundles import bundle_root, kernel_libraries, plan
 from ostinato.runtime.startup.model_cache import LoadedModel, LoadedModelCache
 from ostinato.runtime.startup.phases import PhaseTimer
 from ostinato.runtime.startup.plan.engine_plan import EnginePlan
+from ostinato.runtime.startup.plan.model_source import ModelSource
 from ostinato.runtime.startup.served_model import model_name
 
 __all__ = ("begin_model", "open_bundle")
@@ -80,17 +83,23 @@ def _prototype(plan: EnginePlan, model: LanguageModel, undo: ExitStack) -> Langu
 
     On a CPU, loading replaces the memory of weights, so a second model is traced. The second model
     never touches its memory, so it costs nothing. On a GPU a second model would take memory, so
-    `model` itself is traced while it is loaded.
+    `model` itself is traced while it is loaded. It must join its group of ranks again afterwards.
     """
-    if not plan.is_cpu:
-        return model
-    prototype = _build_all_stages(plan, plan.source.device)
+    prototype = _build_all_stages(plan, plan.source.device) if plan.is_cpu else model
     if plan.source.shard.size > 1:  # one rank traces while the others load
-        segment = create_segment(1)
-        alone = undo.enter_context(closing(ParallelGroup(segment, 0, 1)))
-        os.close(segment)
-        join_group(prototype, alone)
+        join_group(prototype, undo.enter_context(closing(_group_of_one(plan.source.exchange))))
     return prototype
+
+
+def _group_of_one(exchange: Exchange) -> RankGroup:
+    """A group in which this rank is alone."""
+    if exchange.is_distributed:
+        return DistributedGroup(-1, 0, 1, exchange)
+    segment = create_segment(1)
+    try:
+        return ParallelGroup(segment, 0, 1)
+    finally:
+        os.close(segment)
 
 
 def _build(plan: EnginePlan) -> LanguageModel:
@@ -113,6 +122,7 @@ def _build_shard(plan: EnginePlan, shard: Shard, device: torch.device) -> Langua
         max_model_len=plan.memory.max_model_len,
         weights=source.weights,
         shard=shard,
+        exchange=source.exchange,
         has_cache_scales=source.has_cache_scales,
     )
 
@@ -167,6 +177,12 @@ def _compile(
         return compile_model(prototype, config.graphs.form, example, kv_cache, bundle)
 
 
+def _describe_ranks(source: ModelSource) -> str:
+    """The number of tensor-parallel ranks, and how they exchange values if there are several."""
+    size = source.shard.size
+    return str(size) if size == 1 else f"{size}, {source.exchange}"
+
+
 def open_bundle(plan: EnginePlan) -> Bundle | None:
     """The bundle of programs for this model, device and shape; empty at the first start."""
     config, source = plan.config, plan.source
@@ -194,7 +210,7 @@ def open_bundle(plan: EnginePlan) -> Bundle | None:
             "cache_scales": str(source.has_cache_scales),
             "block_size": str(config.cache.block_size),
             "max_model_len": str(plan.memory.max_model_len),
-            "ranks": str(source.shard.size),
+            "ranks": _describe_ranks(source),
         },
     )
     if source.device.type == "cuda":

@@ -25,7 +25,7 @@ from ostinato.graphs.bundle import Bundle
 from ostinato.graphs.capture import GraphRunner
 from ostinato.graphs.compile_monitor import CompileMonitor
 from ostinato.graphs.compiler.compile import Binder
-from ostinato.graphs.recorder import CpuRecorder, CudaRecorder
+from ostinato.graphs.recorder import CpuRecorder, CudaRecorder, is_out_of_memory
 from ostinato.graphs.sampling_graph import GraphSampler
 from ostinato.graphs.threads import StepThreads
 from ostinato.graphs.timing import make_timer
@@ -127,6 +127,8 @@ def build_rank(
     with torch.inference_mode(), ThreadPoolExecutor(1, "load") as loader:
         model, finish = begin_model(plan, loader, phase, model_cache)
         if peers.links is not None:
+            peers.meet("links", [])
+            peers.links.connect()
             peers.links.join(model)
         buffers = _make_buffers(plan, model)
         planner = _make_planner(plan, buffers, undo)
@@ -134,6 +136,7 @@ def build_rank(
         if token_sampler is not None:
             with phase("measure"):
                 plan = _with_measured_memory(plan, model, buffers, planner, token_sampler)
+            plan = _with_fewest_blocks(plan, peers.meet)
         kv_cache = plan.kv_cache_spec.allocate(plan.memory.num_blocks, source.device)
         pages = map_ahead(kv_cache, plan.kv_cache_spec)
         if pages is not None:
@@ -141,6 +144,8 @@ def build_rank(
         bundle, bind = _open_programs(
             plan, undo, peers, lambda bundle: finish(kv_cache, buffers, bundle)
         )
+        if peers.links is not None:
+            peers.links.join(model)  # on a GPU this model was traced, in a group of its own
         cost_store = CostStore(
             config.graphs, source.limits, plan.threads, source.shard.stage.count, bundle
         )
@@ -204,6 +209,14 @@ def _with_measured_memory(
         token_sampler,
     )
     return dataclasses.replace(plan, memory=memory)
+
+
+def _with_fewest_blocks(plan: EnginePlan, meet: Meet) -> EnginePlan:
+    """The plan with the KV cache that every rank has room for after measuring its GPU."""
+    memory = plan.memory
+    rows = meet("memory", [memory.num_blocks, memory.max_model_len])
+    fewest = min(row[0] for row in rows), min(row[1] for row in rows)
+    return dataclasses.replace(plan, memory=memory.limited(*fewest))
 
 
 def _open_programs(
@@ -338,18 +351,30 @@ def _prepare_graphs(
     with phase("capture"):
         memory = None if token_sampler is None else CudaMemory()
         free = 0 if memory is None else memory.free()
-        left_out = graphs.capture()
+        left_out = _capture(graphs, must_fit=plan.source.shard.num_ranks > 1)
         draws = [] if token_sampler is None else token_sampler.capture()
-    if left_out and plan.source.shard.num_ranks > 1:
-        raise StartupError(  # the other ranks have captured them, and would wait for this rank
-            "a rank ran out of memory during capture; set cache.memory_gib or "
-            "scheduler.max_num_seqs to less"
-        )
     if left_out or draws:
         _LOG.warning("%s", _capture_warning(left_out, len(draws)))
     if memory is not None:
         now = memory.free()
         _LOG.info("%s", compare_with_plan(plan.memory, free_before_capture=free, free_now=now))
+
+
+def _capture(graphs: GraphRunner, *, must_fit: bool) -> list[GraphKey]:
+    """Capture all buckets; returns those that did not fit into the memory.
+
+    Raises:
+        StartupError: with `must_fit`, a bucket did not fit.
+    """
+    try:
+        return graphs.capture(must_fit=must_fit)
+    except (MemoryError, RuntimeError) as error:
+        if not must_fit or not is_out_of_memory(error):
+            raise
+        raise StartupError(
+            "a rank ran out of memory during capture; set cache.memory_gib or "
+            "scheduler.max_num_seqs to less"
+        ) from error
 
 
 def _count_layers(graphs: GraphRunner) -> str:

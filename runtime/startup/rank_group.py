@@ -24,7 +24,7 @@ from ostinato.runtime.ranks.messages import StartRank
 from ostinato.runtime.ranks.rank_links import RankLinks
 from ostinato.runtime.ranks.rank_processes import RankProcesses
 from ostinato.runtime.startup.phases import PhaseTimer
-from ostinato.runtime.startup.plan.device import choose_isa, set_threads
+from ostinato.runtime.startup.plan.device import choose_gpu, choose_isa, set_threads
 from ostinato.runtime.startup.plan.engine_plan import EnginePlan, make_plan
 from ostinato.runtime.startup.rank import Meet, Peers, RankParts, build_rank
 from ostinato.runtime.types.engine_info import RankInfo
@@ -48,9 +48,11 @@ def join(plan: EnginePlan, ranks: RankProcesses, undo: ExitStack) -> RankLinks:
     config, source = plan.config, plan.source
     shape = source.handoff_shape
     layout = layout_of(config.parallel)
-    made = create_links(layout, 0, HandoffSlots(shape.slot_bytes, shape.token_bytes))
+    slots = HandoffSlots(shape.slot_bytes, shape.token_bytes)
+    exchange = source.exchange
+    made = create_links(layout, 0, slots, exchange)
     try:
-        links = RankLinks(layout, source.shard, shape, plan.threads, made.ranks[0])
+        links = RankLinks(layout, source.shard, shape, plan.threads, made.ranks[0], exchange)
     except StartupError:
         close_all([*made.ranks[1:], made.relay.descriptors()])
         raise
@@ -98,13 +100,16 @@ def build_other_rank(
     ensure_cache()
     monitor = undo.enter_context(closing(CompileMonitor()))
     threads = set_threads(config.device)
-    choose_isa(config.device, is_cpu=True)
+    choose_gpu(config, start.rank)
     parallel = config.parallel
     shard = shard_of_rank(start.rank, parallel.tensor, parallel.pipeline)
     plan = make_plan(config, threads, max_drafts=start.max_drafts, shard=shard)
+    choose_isa(config.device, is_cpu=plan.is_cpu)
     source = plan.source
     layout = layout_of(parallel)
-    links = RankLinks(layout, source.shard, source.handoff_shape, threads, descriptors)
+    shape = source.handoff_shape
+    links = RankLinks(layout, source.shard, shape, threads, descriptors, source.exchange)
+    undo.callback(links.close)  # the model has only handles of the links
     plan, _ = agree(plan, meet)
     phase = PhaseTimer(lambda name, seconds: None)
     peers = peers_of(parallel, start.rank, links, meet)

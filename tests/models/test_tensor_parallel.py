@@ -36,6 +36,7 @@ from ostinato.models.weight_methods.int4 import Int4
 from ostinato.models.weight_methods.packed import Packed
 from ostinato.models.weight_methods.plain import Plain
 from ostinato.ops.native.library import load
+from ostinato.ops.parallel.exchange import Exchange
 from ostinato.ops.parallel.group import ParallelGroup
 from ostinato.ops.parallel.segment import create_segment
 from tests.models.driver import Driver, Forward, Sequence
@@ -134,15 +135,21 @@ def folded(ranks: Together, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return parts
 
     def all_reduce(
-        partial: Tensor, residual: Tensor | None, group: Tensor, dtype: torch.dtype
+        partial: Tensor,
+        residual: Tensor | None,
+        group: Tensor,
+        dtype: torch.dtype,
+        exchange: Exchange,
     ) -> Tensor:
+        assert exchange is Exchange.shared_memory
         first, *others = of_all(partial, group)
         total = first.float()
         for other in others:
             total = total + other.float()
         return (total if residual is None else total + residual.float()).to(dtype)
 
-    def gather_vocab(part: Tensor, group: Tensor, world: int) -> Tensor:
+    def gather_vocab(part: Tensor, group: Tensor, world: int, exchange: Exchange) -> Tensor:
+        assert exchange is Exchange.shared_memory
         return torch.cat(of_all(part, group), 1)
 
     with monkeypatch.context() as patch:

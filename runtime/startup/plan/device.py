@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import torch
 
+from ostinato.conf.engine_config import EngineConfig
 from ostinato.conf.schema import DeviceConfig, DeviceName, InstructionSetName
 from ostinato.ops.native.library import use_isa
+from ostinato.ops.parallel.distributed_group import has_nccl
 from ostinato.runtime.errors import StartupError
 from ostinato.runtime.host_resources import available_cores
 
-__all__ = ("choose_isa", "resolve_device", "set_threads")
+__all__ = ("choose_gpu", "choose_isa", "gpu_of_rank", "resolve_device", "set_threads")
 
 
 def set_threads(config: DeviceConfig) -> int:
@@ -52,3 +54,43 @@ def resolve_device(name: DeviceName) -> torch.device:
     if name is DeviceName.cpu or not has_cuda:
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
+
+
+def choose_gpu(config: EngineConfig, rank: int) -> None:
+    """Make the GPU of a rank the current device of its process. On a CPU it does nothing.
+
+    An engine of one rank keeps the current device.
+
+    Raises:
+        StartupError: there are fewer GPUs than ranks, or this build of torch has no NCCL.
+    """
+    parallel = config.parallel
+    if parallel.num_ranks == 1 or resolve_device(config.device.name).type == "cpu":
+        return
+    if not has_nccl():
+        raise StartupError(
+            f"parallel.tensor={parallel.tensor}: this build of torch has no NCCL, by which GPUs "
+            "exchange values; install one that has it, or set device.name=cpu"
+        )
+    place = rank % parallel.ranks_per_machine
+    torch.cuda.set_device(gpu_of_rank(place, parallel.ranks_per_machine, torch.cuda.device_count()))
+
+
+def gpu_of_rank(place: int, num_ranks: int, num_gpus: int) -> int:
+    """The index of a rank's GPU. No two ranks of an engine have the same one.
+
+    Args:
+        place: number of the rank among those of its engine on this machine.
+        num_ranks: ranks of the engine on this machine.
+        num_gpus: GPUs that this process sees.
+
+    Raises:
+        StartupError: there are fewer GPUs than ranks.
+    """
+    if num_gpus < num_ranks:
+        raise StartupError(
+            f"an engine of {num_ranks} ranks needs {num_ranks} GPUs, one for each rank, and this "
+            f"process sees {num_gpus}; set parallel.tensor={max(1, num_gpus)} or less, or "
+            "device.name=cpu"
+        )
+    return place

@@ -12,6 +12,7 @@ import torch
 
 from ostinato.conf.engine_config import EngineConfig, draft_config
 from ostinato.conf.schema import GraphForm, GraphMode, LoadFormat, PoolingChoice
+from ostinato.conf.server_schema import ExchangeName
 from ostinato.conf.speculation.speculation_schema import SpeculationMethod
 from ostinato.models.base import LanguageModel
 from ostinato.models.checkpoints.checkpoint import (
@@ -33,6 +34,7 @@ from ostinato.models.sharding import WHOLE, Shard
 from ostinato.models.stage_layers import with_layers
 from ostinato.models.step_tensors import num_kv_groups
 from ostinato.ops.attention import AttentionSpec
+from ostinato.ops.parallel.exchange import Exchange
 from ostinato.ops.parallel.handoff import HiddenShape
 from ostinato.runtime.costs.step_limits import StepLimits, upper_limits
 from ostinato.runtime.errors import StartupError
@@ -56,6 +58,7 @@ class ModelSource:
     pooling: PoolingFiles  # the pooling that the checkpoint states
     weights: WeightPolicy  # how each matrix is stored and multiplied
     shard: Shard = WHOLE  # the part of the model that this rank holds
+    exchange: Exchange = Exchange.shared_memory  # with the other ranks
     draft: ModelSource | None = None  # the draft model or the head of speculation.model
 
     def attention_spec(self, block_size: int) -> AttentionSpec:
@@ -116,6 +119,7 @@ def open_model(
     dtype = resolve_dtype(config.model.dtype, model_config)
     device = device or resolve_device(config.device.name)
     is_cpu = device.type == "cpu"
+    exchange = _exchange(config, device)
     check_division(config, device, shard)
     max_drafts = config.speculation.max_drafts if max_drafts is None else max_drafts
     limits = upper_limits(config.scheduler, is_cpu=is_cpu, max_drafts=max_drafts)
@@ -143,6 +147,7 @@ def open_model(
         limits=limits,
         pooling=pooling,
         weights=weights,
+        exchange=exchange,
     )
     source = part_of(source, shard)
     if not config.speculation.uses_model:
@@ -309,6 +314,14 @@ def _why_other_vocabulary(
     return vocabulary_difference(paths[0], paths[1])
 
 
+def _exchange(config: EngineConfig, device: torch.device) -> Exchange:
+    """What carries values between the ranks."""
+    if device.type != "cpu":
+        return Exchange.nccl
+    is_gloo = config.parallel.exchange is ExchangeName.gloo
+    return Exchange.gloo if is_gloo else Exchange.shared_memory
+
+
 def _choose_weights(
     config: EngineConfig, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype
 ) -> WeightPolicy:
@@ -358,6 +371,7 @@ def model_skeleton(source: ModelSource) -> LanguageModel:
             attention_backend="reference",
             weights=source.weights,
             shard=source.shard,
+            exchange=source.exchange,
         )
     except ValueError as error:
         if source.shard.size == 1:

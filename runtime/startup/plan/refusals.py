@@ -6,6 +6,7 @@ import torch
 
 from ostinato.conf.engine_config import EngineConfig
 from ostinato.conf.schema import GraphForm, GraphMode
+from ostinato.conf.server_schema import ExchangeName
 from ostinato.conf.speculation.speculation_schema import SpeculationMethod
 from ostinato.models.config.model_config import ModelConfig
 from ostinato.models.sharding import Shard
@@ -42,14 +43,33 @@ def check_division(config: EngineConfig, device: torch.device, shard: Shard) -> 
     Raises:
         StartupError: the device or a setting does not support ranks or stages.
     """
-    for key, number in (("tensor", shard.size), ("pipeline", shard.stage.count)):
-        if number > 1 and device.type != "cpu":
+    parallel = config.parallel
+    is_gloo = parallel.exchange is ExchangeName.gloo
+    if is_gloo and device.type != "cpu":
+        raise StartupError(
+            f"parallel.exchange=gloo is for CPUs, and the model runs on {device.type}; leave it at "
+            "auto, which is NCCL there"
+        )
+    if shard.num_ranks > 1 and parallel.machines_per_engine > 1:
+        if device.type != "cpu":
             raise StartupError(
-                f"parallel.{key}={number} divides a model among processes of a CPU, and this one "
-                f"runs on {device.type}; set parallel.{key}=1, or device.name=cpu"
+                f"parallel.nodes={parallel.nodes} divides the ranks of an engine among machines, "
+                f"which is for CPUs, and the model runs on {device.type}; set parallel.nodes to at "
+                f"most parallel.data={parallel.data}, or device.name=cpu"
+            )
+        if is_gloo:
+            raise StartupError(
+                f"parallel.exchange=gloo is for ranks of one machine, and parallel.nodes="
+                f"{parallel.nodes} divides them among several; leave it at auto"
             )
     if shard.stage.count == 1:
         return
+    if device.type != "cpu":
+        raise StartupError(
+            f"parallel.pipeline={shard.stage.count} divides a model among processes of a CPU, and "
+            f"this one runs on {device.type}; set parallel.pipeline=1 and parallel.tensor to the "
+            "number of GPUs, or device.name=cpu"
+        )
     key = f"parallel.pipeline={shard.stage.count}"
     if config.graphs.form is not GraphForm.layer and config.graphs.mode is not GraphMode.eager:
         raise StartupError(

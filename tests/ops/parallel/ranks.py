@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -19,9 +20,12 @@ from torch import Tensor
 
 from ostinato.ops.native.library import load
 from ostinato.ops.parallel.collectives import all_reduce, gather_vocab
+from ostinato.ops.parallel.distributed_group import DistributedGroup, GroupEndedError
+from ostinato.ops.parallel.exchange import Exchange, create_rendezvous
 from ostinato.ops.parallel.group import ParallelGroup
 from ostinato.ops.parallel.segment import create_segment
 
+_SHARE_OF_DELAYS, _MEAN_DELAY_S = 0.02, 0.0005  # longer and shorter than a rank spins
 _START = "from tests.ops.parallel.ranks import main; main()"
 
 
@@ -54,33 +58,43 @@ class Gather(NamedTuple):
 
 
 class Rounds(NamedTuple):
-    """Many sums of changing sizes, one straight after the other; every sum is checked."""
+    """Many sums of changing sizes, one straight after the other; every sum is checked.
 
-    count: int
+    With a seed, ranks sleep before some of the sums, each before others.
+    """
+
+    num_sums: int
+    seed: int | None = None
 
 
 Command = Reduce | Gather | Rounds
 
 
-def run(command: Command, group: ParallelGroup, handle: Tensor) -> Any:
+def run(
+    command: Command, group: ParallelGroup | DistributedGroup, handle: Tensor, exchange: Exchange
+) -> Any:
     match command:
         case Reduce():
             result = all_reduce(
-                command.partial(group.rank), command.residual(), handle, command.out
+                command.partial(group.rank), command.residual(), handle, command.out, exchange
             )
             return result.float().numpy()
         case Gather():
-            return gather_vocab(command.part(group.rank), handle, group.world).numpy()
-        case Rounds(count):
+            part = command.part(group.rank)
+            return gather_vocab(part, handle, group.world, exchange).numpy()
+        case Rounds(count, seed):
+            delays = random.Random(f"{seed} {group.rank}")
             for number in range(count):
+                if seed is not None and delays.random() < _SHARE_OF_DELAYS:
+                    time.sleep(delays.expovariate(1 / _MEAN_DELAY_S))
                 x = torch.full((1, 1 + number % 7), float(number % 1000 + group.rank))
-                total = all_reduce(x, None, handle, torch.float32)
+                total = all_reduce(x, None, handle, torch.float32, exchange)
                 expected = sum(number % 1000 + rank for rank in range(group.world))
                 assert total.eq(expected).all(), f"round {number} gave {total}"
             return count
 
 
-def serve(group: ParallelGroup, channel: Connection) -> None:
+def serve(group: ParallelGroup | DistributedGroup, channel: Connection, exchange: Exchange) -> None:
     """Answer commands until the channel closes: (result or None, error text, CPU seconds)."""
     handle = torch.tensor([group.handle])
     channel.send(os.getpid())
@@ -91,15 +105,16 @@ def serve(group: ParallelGroup, channel: Connection) -> None:
             return
         begin = time.process_time()
         try:
-            result, error = run(command, group, handle), ""
-        except (RuntimeError, ValueError) as refused:
+            result, error = run(command, group, handle, exchange), ""
+        except (RuntimeError, ValueError, GroupEndedError) as refused:
             result, error = None, str(refused)
         channel.send((result, error, time.process_time() - begin))
 
 
 def main() -> None:
-    """The arguments are SEGMENT SPIN_US TIMEOUT_S CHANNEL..., with a channel for each rank."""
-    segment, spin_us, timeout_s, *channels = sys.argv[1:]
+    """The arguments are EXCHANGE FILE SPIN_US TIMEOUT_S CHANNEL..., a channel for each rank."""
+    name, file, spin_us, timeout_s, *channels = sys.argv[1:]
+    exchange, world = Exchange(name), len(channels)
     torch.set_num_threads(1)
     load("core")
     for rank, channel in enumerate(channels):
@@ -107,10 +122,16 @@ def main() -> None:
             for other in channels:
                 if other != channel:
                     os.close(int(other))
-            group = ParallelGroup(
-                int(segment), rank, len(channels), spin_us=int(spin_us), timeout_s=float(timeout_s)
-            )
-            serve(group, Connection(int(channel)))
+            if exchange is Exchange.gloo:
+                group = DistributedGroup(
+                    int(file), rank, world, exchange, timeout_s=float(timeout_s)
+                )
+                group.connect()
+            else:
+                group = ParallelGroup(
+                    int(file), rank, world, spin_us=int(spin_us), timeout_s=float(timeout_s)
+                )
+            serve(group, Connection(int(channel)), exchange)
             os._exit(0)
     for channel in channels:
         os.close(int(channel))
@@ -121,12 +142,20 @@ def main() -> None:
 class Ranks:
     """The processes of a group, seen from a test."""
 
-    def __init__(self, world: int, *, spin_us: int = 50, timeout_s: float = 60.0) -> None:
+    def __init__(
+        self,
+        world: int,
+        exchange: Exchange = Exchange.shared_memory,
+        *,
+        spin_us: int = 50,
+        timeout_s: float = 60.0,
+    ) -> None:
         self.world = world
-        self.segment = create_segment(world)
+        is_gloo = exchange is Exchange.gloo
+        self.segment = create_rendezvous() if is_gloo else create_segment(world)
         pairs = [socket.socketpair() for _ in range(world)]
         theirs = [pair[1].fileno() for pair in pairs]
-        settings = [self.segment, spin_us, timeout_s, *theirs]
+        settings = [exchange.value, self.segment, spin_us, timeout_s, *theirs]
         self._process = subprocess.Popen(
             [sys.executable, "-c", _START, *map(str, settings)],
             pass_fds=(self.segment, *theirs),

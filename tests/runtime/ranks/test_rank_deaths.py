@@ -167,6 +167,40 @@ def test_a_rank_that_can_not_start_is_named_in_one_line() -> None:
 
 
 @pytest.mark.slow
+def test_fifty_streams_outlive_three_kills_of_ranks(run: Run) -> None:
+    """Each kill comes when the streams have more tokens than at the one before."""
+    prompts = [[5 + number % 40, 6 + number % 7, 7, 8] for number in range(50)]
+
+    async def scenario(client: EngineClient) -> None:
+        num_tokens = 0
+
+        async def stream(number: int) -> list[int]:
+            nonlocal num_tokens
+            tokens: list[int] = []
+            async for output in client.generate(f"{number}", prompts[number], LONG):
+                tokens += output.new_token_ids
+                num_tokens += len(output.new_token_ids)
+            return tokens
+
+        async def all_streams() -> list[list[int]]:
+            return await asyncio.gather(*map(stream, range(50)))
+
+        expected = await all_streams()
+        assert all(len(tokens) == 150 for tokens in expected)
+        before, num_tokens = client.restarts, 0
+        task = asyncio.create_task(all_streams())
+        for kill, rank in enumerate((1, 0, 1), 1):
+            await until(lambda: num_tokens > kill * 1500)  # noqa: B023 - it ends in this round
+            ranks = ranks_of(client)
+            os.kill(ranks[rank].pid, signal.SIGKILL)
+            await until(lambda: not any(lives(one.pid) for one in ranks))  # noqa: B023 - as above
+        assert await task == expected
+        assert client.restarts["killed"] - before.get("killed", 0) == 3
+
+    run(scenario)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("division", ["parallel.tensor=2", "parallel.pipeline=2"])
 def test_two_engines_of_two_ranks_take_over_each_others_streams(division: str) -> None:
     async def scenario() -> None:

@@ -26,3 +26,10 @@ def test_ranks_get_equal_parts_of_what_is_there(
 ) -> None:
     found = divide_device(device, num_ranks, cores=8, free_bytes=16 * GIB)
     assert (found.threads, found.memory_gib) == (threads, memory_gib)
+
+
+def test_ranks_on_gpus_have_the_memory_of_their_gpus() -> None:
+    found = divide_device(DeviceConfig(), 2, cores=8, free_bytes=None)
+    assert (found.threads, found.memory_gib) == (4, None)
+    found = divide_device(DeviceConfig(memory_gib=32), 2, cores=8, free_bytes=None)
+    assert found.memory_gib == 16.0

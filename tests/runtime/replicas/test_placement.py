@@ -26,7 +26,7 @@ def test_one_replica_has_the_whole_machine() -> None:
 def test_cores_and_memory_are_divided_equally(count: int, threads: int) -> None:
     found = divide(CONFIG, count, cores=8, free_bytes=24 * GIB, gpus=[])
     assert shares(found) == [(threads, 24 / count)] * count
-    assert [one.gpu for one in found] == [None] * count
+    assert [one.gpus for one in found] == [None] * count
 
 
 def test_what_is_set_counts_for_each_replica() -> None:
@@ -37,7 +37,7 @@ def test_what_is_set_counts_for_each_replica() -> None:
 
 def test_every_replica_has_a_gpu_of_its_own() -> None:
     found = divide(CONFIG, 2, cores=8, free_bytes=24 * GIB, gpus=["0", "GPU-5", "2"])
-    assert [one.gpu for one in found] == ["0", "GPU-5"]
+    assert [one.gpus for one in found] == ["0", "GPU-5"]
     assert shares(found) == [(None, None)] * 2
 
 
@@ -46,10 +46,21 @@ def test_too_few_gpus_are_refused() -> None:
         divide(CONFIG, 3, cores=8, free_bytes=24 * GIB, gpus=["0", "1"])
 
 
+def test_a_replica_of_several_ranks_has_a_gpu_for_each() -> None:
+    config = load_config(["parallel.tensor=2"]).engine
+    gpus = ["0", "GPU-5", "2", "3", "7"]
+    found = divide(config, 2, cores=8, free_bytes=24 * GIB, gpus=gpus)
+    assert [one.gpus for one in found] == ["0,GPU-5", "2,3"]
+    with pytest.raises(
+        StartupError, match=r"3 engines on this machine take 2 GPUs, .* each, .* sees 5;"
+    ):
+        divide(config, 3, cores=8, free_bytes=24 * GIB, gpus=gpus)
+
+
 def test_the_gpus_that_the_user_allows_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3, 1")
     found = place_replicas(load_config().engine, 2)
-    assert [one.gpu for one in found] == ["3", "1"]
-    assert place_replicas(CONFIG, 2)[0].gpu is None
+    assert [one.gpus for one in found] == ["3", "1"]
+    assert place_replicas(CONFIG, 2)[0].gpus is None
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
-    assert place_replicas(load_config().engine, 2)[0].gpu is None
+    assert place_replicas(load_config().engine, 2)[0].gpus is None

@@ -5,12 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 from ostinato.conf.compose import load_config
-from ostinato.models.sharding import WHOLE, Shard
+from ostinato.models.sharding import WHOLE, Shard, Stage
+from ostinato.ops.parallel.exchange import Exchange
 from ostinato.runtime.errors import StartupError
 from ostinato.runtime.startup.loading import open_bundle
+from ostinato.runtime.startup.plan.device import gpu_of_rank
 from ostinato.runtime.startup.plan.engine_plan import make_plan
+from ostinato.runtime.startup.plan.model_source import open_model
+from ostinato.runtime.startup.plan.planning import plan_engine
 from tests.runtime.tiny import tiny_config
 
 
@@ -35,6 +40,53 @@ def test_ranks_share_a_bundle() -> None:
         assert bundle is not None
         directories.append(bundle.directory)
     assert directories[0] != directories[1] == directories[2]
+
+
+def test_ranks_that_exchange_values_otherwise_have_another_bundle() -> None:
+    directories = []
+    for exchange in ("auto", "gloo"):
+        words = ("graphs.mode=compiled", "graphs.bundle=true", f"parallel.exchange={exchange}")
+        bundle = open_bundle(make_plan(tiny_config(*words).engine, 1, shard=Shard(0, 2)))
+        assert bundle is not None
+        directories.append(bundle.directory)
+    assert directories[0] != directories[1]
+
+
+@pytest.mark.parametrize(
+    ("settings", "shard", "message"),
+    [
+        (["parallel.pipeline=2"], Shard(0, 1, Stage(1, 2)), "parallel.pipeline=2 divides a model"),
+        (["parallel.exchange=gloo"], Shard(0, 2), "parallel.exchange=gloo is for CPUs"),
+        (["parallel.tensor=2", "parallel.nodes=2"], Shard(0, 2), "set parallel.nodes to at most"),
+    ],
+)
+def test_what_gpus_do_not_divide_is_refused(
+    settings: list[str], shard: Shard, message: str
+) -> None:
+    config = load_config(["model=llama-45m", "model.load_format=dummy", *settings]).engine
+    with pytest.raises(StartupError, match=message):
+        open_model(config, torch.device("cuda"), shard=shard)
+
+
+def test_ranks_on_gpus_are_planned_and_exchange_values_by_nccl() -> None:
+    settings = ["model=llama-45m", "model.load_format=dummy", "parallel.tensor=2"]
+    config = load_config(settings).engine
+    source = open_model(config, torch.device("cuda"), shard=Shard(1, 2))
+    assert source.exchange is Exchange.nccl
+    assert plan_engine(config, source, free_bytes=1 << 32).num_blocks > 0
+
+
+def test_gloo_does_not_reach_other_machines() -> None:
+    settings = ["parallel.tensor=2", "parallel.nodes=2", "parallel.exchange=gloo"]
+    config = load_config(["model=llama-45m", *settings]).engine
+    with pytest.raises(StartupError, match=r"parallel\.exchange=gloo is for ranks of one machine"):
+        open_model(config, torch.device("cpu"), shard=Shard(0, 2))
+
+
+def test_no_two_ranks_have_the_same_gpu() -> None:
+    assert [gpu_of_rank(place, 3, 4) for place in range(3)] == [0, 1, 2]
+    with pytest.raises(StartupError, match=r"needs 3 GPUs, one for each rank, .* sees 2; set "):
+        gpu_of_rank(0, 3, 2)
 
 
 def test_sizes_that_can_not_be_divided_end_the_start() -> None:

@@ -1,0 +1,78 @@
+"""Hands hidden states from one stage of a pipeline to the next by torch.distributed.
+
+Both ends know how many tokens each step has, because both build the same batch.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ostinato.ops.parallel.distributed_group import DistributedGroup
+from ostinato.ops.parallel.handoff import HiddenShape
+
+__all__ = ("DistributedReceiver", "DistributedSender")
+
+
+class DistributedSender:
+    """The end in the stage that computed the hidden states."""
+
+    def __init__(self, pair: DistributedGroup) -> None:
+        """
+        Args:
+            pair: a group of this rank and the receiver; ended with this object.
+        """
+        self._pair = pair
+
+    def send(self, hidden: Tensor) -> None:
+        """Pass the hidden states [T, size] of a step to the next stage.
+
+        Raises:
+            GroupEndedError: the other process has ended.
+        """
+        self._pair.send(hidden)
+
+    def abort(self) -> None:
+        """As `DistributedGroup.abort`."""
+        self._pair.abort()
+
+    def close(self) -> None:
+        """As `DistributedGroup.close`."""
+        self._pair.close()
+
+
+class DistributedReceiver:
+    """The end in the stage that computes the next layers."""
+
+    def __init__(self, pair: DistributedGroup, shape: HiddenShape, device: torch.device) -> None:
+        """
+        Args:
+            pair: a group of the sender and this rank; ended with this object.
+            shape: the largest hidden states.
+            device: where the hidden states are wanted.
+        """
+        self._pair = pair
+        self._shape = shape
+        self._device = device
+
+    def receive(self, num_tokens: int) -> Tensor:
+        """Wait for the hidden states of the next step: [num_tokens, size].
+
+        Raises:
+            GroupEndedError: the other process has ended.
+        """
+        size = (num_tokens, self._shape.size)
+        hidden = torch.empty(size, dtype=self._shape.dtype, device=self._device)
+        self._pair.receive(hidden)
+        return hidden
+
+    def release(self) -> None:
+        """Nothing: each step has memory of its own."""
+
+    def abort(self) -> None:
+        """As `DistributedGroup.abort`."""
+        self._pair.abort()
+
+    def close(self) -> None:
+        """As `DistributedGroup.close`."""
+        self._pair.close()

@@ -1,0 +1,70 @@
+"""Engines of two ranks on two GPUs; skipped where there are fewer.
+
+tests/runtime/ranks/test_distributed_ranks.py has the same code between CPUs.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+import torch
+
+from ostinato import LLM
+from ostinato.runtime.errors import RankFailedError, StartupError
+from tests.gpu.test_engine_gpu import GREEDY, generate, make_prompts
+from tests.gpu.tiny_llama import cuda_config
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
+]
+
+
+@pytest.mark.parametrize("overrides", [("graphs.mode=eager",), (), ("graphs.form=model",)])
+def test_two_ranks_have_the_tokens_of_one(overrides: tuple[str, ...]) -> None:
+    """In float32 the other order of sums changes no token of these prompts."""
+    prompts = make_prompts(16)
+    with LLM(config=cuda_config(*overrides)) as one:
+        expected = generate(one, prompts)
+    with LLM(config=cuda_config("parallel.tensor=2", *overrides)) as two:
+        assert generate(two, prompts) == expected
+        assert generate(two, prompts) == expected, "with hits in the prefix cache"
+        assert not two.stats().late_compiles
+        assert [one.rank for one in two.model.ranks] == [0, 1]
+        if not overrides:
+            assert two.stats().steps_by_kind["captured"] > 0
+
+
+def test_two_ranks_start_again_from_the_bundle_that_the_first_has_saved() -> None:
+    prompts = make_prompts(4)
+    found = []
+    for _ in range(2):
+        with LLM(config=cuda_config("parallel.tensor=2", "graphs.bundle=true")) as llm:
+            found.append(generate(llm, prompts))
+    assert found[0] == found[1]
+
+
+def test_each_rank_has_a_gpu_of_its_own() -> None:
+    free = [torch.cuda.mem_get_info(device)[0] for device in range(2)]
+    with LLM(config=cuda_config("parallel.tensor=2")) as llm:
+        generate(llm, make_prompts(2))
+        now = [torch.cuda.mem_get_info(device)[0] for device in range(2)]
+        assert all(after < before for before, after in zip(free, now, strict=True))
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_the_end_of_a_rank_ends_the_step_that_waits_for_it(number: signal.Signals) -> None:
+    with LLM(config=cuda_config("parallel.tensor=2")) as llm:
+        generate(llm, make_prompts(2))
+        os.kill(llm.model.ranks[1].pid, number)
+        with pytest.raises(RankFailedError, match=r"^rank 1: "):
+            llm.generate(make_prompts(8), GREEDY, use_progress=False)
+
+
+def test_more_ranks_than_gpus_are_refused() -> None:
+    if torch.cuda.device_count() >= 4:
+        pytest.skip("there are GPUs for four ranks")
+    with pytest.raises(StartupError, match="an engine of 4 ranks needs 4 GPUs, one for each rank"):
+        LLM(config=cuda_config("parallel.tensor=4"))

@@ -1,0 +1,139 @@
+"""Groups of torch.distributed: with gloo, beside the kernels of shared memory, between real processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ostinato.ops.parallel.collectives import all_reduce, gather_vocab
+from ostinato.ops.parallel.distributed_group import DistributedGroup, GroupEndedError, group_at
+from ostinato.ops.parallel.exchange import Exchange, create_rendezvous
+from tests.ops.parallel.ranks import Gather, Ranks, Reduce, Rounds
+
+SHAPES = st.one_of(
+    st.tuples(st.integers(0, 5), st.integers(1, 70)),
+    st.sampled_from([(1, 1024), (64, 1024), (131, 1003)]),  # up to three slots of shared memory
+)
+SUM = Reduce(1, (2, 8), torch.float32, torch.float32, False)
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def both(request: pytest.FixtureRequest) -> Iterator[tuple[Ranks, Ranks]]:
+    """Two groups of as many ranks: in shared memory, and by gloo."""
+    pair = Ranks(request.param), Ranks(request.param, Exchange.gloo)
+    yield pair
+    for ranks in pair:
+        ranks.close()
+
+
+@settings(max_examples=40)
+@given(
+    seed=st.integers(0, 9),
+    shape=SHAPES,
+    out=st.sampled_from((torch.float32, torch.bfloat16, torch.float16)),
+    has_residual=st.booleans(),
+)
+def test_sums_in_shared_memory_are_those_of_gloo(
+    both: tuple[Ranks, Ranks],
+    seed: int,
+    shape: tuple[int, int],
+    out: torch.dtype,
+    has_residual: bool,
+) -> None:
+    """Two ranks have the same bits, because a + b = b + a. Three may be added in another order."""
+    command = Reduce(seed, shape, torch.float32, out, has_residual)
+    memory, gloo = (ranks.results(command) for ranks in both)
+    for ours, theirs in zip(memory, gloo, strict=True):
+        if both[0].world == 2:
+            np.testing.assert_array_equal(ours, theirs)
+        else:
+            scale = np.abs(ours) + sum(command.partial(rank).abs().numpy() for rank in range(3))
+            assert np.all(np.abs(ours - theirs) <= 2 * torch.finfo(out).eps * scale)
+
+
+@settings(max_examples=20)
+@given(seed=st.integers(0, 9), shape=SHAPES, out=st.sampled_from((torch.bfloat16, torch.float16)))
+def test_parts_of_few_bits_are_added_by_gloo_in_their_dtype(
+    both: tuple[Ranks, Ranks], seed: int, shape: tuple[int, int], out: torch.dtype
+) -> None:
+    command = Reduce(seed, shape, out, out, True)
+    memory, gloo = (ranks.results(command) for ranks in both)
+    scale = sum(command.partial(rank).abs().float().numpy() for rank in (0, 1, 2, 99))
+    for ours, theirs in zip(memory, gloo, strict=True):
+        assert np.all(np.abs(ours - theirs) <= 2 * torch.finfo(out).eps * scale)
+
+
+@settings(max_examples=20)
+@given(seed=st.integers(0, 9), shape=SHAPES)
+def test_logits_are_gathered_as_by_gloo(
+    both: tuple[Ranks, Ranks], seed: int, shape: tuple[int, int]
+) -> None:
+    memory, gloo = (ranks.results(Gather(seed, shape)) for ranks in both)
+    for ours, theirs in zip(memory, gloo, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("spin_us", [50, 0])
+def test_a_hundred_thousand_sums_with_random_delays_stay_in_step(spin_us: int) -> None:
+    ranks = Ranks(2, spin_us=spin_us)
+    assert ranks.results(Rounds(100_000, seed=4)) == [100_000, 100_000]
+    ranks.close()
+
+
+def test_a_wait_ends_when_the_process_of_another_rank_ends() -> None:
+    ranks = Ranks(3, Exchange.gloo)
+    assert len(ranks.results(SUM)) == 3
+    ranks.send(SUM, [0, 1])
+    assert not ranks.channels[0].poll(0.2)
+    os.kill(ranks.pids[2], signal.SIGKILL)
+    for _, error, _ in ranks.answers([0, 1]):
+        assert error.startswith(("rank 0: ", "rank 1: "))
+    ranks.send(SUM, [0])
+    [(_, error, _)] = ranks.answers([0])
+    assert error.startswith("rank 0: ")
+    ranks.close()
+
+
+def test_a_group_of_one_has_its_own_values() -> None:
+    group = DistributedGroup(-1, 0, 1, Exchange.gloo)
+    handle = torch.tensor([group.handle])
+    assert group_at(handle) is group
+    x, residual = torch.randn(3, 4), torch.randn(3, 4)
+    total = all_reduce(x, residual, handle, torch.float32, Exchange.gloo)
+    assert torch.equal(total, x + residual)
+    assert torch.equal(gather_vocab(x, handle, 1, Exchange.gloo), x)
+    with pytest.raises(ValueError, match="world is 2, and the group has 1 ranks"):
+        gather_vocab(x, handle, 2, Exchange.gloo)
+    group.abort()
+    with pytest.raises(GroupEndedError, match="rank 0: the group of ranks was ended"):
+        all_reduce(x, None, handle, torch.float32, Exchange.gloo)
+    group.close()
+
+
+def test_what_is_no_group_is_refused() -> None:
+    with pytest.raises(ValueError, match="has not joined its group of ranks"):
+        all_reduce(
+            torch.zeros(1, 4),
+            None,
+            torch.zeros(1, dtype=torch.int64),
+            torch.float32,
+            Exchange.gloo,
+        )
+
+
+def test_a_rendezvous_leaves_nothing_open() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    file = create_rendezvous()
+    group = DistributedGroup(file, 0, 1, Exchange.gloo)
+    group.connect()
+    group.close()
+    assert len(os.listdir("/proc/self/fd")) == before
