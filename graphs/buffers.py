@@ -171,7 +171,10 @@ class StaticBuffers:
         self._copied.record()
 
     def scatter_last_tokens(self, num_tokens: int) -> None:
-        """Replace ids of -1 - row by the row's last token; nothing to do unless `async_tokens`."""
+        """Replace each id `-1 - row` with the last token of that row.
+
+        There is nothing to do unless `async_tokens`.
+        """
         if self.async_tokens:
             ids = self._device["token_ids"][:num_tokens]
             last = self.last_tokens[(-1 - ids).clamp_min_(0)]

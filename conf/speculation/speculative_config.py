@@ -34,8 +34,8 @@ _INSTEAD = {
 def speculation_settings(value: object) -> dict[str, object]:
     """The settings for a speculative configuration of vLLM.
 
-    The longest match is always preferred, so there is no setting for `prompt_lookup_max`. If there
-    is no `prompt_lookup_min`, vLLM uses `prompt_lookup_max` for both, and so does this function.
+    The longest match is always preferred, so `prompt_lookup_max` has no effect beside
+    `prompt_lookup_min`. Without `prompt_lookup_min` it is the least length too, as in vLLM.
 
     Args:
         value: a mapping, or its JSON.

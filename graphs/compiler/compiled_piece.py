@@ -130,8 +130,10 @@ def _example(node: Node) -> Tensor:
 
 
 def _shapes(inputs: Sequence[Node]) -> list[tuple[object, ...]]:
-    """Sizes, strides and dtypes; sizes that steps decide are numbered in order of appearance, so
-    that a piece of the last layer, whose rows are the wanted ones, equals that of the others.
+    """Sizes, strides and dtypes of the inputs.
+
+    Sizes that differ from step to step are numbered in order of appearance. So a piece of the last
+    layer, which has rows only for the wanted logits, equals the same piece of another layer.
     """
     numbers: dict[str, str] = {}
 

@@ -74,8 +74,8 @@ class Program(Protocol):
     ) -> Tensor:
         """Hidden [R, D] of `batch.logits_indices`; writes K and V of all tokens.
 
-        Shows `aux` the hidden states that enter its layers. All calls of a program have the same
-        layers of `aux`.
+        Shows `aux` the hidden states that enter its layers. `aux.layers` must be the same in all
+        calls of a program.
         """
         ...
 
@@ -117,7 +117,8 @@ class _Part(NamedTuple):
 class LayeredProgram:
     """A model whose layers are functions. The last layer also takes the indices of wanted rows.
 
-    `few_calls` are called in steps of up to `most_rows` tokens on a GPU; None = `calls` are.
+    On a GPU, steps of up to `most_rows` tokens use `few_calls` in place of `calls`. If `few_calls`
+    is None, all steps use `calls`.
 
     Once captured, consecutive layers are replayed as one CPU graph in steps of up to 64 tokens, of
     any shape. A layer that cannot be captured is called between the replays. In larger steps
@@ -146,8 +147,8 @@ class LayeredProgram:
 
     @property
     def has_loops(self) -> bool:
-        # A layer that a CPU graph can hold calls only this package's kernels, in every step. Larger
-        # steps and the steps of encoders call these kernels without a graph.
+        # If a CPU graph can hold a layer, the layer runs only this package's kernels, in every
+        # step. Larger steps and the steps of encoders run them without a graph.
         if self._has_loops is None:
             self._has_loops = self._has_pieces or not all(
                 self._is_capturable(index, {}) for index in range(len(self._calls))

@@ -178,7 +178,7 @@ def _kernel(name: str, by: By, choices: list[Resources]) -> _Kernel:
 
 
 def section_of(records: Mapping[str, dict[str, Any]], versions: str) -> str:
-    """The Markdown of a file's described devices; the first device has its kernels listed.
+    """The section of docs/kernels.md about described devices; kernels are listed for the first.
 
     Args:
         records: the results of `describe_steps`, by the name of the device.
@@ -195,7 +195,7 @@ def section_of(records: Mapping[str, dict[str, Any]], versions: str) -> str:
         "are compared with the ideal: weights, the cache's entries, and the operands and results "
         "of each matrix product and of attention once. Decoding sequences have 2048 tokens in "
         "context; a mixed step adds a prompt of 512 tokens to 64 of them. Tokens are routed to "
-        "random experts, so a step reads those that are hit on average. The time is a "
+        "random experts; a step reads the expected number of experts that they hit. The time is a "
         f"prediction: each launch takes the longest of its bytes at {MEMORY_SHARE:.0%} of the "
         f"nominal memory rate, its operations at {MATRIX_SHARE:.0%} of the nominal matrix rate, "
         f"and {KERNEL_SECONDS * 1e6:.0f} µs.",
@@ -275,7 +275,7 @@ def _kernel_lines(record: dict[str, Any]) -> list[str]:
 
 
 def _wait_lines(records: Mapping[str, dict[str, Any]]) -> list[str]:
-    """One sentence each about waits and copies in the programs."""
+    """Sentences about waits, copies of a cache, spills and the goals."""
     models = [found for record in records.values() for found in record["models"].values()]
     waits = sorted({wait for found in models for wait in found["waits"]})
     copies = any(row["copies_cache"] for found in models for row in found["steps"])

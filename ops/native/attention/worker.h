@@ -35,9 +35,10 @@ class Scratch {
     used_ = 0;
     layout();
     if (used_ > size_) {
-      size_ = used_;
-      kept.reset(static_cast<char*>(std::aligned_alloc(64, size_)));
+      size_ = 0;  // if the allocation fails, the next call tries again
+      kept.reset(static_cast<char*>(std::aligned_alloc(64, used_)));
       if (kept == nullptr) throw std::bad_alloc();
+      size_ = used_;
     }
     memory_ = std::move(kept);
     used_ = 0;
@@ -178,7 +179,7 @@ class Worker {
     }
   }
 
-  // The number of keys of the tile at first_key that are in the context.
+  // How many keys of the tile of keys that starts at first_key are in the context.
   static int count_keys(const QueryTile& tile, int first_key) {
     return tile.last_key - first_key < kTile ? tile.last_key - first_key : kTile;
   }

@@ -94,7 +94,7 @@ def test_fast_forward_leaves_the_same_blocks():
     assert tables[0] == tables[1]
 
 
-def test_no_fast_forward_over_an_end_or_a_shortage():
+def test_no_fast_forward_over_the_end_of_a_sequence():
     spec = make_spec(num_blocks=33, max_model_len=128)
     scheduler = FastForwardScheduler(
         spec.scheduler, spec.cache(), max_model_len=128, limits=spec.limits

@@ -100,7 +100,7 @@ def few_calls(
 )
 @torch.inference_mode()
 def test_a_layer_is_few_calls_of_ops(hf_config: dict[str, Any], ops: list[str]) -> None:
-    """The attention op has three kernels, the op of experts four. Results equal the model's."""
+    """Each layer's program calls exactly `ops`, and its results equal those of the model."""
     model, config = build(hf_config)
     spec = config.kv_cache_spec(8, torch.float32)
     cache, expected_cache = spec.allocate(80, CPU), spec.allocate(80, CPU)
