@@ -152,15 +152,13 @@ def _build(
             if ranks is None:
                 rank = build_rank(plan, phase, monitor, undo, model_cache)
                 costs = finish_rank(rank, rank.executor, phase)
-                if plan.draft is not None:
-                    assert proposer is not None, "predicted outputs have a drafter"
-                    with phase("draft model"):
-                        proposer = make_drafter(plan, rank, proposer, monitor, undo)
+                proposer = _with_draft_model(rank, proposer, phase, monitor, undo)
                 engine = _lead(rank, rank.executor, costs, observer, proposer)
             else:
                 with ranks.explained():
                     rank, executor = _build_first_rank(plan, ranks, phase, monitor, undo)
                     costs = finish_rank(rank, executor, phase)
+                    proposer = _with_draft_model(rank, proposer, phase, monitor, undo)
                     engine = _lead(rank, executor, costs, observer, proposer)
                     ranks.send(Serve())
             monitor.mark_ready()
@@ -178,6 +176,21 @@ def _build(
     except OSError as error:  # the system refused a file, a process or a lock
         _LOG.debug("the engine was not built", exc_info=True)
         raise StartupError(f"the engine cannot start: {error}") from error
+
+
+def _with_draft_model(
+    rank: RankParts,
+    proposer: Proposer | None,
+    phase: PhaseTimer,
+    monitor: CompileMonitor,
+    undo: ExitStack,
+) -> Proposer | None:
+    """The drafter with the draft model or the head, if the plan has one."""
+    if rank.plan.draft is None:
+        return proposer
+    assert proposer is not None, "predicted outputs have a drafter"
+    with phase("draft model"):
+        return make_drafter(rank.plan, rank, proposer, monitor, undo)
 
 
 def _with_trial(plan: EnginePlan, *, compiles_levels: bool) -> EnginePlan:

@@ -151,4 +151,9 @@ def agree(plan: EnginePlan, meet: Meet) -> tuple[EnginePlan, tuple[RankInfo, ...
         )
         for rank, row in enumerate(rows)
     )
-    return dataclasses.replace(plan, memory=memory.limited(num_blocks, max_model_len)), infos
+    plan = dataclasses.replace(plan, memory=memory.limited(num_blocks, max_model_len))
+    if (draft := plan.draft) is not None:  # its cache has the same blocks
+        longest = min(max_model_len, draft.memory.max_model_len)
+        limited = draft.memory.limited(num_blocks, longest)
+        plan = dataclasses.replace(plan, draft=dataclasses.replace(draft, memory=limited))
+    return plan, infos

@@ -59,7 +59,8 @@ class ModelSource:
     weights: WeightPolicy  # how each matrix is stored and multiplied
     shard: Shard = WHOLE  # the part of the model that this rank holds
     exchange: Exchange = Exchange.shared_memory  # with the other ranks
-    draft: ModelSource | None = None  # the draft model or the head of speculation.model
+    # The draft model or the head of speculation.model. Only the leader has it, and holds all of it.
+    draft: ModelSource | None = None
 
     def attention_spec(self, block_size: int) -> AttentionSpec:
         """The requirements of the model on an attention backend."""
@@ -150,7 +151,7 @@ def open_model(
         exchange=exchange,
     )
     source = part_of(source, shard)
-    if not config.speculation.uses_model:
+    if not config.speculation.uses_model or not shard.is_leader:
         return source
     return dataclasses.replace(source, draft=_open_draft(config, source))
 
@@ -167,7 +168,8 @@ def part_of(source: ModelSource, shard: Shard) -> ModelSource:
     ):
         if reason is not None:
             raise StartupError(f"parallel.{key}={number}: {reason}")
-    source = dataclasses.replace(source, shard=Shard(shard.rank, shard.size))
+    draft = source.draft if shard.is_leader else None
+    source = dataclasses.replace(source, shard=Shard(shard.rank, shard.size), draft=draft)
     if shard.stage.count == 1:
         return source
     return dataclasses.replace(source, shard=with_layers(shard, model_skeleton(source)))
@@ -187,15 +189,8 @@ def _open_draft(config: EngineConfig, target: ModelSource) -> ModelSource:
         raise StartupError(
             f"{key} needs a CPU, and the model runs on {target.device.type}; {remedy}"
         )
-    shard = target.shard
-    if shard != WHOLE:
-        parts = {"parallel.tensor": shard.size, "parallel.pipeline": shard.stage.count}
-        divided = {name: number for name, number in parts.items() if number > 1}
-        raise StartupError(
-            f"{key} runs on one rank, and {', '.join(f'{k}={n}' for k, n in divided.items())}; "
-            f"{remedy}, or {' and '.join(f'{k}=1' for k in divided)}"
-        )
     if method is SpeculationMethod.mtp:
+        _refuse_division(key, target)
         return _open_next_token_layer(config, target)
     own, is_head = draft_config(config), method is SpeculationMethod.eagle3
     what = "head" if is_head else "draft model"
@@ -209,12 +204,31 @@ def _open_draft(config: EngineConfig, target: ModelSource) -> ModelSource:
         raise StartupError(str(error)) from error
     except StartupError as error:
         raise StartupError(f"{key} cannot be the {what}: {error}") from error
+    if is_head:
+        _refuse_division(key, target)
     reason = _why_no_head(config, draft, target) if is_head else _why_no_draft(draft)
     if reason is None:
         reason = _why_other_vocabulary(config, draft, target)
     if reason is not None:
         raise StartupError(f"{key} cannot be the {what}: {reason}")
     return draft
+
+
+def _refuse_division(key: str, target: ModelSource) -> None:
+    """Refuse a head that would read a part of the model which the leader does not hold.
+
+    Raises:
+        StartupError: the model is divided among ranks or stages.
+    """
+    shard = target.shard
+    parts = {"parallel.tensor": shard.size, "parallel.pipeline": shard.stage.count}
+    divided = {name: number for name, number in parts.items() if number > 1}
+    if divided:
+        raise StartupError(
+            f"{key} reads the whole model on one rank, and "
+            f"{', '.join(f'{k}={n}' for k, n in divided.items())}; set speculation.method=draft "
+            f"with a draft model, or {' and '.join(f'{k}=1' for k in divided)}"
+        )
 
 
 def _open_head(config: EngineConfig, target: ModelSource) -> ModelSource:

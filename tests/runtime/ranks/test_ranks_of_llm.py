@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from ostinato import LLM, SamplingParams
+from ostinato.models import demo
 from ostinato.runtime.errors import RankFailedError
 from ostinato.runtime.types.structured_outputs import StructuredOutputsParams
 
@@ -31,6 +32,13 @@ SETTINGS = (
     "graphs.cost_table_budget_s=0",
 )
 DRAFTS = ("speculation=auto", "speculation.adaptive=false")
+# The bundled model drafts for itself.
+DRAFT_MODEL = (
+    "speculation.method=draft",
+    f"speculation.model={Path(demo.__file__).parent}",
+    "speculation.max_tokens=3",
+    "speculation.adaptive=false",
+)
 TEXTS = ["Once upon a time", "The scheduler", "A block table is", "Count to ten: one, two"]
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 KINDS = {
@@ -112,6 +120,39 @@ def check_drafts(llm: LLM) -> None:
 
 def test_drafts_change_no_token(divided: LLM) -> None:
     check_drafts(divided)
+
+
+def check_draft_model(llm: LLM) -> None:
+    """Compares answers with and without drafts of a model that is nearly always right."""
+    drafts = llm.stats().speculation
+    assert drafts is not None
+    before = drafts.num_draft_tokens, drafts.num_accepted_tokens
+    kinds = [GREEDY, KINDS["seeded"], KINDS["penalties"], KINDS["scored"], KINDS["grammar"]]
+    plain = [msgspec.structs.replace(one, speculation=False) for one in kinds]
+    for _ in range(2):  # the second time with hits in the prefix cache
+        answers = [
+            [
+                (one.outputs[0].token_ids, one.outputs[0].logprobs)
+                for text in TEXTS
+                for one in llm.generate([text] * len(kinds), params, use_progress=False)
+            ]
+            for params in (plain, kinds)
+        ]
+        assert answers[0] == answers[1]
+    drafts = llm.stats().speculation
+    assert drafts is not None
+    drafted = drafts.num_draft_tokens - before[0]
+    assert drafts.num_accepted_tokens - before[1] > 0.5 * drafted > 0
+    assert drafts.drafting_seconds > 0
+    llm._engine.check_integrity()
+
+
+def test_a_draft_model_changes_no_token_and_dies_with_a_rank() -> None:
+    with LLM(tensor_parallel_size=2, overrides=(*SETTINGS, *DRAFT_MODEL)) as llm:
+        check_draft_model(llm)
+        os.kill(llm.model.ranks[1].pid, signal.SIGKILL)
+        with pytest.raises(RankFailedError):
+            llm.generate(TEXTS, GREEDY, use_progress=False)
 
 
 def test_a_batch_changes_no_token(divided: LLM) -> None:

@@ -14,10 +14,12 @@ from ostinato.conf.errors import ConfigError
 from ostinato.runtime.errors import RankFailedError, StartupError
 from ostinato.runtime.types.outputs import GenerationOutput
 from tests.runtime.ranks.test_ranks_of_llm import (
+    DRAFT_MODEL,
     DRAFTS,
     KINDS,
     SETTINGS,
     TEXTS,
+    check_draft_model,
     check_drafts,
 )
 
@@ -63,6 +65,11 @@ def test_all_kinds_of_requests_have_the_bits_of_one_process(staged: LLM, whole: 
 
 def test_drafts_change_no_token(staged: LLM) -> None:
     check_drafts(staged)
+
+
+def test_a_draft_model_changes_no_token() -> None:
+    with LLM(pipeline_parallel_size=2, overrides=(*SETTINGS, *DRAFT_MODEL)) as llm:
+        check_draft_model(llm)
 
 
 def test_each_rank_has_its_layers(staged: LLM) -> None:

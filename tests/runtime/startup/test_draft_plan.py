@@ -12,11 +12,12 @@ import ostinato
 from ostinato.conf.compose import load_config
 from ostinato.conf.errors import ConfigError
 from ostinato.conf.root import RunConfig
-from ostinato.models.sharding import Shard, Stage
+from ostinato.models.sharding import WHOLE, Shard, Stage
 from ostinato.runtime.errors import StartupError
 from ostinato.runtime.startup.plan.engine_plan import make_plan
-from ostinato.runtime.startup.plan.model_source import open_model
+from ostinato.runtime.startup.plan.model_source import open_model, part_of
 from ostinato.runtime.startup.plan.planning import plan_engine
+from ostinato.runtime.startup.rank_group import agree
 from ostinato.runtime.text.vocabulary import vocabulary_difference
 from tests.runtime.tiny import MODEL, tiny_config
 
@@ -83,6 +84,39 @@ def test_a_gpu_has_no_draft_model_yet(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("leader", "other"),
+    [
+        (Shard(0, 2), Shard(1, 2)),
+        (Shard(0, 1, Stage(1, 2)), Shard(0, 1, Stage(0, 2))),
+    ],
+)
+def test_only_the_leader_holds_the_draft_model(tmp_path: Path, leader: Shard, other: Shard) -> None:
+    config, plain = drafting(tmp_path).engine, tiny_config().engine
+    plan = make_plan(config, 1, shard=leader)
+    assert plan.draft is not None
+    assert plan.draft.source.shard == WHOLE
+    assert plan.memory.weights_bytes > make_plan(plain, 1, shard=leader).memory.weights_bytes
+    without = make_plan(config, 1, max_drafts=7, shard=other)
+    assert without.draft is None
+    assert without.memory.weights_bytes == make_plan(plain, 1, shard=other).memory.weights_bytes
+    whole = open_model(config)
+    assert part_of(whole, leader).draft is not None
+    assert part_of(whole, other).draft is None
+
+
+def test_ranks_agree_on_the_blocks_of_both_models(tmp_path: Path) -> None:
+    plan = make_plan(drafting(tmp_path).engine, 1, shard=Shard(0, 2))
+    fewer = plan.memory.num_blocks - 3
+
+    def meet(name: str, numbers: list[int]) -> list[list[int]]:
+        return [numbers, [fewer, *numbers[1:]]]
+
+    agreed, _ = agree(plan, meet)
+    assert agreed.draft is not None
+    assert agreed.memory.num_blocks == agreed.draft.memory.num_blocks == fewer
+
+
+@pytest.mark.parametrize(
     ("shard", "divided", "remedy"),
     [
         (Shard(0, 2), "parallel.tensor=2", "parallel.tensor=1"),
@@ -94,15 +128,14 @@ def test_a_gpu_has_no_draft_model_yet(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_several_ranks_have_no_draft_model_yet(
-    tmp_path: Path, shard: Shard, divided: str, remedy: str
-) -> None:
-    config = drafting(tmp_path).engine
+def test_several_ranks_have_no_head_yet(shard: Shard, divided: str, remedy: str) -> None:
+    head = DEMO / "eagle3"
+    config = load_config(["speculation.method=eagle3", f"speculation.model={head}"]).engine
     with pytest.raises(StartupError) as error:
         open_model(config, shard=shard)
     assert str(error.value) == (
-        f"speculation.model={tmp_path} runs on one rank, and {divided}; set "
-        f"speculation.method=auto without a model, or {remedy}"
+        f"speculation.model={head} reads the whole model on one rank, and {divided}; set "
+        f"speculation.method=draft with a draft model, or {remedy}"
     )
 
 
@@ -119,7 +152,7 @@ def test_a_next_token_layer_drafts_on_one_rank_of_a_cpu() -> None:
         "speculation.method=mtp needs a CPU, and the model runs on cuda; set "
         "speculation.method=auto without a model"
     )
-    with pytest.raises(StartupError, match=r"^speculation\.method=mtp runs on one rank, and"):
+    with pytest.raises(StartupError, match=r"^speculation\.method=mtp reads the whole model on"):
         open_model(config.engine, shard=Shard(0, 2))
     with pytest.raises(ConfigError, match="must be left out unless"):
         load_config(["speculation=mtp", "speculation.model=x"])
