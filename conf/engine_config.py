@@ -15,7 +15,11 @@ from ostinato.conf.schema import (
     SchedulerConfig,
 )
 from ostinato.conf.server_schema import ParallelConfig
-from ostinato.conf.speculation.speculation_schema import SpeculationConfig, SpeculationMethod
+from ostinato.conf.speculation.speculation_schema import (
+    NO_DRAFTS,
+    SpeculationConfig,
+    SpeculationMethod,
+)
 
 __all__ = ("EngineConfig", "draft_config")
 
@@ -44,7 +48,7 @@ def draft_config(config: EngineConfig) -> EngineConfig:
         config: the configuration of an engine with a draft model or a head.
     """
     if config.speculation.method is SpeculationMethod.mtp:  # a layer of the model's checkpoint
-        return replace(config, speculation=SpeculationConfig())
+        return replace(config, speculation=NO_DRAFTS)
     section = replace(
         config.model,
         path=config.speculation.model,
@@ -56,4 +60,4 @@ def draft_config(config: EngineConfig) -> EngineConfig:
         pooling=PoolingChoice.auto,
         config={},
     )
-    return replace(config, model=section, speculation=SpeculationConfig())
+    return replace(config, model=section, speculation=NO_DRAFTS)

@@ -178,11 +178,12 @@ def _commands(options: argparse.Namespace) -> dict[str, list[str]]:
     def drive(python: str, script: str, *arguments: str) -> list[str]:
         return [python, str(_FOLDER / f"drive_{script}.py"), *arguments]
 
-    ours = drive(sys.executable, "ostinato", model, *tail, *options.overrides)
+    plain = ["speculation.method=none", *options.overrides]
+    ours = drive(sys.executable, "ostinato", model, *tail, *plain)
     commands = {} if options.only_quantized else {_OURS: ours}
     drafts = [str(options.draft_tokens)] if options.drafts else []
     if drafts:
-        more = ["speculation=auto", f"speculation.max_tokens={options.draft_tokens}"]
+        more = ["speculation.method=auto", f"speculation.max_tokens={options.draft_tokens}"]
         commands[_named(_OURS, "drafts")] = ours + more
     for quantized in options.quantized:
         kind, _, more = quantized.partition(":")
@@ -191,9 +192,7 @@ def _commands(options: argparse.Namespace) -> dict[str, list[str]]:
     for stored in options.stored:
         name, _, path = stored.partition("=")
         checkpoint = str(Path(path).resolve())
-        commands[_named(_OURS, name)] = drive(
-            sys.executable, "ostinato", checkpoint, *tail, *options.overrides
-        )
+        commands[_named(_OURS, name)] = drive(sys.executable, "ostinato", checkpoint, *tail, *plain)
     if options.vllm:
         commands["vllm"] = drive(options.vllm, "vllm", model, *tail)
         if drafts:

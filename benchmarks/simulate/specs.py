@@ -21,6 +21,7 @@ from ostinato.conf.environment import expand_user
 from ostinato.conf.errors import ConfigError
 from ostinato.conf.root import RunConfig
 from ostinato.conf.schema import LoadFormat
+from ostinato.conf.speculation.speculation_schema import NO_DRAFTS
 from ostinato.models.linear_layers import ExpertLinear
 from ostinato.models.registry import build_model
 from ostinato.models.sharding import shard_of_rank
@@ -39,6 +40,7 @@ __all__ = (
     "planned_spec",
     "read_costs",
     "save_costs",
+    "without_default_drafts",
     "without_weights",
 )
 
@@ -72,6 +74,7 @@ def measured_spec(config: RunConfig) -> EngineSpec:
             "a simulation needs step costs, but graphs.cost_table_budget_s=0; raise it, leave it "
             "null, or set simulate.costs or simulate.device"
         )
+    config = without_default_drafts(config)
     # the engine has its drafter, so that verification is measured too
     engine = build_engine(config)
     try:
@@ -125,7 +128,7 @@ def planned_spec(
                 f"simulate.device must be one of {', '.join(ACCELERATORS)}, got {device_name!r}"
                 + (f"; did you mean {close}?" if close else "")
             )
-    config = without_weights(config)
+    config = without_default_drafts(without_weights(config))
     device = resolve_device(config.device.name) if accelerator is None else torch.device("cuda")
     source = open_model(config, device)
     free = None if accelerator is None else int(accelerator.memory_gib * _GIB * _FREE_SHARE)
@@ -185,6 +188,17 @@ def without_weights(config: RunConfig) -> RunConfig:
     """The configuration with dummy weights, so that no weights are downloaded."""
     section = dataclasses.replace(config.model, load_format=LoadFormat.dummy)
     return dataclasses.replace(config, model=section)
+
+
+def without_default_drafts(config: RunConfig) -> RunConfig:
+    """The configuration without drafts, unless it has a `speculation.method`.
+
+    How many drafts are right depends on the text, so drafts are simulated only if that is asked
+    for.
+    """
+    if config.speculation.method is not None:
+        return config
+    return dataclasses.replace(config, speculation=NO_DRAFTS)
 
 
 def read_costs(path: str) -> CostTable:

@@ -27,7 +27,7 @@ from rich.table import Table
 from ostinato.benchmarks.bench.serve import workload_of
 from ostinato.benchmarks.report.record import Point, Record, conditions_of, write_record
 from ostinato.benchmarks.simulate.jobs import simulate_job
-from ostinato.benchmarks.simulate.specs import measured_spec
+from ostinato.benchmarks.simulate.specs import measured_spec, without_default_drafts
 from ostinato.benchmarks.tune.forecast import Forecast
 from ostinato.benchmarks.tune.goals import Goals, ServingMetrics
 from ostinato.benchmarks.tune.infeasible import highest_load, impossible_goals, why_missed
@@ -85,7 +85,7 @@ class _Tuning:
 
     def __init__(self, config: RunConfig) -> None:
         section = config.tune
-        self.config = config
+        self.config = config = without_default_drafts(config)
         self.goals = Goals.of(config.slo, section.percentile, section.objective)
         points = load_points(config.load)
         if len(points) != 1:

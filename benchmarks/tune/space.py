@@ -108,7 +108,7 @@ class Space:
 
 def _methods(config: RunConfig) -> tuple[Value, ...]:
     """No drafts, and the configured drafts; with a draft model, only the configured drafts."""
-    method = config.speculation.method
+    method = config.speculation.drafter
     if config.speculation.uses_model:
         return (method,)
     usual = SpeculationMethod.auto if method is SpeculationMethod.none else method
@@ -137,7 +137,9 @@ def apply_values(config: RunConfig, values: Mapping[str, Value]) -> RunConfig:
         section, _, name = key.partition(".")
         present = getattr(getattr(config, section), name)
         # A study stores the names of choices.
-        chosen = type(present)(value) if isinstance(present, StrEnum) else value
+        is_name = isinstance(value, str)
+        kind = SpeculationMethod if key == "speculation.method" and is_name else type(present)
+        chosen = kind(value) if issubclass(kind, StrEnum) else value
         changes.setdefault(section, {})[name] = chosen
     try:
         sections = {

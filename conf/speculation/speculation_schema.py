@@ -7,7 +7,7 @@ from enum import StrEnum
 
 from ostinato.conf.schema import Section, refuse, setting
 
-__all__ = ("SpeculationConfig", "SpeculationMethod")
+__all__ = ("NO_DRAFTS", "SpeculationConfig", "SpeculationMethod")
 
 
 class SpeculationMethod(StrEnum):
@@ -48,10 +48,10 @@ class SpeculationConfig(Section):
     """Draft tokens, which a step verifies beside the last token; they never change an output."""
 
     key = "speculation"
-    method: SpeculationMethod = setting(
-        SpeculationMethod.none,
+    method: SpeculationMethod | None = setting(
+        None,
         "where drafts come from; auto = grammar, ngram, history, and the model if there is one; "
-        "none = no drafts",
+        "none = no drafts; null = auto on a CPU if drafts change no bit of an answer, else none",
     )
     model: str = setting(
         "",
@@ -75,14 +75,20 @@ class SpeculationConfig(Section):
 
     def __post_init__(self) -> None:
         Section.__post_init__(self)
-        if self.method.needs_model and not self.model:
-            refuse("speculation.model", f"set with speculation.method={self.method}", self.model)
-        if self.model and not (self.method.needs_model or self.method is SpeculationMethod.auto):
+        method = self.drafter
+        if method.needs_model and not self.model:
+            refuse("speculation.model", f"set with speculation.method={method}", self.model)
+        if self.model and not (method.needs_model or method is SpeculationMethod.auto):
             refuse(
                 "speculation.model",
                 "left out unless speculation.method is draft, eagle3 or auto",
                 self.model,
             )
+
+    @property
+    def drafter(self) -> SpeculationMethod:
+        """The method that is set; `none` if it is not set. An engine's plan has it set."""
+        return SpeculationMethod.none if self.method is None else self.method
 
     @property
     def uses_model(self) -> bool:
@@ -92,4 +98,8 @@ class SpeculationConfig(Section):
     @property
     def max_drafts(self) -> int:
         """Draft tokens of one sequence in one step, at most; 0 without a drafter."""
-        return 0 if self.method is SpeculationMethod.none else self.max_tokens
+        return 0 if self.drafter is SpeculationMethod.none else self.max_tokens
+
+
+NO_DRAFTS = SpeculationConfig(method=SpeculationMethod.none)
+"""The section of an engine without drafts, whatever its device and model are."""

@@ -67,6 +67,7 @@ class StepSpace:
     sampling: SamplingParams  # the parameters of a usual request
     # Numbers of tokens of a sequence in the measured steps that verify drafts: at least 2, rising.
     verified_tokens: Sequence[int] = ()
+    max_num_rows: int = 0  # rows of logits of a step that verifies drafts
 
 
 class _Prober:
@@ -253,7 +254,7 @@ def _verify_surcharges(
     tokens = space.verified_tokens
     for num_seqs in _VERIFY_SEQS if tokens else ():
         most = tokens[-1] * num_seqs
-        if num_seqs > space.max_num_seqs or most > space.max_num_batched_tokens:
+        if num_seqs > space.max_num_seqs or most > space.max_num_rows:
             break
         plain = _interpolate(decodes, num_seqs)
         # Guess: each token adds a tenth of a step.

@@ -20,6 +20,11 @@ __all__ = ("DecidedLimits", "StepLimits", "decide_limits", "redundant_sizes", "u
 _MAX_NUM_SEQS = {"cpu": 64, "cuda": 256}
 _MAX_NUM_BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}
 
+# Draft tokens of one step on a CPU, at most. More rows of logits rarely save time there, because
+# a step of so many tokens is limited by arithmetic. And they would need much memory: each row takes
+# up to 16 bytes per vocabulary entry.
+_MAX_STEP_DRAFTS = 128
+
 # A larger step is chosen only if it gives more tokens a second by more than this share.
 _WORTH = 0.03
 # Chosen limits are at least this, in case a measurement was disturbed.
@@ -35,6 +40,7 @@ class StepLimits(NamedTuple):
     max_num_seqs: int
     max_num_batched_tokens: int
     rows_per_seq: int = 1  # rows of logits that a sequence can have: 1 + its draft tokens
+    max_step_drafts: int | None = None  # draft tokens of one step; None = those of all sequences
 
     @property
     def max_num_rows(self) -> int:
@@ -43,6 +49,8 @@ class StepLimits(NamedTuple):
         It is at least one a sequence, because padded buckets have a row for each sequence.
         """
         rows = min(self.max_num_seqs * self.rows_per_seq, self.max_num_batched_tokens)
+        if self.max_step_drafts is not None:
+            rows = min(rows, self.max_num_seqs + self.max_step_drafts)
         return max(rows, self.max_num_seqs)
 
 
@@ -72,7 +80,9 @@ def upper_limits(
         tokens = max(_MAX_NUM_BATCHED_TOKENS[device], seqs or 0)
     if seqs is None:
         seqs = min(_MAX_NUM_SEQS[device], tokens)
-    return StepLimits(seqs, tokens, 1 + max_drafts)
+    return StepLimits(
+        seqs, tokens, 1 + max_drafts, _MAX_STEP_DRAFTS if is_cpu and max_drafts else None
+    )
 
 
 def decide_limits(
@@ -105,7 +115,7 @@ def decide_limits(
         tokens = min(tokens + seqs, upper.max_num_batched_tokens)
     elif seqs > tokens:
         seqs = tokens
-    limits = StepLimits(seqs, tokens, upper.rows_per_seq)
+    limits = upper._replace(max_num_seqs=seqs, max_num_batched_tokens=tokens)
     return DecidedLimits(limits, seqs_origin, tokens_origin)
 
 

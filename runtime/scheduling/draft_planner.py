@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ostinato.runtime.costs.cost_table import Chunk, CostTable
+from ostinato.runtime.costs.step_limits import StepLimits
 from ostinato.runtime.kv.kv_cache_manager import KVCacheManager
 from ostinato.runtime.scheduling.sequences.sequence import Sequence
 from ostinato.runtime.scheduling.step_plan import StepPlan
@@ -61,7 +62,7 @@ class DraftPlanner:
     Args:
         proposer: the drafter.
         cache: the KV cache manager.
-        max_drafts: draft tokens of one sequence in one step, at most.
+        limits: the largest step, which bounds the draft tokens of a sequence and of a step.
         costs: the step-cost table, by which the number of drafts is chosen; None = all drafts are
             verified.
 
@@ -73,14 +74,16 @@ class DraftPlanner:
         self,
         proposer: Proposer,
         cache: KVCacheManager,
-        max_drafts: int,
+        limits: StepLimits,
         *,
         costs: CostTable | None = None,
     ) -> None:
+        max_drafts = min(proposer.max_drafts, limits.rows_per_seq - 1)
         self.proposer = proposer
         self.stats = SpeculationStats(accepted_per_position=[0] * max_drafts)
         self._cache = cache
         self._max_drafts = max_drafts
+        self._max_step_drafts = limits.max_step_drafts
         self._costs = costs
         self._model = proposer if isinstance(proposer, BatchProposer) else None
         self._depth = DepthChooser(costs, max_drafts, self.model_costs)
@@ -299,6 +302,8 @@ class DraftPlanner:
         """Take budget and blocks for up to `count` draft tokens; None if there is no room."""
         entry, sequence = step.scheduled[index], step.sequences[index]
         count = min(count, step.budget_left)
+        if self._max_step_drafts is not None:
+            count = min(count, self._max_step_drafts - step.num_drafts)
         if count < 1:
             return None
         count = step.fitting_drafts(count, entry.start + 1)

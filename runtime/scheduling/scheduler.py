@@ -120,11 +120,9 @@ class Scheduler:
         self.limits = limits or upper_limits(config, max_drafts=max_drafts)
         self.bound = bound
         self.queues = SequenceQueues(cache, self.limits.max_num_seqs)
-        if proposer is not None:
-            max_drafts = min(max_drafts, self.limits.rows_per_seq - 1)
         self.drafts = None
         if proposer is not None:
-            self.drafts = DraftPlanner(proposer, cache, max_drafts, costs=draft_costs)
+            self.drafts = DraftPlanner(proposer, cache, self.limits, costs=draft_costs)
         self._rate_of_tokens = rate
         self._max_in_flight = max_in_flight
         self._cache = cache

@@ -15,8 +15,8 @@ import msgspec
 
 from ostinato.conf.engine_config import EngineConfig
 from ostinato.conf.errors import first_line
-from ostinato.conf.schema import InstructionSetName
-from ostinato.conf.speculation.speculation_schema import SpeculationConfig
+from ostinato.conf.schema import InstructionSetName, LoadFormat
+from ostinato.conf.speculation.speculation_schema import NO_DRAFTS
 from ostinato.graphs.bundle import Bundle
 from ostinato.graphs.compile_monitor import CompileMonitor
 from ostinato.graphs.recorder import is_out_of_memory
@@ -120,10 +120,13 @@ def _build(
     compiles_levels: bool = False,
 ) -> tuple[Engine, Bundle | None]:
     phase = PhaseTimer(report)
-    if proposer is not None and config.speculation.uses_model:
-        config = dataclasses.replace(config, speculation=SpeculationConfig())
-    if proposer is None and config.speculation.max_drafts:
-        proposer = TextDrafter(config.speculation)
+    has_method = config.speculation.method is not None
+    if proposer is not None and (config.speculation.uses_model or not has_method):
+        config = dataclasses.replace(config, speculation=NO_DRAFTS)
+    elif not has_method and config.model.load_format is LoadFormat.dummy:
+        # The outputs of random weights repeat themselves. Drafts would make measurements with them
+        # better than those of any trained model.
+        config = dataclasses.replace(config, speculation=NO_DRAFTS)
     ensure_cache()
     try:
         with ExitStack() as undo:
@@ -144,10 +147,12 @@ def _build(
                 model_cache = None  # a loaded model belongs to its group of ranks
             threads = set_threads(config.device)
             with phase("open"):
-                max_drafts = 0 if proposer is None else proposer.max_drafts
+                max_drafts = None if proposer is None else proposer.max_drafts
                 shard = shard_of_rank(0, parallel.tensor, parallel.pipeline)
                 plan = make_plan(config, threads, max_drafts=max_drafts, shard=shard)
                 plan = _with_trial(plan, compiles_levels=compiles_levels)
+            if proposer is None and plan.config.speculation.max_drafts:
+                proposer = TextDrafter(plan.config.speculation)
             choose_isa(plan.config.device, is_cpu=plan.is_cpu)
             if ranks is None:
                 rank = build_rank(plan, phase, monitor, undo, model_cache)

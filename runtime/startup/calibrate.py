@@ -123,6 +123,7 @@ def calibrate(
             context_block_ids=range(1, num_blocks + 1),
             sampling=msgspec.convert(model.default_sampling, SamplingParams, strict=False),
             verified_tokens=verified_tokens(limits.rows_per_seq),
+            max_num_rows=min(limits.max_num_rows, limits.max_num_batched_tokens),
         ),
         budget_s=store.graphs.cost_table_budget_s,
     )

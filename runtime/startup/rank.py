@@ -326,7 +326,7 @@ def _make_runner(
             device=source.device,
             token_sampler=token_sampler,
             matchers=grammars.matcher,
-            reports_forced=plan.config.speculation.method.uses_grammar,
+            reports_forced=plan.config.speculation.drafter.uses_grammar,
         )
     # In small steps the CPU kernels can use several threads, while torch uses one.
     is_eager = plan.config.graphs.mode is GraphMode.eager

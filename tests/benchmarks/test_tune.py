@@ -112,7 +112,7 @@ def test_the_space_has_what_keys_name():
 
 def test_drafts_are_searched_if_they_are_named():
     keys = "tune.keys=[speculation.method,speculation.max_tokens]"
-    space, config = make_space(keys, "simulate.acceptance=0.95")
+    space, config = make_space(keys, "simulate.acceptance=0.95", "speculation=none")
     assert space.choices == {
         "speculation.method": ("none", "auto"),
         "speculation.max_tokens": (1, 3, 7),

@@ -19,7 +19,7 @@ FORMAT = {"type": "json_schema", "json_schema": {"name": "zoo", "schema": ZOO, "
 @pytest.fixture(scope="module")
 def server() -> Iterator[ServerProcess]:
     with ServerProcess(
-        "speculation=auto", "speculation.adaptive=false", "server.restart_backoff_s=0.1"
+        "speculation.method=auto", "speculation.adaptive=false", "server.restart_backoff_s=0.1"
     ) as process:
         yield process
 
@@ -145,3 +145,13 @@ def test_a_stream_survives_the_death_of_the_engine(server):
     assert is_killed
     assert token_ids == plain["token_ids"]
     assert logprobs == plain["logprobs"]["token_logprobs"]
+
+
+def test_a_server_takes_predictions_by_default():
+    prediction = {"type": "content", "content": TEXT}
+    messages = [{"role": "user", "content": TEXT}]
+    with ServerProcess("speculation.method=null") as server:
+        request = {"messages": messages, "temperature": 0, "max_tokens": 40}
+        whole = post(server, CHAT, {**request, "prediction": prediction})
+        plain = post(server, CHAT, {**request, "speculation": False})
+    assert whole["choices"][0]["message"] == plain["choices"][0]["message"]

@@ -39,7 +39,7 @@ from ostinato.benchmarks.report.statistics import percentile
 from ostinato.benchmarks.simulate.jobs import simulate_job
 from ostinato.benchmarks.simulate.predicted_metrics import predicted_metrics
 from ostinato.benchmarks.simulate.simulated_engine import EngineSpec
-from ostinato.benchmarks.simulate.specs import measured_spec
+from ostinato.benchmarks.simulate.specs import measured_spec, without_default_drafts
 from ostinato.benchmarks.simulate.step_times.fit import Recording, fit_overheads
 from ostinato.benchmarks.simulate.step_times.overheads import ServingOverheads
 from ostinato.benchmarks.simulate.step_times.step_noise import StepRatios
@@ -142,6 +142,7 @@ def validate(config: RunConfig) -> int:
         StartupError: the engine cannot start.
         EngineError: the load client or the server ended early.
     """
+    config = without_default_drafts(config)
     section, context = config.simulate, BenchContext()
     path = output_path(section.output, "validate", "simulate.output")
     facts = model_facts(config)

@@ -11,6 +11,7 @@ from typing import Literal
 
 from ostinato.conf.engine_config import EngineConfig, draft_config
 from ostinato.conf.schema import Determinism, GraphMode
+from ostinato.conf.speculation.speculation_schema import NO_DRAFTS
 from ostinato.graphs.buckets import BucketTable
 from ostinato.models.base import AuxStates
 from ostinato.models.config.head_spec import HeadSpec
@@ -137,7 +138,15 @@ def make_plan(
         StartupError: there is no such model, it does not fit, or it does not support a setting.
     """
     source = open_model(config, max_drafts=max_drafts, shard=shard)
-    memory = plan_engine(config, source)
+    has_method = config.speculation.method is not None
+    config = dataclasses.replace(config, speculation=source.speculation)
+    try:
+        memory = plan_engine(config, source)
+    except StartupError:  # the rows of logits of drafts take memory
+        if has_method or max_drafts is not None or not source.speculation.max_drafts:
+            raise
+        config = dataclasses.replace(config, speculation=NO_DRAFTS)
+        return make_plan(config, threads, shard=shard)
     backend = _select_backend(config, source)
     _check_graphs(config, source, backend)
     # On a CPU the step runs on the scheduler's thread, so there is nothing to overlap.

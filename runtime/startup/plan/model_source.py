@@ -13,7 +13,11 @@ import torch
 from ostinato.conf.engine_config import EngineConfig, draft_config
 from ostinato.conf.schema import GraphForm, GraphMode, LoadFormat, PoolingChoice
 from ostinato.conf.server_schema import ExchangeName
-from ostinato.conf.speculation.speculation_schema import SpeculationMethod
+from ostinato.conf.speculation.speculation_schema import (
+    NO_DRAFTS,
+    SpeculationConfig,
+    SpeculationMethod,
+)
 from ostinato.models.base import LanguageModel
 from ostinato.models.checkpoints.checkpoint import (
     Checkpoint,
@@ -38,6 +42,7 @@ from ostinato.ops.parallel.exchange import Exchange
 from ostinato.ops.parallel.handoff import HiddenShape
 from ostinato.runtime.costs.step_limits import StepLimits, upper_limits
 from ostinato.runtime.errors import StartupError
+from ostinato.runtime.startup.plan.default_drafts import with_default_drafts
 from ostinato.runtime.startup.plan.device import resolve_device
 from ostinato.runtime.startup.plan.refusals import check_division, check_speculation
 from ostinato.runtime.text.vocabulary import vocabulary_difference
@@ -61,6 +66,7 @@ class ModelSource:
     exchange: Exchange = Exchange.shared_memory  # with the other ranks
     # The draft model or the head of speculation.model. Only the leader has it, and holds all of it.
     draft: ModelSource | None = None
+    speculation: SpeculationConfig = NO_DRAFTS  # the section with `method` set
 
     def attention_spec(self, block_size: int) -> AttentionSpec:
         """The requirements of the model on an attention backend."""
@@ -122,13 +128,14 @@ def open_model(
     is_cpu = device.type == "cpu"
     exchange = _exchange(config, device)
     check_division(config, device, shard)
+    weights = _choose_weights(config, checkpoint, device, dtype)
+    config = with_default_drafts(config, model_config, weights, is_cpu=is_cpu)
     max_drafts = config.speculation.max_drafts if max_drafts is None else max_drafts
     limits = upper_limits(config.scheduler, is_cpu=is_cpu, max_drafts=max_drafts)
     check_speculation(config, model_config, limits)
     if model_config.kind.takes_whole_prompts:
         length = config.model.max_model_len or pooling.max_seq_length or model_config.max_model_len
         limits = _encoder_limits(config, limits, length)
-    weights = _choose_weights(config, checkpoint, device, dtype)
     cache_dtype = resolve_cache_dtype(config.cache.dtype, dtype)
     if cache_dtype is torch.float8_e4m3fn and weights.has_cache_scales:
         # Only `Attention` (models/layers.py) divides by the scales.
@@ -149,6 +156,7 @@ def open_model(
         pooling=pooling,
         weights=weights,
         exchange=exchange,
+        speculation=config.speculation,
     )
     source = part_of(source, shard)
     if not config.speculation.uses_model or not shard.is_leader:
@@ -182,7 +190,7 @@ def _open_draft(config: EngineConfig, target: ModelSource) -> ModelSource:
         StartupError: the draft model does not exist, is not supported, or cannot draft for the
             target.
     """
-    path, method = config.speculation.model, config.speculation.method
+    path, method = config.speculation.model, config.speculation.drafter
     key = f"speculation.model={path}" if path else f"speculation.method={method}"
     remedy = "set speculation.method=auto without a model"
     if target.device.type != "cpu":

@@ -143,8 +143,9 @@ def bucket_table(
         chosen = [size for size in chosen if size not in redundant]
     # On a CPU a mixed bucket would cost time for padding and save no launches.
     mixed_sizes = [] if is_cpu else default_mixed_sizes(scheduler.max_num_batched_tokens)
+    most = min(scheduler.max_num_batched_tokens, scheduler.max_num_rows)
     verify_sizes = {
-        tokens: [size for size in chosen if size * tokens <= scheduler.max_num_batched_tokens]
+        tokens: [size for size in chosen if size * tokens <= most]
         for tokens in verified_tokens(scheduler.rows_per_seq)
     }
     return BucketTable(

@@ -22,7 +22,7 @@ def check_speculation(config: EngineConfig, model: ModelConfig, limits: StepLimi
     Raises:
         StartupError: the model does not generate, or a step has fewer tokens than a draft.
     """
-    method, max_tokens = config.speculation.method, config.speculation.max_tokens
+    method, max_tokens = config.speculation.drafter, config.speculation.max_tokens
     if method is SpeculationMethod.none:
         return
     if not model.kind.generates:

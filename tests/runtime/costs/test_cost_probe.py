@@ -81,6 +81,7 @@ def make_space(**changes: object) -> StepSpace:
         "decode_sizes": [1, 2, 4, 8],
         "context_block_ids": range(1, 40),
         "sampling": SamplingParams(),
+        "max_num_rows": 64,
     }
     return StepSpace(**{**fields, **changes})
 

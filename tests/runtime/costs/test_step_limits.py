@@ -56,6 +56,8 @@ def test_upper_bounds(
         (StepLimits(8, 64, 4), 32),
         (StepLimits(8, 20, 4), 20),  # a row of logits is a token of the step
         (StepLimits(8, 4, 4), 8),  # buckets are padded to all sequences
+        (StepLimits(8, 64, 4, 5), 13),
+        (StepLimits(8, 64, 4, 100), 32),
     ],
 )
 def test_rows_of_the_largest_step(limits: StepLimits, rows: int) -> None:
@@ -64,8 +66,10 @@ def test_rows_of_the_largest_step(limits: StepLimits, rows: int) -> None:
 
 def test_rows_per_sequence_are_those_of_the_drafter_whatever_is_decided() -> None:
     upper = upper_limits(SchedulerConfig(), max_drafts=3)
-    assert upper == StepLimits(64, 2048, 4)
-    assert decide_limits(SchedulerConfig(), upper, PLATEAU).limits.rows_per_seq == 4
+    assert upper == StepLimits(64, 2048, 4, 128)
+    assert decide_limits(SchedulerConfig(), upper, PLATEAU).limits[2:] == (4, 128)
+    on_gpu = upper_limits(SchedulerConfig(), is_cpu=False, max_drafts=3)
+    assert on_gpu == StepLimits(256, 8192, 4)
 
 
 def test_larger_steps_that_bring_nothing_are_not_used() -> None:

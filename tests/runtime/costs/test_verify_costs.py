@@ -8,8 +8,8 @@ from tests.runtime.costs.test_cost_probe import Device, make_space, measure
 
 
 def test_it_finds_what_verifying_drafts_costs() -> None:
-    """A token takes 0.1 ms on this device. It runs at most 8 sequences, so 16 are not measured."""
-    device = Device(make_space(verified_tokens=(2, 4, 8)))
+    """A token takes 0.1 ms on this device. 16 sequences of 8 tokens are more rows than it has."""
+    device = Device(make_space(verified_tokens=(2, 4, 8), max_num_seqs=16))
     table = measure(device)
     assert (table.verify_tokens, table.verify_seqs) == ((2, 4, 8), (1, 4))
     for num_seqs, num_drafts in ((1, 1), (1, 5), (4, 4), (4, 28), (8, 56)):

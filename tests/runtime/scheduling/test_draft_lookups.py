@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from ostinato.conf.schema import SchedulerConfig
+from ostinato.runtime.costs.step_limits import StepLimits
 from ostinato.runtime.kv.kv_cache_manager import KVCacheManager
 from ostinato.runtime.scheduling.scheduler import Scheduler
 from ostinato.runtime.speculation.proposer import Draft, DraftSource
@@ -134,3 +135,21 @@ def test_drafts_of_an_aborted_request_are_not_accepted() -> None:
     stats = scheduler.drafts.stats
     assert (stats.num_draft_tokens, stats.num_accepted_tokens) == (3, 0)
     scheduler.check_integrity()
+
+
+def test_a_step_has_no_more_drafts_than_rows_of_logits() -> None:
+    config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64)
+    scheduler = Scheduler(
+        config,
+        KVCacheManager(65, 4),
+        max_model_len=200,
+        limits=StepLimits(4, 64, rows_per_seq=4, max_step_drafts=5),
+        proposer=Guessing(),
+    )
+    for name in "abcd":
+        scheduler.add(make_request(name, range(10, 14), max_tokens=100, ignore_eos=True))
+    output = must_schedule(scheduler)  # the prompts
+    scheduler.update(output, StepResult([5] * 4))
+    output = must_schedule(scheduler)
+    assert [entry.num_drafts for entry in output.scheduled] == [3, 2, 0, 0]
+    assert sum(entry.num_logits for entry in output.scheduled) == scheduler.limits.max_num_rows

@@ -61,9 +61,8 @@ def test_drafts_that_fit_no_step_are_refused() -> None:
 def test_the_plan_follows_the_configured_drafter() -> None:
     config = tiny_config("speculation.method=auto", "speculation.max_tokens=3")
     assert make_plan(config.engine, 1).source.limits.rows_per_seq == 4
-    assert (
-        make_plan(tiny_config("speculation.max_tokens=3").engine, 1).source.limits.rows_per_seq == 1
-    )
+    config = tiny_config("speculation=none", "speculation.max_tokens=3")
+    assert make_plan(config.engine, 1).source.limits.rows_per_seq == 1
 
 
 def test_a_model_that_does_not_generate_refuses_drafts() -> None:
