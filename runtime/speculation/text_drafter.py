@@ -39,7 +39,7 @@ class TextDrafter:
     def __init__(self, config: SpeculationConfig) -> None:
         self._config = config
         self._history: AnswerHistory | None = None
-        if config.method.uses_history:
+        if config.drafter.uses_history:
             self._history = AnswerHistory(config.history_tokens, config.min_match)
         self._texts: dict[str, _Texts] = {}
 
@@ -81,7 +81,7 @@ class TextDrafter:
     def _begin(self, request: Request, token_ids: Sequence[int]) -> _Texts:
         config, predicted = self._config, request.prediction_token_ids
         return _Texts(
-            TextIndex(token_ids, config.min_match) if config.method.uses_ngram else None,
+            TextIndex(token_ids, config.min_match) if config.drafter.uses_ngram else None,
             PredictionFollower(
                 predicted,
                 num_prompt_tokens=len(request.prompt_token_ids),
