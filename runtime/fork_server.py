@@ -112,7 +112,7 @@ class _Kind(IntEnum):
 
 
 class ForkServer:
-    """The server process, started by `start` or the first job, and again when it has ended.
+    """The server process. `start` or a job starts it if it does not run.
 
     All methods run on one event loop.
 
@@ -294,7 +294,9 @@ async def _receive(source: socket.socket, size: int) -> bytes:
 
 
 def serve_forks(begin: Callable[[bytes], Job]) -> int:
-    """Run the server process: fork for each job until the parent ends. Returns the exit code.
+    """Run the server process: fork for each socket from the parent. Returns the exit code.
+
+    The call returns when the parent has ended.
 
     Args:
         begin: called with the parent's first message; returns the function that does a job. It

@@ -91,7 +91,7 @@ def _cgroup_limit(
     directory: Path, limit_file: str, usage_file: str, cache_entry: str
 ) -> tuple[int, int] | None:
     try:
-        limit = int((directory / limit_file).read_text())  # "max" when there is none
+        limit = int((directory / limit_file).read_text())  # ValueError for "max", no limit
         used = int((directory / usage_file).read_text())
         statistics = dict(
             line.split() for line in (directory / "memory.stat").read_text().splitlines()

@@ -299,7 +299,7 @@ class LLM:
         prompt: Prompt | TextPrompt | TokensPrompt | Sequence[Message],
         sampling_params: SamplingParams | None = None,
     ) -> Iterator[RequestOutput]:
-        """Yields the outputs of one prompt or conversation; closing the iterator aborts it."""
+        """Yields the outputs of a prompt or conversation. Closing the iterator ends the request."""
         require_task(self.model, ServedTask.generate)
         is_chat = isinstance(prompt, Sequence) and bool(prompt) and isinstance(prompt[0], dict)
         if is_chat:

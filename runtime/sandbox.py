@@ -98,8 +98,8 @@ class SandboxProcess:
 
         Args:
             job: the child gets it as one frame.
-            abandoned: a caller on another thread that no longer wants the answer sets it, then
-                calls `kill`. If the job is not sent by then, it is never sent.
+            abandoned: set on another thread when the answer is no longer wanted, before `kill` is
+                called there. A job that is not sent by then is never sent.
 
         Raises:
             SandboxError: the process ended or exceeded a limit, or the job was abandoned. The next
@@ -256,7 +256,7 @@ def _read(process: subprocess.Popen[bytes], size: int, deadline: float) -> bytes
 
 
 def _is_ready(descriptor: int, events: int, timeout_s: float) -> bool:
-    """Wait with poll. `select` takes no descriptor above 1023, and a server can have more."""
+    """Wait with poll. `select` takes no descriptor above 1023, but a server can have some."""
     poll = select.poll()
     poll.register(descriptor, events)
     return bool(poll.poll(timeout_s * 1000))

@@ -85,7 +85,7 @@ def listen(
         connection: the socket of the side that listens.
         authenticator: a started authenticator of the socket's context.
         token: the token of this run.
-        host: the address to listen at, as of `parallel.host`: empty = that of the default route.
+        host: the address to listen at (`parallel.host`); empty = that of the default route.
         silence_s: seconds after which the other side counts as gone.
 
     Returns:
@@ -106,8 +106,8 @@ def configure_client(connection: zmq.Socket[Any], token: str, silence_s: float) 
     """Set the options of a socket before it is connected.
 
     Args:
-        connection: of the side that connects.
-        token: of the run that it joins.
+        connection: the socket of the side that connects.
+        token: the token of the run that this side joins.
         silence_s: seconds after which the other side counts as gone.
     """
     connection.setsockopt(zmq.CURVE_SERVERKEY, leader_keys(token).public)

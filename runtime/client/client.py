@@ -61,7 +61,7 @@ class EngineClient:
         startup_seconds: seconds of the finished phases of the first start, by name.
 
     Raises:
-        StartupError: no temporary directory can be made, or as for `EngineHosts`.
+        StartupError: no temporary directory can be made, or `EngineHosts` raises it.
     """
 
     model: ServedModel
@@ -167,7 +167,7 @@ class EngineClient:
         """Wait until all spawned engines serve.
 
         Args:
-            on_phase: called with each finished phase and its seconds; a later replica is one phase.
+            on_phase: called with each phase and its seconds; further replicas are one phase each.
 
         Raises:
             StartupError: an engine cannot start; the message is one line.
@@ -196,7 +196,7 @@ class EngineClient:
         """Wait until a replica serves. For replicas after the first, the start is one phase."""
         begin = time.perf_counter()
         try:
-            is_first = replica.number == 0  # the phases of one start are shown
+            is_first = replica.number == 0  # only its phases are shown one by one
             await replica.wait_until_ready(note if is_first else lambda name, seconds: None)
         except StartupError as error:
             if len(self.replicas) == 1:
@@ -206,7 +206,7 @@ class EngineClient:
             note(f"{replica.name} ready", time.perf_counter() - begin)
 
     async def compile_grammar(self, constraint: StructuredOutputsParams) -> str:
-        """The grammar of a constraint, which `generate` takes as one of its `prepared` parts.
+        """The grammar of a constraint. `generate` takes it in `prepared`.
 
         Raises:
             InvalidRequestError: the constraint is not valid, or takes too much time or memory.
@@ -233,8 +233,8 @@ class EngineClient:
         outputs come at the end. Outputs pause while a request goes to another engine process.
 
         Args:
-            share: the part of an HTTP request that the prompt is.
-            prepared: computed parts; then the prompt and parameters must be from `resolve`.
+            share: which part of an HTTP request the prompt is.
+            prepared: parts that are computed; then prompt and parameters must be from `resolve`.
 
         Raises:
             DeadlineError: the deadline passed before the first output.
@@ -355,7 +355,7 @@ class EngineClient:
         """Let the engines record their steps; returns the directory of the traces.
 
         Raises:
-            InvalidRequestError: server.profile_dir is not set or writable, or an engine records.
+            InvalidRequestError: server.profile_dir is unset or not writable, or a recording runs.
             EngineDeadError: the engine does not run.
         """
         return (await self._call(UtilityName.start_profile))[0]
@@ -379,7 +379,7 @@ class EngineClient:
         return await self.replicas[engine].inspect(timeout_s)
 
     def flight_records(self, engine: int = 0) -> list[StepRecord]:
-        """The last steps of one replica, from the recorder's file. Works if the engine hangs."""
+        """The last steps of one replica, from the recorder's file, even if the engine hangs."""
         return self.replicas[engine].flight_records()
 
     async def drain_engine(self, engine: int, timeout_s: float) -> int:
@@ -436,7 +436,7 @@ class EngineClient:
         return PreparedParts(grammar, bad_words_token_ids(sampling.bad_words, self.tokenizer))
 
     async def _call(self, name: UtilityName) -> list[str]:
-        """The answers of all replicas that serve or are started again."""
+        """The answers of all replicas that serve or are being started again."""
         replicas = [one for one in self.replicas if one.death_reason is None]
         return await asyncio.gather(*(one.call(name) for one in replicas or self.replicas))
 

@@ -135,7 +135,7 @@ class PromptCompletions:
             if len(requests) > sampling.n
             else None
         )
-        self._parts: dict[str, _Parts] = {}  # by request id, until its next output
+        self._parts: dict[str, _Parts] = {}  # by request id, until the rest of the output arrives
         self._scores = (
             _SharedScores() if sampling.prompt_logprobs is not None and len(requests) > 1 else None
         )

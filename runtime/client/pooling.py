@@ -38,7 +38,7 @@ _WHERE = {
 
 
 def require_task(model: ServedModel, task: ServedTask) -> None:
-    """Raises InvalidRequestError if the model cannot do `task`. The text names its tasks."""
+    """Raises InvalidRequestError if the model cannot do `task`. The text names its endpoints."""
     if task in model.tasks:
         return
     verbs = {"generate": "generate text", "embed": "give embeddings", "classify": "classify"}

@@ -43,7 +43,7 @@ class RequestShare(NamedTuple):
     """Says which part of an HTTP request a prompt is."""
 
     place: int = 0  # number of sequences of the earlier prompts in the HTTP request
-    group: int = 0  # number of the HTTP request; 0 = no HTTP request
+    group: int = 0  # identifies the HTTP request; 0 = no HTTP request
     size: int = 1  # number of sequences of all prompts in the HTTP request
 
 
@@ -51,7 +51,7 @@ ALONE = RequestShare()  # a prompt that is not a part of an HTTP request
 
 
 class TextEncoder(Protocol):
-    """The part of a tokenizer that checking a request needs."""
+    """The part of a tokenizer that is needed to check a request."""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text."""
@@ -80,7 +80,7 @@ def truncate(
 
 
 def bad_words_token_ids(words: Sequence[str], tokenizer: TextEncoder | None) -> list[list[int]]:
-    """Token ids of each word: as given, without leading spaces, and after one space.
+    """Token ids of each word in three forms: as given, without leading spaces, after one space.
 
     Raises:
         InvalidRequestError: a word has too many tokens, or there is no tokenizer.
@@ -204,7 +204,7 @@ def make_requests(
 
     Args:
         prompt_token_ids: from `resolve`, like `sampling`.
-        share: the part of an HTTP request that the prompt is.
+        share: which part of an HTTP request the prompt is.
         parts: the parts that were computed from `sampling`.
     """
     seed = secrets.randbits(63) if sampling.seed is None else sampling.seed

@@ -38,9 +38,9 @@ class CostTable(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     `seconds` and `decode` never fall when an argument grows. Between points they are multilinear. A
     value below the first point of an axis counts as the first point. Past the last point of an
-    axis, the distance from that point times a slope is added. The slope is that of the steepest
-    last interval among all points whose other arguments are not larger. So the result never falls
-    there either.
+    axis, the distance from that point times a slope is added. The slope is that of the axis's last
+    interval. If this interval is steeper at smaller values of the other arguments, the steepest of
+    these slopes is used. So the result never falls there either.
 
     Raises:
         ValueError: an axis does not rise, the number of entries is wrong, or an entry is negative,
@@ -106,7 +106,7 @@ class CostTable(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         `verify` has the seconds that verification adds, by (tokens of each sequence, sequences), at
         all points of a grid.
 
-        Every entry is lowered to the least entry that has no smaller argument on any axis.
+        An entry is lowered to the least of the entries whose arguments are all at least as large.
         Disturbances only add time, so if two measurements contradict each other, the larger one is
         wrong.
         """
@@ -217,7 +217,7 @@ class CostTable(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def seconds_per_token(self) -> float:
-        """Seconds of one token of a long prompt: those of the largest prompt, per token."""
+        """Seconds per token of the largest prompt in the table."""
         return self.step_seconds(self.tokens[-1], 1, 0) / self.tokens[-1]
 
     @cached_property
@@ -287,7 +287,7 @@ def _interpolate(
 
 
 def _envelope(values: Sequence[float], shape: Sequence[int]) -> list[float]:
-    """Lower each value to the least value that has no smaller index on any axis."""
+    """Lower each value to the least of the values whose indices are all at least as large."""
     result = list(values)
     for axis, size in enumerate(shape):
         stride = math.prod(shape[axis + 1 :])

@@ -35,7 +35,7 @@ _TYPICAL_CONTEXT = 512
 
 
 class StepLimits(NamedTuple):
-    """The largest step."""
+    """The sizes of the largest step."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -46,7 +46,7 @@ class StepLimits(NamedTuple):
     def max_num_rows(self) -> int:
         """The largest number of rows of logits, R.
 
-        It is at least one a sequence, because padded buckets have a row for each sequence.
+        It is at least `max_num_seqs`, because padded buckets have a row for each sequence.
         """
         rows = min(self.max_num_seqs * self.rows_per_seq, self.max_num_batched_tokens)
         if self.max_step_drafts is not None:

@@ -52,7 +52,7 @@ class StepRecord(msgspec.Struct, array_like=True, gc=False):
     num_running: int
     num_waiting: int
     num_free_blocks: int
-    num_decodes: int  # sequences that decode one token
+    num_decodes: int  # sequences that decode, with or without drafts
     entries: list[tuple[str, int, int]]  # (request id, start, tokens) of the first sequences
     kind: str = ""  # captured | compiled | eager; empty = its program was not started
     num_padded_tokens: int = 0  # tokens that the program computed, padding included

@@ -47,7 +47,7 @@ class ExecutorStats(msgspec.Struct, array_like=True, gc=False):
     num_padding_tokens: int  # tokens computed only to fill captured buckets
     model_seconds: float  # time in the model and the sampler, with waiting for the device
     device_seconds_by_kind: dict[str, float]  # seconds of finished steps on the device's clock
-    grammar_seconds: float  # time of steps that grammar masks took
+    grammar_seconds: float  # time for grammar masks, within steps
     grammar_build_seconds: float  # time of building grammars, in parallel with steps
     late_compiles: list[LateCompile]  # late compiles of all ranks
     decode_buckets: list[int]  # sequences of each captured decode bucket, ascending

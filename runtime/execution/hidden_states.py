@@ -70,7 +70,7 @@ class HiddenStates:
     def take(self, row: int, begin: int, end: int) -> list[Tensor]:
         """Take the states of positions [begin, end), in parts. Drops all states before `end`.
 
-        The states of these positions must be kept.
+        All these positions must be within `span`.
         """
         kept = self._rows[row]
         assert kept is not None, f"hidden states of row {row} are kept"

@@ -158,7 +158,7 @@ class InlineExecutor:
         self._runner.graphs.close()
 
     def _map_pages(self, pages: CachePages, output: SchedulerOutput) -> None:
-        """Ask for the memory of the next blocks to be mapped while no step runs."""
+        """Tell `pages` which blocks are used, and that a step runs."""
         for entry in output.scheduled:
             if entry.new_block_ids:
                 self._highest_block_id = max(self._highest_block_id, *entry.new_block_ids)

@@ -122,7 +122,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def set_last_tokens(self, rows: list[int], token_ids: list[int]) -> None:
-        """Set the last tokens of rows, which another rank has sampled."""
+        """Set the last tokens of rows. Another rank has sampled these tokens."""
         if self._buffers.async_tokens:
             last = self._buffers.last_tokens
             last[torch.tensor(rows, dtype=torch.int64, device=last.device)] = torch.tensor(

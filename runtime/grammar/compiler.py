@@ -151,7 +151,7 @@ class GrammarCompiler:
     def _end_check(self, check: asyncio.Task[GrammarAnswer | None]) -> None:
         self._checks.discard(check)
         if not check.cancelled():
-            check.exception()  # read it, so that asyncio does not log it; the caller has gone
+            check.exception()  # asyncio logs an exception that is not read
 
     def close(self) -> None:
         """End the processes."""
@@ -201,7 +201,7 @@ class GrammarCompiler:
 
 def _encoded(params: StructuredOutputsParams) -> bytes:
     try:
-        job = msgspec.json.encode(params)  # msgpack has at most 64 bits
+        job = msgspec.json.encode(params)  # integers of msgpack have at most 64 bits
     except ValueError as error:  # Python writes numbers of at most 4300 digits
         raise InvalidRequestError(
             f"structured_outputs cannot be written as JSON: {error}", param="structured_outputs"

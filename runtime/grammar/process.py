@@ -118,7 +118,7 @@ class GrammarBuilder:
             if not len(allowed):
                 if len(seconds) == 1:
                     raise ValueError("the model has no tokens for the beginning of its text")
-                return  # another choice of earlier tokens could have gone on
+                return  # after other random tokens, the text could have gone on
             if not matcher.consume_token(int(choose.choice(allowed))):
                 raise ValueError(problem(matcher) or "a token that it allows is not accepted")
         mean = sum(seconds) / max(1, len(seconds))

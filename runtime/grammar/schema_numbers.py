@@ -30,8 +30,8 @@ BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 MAX_EXACT = 1 << 53  # whole numbers below it are exact as floats
 _LONGEST = 1 << 31  # no answer has this many characters or items
 _MAX_EXPONENT = 22  # 10 ** 22 is the last power of 10 that a float holds exactly
-# Each remainder is a state of an automaton. 100,000 states take 0.7 s and 50 MB; a million take
-# 13 s.
+# The automaton of `multipleOf` has a state for each remainder. 100,000 states take 0.7 s and 50 MB;
+# a million take 13 s.
 _MAX_MULTIPLE = 100_000
 
 
@@ -135,7 +135,7 @@ class Multiples:
 
 
 def check_interval(schema: dict[str, Any], place: str) -> None:
-    """Refuse an exclusive bound that is a whole number less than 1 away from the other bound.
+    """Refuse an exclusive bound that is a whole number and less than 1 from the other bound.
 
     An example is 0 < x < 0.5. llguidance would allow 0 here.
 

@@ -155,7 +155,7 @@ class _Builder:
         return f"({calls} | TEXT)" if only_one else f"{first} {calls}* TEXT"
 
     def _after_text(self, trigger: str, tags: list[dict[str, Any]]) -> str:
-        """Text up to a trigger, then the rest of the tags that begin with that trigger."""
+        """Text up to a trigger, then the rest of one of the tags that begin with that trigger."""
         special = self._special.search(trigger) if self._special else None
         if special is None:
             # The rule is lazy: the text ends where the trigger occurs first.

@@ -66,7 +66,7 @@ class KVCacheManager:
 
     Raises:
         ValueError: there are fewer than 2 blocks, a block has no token, the first group does not
-            grow, or another one grows.
+            grow, or another group grows.
     """
 
     def __init__(

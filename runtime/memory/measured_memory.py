@@ -49,7 +49,7 @@ class CudaMemory:
         before = torch.cuda.memory_reserved()
         run()
         torch.cuda.synchronize()
-        # Count reserved memory, not allocated memory. The KV cache cannot use the fragments.
+        # Count reserved memory: the KV cache cannot use gaps between the allocations in it.
         return torch.cuda.max_memory_reserved() - before
 
 
