@@ -8,7 +8,7 @@ from typing import TypeVar
 __all__ = ("FairQueue",)
 
 T = TypeVar("T")
-_AT_ONCE = 4  # items that are read before other tasks run: about a millisecond of chunks
+_AT_ONCE = 4  # items that are read before other tasks run; they take about a millisecond
 
 
 class FairQueue(asyncio.Queue[T]):

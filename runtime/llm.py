@@ -76,7 +76,7 @@ _Texts = str | TextPrompt | Sequence[str | TextPrompt]
 
 
 class LLM:
-    """Generates for lists of prompts, or streams one. Not thread-safe.
+    """Generates for lists of prompts, or streams the output of one prompt. Not thread-safe.
 
     Its memory is freed by `close`, at the end of a `with` block, or when the object is deleted.
     """

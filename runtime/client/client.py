@@ -234,7 +234,7 @@ class EngineClient:
 
         Args:
             share: which part of an HTTP request the prompt is.
-            prepared: parts that are computed; then prompt and parameters must be from `resolve`.
+            prepared: None = computed here. Else prompt and parameters must be from `resolve`.
 
         Raises:
             DeadlineError: the deadline passed before the first output.

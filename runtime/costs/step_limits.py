@@ -2,7 +2,7 @@
 
 Step costs are measured with the static buffers, the memory plan and the captured buckets. Their
 sizes depend on the limits. So a limit that is not configured starts as an upper bound, and buffers
-are sized for this bound. Then the scheduler's limit is chosen by the measured table. It can be
+are sized for this bound. Then the scheduler's limit is chosen from the measured costs. It can be
 lower than the bound.
 """
 

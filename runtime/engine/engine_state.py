@@ -74,7 +74,7 @@ class EngineState(msgspec.Struct, frozen=True, array_like=True):
     blocks: BlockMap
     steps: list[StepRecord]  # the last 120, oldest first, without their sequences
     bucket_tokens: list[int]  # token counts of the captured buckets
-    seconds: float = 0.0  # time that making this description took
+    seconds: float = 0.0  # time to make this description
 
 
 def describe_engine(

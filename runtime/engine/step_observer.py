@@ -130,7 +130,7 @@ class StepObserver:
         self._launched.append((now, record))
 
     def launch(self, kind: str, num_padded_tokens: int) -> None:
-        """Record how the step that began last runs.
+        """Record which kind of program runs the newest step.
 
         Args:
             kind: captured, compiled or eager.

@@ -61,7 +61,7 @@ class _Job(NamedTuple):
 class GrammarCompiler:
     """Builds and checks grammars for one model; caches the latest results, also refusals.
 
-    Use either `compile` on threads or `compile_async` on one event loop. Do not mix them.
+    Use either `compile` on one thread or `compile_async` on one event loop. Do not mix them.
 
     Attributes:
         num_hits: constraints that the cache had.

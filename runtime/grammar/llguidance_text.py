@@ -19,7 +19,7 @@ def grammar_text(params: StructuredOutputsParams, special_tokens: Mapping[str, i
     """The grammar of a constraint, as Lark or as llguidance's JSON.
 
     Args:
-        special_tokens: text -> id of the special tokens, which plain text does not match.
+        special_tokens: text -> id. Plain text in a grammar does not match special tokens.
 
     Raises:
         ValueError: the constraint cannot be written as a grammar; the text says why.

@@ -28,7 +28,7 @@ def tags_to_lark(tag: object, special_tokens: Mapping[str, int], form: JsonForm)
 
     Args:
         tag: `{"type": "structural_tag", ...}`.
-        special_tokens: text -> id of the special tokens, which plain text does not match.
+        special_tokens: text -> id. Plain text in a grammar does not match special tokens.
         form: how the JSON of every schema in the tag is written and checked.
 
     Raises:

@@ -100,7 +100,7 @@ class KVCacheManager:
 
     @property
     def highest_block_id(self) -> int:
-        """The highest id that was ever allocated. Blocks beyond it were never written to."""
+        """The highest id that was ever allocated. No sequence has written to blocks beyond it."""
         return self._pool.highest_block_id
 
     @property

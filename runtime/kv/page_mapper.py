@@ -6,8 +6,8 @@ wait for each other. The block pool allocates unused blocks before it evicts cac
 prompt would pay for this until the whole cache has been used.
 
 Therefore a thread maps the pages of the next blocks while the engine starts and while it is idle.
-The thread does not run during a step, because it would slow the step down as much. Pages far beyond
-the blocks in use are not mapped.
+The thread does not run during a step, because it would slow the step down. Pages far beyond the
+blocks in use are not mapped.
 """
 
 from __future__ import annotations
