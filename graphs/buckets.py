@@ -41,9 +41,9 @@ def default_decode_sizes(max_num_seqs: int, *, exact: bool) -> list[int]:
 
     Args:
         max_num_seqs: the largest batch.
-        exact: every size gets its own bucket (the CPU, where padded rows are computed);
-            else 1, 2, 4, the multiples of 8 up to 256, larger multiples of 32, and the largest (a
-            GPU, where a padded row costs hardly anything).
+        exact: whether every size gets a bucket (for a CPU, where each padded row costs time).
+            Otherwise 1, 2, 4, the multiples of 8 up to 256, larger multiples of 32, and the largest
+            size get one (for a GPU, where a padded row costs hardly anything).
     """
     if exact:
         return list(range(1, max_num_seqs + 1))
@@ -62,7 +62,7 @@ def default_mixed_sizes(max_num_batched_tokens: int) -> list[int]:
 
 
 def verified_tokens(rows_per_seq: int) -> list[int]:
-    """Tokens per sequence of the steps that verify drafts and have buckets.
+    """The numbers of tokens per sequence for which steps that verify drafts get buckets.
 
     Args:
         rows_per_seq: the most tokens per sequence, 1 + drafts; 1 = no drafts.
@@ -75,7 +75,7 @@ def verified_tokens(rows_per_seq: int) -> list[int]:
 
 
 def why_incomplete(capture_sizes: Collection[int], max_num_seqs: int) -> str | None:
-    """A warning for a chosen list of decode sizes that does not cover every batch, else None.
+    """A warning if a chosen list of decode sizes misses batches or has impossible sizes, else None.
 
     A size that cannot occur is left out of the table. Batches above the largest size run in a
     mixed bucket if one is large enough, else uncaptured.
@@ -126,7 +126,7 @@ class BucketTable:
             decode_sizes: numbers of sequences with one token each.
             mixed_sizes: numbers of tokens, of up to `max_num_seqs` sequences.
             max_num_seqs: sequences and rows of logits of a mixed bucket.
-            verify_sizes: numbers of sequences by the tokens that each has, 2 or more.
+            verify_sizes: by number of tokens per sequence (2 or more), numbers of sequences.
         """
         uniform = {**(verify_sizes or {}), 1: decode_sizes}
         self._uniform_sizes = {tokens: sorted(set(sizes)) for tokens, sizes in uniform.items()}
@@ -135,7 +135,7 @@ class BucketTable:
 
     @property
     def keys(self) -> list[GraphKey]:
-        """All buckets, largest first: the order of capture, so that smaller ones reuse the pool."""
+        """All buckets, largest first. Captured in this order, they share one memory pool."""
         keys = [
             GraphKey(size * tokens, size, tokens)
             for tokens, sizes in self._uniform_sizes.items()

@@ -118,8 +118,8 @@ class StaticBuffers:
         self._host_memory = torch.zeros(end, dtype=torch.uint8, pin_memory=cuda)
         self._device_memory = self._host_memory.to(device) if cuda else self._host_memory
         self._copied = torch.cuda.Event() if cuda else None
-        # For each copy: its first byte, the end of the part that is always copied, and the bytes of
-        # each sequence after it.
+        # For each copy: its first byte, the end of the part that is always copied, and the number
+        # of further bytes for each sequence.
         starts = [(places[name].start, num_bytes[name] // shapes[name][0]) for name in large]
         self._copies = [(start, start, bytes_per_seq) for start, bytes_per_seq in starts]
         self._copies[:1] = [(0, *starts[0])] if starts else [(0, end, 0)]
@@ -173,7 +173,7 @@ class StaticBuffers:
     def scatter_last_tokens(self, num_tokens: int) -> None:
         """Replace each id `-1 - row` with the last token of that row.
 
-        There is nothing to do unless `async_tokens`.
+        Does nothing unless `async_tokens` is set.
         """
         if self.async_tokens:
             ids = self._device["token_ids"][:num_tokens]
@@ -181,7 +181,7 @@ class StaticBuffers:
             ids.copy_(torch.where(ids < 0, last, ids))
 
     def store_last_tokens(self, token_ids: Tensor) -> None:
-        """Store the last token of each sequence that samples, in the order of `sampled_rows`."""
+        """Store `token_ids`: of each sequence in `sampled_rows`, in that order, the last token."""
         rows = self._device["sampled_rows"][: token_ids.shape[0]]
         self.last_tokens.index_copy_(0, rows, token_ids)
 

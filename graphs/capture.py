@@ -192,8 +192,8 @@ class GraphRunner:
                 logits of all tokens are wanted, in their order; else 0.
 
         Returns:
-            [num_rows, vocab_size] float32 logits, valid until the next run. Of an encoder, and
-            of a stage before the last one, hidden states.
+            [num_rows, vocab_size] float32 logits, valid until the next run. An encoder, or a stage
+            before the last one, gives hidden states.
         """
         key = self._bucket(num_tokens, num_seqs, num_rows, tokens_per_seq)
         replay = self._replays.get(key) if key is not None else None
@@ -298,7 +298,7 @@ class GraphRunner:
         return F.embedding(batch.logits_indices, hidden)
 
     def _result(self, batch: ForwardBatch, num_rows: int | None = None) -> Tensor:
-        """Logits of the batch's first rows; hidden states where the model has no head."""
+        """Logits of the batch's first `num_rows` rows; hidden states where there is no head."""
         hidden = self._hidden(batch)
         if num_rows is not None:
             hidden = hidden[:num_rows]

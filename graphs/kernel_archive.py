@@ -27,7 +27,7 @@ _GROUP = "__grp__"  # files that name the files of a kernel by their paths
 _PATHS = "child_paths"
 # What a start reads; the intermediate texts of the compiler are left out.
 _KEPT = (".cubin", ".json")
-_EPOCH = (1980, 1, 1, 0, 0, 0)  # of files in the archive, so that equal kernels are equal bytes
+_EPOCH = (1980, 1, 1, 0, 0, 0)  # the date of all files, so that equal kernels are equal bytes
 
 
 def triton_entry() -> str | None:
@@ -58,7 +58,7 @@ def pack_triton_kernels(cache: Path) -> bytes:
 
 
 def unpack_triton_kernels(data: bytes, cache: Path) -> int:
-    """Put the kernels of an archive into a cache of Triton; those that it has are kept.
+    """Put the kernels of an archive into a cache of Triton. Files that the cache has are kept.
 
     Args:
         data: from `pack_triton_kernels`.
@@ -93,7 +93,7 @@ def unpack_triton_kernels(data: bytes, cache: Path) -> int:
 
 
 def _with_paths(group: bytes, folder: Path | None) -> bytes:
-    """The file of a group with its kernel's files in a folder; None = with their names only.
+    """The content of a group's file, with paths in `folder`; None = names without a folder.
 
     Files that an archive leaves out are not named.
     """

@@ -41,7 +41,10 @@ class TokenSampler(Protocol):
         ...
 
     def run(self, logits: Tensor) -> Tensor:
-        """[R, V] float32 logits of the staged rows -> [R] int64 token ids, valid until the next."""
+        """[R, V] float32 logits of the staged rows -> [R] int64 token ids.
+
+        The result is valid until the next run.
+        """
         ...
 
 

@@ -1,7 +1,7 @@
 """Timers of steps on the device: CUDA events on a GPU, the clock on a CPU.
 
 The events of a step are read after the device has passed them. No method waits for an event, so
-timing does not stop the host, with any number of steps in flight.
+timing does not stop the host, however many steps are in flight.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class StepTimer(Protocol):
         """Call before a step's first work is given to the device.
 
         Args:
-            kind: the sum to which the time is added.
+            kind: names the sum to which the time is added.
         """
         ...
 
@@ -80,7 +80,7 @@ class CudaTimer:
     def __init__(self, new_event: Callable[[], TimingEvent]) -> None:
         """
         Args:
-            new_event: makes an event that takes times.
+            new_event: makes an event with timing enabled.
         """
         self._new_event = new_event
         self._free: list[TimingEvent] = []

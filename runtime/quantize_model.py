@@ -60,7 +60,7 @@ class QuantizeReport:
     """The sizes and the perplexity of a checkpoint before and after it was quantised."""
 
     directory: Path
-    num_matrices: int  # quantised matrices; each expert's are counted
+    num_matrices: int  # quantised matrices; those of each expert count by themselves
     num_kept: int  # matrices of experts that stay as they are
     bytes_before: int  # size of the weight files
     bytes_after: int
@@ -78,8 +78,7 @@ def quantize_model(
     Args:
         config: its `model` section names the checkpoint.
         section: the format, and the calibration and evaluation texts.
-        on_matrix: called with the number of finished matrices and the number of all, each time that
-            a module's matrices are finished.
+        on_matrix: called after each matrix with the number of finished matrices and of all.
 
     Raises:
         StartupError: the model, the format or a file is not supported, with the reason.
@@ -144,7 +143,7 @@ def _load(source: ModelSource, section: QuantizeSection) -> CausalLM:
 
 
 def _attention_backend(source: ModelSource) -> str:
-    """The attention backend for this machine. CPU kernels that are not built yet are built."""
+    """The attention backend of this CPU. Builds its kernels if they were not built before."""
     device = torch.device("cpu")
     with contextlib.suppress(NativeBuildError):
         load("core")
@@ -323,7 +322,7 @@ class _Quantization:
         return sum(file.stat().st_size for file in target.glob("*.safetensors"))
 
     def _known(self, stored: str, known: Mapping[str, object]) -> str:
-        """The key of `known` for a stored name; "" = none. Files may leave out the key's prefix."""
+        """The key of `known` for a stored name, whose prefix files may leave out; "" = none."""
         prefixes = ("", *self._model.checkpoint_layout.prefixes)
         return next((f"{p}{stored}" for p in prefixes if f"{p}{stored}" in known), "")
 

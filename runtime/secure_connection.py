@@ -30,7 +30,7 @@ __all__ = (
 
 SILENCE_S = 3.0  # a side that is silent for longer is lost
 _TOKEN_BYTES = 20
-_PINGS = 6  # pings in the time after which a silent side is lost
+_PINGS = 6  # pings within `silence_s`
 _ANY = ("0.0.0.0", "::", "*")  # all addresses of this machine
 
 
@@ -85,7 +85,7 @@ def listen(
         connection: the socket of the side that listens.
         authenticator: a started authenticator of the socket's context.
         token: the token of this run.
-        host: the address to listen at (`parallel.host`); empty = that of the default route.
+        host: the address to listen at, as `parallel.host`; empty = that of the default route.
         silence_s: seconds after which the other side counts as gone.
 
     Returns:
@@ -106,8 +106,8 @@ def configure_client(connection: zmq.Socket[Any], token: str, silence_s: float) 
     """Set the options of a socket before it is connected.
 
     Args:
-        connection: the socket of the side that connects.
-        token: the token of the run that this side joins.
+        connection: of the side that connects.
+        token: of the run that it joins.
         silence_s: seconds after which the other side counts as gone.
     """
     connection.setsockopt(zmq.CURVE_SERVERKEY, leader_keys(token).public)

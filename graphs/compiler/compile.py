@@ -66,13 +66,13 @@ def compile_model(
         example: a batch of at least 2 tokens and 2 sequences (Dynamo takes the sizes 0 and 1 for
             constants). It is traced, not run.
         kv_cache: a cache of any number of blocks, of a stage's layers. It is traced, not written.
-        store: where compiled functions of an earlier start may be, and where these are put.
+        store: may have compiled functions of an earlier start; new ones are put there.
 
     Returns:
-        A function from a loaded model, or a stage of it if the form is layer by layer, to a program
-        with the results of that model's `forward`. The
-        program reads the weights at every call and never copies them; they must be in their final
-        place when it is bound.
+        A function that binds the program to a loaded model (or to a stage of it, if the form is
+        layer by layer). The bound program gives the results of that model's `forward`. It reads the
+        weights at every call and never copies them; they must be in their final place when it is
+        bound.
     """
     prepare_compiler(kernel_pool=example.token_ids.device.type != "cpu")
     if form is GraphForm.model:

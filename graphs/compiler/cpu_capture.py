@@ -2,7 +2,7 @@
 
 A small decode step spends as much time between its ops as in them: Python and dispatch take about
 45 microseconds a layer. The layers' programs are run once with stand-ins for tensors, which record
-the calls. Later steps replay the list in C++ (ops/native/core/cpu_graph.h).
+the calls. Later steps replay these calls in C++ (ops/native/core/cpu_graph.h).
 """
 
 from __future__ import annotations
@@ -122,7 +122,8 @@ def capture_layers(
         kv_cache: the cache of these layers.
         hidden: [T, D] of any step; its type and its constant size are read.
         step: the inputs of the same step.
-        has_last: the last layer is the model's last; its program also takes the wanted rows.
+        has_last: whether the last of `layers` is the model's last. That layer's program also takes
+            the wanted rows.
     """
     graph = CpuGraph()
     recorder = _Recorder(graph)

@@ -1,4 +1,4 @@
-"""Tracing functions over a model's modules with Dynamo: inputs of free sizes, and the FX graph."""
+"""Traces functions of a model's modules with Dynamo: marks the sizes that vary, gives FX graphs."""
 
 from __future__ import annotations
 

@@ -74,11 +74,11 @@ def compile_function(
     *,
     calls_own_ops: bool = False,
 ) -> Function:
-    """Compile for the shapes of `arguments`, for any size that is marked as dynamic.
+    """Compile `function` for the shapes of `arguments`. Sizes marked as dynamic may have any value.
 
     Args:
         function: takes `arguments` by position and returns one tensor.
-        arguments: the first is the list of parameters, which says where the function runs.
+        arguments: the first is the list of parameters. The function runs on their device.
         store: keeps the result; None = it is not kept.
         name: the name of the result in the store.
         skeleton: the module that `function` calls; the store does not keep it.

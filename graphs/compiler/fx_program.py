@@ -61,7 +61,7 @@ class FxFunction:
     def bind(
         self, find: Callable[[str], Any], call_piece: Callable[[CompiledPiece], Callable[..., Any]]
     ) -> Callable[..., Any]:
-        """The function over other globals.
+        """The program's function, with other values for the global names.
 
         Args:
             find: gives the value of a path in `names`.
@@ -99,9 +99,9 @@ def lower_fx(
 ) -> Lowered:
     """The program of a graph that Dynamo traced.
 
-    A graph that has no torch ops besides views, look-ups and matrix products becomes one. A graph
-    with other torch ops becomes one if it also calls ops of this package, and a CPU graph can hold
-    the rest of it. If an input does not follow from the arguments, there is no program.
+    A graph that has no torch ops besides views, look-ups and matrix products becomes a program. So
+    does a graph with other torch ops, if it also calls ops of this package, and a CPU graph can
+    hold the rest of it. If an input does not follow from the arguments, there is no program.
 
     Args:
         graph_module: traced from `function`; unchanged.
@@ -286,7 +286,7 @@ def _expression(node: Node) -> str | None:
 
 
 def _used(source: str, namespace: dict[str, Any]) -> dict[str, str]:
-    """Where the globals that the source reads are to be found."""
+    """The globals that the source reads, with their paths, as in `FxProgram.names`."""
     used: dict[str, str] = {}
     for name, value in namespace.items():
         if not re.search(rf"\b{re.escape(name)}\b", source) or name in vars(builtins):

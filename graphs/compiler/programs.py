@@ -272,7 +272,7 @@ def _form_of(function: Function) -> LayerProgram:
 
 
 def _in_words(indices: Sequence[int]) -> str:
-    """ "3", or "0 to 7" of consecutive numbers."""
+    """ "3", "0 to 7" if the numbers are consecutive, or else "0, 2, 5"."""
     first, last = indices[0], indices[-1]
     if len(indices) == 1:
         return str(first)

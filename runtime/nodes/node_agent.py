@@ -67,7 +67,7 @@ _FAILED_HANDSHAKE = (
 async def run_node(
     address: str, token: str, name: str, say: Callable[[str], object] = lambda line: None
 ) -> None:
-    """Run engines for a server until it ends.
+    """Run engines for a server until the server ends.
 
     Args:
         address: the server's address, `tcp://HOST:PORT`.

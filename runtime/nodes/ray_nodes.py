@@ -1,6 +1,6 @@
 """`RayNodes`: Ray actors that run engines for a server (`parallel.executor=ray`).
 
-Ray chooses the machine of each engine, starts an actor there and tells when it ends. The actor does
+Ray chooses the machine of each engine, starts an actor there and reports its end. The actor does
 what `run rank` does on a machine without Ray (node_agent.py): messages of engines take our own
 connection, and no step passes through Ray. An engine whose ranks are divided among several machines
 has an actor on each. Ray is imported when it is used: it is an extra.
@@ -107,7 +107,7 @@ def _amounts(resources: Demand) -> str:
 class RayNodes:
     """The actors of one server, one for each engine or for each of its machines.
 
-    Making it connects to the cluster.
+    The constructor connects to the cluster.
 
     Args:
         config: the configuration of every engine. `parallel.data` is the number of engines.

@@ -126,7 +126,7 @@ class _Bridge:
         self._control.sendall(encode_framed(Listening(address)))
 
     def _open_streams(self) -> None:
-        """Begin to read what rank 0 sends to the ranks, because their links can be made now."""
+        """Begin to read what rank 0 sends to the ranks. Called when their links can be made."""
         for rank, stream in self._streams.items():
             frames = Frames()
 

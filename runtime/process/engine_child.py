@@ -117,7 +117,7 @@ class LocalChild:
             context: makes the socket. The caller closes the context after this object.
             path: the path of the socket's file, which does not exist yet.
             gpus: the only GPUs that the process sees; None = those of this process.
-            module: that the process runs; None = ENGINE_MODULE.
+            module: the module that the process runs; None = ENGINE_MODULE.
         """
         self.path = path
         self._socket = context.socket(zmq.PAIR)

@@ -1,4 +1,4 @@
-"""Ends a process when its parent ends, however that ends."""
+"""Ends a process when its parent process ends for any reason."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def end_with_parent(parent: int) -> None:
 
 
 def end_with_standard_input(address: str) -> None:
-    """End this process when standard input closes, because the client's process has ended.
+    """End this process when standard input closes, that is, when the client's process ends.
 
     Args:
         address: as for `remove_files`.

@@ -77,7 +77,7 @@ class _Host:
         self._start = start
         self._layout = RankLayout(parallel.tensor, parallel.pipeline, parallel.machines_per_engine)
         self._name = socket.gethostname()
-        # Read once, before the ranks take any.
+        # Free memory is read once, before the ranks take any of it.
         self._device = divide_device(
             start.config.device,
             self._layout.ranks_per_machine,
@@ -92,7 +92,7 @@ class _Host:
         self._relay: Relay | None = None
         self._looks = False
         self._stacks_until: float | None = None
-        self._started: set[int] = set()  # ranks that have been sent what they are built from
+        self._started: set[int] = set()  # ranks to which a `StartRank` was passed on
         self._has_joined = self._is_lost = False
         self._events = Events()
         self._context = zmq.Context()

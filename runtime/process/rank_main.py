@@ -76,7 +76,7 @@ def main(
     except Exception as error:  # the boundary of the process: rank 0 reports why it ended
         code = 1
         channel.send(RankFailed(f"{type(error).__name__}: {error}", traceback.format_exc()))
-    os._exit(code)  # threads of libraries can wait for a rank for ever, so exit without them
+    os._exit(code)  # not `exit`: threads of libraries can wait for a rank for ever
 
 
 def _end_with_rank_0(connection: socket.socket, parent: int) -> None:

@@ -37,7 +37,7 @@ _LENGTH_BYTES = 4  # as `Frames` reads
 
 
 class StartRankHost(msgspec.Struct, frozen=True, kw_only=True):
-    """What a machine starts ranks of an engine with, as one line of JSON."""
+    """The configuration of the ranks that a machine runs for an engine, as one line of JSON."""
 
     config: EngineConfig  # of the engine; `device` is this machine's part for it
     machine: int  # 1 to machines - 1
@@ -49,23 +49,23 @@ class StartRankHost(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StartBridge(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """What the bridge of rank 0 is started with. The ranks' sockets travel before it."""
+    """The settings of the bridge of rank 0. The descriptors of the ranks' sockets come with it."""
 
     layout: RankLayout
     host: str  # the address at which it listens; empty = that of the default route
     token: str
-    silence_s: float  # after so many seconds without a sign another machine is lost
+    silence_s: float  # a machine that sends nothing for so many seconds counts as lost
 
 
 class Listening(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """The bridge of rank 0 can be reached, or why it cannot."""
+    """Says that the bridge of rank 0 can be reached, or why it cannot."""
 
     address: str
     error: str = ""
 
 
 class UseEnds(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """The links of the first machine have been made; their descriptors travel before it."""
+    """The links of the first machine have been made. Their descriptors come with this message."""
 
     ends: RelayEnds
 

@@ -48,7 +48,7 @@ class BridgeProcess:
             layout: the ranks of the engine.
             log: how it writes its log.
             host: as `parallel.host`.
-            silence_s: after so many seconds without a sign another machine is lost.
+            silence_s: a machine that sends nothing for so many seconds counts as lost.
 
         Raises:
             OSError: the system cannot start another process.

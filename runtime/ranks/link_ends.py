@@ -37,7 +37,7 @@ class RankLayout(NamedTuple):
     """Which ranks an engine has, and on which of its machines they are."""
 
     tensor: int  # ranks of each stage
-    pipeline: int  # stages, which is also the number of steps under way at most
+    pipeline: int  # stages; also the most steps in flight
     machines: int = 1  # a divisor of the number of ranks; machine 0 has rank 0
 
     @property
@@ -150,7 +150,7 @@ def create_links(
         layout: the ranks of the engine.
         machine: 0 to layout.machines - 1.
         slots: the sizes of handoffs.
-        exchange: how ranks exchange values. Only shared memory reaches other machines.
+        exchange: how ranks exchange values. It is shared memory if there are several machines.
 
     Raises:
         OSError: the system has no memory or no descriptors for them.

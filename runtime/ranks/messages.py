@@ -160,7 +160,7 @@ def for_other_ranks(output: SchedulerOutput) -> SchedulerOutput:
 
 
 def _bare(request: Request) -> Request:
-    """The parts of a request that a rank needs which does not sample."""
+    """The parts of a request that are needed by a rank that does not sample."""
     scored = request.sampling.prompt_logprobs
     is_read = scored is not None or request.pooling is not None
     return Request(

@@ -8,7 +8,7 @@ collectives of the model. `launch` runs rank 0's part.
 
 In a pipeline, rank 0 belongs to the last stage. `read` runs rank 0's part of a step, which waits
 for the hidden states of the stage before. A pipeline of N stages has N steps in flight. Each stage
-works on another step.
+works on a different step.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class ProcessesExecutor:
 
     @property
     def max_in_flight(self) -> int:
-        return self._num_stages  # the tokens of a step travel with the next one
+        return self._num_stages  # a further step would need tokens that are not sampled yet
 
     @property
     def has_lanes(self) -> bool:
@@ -88,7 +88,7 @@ class ProcessesExecutor:
 
     def read(self, pending: Pending) -> StepResult:
         if self._num_stages == 1:
-            # On a GPU the step runs until here. A step that was ended has wrong results.
+            # On a GPU the step runs until here. A step that was aborted has wrong results.
             with self._ranks.step(is_new=False):
                 result = self._first.read(pending)
             self._ranks.check()

@@ -59,7 +59,7 @@ class HangRule:
     """Decides whether ranks hang. It has no clock; its caller reports elapsed time.
 
     Args:
-        limit_s: seconds that a rank may be stopped, or that no rank may do anything, in a step.
+        limit_s: seconds of a step for which a rank may be stopped, or all ranks may do nothing.
     """
 
     def __init__(self, limit_s: float) -> None:

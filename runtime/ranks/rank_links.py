@@ -1,7 +1,7 @@
 """The links of a rank: to its tensor-parallel group, to the stage before and to the stage after.
 
 link_ends.py makes their memory and sockets, or the files through which the ranks find each other.
-Each rank is passed the descriptors of its own.
+Each rank is passed the descriptors of its own links.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class RankLinks:
     def _introduce(
         self, shard: Shard, shape: HiddenShape, left: list[int], exchange: Exchange
     ) -> None:
-        """Make the groups that torch.distributed carries; `connect` connects them.
+        """Make the groups that use torch.distributed; `connect` connects them.
 
         Args:
             shard: the shard of the rank.

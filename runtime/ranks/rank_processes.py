@@ -62,7 +62,7 @@ class RankProcesses:
             layout: the N ranks.
             log: their log settings; None = the defaults.
             host: as `parallel.host`.
-            silence_s: after so many seconds without a sign another machine is lost.
+            silence_s: a machine that sends nothing for so many seconds counts as lost.
 
         Raises:
             StartupError: the system cannot start another process, or is not Linux.
@@ -108,14 +108,14 @@ class RankProcesses:
         hang_limit_s: float,
         on_failure: Callable[[], object],
     ) -> None:
-        """Send each rank what it is built from.
+        """Send each rank the message and the links that it is built from.
 
         Args:
             messages: one for each rank after the first.
             links: of this machine; closed here, but for those of rank 0.
             hang_limit_s: within a step, a rank may be stopped for this long, and all ranks together
                 may be idle for this long.
-            on_failure: called by another thread when a rank ends. It must end this rank's waits.
+            on_failure: called by another thread when a rank ends. It must end the waits of rank 0.
 
         Raises:
             RankFailedError: a rank has ended.

@@ -1,8 +1,8 @@
 """`Relay`: carries values between the links of one machine's ranks and other machines.
 
 It takes what the ranks of this machine write, as soon as they have written it, and puts in what
-comes from others. So sums have the order of the ranks wherever they are: each rank reads all parts
-in its own memory, as it would if all ranks were on one machine.
+comes from others. So the machines of the ranks do not change the order of sums: each rank reads all
+parts in its own memory, as it would if all ranks were on one machine.
 
 Imports no torch.
 """

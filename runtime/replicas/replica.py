@@ -200,7 +200,7 @@ class Replica:
 
         Args:
             requests: requests with unique ids.
-            reader: a queue that gets the outputs, until all have ended or `remove` is called.
+            reader: a queue that gets the outputs, until the requests end or `remove` is called.
 
         Raises:
             EngineDeadError: the engine ended and is not started again.

@@ -54,9 +54,8 @@ class ReplicaSet:
     def replica_for(self, request: Request) -> Replica:
         """Choose the replica for a request.
 
-        The caller also sends it the other requests that it made from the same prompt (`n`
-        completions). If all engines have ended and are not started again, the replica is a dead
-        one.
+        The caller sends this replica all requests of the same prompt (`n` completions). If all
+        engines have ended and are not started again, the replica is a dead one.
         """
         left = self._open() or [one for one in self.replicas if one.death_reason is None]
         return self._choose(request, left or self.replicas)

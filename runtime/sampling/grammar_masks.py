@@ -1,6 +1,6 @@
 """Makes the token masks of a step from grammars and thinking budgets, one bit a token.
 
-A row's mask depends on the token that the row sampled last. If two successive steps have such a
+A row's mask depends on the token that the row sampled last. If two successive steps mask the same
 row, the sampling of the second step waits until the first step has been read. The model of the
 second step runs meanwhile.
 
@@ -145,7 +145,7 @@ class GrammarMasks:
         indices = torch.tensor(where, dtype=torch.int64, pin_memory=bits.is_pinned())
         indices = indices.to(self._device, non_blocking=True)
         bits = bits.to(self._device, non_blocking=True)
-        at_once = rows_at_once(logits.shape[-1])  # masking takes the memory of sampling
+        at_once = rows_at_once(logits.shape[-1])  # so masking needs no more memory than sampling
         for some, their_bits in zip(indices.split(at_once), bits.split(at_once), strict=True):
             apply_token_bitmask(logits, some, their_bits)
 

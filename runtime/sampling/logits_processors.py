@@ -153,7 +153,7 @@ class _Early(NamedTuple):
 class MinTokens:
     """`min_tokens`: no end-of-sequence or stop token before this number of output tokens.
 
-    For a row with a grammar `GrammarMasks` does this, because the grammar can allow no other token.
+    For a row with a grammar `GrammarMasks` does this, because a grammar can require a stop token.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -3,10 +3,10 @@
 Every decode of a step waits for the whole step. On a CPU each further sequence makes the step
 longer, so 128 completions of one request would slow all other requests down many times.
 
-A step here takes at most `max_slowdown` times as long as a fair step. In a fair step no request
-decodes more sequences than the smallest request has. The sequences that do not fit into this time
-rest: they are left out of the step. The sequences of one request rest in turn. On a GPU a step of
-many decodes takes hardly longer than a small step, so no sequence rests.
+The decodes of a step take at most `max_slowdown` times as long as a fair step. In a fair step no
+request decodes more sequences than the smallest request has. The sequences that do not fit into
+this time rest: they are left out of the step. The sequences of one request rest in turn. On a GPU a
+step of many decodes takes hardly longer than a small step, so no sequence rests.
 """
 
 from __future__ import annotations

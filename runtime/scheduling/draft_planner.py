@@ -30,7 +30,7 @@ from ostinato.runtime.types.step import ScheduledSequence
 
 __all__ = ("DraftPlanner",)
 
-# Of the steps that look for no draft, one in this many is compared with its predicted cost,
+# Of the steps that look for no draft, only one in this many is compared with its predicted cost,
 # because a prediction takes time: 2 % of a step of a small model.
 _OBSERVED_STRIDE = 8
 
@@ -236,7 +236,7 @@ class DraftPlanner:
     def report(
         self, step: StepPlan, verified: VerifiedDraft, num_returned: int
     ) -> SpeculationReport:
-        """Count the draft tokens that are in the answer. Right ones after its end are not.
+        """Count the draft tokens that are in the answer. Right drafts after its end do not count.
 
         Args:
             step: the step that verified the draft.

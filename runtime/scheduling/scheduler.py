@@ -72,7 +72,7 @@ class Scheduler:
         bound: limits the prompt tokens of steps with decodes; None = no limit.
         whole_prompts: compute each prompt in one step, as encoders need it.
         max_in_flight: steps that may be scheduled before `update` is called for the oldest.
-        has_lanes: the model is a pipeline, and each stage computes another step. A sequence is
+        has_lanes: the model is a pipeline, and each stage computes a different step. A sequence is
             decoded again after its last token has arrived. Each step decodes an equal part of the
             sequences.
         proposer: the drafter; None = no drafts.
@@ -191,7 +191,7 @@ class Scheduler:
         )
 
     def requests(self) -> dict[str, Sequence]:
-        """The unfinished requests' sequences by id, by arrival; only the first of a beam search."""
+        """The sequences of unfinished requests by id, by arrival; the first of each beam search."""
         return dict(self._sequences)
 
     def add(self, request: Request) -> None:
@@ -266,7 +266,7 @@ class Scheduler:
         """Process the result of the oldest step in flight.
 
         Returns:
-            One entry per request that has new tokens or has ended, then with a finish reason.
+            One entry per request that has new tokens or has ended. Ended ones have a finish reason.
 
         Raises:
             ValueError: `output` is not the oldest step in flight, or the number of tokens in
@@ -332,7 +332,7 @@ class Scheduler:
         """Correct the predicted costs of drafts and whole prompts.
 
         Args:
-            seconds: how long the last step took whose result was processed.
+            seconds: how long the step took whose result was processed last.
         """
         step = self._last_read
         if self.drafts is not None and step is not None:

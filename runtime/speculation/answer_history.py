@@ -1,9 +1,9 @@
 """The engine's earlier answers, searched for the last tokens of a sequence.
 
-Answers are in a ring buffer of token ids, where the newest overwrite the oldest. A place is an
-index in this text. A key is `min_match` successive tokens. A hash table gives the latest place that
-follows each key. For each place, the distance to the previous place with the same hash is stored.
-The memory is fixed: 16 bytes per token.
+Answers are in a ring buffer of token ids, where the newest overwrite the oldest. A place is the
+index of a token among all tokens so far. A key is `min_match` successive tokens. A hash table gives
+the latest place that follows each key. For each place, the distance to the previous place with the
+same hash is stored. The memory is fixed: 16 bytes per token.
 
 A sequence finds only answers of its own partition. A partition has the requests with the same cache
 salt and the same adapters, as in the prefix cache. Otherwise the speed of a reply would tell one
@@ -73,15 +73,13 @@ class AnswerHistory:
     ) -> tuple[list[int], int] | None:
         """Find the last tokens of a sequence in an answer of its partition.
 
-        Returns the tokens that followed them there.
-
         Args:
             partition: the partition of the sequence.
             token_ids: the sequence.
             most: the largest number of tokens to return.
 
         Returns:
-            The tokens that followed, and the length of the match; None without a match.
+            The tokens that follow the match, and the length of the match; None without a match.
         """
         size, num_key, num_tokens = self._num_tokens, self._min_match, len(token_ids)
         if num_tokens < num_key or not self._begins:

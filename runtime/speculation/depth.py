@@ -214,7 +214,7 @@ class DepthChooser:
         return self._num_paused > 0
 
     def seconds(self, load: StepLoad, num_drafts: int) -> float:
-        """Predicted seconds of the step with `num_drafts` draft tokens, corrected as observed."""
+        """Predicted seconds of the step with `num_drafts` draft tokens, with the corrections."""
         plain = self._plain_prediction(load)
         if not num_drafts:
             return plain * self._plain

@@ -27,8 +27,8 @@ class TextIndex:
     index takes about 150 bytes per token.
 
     Args:
-        text: token ids; tokens are only appended. Only the last 16,384 tokens of the
-            initial text are indexed.
+        text: token ids; the caller may append tokens. Only the last 16,384 tokens of the initial
+            text are indexed.
         min_match: tokens of a key.
     """
 

@@ -225,7 +225,7 @@ def _build_first_rank(
     """Build the first rank in this process, while the other ranks build theirs."""
     parallel = plan.config.parallel
     if parallel.machines_per_engine > 1 and plan.config.device.isa is InstructionSetName.auto:
-        core_library()  # the other machines run the same instruction set
+        core_library()  # loads the kernels: the other machines must run the same instruction set
         isa = InstructionSetName(loaded_isa() or "auto")
         device = dataclasses.replace(plan.config.device, isa=isa)
         plan = dataclasses.replace(plan, config=dataclasses.replace(plan.config, device=device))

@@ -1,4 +1,4 @@
-"""Finds the bundle of compiled programs of a configuration, and takes the CPU kernels from it.
+"""Prepares a model's CPU kernels: takes them from a bundle of compiled programs, or builds them.
 
 This module imports no torch: the engine process prepares the kernels while another thread imports
 torch.
