@@ -46,9 +46,8 @@ _ROWS = (1, 4, 16, 64, 512)
 _SAMPLES = 3
 _MOST_WEIGHTS = 1 << 22  # larger matrices are cut to this many weights, which changes no ratio
 _MANY_ROWS = 64  # with more rows than this, an eighth of the weights is multiplied
-_MARGIN = (
-    0.85  # a lower level is chosen if its time is below this fraction of the level's chosen so far
-)
+# A lower level is chosen if its time is below this fraction of that of the level chosen so far.
+_MARGIN = 0.85
 
 
 def try_levels(config: EngineConfig, source: ModelSource, *, anew: bool = False) -> IsaTrial | None:
@@ -142,7 +141,7 @@ def fastest(microseconds: Mapping[str, Mapping[str, float]]) -> str:
 
     For each number of rows, a level's time is divided by the least time of all levels. A level's
     figure is the mean of these ratios. From the highest level down, a level replaces the one chosen
-    so far only if its figure is below `_MARGIN` of that one's.
+    so far only if its figure is below `_MARGIN` times the other's figure.
 
     Args:
         microseconds: by level, the highest level first, then by number of rows.

@@ -20,7 +20,7 @@ class LoadedModel:
     """A model with its weights in their final form."""
 
     model: LanguageModel
-    bind: Binder | None  # binds its compiled program to buffers; None = it runs eagerly
+    bind: Binder | None  # binds its compiled program to its weights; None = it runs eagerly
 
 
 class LoadedModelCache:

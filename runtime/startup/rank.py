@@ -116,7 +116,7 @@ def build_rank(
         monitor: counts compilations; closed with the executor.
         undo: gets the callbacks that release resources if the start fails.
         model_cache: keeps the loaded model for later engines; None = load the model.
-        peers: the ranks that compute the model together; without it, this one alone.
+        peers: the ranks that compute the model together; by default, this one alone.
         has_grammars: requests can have grammars.
 
     Raises:

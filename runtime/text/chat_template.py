@@ -170,7 +170,10 @@ def _mark_end(conversation: list[dict[str, Any]]) -> None:
 
 
 def _cut_at_end(text: str) -> str:
-    """The text before `_END_OF_MESSAGE`, whose last space a template that trims messages drops."""
+    """The text before the mark `_END_OF_MESSAGE`.
+
+    If the mark has lost its last space, the template trims messages. Then the text is trimmed too.
+    """
     end = text.rfind(_END_OF_MESSAGE.rstrip())
     if end < 0:
         raise InvalidRequestError(

@@ -79,7 +79,7 @@ class _StopString:
 
     Attributes:
         text: the stop string.
-        num_matched: length of the longest end of the text that is a proper prefix of `text`.
+        num_matched: length of the longest end of the text so far that begins the stop string.
     """
 
     __slots__ = ("_borders", "num_matched", "text")

@@ -27,7 +27,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=Fal
     cache_salt: str = ""  # requests share cached blocks only if their salts are equal
     bad_words_token_ids: list[list[int]] = []  # of `sampling.bad_words`; no entry is empty
     pooling: PoolingParams | None = None  # compute a vector; `sampling` is not read
-    output_token_ids: list[int] = []  # output so far, from an engine that died; this one goes on
+    output_token_ids: list[int] = []  # output so far, from an engine that died; to be continued
     grammar: str = ""  # made from `sampling.structured_outputs`
     trace: bool = False  # the outputs carry timeline events
     # Names of other things that the keys and values depend on (an adapter, media). Requests share

@@ -54,7 +54,7 @@ class EnginePlan:
 
     @property
     def warm_up_tokens(self) -> tuple[int, ...]:
-        """Tokens of the uncaptured steps of a start, which run every program and kernel once.
+        """Sizes in tokens of the uncaptured steps of a start. They run every kernel once.
 
         The largest step is first, because GPU kernels are tuned for the first shape.
         """

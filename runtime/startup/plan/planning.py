@@ -1,4 +1,4 @@
-"""Plans an engine before it is built: the model, its buckets, its memory.
+"""Plans the buckets and the memory of an engine before the engine is built.
 
 Nothing is allocated, except by `plan_measured`, which runs the largest step once on a CUDA device.
 """
