@@ -75,7 +75,7 @@ def verified_tokens(rows_per_seq: int) -> list[int]:
 
 
 def why_incomplete(capture_sizes: Collection[int], max_num_seqs: int) -> str | None:
-    """A warning if a chosen list of decode sizes misses batches or has impossible sizes, else None.
+    """A warning if `capture_sizes` misses batches or has sizes that cannot occur, else None.
 
     A size that cannot occur is left out of the table. Batches above the largest size run in a
     mixed bucket if one is large enough, else uncaptured.
@@ -135,7 +135,7 @@ class BucketTable:
 
     @property
     def keys(self) -> list[GraphKey]:
-        """All buckets, largest first. Captured in this order, they share one memory pool."""
+        """All buckets, largest first. In this order of capture, they can share one memory pool."""
         keys = [
             GraphKey(size * tokens, size, tokens)
             for tokens, sizes in self._uniform_sizes.items()

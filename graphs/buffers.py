@@ -60,13 +60,13 @@ class StaticBuffers:
     ) -> None:
         """
         Args:
-            max_num_tokens: T.
-            max_num_seqs: S.
-            max_blocks_per_seq: B.
+            max_num_tokens: T, tokens of the largest step.
+            max_num_seqs: S, sequences of the largest step.
+            max_blocks_per_seq: B, blocks of the longest sequence.
             block_size: tokens of a block.
             device: where programs read.
             max_num_rows: R, tokens of a step whose logits are wanted; None = one per sequence.
-            max_encoder_blocks_per_seq: E.
+            max_encoder_blocks_per_seq: E, blocks of the longest encoder input.
             async_tokens: whether a step's tokens stay on the device as inputs of the next step,
                 which can then be launched before they are read; None = only on a GPU.
             table: the step tensors.
@@ -181,7 +181,7 @@ class StaticBuffers:
             ids.copy_(torch.where(ids < 0, last, ids))
 
     def store_last_tokens(self, token_ids: Tensor) -> None:
-        """Store `token_ids`: of each sequence in `sampled_rows`, in that order, the last token."""
+        """Store `token_ids`, the last tokens of the rows in `sampled_rows`, in the same order."""
         rows = self._device["sampled_rows"][: token_ids.shape[0]]
         self.last_tokens.index_copy_(0, rows, token_ids)
 
@@ -202,6 +202,6 @@ class StaticBuffers:
         return self.with_all_rows(batch) if num_rows is None else batch
 
     def with_all_rows(self, batch: ForwardBatch) -> ForwardBatch:
-        """The batch, with the final hidden states of all its tokens wanted."""
+        """A copy of the batch whose `logits_indices` name all its tokens."""
         rows = self._all_tokens[: len(batch.token_ids)]
         return dataclasses.replace(batch, logits_indices=rows)

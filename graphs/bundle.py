@@ -180,7 +180,7 @@ class Bundle:
             return
         try:
             reason = _why_not_trusted(self.directory)
-        except FileNotFoundError:  # another process is putting its own there
+        except FileNotFoundError:  # another process is replacing the directory
             return
         if reason is not None:
             self._is_refused = True

@@ -39,7 +39,7 @@ class StepKind(StrEnum):
 
 
 class RunStep(NamedTuple):
-    """How a step was run."""
+    """The kind of a step that was run, and its shape."""
 
     kind: StepKind
     num_tokens: int  # padding included
@@ -69,8 +69,8 @@ class GraphRunner:
             buffers: the inputs of every step.
             program: the compiled model; None = steps run eagerly.
             table: the buckets to capture; None = nothing is captured.
-            recorder: captures; required with a table.
-            planner: host planning of the attention backend; None when it needs none.
+            recorder: captures the buckets; required with a table.
+            planner: plans steps on the host for the attention backend; None if it needs no plans.
             timer: measures device time; None = by the clock.
             aux: gets hidden states of every step for a head that drafts; None = they are not kept.
         """

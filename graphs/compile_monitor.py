@@ -53,7 +53,7 @@ class LateCompile(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     what: str  # a CompileKind
     shape: str  # the delayed step's, as "tokens=17,seqs=3"; IDLE = between steps
-    count: int  # steps of this shape, or pauses between steps, in which that happened
+    count: int  # steps of this shape, or pauses between steps, in which `what` compiled
 
 
 class CompileMonitor:
@@ -241,7 +241,7 @@ def _classify(event: str, arguments: tuple[Any, ...]) -> Sighting | None:
         case "compile", (_, str(file), *_):
             return _of_source(file)
         case "code.__new__", _:
-            # Dynamo writes the byte code that calls its graph, or that resumes after one.
+            # Dynamo writes byte code that calls its graph, or that resumes after a graph.
             if next(_callers(), "").startswith("torch._dynamo."):
                 return CompileKind.dynamo, f"a frame of {arguments[1]}"
         case "os.system", (command, *_):
@@ -295,7 +295,7 @@ def _flat(program: object, words: object) -> list[str]:
 
 
 def _callers() -> Iterator[str]:
-    """The modules of the call that caused an audit event, innermost first; none of this file."""
+    """The modules of the calls that caused an audit event, innermost first, without this one."""
     frame = sys._getframe()
     while frame is not None:
         module = frame.f_globals.get("__name__") or ""

@@ -34,7 +34,7 @@ class CpuRecorder:
     """Records a program's layers as CPU graphs at the first bucket.
 
     The sizes of these graphs are symbolic. So one recording serves all buckets, and every other
-    step that is small enough. A replay is the call itself, its arguments bound.
+    step that is small enough. A replay is the call itself, with its arguments bound.
     """
 
     def __init__(self, program: Program | None) -> None:

@@ -7,7 +7,7 @@ that has no loops worth several threads. The matrix and attention kernels then s
 through a thread pool, which does not wait for threads that have not started
 (ops/native/core/thread_pool.h).
 
-MKL computes torch's `exp`. It has its own number of threads, which is set apart from OpenMP's.
+MKL computes torch's `exp`. Its number of threads is set separately from that of OpenMP.
 """
 
 from __future__ import annotations
@@ -118,9 +118,9 @@ class _SerialLogits(AbstractContextManager[None]):
 
 
 def _mkl_threads_setter() -> Callable[[int], int] | None:
-    """Sets the threads of MKL for the calling thread and returns what they were, 0 = not set.
+    """A function that sets MKL's number of threads for the calling thread.
 
-    None if torch was built without MKL.
+    It returns the number that was set before; 0 = none. None if torch was built without MKL.
     """
     library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     try:

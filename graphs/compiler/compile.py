@@ -1,11 +1,11 @@
 """Compiling a model with Dynamo, as one graph or layer by layer.
 
-Both forms are the same program. `model`: begin, every layer and finish are one graph. `layer`: each
+Both forms compute the same. `model`: begin, every layer and finish are one graph. `layer`: each
 kind of decoder layer is traced once and called at every depth with its weights as arguments, so
 that compile time does not grow with depth. The last layer is traced apart, because it gives the
-wanted rows only. Both forms are `fullgraph`, dynamic in tokens, sequences and rows,
-and are called without Dynamo's guards: the tensors of a step always come from the same static
-buffers, and evaluating guards costs 0.3-2 ms a step.
+wanted rows only. Both forms are `fullgraph`, dynamic in tokens, sequences and rows, and are called
+without Dynamo's guards: the tensors of a step always come from the same static buffers, and
+evaluating guards costs 0.3-2 ms a step.
 
 `dynamo_trace` prepares and runs the trace. `functions` compiles and stores it. `programs` binds
 functions to weights and runs them once a step. No other package changes settings of Dynamo or
@@ -123,7 +123,7 @@ def _compile_layers(
         key = (index == last, *_static_key(layer))
         if key in compiled:
             continue
-        # The caches of all layers have one shape.
+        # The caches of all layers have the same shape.
         name, is_last = f"layer-{index}", index == last
         traced = _Traced(layer, layer_inputs, kv_cache[0], name, is_last)
         compiled[key] = traced.compile(store, pieces)
@@ -194,7 +194,7 @@ def _few_rows(layer: nn.Module) -> nn.Module | None:
 
 
 def _layer_call(skeleton: nn.Module, names: list[str], *, is_last: bool) -> Function:
-    """A function of a layer's tensors, named `names`, and its inputs."""
+    """A layer as a function of its inputs and its tensors, whose names are `names`."""
 
     def all_tokens(
         parameters: Parameters, hidden: Tensor, step: StepInputs, k_cache: Tensor, v_cache: Tensor

@@ -62,8 +62,8 @@ _BEAT_S = 0.5  # seconds between the heartbeats of an idle engine
 _BEATS_BEFORE_CHECK = 4
 _LONG_CALL_S = 60.0  # the watchdog allows this for a utility call; writing a trace takes long
 _LONG_STEP_S = 0.25  # a step is announced to the client if it is predicted to take longer
-# Limits of the time for reading messages between two steps. The other messages are read after the
-# next step.
+# Limits of the time for reading messages between two steps. Messages that are left are read after
+# the next step.
 _RECEIVE_S = 0.005
 _MOST_RECEIVE_S = 0.01
 _STATS_S = 0.05  # least time between two statistics in the outputs of steps
@@ -99,8 +99,8 @@ class _Connection:
 
         Args:
             timeout_s: how long to wait for the first message.
-            step_s: seconds of the last step. Reading takes at most half of that, and at least 5 and
-                at most 10 ms.
+            step_s: seconds of the last step. Reading stops after half of that, but not before 5 ms
+                and not after 10 ms.
         """
         if timeout_s and not self._socket.poll(int(timeout_s * 1000)):
             return

@@ -74,7 +74,7 @@ def without_repetition(message: ClientMessage, grammar: str) -> tuple[ClientMess
         grammar: the last grammar that was sent before; empty = none.
 
     Returns:
-        The message to send, and the last grammar that is sent now.
+        The message to send, and `grammar` for the next call.
     """
     if not isinstance(message, AddRequest) or not message.request.grammar:
         return message, grammar
@@ -92,7 +92,7 @@ def with_repetition(message: ClientMessage, grammar: str) -> tuple[ClientMessage
         grammar: the last grammar that was received before; empty = none.
 
     Returns:
-        The message with its grammar, and the last grammar that is received now.
+        The message with its grammar, and `grammar` for the next call.
     """
     if not isinstance(message, AddRequest):
         return message, grammar
@@ -187,7 +187,7 @@ class UtilityReply(msgspec.Struct, frozen=True, array_like=True, tag=6, gc=False
 
 
 class RanksWanted(msgspec.Struct, frozen=True, array_like=True, tag=21):
-    """The first message of an engine with ranks on other machines: where they join it."""
+    """The first message of an engine with ranks on other machines. Says where these ranks join."""
 
     address: str
     token: str

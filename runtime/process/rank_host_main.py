@@ -1,6 +1,6 @@
 """The ranks of an engine on a further machine: `python -m ...rank_host_main ADDRESS < start.json`.
 
-`run rank` starts it when an engine elsewhere has ranks for this machine. It starts their processes,
+`run rank` starts it when an engine elsewhere has ranks for this machine. It starts these ranks,
 joins the bridge of rank 0 (bridge_main.py) and passes on what the ranks send and exchange. When the
 connection or the standard input closes, the ranks and this process end. Imports no torch.
 """
@@ -103,7 +103,7 @@ class _Host:
         self._events.add(self._monitor, self._on_lost)
 
     def run(self) -> str:
-        """Pass messages on until the bridge is gone; returns why it was not reached, else ""."""
+        """Pass messages on until the bridge is gone; returns why it could not be joined, or ""."""
         self._dealer.connect(self._start.address)
         self._send(Hello(self._start.machine, self._name))
         deadline = time.monotonic() + _JOIN_S
@@ -188,7 +188,7 @@ class _Host:
         close_all(links.ranks)
 
     def _to_rank(self, rank: int, data: bytes) -> None:
-        if rank not in self._started:  # its first message gets this machine's cores and memory
+        if rank not in self._started:  # put this machine's cores and memory into `StartRank`
             self._started.add(rank)
             message = leader_decoder.decode(data)
             assert isinstance(message, StartRank), f"{message} came first"

@@ -71,13 +71,13 @@ class UseEnds(msgspec.Struct, frozen=True, array_like=True, tag=3):
 
 
 class Look(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """Steps run from now on, or none do. While they run, the state of all ranks is reported."""
+    """Says whether steps run from now on. While they run, the state of all ranks is reported."""
 
     is_on: bool
 
 
 class DumpStacks(msgspec.Struct, frozen=True, array_like=True, tag=5):
-    """Let all ranks write their stacks, and send them."""
+    """Asks the other machines to let their ranks write stacks, and to send the stacks."""
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag=6):
@@ -118,7 +118,7 @@ class Hidden(msgspec.Struct, frozen=True, array_like=True, tag=11, gc=False):
 
     stage: int  # that computed them
     place: int  # of the rank in its group
-    machines: list[int]  # that they are for: one
+    machines: list[int]  # that they are for; always one
 
 
 BridgeMessage = (

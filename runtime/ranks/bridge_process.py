@@ -120,7 +120,7 @@ class BridgeProcess:
         self._tell(DumpStacks())
 
     def end(self, timeout_s: float) -> None:
-        """Wait for its end, kill it after a time, and close the descriptors."""
+        """Close the socket to it, and wait for its end. Kills it after `timeout_s`."""
         self._control.close()
         try:
             self.process.wait(timeout_s)

@@ -132,7 +132,7 @@ class RelayEnds(msgspec.Struct, frozen=True, array_like=True):
 
 
 class MachineLinks(NamedTuple):
-    """The descriptors of one machine."""
+    """The descriptors of the links of one machine."""
 
     ranks: list[list[int]]  # of each rank of the machine, for `RankLinks`
     relay: RelayEnds  # for the bridge

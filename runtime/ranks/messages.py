@@ -116,7 +116,7 @@ class RankFailed(msgspec.Struct, frozen=True, array_like=True, tag=4, gc=False):
 
 
 class RankSeen(msgspec.Struct, frozen=True, array_like=True, tag=5, gc=False):
-    """What a rank on another machine does: `Activity`. Its machine sends it while steps run."""
+    """The `Activity` of a rank on another machine. Its machine sends it while steps run."""
 
     is_stopped: bool
     has_work: bool

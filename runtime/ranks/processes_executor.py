@@ -140,7 +140,7 @@ class ProcessesExecutor:
 
     def close(self) -> None:
         self._waiting.clear()
-        self._first.close()  # captured graphs hold on to the groups of the links
+        self._first.close()  # captured graphs use the groups of the links
         self._end()
 
 

@@ -134,7 +134,7 @@ class LocalRank(_Rank):
             return self.process.wait()
 
     def end(self, timeout_s: float) -> tuple[str, str]:
-        """As `wait`; returns the reason of its end and a text."""
+        """Like `wait`; returns the reason for its end, and a text."""
         return _explain_end(self.pid, self.wait(timeout_s))
 
     def release(self) -> None:
@@ -179,7 +179,7 @@ class RemoteRank(_Rank):
             self.socket.shutdown(socket.SHUT_RDWR)
 
     def end(self, timeout_s: float) -> tuple[str, str]:
-        """The reason of its end and a text."""
+        """The reason for its end, and a text."""
         del timeout_s  # it has ended, or nothing more will be known
         if self._ended is None:
             return "crash", "the bridge to its machine has ended"
@@ -194,7 +194,7 @@ class RemoteRank(_Rank):
 
 
 def _explain_end(pid: int, code: int) -> tuple[str, str]:
-    """The reason of a process's end by its exit code, negative for a signal, and a text."""
+    """The reason for a process's end by its exit code (negative for a signal), and a text."""
     if code < 0:
         reason = "killed" if code == -signal.SIGKILL else "crash"
         how = "was killed by" if reason == "killed" else "died of"

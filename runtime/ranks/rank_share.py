@@ -14,7 +14,7 @@ _GIB = 1 << 30
 
 
 def share_of_rank(config: EngineConfig, *, on_gpu: bool = False) -> EngineConfig:
-    """The configuration of one rank: with its part of this machine's cores and free memory.
+    """The configuration of one rank, with its part of this machine's cores and free memory.
 
     With `on_gpu` each rank has the memory of its own GPU.
     """

@@ -1,8 +1,8 @@
 """`Relay`: carries values between the links of one machine's ranks and other machines.
 
-It takes what the ranks of this machine write, as soon as they have written it, and puts in what
-comes from others. So the machines of the ranks do not change the order of sums: each rank reads all
-parts in its own memory, as it would if all ranks were on one machine.
+It sends what the ranks of this machine write, as soon as they have written it, and gives them what
+comes from other machines. Each rank reads all parts in its own memory, as if all ranks were on one
+machine. So the order of sums is the same.
 
 Imports no torch.
 """
@@ -40,7 +40,7 @@ class Events:
         handler: Callable[[int], object],
         events: int = zmq.POLLIN,
     ) -> None:
-        """Call `handler` with the events of the source that are ready; replaces an earlier one."""
+        """Call `handler` with the source's events that are ready; replaces an earlier handler."""
         self._poller.register(source, events)
         self._handlers[source] = handler
 
@@ -50,7 +50,7 @@ class Events:
         del self._handlers[source]
 
     def wait(self, timeout_s: float | None) -> None:
-        """Wait for sources and call their handlers; returns after the time at the latest."""
+        """Wait for sources and call their handlers; returns after `timeout_s` at the latest."""
         timeout = None if timeout_s is None else int(timeout_s * 1000)
         for source, ready in self._poller.poll(timeout):
             handler = self._handlers.get(source)
@@ -72,7 +72,7 @@ class StreamEnd:
         Args:
             connection: connected; closed with this object.
             events: where it waits.
-            on_data: called with what has come.
+            on_data: called with the bytes that have come.
             on_end: called once when the process at the other end has closed it.
         """
         connection.setblocking(False)

@@ -101,7 +101,7 @@ class Replica:
         self._watchdog = Watchdog()
         self._watcher: asyncio.Task[None] | None = None
         self._hang: str | None = None  # why the watchdog killed the process
-        self._reloading: asyncio.Future[None] | None = None  # the engine was asked to end
+        self._reloading: asyncio.Future[None] | None = None  # None = no caller of `reload` waits
         self._death: str | None = _NOT_STARTED
         self._restarting: str | None = None
         self._restarts = RestartPolicy(

@@ -203,7 +203,7 @@ class GrammarMasks:
         """Make masks while there is time; returns the indices of the masks that were not made.
 
         Args:
-            waiting: indices of the masks to make, in this order.
+            waiting: indices of the masks to make; those that are made are removed.
             states: the mask state of each row.
             bits: [C, W] int32, the masks.
         """
