@@ -113,7 +113,7 @@ class SandboxProcess:
             deadline = time.monotonic() + self._limits.wall_s
         # If the event is set later than this line, `kill` finds the process and ends it.
         if abandoned is not None and abandoned.is_set():
-            self.close()  # `kill` may have hit it: the next job must not be sent to a dying child
+            self.close()  # `kill` may be ending it: the next job must not be sent to this child
             raise SandboxError(FailureReason("was not sent: it is abandoned", Fault.unknown))
         try:
             _write(process, job, deadline)

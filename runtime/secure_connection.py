@@ -28,7 +28,7 @@ __all__ = (
     "reached_at",
 )
 
-SILENCE_S = 3.0  # a side that is silent for longer is lost
+SILENCE_S = 3.0  # a side that is silent for longer counts as lost
 _TOKEN_BYTES = 20
 _PINGS = 6  # pings within `silence_s`
 _ANY = ("0.0.0.0", "::", "*")  # all addresses of this machine

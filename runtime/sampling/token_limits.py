@@ -39,7 +39,7 @@ class TokenLimits:
         self._max_num_seqs = max_num_seqs
         self._vocab_size = vocab_size
         self._device = device
-        self._limited: set[int] = set()  # rows whose state is not neutral
+        self._limited: set[int] = set()  # rows whose sequences have limits
         self._allowed: Tensor | None = None  # [S, V] bool
         # A word is a beginning and an end. The end is forbidden when the output ends with the
         # beginning.

@@ -19,7 +19,7 @@ from ostinato.runtime.scheduling.sequences.sequence import Sequence as RunningSe
 __all__ = ("DecodeShares", "quotas")
 
 _MOST_CACHED = 4096  # entries of `DecodeShares._most`
-_CONTEXT_UNIT = 64  # tokens to which the mean context is rounded
+_CONTEXT_UNIT = 64  # the mean context is rounded down to a multiple of this many tokens
 
 
 class DecodeShares:

@@ -39,7 +39,7 @@ class BlockLoads:
     def __init__(self, cache: KVCacheManager) -> None:
         self._cache = cache
         self._loads: dict[int, _Load] = {}  # by transfer id
-        self._by_hash: dict[BlockHash, _Load] = {}  # by the first block that is loaded
+        self._by_hash: dict[BlockHash, _Load] = {}  # by the hash of the first block that is loaded
         self._num_begun = 0
 
     def __bool__(self) -> bool:

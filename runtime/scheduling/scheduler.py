@@ -73,11 +73,11 @@ class Scheduler:
         whole_prompts: compute each prompt in one step, as encoders need it.
         max_in_flight: steps that may be scheduled before `update` is called for the oldest.
         has_lanes: the model is a pipeline, and each stage computes a different step. A sequence is
-            decoded again after its last token has arrived. Each step decodes an equal part of the
-            sequences.
+            decoded again only when its last token has arrived. Each step decodes an equal part of
+            the sequences.
         proposer: the drafter; None = no drafts.
         score_tokens: how many tokens of a step's budget one log-probability of a prompt costs.
-        draft_costs: the step-cost table that chooses the number of drafts; None = all are verified.
+        draft_costs: the step-cost table by which drafts are chosen; None = all are verified.
         rate: limits the seconds of steps of whole prompts, and learns from them; None = no limit.
         shares: leaves some decodes of large requests out of a step; None = no decode is left out.
 

@@ -73,7 +73,7 @@ class AcceptanceRates:
         chance = 1.0
         for place in range(len(draft.token_ids)):
             common = (right[place] + _PRIOR_WEIGHT * prior) / (tried[place] + _PRIOR_WEIGHT)
-            # The next place is verified less often. Until then, it is assumed to have this rate.
+            # The next place is verified less often. At first, it is assumed to have this rate.
             prior = common
             chance *= own.blend(common)
             chances.append(chance)

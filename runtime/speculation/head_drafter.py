@@ -93,7 +93,7 @@ class _Row:
         # Index, in the sequence's block table, of the first block that the head has computed. The
         # head's position 0 is the first position of this block.
         self.base = base
-        self.end = begin  # the head has computed all positions from `base` up to this one
+        self.end = begin  # the head has computed all positions from block `base` to before this one
         self.num_whole = begin // block_size  # blocks before this index are noted as computed
         self.num_sent_blocks = base
         self.is_sent = False  # whether the head's sampler knows the sequence

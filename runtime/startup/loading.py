@@ -184,7 +184,7 @@ def _describe_ranks(source: ModelSource) -> str:
 
 
 def open_bundle(plan: EnginePlan) -> Bundle | None:
-    """The bundle of programs for this model, device and shape; empty at the first start."""
+    """The bundle of programs for this model, device and configuration; empty at the first start."""
     config, source = plan.config, plan.source
     graphs = config.graphs
     if not graphs.bundle or graphs.mode is GraphMode.eager:

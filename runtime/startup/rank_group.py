@@ -33,7 +33,7 @@ __all__ = ("agree", "build_other_rank", "join", "layout_of", "peers_of")
 
 
 def join(plan: EnginePlan, ranks: RankProcesses, undo: ExitStack) -> RankLinks:
-    """On rank 0: make the links, and send the other ranks what they are built from.
+    """On rank 0: make the links, and send the other ranks their links and `StartRank`.
 
     Args:
         plan: the plan of rank 0.

@@ -143,7 +143,7 @@ class ChatTemplate:
                 **{"documents": None, **(variables or {})},
             )
         except MemoryError:
-            raise  # the limit of the process that prepares the request
+            raise  # the memory limit of the process that prepares the request
         except Exception as error:  # a template is a program and can raise any exception
             raise InvalidRequestError(
                 f"the model's chat template refuses these messages: {error}", param="messages"

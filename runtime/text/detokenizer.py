@@ -19,8 +19,8 @@ __all__ = ("IncrementalDetokenizer", "PieceText", "TextDecoder", "WindowText", "
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _PROMPT_WINDOW = 6  # prompt tokens at the beginning of the first window
-_MAX_SILENT = 16  # tokens without text in the window, such as ids that the tokenizer does not know
-_LONGEST_CHARACTER = 4  # a UTF-8 character has at most this many bytes, and so as many tokens
+_MAX_SILENT = 16  # most tokens without text in the window, such as ids that the tokenizer lacks
+_LONGEST_CHARACTER = 4  # most bytes, and so most tokens, of a UTF-8 character
 
 
 class TextDecoder(Protocol):

@@ -31,7 +31,7 @@ class SequenceStatus(Enum):
     waiting = "waiting"  # waits for a row and blocks; it holds neither
     loading = "loading"  # waits until blocks of its prefix are loaded; then it waits for a row
     running = "running"
-    preempted = "preempted"  # it lost its row and blocks, and is still draining
+    preempted = "preempted"  # it is draining, and loses its row and blocks afterwards
     parked = "parked"  # a beam without row and blocks, whose candidates are known
     finished = "finished"
 

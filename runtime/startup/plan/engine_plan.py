@@ -94,7 +94,7 @@ class EnginePlan:
 
     @property
     def determinism(self) -> Literal["bitwise", "none"]:
-        """Whether the bits of a token's logits depend on its own context alone."""
+        """`bitwise` if the bits of a token's logits depend on its own context alone."""
         return "none" if self.why_batch_dependent else "bitwise"
 
     @property
