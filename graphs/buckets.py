@@ -126,7 +126,7 @@ class BucketTable:
             decode_sizes: numbers of sequences with one token each.
             mixed_sizes: numbers of tokens, of up to `max_num_seqs` sequences.
             max_num_seqs: sequences and rows of logits of a mixed bucket.
-            verify_sizes: by number of tokens per sequence (2 or more), numbers of sequences.
+            verify_sizes: tokens per sequence (2 or more) -> numbers of sequences.
         """
         uniform = {**(verify_sizes or {}), 1: decode_sizes}
         self._uniform_sizes = {tokens: sorted(set(sizes)) for tokens, sizes in uniform.items()}

@@ -252,7 +252,7 @@ def _classify(event: str, arguments: tuple[Any, ...]) -> Sighting | None:
 
 
 def _of_source(file: str) -> Sighting | None:
-    """The compilation that shows as source text with the name `file`."""
+    """The compilation that source text with the name `file` shows."""
     if file.startswith("<eval_with_key>"):  # torch.fx writes a graph as Python
         if any(module.startswith("torch._dynamo.") for module in _callers()):
             return CompileKind.dynamo, "a traced graph"
@@ -266,7 +266,7 @@ def _of_source(file: str) -> Sighting | None:
 
 
 def _of_command(words: Sequence[str]) -> Sighting | None:
-    """The compilation that shows as a started command of these words."""
+    """The compilation that the start of this command shows."""
     ours = PurePath(cxx()).name
     for word in words[: _LAUNCHED_BY + 1]:
         name = PurePath(word).name.removesuffix(".exe")

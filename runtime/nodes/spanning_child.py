@@ -31,7 +31,7 @@ class SpanningChild:
         self.path: Path = engine.path
         self._engine = engine
         self._hosts = hosts
-        self._start: StartEngine | None = None  # None = the other machines were told to start
+        self._start: StartEngine | None = None  # set until the other machines are told to start
         self._inbox: asyncio.Queue[bytes | None] = asyncio.Queue()
         self._tasks: list[asyncio.Task[None]] = []
 

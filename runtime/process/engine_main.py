@@ -99,8 +99,8 @@ class _Connection:
 
         Args:
             timeout_s: how long to wait for the first message.
-            step_s: seconds of the last step. Reading stops after half of that, but not before 5 ms
-                and not after 10 ms.
+            step_s: seconds of the last step. Reading may take half of that, but at least 5 and at
+                most 10 ms.
         """
         if timeout_s and not self._socket.poll(int(timeout_s * 1000)):
             return

@@ -39,7 +39,7 @@ __all__ = ("CostStore", "calibrate", "make_scheduler")
 
 _LOG = logging.getLogger(__name__)
 
-# Bytes of KV cache that measured steps read. It is more than the caches of a processor hold.
+# Bytes of KV cache that measured steps read. It is more than the caches of most processors hold.
 _CONTEXT_BYTES = 32 << 20
 
 

@@ -44,7 +44,7 @@ class EnginePlan:
     overlap: bool  # whether a step is launched before the previous step is read
     threads: int  # threads of the model on a CPU
     isa_trial: IsaTrial | None = None  # how the instruction set was chosen; None = not by a trial
-    # The plan of the draft model or the head, which has the same blocks and limits.
+    # The plan of the draft model or the head. Its KV cache has the same number of blocks.
     draft: EnginePlan | None = None
 
     @property
