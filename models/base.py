@@ -37,7 +37,7 @@ class CheckpointLayout:
     # models/checkpoints/row_orders.py)
     row_orders: tuple[tuple[str, Tensor], ...] = ()
     stacked: tuple[str, ...] = ()  # our modules whose experts are stored as one tensor
-    ignored: tuple[str, ...] = ()  # regular expressions of tensors that are not weights
+    ignored: tuple[str, ...] = ()  # regular expressions for names of tensors that are not used
 
 
 class AuxStates:

@@ -61,7 +61,7 @@ class WeightPolicy(Protocol):
 
     @property
     def ignored(self) -> tuple[str, ...]:
-        """Regular expressions of stored tensors that are not needed."""
+        """Regular expressions for the names of stored tensors that are not needed."""
         ...
 
     @property

@@ -99,7 +99,7 @@ def _is_plain_mlp(mlp: GatedMLP) -> bool:
 
 
 def _has_plain_experts(moe: MoE) -> bool:
-    """Whether the experts are all that the MLP has, all on this rank, and without biases."""
+    """Whether the kernels support the experts: no biases, no shared expert, all on this rank."""
     route, experts = moe.spec.route, moe.experts
     return (
         all(map(_is_plain, (moe.gate, experts.gate_up_proj, experts.down_proj)))

@@ -325,7 +325,7 @@ class Attention(nn.Module):
         return out.reshape(-1, self.num_heads * self.head_dim)
 
     def _split(self, qkv: Tensor, step: StepInputs) -> tuple[Tensor, Tensor, Tensor]:
-        """The projection -> queries [T, Hq, d], rotated keys and values [T, Hkv, d]."""
+        """Rotated queries [T, Hq, d], rotated keys [T, Hkv, d], and values [T, Hkv, d]."""
         num_heads, num_kv, size = self.num_heads, self.num_kv_heads, self.head_dim
         if self.qk_norm is QKNorm.full:
             assert self.q_norm is not None, "the norms are built with the spec"

@@ -138,7 +138,7 @@ class LinearBase(nn.Module):
         return (*self.method.static_key, self.has_bias, self.is_partial, exchange)
 
     def parts(self, order: Tensor | None = None) -> list[Part]:
-        """The module's matrix as one stored matrix.
+        """How the module's matrix is cut from one stored matrix: a list of one part.
 
         Args:
             order: [rows] int64: row i of the module is row order[i] of the stored matrix; None = i.
@@ -154,7 +154,7 @@ class LinearBase(nn.Module):
         return [self._part(0, 1, total, torch.cat(held), 0)]
 
     def stacked_parts(self, orders: Sequence[Tensor | None]) -> list[Part]:
-        """The module's matrix as several stored matrices, one for each of its outputs.
+        """How the module's matrix is cut from several stored matrices, one for each of its outputs.
 
         Args:
             orders: for each stored matrix its `order`, as in `parts`.
@@ -213,7 +213,7 @@ class LinearBase(nn.Module):
             del self._pending[part.expert]
 
     def equals(self, name: str, value: Tensor, part: Part) -> bool:
-        """Whether the loaded matrix was made from this stored tensor and from no other."""
+        """Whether the loaded matrix equals the one that this stored tensor alone gives."""
         if len(self.method.stored) != 1 or part.count != 1:
             return False
         if self.method.is_in_place:

@@ -13,7 +13,7 @@ __all__ = ("num_bytes", "with_layers")
 
 
 def with_layers(shard: Shard, whole: LanguageModel) -> Shard:
-    """The shard of a stage, with its layers.
+    """The same shard, with the layers of its stage assigned.
 
     Args:
         shard: the shard of one rank.

@@ -100,8 +100,8 @@ class TensorSpec:
 
     Only the first size may be dynamic, so that a tensor that is cut to a step's size is contiguous.
 
-    The batch builder fills a tensor of a KV cache group after the first (`kv_group` > 0). A tensor
-    [S, E] gets block ids. A tensor [S] gets the number of tokens in that group.
+    `kv_group` > 0 means that the tensor is of a further KV cache group. The batch builder fills a
+    tensor [S, E] with block ids of that group, and a tensor [S] with its number of tokens.
     """
 
     sizes: tuple[Size | int, ...]
@@ -150,16 +150,16 @@ class StepTensors(Generic[Array]):
     rows. A field that a subclass adds comes after those here.
     """
 
-    # [T]; on the host, -1 - row stands for the last token of that row, if the token is only on the
-    # device.
+    # [T]; on the host, `-1 - row` stands for the last token of that row, if the token is only on
+    # the device.
     token_ids: Annotated[Array, _PER_TOKEN]
     # [T]; the token's position in its sequence.
     positions: Annotated[Array, _PER_TOKEN]
-    # [T]; block_id * block_size + offset where the token's K and V go.
+    # [T]; where the token's K and V go: `block_id * block_size + offset`.
     slot_mapping: Annotated[Array, _PER_TOKEN]
     # [R]; the tokens whose final hidden state is wanted.
     logits_indices: Annotated[Array, _PER_ROW]
-    # [S]; the row of each sequence that samples, in the order of its tokens in `logits_indices`.
+    # [S]; the rows of the sequences that sample, in the order of their tokens in `logits_indices`.
     sampled_rows: Annotated[Array, TensorSpec(sizes=(Size.seqs,), dtype=torch.int64)]
     # [S+1]; first query row of each sequence, then the total.
     query_start_loc: Annotated[
@@ -167,7 +167,7 @@ class StepTensors(Generic[Array]):
     ]
     # [S]; tokens in context, those of this step included.
     seq_lens: Annotated[Array, TensorSpec(sizes=(Size.seqs,), dtype=torch.int32)]
-    # [S, B]; block ids by position // block_size.
+    # [S, B]; block ids by `position // block_size`.
     block_table: Annotated[
         Array,
         TensorSpec(sizes=(Size.seqs, Size.blocks), dtype=torch.int32, upload=Upload.used_rows),

@@ -102,5 +102,5 @@ class MoE(nn.Module):
         )
 
 
-# The route of a shared expert: every token has it, weighted by the sigmoid of its logit.
+# Routes every token to the shared expert, weighted by the sigmoid of the token's logit.
 _ONE_EXPERT = RouteSpec(1, 1, Scoring.sigmoid, renormalize=False)

@@ -1,4 +1,4 @@
-"""Reads names, dtypes and shapes of a checkpoint's tensors from the heads of its safetensors files.
+"""Reads names, dtypes and shapes of stored tensors from the headers of safetensors files.
 
 The config.json of a quantised checkpoint does not say everything. The tensors show which modules
 are quantised, and the dtype of their scales. Only the header of each file is read.

@@ -1,4 +1,4 @@
-"""Downloads a model from a hub: a directory in Hugging Face's format, or one GGUF model of it.
+"""Downloads a model from a hub: a directory in Hugging Face's format, or one GGUF model.
 
 A repository of GGUF files has the same model in many types. `owner/repository:Q4_K_M` names one by
 its type, `owner/repository:file.gguf` by its file.
@@ -38,7 +38,7 @@ class HubName(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> HubName | None:
-        """Parse a configured path. None = it cannot be a name of a hub."""
+        """Parse a configured path. None = it cannot name a repository of a hub."""
         match = _HUB_NAME.fullmatch(text)
         return None if match is None else cls(match[1], match[2] or "")
 
@@ -55,7 +55,7 @@ def download(name: HubName, revision: str, *, weights: bool) -> Path:
     Raises:
         HubError: the hub did not give the model, or the repository has no such GGUF model.
     """
-    # Imported here, because it takes 0.2 s, and a start from a local directory does without.
+    # Imported here, because it takes 0.2 s, and a start from a local directory does not need it.
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -95,7 +95,7 @@ def _download_gguf(name: HubName, revision: str, fetch: Callable[..., Path]) -> 
     try:
         found = HfApi().model_info(name.repository, revision=revision or None).siblings or ()
         files = [each.rfilename for each in found]
-    except Exception as error:  # the package's errors of connections have no base of their own
+    except Exception as error:  # the package's connection errors have no common base class
         try:
             directory = fetch(_SMALL_FILES, is_offline=True)
         except LocalEntryNotFoundError:

@@ -5,8 +5,8 @@ ways. The model code has one layout: all queries, then all keys, then all values
 first halves of its rotary pairs before the second halves. Each function returns, for every row of
 our matrix, the row of the stored one: a tensor [rows] int64.
 
-A permutation of the rows that queries and keys share does not change their products. Weights that
-are applied per head after the projection (q_norm, k_norm) must be permuted likewise.
+If queries and keys are permuted in the same way, their products do not change. Weights that are
+applied per head after the projection (q_norm, k_norm) must be permuted likewise.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`HeadSpec` and `NextTokenSpec`: the settings that only heads which draft for a model have."""
+"""`HeadSpec` and `NextTokenSpec`: the settings of heads that draft for a model."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class HeadSpec:
 
     target_hidden_size: int
     # Numbers of layers of the target, ascending. The hidden states that enter these layers are the
-    # head's input. None = the head does not state them; then they are 2, n / 2 and n - 3 of n
-    # layers.
+    # head's input. None = the head does not state them; for n layers they are then 2, `n // 2` and
+    # `n - 3`.
     aux_layers: tuple[int, ...] | None
     num_aux_layers: int
     target_num_layers: int | None  # None = the head does not state it

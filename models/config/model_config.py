@@ -41,8 +41,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueryTemperature:
-    """Queries of layers that rotate nothing are multiplied by a factor that grows with the
-    position p: log(floor((p + 1) / floor) + 1) * scale + 1 (arXiv:2501.19399, Llama 4).
+    """A factor of queries that grows with their position p, in layers that rotate nothing.
+
+    It is `log(1 + (p + 1) // floor) * scale + 1` (arXiv:2501.19399, Llama 4).
     """
 
     scale: float
@@ -94,7 +95,7 @@ class ModelConfig:
     num_labels: int = 0  # outputs of a classification head; 0 = there is none
     max_encoder_tokens: int = 0  # tokens that cross attention can read; 0 = no cross attention
     recorded: HFModelSource | None = None  # set if the model runs through transformers
-    # Set for a head, which continues the text of another model: EAGLE-3, or a next-token layer.
+    # Set for a head that drafts for another model: EAGLE-3, or a next-token layer.
     head: HeadSpec | NextTokenSpec | None = None
     has_recorded_experts: bool = False  # the model is recorded and has experts
 
@@ -107,8 +108,8 @@ class ModelConfig:
     def widest_mlp(self) -> int:
         """Values of one token between the matrices of the widest MLP.
 
-        For a token's experts these are the values of all of them, and the copies of its hidden
-        state that they read and write.
+        With experts, these are the values of all experts of the token, and a copy of its hidden
+        state for each of them.
         """
         if self.moe is None:
             return self.intermediate_size
@@ -199,7 +200,7 @@ class ModelConfig:
         cache_dtype: torch.dtype | None = None,
         shard: Shard = WHOLE,
     ) -> AttentionSpec:
-        """The attention that this model needs. If it has sliding-window layers, theirs is returned.
+        """The attention that this model needs, with the largest sliding window of its layers.
 
         Args:
             block_size: tokens per block.

@@ -54,7 +54,7 @@ class GPTJForCausalLM(Decoder):
     def read_config(
         cls, hf_config: HFConfig, generation_config: HFConfig | None = None
     ) -> ModelConfig:
-        # A tied head can have no bias.
+        # A tied head cannot have a bias.
         refuse_other_values(hf_config, {"tie_word_embeddings": False})
         config = read_decoder_config(hf_config, generation_config, _KEYS)
         rotary_dim = read_integer(hf_config, "rotary_dim", default=64)

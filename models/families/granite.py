@@ -17,8 +17,8 @@ def with_multipliers(config: ModelConfig, hf_config: HFConfig) -> ModelConfig:
     They scale embeddings, attention logits, residual branches and output logits.
 
     The branches' multiplier m is moved into the embeddings. The model computes
-    h = e + m * (f_1 + f_2 + ...), and every branch reads an RMS norm of h. The norm of h / m is
-    the same if its eps is divided by m squared. So the blocks compute e / m + f_1 + f_2 + ...
+    `h = e + m * (f_1 + f_2 + ...)`, and every branch reads an RMS norm of h. The norm of `h / m` is
+    the same if its eps is divided by m squared. So the blocks compute `e / m + f_1 + f_2 + ...`.
 
     Raises:
         ValueError: a multiplier is not positive.

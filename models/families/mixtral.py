@@ -1,4 +1,4 @@
-"""Mixtral (arXiv:2401.04088): Mistral with experts instead of every MLP."""
+"""Mixtral (arXiv:2401.04088): Mistral with a mixture of experts in place of each MLP."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ("MixtralForCausalLM",)
 
 
 class MixtralForCausalLM(Decoder):
-    """A token's experts are those with the greatest softmax; their weights add up to 1."""
+    """A token's experts are those with the largest router logits; their weights add up to 1."""
 
     checkpoint_layout = CheckpointLayout(
         renamed=(

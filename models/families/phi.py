@@ -48,7 +48,7 @@ class PhiForCausalLM(Decoder):
     def read_config(
         cls, hf_config: HFConfig, generation_config: HFConfig | None = None
     ) -> ModelConfig:
-        # A tied head can have no bias.
+        # A tied head cannot have a bias.
         refuse_other_values(hf_config, {"qk_layernorm": False, "tie_word_embeddings": False})
         config = read_decoder_config(hf_config, generation_config, _KEYS)
         return replace(config, block=_BLOCK, head_bias=True)

@@ -26,7 +26,7 @@ class Phi3ForCausalLM(LlamaForCausalLM):
             if parameters and "original_max_position_embeddings" not in parameters:
                 stated.setdefault("original_max_position_embeddings", 4096)
             if {parameters.get("type"), parameters.get("rope_type")} & {"su", "yarn"}:
-                # Early files call longrope su or yarn.
+                # Early files have `su` or `yarn` for longrope.
                 rest = {key: value for key, value in parameters.items() if key != "type"}
                 stated[form] = {**rest, "rope_type": "longrope"}
         return read_decoder_config(stated, generation_config)

@@ -134,7 +134,7 @@ def _k_factors(packed: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _halves(scale: int, shift: int | None = None) -> Callable[[Tensor], Factors]:
-    """One scale a block at byte `scale`, and perhaps a shift."""
+    """Reads one scale from each block, at byte `scale`, and a shift, if given, at byte `shift`."""
     return lambda blocks: (_half(blocks, scale), None if shift is None else _half(blocks, shift))
 
 

@@ -1,4 +1,4 @@
-"""Reads the metadata and the positions of tensors of GGUF files, without trusting their sizes.
+"""Reads the metadata and the tensors' positions of GGUF files. Stated sizes are not trusted.
 
 The format is described in llama.cpp's ggml/docs/gguf.md: a header, key-value metadata, the names,
 shapes, types and offsets of the tensors, then their data. Large models are split into files
@@ -247,7 +247,7 @@ def open_gguf(path: Path) -> GGUFFile:
 
 
 def split_files(name: str) -> list[str]:
-    """The names of all files of the split model that has a file `name`; else `name` alone."""
+    """All file names of the split model that `name` belongs to; `name` alone if it is not split."""
     split = _SPLIT_NAME.fullmatch(name)
     if split is None:
         return [name]

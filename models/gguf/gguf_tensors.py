@@ -113,11 +113,12 @@ def read_tensors(
         types_of: gives, for a module's name in a Hugging Face checkpoint, the types of its matrix.
             If there are types, the module gets integers and scales in the `common_format` of these
             types. () = the module gets floats.
+        keeps_blocks: whether the module of this name gets undecoded blocks instead of integers.
 
     Yields:
         The name in a Hugging Face checkpoint, the tensor, and its share of the stored tensor's
         bytes.
-        If a module gets integers, its names end in the keys of `in_format` instead of `weight`.
+        If a module gets integers, the names of its tensors end in the keys of `in_format`.
         Blocks, and a tensor that is not quantised, may be views of the mapped file.
 
     Raises:
@@ -290,7 +291,7 @@ def _rotary_halves(value: Tensor, num_heads: int) -> Tensor:
 
 
 def _without_one(value: Tensor) -> Tensor:
-    """Norms of Gemma are stored as scale - 1 in checkpoints and as the scale in GGUF files.
+    """Subtract 1 from a norm of Gemma: GGUF files store the scale, checkpoints `scale - 1`.
 
     In float64 nothing is lost: adding 1 again gives the same float32.
     """

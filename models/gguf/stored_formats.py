@@ -38,7 +38,7 @@ super-block is the product of a float16 and an integer of 4 to 8 bits. So it nee
 """
 
 # Type -> what is added to its integers so that the least one becomes 0. With a larger number,
-# integer * scale of Q6_K and IQ4_XS would not be exact in float32.
+# `integer * scale` of Q6_K and IQ4_XS would not be exact in float32.
 _LEAST = {name: layout.least for name, layout in BLOCK_LAYOUTS.items()} | {"Q3_K": 4}
 _LEAST |= {"IQ4_NL": 127, "IQ4_XS": 127}
 
@@ -113,7 +113,7 @@ def _offsets(type_name: str, form: QuantFormat) -> tuple[int, int]:
 def _in_groups(
     scales: Tensor, shifts: Tensor | None, form: QuantFormat, offset: int
 ) -> dict[str, Tensor]:
-    """`scales` and, if the format has them, `minimums`, as `block_factors` divides a block."""
+    """`scales` and, if the format has them, `minimums`, for the groups of `block_factors`."""
     if form.kind != "minimums":
         return {"scales": scales}
     return {"scales": scales, "minimums": scales * offset if shifts is None else -shifts}

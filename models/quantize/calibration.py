@@ -1,9 +1,10 @@
 """Rounds the matrices of a model's layers, one after the other, and measures perplexity.
 
-For each matrix the calibration text runs through its layer twice: through the layer as it was, from
-the unrounded layers before it, and through the layer as it is now, from the rounded ones. The first
-run gives the results that the matrix should have, the second the activations that it will have. So
-a matrix makes up for a part of the errors of those before it. For experts there is no first run.
+For each matrix the calibration text runs through its layer twice. The first run has the unrounded
+layer and the results of unrounded layers before it. It gives the results that the matrix should
+have. The second run has the layer as it is now and the results of the rounded layers before it. It
+gives the activations that the matrix will have. So a matrix makes up for a part of the errors of
+those before it. For experts there is no first run.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ def settings_of(
         form: one of FORMATS.
         bits: of an integer.
         group_size: columns that share a scale.
-        floats: the names of linear modules in layers that stay floats, such as routers of experts.
+        floats: names of the layers' linear modules that stay floats, such as routers of experts.
         symmetric: there are no zero points.
     """
     if form == "gptq":

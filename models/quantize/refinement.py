@@ -16,15 +16,15 @@ from ostinato.models.quantize.rounding import BLOCK, Rounded
 __all__ = ("refine",)
 
 _ROUNDS = 4
-# The system also keeps each scale near its value before. This is the weight of that term, as a part
-# of the mean of the system's diagonal.
+# The system also keeps each scale near its previous value. This is the weight of that term, as a
+# part of the mean of the system's diagonal.
 _PULL = 1e-4
 _MOST_CHANGE = 2.0  # a scale changes by at most this factor
 _SYSTEM_VALUES = 1 << 22  # of the systems that are solved at once
 
 
 def refine(rounded: Rounded, target: Tensor, hessian: Tensor, dtype: torch.dtype) -> Rounded:
-    """Change scales and integers so that (W - target) H (W - target)^T falls in every row.
+    """Lower the error `(w - t) H (w - t)^T` of each row w; t is its target, H the Hessian.
 
     Args:
         rounded: a matrix [N, K].
@@ -54,12 +54,14 @@ def _better_scales(
 def _solved(
     units: Tensor, wanted: Tensor, scales: Tensor, hessian: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """The scales [R, groups] of least error: s^T A s - 2 b^T s with A = U H U^T.
+    """The scales s [R, groups] with the least error `s^T A s - 2 b^T s`.
+
+    A (`system`) is the products of the units with each other by the Hessian. b is `right`.
 
     Args:
         units: [R, K] the integers without their zero points.
         wanted: [R, K] target times Hessian.
-        scales: [R, groups] those before.
+        scales: [R, groups] the previous ones.
         hessian: [K, K]
         dtype: the dtype of stored scales.
     """

@@ -4,7 +4,7 @@
     qzeros   int32 [groups, out / 8], likewise
     scales   [groups, out]
 
-A weight is (q - z) * scale.
+A weight is `(q - z) * scale`.
 """
 
 from __future__ import annotations

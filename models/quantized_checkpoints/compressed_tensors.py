@@ -4,8 +4,8 @@
 `targets` names the modules of a group. The formats of integers are in packed_integers.py, those of
 floats in stored_floats.py.
 
-On a CPU `input_activations` has no effect, and stored scales of activations are not used. With
-weights of 8-bit floats activations are not rounded there. With other weights the CPU kernels round
+On a CPU `input_activations` has no effect, and stored scales of activations are not used. If the
+weights are 8-bit floats, the CPU kernels do not round activations. For other weights they round
 them in groups of a row (ops/quantized.py), which is finer than one scale for each token. On CUDA
 `input_activations` says whether activations are rounded to 8 bits, and how (rounded_inputs.py).
 """
@@ -171,9 +171,9 @@ def _floats(weights: ConfigKeys, one_dims: int) -> Float8:
 
 
 def _inputs(group: ConfigKeys, method: StoredGroups, headers: Headers) -> InputsStated | None:
-    """What the settings state about activations; None if they are not of the weights' 8 bits.
+    """What the settings state about activations; None if they lack the weights' 8-bit type.
 
-    Activations with a zero point are None too, because no kernel adds zero points.
+    For activations with a zero point it is None too, because no kernel adds zero points.
     """
     if group.value("output_activations", default=None):
         raise group.error("output_activations", "is not supported; use a checkpoint without it")

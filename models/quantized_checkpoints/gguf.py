@@ -39,7 +39,7 @@ __all__ = ("AsStored", "from_checkpoint")
 
 @dataclass(frozen=True, slots=True)
 class AsStored(QuantizedMatrix):
-    """Tensors of these types: `values`, `scales` and, in some formats, `minimums`.
+    """Tensors of the GGUF `types`: `values`, `scales` and, in some formats, `minimums`.
 
     A matrix of one type whose rows are whole blocks has `blocks` instead. They are packed without a
     copy that has a byte for each value.

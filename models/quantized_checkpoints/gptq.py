@@ -5,7 +5,7 @@
     scales   [groups, out]
     g_idx    int32 [in]: the group of each input; AutoRound leaves it out
 
-A weight is (q - z) * scale. Version 1 stores z - 1 in `qzeros`, version 2 stores z. The label
+A weight is `(q - z) * scale`. Version 1 stores `z - 1` in `qzeros`, version 2 stores z. The label
 `checkpoint_format` is wrong in some files (GPTQModel 5 writes version 2 under `gptq`). The zero
 point of symmetric weights is known. So for them both versions are accepted under either label.
 """

@@ -16,7 +16,7 @@ both:
     weight_scale       [out, groups]; one number if the matrix has one scale
     weight_g_idx       int32 [in]: the group of each input; with `actorder` only
 
-Packed integers are stored with 2**(bits - 1) added. A weight is (q - z) * scale.
+Packed integers are stored with 2**(bits - 1) added. A weight is `(q - z) * scale`.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ class CheckpointPolicy(ABC):
     marker: ClassVar[str]
     uses_cpu_kernels: ClassVar[bool] = True
     is_batch_invariant: ClassVar[bool] = True
-    # Stored scales that are not used: those of activations and of an 8-bit KV cache.
+    # Stored scales that are ignored if nothing reads them: of activations and of an 8-bit KV cache.
     ignored: ClassVar[tuple[str, ...]] = (
         r"\.input_(scale|zero_point|global_scale)$",
         _CACHE_SCALES,
@@ -120,7 +120,7 @@ class CheckpointPolicy(ABC):
 
 
 def names_module(pattern: str, name: str) -> bool:
-    """Whether an entry of a list of modules means this one.
+    """Whether an entry of a list of modules names a module.
 
     Args:
         pattern: successive parts of the name, such as `mlp.gate`; `*` stands for anything.

@@ -7,7 +7,7 @@ The formats differ in how they pack integers into words. Each converts its tenso
     zeros   the integers that stand for zero, of the scales' shape, int16; none if symmetric
     g_idx   [in] int32, the group of each column; none if the columns are in the groups' order
 
-`finish` packs them for the kernel. Nothing is rounded: a weight is (value - zero) * scale of the
+`finish` packs them for the kernel. Nothing is rounded: a weight is `(value - zero) * scale` of the
 stored numbers. A group of more than 256 columns becomes several groups with the same scale, because
 only sums of up to 256 products are exact in every instruction set.
 """
@@ -44,7 +44,7 @@ G_IDX = StoredTensor((IN,), dtypes=(torch.int32, torch.int64), converted=False)
 
 
 class InputsStated(NamedTuple):
-    """How a checkpoint wants activations of 8 bits."""
+    """How a checkpoint wants activations to be rounded to 8 bits."""
 
     scales: InputScales
     powers: bool = False  # the scales are powers of two

@@ -233,7 +233,7 @@ class Assembly:
             repeats = self._repeats_of(table) if is_half else None
             if is_half:
                 while table.target is torch.ops.aten._to_copy.default:
-                    # the table before it is rounded to the model's dtype
+                    # take the table as it was before rounding to the model's dtype
                     (table,) = table.all_input_nodes
             if device.type == "meta":
                 few = compute_table(self._recording, table, 1)

@@ -5,8 +5,8 @@
 | linear layers that read one tensor | one matrix |
 | activation(gate) * up, activation(x) | `activate` |
 | x * cos + rotate_half(x) * sin | `rotate_heads`, one call for queries and keys |
-| the same of interleaved pairs | the same, with another order of the rows of two matrices |
-| an RMS norm of each head before it | the weights of that call |
+| the same for interleaved pairs | the same call; the rows of two matrices get another order |
+| an RMS norm of each head before the rotation | weights in the call of `rotate_heads` |
 | linear(x) + y, norm(x) + y | the module with y as its residual |
 
 Operations that no rule matches stay as they are.
@@ -59,7 +59,7 @@ def fuse(
     Args:
         graph: a part's graph, with an output.
         leaves: the modules that it calls, by target.
-        repeats: how the rows of a table have each number twice; None = they do not.
+        repeats: how each number is repeated in the rows of a table; None = it is not.
         rows: the input with the numbers of the rows that are wanted; None = all rows are wanted.
     """
     fused = Fused()

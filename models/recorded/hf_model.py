@@ -180,7 +180,7 @@ def _refuse_unknown_keys(stated: Mapping[str, Any], config: Any, files: list[Pat
 
 
 def _widen(model: Any, dtype: torch.dtype) -> None:
-    """Give float32 to the tensors that transformers loads in it, such as the biases of routers."""
+    """Convert to float32 what transformers loads in float32, such as the biases of routers."""
     from transformers.core_model_loading import build_glob_alternation
 
     wide = build_glob_alternation(list(model._get_dtype_plan(dtype)))[0]

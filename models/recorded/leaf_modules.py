@@ -1,7 +1,7 @@
 """Finds the modules of a transformers model that this project's own modules replace.
 
 Norms are recognised by their results on random numbers, because families have different classes for
-the same few functions. Experts are recognised by their class. Linear layers and embeddings are
+the same few functions. Experts are recognised by their parameters. Linear layers and embeddings are
 recognised while the model runs, because a function of torch then reads the weight of a module
 (models/recorded/recording.py).
 """

@@ -77,7 +77,7 @@ class Recording:
     """The recorded run."""
 
     model: Any  # the transformers model, without weights
-    graph: GraphModule  # inputs: the tensors, then token ids, positions and padding, each [1, T]
+    graph: GraphModule  # inputs: the tensors; then token ids, positions and padding, [1, T]
     tensors: dict[str, str]  # name of an input -> name of the parameter or buffer
     leaves: dict[str, Leaf]
     calls: tuple[AttentionCall, ...]  # in order

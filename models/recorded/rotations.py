@@ -29,7 +29,7 @@ _aten = torch.ops.aten
 
 
 class Repeats(StrEnum):
-    """How the rows of a table of cosines or sines have each number twice."""
+    """How each number is repeated in a row of a table of cosines or sines."""
 
     halves = "halves"  # the second half repeats the first
     pairs = "pairs"  # element 2 i + 1 repeats element 2 i
@@ -41,12 +41,12 @@ class Rotations:
 
     # The new inputs: cosines and sines with each number once.
     tables: list[tuple[Node, Node]] = field(default_factory=list)
-    # target of a linear layer -> the order of its rows, for every row the stored one
+    # target of a linear layer -> for each of its rows, the row of the stored matrix
     row_orders: dict[str, Tensor] = field(default_factory=dict)
 
 
 class _Rotation(NamedTuple):
-    """x * cos + turned(x) * sin, of heads [H, T, d]."""
+    """`x * cos + turned(x) * sin`, where x is heads [H, T, d]."""
 
     last: Node  # its result
     heads: Node  # [T, H, d]: its source
@@ -72,7 +72,7 @@ def fuse_rotations(
         graph: a part's graph.
         leaves: the modules that it calls, by target.
         merged: the targets of stacked linear layers -> the targets of their parts.
-        repeats: how the rows of a table have each number twice; None = they do not.
+        repeats: how each number is repeated in the rows of a table; None = it is not.
     """
     done = Rotations()
     inputs: dict[Node, Node] = {}
@@ -124,7 +124,7 @@ def _row_orders(
 
 
 def _attention_argument(node: Node) -> int | None:
-    """The argument of the attention call that a value [H, T, d] is; None = it is read elsewhere."""
+    """Which argument of the attention call a value [H, T, d] is; None = it is read elsewhere."""
     while len(node.users) == 1:
         (user,) = node.users
         if user.op == "call_module" and user.target == "attention":
@@ -266,7 +266,7 @@ def _product_with_table(node: Any) -> tuple[Node, Node, bool] | None:
 
 
 def _paired_source(node: Node) -> Node | None:
-    """The table t [1, T, R] if the node is t[..., : R / 2].repeat_interleave(2, -1)."""
+    """The table t [1, T, R] if the node is `t[..., : R / 2].repeat_interleave(2, -1)`."""
     size = int(shape_of(node)[-1])
     steps = (
         ("reshape", (1, -1, size)),
@@ -379,7 +379,7 @@ def _transposed_source(x: Node) -> tuple[Node, torch.dtype] | None:
 
 
 def _with_rest(node: Node, x: Node) -> Node | None:
-    """For heads that are rotated in part: the node that joins both parts; None = x is the head."""
+    """For heads that are rotated in part: the node that joins both parts; None = there is none."""
     if x.target is not _aten.slice.Tensor:
         return None
     whole, size = x.args[0], int(shape_of(x)[-1])

@@ -112,7 +112,7 @@ class Part:
     count: int  # the number of the module's parts
     stored: tuple[int, int]  # [out, in] of the stored matrix
     rows: Tensor | slice  # rows of the stored matrix that this module holds, in its order
-    columns: Span  # the same
+    columns: Span  # columns of the stored matrix that this module holds
     first_row: int  # where the part begins in the module's matrix
     num_rows: int
     expert: int = 0  # index among this rank's experts, if the module has any

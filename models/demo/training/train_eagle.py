@@ -56,7 +56,7 @@ class _Norm(nn.Module):
 
 
 class _Attention(nn.Module):
-    """Attention of one unrolled step over the keys of the first step and of all later steps."""
+    """Attention of one unrolled step over its own keys and those of all earlier steps."""
 
     def __init__(self, size: int, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class _Attention(nn.Module):
 
 
 def _shifted(x: Tensor, places: int) -> Tensor:
-    """x[..., p - places, :] at p."""
+    """The tensor that has `x[..., p - places, :]` at position p, or zeros."""
     return F.pad(x, (0, 0, places, 0))[..., : x.shape[-2], :]
 
 

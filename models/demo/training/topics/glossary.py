@@ -107,7 +107,7 @@ GLOSSARY: Final[list[Entry]] = [
     for names, definition, more in (line.split("|") for line in _GLOSSARY.strip().splitlines())
 ]
 
-# Question forms and the answer, for how the commands are used.
+# How the commands are used: forms of a question, and the answer.
 COMMANDS: Final[list[tuple[list[str], str]]] = [
     (
         ["How do I start the server?", "How do I start Ostinato?", "How do I serve a model?", "How can I run the server?",
