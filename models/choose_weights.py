@@ -155,7 +155,8 @@ def choose_weights(
         dtype: the dtype of activations.
 
     Raises:
-        ValueError: no kernel supports the request with this device, dtype or setting.
+        ValueError: settings contradict each other or the checkpoint, or no kernel supports them
+            with this device and dtype.
     """
     packed = Packed()
     is_packed = pack and packed.why_unusable(device, dtype) is None

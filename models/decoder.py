@@ -128,7 +128,7 @@ def _rows_of(hidden: Tensor, rows: Tensor | None) -> Tensor:
 
 
 class StageLayers(nn.ModuleList):
-    """The layers of a stage, for iteration. Each has its number in the model as its name."""
+    """The layers of a stage, to iterate over. The name of each is its number in the model."""
 
     def __init__(self, layers: Iterable[DecoderLayer], first: int) -> None:
         super().__init__()

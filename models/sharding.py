@@ -215,7 +215,7 @@ def why_indivisible(ranks: int, num_kv_heads: int, sizes: Mapping[str, int]) -> 
 
     Args:
         ranks: the ranks of the group.
-        num_kv_heads: heads of keys and values, which several ranks may repeat.
+        num_kv_heads: heads of keys and values; several ranks may hold the same one.
         sizes: the dimensions that are divided evenly, by name.
 
     Returns:

@@ -49,7 +49,7 @@ class Experts(nn.Module):
 
 
 class MoE(nn.Module):
-    """A router, its experts and, in some models, an MLP that all tokens pass (a shared expert)."""
+    """A router, its experts and, in some models, an MLP for all tokens (a shared expert)."""
 
     def __init__(self, config: ModelConfig, options: BuildOptions, spec: MoESpec) -> None:
         super().__init__()

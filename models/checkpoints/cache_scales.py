@@ -44,7 +44,7 @@ class CacheScales:
         self._found: dict[str, dict[str, float]] = {}
 
     def take(self, name: str, stored_name: str, tensor: Tensor) -> bool:
-        """Keep a scale.
+        """Keep a tensor if it is a scale.
 
         Args:
             name: the tensor's name, without the checkpoint's prefix.

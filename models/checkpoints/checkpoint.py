@@ -145,7 +145,7 @@ def resolve_path(
     local = expand_user(path)
     try:
         if local.is_dir():
-            os.stat(f"{local}/.")  # whether its files can be opened
+            os.stat(f"{local}/.")  # fails if its files cannot be opened
             return (None if (local / "config.json").is_file() else find_gguf(local)) or local
         is_there = local.exists()
     except OSError as error:

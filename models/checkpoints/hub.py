@@ -103,7 +103,7 @@ def _download_gguf(name: HubName, revision: str, fetch: Callable[..., Path]) -> 
         files = [str(file.relative_to(directory)) for file in directory.rglob(_GGUF)]
     chosen = choose_gguf(files, name)
     directory = fetch(chosen)
-    # After a failed connection the package gives a directory with what it has.
+    # After a failed connection the package gives a directory with the files that it has.
     missing = [file for file in chosen if not (directory / file).is_file()]
     if missing:
         raise HubError(f"the hub did not give {', '.join(missing)}")

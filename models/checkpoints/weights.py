@@ -62,8 +62,8 @@ def load_weights(
         model: as `build_model` made it, on its device.
         checkpoint: with a path.
         progress: the label of a progress bar on stderr; empty = no bar.
-        whole: the model with the layers of all stages, without memory, if `model` is a stage: the
-            tensors of other stages are not read. None = `model` is whole.
+        whole: for a stage, the model with the layers of all stages, without memory. Tensors of
+            other stages are skipped. None = `model` is whole.
 
     Raises:
         CheckpointError: a file cannot be read; a tensor is missing, unexpected or misshapen.
@@ -178,7 +178,7 @@ class _Numbers:
         self._start = 0
 
     def fill(self, value: Tensor) -> None:
-        """Write the next numbers. A tensor of integers gets random bits.
+        """Fill a tensor with the next numbers. A tensor of integers gets random bits.
 
         For a tensor without memory, the numbers are drawn and dropped.
         """

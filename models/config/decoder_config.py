@@ -136,7 +136,7 @@ def read_head_dim(hf_config: HFConfig, hidden_size: int, num_heads: int) -> int:
 
 
 def read_sliding_windows(hf_config: HFConfig, num_layers: int) -> tuple[int, ...]:
-    """Tokens that each layer's rows see, themselves included; 0 = all.
+    """The number of tokens that a token sees in each layer, itself included; 0 = all.
 
     The layers with a window are all layers (Mistral), the layers from `max_window_layers` on
     (Qwen), or those that `layer_types` names.

@@ -179,7 +179,7 @@ class ModelConfig:
         Args:
             block_size: tokens per block.
             dtype: the dtype of keys and values.
-            shard: the rank whose heads are cached, in its layers.
+            shard: the rank whose heads and layers are cached.
         """
         num_kv_heads = shard.kv_heads(self.num_kv_heads).size if self.kind.needs_kv_cache else 0
         return KVCacheSpec(

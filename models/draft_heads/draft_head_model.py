@@ -57,7 +57,7 @@ class DraftHeadModel(CausalLM):
         raise NotImplementedError
 
     def read_features(self, features: Tensor) -> None:
-        """Set the input of the next step's tokens to [T, D], such as rows of `outputs`."""
+        """Set the features of the next step's tokens: [T, D], such as rows of `outputs`."""
         assert self._features is not None, "the head is attached to its target"
         self._features[: len(features)] = features
 

@@ -1,4 +1,4 @@
-"""BERT (arXiv:1810.04805): an encoder with learned positions and segments, norms after each block.
+"""BERT (arXiv:1810.04805): an encoder with learned positions and segments, and post-norm layers.
 
 A checkpoint has no head (`BertModel`), a masked-language-model head or a classification head. The
 masked-language-model head is not loaded. The classification head scores pairs of texts.

@@ -1,4 +1,4 @@
-"""BLOOM (arXiv:2211.05100): ALiBi instead of positions, and a norm of the embeddings."""
+"""BLOOM (arXiv:2211.05100): ALiBi instead of position embeddings, and a norm of the embeddings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mistral 7B (arXiv:2310.06825): Llama whose rows see a sliding window of the context."""
+"""Mistral 7B (arXiv:2310.06825): Llama whose tokens see a sliding window of the context."""
 
 from __future__ import annotations
 

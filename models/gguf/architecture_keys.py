@@ -37,7 +37,7 @@ class ArchitectureKeys:
         self._read |= set(keys)
 
     def integer(self, key: str) -> int | None:
-        """A whole number >= 0, or an array of equal numbers with one for each layer."""
+        """The whole number >= 0 under a key. An array is accepted if all its numbers are equal."""
         self._read.add(key)
         value = self.file.metadata.get(self._prefix + key)
         if isinstance(value, np.ndarray) and value.dtype.kind in "iu":

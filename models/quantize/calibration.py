@@ -32,7 +32,7 @@ class Seen:
     """What the calibration text showed of a matrix [N, K]."""
 
     hessian: Tensor  # [K, K] float32, the mean of x x^T over the matrix's inputs x
-    # [N, K] float32, the mean of e x^T; e = what the product lacks; None = not known (experts)
+    # [N, K] float32, the mean of e x^T; e = wanted - actual result; None = not known (experts)
     miss: Tensor | None
 
 
@@ -188,7 +188,7 @@ def _observe_experts(
 ) -> list[Seen | None]:
     """For each expert the Hessian of its tokens.
 
-    For some tokens the unrounded layer chooses other experts. So what a product lacks is not known.
+    For some tokens the unrounded layer chooses other experts. So the wanted results are not known.
     """
     module = layer.get_submodule(name)
     assert isinstance(module, ExpertLinear), "the caller looked"

@@ -93,7 +93,7 @@ def best_factors(
 
 
 def apply_factors(layer: DecoderLayer, fold: Fold, factors: Tensor, stored: torch.dtype) -> None:
-    """Multiply the readers' columns by the factors, and divide what their source gives.
+    """Multiply the readers' columns by the factors, and divide their source's result by them.
 
     Args:
         layer: in float32.

@@ -20,7 +20,7 @@ _ROUNDS = 4
 # part of the mean of the system's diagonal.
 _PULL = 1e-4
 _MOST_CHANGE = 2.0  # a scale changes by at most this factor
-_SYSTEM_VALUES = 1 << 22  # of the systems that are solved at once
+_SYSTEM_VALUES = 1 << 22  # values of the systems that are solved at once
 
 
 def refine(rounded: Rounded, target: Tensor, hessian: Tensor, dtype: torch.dtype) -> Rounded:

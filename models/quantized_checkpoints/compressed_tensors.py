@@ -171,7 +171,7 @@ def _floats(weights: ConfigKeys, one_dims: int) -> Float8:
 
 
 def _inputs(group: ConfigKeys, method: StoredGroups, headers: Headers) -> InputsStated | None:
-    """What the settings state about activations; None if they lack the weights' 8-bit type.
+    """What the settings state about activations; None unless these have the weights' 8-bit type.
 
     For activations with a zero point it is None too, because no kernel adds zero points.
     """

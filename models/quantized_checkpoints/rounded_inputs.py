@@ -42,7 +42,7 @@ from ostinato.ops.rounded.rounded_linear import rounded_linear, rounded_moe_line
 __all__ = ("RoundedInputs", "RoundingPolicy")
 
 _FLOAT8 = (8, 9)  # the first compute capability that multiplies floats of 8 bits
-_INT8 = (8, 0)  # the first one whose integers of 8 bits Triton's kernels multiply
+_INT8 = (8, 0)  # the first one on which Triton's kernels multiply integers of 8 bits
 
 
 @dataclass(frozen=True, slots=True)

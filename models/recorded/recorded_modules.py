@@ -184,7 +184,7 @@ def build_leaf(leaf: Leaf, options: BuildOptions, *, num_experts: int = 0) -> nn
     """The module of this package that replaces a module of the transformers model.
 
     Args:
-        leaf: the function of the module.
+        leaf: what the module computes.
         options: dtype and device.
         num_experts: experts of the layer; a linear layer with this number of outputs is the router.
     """

@@ -368,7 +368,7 @@ def _is_slice(node: Any, x: Node, begin: int, end: int) -> bool:
 def _transposed_source(x: Node) -> tuple[Node, torch.dtype] | None:
     """The tensor [T, H, d] that x [H, T, d] is the transpose of, and its dtype.
 
-    x may have its first columns only.
+    x may also be only the first columns of that transpose.
     """
     if x.target is _aten.slice.Tensor and x.args[1] == 2 and not x.args[2] and len(x.args) < 5:
         x = _uncast(x.args[0])  # pyright: ignore
