@@ -1,4 +1,4 @@
-"""Converts requests of the Anthropic API to chat requests, and content blocks to its events."""
+"""Converts Anthropic requests to chat requests, and content blocks to Anthropic events."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def _function(tool: ToolDefinition) -> FunctionTool:
 
 
 def _messages(turn: Turn, place: str) -> list[Message]:
-    """The chat messages for one message. Tool results come before the text of the user."""
+    """The chat messages for one Anthropic message. Tool results come before the user's text."""
     if isinstance(turn.content, str):
         return [Message(role=turn.role, content=turn.content)]
     for index, block in enumerate(turn.content):
@@ -215,7 +215,7 @@ def stop_of(finish_reason: str, stop_reason: int | str | None) -> tuple[str, str
 
 
 def reply_blocks(blocks: list[ContentBlock]) -> list[ReplyText | ReplyThinking | ReplyToolUse]:
-    """The content of a complete answer. A call that was cut off is left out: it is not JSON."""
+    """The content of a complete answer, without a call that was cut off: its input is not JSON."""
     return [_reply_block(block, block.text) for block in blocks if not block.is_cut]
 
 

@@ -43,7 +43,7 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True):
     """One request."""
 
     arrived_at: float  # unix seconds
-    preparation_ms: float  # time of template, tokenisation and checks, until the engine got it
+    preparation_ms: float  # from arrival until sent to the engine: template, tokenisation, checks
     grammar_wait_ms: float  # the part of `preparation_ms` in which a grammar was compiled
     total_ms: float
     completions: list[CompletionTimeline]

@@ -165,7 +165,7 @@ def _settings(
 ) -> dict[str, Any]:
     """The template's variables for `reasoning_effort` and `verbosity`, if it has any.
 
-    For `reasoning_effort` this is `enable_thinking` in a template that has only this variable.
+    A template that has `enable_thinking` but not `reasoning_effort` gets `enable_thinking`.
     """
     if not isinstance(body, ChatCompletionRequest):
         return {}

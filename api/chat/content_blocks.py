@@ -1,6 +1,6 @@
 """Converts parsed events to content blocks (reasoning, text, tool calls).
 
-The Responses and Anthropic APIs have content blocks. Each block begins, grows and ends once.
+The Responses and Anthropic APIs have content blocks. A block begins, grows by deltas and ends.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ def tool_constraint(
 def _calls(
     use: ToolUse, form: AnswerForm, calls: CallFormat, *, only_calls: bool
 ) -> dict[str, Any]:
-    # On channels every message has a header, so there is no free text around calls.
+    # With channels every message has a header, so there is no free text around calls.
     has_channels = form.reasoning is not None and form.reasoning.has_channels
     part = arrange_calls(
         [_tag(use, calls, one) for one in use.callable_tools],
@@ -70,7 +70,7 @@ def _calls(
 
 
 def _tag(use: ToolUse, calls: CallFormat, tool: FunctionTool) -> dict[str, Any]:
-    """The tag of one function. If a custom tool has a Lark grammar, its text is verbatim."""
+    """The tag of one function. A custom tool with a Lark grammar gets its input verbatim."""
     grammar = use.lark_grammars.get(tool.name)
     if grammar is not None:
         begin, end = calls.style.raw_ends("input")
@@ -81,7 +81,7 @@ def _tag(use: ToolUse, calls: CallFormat, tool: FunctionTool) -> dict[str, Any]:
 
 
 def _answer(form: AnswerForm, part: dict[str, Any]) -> dict[str, Any]:
-    """The format of an answer without calls. On channels, the header of a message precedes it."""
+    """The format of an answer without calls. With channels, it begins with a message's header."""
     if form.reasoning is None or not form.reasoning.has_channels:
         return part
     header = {"type": "const_string", "value": form.reasoning.answer}

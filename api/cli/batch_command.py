@@ -1,7 +1,7 @@
 """`run batch INPUT OUTPUT`: answers a file of requests, without a server.
 
 Each line is a request to the application of `run serve`, so it is checked and answered in the same
-way. Lines that have an answer are skipped. So after an interruption, the same command continues.
+way. Lines that have an answer are skipped. So the same command continues after an interruption.
 """
 
 from __future__ import annotations

@@ -113,7 +113,7 @@ class BatchOutput:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        with contextlib.suppress(OSError):  # closing writes a line again that could not be written
+        with contextlib.suppress(OSError):  # closing tries again to write a failed line
             self._stream.close()
 
     def has(self, line: BatchLine) -> bool:

@@ -1,4 +1,4 @@
-"""`Command`: the declaration of a sub-command of `run`: its function, arguments and help."""
+"""`Command` declares a sub-command of `run`: its function, arguments and help."""
 
 from __future__ import annotations
 

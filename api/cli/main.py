@@ -172,7 +172,7 @@ def _load(target: str) -> Callable[..., int]:
 
 
 def _kind(name: str, command: Command, word: str) -> str:
-    """The override that the first word of `run bench serve` stands for."""
+    """The override for a kind: `bench=serve` for the word `serve` in `run bench serve`."""
     from ostinato.conf.compose import group_options
     from ostinato.conf.describe import nearest
 

@@ -1,4 +1,4 @@
-"""`run rank`: offers this machine to a server on another one."""
+"""`run rank`: offers this machine to a server on another machine."""
 
 from __future__ import annotations
 

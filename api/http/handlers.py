@@ -1,4 +1,4 @@
-"""Functions of all endpoint handlers: read a JSON body, send JSON or server-sent events."""
+"""Functions that all endpoint handlers use: read a JSON body, send JSON or server-sent events."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ __all__ = (
 )
 
 T = TypeVar("T")
-_LARGE = 1 << 20  # larger answers, in bytes, are encoded while they are sent
+_LARGE = 1 << 20  # answers of more bytes are encoded while they are sent
 _PIECE = 64 << 10  # bytes that are sent in one call
 HttpRequest = Request[Any, Any, Any]
 SharedService = NamedDependency[Service]
@@ -161,7 +161,7 @@ async def _while_connected(request: HttpRequest, work: Coroutine[Any, Any, T], p
 
 
 def _log_disconnect(request: HttpRequest, phase: str) -> None:
-    """Write the log line of a request whose client left before it reached the engine."""
+    """Write the log line of a request whose client left before the engine got it."""
     fields = {"phase": phase, "endpoint": request.url.path}
     log_request(request_id_of(request.scope), "disconnected", fields)
 

@@ -146,7 +146,7 @@ class Echo(msgspec.Struct, frozen=True, kw_only=True):
         """Log-probabilities of the prompt's tokens; None = the request does not ask for them.
 
         Args:
-            scores: the computed log-probabilities; None = the request ended before they were.
+            scores: the computed log-probabilities; None = the request ended too early.
             token_bytes: returns the bytes of a token.
             options: the parts of the outputs that the reply shows.
         """

@@ -114,7 +114,7 @@ class AnswerParser:
         return self._without_content(self._calls.feed(text))
 
     def _without_content(self, events: list[Event]) -> list[Event]:
-        """Convert the events of custom tools to texts, and drop content with `only_calls`."""
+        """Convert the arguments of custom tools to texts, and drop content with `only_calls`."""
         events = self._inputs.feed(events)
         if not self._only_calls:
             return events

@@ -66,7 +66,7 @@ class CallFormat(msgspec.Struct, frozen=True, kw_only=True):
     name: str  # the format's key in FORMATS
     marks: tuple[str, ...] = ()  # a chat template of this format contains one of these texts
     also: str = ""  # a chat template of this format contains this text too
-    # Model architectures that write this format. They count if a template has no format's marks.
+    # Model architectures that write this format. Used if a template has the marks of no format.
     architectures: tuple[str, ...] = ()
     openings: tuple[str, ...] = ()  # markers that open a call anywhere in the answer
     brackets: str = ""  # characters that open a call without a marker

@@ -43,7 +43,7 @@ def as_arguments(text: str) -> dict[str, Any]:
 def raw_arguments(text: str, *, is_whole: bool) -> str:
     """The arguments as JSON, from verbatim text. If the text is not complete, the end is left out.
 
-    So the result for a text begins with the result for each of its beginnings.
+    So the result for the first part of a text is the beginning of the result for the whole text.
     """
     written = json.dumps(as_arguments(text), ensure_ascii=False)
     return written if is_whole else written[: -len('"}')]

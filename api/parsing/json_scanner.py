@@ -61,10 +61,10 @@ class JsonScanner:
         self._string_end = 0  # how far an open string has been scanned
 
     def scan(self, text: str) -> JsonState:
-        """Continue where the last call stopped.
+        """Continue where the last scan stopped.
 
         Args:
-            text: the whole text so far. It begins with the text of the last call.
+            text: the whole text so far. It begins with the text of the last scan.
         """
         if self._state is JsonState.open:
             self._state = self._go_on(text)

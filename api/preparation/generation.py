@@ -119,7 +119,7 @@ def make_generation(
     Args:
         defaults: values of the model and the server for fields that the body leaves out.
         max_tokens: the limit that the request sets; None = `default_max_tokens`.
-        reports: `logprobs` and `prompt_logprobs`: number of alternatives per position; None = no
+        reports: `logprobs` and `prompt_logprobs` -> number of alternatives per position; None = no
             log-probabilities.
         field_names: the API's names of `prompt` and `max_tokens`, for error messages.
 

@@ -61,8 +61,8 @@ class PromptEncoder:
     ) -> list[int]:
         """Token ids of a prompt.
 
-        If the request asks for truncation, these can be fewer than those of the whole prompt, but
-        they contain all that truncation keeps. `runtime/client/requests.py` makes the final cut.
+        If the request asks for truncation, tokens of the prompt can be missing, but none that the
+        truncation keeps. `runtime/client/requests.py` makes the final cut.
 
         Args:
             text: the prompt.

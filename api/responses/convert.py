@@ -211,7 +211,7 @@ def _item(raw: dict[str, Any], index: int) -> InputItem:
 
 
 class _Conversation:
-    """Builds the list of messages. A message of the assistant at the end can be incomplete."""
+    """Builds the list of messages from items. Several items can make one assistant message."""
 
     def __init__(self) -> None:
         self._messages: list[Message] = []

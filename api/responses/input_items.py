@@ -26,7 +26,7 @@ _PREFIXES = {
 
 
 def listed_items(given: str | Sequence[dict[str, Any]], response_id: str) -> list[dict[str, Any]]:
-    """The items of an `input` for the list. Each gets an id. Texts of messages become parts.
+    """The items of an `input` as the endpoint lists them: with ids, and with texts as parts.
 
     Args:
         given: the `input` of the request.

@@ -37,7 +37,7 @@ _MAX_DEPTH = 64
 
 
 class EscapedLayout(msgspec.Struct, frozen=True):
-    """How the arguments of a call are written: KEY`:`VALUE`,` ..."""
+    """How the arguments of a call are written: `KEY:VALUE,KEY:VALUE`."""
 
     def written(self, arguments: str) -> str:
         """Convert arguments from JSON to this layout."""
@@ -94,7 +94,7 @@ def _text(value: Any) -> str:
 
 
 class EscapedBody:
-    """Reads one call. `read` continues where its last call stopped.
+    """Reads one tool call. Each `read` continues where the one before stopped.
 
     Args:
         streams: a grammar enforces the syntax, so arguments can be sent as they arrive.

@@ -175,7 +175,7 @@ def listed(
 
     Args:
         parameters: the parameters. In the text, the required ones come first.
-        argument: makes the format of one argument. Its second argument is the text before it.
+        argument: makes the format of an argument from its parameter and the text before it.
         separator: the text between two arguments.
     """
     required = [one for one in parameters if one.is_required]

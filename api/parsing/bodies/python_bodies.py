@@ -24,7 +24,7 @@ _KEY = re.compile(r"[^\W\d]\w{0,127}")
 
 
 class PythonLayout(msgspec.Struct, frozen=True, kw_only=True):
-    """How a list of calls is written. Each call is NAME`(`KEY`=`VALUE`, `...`)`."""
+    """How a list of calls is written. Each call is `NAME(KEY=VALUE, KEY=VALUE)`."""
 
     begin: str = "["  # the text before the first call; empty = no text
     separator: str = ","  # the text between calls; empty = white space
@@ -88,7 +88,7 @@ def _python_text(value: Any) -> str:
 
 
 class _Call:
-    """Reads one call from `begin` on. `read` continues where its last call stopped."""
+    """Reads one call from `begin` on. Each `read` continues where the one before stopped."""
 
     def __init__(self, begin: int) -> None:
         self.end = begin

@@ -137,7 +137,7 @@ class ValueScanner:
         self._quote = ""
 
     def scan(self, text: str) -> ValueEnd:
-        """Continue where the last call stopped. `text` is the whole text so far."""
+        """Continue where the last scan stopped. `text` is the whole text so far."""
         while self.end < len(text):
             if self._quote:
                 match = _IN_STRING[self._quote].match(text, self.end)

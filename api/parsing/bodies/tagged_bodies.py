@@ -134,7 +134,7 @@ class TagLayout(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TaggedBody:
-    """Reads one call with tags. `read` continues where its last call stopped.
+    """Reads one call with tags. Each `read` continues where the one before stopped.
 
     Args:
         layout: how the call is written.
@@ -265,7 +265,7 @@ class TaggedBody:
         key, written = json_text(self._key), json_text(value)
         if key is None or written is None:
             return NotACall.malformed
-        if self._key not in self._keys:  # a repeated one has no effect
+        if self._key not in self._keys:  # a repeated parameter has no effect
             self._arguments.append(f"{key}: {written}")
             self._keys.add(self._key)
         self._key, self._position = None, position + len(value_end)
