@@ -233,7 +233,7 @@ def with_own_caches(directory: Path) -> dict[str, str]:
 
 
 def prepare_compiler(*, kernel_pool: bool) -> None:
-    """Set what torch's compiler reads from the environment only. Variables already set are kept.
+    """Set environment variables of torch's compiler. Variables that are set already are kept.
 
     Args:
         kernel_pool: whether torch may keep a pool of processes that compile Triton kernels. On a

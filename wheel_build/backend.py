@@ -5,13 +5,13 @@
     pip wheel . --config-settings=isa=none          # none: a wheel of sources
 
 A wheel holds one library per instruction set (`isa_levels()`, ops/native/instruction_sets.py) and
-per entry of `LIBRARIES` (ops/native/build.py). The machine that runs it picks one, so its user
-needs no compiler. The libraries use torch's stable ABI and therefore fit every torch that the
-project allows.
+per entry of `LIBRARIES` (ops/native/build.py). The machine that uses the wheel picks one
+instruction set, so its user needs no compiler. The libraries use torch's stable ABI and therefore
+fit every torch that the project allows.
 
 A wheel whose kernels cannot be compiled is not built: the error names the remedies. A wheel of
-sources, an editable install and a checkout compile the kernels on first use. To build a wheel of
-sources or an editable install needs setuptools alone.
+sources, an editable install and a checkout compile the kernels on first use. Building a wheel of
+sources or an editable install needs only setuptools.
 
 `platform_wheel.py` chooses the wheel's tag.
 """

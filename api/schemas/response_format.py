@@ -93,7 +93,7 @@ _GUIDED = {
     "guided_choice": "choice",
     "guided_grammar": "grammar",
 }
-# Values that clear these fields, when another constraint replaces theirs.
+# Clears the fields of `ConstraintFields`, when another constraint replaces the request's own.
 NO_CONSTRAINT: dict[str, None] = dict.fromkeys(ConstraintFields.__struct_fields__)
 
 

@@ -36,7 +36,7 @@ class ProfileStarted(msgspec.Struct, frozen=True):
 
 
 class ProfileStopped(msgspec.Struct, frozen=True):
-    trace_file: str  # one path a line for each rank of each engine, on the rank's machine
+    trace_file: str  # one line for each rank of each engine: a path on its machine
 
 
 class Drained(msgspec.Struct, frozen=True):

@@ -1,8 +1,8 @@
 """Returns free memory of the heaps to the system, so that the process does not stay large.
 
 glibc keeps freed blocks in its heaps. It returns only the memory after the last block in use. One
-answer with many log-probabilities takes tens of MiB in small pieces. A later small object after
-these pieces would keep all of their memory.
+answer with many log-probabilities takes tens of MiB in small pieces. A small object that lies
+behind these pieces would keep the memory of all of them.
 """
 
 from __future__ import annotations

@@ -287,7 +287,7 @@ def _http_server(
     http = Server(
         uvicorn.Config(
             create_app(service),
-            http=protocol,  # pyright: ignore[reportArgumentType] - it is called as the class is
+            http=protocol,  # pyright: ignore[reportArgumentType] - uvicorn calls it like the class
             ws="none",
             log_config=None,
             access_log=False,

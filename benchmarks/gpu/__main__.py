@@ -5,10 +5,10 @@
     python -m ostinato.benchmarks.gpu --tiny          # on any machine, a minute: checks the stages
     python -m ostinato.benchmarks.gpu --without-device          # on any machine: what would run
 
-The first stage runs the GPU tests. Further stages measure decode and prefill against the roofline
-measured in the same process, the offline workload, the sampler and starts. Every stage is a process
-of its own. If one fails or hangs, this is recorded and the next one runs. The file keeps results of
-earlier commands for stages that do not run again.
+The first two stages measure the machine's rates and run the GPU tests. Further stages measure
+decode and prefill against the roofline measured in the same process, the offline workload, the
+sampler and starts. Every stage is a process of its own. If one fails or hangs, this is recorded and
+the next one runs. The file keeps results of earlier commands for stages that do not run again.
 
 `--without-device` lowers and compiles the programs of models for described GPUs
 (benchmarks/machine/gpus/), counts their launches and bytes, and predicts the times of steps.
@@ -43,7 +43,7 @@ from ostinato.runtime.machine_info import cpu_name, gpu_names, package_versions
 _PAGE = Path(ostinato.conf.__file__).parents[1] / "docs" / "kernels.md"
 _TITLE = "## Layers and steps"
 _FIRST = "h200"  # the device whose kernels are listed
-_LEAST_S = 5.0  # a stage is not started with less time
+_LEAST_S = 5.0  # a stage is not started if less time is left
 
 
 def main(arguments: list[str]) -> int:
@@ -145,7 +145,7 @@ def _write_page(records: dict[str, Any], page: Path | None) -> int:
     from ostinato.benchmarks.gpu.without_device.step_table import section_of
     from ostinato.benchmarks.micro.kernel_table import replace_section
 
-    # The part of the version after "+" is left out, because all builds of a version lower the same.
+    # The part of the version after "+" is left out: all builds of a version give the same tables.
     versions = {name: text.partition("+")[0] for name, text in package_versions().items()}
     section = section_of(records, f"torch {versions['torch']} and triton {versions['triton']}")
     print(section)

@@ -24,7 +24,7 @@ from ostinato.runtime.types.request import Request
 __all__ = ("EngineUnderTest", "decode", "offline", "prefill", "stage_config", "startup_once")
 
 _WARM_UP_STEPS = 8
-# the largest token id of random prompts; only the tiny model has a smaller vocabulary
+# token ids of random prompts are below this; only the tiny model has a smaller vocabulary
 _MAX_ID = 10_000
 _TINY_MODEL = {
     "architectures": ["LlamaForCausalLM"],
@@ -105,7 +105,7 @@ class EngineUnderTest:
 
 
 def decode(config: RunConfig, *, tiny: bool) -> dict[str, Any]:
-    """Decode steps of full batches, as a share of the roofline, and the host's gap in them."""
+    """Measure decode steps of full batches: their share of the roofline, and the host's gap."""
     tested = EngineUnderTest(config, tiny=tiny)
     batches, context, steps = ((1, 2, 8), 16, 8) if tiny else ((1, 8, 32, 64, 256), 512, 64)
     rows = [_decode_batch(tested, batch, context, steps) for batch in batches]
@@ -157,7 +157,7 @@ def _device_s(before: EngineStats, after: EngineStats) -> float:
 
 
 def prefill(config: RunConfig, *, tiny: bool) -> dict[str, Any]:
-    """Prompts of one output token: model flops utilisation against the measured matrix rate."""
+    """Measure requests with one output token: their flops relative to the measured matrix rate."""
     tested = EngineUnderTest(config, tiny=tiny)
     rows = []
     for length, count in ((16, 4), (48, 2)) if tiny else ((512, 128), (2048, 32), (8192, 8)):

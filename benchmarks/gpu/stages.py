@@ -96,7 +96,7 @@ def _has_error(case: ElementTree.Element) -> bool:
 
 
 def _sampler(tiny: bool) -> dict[str, Any]:
-    """Times a draw for every mixture of paths and number of rows, captured where possible."""
+    """Time a draw for every path and number of rows, captured where possible."""
     device = resolve_device(DeviceName.auto)
     sizes, vocab_size = ((1, 4), 1000) if tiny else ((1, 8, 64, 256), 151_936)
     logits = torch.randn(max(sizes), vocab_size, device=device) * 3
@@ -153,7 +153,7 @@ def _of(
 
 
 LLAMA, QWEN = "llama-8b", "qwen3-0.6b"
-# In running order: first the stages that others depend on, then the most important ones.
+# In running order: the machine's rates and the tests, then the other stages by importance.
 STAGES: dict[str, Stage] = {
     "machine": _machine,
     "tests": _tests,

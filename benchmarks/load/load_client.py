@@ -106,7 +106,7 @@ class _Answer:
             self.times.chunk_s.append(now)
 
     def _take(self, chunk: _Chunk) -> bool:
-        """Whether the chunk has output."""
+        """Record a chunk; returns whether it has output."""
         times = self.times
         times.request_id = times.request_id or chunk.id
         if chunk.usage is not None:
@@ -320,7 +320,7 @@ class LoadClient:
     async def _send(
         self, prompt: _Prompt, max_tokens: int, answer: _Answer
     ) -> tuple[str, str | None]:
-        """(status, the error or None)."""
+        """Send one request; returns (status, the error or None)."""
         body = self._body(prompt, max_tokens)
         try:
             async with self._session.post(

@@ -1,9 +1,10 @@
 """Computes the metrics of `vllm bench serve`, and goodput, from request times.
 
-TTFT is the time from the intended sending to the first output, E2E that to the end of the answer.
-TPOT is the time from the first to the last output / (output tokens - 1). ITL are the gaps between
-pieces of output as they arrive; one piece may hold several tokens. Client queue time is the actual
-minus the intended time of sending.
+TTFT is the time from the intended sending to the first output. E2E is the time from the intended
+sending to the end of the answer. TPOT is the time from the first to the last output, divided by the
+number of output tokens after the first. ITL are the gaps between pieces of output as they arrive;
+one piece may hold several tokens. Client queue time is the actual minus the intended time of
+sending.
 """
 
 from __future__ import annotations
@@ -133,7 +134,7 @@ def failures(report: LoadReport) -> dict[str, dict[str, Any]]:
 
 
 def client_warnings(report: LoadReport) -> list[str]:
-    """Warnings if the client's own lateness is in the figures."""
+    """Warnings if the client was too slow, so that the figures are not the server's alone."""
     warnings: list[str] = []
     gaps = sorted(gap for one in report.requests for gap in _gaps(one))
     limit = max(_MAX_LAG_MS, 200 * percentile(gaps, 50) if gaps else 0.0)

@@ -23,7 +23,7 @@ __all__ = ("Machine", "ModelSizes", "sizes_of")
 class Machine:
     """The measured rates of a device."""
 
-    copy_bytes_s: float  # of a copy, bytes read and bytes written together; on a CPU of a read
+    copy_bytes_s: float  # of a copy, bytes read plus bytes written; on a CPU, of a read
     matmul_flop_s: float  # in the model's type
 
     def least_seconds(self, num_bytes: float, num_flop: float) -> float:

@@ -41,7 +41,7 @@ class StepLog:
             end = entry.start + entry.num_new_tokens
             decodes += entry.num_new_tokens == 1 and entry.start > 0
             contexts += end
-            # Positions start..end-1 attend to 1 + their position each.
+            # Each position p in [start, end) attends to p + 1 positions.
             attended += (entry.start + 1 + end) * entry.num_new_tokens // 2
             samples += entry.num_logits
         sizes = self.sizes

@@ -39,7 +39,7 @@ class SpeculationMethod(StrEnum):
 
     @property
     def needs_model(self) -> bool:
-        """Whether a second checkpoint draws the drafts: a draft model, or a head."""
+        """Whether a second checkpoint makes the drafts: a draft model, or a head."""
         return self in (SpeculationMethod.draft, SpeculationMethod.eagle3)
 
 

@@ -35,7 +35,8 @@ def speculation_settings(value: object) -> dict[str, object]:
     """The settings for a speculative configuration of vLLM.
 
     The longest match is always preferred, so `prompt_lookup_max` has no effect beside
-    `prompt_lookup_min`. Without `prompt_lookup_min` it is the least length too, as in vLLM.
+    `prompt_lookup_min`. If only `prompt_lookup_max` is given, it is the least length too, as in
+    vLLM.
 
     Args:
         value: a mapping, or its JSON.

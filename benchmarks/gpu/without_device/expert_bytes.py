@@ -22,8 +22,8 @@ def fused_experts_launches(args: tuple[Any, ...], result: Tensor) -> Iterator[La
     """The four kernels of a call of `fused_experts` (ops/fused/triton_expert_kernels.py).
 
     Args:
-        args: those of the op.
-        result: its result.
+        args: the arguments of the op.
+        result: the result of the op.
     """
     x, output_weight, _, residual, _, _, router, _, gate_up, down, slots = args[:11]
     (num_tokens, width), pairs, (num_experts, size, inner) = x.shape, len(x) * slots, down.shape

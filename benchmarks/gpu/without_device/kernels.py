@@ -70,7 +70,7 @@ def inductor_resources(name: str, source: str, arch: int) -> list[Resources]:
 
     Args:
         name: the name of the kernel.
-        source: its module.
+        source: the text of its Python module.
         arch: the compute capability as one number.
     """
     return [_resources(compiled, arch) for compiled in compile_inductor_kernel(name, source)]
@@ -81,7 +81,7 @@ def compile_inductor_kernel(name: str, source: str) -> list[Any]:
 
     Args:
         name: the name of the kernel.
-        source: its module.
+        source: the text of its Python module.
 
     Returns:
         Triton's kernels.

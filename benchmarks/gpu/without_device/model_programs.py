@@ -105,7 +105,7 @@ class ModelPrograms:
     def fused_launches(
         self, sizes: StepSizes, arch: int, *, is_last: bool = False
     ) -> list[FusedLaunch]:
-        """The launches of a layer for few rows, our matrix kernels compiled.
+        """The launches of a layer for few rows, with our matrix kernels compiled.
 
         Args:
             sizes: the sizes of the step.
@@ -134,7 +134,7 @@ def lower_model(name: str) -> ModelPrograms:
     """Lower the layers of a preset in bfloat16 with the triton backend, inside `fake_device`.
 
     Args:
-        name: a file of conf/model/; with `, int4` its layers have integers of 4 bits.
+        name: a file of conf/model/. `, int4` after it = weights of 4 bits in the layers.
     """
     name, _, method = name.partition(", ")
     assert method in ("", "int4"), f"there are no rows for weights as {method}"

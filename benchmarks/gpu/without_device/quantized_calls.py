@@ -24,7 +24,7 @@ QUANTIZED_OP = "quantized_linear"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizedCall:
-    """A call of the op."""
+    """A call of `quantized_linear`."""
 
     launches: tuple[Launch, ...]
     kernels: tuple[OwnLaunch, ...]
@@ -37,9 +37,9 @@ def quantized_calls(
     """The quantised products of a layer in their order, inside `fake_device`.
 
     Args:
-        programs: the model's; its first layer stands for all.
+        programs: the model's programs. Its first layer stands for all layers.
         num_tokens: rows of the QKV projection.
-        num_rows: rows of the others; fewer than `num_tokens` in the last layer.
+        num_rows: rows of the other products; fewer than `num_tokens` in the last layer.
         arch: the compute capability as one number.
     """
     block = programs.model.layers[0]
