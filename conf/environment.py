@@ -6,9 +6,10 @@
 | `CXX` | the C++ compiler for the CPU's kernels, as for torch's own | `g++`, `clang++` on macOS |
 | `CUDA_VISIBLE_DEVICES` | the GPUs that may be used, as for every CUDA program | all |
 
-The default follows `XDG_CACHE_HOME` when that is set. `TMPDIR` has its usual meaning. Shells that
-complete a command line pass it in `COMP_LINE`. The caches of torch, Triton and FlashInfer are
-folders in this cache directory, unless their own variables (`_LIBRARY_CACHES`) are set.
+If `XDG_CACHE_HOME` is set, the default cache directory is `ostinato` in it. `TMPDIR` has its usual
+meaning. Shells that complete a command line pass it in `COMP_LINE`. The caches of torch, Triton and
+FlashInfer are folders in this cache directory, unless their own variables (`_LIBRARY_CACHES`) are
+set.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ class PlatformWheel(bdist_wheel):
     def finalize_options(self) -> None:
         self._libraries = sorted(_PREBUILT_DIR.glob("*.so"))
         if self._libraries:
-            # Root-Is-Purelib: false, and the files go where an installer puts compiled packages.
+            # Sets `Root-Is-Purelib: false`, so installers put the files where compiled packages go.
             self.distribution.has_ext_modules = lambda: True
         super().finalize_options()
 

@@ -24,7 +24,7 @@ __all__ = (
 
 
 class _Tagged(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
-    """Base of the structs. The field `type` has the tag."""
+    """Base of events and deltas. In JSON, the field `type` has the tag."""
 
 
 class TextDelta(_Tagged, frozen=True, kw_only=True, tag="text_delta"):

@@ -28,7 +28,7 @@ __all__ = (
     "request_id_of",
 )
 
-ANTHROPIC_PATHS = "/v1/messages"  # such paths, and longer ones, have Anthropic's format
+ANTHROPIC_PATHS = "/v1/messages"  # prefix of the paths that answer in Anthropic's format
 REQUEST_ID_HEADER = "x-request-id"
 REQUEST_ID_PATTERN = r"^[\x21-\x7e]{1,128}$"
 TIMEOUT_HEADER = "x-request-timeout-ms"

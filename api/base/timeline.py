@@ -27,7 +27,7 @@ class TimelineEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
 
 class CompletionTimeline(msgspec.Struct, kw_only=True):
-    """One completion of one prompt."""
+    """The timeline of one completion of one prompt."""
 
     prompt: int
     index: int
@@ -40,7 +40,7 @@ class CompletionTimeline(msgspec.Struct, kw_only=True):
 
 
 class Timeline(msgspec.Struct, frozen=True, kw_only=True):
-    """One request."""
+    """The timeline of one request."""
 
     arrived_at: float  # unix seconds
     preparation_ms: float  # from arrival until sent to the engine: template, tokenisation, checks

@@ -31,9 +31,9 @@ class ChatGeneration(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def count_chat(preparation: Preparation, body: ChatCompletionRequest) -> int:
-    """Count the prompt tokens of a request. It is checked like a request that is answered.
+    """Count the prompt tokens of a request.
 
-    But its prompt may be longer than the context.
+    The request is checked like one that is answered, but its prompt may be longer than the context.
 
     Raises:
         InvalidRequestError: the model does not generate, or `encode_chat` or `plan_answer` refuses

@@ -70,7 +70,7 @@ def _calls(
 
 
 def _tag(use: ToolUse, calls: CallFormat, tool: FunctionTool) -> dict[str, Any]:
-    """The tag of one function. A custom tool with a Lark grammar gets its input verbatim."""
+    """The tag of one function. The input of a custom tool with a Lark grammar is verbatim."""
     grammar = use.lark_grammars.get(tool.name)
     if grammar is not None:
         begin, end = calls.style.raw_ends("input")

@@ -62,7 +62,7 @@ class ToolUse(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def needs_grammar(self) -> bool:
-        """Whether calls are constrained even if the model decides whether to call."""
+        """Whether a grammar constrains calls even if no call is required."""
         return self.is_strict or self.only_names is not None or bool(self.names & self.custom_names)
 
     @property

@@ -29,7 +29,7 @@ class Command:
     # configuration directory. The `target` of such a command also takes the overrides and the
     # configuration directory.
     sweep_target: str = ""
-    # The command takes a model as its first word and the flags of `vllm serve`.
+    # The first word can be a model, and the flags of `vllm serve` are accepted.
     takes_engine_flags: bool = False
     # Flags that are short for an override: (flag, override).
     flags: tuple[tuple[str, str], ...] = ()

@@ -231,7 +231,7 @@ def _is_override(word: str) -> bool:
 
 
 def _shell_completion(arguments: list[str], commands: Commands) -> int:
-    """Complete the sub-command here. Hydra completes the overrides after it."""
+    """Install, uninstall or answer a shell's completion. Hydra completes the overrides."""
     from ostinato.conf.compose import complete, completion_script
 
     if len(arguments) != 1 or arguments[0].count("=") != 1:

@@ -122,7 +122,7 @@ async def admit(
     generations: Sequence[Generation],
     context: RequestContext,
 ) -> None:
-    """Call `RequestRunner.prepare`. If the client disconnects, the wait for its grammar ends.
+    """Call `RequestRunner.prepare`. If the client disconnects, the wait for the grammar ends.
 
     Raises:
         InvalidRequestError: see `RequestRunner.prepare`.

@@ -21,8 +21,8 @@ _ENTRIES = 256
 def json_parts(value: object) -> Iterator[bytes]:
     """The parts of `msgspec.json.encode(value)`, in order.
 
-    Lists are encoded in parts, and so are the fields of structs that hold lists. Other values are
-    encoded in one call.
+    Lists are encoded in parts, and structs that hold lists are encoded field by field. Other values
+    are encoded in one call.
     """
     if isinstance(value, list) and value:
         yield b"["

@@ -21,8 +21,8 @@ _PHASES = (
     ("prefill", "scheduled", "first_token"),
     ("decode", "first_token", "end"),
 )
-# Attributes of the request's span, by the fields of `RequestStats`: the semantic conventions for
-# generative models, and vLLM's names of latencies.
+# Field of `RequestStats` -> attribute of the request's span. The names are those of the semantic
+# conventions for generative models, those of vLLM (`gen_ai.latency`) and our own (`ostinato`).
 _ATTRIBUTES = {
     "prompt": "gen_ai.usage.input_tokens",
     "cached": "gen_ai.usage.cache_read.input_tokens",

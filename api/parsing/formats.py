@@ -371,7 +371,7 @@ _ROWS = (
         shape=json_shape(begin='<function_call> {"name": "', trigger="<function_call>"),
     ),
     CallFormat(
-        name="mistral_args",  # used since version 11 of the tokenizer
+        name="mistral_args",  # used since version 11 of Mistral's tokenizer
         marks=("[TOOL_CALLS]",),
         also="[ARGS]",
         openings=("[TOOL_CALLS]",),

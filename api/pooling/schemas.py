@@ -35,7 +35,7 @@ class PoolingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     truncate_prompt_tokens: TokenLimit | None = None  # tokens to keep; -1 = all that fit
     truncation_side: Literal["right", "left"] = "right"  # where tokens are cut off
     priority: Int32 = 0  # lower runs first under scheduler.policy=priority
-    cache_salt: Annotated[str, msgspec.Meta(max_length=256)] = ""  # see the prefix cache
+    cache_salt: Annotated[str, msgspec.Meta(max_length=256)] = ""  # equal salts share cached blocks
     request_id: RequestId | None = None  # names the reply and its log line
     user: str | None = None  # the caller's label of an end user; has no effect
 

@@ -111,7 +111,7 @@ def _tool(tool: ToolDefinition | CustomToolDefinition) -> Tool | CustomToolEntry
 
 
 def _choice(choice: str | ToolChoice | None) -> Any:
-    """`tool_choice` of chat."""
+    """The equivalent `tool_choice` of a chat request."""
     if isinstance(choice, AllowedToolsChoice):
         tools = [_choice(one) for one in choice.tools]
         return conversation.AllowedToolsChoice(AllowedTools(mode=choice.mode, tools=tools))
@@ -185,7 +185,10 @@ def _format(body: PromptFields) -> ResponseFormat | None:
 
 
 def input_messages(given: str | Sequence[dict[str, Any]] | None) -> list[Message]:
-    """The conversation in `input`. Consecutive items of the assistant become one message.
+    """The conversation in `input`.
+
+    If reasoning, a text and calls of the assistant follow each other in this order, they become one
+    message.
 
     Raises:
         InvalidRequestError: an item is not valid, or its type is not supported.

@@ -133,7 +133,7 @@ class GenerationFields(ConstraintFields, frozen=True, kw_only=True, forbid_unkno
     stream_interval: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)] | None = None
     priority: Int32 = 0  # lower runs first under scheduler.policy=priority
     speculation: bool = True  # false = no drafts; the answer is the same
-    cache_salt: Annotated[str, msgspec.Meta(max_length=256)] = ""  # see the prefix cache
+    cache_salt: Annotated[str, msgspec.Meta(max_length=256)] = ""  # equal salts share cached blocks
     # Milliseconds since the request's arrival, after which the answer ends where it is.
     deadline_ms: Annotated[float, msgspec.Meta(ge=1, le=24 * 3600 * 1000)] | None = None
     request_id: RequestId | None = None  # names the reply and its log line

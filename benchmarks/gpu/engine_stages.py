@@ -57,7 +57,7 @@ def stage_config(model: str, overrides: list[str], *, tiny: bool) -> RunConfig:
 
 
 class EngineUnderTest:
-    """An engine, its model's sizes, and the machine's rates, measured before it was built."""
+    """An engine, its model's sizes, and the machine's rates, which are measured first."""
 
     def __init__(self, config: RunConfig, *, tiny: bool) -> None:
         source = open_model(config)

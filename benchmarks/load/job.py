@@ -15,7 +15,7 @@ class JobRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
     prompt: list[int] | str  # for a later turn, the part after the previous answer
     max_tokens: int
     at_s: float | None = None  # intended seconds after the start; None = closed loop
-    after: int | None = None  # the index in the job of the previous turn
+    after: int | None = None  # index of the previous turn in the job's requests
     think_s: float = 0.0
 
 

@@ -1,4 +1,4 @@
-"""Reads the resources of a compiled Triton kernel from its assembler's report."""
+"""Reads the resources of a compiled Triton kernel from the assembler's report."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class OwnLaunch:
 
 @contextmanager
 def recorded_launches(arch: int) -> Iterator[list[OwnLaunch]]:
-    """In this context a launch of a Triton kernel is compiled and listed instead of run.
+    """In this context a Triton kernel that is launched is compiled and listed, not run.
 
     Args:
         arch: the compute capability as one number.

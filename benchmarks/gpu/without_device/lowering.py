@@ -146,7 +146,7 @@ def _calls(wrapper: str) -> Iterator[tuple[By, str]]:
 
 
 def _launches(node: Any) -> bool:
-    """Whether a scheduled node is a call. Views of an op's results are not."""
+    """Whether a scheduled node is a call. Views of an op's results are not calls."""
     from torch._inductor.ir import MultiOutput
     from torch._inductor.scheduler import NopKernelSchedulerNode
 
@@ -194,7 +194,7 @@ def _elements(dependency: Any) -> sympy.Expr:
 
 
 def _buffer(graph: GraphLowering, name: str) -> tuple[sympy.Expr, int]:
-    """Elements of a buffer and the bytes of one."""
+    """Elements of a buffer, and the bytes of one element."""
     try:
         return sympy.sympify(graph.get_numel(name)), torch.empty(
             (), dtype=graph.get_dtype(name)

@@ -58,7 +58,7 @@ class FusedLaunch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelPrograms:
-    """A model's launches; those of its layers are counted once."""
+    """A model and its lowered programs, from which the launches of a step are counted."""
 
     config: ModelConfig
     dtype: torch.dtype  # of weights and activations

@@ -1,8 +1,9 @@
 """Counts the launches and bytes of a model's step on a described GPU, and predicts its time.
 
-The prediction is a sum over launches, each of which takes the longest of: its bytes at a share of
-the memory's rate, its operations at a share of the matrix units' rate, and the shortest time that a
-kernel takes. Rates are the vendor's; the shares and the shortest time are assumptions.
+The prediction is the sum of the times of all launches. The time of a launch is the largest of
+three: the time of its bytes at a share of the memory's rate, the time of its operations at a share
+of the matrix units' rate, and the shortest time that a kernel takes. Rates are the vendor's; the
+shares and the shortest time are assumptions.
 """
 
 from __future__ import annotations
@@ -206,12 +207,12 @@ def _numbers(launch: Launch, values: dict[sympy.Symbol, int]) -> tuple[int, int]
 
 
 def _values(lowered: Lowered, sizes: StepSizes) -> dict[sympy.Symbol, int]:
-    """The numbers of a program's sizes. The values in the example identify the sizes."""
+    """The value of each symbolic size. Its value in the example tells which size it is."""
     by_hint = {
         16: sizes.num_tokens,
         2: sizes.num_seqs,
         3: sizes.num_seqs + 1,
-        20: sizes.num_rows,  # T + S + 2 of the example
+        20: sizes.num_rows,  # `T + S + 2` in the example
     }
     return {symbol: by_hint[hint] for symbol, hint in lowered.hints.items()}
 
@@ -228,7 +229,7 @@ def _timed(
 
 
 def own_attention(programs: ModelPrograms, step: Step, arch: int) -> list[OwnLaunch]:
-    """The launches that the backend makes for a step, compiled."""
+    """The attention kernels that the triton backend launches for a step, compiled."""
     config, sizes = programs.config, step.sizes
     block = programs.model.layers[0]
     assert isinstance(block, DecoderBlock), f"{type(block).__name__} has no attention of ours"
