@@ -1,4 +1,4 @@
-// Prints the GFLOP/s of one thread's float32 multiply-adds in registers: the peak that matrix kernels are compared with.
+// Prints the GFLOP/s of one thread's float32 multiply-adds in registers: the peak for comparisons with matrix kernels.
 #include "core/simd.h"
 
 #include <cstdio>
