@@ -42,7 +42,7 @@ class _Engine:
 
 
 def compare(config: RunConfig, context: BenchContext) -> Record:
-    """Measure all engines at every point of `load`; the first is the reference of the ratios.
+    """Measure all engines at every point of `load`; the first engine is the reference.
 
     Raises:
         ConfigError: there are fewer than two engines, or an entry is not valid.
@@ -127,7 +127,7 @@ def _points(
 
 
 def ratios(ours: Sequence[Point], reference: Sequence[Point]) -> dict[str, dict[str, float]]:
-    """{metric: ratio to the reference and its interval}, over rounds in which both succeeded."""
+    """{metric: ratio to the reference and its interval}, over rounds where both are positive."""
     found: dict[str, dict[str, float]] = {}
     for name in COMPARED:
         pairs = [

@@ -26,13 +26,13 @@ from ostinato.conf.root import RunConfig
 __all__ = ("history",)
 
 _MAX_CHANGES = 5
-# Settings that are not compared: where results are written, and those that differ between the
-# points of one result.
+# Settings that are not compared: those of the benchmark, the workload (it is part of `_what`), and
+# those that differ between the points of one result.
 _NOT_MEASURED = {"bench", "slo", "workload", "load.rates", "load.concurrency", "load.url"}
 
 
 def history(config: RunConfig, context: BenchContext) -> Record:
-    """Every point of every result, oldest first, labelled with its commit and time.
+    """Every point of every result, labelled with its commit and time; like points oldest first.
 
     Raises:
         ConfigError: a file does not exist or is not a result.
@@ -85,7 +85,7 @@ def _identity(point: Point) -> str:
 
 
 def _differences(records: Sequence[Record]) -> list[str]:
-    """For each result, the settings that differ from the first result of the same kind."""
+    """For each result, the settings that differ from the first result with equal facts."""
     first: dict[str, dict[str, object]] = {}
     notes: list[str] = []
     for record in records:

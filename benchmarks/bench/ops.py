@@ -2,8 +2,8 @@
 
     run bench ops model=qwen3-0.6b model.load_format=dummy bench.batch_sizes=[1,8,64]
 
-Kernels of matrices and attention run on copies of their data that together exceed the caches, as
-the layers of a model do.
+Linear and attention kernels run on several copies of their data. The copies together exceed the
+caches, as the layers of a model do.
 A kernel's share of the roofline is the least possible time divided by the median time of its calls.
 The least time is the larger of bytes / measured read bandwidth and operations / measured matrix
 rate.
@@ -101,7 +101,7 @@ def _load_native() -> None:
 
 
 def _time(case: _Case, device: torch.device, seconds: float) -> list[float]:
-    """Call for `seconds`; returns the seconds of each call."""
+    """Time 5 to 200 calls, for about `seconds`; returns the seconds of each call."""
     for call in case.calls[:3]:
         call()
     times: list[float] = []
@@ -219,7 +219,7 @@ def _elementwise_cases(
 def _attention_case(
     config: RunConfig, source: ModelSource, backend: str, lengths: list[tuple[int, int]]
 ) -> _Case:
-    """Attention over sequences of (new tokens, context with these), each with its own blocks."""
+    """Attention over sequences, given as (new tokens, context length with them)."""
     model, dtype, device = source.config, source.dtype, source.device
     size = config.cache.block_size
     counts = [-(-context // size) for _, context in lengths]
@@ -275,7 +275,7 @@ def _attention_case(
 
 
 def _made_up(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A cache filled with numbers; four int8 ones, read as a float32 scale, are a finite number."""
+    """A cache filled with numbers. int8: ones, because four of them are a finite float32 scale."""
     if dtype is torch.int8:
         return torch.ones(shape, dtype=dtype, device=device)
     return torch.randn(shape, device=device).to(dtype)

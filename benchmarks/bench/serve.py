@@ -94,7 +94,7 @@ def first_shift(config: RunConfig, *, stays_up: bool) -> int:
     """The number of the first measurement. The token ids that a measurement sends depend on it.
 
     A server that keeps running may have cached the prompts of an earlier `run bench`. So the number
-    is random for random prompts. Prompts of a file are sent unchanged.
+    is random for random prompts. For prompts of a file it is 0.
     """
     return secrets.randbelow(_SHIFTS) if stays_up and _is_drawn(config) else 0
 
@@ -105,7 +105,7 @@ def _is_drawn(config: RunConfig) -> bool:
 
 @dataclass(slots=True)
 class LoadRunner:
-    """Measures points with one workload. Every measurement sends different token ids."""
+    """Measures points with one workload. Token ids differ between measurements if possible."""
 
     config: RunConfig
     context: BenchContext

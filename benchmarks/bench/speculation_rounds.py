@@ -1,8 +1,8 @@
-"""`run bench speculation`: decoding with each drafter beside plain decoding, in turns.
+"""`run bench speculation`: compares decoding with each drafter to plain decoding.
 
     run bench speculation speculation.max_tokens=3 workload=fixed
 
-Every drafter answers the same requests as plain decoding, and the two take turns round by round.
+An engine for each drafter and one without answer the same requests, in turns within each round.
 The requests run one after the other, then together. The result has the ratio of output tokens a
 second, the tokens a step, and whether all answers are equal to those of plain decoding.
 

@@ -3,9 +3,10 @@
     run bench model=llama-45m
     run bench throughput workload=random workload.input_len=512 bench.repeats=5
 
-All requests of a part are sent at once. For a part of one request, the decode rate and the time to
-first token are reported too. Requests are greedy and ignore end-of-sequence tokens, and the number
-of output tokens is checked. Each repetition begins with an empty prefix cache.
+All requests of a part are sent at once, conversations turn by turn. For a part of one request, the
+decode rate and the time to first token are reported too. Requests are greedy and ignore
+end-of-sequence tokens, and the number of output tokens is checked. Each repetition begins with an
+empty prefix cache.
 """
 
 from __future__ import annotations

@@ -3,8 +3,9 @@
 The work and the reference run one after the other within milliseconds. So a change of the machine's
 speed affects both, and their ratio stays the same. Single-threaded work is timed by its processor
 time, which other programs do not change. Multi-threaded work is timed by the wall clock, because
-waiting threads use processor time too. The result of a check is the median ratio of its pairs, or
-another quantile (`share`). A check that fails is measured again, in case it was disturbed.
+waiting threads use processor time too. The result of a check is the median ratio of its pairs of
+turns, or another quantile (`share`). A check that fails is measured again, in case it was
+disturbed.
 """
 
 from __future__ import annotations

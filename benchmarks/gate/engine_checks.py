@@ -38,7 +38,7 @@ NAMES = (
 _MOST_OTHERS = 0.2  # share of the cores that other programs may use when two threads are measured
 _LENGTH = 2048
 _PROMPT = 256
-# The 45M shape: 8 layers of 3.08 M, and 16.4 M of the output layer.
+# The 45M shape: 8 layers of 3.08 M parameters each, and 16.4 M in the output layer.
 _LAYER_PARAMETERS = 24_640_000
 _PARAMETERS = 41_000_000
 _WIDTH = 512

@@ -27,7 +27,7 @@ __all__ = ("host_checks", "python_loop")
 
 _SEQS = 32
 _BLOCK_SIZE = 16
-_LENGTH = 4096  # tokens of a sequence; the scheduler's check starts new ones before the end
+_LENGTH = 4096  # tokens of a sequence; before it is full, `prepare` starts new sequences
 
 
 def python_loop() -> dict[int, list[int]]:
@@ -70,7 +70,7 @@ class _DecodingScheduler:
 
 
 def _admission() -> None:
-    """32 prompts of 256 tokens that share half, from arrival to the second token."""
+    """32 prompts of 256 tokens with the same first half, from arrival to the second token."""
     cache = KVCacheManager(2048, _BLOCK_SIZE)
     config = SchedulerConfig(max_num_seqs=32, max_num_batched_tokens=32 * 256)
     scheduler = Scheduler(config, cache, max_model_len=512)

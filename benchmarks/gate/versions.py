@@ -2,11 +2,11 @@
 
     python -m ostinato.benchmarks.gate --against HEAD
 
-Stored ratios come from another time and another process. On a shared machine they detect a loss of
-a fifth. Here two processes, one for each version, run the same steps in turns, milliseconds apart.
-So the ratio of a pair depends almost only on the versions. The lower confidence bound of 99 % for
-the median of the pairs follows from order statistics, without a noise model. A version is slower if
-this bound exceeds the limit.
+Stored ratios come from another time and another process. On a shared machine they detect only a
+loss of a fifth. Here two processes, one for each version, run the same steps in turns, milliseconds
+apart. So the ratio of a pair depends almost only on the versions. The lower confidence bound of
+99 % for the median of the pairs follows from order statistics, without a noise model. A version is
+slower if this bound exceeds the limit.
 """
 
 from __future__ import annotations

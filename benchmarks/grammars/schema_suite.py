@@ -106,7 +106,7 @@ class DocumentWriter:
     def _parts(
         self, matcher: LLMatcher, text: str, parts: list[Any], end: str, are_properties: bool
     ) -> Iterator[tuple[LLMatcher, str]]:
-        """The rest of a list or an object; properties in any order."""
+        """All ways to write the rest of a list or an object; properties in any order."""
         if not parts:
             after = self.after(matcher, end)
             if after is not None:
@@ -153,7 +153,7 @@ class Case(NamedTuple):
     file: str
     name: str
     schema: Any
-    documents: list[tuple[Any, bool]]  # and whether they are valid
+    documents: list[tuple[Any, bool]]  # (document, whether it is valid)
 
 
 def read_suite(directory: Path, draft: str) -> Iterator[Case]:

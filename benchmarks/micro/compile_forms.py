@@ -1,5 +1,4 @@
-"""Measures the two compiled forms (a layer or the whole model as one program): compile and step
-times.
+"""Measures compile and step times of both compiled forms: a layer or the model as one program.
 
     python -m ostinato.benchmarks.micro.compile_forms 4 32
     python -m ostinato.benchmarks.micro.compile_forms 4 32 --json F --overrides device.threads=2
@@ -122,7 +121,7 @@ class Bench:
         host.logits_indices[:batch] = range(batch)
 
     def step(self, runner: GraphRunner, batch: int) -> float:
-        """Seconds of the filled step, from the upload to the tokens being on the host."""
+        """Run the step that `fill` made; returns seconds from the upload to tokens on the host."""
         begin = time.perf_counter()
         runner.run(batch, batch, batch, tokens_per_seq=1).argmax(-1).tolist()
         return time.perf_counter() - begin

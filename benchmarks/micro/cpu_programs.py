@@ -63,7 +63,7 @@ class Layer(torch.nn.Module):
 
     def __init__(self, layer: torch.nn.Module, kind: str) -> None:
         super().__init__()
-        self._layer = [layer]  # in a list, so that its weights are not this module's
+        self._layer = [layer]  # in a list, so that this module does not register its weights
         self._names = [name for name, _ in layer.named_parameters()]
         self._kind = kind
 
@@ -77,7 +77,7 @@ class Layer(torch.nn.Module):
         k_cache: Tensor,
         v_cache: Tensor,
     ) -> Tensor:
-        """hidden [T, D] -> [T, D]; metadata is that of the attention op, in its order."""
+        """hidden [T, D] -> [T, D]; `metadata` has the fields of the attention op's metadata."""
         query_start_loc, seq_lens, block_table, slot_mapping, plan = metadata
         tensors = StepTensors(
             token_ids=slot_mapping,

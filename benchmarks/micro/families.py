@@ -171,8 +171,8 @@ def _engine(name: str, config: dict[str, Any], implementation: str) -> LLM:
 def bytes_of_step(config: ModelConfig, parameters: Callable[[], int]) -> int:
     """Bytes of weights that a decode step of one sequence reads.
 
-    An embedding that is not also the output head is not counted. Of a layer's experts, only those
-    of one token are counted.
+    An embedding that is not also the output head is not counted. Of a layer's experts, only as
+    many as one token uses are counted.
 
     Args:
         config: the model's configuration.
@@ -189,7 +189,7 @@ def bytes_of_step(config: ModelConfig, parameters: Callable[[], int]) -> int:
 
 
 def _measure(name: str, pair: Pair, rounds: int) -> dict[str, Any]:
-    """Tokens per second of both, by round."""
+    """Measure a pair; returns the tokens per second of each round and their ratio."""
     engines = [
         _engine(name, pair.family, pair.implementation),
         _engine(f"{name}-reference", pair.reference, "native"),

@@ -1,11 +1,11 @@
-"""Measures inter-token latency of streams while long prompts arrive, with and without a target.
+"""Measures the ITL of streams while long prompts arrive, with and without `itl_target_ms`.
 
     python -m ostinato.benchmarks.micro.itl_bound_effect model=llama-45m [key=value ...]
 
 One engine for each target in `TARGETS_MS` runs in this process, in turns. Streams decode all the
-time, and long prompts arrive one after the other. It prints one JSON object: percentiles of the
-gaps between the streams' tokens, the TTFT of the long prompts, and the predictions of the step-cost
-table for a decode of all streams and for a whole long prompt in one step.
+time, and long prompts arrive one after the other. The program prints one JSON object: percentiles
+of the gaps between the streams' tokens, the TTFT of the long prompts, and the predictions of the
+step-cost table for a decode of all streams and for a whole long prompt in one step.
 """
 
 from __future__ import annotations

@@ -200,7 +200,7 @@ def _products() -> Iterator[Variant]:
 
 
 def _experts() -> Iterator[Variant]:
-    """The router and both products of experts, of small steps and of one with larger tiles."""
+    """The router and both expert kernels, for a small step and for one with larger tiles."""
     for model, size, inner, num_experts, top_k, rows in (
         ("Qwen3-30B-A3B", 2048, 768, 128, 8, 8),
         ("Mixtral-8x7B", 4096, 14336, 8, 2, 256),
@@ -252,8 +252,8 @@ def compile_variant(variant: Variant) -> Resources:
     divisible: dict[tuple[int], list[list[Any]]] = {}
     for index, name in enumerate(variant.kernel.arg_names):
         signature[name] = "constexpr" if name in constants else _type_of(name, variant)
-        # A launch makes the same assumptions: pointers to data and strides are multiples of 16, and
-        # metadata is not examined.
+        # A launch makes the same assumptions: pointers to data and strides are multiples of 16. It
+        # assumes nothing about metadata.
         is_data = signature[name].startswith("*") and name not in _METADATA
         if is_data or name in _STRIDES or name.endswith(("_stride_token", "_stride_head")):
             divisible[(index,)] = [["tt.divisibility", 16]]

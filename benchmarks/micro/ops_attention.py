@@ -4,8 +4,8 @@
     python -m ostinato.benchmarks.micro.ops_attention --dtype bfloat16 --cases 1:8192,512:512
 
 A case is `query rows:context` of one sequence: 1:8192 is a decode step, 512:512 a prompt. Heads are
-those of Qwen3-0.6B unless `--heads` says otherwise. Kernels take turns, and each call reads another
-of several caches that together exceed the processor's own, as a decode step goes through layers.
+those of Qwen3-0.6B unless `--heads` says otherwise. Kernels take turns. Each call reads another of
+several KV caches. Together they exceed the processor's caches, as the layers of a model do.
 torch's `scaled_dot_product_attention` reads keys and values that lie one after the other. Each of
 our kernels also runs on a cache in int8 (`cache.dtype=int8`).
 
@@ -57,7 +57,7 @@ class _Case(NamedTuple):
 
     @property
     def pairs(self) -> int:
-        """Queries times the keys that they see."""
+        """The number of pairs of a query and a key that it sees."""
         return self.rows * self.context - self.rows * (self.rows - 1) // 2
 
 
@@ -66,7 +66,7 @@ _Sides = tuple[Tensor, ...]
 
 
 def _caches(heads: _Heads, case: _Case, dtype: torch.dtype, cold_bytes: int) -> list[_Sides]:
-    """Keys and values of one layer, in as many copies as `cold_bytes` hold."""
+    """Keys and values of one layer, in enough copies to fill `cold_bytes`."""
     blocks = -(-case.context // _BLOCK_SIZE) + 1
     spec = KVCacheSpec(
         num_layers=1,

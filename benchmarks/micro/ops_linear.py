@@ -176,7 +176,7 @@ def measure_rows(
 
 
 class _Result(NamedTuple):
-    """One number of rows of one shape."""
+    """The figures for one number of rows and one shape."""
 
     dtype: str
     out_features: int

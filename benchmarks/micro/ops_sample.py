@@ -4,7 +4,8 @@
     python -m ostinato.benchmarks.micro.ops_sample --vocabularies 32000 --rows 1,64 --json FILE
 
 It prints the best and median milliseconds of a call on random logits, for every way of sampling.
-Logits have a standard deviation of 3, flat ones of 0.1, so that top-p keeps most of the vocabulary.
+Logits have a standard deviation of 3. Flat logits have 0.1, so that top-p keeps most of the
+vocabulary.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _BUDGET_S = 0.5  # seconds for one way of sampling, both implementations
 
 
 def _ways(vocabulary: int) -> dict[str, tuple[RowSampling, float]]:
-    """A row and the standard deviation of its logits, by the name of the way."""
+    """{way of sampling: (parameters of a row, standard deviation of its logits)}."""
     v = vocabulary
     top_p = RowSampling(SamplePath.wide, 1.0, v, 0.95, 0.0, 0.5)
     return {

@@ -3,11 +3,11 @@
     python -m ostinato.benchmarks.micro.quantization_accuracy --json FILE
 
 The perplexity is that of the demo model on text that it was not trained on. The text is in rows of
-`--length` tokens. Each row begins with a document, and is scored without text before it. Logit
-errors are those of random weights in the shapes of larger models, relative to the same weights
-unquantised. Each format of weights is measured twice. The first measurement uses the kernels of the
-format. The second one dequantises the weights and uses the kernels for floats. So the second
-measurement excludes the rounding of activations.
+`--length` tokens. Each row begins where a document begins, and is scored without text before it.
+Logit errors are those of random weights in the shapes of larger models, relative to the same
+weights unquantised. Each format of weights is measured twice. The first measurement uses the
+kernels of the format. The second one dequantises the weights and uses the kernels for floats. So
+the second measurement excludes the rounding of activations.
 """
 
 from __future__ import annotations

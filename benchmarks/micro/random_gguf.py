@@ -24,10 +24,10 @@ def write_random_gguf(hf_config: dict[str, Any], type_name: str, file: Path) -> 
     Args:
         hf_config: the config.json of a Qwen 3 model.
         type_name: a type of TENSOR_TYPES.
-        file: to write.
+        file: the file to write.
 
     Raises:
-        ValueError: the model is another one.
+        ValueError: the model is not a Qwen 3.
     """
     if hf_config["model_type"] != "qwen3":
         raise ValueError(f"model_type is {hf_config['model_type']}; GGUF files are of qwen3 only")

@@ -2,8 +2,9 @@
 
     python -m ostinato.benchmarks.micro.scheduler_step 1 32 256
 
-It prints one JSON line per number of sequences. Prompts have different lengths, so that blocks are
-filled in different steps, as in service. On a shared machine, compare the minimum.
+It prints two JSON lines per number of sequences: without and with a step in flight. Prompts have
+different lengths, so that blocks are filled in different steps, as in service. On a shared machine,
+compare the minimum.
 """
 
 from __future__ import annotations

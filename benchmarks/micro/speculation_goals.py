@@ -6,9 +6,9 @@
 
 Every engine runs in a process of its own. It is called as by the server, but without HTTP. Engines
 answer each request, or each batch, in turns, in every order equally often. A turn begins when no
-engine works: after an answer an engine maps pages for 0.2 s, which made the next one up to 10 %
+engine works: after an answer an engine maps pages for 0.2 s, which made the next engine up to 10 %
 slower. Then the engine answers a short request that is not timed, because a process is slower after
-a pause. No two turns have the same prompts.
+a pause. No two rounds have the same prompts.
 
     free         tokens drawn at temperature 1, which nothing predicts; with 1 and with 32 streams
     chat         the demo model answers questions at temperature 0.7; with 1 and with 32 streams
@@ -17,12 +17,12 @@ a pause. No two turns have the same prompts.
     prediction   a prediction of which each token is wrong with probability 0.03
     head         the demo model with its EAGLE-3 head answers questions; its goal is tokens a step
 
-The ratio of a case is that of output tokens a second: the median over all turns, with its 95 %
-bootstrap interval. In `free` and `chat` the engine with drafts also answers every request with
-`speculation: false`. `ratio_off` compares these answers with those of the plain engine. A
-difference is due to the process, such as where its memory lies, and not to drafts. For that reason
-`--starts` starts the engines several times. `ratio_to_off` compares drafts with no drafts in one
-process.
+The ratio of a case is that of drafts to plain decoding, in output tokens a second: the median over
+all turns, with its 95 % bootstrap interval. In `free` and `chat` the engine with drafts also
+answers every request with `speculation: false`. `ratio_off` compares these answers with those of
+the plain engine. A difference is due to the process, such as where its memory lies, and not to
+drafts. For that reason `--starts` starts the engines several times. `ratio_to_off` compares drafts
+with no drafts in one process.
 """
 
 from __future__ import annotations
@@ -131,8 +131,8 @@ class _Found:
     rates: dict[str, list[float]]  # by role: output tokens a second
     other_cpu: list[float] = field(default_factory=list)
     is_equal: bool = True
-    num_tokens: int = 0  # of answers with drafts; the other numbers count in them too
-    num_steps: int = 0  # of each sequence
+    num_tokens: int = 0  # of answers with drafts, as are the numbers below
+    num_steps: int = 0  # the sum over the sequences
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
 
@@ -165,7 +165,7 @@ async def measure(
     Args:
         overrides: settings of every engine.
         num_tokens: output tokens of a request, at most.
-        turns: of each engine, in each case, after each start of the engines.
+        turns: rounds of each case, after each start of the engines.
         starts: how often the engines are started.
         only: beginnings of the names of the cases to measure; empty = all.
     """
@@ -205,7 +205,7 @@ async def measure(
 async def _take_turns(
     case: _Case, clients: dict[str, EngineClient], found: _Found, num_tokens: int, number: int
 ) -> None:
-    """Let each engine answer the requests of turn `number`."""
+    """Let each engine answer the requests of round `number`."""
     plain = clients["plain"]
     requests = _requests(case, plain, num_tokens, number)
     if case.accuracy is not None:
@@ -267,7 +267,7 @@ def _result(case: _Case, found: _Found) -> dict[str, Any]:
 
 
 def _requests(case: _Case, client: EngineClient, num_tokens: int, number: int) -> list[_Request]:
-    """The requests of a turn; those of a chat end by themselves."""
+    """The requests of a round; those of a chat end by themselves."""
     generator = random.Random(f"{case.name}/{number}")
     found: list[_Request] = []
     if case.chat_temperature is not None:
@@ -314,7 +314,7 @@ def _predicted(
 def _without_drafts(request: _Request, number: int) -> _Request:
     """The request without drafts.
 
-    The salt keeps its prompt from being found in the prefix cache, and its answer in the history.
+    With the salt, its prompt is not found in the prefix cache, nor its answer in the history.
     """
     sampling = msgspec.structs.replace(request.sampling, speculation=False)
     return _Request(request.prompt, sampling, request.prepared, f"off {number}")
@@ -369,7 +369,7 @@ async def _generate(client: EngineClient, request: _Request) -> _Answer:
         report = output.speculation or SpeculationReport()
         num_draft_tokens += report.num_draft_tokens
         num_accepted_tokens += report.num_accepted_tokens
-        # Accepted tokens after the one that ended the answer are not in it.
+        # Accepted tokens after the one that ended the answer are not in `new_token_ids`.
         num_plain = len(output.new_token_ids) - report.num_accepted_tokens
         num_steps += max(report.num_drafts, num_plain)
     return _Answer(token_ids, num_steps, num_draft_tokens, num_accepted_tokens)

@@ -7,7 +7,7 @@ Each rank is a process with one thread; the machine should have a core for each 
 The values are float32, as the partial sums of layers on CPUs are. Two figures for each shape:
 
 one      microseconds of one sum, called from Python as a captured graph of one call. It includes
-         the call, and the time that this process waits for the loop of the other one.
+         the call, and the time that this rank waits until the others make the same call.
 in step  microseconds of a sum in a captured graph of 16, as many as a decode step of llama-45m has
 
 Other programs delay a rank, and all ranks wait for it. So each measurement is cut into 20 windows.
@@ -62,7 +62,7 @@ def time_sums(
     Args:
         group: with this process's rank.
         shape: [T, D] of the values, float32.
-        sums: sums of one captured graph, whose time is divided by their number.
+        sums: sums in one captured graph; the time of the graph is divided by this number.
         rounds: replays that are timed. A tenth of this number run first as a warm-up.
 
     Returns:

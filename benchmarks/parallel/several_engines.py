@@ -3,7 +3,7 @@
     python -m ostinato.benchmarks.parallel.several_engines
     python -m ostinato.benchmarks.parallel.several_engines --parts throughput,death --json FILE
 
-The engines are real processes with one thread each rank; requests go through `EngineClient`,
+The engines are real processes with one thread for each rank. Requests go through `EngineClient`,
 without HTTP. The machine should have two cores and no other work.
 
 throughput  output tokens a second of one and of two engines, in turns
@@ -226,7 +226,7 @@ async def prefixes(model: str, rounds: int) -> dict[str, Any]:
 
 
 def longest_gap(times: Sequence[float], begin: float, end: float) -> float:
-    """The longest time without a token that overlaps an interval."""
+    """The longest time between two tokens, among those that overlap `begin` to `end`."""
     gaps = [
         after - before
         for before, after in itertools.pairwise(times)

@@ -18,7 +18,7 @@ of two, so ratios from separate runs are not valid. Outside of its turn an engin
 before each turn.
 
 decode: tokens per second of one stream after its first token, from the times for 1 and 128 tokens.
-repeat: the same for 256 tokens after a prompt that repeats 32 tokens. A greedy model goes on so.
+repeat: the same for 256 tokens after a prompt that repeats 32 tokens. A greedy model continues it.
 ttft: seconds to the first token after 512 prompt tokens, the median of five prompts.
 offline: 32 requests at once, with 64-512 prompt and 32-128 output tokens.
 prefix: 16 requests at once that share 1024 of 1088 prompt tokens, with an empty cache.
@@ -71,10 +71,10 @@ _UNITS = {
     "ttft": "ms",
 }
 _PERIOD, _PERIODS, _REPEAT_TOKENS = 32, 4, 256  # of `repeat`: its prompt and output
-# prompts of a round, one after the other, because one takes only a tenth of a second
+# prompts of `ttft` in a round; several, because one takes only a tenth of a second
 _NUM_PROMPTS = 5
 _KINDS = ("int8", "int4", "drafts")
-# The drafters of llama-server that need no model. {} = draft tokens; short matches find more.
+# The drafters of llama-server that need no model. {} = draft tokens. Short matches are frequent.
 _NGRAM_TYPES = {
     "ngram-simple": "--spec-ngram-simple-size-n 3 --spec-ngram-simple-size-m {}",
     "ngram-map-k": "--spec-ngram-map-k-size-n 3 --spec-ngram-map-k-size-m {}",

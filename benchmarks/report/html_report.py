@@ -79,7 +79,7 @@ class _MetricsTable(NamedTuple):
 
 
 def _metrics(record: Record) -> _MetricsTable | None:
-    """A row for each metric, or for many points a row for each point. None = no measurements."""
+    """A row for each metric, or for each point if there are many. None = no measurements."""
     points = [point for point in record.points if point.metrics]
     if not points:
         return None

@@ -222,7 +222,7 @@ def server_timeline(record: Record) -> Figure | None:
 
 
 def request_timeline(record: Record) -> Figure | None:
-    """Every request of the busiest point: waiting for its first token, then streaming."""
+    """Up to 400 requests of the busiest point: waiting for the first token, then streaming."""
     found = [p for p in record.points if p.details.get("requests")]
     if not found or len(found[-1].details["requests"]) < 2:
         return None

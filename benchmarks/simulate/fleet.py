@@ -74,7 +74,7 @@ def _run(
     fast_forward: bool,
     on_request: Callable[[int], None] = _ignore,
 ) -> SimulationResults:
-    """Simulate the replicas `mine` of the fleet. Requests for other replicas are only counted."""
+    """Simulate the replicas `mine` of the fleet. Other requests only advance the router."""
     results = SimulationResults()
     replicas = {index: Replica(spec, results, fast_forward=fast_forward) for index in mine}
     watch = _Watch(replicas) if router.reads_loads else None
@@ -103,8 +103,8 @@ def _run(
 class _Watch:
     """Keeps a router's loads up to date, and runs only replicas whose load may have changed.
 
-    A replica cannot finish a request before one of its running requests can have all its tokens. So
-    the replica is not run until then.
+    A replica's load cannot fall before one of its running requests has all its tokens. The replica
+    is not run before that time.
     """
 
     def __init__(self, replicas: dict[int, Replica]) -> None:

@@ -91,7 +91,7 @@ def simulate_job(
 
 
 class _Dependent:
-    """Requests that wait for each other."""
+    """Simulates requests of which some wait for the end of others."""
 
     def __init__(
         self, spec: EngineSpec, job: LoadJob, num_replicas: int, router: str, fast_forward: bool

@@ -15,7 +15,7 @@ __all__ = ("SimulationResults",)
 
 
 class SimulationResults:
-    """Columns; see the properties for units. Results of parts of a fleet add up with `merge`."""
+    """Columns of numbers, and totals. `merge` adds the results of other parts of a fleet."""
 
     _COLUMNS = (
         *("keys", "sent_s", "first_s", "last_s", "longest_gap_s"),

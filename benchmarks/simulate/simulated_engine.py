@@ -38,7 +38,7 @@ class EngineSpec:
 
     @property
     def max_in_flight(self) -> int:
-        """Steps that may be launched and not read."""
+        """Steps that may be launched before the result of the first is read."""
         return max(self.num_stages, 2 if self.overlap else 1)
 
     @cached_property

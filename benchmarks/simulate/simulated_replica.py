@@ -91,7 +91,7 @@ class Replica:
         self._live: dict[str, _Live] = {}
         # requests that have not reached the engine
         self._pending: deque[tuple[float, Request]] = deque()
-        # with the times of their ends
+        # launched steps with the times of their ends
         self._in_flight: deque[tuple[SchedulerOutput, float]] = deque()
         self._max_in_flight = spec.max_in_flight
         self._device_free = 0.0
@@ -206,9 +206,10 @@ class Replica:
             self._num_equal_steps = 0
 
     def _end_of(self, seconds: float) -> float:
-        """When a step that is launched now has passed through all stages, each for an equal time.
+        """The time at which a step that is launched now has passed through all stages.
 
-        A stage begins when the previous stage has ended, and when it has ended its own last step.
+        The stages take equal times. A stage begins the step when the previous stage has ended it,
+        and when its own previous step has ended.
         """
         end = self.now
         for stage, free in enumerate(self._stages_free):

@@ -230,7 +230,7 @@ def _overlaps(config: RunConfig, device: torch.device) -> bool:
 
 
 def model_shape(source: ModelSource) -> ModelShape:
-    """The sizes of a model, which is built without memory."""
+    """The sizes of a model, which is built on the meta device."""
     model = source.config
     skeleton = build_model(
         model, dtype=source.dtype, device=torch.device("meta"), attention_backend="reference"

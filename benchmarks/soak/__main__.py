@@ -48,7 +48,7 @@ __all__ = ("main", "run_soak")
 
 
 def run_soak(plan: SoakPlan) -> dict[str, Any]:
-    """One soak test; its record, see `record_of`.
+    """Run one soak test; returns its record (see `record_of`).
 
     Raises:
         RuntimeError: the server or a process beside the test did not start, or failed.

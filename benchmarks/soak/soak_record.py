@@ -23,7 +23,7 @@ __all__ = ("record_of",)
 
 _GROWTH_MIB = 32.0  # allowed growth of a process: memory that the allocator keeps
 _LONG_S = 100.0  # in shorter runs times and the growth of memory are not checked
-_MOST_SLOWER = 2.0  # p99 of good requests among hostile clients, against good ones alone
+_MOST_SLOWER = 2.0  # allowed p99 of good requests: with hostile clients / without
 _HEALTH_S = 0.1  # the longest allowed answer of /health
 _YOUNG_S = 15.0  # after a kill: the start of the next engine, and its first requests
 # Errors in the log that are expected when the test kills an engine.

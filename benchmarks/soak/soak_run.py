@@ -87,7 +87,7 @@ class Observations:
     hostile: dict[str, Any] = field(default_factory=dict)
     polls: list[tuple[float, float, int]] = field(default_factory=list)  # when, seconds, status
     pauses: list[tuple[float, float]] = field(default_factory=list)  # of the machine: when, seconds
-    libraries: dict[str, dict[str, Any]] = field(default_factory=dict)  # calls, or why not
+    libraries: dict[str, dict[str, Any]] = field(default_factory=dict)  # result or why skipped
     kills: list[float] = field(default_factory=list)
     memory: list[dict[str, float]] = field(default_factory=list)  # at, MiB by process
     metrics: dict[str, float] = field(default_factory=dict)
@@ -138,7 +138,7 @@ def measure(plan: SoakPlan) -> Observations:
 def _side_processes(
     plan: SoakPlan, url: str, seen: Observations
 ) -> Iterator[dict[str, SideProcess]]:
-    """Start the hostile clients, which wait for `begin`, the health poll and the libraries."""
+    """Start the health poll, the libraries, and the hostile clients, which wait for `begin`."""
     sides: dict[str, SideProcess] = {}
     with tempfile.TemporaryDirectory() as scratch:
         try:

@@ -23,7 +23,7 @@ _RESPONSES, _MESSAGES = "/v1/responses", "/v1/messages"
 
 @dataclass(frozen=True, slots=True)
 class StallCase:
-    """A hostile client.
+    """The requests of one hostile client, or of several equal ones.
 
     Attributes:
         name: the name in the table.

@@ -19,7 +19,7 @@ TEXT = (
 )
 _WORDS = tuple(dict.fromkeys(TEXT.split()))
 _SHORT_OUTPUT = 48  # tokens; many short answers keep the batch changing
-# long outputs have up to a third of the context, which together exceed the cache
+# long outputs have up to a third of the context; together they exceed the KV cache
 _SHARE_OF_LONG_OUTPUTS = 0.2
 _SHARE_OF_OPTION = 0.15
 _SHARE_INVALID = 0.03

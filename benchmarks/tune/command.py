@@ -65,7 +65,7 @@ _GIB = 1 << 30
 _WIDTH = 100
 _TRIAL_FORMAT = 2  # format of a stored trial; a study in another format is not resumed
 _BLOCK_SIZES = (16, 32, 64)
-# The shares of the time budget at which the two parts end.
+# The shares of the time budget by which the step costs are measured and the search ends.
 _VARIANTS_BY, _SEARCH_BY = 0.4, 0.6
 _MIN_RUN_S = 4.0
 

@@ -71,7 +71,7 @@ class RealRuns:
     def run(self, config: RunConfig, spec: EngineSpec | None = None) -> RealRun:
         """Start a server with `config` and measure it.
 
-        With `spec`, the overheads of serving are measured too, before and after.
+        With `spec`, the overheads of serving are measured too, before and after the workload.
 
         Raises:
             StartupError: the server cannot start.

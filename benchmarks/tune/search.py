@@ -1,8 +1,9 @@
 """The search of `run tune`: an Optuna study over simulated configurations, resumable and seeded.
 
-Three objectives (TTFT, ITL, throughput) with the goals as constraints, by the multi-objective
-tree-structured Parzen estimator (Ozaki et al., GECCO 2020). A trial is pruned if its first third is
-far from the goals. Optuna's pruners support one objective only, so this rule is implemented here.
+The study has three objectives (TTFT, ITL, throughput) and the goals as constraints. Its sampler is
+the multi-objective tree-structured Parzen estimator (Ozaki et al., GECCO 2020). A trial is pruned
+if its first third is far from the goals. Optuna's pruners support one objective only, so this rule
+is implemented here.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ class Space:
 
         Args:
             config: `tune.keys` names the keys to search.
-            goals: the ITL goal is the upper end of the ITL target.
+            goals: the ITL goal is the highest ITL target to try.
             variants: the variants with known step costs.
             floor_ms: milliseconds of a decode step of one sequence.
             cache_gib: the KV cache's memory in the engine's memory plan.

@@ -7,9 +7,9 @@
 | Mooncake, and ours | JSON lines | `timestamp` (ms), `input_length`, `output_length`, `hash_ids` |
 
 Traces have no text. If a trace has `hash_ids`, a prompt gets one block of random ids for each hash,
-with the hash as the seed. So prompts with a common beginning also have one here. Blocks have the
-size `block_size`, if the line has this field (`server.record_trace` writes it), else 512 as in
-Mooncake's traces. Prompts without `hash_ids` have nothing in common.
+with the hash as the seed. So prompts that began alike in the recorded traffic begin alike here too.
+Blocks have the size `block_size`, if the line has this field (`server.record_trace` writes it),
+else 512 as in Mooncake's traces. Prompts without `hash_ids` have nothing in common.
 """
 
 from __future__ import annotations

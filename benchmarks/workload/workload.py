@@ -42,8 +42,8 @@ class WorkItem:
     prompt: list[int]  # token ids; for a later turn, the ids after the previous answer
     max_tokens: int  # the number of output tokens
     arrival_s: float | None = None  # seconds after the first request, for recorded traffic
-    after: int | None = None  # index in the list of the previous turn
-    think_s: float = 0.0  # seconds between that turn's answer and this one
+    after: int | None = None  # index of the previous turn in the list
+    think_s: float = 0.0  # seconds from that turn's answer to this request
 
     @property
     def num_tokens(self) -> int:

@@ -119,7 +119,7 @@ class ModelShape:
     num_logit_parameters: int  # parameters of the output layer; rows that sample use them
     weight_bytes: int  # bytes of all parameters of the layers and the output layer
     expert_bytes: int = 0  # bytes of the parameters of routed experts
-    expert_share: float = 1.0  # the share of the experts that a token has
+    expert_share: float = 1.0  # the share of the experts that a token uses
     kv_bytes_per_token: int  # keys and values of all layers
     attention_width: int  # layers x query heads x head dimension
     num_layers: int = 0

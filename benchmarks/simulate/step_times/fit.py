@@ -103,7 +103,7 @@ class _Seen:
     def __init__(self) -> None:
         self.pauses: list[float] = []
         self.idle: list[float] = []
-        # {power of two of the number of sequences with a token: bounds of delays}.
+        # {log2 of the number of sequences in the step before, rounded down: bounds of delays}
         self.busy: dict[int, list[tuple[float, float]]] = defaultdict(list)
         self.deliveries: list[tuple[float, ...]] = []
         self.ends: list[float] = []
@@ -152,7 +152,7 @@ def _table_seconds(costs: CostTable, step: EngineStep) -> float:
 
 
 def _add_requests(seen: _Seen, recording: Recording) -> None:
-    """Delays of requests to their first step, and of tokens from their steps."""
+    """Add delays from requests to their first steps, and from steps to the arrival of tokens."""
     steps, report = recording.steps, recording.report
     entries: dict[str, list[tuple[int, int]]] = defaultdict(list)  # id -> (step, end of positions)
     for number, step in enumerate(steps):
@@ -165,7 +165,7 @@ def _add_requests(seen: _Seen, recording: Recording) -> None:
         found = entries.get(times.request_id, [])
         if times.status != "ok" or not found or not times.chunk_s:
             continue
-        # The first requests of a closed loop are sent at once, so they are one measurement.
+        # The first requests of a closed loop are sent at once. They are left out.
         if place >= (recording.job.concurrency or 0):
             _add_admission(seen, steps, found[0][0], report.began_at + times.intended_s)
         num_prompt = len(request.prompt)
@@ -205,8 +205,8 @@ def _token_delays(
         for number, at in zip(sampled, arrivals, strict=True):
             yield number, max(0.0, at - steps[number].ended_at)
         return
-    # Tokens arrive in order. A token is in the first piece after its step, or in a later one if
-    # every remaining piece must have a token.
+    # Tokens arrive in order. A token is in the first piece that arrives after its step, or else in
+    # the last piece.
     place = 0
     for number in sampled:
         while place < len(arrivals) - 1 and arrivals[place] < steps[number].ended_at:

@@ -24,7 +24,7 @@ __all__ = ("ServingOverheads", "SizedValues", "StepClock")
 
 
 class SizedValues(NamedTuple):
-    """Measured values of steps of about the same size."""
+    """Measured values at about the same number of running sequences."""
 
     size: int  # sequences
     values: tuple[float, ...]  # at least one, ascending
@@ -38,7 +38,7 @@ class ServingOverheads:
     prompt: StepRatios  # ratio of seconds to the table, for steps with prompts
     pause_s: tuple[float, ...]  # between two steps: messages, scheduling
     idle_request_s: tuple[float, ...]  # from the client's sending to the step of an idle engine
-    # Seconds from the client's sending until a step can admit it, by running sequences.
+    # Seconds from the client's sending until a step can admit the request, by running sequences.
     busy_request_s: tuple[SizedValues, ...]
     # Seconds from a step's end until its tokens reach their clients: for each measured step, one
     # value per sequence, in the step's order.

@@ -30,7 +30,7 @@ _CLOSED_S, _RISING_S = 2.0, 2.0
 _BATCHES = (12, 6, 16, 4, 8)  # concurrency of the closed loops, in turns
 _PROMPTS, _OUTPUTS = (16, 448), (4, 64)  # least and most tokens
 _SHARES = (0.15, 0.9)  # shares of the closed loop's rate at the beginning and at the end
-_LONGEST_S = 1.5  # a slow server gets shorter outputs
+_LONGEST_S = 1.5  # seconds of the longest output: a slow server gets shorter outputs
 _SAMPLE = 24
 _TIMEOUT_S = 60.0
 

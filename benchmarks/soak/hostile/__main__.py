@@ -90,7 +90,7 @@ class _Hostile:
     Args:
         url: the URL of the server.
         rotation: the heavy acts, for all connections.
-        rates: the rates of light and of heavy acts, per second of one connection.
+        rates: light acts and heavy acts per second of each connection.
     """
 
     def __init__(self, url: str, rotation: _Rotation, rates: tuple[float, float]) -> None:

@@ -2,8 +2,8 @@
 //
 //     node calls.mjs openai http://127.0.0.1:8000 60
 //
-// Ends with one line of JSON: each call with its request id, when it was sent and its seconds; which
-// were wrong; and the version.
+// Ends with one line of JSON: each call with its request id, when it was sent and its seconds; the
+// wrong answers; and the library's version.
 
 import assert from "node:assert/strict";
 import { createRequire } from "node:module";
