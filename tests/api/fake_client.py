@@ -182,7 +182,7 @@ class FakeClient:
         place: int = 0,
         trace: bool = False,
     ) -> PooledOutput:
-        """A vector of length 1. Its direction depends on the prompt's first token."""
+        """A unit vector of two numbers. Its direction depends on the prompt's first token."""
         if self.death_reason is not None:
             raise EngineDeadError(f"the engine does not run: {self.death_reason}")
         self.pooled.append((prompt_token_ids, params, priority, cache_salt))

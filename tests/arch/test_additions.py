@@ -285,7 +285,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write_checkpoints(directory: Path) -> tuple[str, str]:
-    """A Llama as a checkpoint, and the same one with its layers' matrices stored as halves."""
+    """Write a Llama, and the same one with halved matrices in its layers; returns their paths."""
     variant = VARIANTS["llama3"].as_one_file()
     stored = save(reference_model(variant), variant, directory / "stored")
     halved = Path(shutil.copytree(stored, directory / "halved"))

@@ -1,4 +1,4 @@
-"""The import contracts of pyproject.toml, and what an import costs."""
+"""The import contracts of pyproject.toml, and what an import of the package loads and changes."""
 
 import ast
 import re
@@ -87,7 +87,7 @@ def test_light_modules_are_enough_to_say_what_is_wrong():
 
 
 def test_root_folders_are_imported_under_the_packages_name():
-    """`import ops` resolves in a checkout, and would be a second copy of every module in it."""
+    """`import ops` works in a checkout too. It would load a second copy of each module of `ops`."""
     bare = [
         f"{name_of(file)}: {name}"
         for file in package_files()

@@ -35,7 +35,7 @@ def source_paths(text: str) -> list[str]:
 
 
 def is_there(path: str) -> bool:
-    """Whether a path exists; one with a placeholder (`<name>.py`) or `*` if anything fits it."""
+    """Whether a path exists. A path with `<name>` or `*` exists if any file fits it."""
     return any(ROOT.glob(re.sub(r"<\w+>", "*", path).rstrip("/")))
 
 

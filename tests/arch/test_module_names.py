@@ -33,7 +33,7 @@ _MODULE = re.compile(rf"\bostinato(?:\.(?:{'|'.join(FOLDERS)}|commands))(?:\.\w+
 
 
 def layers() -> list[str]:
-    """Highest first, as the contract in pyproject.toml has them."""
+    """The layers of the contract in pyproject.toml, highest first."""
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
     [layered] = [each for each in contracts["contracts"] if each["type"] == "layers"]
     return layered["layers"]
@@ -54,7 +54,7 @@ def strings(file: Path) -> Iterator[tuple[int, str, bool]]:
 
 
 def named_modules() -> Iterator[tuple[str, str, str, bool]]:
-    """(where, the layer that it is in, the module that a string names, whether in a docstring)."""
+    """(place of a string, its layer, the module that it names, whether it is a docstring)."""
     for file in package_files():
         inside = file.relative_to(ROOT)
         layer = inside.stem if inside.parts[0] == "ostinato" else inside.parts[0]

@@ -113,7 +113,7 @@ def test_several_calls(name):
 
 @pytest.mark.parametrize("name", sorted(FORMATS))
 def test_strict_calls_beside_text(name):
-    """A trigger begins a call; text without it is free."""
+    """A trigger begins a call. Text without a trigger is not constrained."""
     text = text_of(name, GOOD)
     assert fits(use(), form(name), text)
     assert fits(use(), form(name), "It is sunny.")

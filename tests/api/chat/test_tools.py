@@ -35,7 +35,7 @@ CALL = {"id": "call_1", "type": "function", "function": {"name": "add", "argumen
 CALL_OF_MESSAGE = MessageToolCall(
     id="call_1", function=CalledFunction(name="add", arguments='{"a": 1}')
 )
-# Shows all input of a template. The markers at its end are those of Qwen3: the server chooses the parsers of
+# This template shows all its input. The markers at its end are those of Qwen3: the server chooses the parsers of
 # reasoning and calls by them.
 TEMPLATE = (
     "{% if tools %}{{ tools | tojson }}{% endif %}"

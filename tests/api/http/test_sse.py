@@ -17,7 +17,7 @@ class Chunk(msgspec.Struct):
 
 
 class Source:
-    """Yield the chunks of a list. An exception in it is raised; None waits without end."""
+    """Yields the chunks of a list. An exception in the list is raised; None waits without end."""
 
     def __init__(self, *items: Chunk | Exception | None) -> None:
         self.items = items

@@ -78,7 +78,7 @@ def test_parameters_are_resolved_once_for_each_prompt(make_app, monkeypatch, pat
         monkeypatch.setattr(f"{module}.resolve_sampling", counted)
     app = make_app()
     assert app.http.post(path, json=body).status_code == 200
-    # The real client makes its requests in this way. The scripted one records them.
+    # The real client builds its requests in this way. The scripted one only records arguments.
     for token_ids, sampling, *_ in app.engine.requests:
         make_requests("r", token_ids, sampling, app.engine.model)
     assert calls == [token_ids for token_ids, *_ in app.engine.requests]

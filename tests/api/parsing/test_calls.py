@@ -1,4 +1,4 @@
-"""Tool calls in each format: calls and content are told apart, in any pieces."""
+"""Tool calls in each format: the parser tells calls from content, however the text is cut."""
 
 from __future__ import annotations
 

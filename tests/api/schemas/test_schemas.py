@@ -156,7 +156,7 @@ class TestRefused:
         ),
     )
     def test_the_template_sees_each_key_of_a_message(self, role, others):
-        """Any role, and any key that no field of a message has. A key with null is left out."""
+        """The role is any text, and the keys are not fields of `Message`. Null keys are left out."""
         given_message = {"role": role, "content": "Hi", **others}
         body = msgspec.json.encode({"messages": [given_message]})
         (message,) = decode(body, ChatCompletionRequest).messages

@@ -47,7 +47,7 @@ def test_shapes_of_steps() -> None:
 
 
 def describe(device: str, folder: Path) -> dict[str, Any]:
-    """The tiny form of the command: the layer of a model at two shapes."""
+    """Run the tiny form of the command: one layer of a model at two shapes."""
     output = folder / "steps.json"
     command = [sys.executable, "-m", "ostinato.benchmarks.gpu", "--described", device, "--tiny"]
     done = subprocess.run(
@@ -82,5 +82,5 @@ def check(found: dict[str, Any]) -> None:
 
 
 def test_a_layer_on_a_described_gpu(tmp_path: Path) -> None:
-    """The engine's own compiler lowers it; every Triton kernel is compiled for capability 9.0."""
+    """The engine's compiler lowers the layer; its Triton kernels are compiled for capability 9.0."""
     check(describe("h200", tmp_path))

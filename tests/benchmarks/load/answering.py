@@ -67,7 +67,7 @@ def _event(data: object) -> bytes:
 
 
 def answer(pause_s: float = 0.0) -> Handler:
-    """max_tokens pieces "x", then the usage."""
+    """Answers with `max_tokens` pieces "x", then the usage."""
 
     async def handle(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         await asyncio.sleep(pause_s)

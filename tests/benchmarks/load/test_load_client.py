@@ -172,7 +172,7 @@ def test_the_client_is_a_process_of_its_own():
 
 
 def test_what_a_frozen_client_did_not_send_in_time_counts_as_latency():
-    """The client is stopped in the middle of a second in which it should send forty requests."""
+    """The client is stopped for one of the 1.6 seconds in which it should send forty requests."""
     sent = [JobRequest(prompt=[1, n], max_tokens=2, at_s=0.3 + 0.04 * n) for n in range(40)]
     frozen: list[float] = []
 

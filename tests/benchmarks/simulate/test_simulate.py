@@ -24,7 +24,7 @@ from tests.runtime.cost_tables import make_table
 
 def test_one_request_by_hand():
     # 20 prompt tokens in one step, then four decodes; the table has 2 ms a step, 0.1 ms a token,
-    # 0.05 ms a sequence and 1 us for every pair of a token and a context.
+    # 0.05 ms a sequence and 1 us for every pair of a token and a token of its context.
     results = simulate_open(make_spec(), lambda: iter([Arrival(1.0, range(20), 5)]))
     first = 1.0 + (2.0 + 20 * 0.1 + 0.05) / 1e3
     decodes = [(2.0 + 0.1 + 0.05) / 1e3 + context * 1e-6 for context in (20, 21, 22, 23)]
@@ -93,7 +93,7 @@ def test_what_serving_adds_comes_on_top():
 
 
 def test_tokens_that_arrive_together_are_one_piece():
-    # The first step's token is late: it arrives together with the next step's token or after it.
+    # Some tokens are 0.1 s late. They arrive together with tokens of the following steps.
     overheads = make_overheads(delivery_s=((0.1,), (0.0,)))
     results = simulate_open(
         make_spec(overheads=overheads, seed=3), lambda: iter([Arrival(0.0, range(20), 30)])

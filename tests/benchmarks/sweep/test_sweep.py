@@ -121,7 +121,7 @@ def test_a_sweep_isolates_a_failure_reuses_the_model_and_resumes(
     reused = [r.conditions["model_reused"] for r in files.values() if not r.points[0].error]
     assert sorted(reused) == [False, True], "one process, one load of the model"
 
-    # The second run keeps the results that exist and repeats only the failed point.
+    # The second run keeps the good results and repeats only the failed points.
     kept = {file: file.stat().st_mtime_ns for file, r in files.items() if not r.points[0].error}
     assert run([*words, *varied]) == 1
     assert {file: file.stat().st_mtime_ns for file in kept} == kept

@@ -23,7 +23,7 @@ def gaps(load: LoadSection, rate: float) -> list[float]:
 def test_gaps_have_the_rate_as_mean_and_the_burstiness_as_shape(burstiness: float):
     found = gaps(LoadSection(burstiness=burstiness), rate=5.0)
     assert statistics.fmean(found) == pytest.approx(0.2, rel=0.15)
-    # A gamma distribution of shape k has a coefficient of variation of k ** -0.5.
+    # A gamma distribution of shape `k` has a coefficient of variation of `k ** -0.5`.
     variation = statistics.pstdev(found) / statistics.fmean(found)
     assert variation == pytest.approx(burstiness**-0.5, rel=0.15)
 

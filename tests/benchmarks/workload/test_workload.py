@@ -1,4 +1,4 @@
-"""Workloads are the same ids everywhere, and a bad file is one clear line."""
+"""A workload has the same ids everywhere, and a bad file gives an error of one line."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""Workloads made from numbers and read from others' files; a bad file is one clear line."""
+"""Synthetic workloads and files of other projects; a bad file gives an error of one line."""
 
 import json
 import time
