@@ -32,7 +32,7 @@ _NOT_MEASURED = {"bench", "slo", "workload", "load.rates", "load.concurrency", "
 
 
 def history(config: RunConfig, context: BenchContext) -> Record:
-    """Every point of every result, labelled with its commit and time; like points oldest first.
+    """Every point of every result with its commit and time; comparable points oldest first.
 
     Raises:
         ConfigError: a file does not exist or is not a result.

@@ -93,8 +93,8 @@ def workload_of(config: RunConfig, facts: ModelFacts) -> tuple[Part, list[str]]:
 def first_shift(config: RunConfig, *, stays_up: bool) -> int:
     """The number of the first measurement. The token ids that a measurement sends depend on it.
 
-    A server that keeps running may have cached the prompts of an earlier `run bench`. So the number
-    is random for random prompts. For prompts of a file it is 0.
+    A server that keeps running may have cached the prompts of an earlier `run bench`. For such
+    a server the number is random if the prompts are random. Otherwise it is 0.
     """
     return secrets.randbelow(_SHIFTS) if stays_up and _is_drawn(config) else 0
 

@@ -258,7 +258,7 @@ def _grown(before: EngineStats, after: EngineStats) -> dict[str, Metric]:
 
 
 def metrics_of(runs: Sequence[Measurement]) -> dict[str, Metric]:
-    """The metrics of one part: the median and every measurement of each."""
+    """The metrics of one part, each with its median and every measurement."""
     metrics: dict[str, Metric] = {}
 
     def add(name: str, values: Sequence[float | None], unit: str, better: str = "") -> None:

@@ -76,7 +76,7 @@ class _Decoding:
 
 
 class _Prefill:
-    """A new prompt for each run, so that it is not in the prefix cache."""
+    """Prefills a new prompt in each run, so that it is not in the prefix cache."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._number = engine, 0

@@ -7,10 +7,10 @@
 
 The candidates are, for each instruction set (`--levels`), the packed op and the quantised op with 8
 and 4 bits; `torch.nn.functional.linear`; and oneDNN with weights in its own packed form, if this
-torch and this processor support that for the dtype. A sum over as many bytes measures the bandwidth
-of the memory. Calls of all candidates alternate, so that a change of the machine's state affects
-all. Each call uses another copy of the weights. All copies together exceed the processor's caches,
-like the layers of a model.
+torch and this processor support that for the dtype. A sum over the bytes of the weights measures
+the bandwidth of the memory. Calls of all candidates alternate, so that a change of the machine's
+state affects all. Each call uses another copy of the weights. All copies together exceed the
+processor's caches, like the layers of a model.
 
 With one thread, times are CPU times of that thread. Other programs do not add to them, except that
 they use caches and memory too. With several threads, times are wall-clock times.

@@ -193,7 +193,7 @@ async def measure(
                     await _take_turns(
                         case,
                         {"plain": clients["plain"], "drafts": clients[case.engine]},
-                        _Found({role: [] for role in case.roles})  # the first turn warms up
+                        _Found({role: [] for role in case.roles})  # the first round warms up
                         if number == first
                         else found[case.name],
                         num_tokens,
@@ -341,7 +341,7 @@ def _used_seconds() -> float:
 
 
 def _first(client: EngineClient, name: str) -> _Request:
-    """The request before a turn."""
+    """The short request before a turn, which is not timed."""
     generator = random.Random(name)
     prompt = [generator.randrange(16, client.model.vocab_size) for _ in range(_FIRST_TOKENS)]
     sampling = SamplingParams(

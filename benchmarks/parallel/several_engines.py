@@ -12,7 +12,7 @@ ranks       output tokens a second of one process with two threads, of two ranks
 prefixes    share of prompt tokens found in the cache, for two routers: measured, simulated (with
             the same requests, cache sizes and router code), and ideal (each prefix is computed
             once)
-death       the longest pause of a stream after SIGKILL of its engine, beside another engine
+death       the longest pause of a stream after SIGKILL of its engine, while another engine runs
 rank_death  the longest pause of a stream after SIGKILL of a rank of the only engine, for two ranks
             and for two stages, beside the time of a start
 """

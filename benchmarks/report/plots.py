@@ -303,7 +303,7 @@ def ratio_intervals(record: Record) -> Figure | None:
 
 
 def parameter_effect(record: Record) -> Figure | None:
-    """The first figure of a sweep, a grid or a history over its points."""
+    """The main metric of each point of a sweep, a grid or a history."""
     names = [
         n for n in ("output_throughput", "ready", "equal_together") if len(_measured(record, n)) > 1
     ]

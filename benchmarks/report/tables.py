@@ -146,7 +146,7 @@ def print_record(record: Record, file: Path | None = None, others: Sequence[Path
 def _tables(
     record: Record, measured: Sequence[Point], names: Sequence[str], console: Console
 ) -> list[Table]:
-    """Tables with points side by side, several if one is too wide; or a table with a row each."""
+    """Tables with points side by side, or one table with a row for each point."""
     if len(measured) <= _MAX_COLUMNS and all(len(p.label) <= _MAX_LABEL for p in measured):
         for count in range(len(measured), 0, -1):
             parts = [measured[k : k + count] for k in range(0, len(measured), count)]

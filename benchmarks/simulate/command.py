@@ -1,7 +1,7 @@
 """`run simulate`: predicts the metrics of servers under load, without a device.
 
     run simulate load.rates=[2,4,8]
-    run simulate model=llama-8b simulate.device=h100 simulate.replicas=8 load.rates=[40] \
+    run simulate model=llama-8b simulate.device=h100 simulate.replicas=8 load.rates=[40] \\
         simulate.router=prefix_aware workload=prefix
     run simulate workload=trace workload.path=trace.jsonl simulate.rounds=24
     run simulate --validate

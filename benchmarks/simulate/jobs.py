@@ -104,7 +104,8 @@ class _Dependent:
             for _ in range(num_replicas)
         ]
         self._due: list[tuple[float, int]] = []  # heap: when a request is sent
-        self._held: deque[tuple[float, int]] = deque()  # wait for the limit of concurrency
+        # requests that wait because of the limit of concurrency
+        self._held: deque[tuple[float, int]] = deque()
         self._num_live = 0
         self._num_sent = 0
         self._prompts: dict[int, list[int]] = {}  # prompts of the turns that were sent

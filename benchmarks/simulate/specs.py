@@ -107,7 +107,7 @@ def planned_spec(
     device_name: str,
     draft_costs: CostTable | None = None,
 ) -> EngineSpec:
-    """An engine from its memory plan alone.
+    """The engine that a configuration describes, from its memory plan alone.
 
     Args:
         config: the configuration.

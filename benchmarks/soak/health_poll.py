@@ -6,7 +6,7 @@ Writes `ready`, polls until its stdin is closed, then writes the results as one 
 are those of `time.time()`.
 
 A thread beside the polls sleeps for short times. A sleep that lasts much longer shows that the
-machine gave this process no processor then. The server can have had no processor either.
+machine gave this process no processor then. The server may have had none either.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ OPTIONS: dict[str, Callable[[Numbers, Sequence[int], int], Any]] = {
     "logit_bias": lambda r, ids, most: {
         str(token_id): r.uniform(-100, 100) for token_id in _some(r, ids, 8)
     },
-    # More than the number of stop tokens, so that `min_tokens` leaves an allowed token.
+    # More ids than stop tokens, so that `min_tokens` leaves an allowed token.
     "allowed_token_ids": lambda r, ids, most: r.sample(sorted(set(ids)), r.randint(5, 40)),
     "bad_words": lambda r, ids, most: _some(r, _WORDS, 6),
     "min_tokens": lambda r, ids, most: r.randint(0, most),

@@ -112,7 +112,7 @@ class FakeClient:
         raise InvalidRequestError("no other engine takes requests", status=409)
 
     def resume_engine(self, engine: int) -> None:
-        """It takes requests always."""
+        """It always takes requests."""
 
     async def reload_weights(self, timeout_s: float) -> None:
         """It has no weights."""

@@ -164,7 +164,7 @@ class Edit(NamedTuple):
 
 
 class Addition(NamedTuple):
-    """A new file, if any, and the changed ones."""
+    """A new file, if any, and edits of existing files."""
 
     path: str | None
     text: str

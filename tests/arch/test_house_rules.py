@@ -19,7 +19,7 @@ LONG_FUNCTIONS = {
 }
 # Sentences and word lists that the demo model learns from: data in the form of functions.
 DATA_FOLDER = "models/demo/"
-# Where the process's environment may be touched.
+# Files that may read or change the process's environment.
 ENVIRONMENT_FILES = {"conf/environment.py", "api/server/server.py"}
 # Names that `global` statements may have: none.
 GLOBALS: set[str] = set()

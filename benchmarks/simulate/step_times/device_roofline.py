@@ -13,8 +13,8 @@ Rates and bandwidth are the shares of the peak that good kernels reach. A measur
 is better. The roofline model is that of Williams, Waterman and Patterson, "Roofline: an insightful
 visual performance model for multicore architectures", CACM 2009. Peak rates are those of the
 vendors' data sheets (dense, without sparsity), and so are the bandwidths of links. Latencies are
-estimates; that of NVLink gives the 7 to 11 us for sums of 0.5 MB over 2 to 8 H100 that users of
-custom kernels report (vllm-project/vllm#24111).
+estimates. With the latency of NVLink, a sum of 0.5 MB over 2 to 8 H100 takes 7 to 11 us, as users
+of custom kernels report (vllm-project/vllm#24111).
 """
 
 from __future__ import annotations

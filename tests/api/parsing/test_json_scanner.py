@@ -1,4 +1,4 @@
-"""The scanner and the `json` module find the same end of an object, however it is cut."""
+"""The scanner and the `json` module find the same end of an object, however the text is cut."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def test_the_bound_is_below_the_median_99_times_of_100():
         bound = lower_bound(ratios)
         assert bound <= median(ratios)
         wrong += bound > 1.0
-    assert wrong < 40  # 20 were expected at most
+    assert wrong < 40  # at most 20 are expected
 
 
 def test_more_pairs_say_more():

@@ -82,5 +82,5 @@ def check(found: dict[str, Any]) -> None:
 
 
 def test_a_layer_on_a_described_gpu(tmp_path: Path) -> None:
-    """The engine's compiler lowers the layer; its Triton kernels are compiled for capability 9.0."""
+    """The engine's compiler lowers the layer; its Triton kernels are for capability 9.0."""
     check(describe("h200", tmp_path))

@@ -25,7 +25,7 @@ def test_own_work_is_not_other_programs_work():
 
 
 def test_the_work_of_a_child_process_is_not_other_programs_work():
-    """The child's seconds are its own clock's, so another program's load changes nothing."""
+    """The child measures its own processor time, which other programs do not change."""
     meter = LoadMeter()
     _, _, before = meter._now()
     code = "import time\nwhile time.process_time() < 0.3: pass\nprint(flush=True)\ninput()"
