@@ -40,13 +40,13 @@ _PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def activate(x: Tensor, name: str, *, gated: bool = False) -> Tensor:
-    """function(x), or gated: function(first half of each row) * second half.
+    """`function(x)`, or if gated `function(first half of each row) * second half`.
 
     Args:
         x: [T, I], or [T, 2 I] gate and up (arXiv:2002.05202); last dimension contiguous.
         name: a key of `ACTIVATIONS`; or `swigluoai`, which is always gated (gpt-oss,
-            arXiv:2508.10925): gate * sigmoid(1.702 gate) * (up + 1), where the gate is clamped to
-            at most 7 and up to [-7, 7].
+            arXiv:2508.10925): `gate * sigmoid(1.702 * gate) * (up + 1)`. Before that, `gate` is
+            clamped to at most 7, and `up` is clamped to [-7, 7].
         gated: whether x has gate and up.
 
     Returns:

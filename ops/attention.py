@@ -219,13 +219,13 @@ def select_backend(name: str, spec: AttentionSpec) -> str:
     """Resolve a configured backend name to one that can serve `spec`.
 
     Args:
-        name: a backend's name, or "auto" for the first one that fits in the list of preference
-            for the device.
+        name: a backend's name, or "auto" for the first one that can serve `spec` in the device's
+            order of preference.
         spec: what the model needs.
 
     Raises:
-        ValueError: the named backend (or with "auto", every one) does not fit; the reason is in the
-            text.
+        ValueError: the named backend cannot serve `spec`, or with "auto" none can; the reasons are
+            in the text.
     """
     candidates = _PREFERENCE[spec.device.type] if name == "auto" else (name,)
     reasons: list[str] = []

@@ -38,8 +38,8 @@ def encoder_attention(
         [T, H, D] contiguous, in q's dtype. Rows that belong to no sequence are zero.
 
     Raises:
-        ValueError: the CPU kernel refused a shape, dtype or stride, or a `query_start_loc` that
-            falls.
+        ValueError: the CPU kernel refused a shape, dtype or stride, or a `query_start_loc` whose
+            values decrease.
     """
     return _op(q, k, v, query_start_loc, scale)
 

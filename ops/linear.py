@@ -6,8 +6,8 @@ ordinary contiguous tensor [ceil(N / 32), ceil(K / e), 32, e], e = 2 for bfloat1
 32 rows of the [N, K] matrix make a panel, in which each row's next e values of K lie side by side.
 Padding past N and K is zero.
 
-Every output element is a float32 sum in an order that depends on K alone (fixed per instruction
-set). So the bits of a row depend neither on other rows nor on the number of threads.
+Every output element is a float32 sum, whose order depends only on K and on the instruction set. So
+the bits of a row depend neither on other rows nor on the number of threads.
 
 The kernels are ops/native/linear/linear.cpp and pack.cpp. Until they are loaded, and on other
 devices, the same ops run as plain torch.

@@ -15,7 +15,7 @@ The kernels are quantized.cpp, pack.cpp, repack.cpp and unpack.cpp in ops/native
 they are loaded the same ops run as plain torch (ops/quantized_reference.py).
 
 On CUDA the same bytes are read by the Triton kernels of ops/gpu_quantized/, which do not round
-activations. Weights whose checkpoint states 8-bit activations are multiplied by ops/rounded/ there.
+activations. If the checkpoint states 8-bit activations, ops/rounded/ multiplies the weights there.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Packing(StrEnum):
 def quantize_linear_weight(weight: Tensor, form: QuantFormat) -> Tensor:
     """The quantised form of a linear weight [N, K]; the caller drops the original.
 
-    Symmetric: w = (q - offset) * scale; asymmetric: w = (q - zero point) * scale. Scales are
+    Symmetric: `w = (q - offset) * scale`. Asymmetric: `w = (q - zero_point) * scale`. Scales are
     bfloat16. With 8 bits the grid spans the group from its least to its greatest value. With 4 bits
     a few grids are tried, which clip the extremes more or less, and the grid with the least squared
     error is taken. A group with an infinity or a NaN becomes NaN.
@@ -73,7 +73,7 @@ def quantize_linear_weight(weight: Tensor, form: QuantFormat) -> Tensor:
     Builds and loads the native library on first use.
 
     Raises:
-        ValueError: `why_unpackable(weight)`, or the format is not one of `QuantFormat`.
+        ValueError: `why_unpackable(weight)`, or a value of `form` is not in `QuantFormat`.
         NativeBuildError: the kernels cannot be built here.
     """
     reason = why_unpackable(weight)
@@ -88,7 +88,7 @@ def pack_quantized_weight(
 ) -> Tensor:
     """The quantised form of a weight [N, K] whose integers are stored in a checkpoint.
 
-    No value is rounded if the scales and zero points are numbers of the format's dtype.
+    No value is rounded if the dtype `form.factors` can hold the scales and zero points exactly.
 
     Builds and loads the native library on first use.
 
@@ -181,7 +181,7 @@ def unpack_words(words: Tensor, bits: int, packing: Packing) -> Tensor:
 
     Args:
         words: [rows, columns] int32.
-        bits: of an integer: 4 or 8. AWQ has 4.
+        bits: bits of one integer, 4 or 8. AWQ has 4.
         packing: where the integers of a word belong.
 
     Returns:

@@ -41,12 +41,12 @@ class QuantFormat(NamedTuple):
     kind: str = "steps"  # or "minimums", "e2m1", "e4m3". A value stands for:
     #   steps     (value - zero point) * scale
     #   minimums  value * scale - minimum
-    #   e2m1      (E2M1[value] - 12) * scale: twice a float of 4 bits; scales are halved likewise
+    #   e2m1      (E2M1[value] - 12) * scale; the bracket is twice a float, so scales are halved
     #   e4m3      value * scale; values are floats of 8 bits, and activations are not rounded
 
     @property
     def offset(self) -> int:
-        """The value that stands for zero in a symmetric group (for e2m1 an entry of _E2M1)."""
+        """The value that stands for zero in a symmetric group (for e2m1 an entry of `E2M1`)."""
         return {"minimums": 0, "e2m1": 12, "e4m3": 0}.get(self.kind, 1 << (self.bits - 1))
 
     @property

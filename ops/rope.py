@@ -113,7 +113,7 @@ def inverse_frequencies(rope: Rope, num_positions: int) -> Tensor:
 
 def _llama3(inverse: Tensor, scaling: Llama3Scaling) -> Tensor:
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    # of each pair within the original context
+    # turns of each pair within the original context
     turns = scaling.original_max_position * inverse / (2 * math.pi)
     keep = ((turns - low) / (high - low)).clamp(0, 1)
     return (1 - keep) * inverse / scaling.factor + keep * inverse

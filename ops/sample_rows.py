@@ -104,7 +104,7 @@ def sample_rows(logits: Tensor, inputs: SampleInputs, paths: Iterable[SamplePath
 
 
 def sample_each(logits: Tensor, draws: Sequence[RowSampling]) -> Tensor:
-    """Sample with work only for the rows that need it, for CPUs.
+    """Sample, for CPUs: each path is computed only for the rows that have it.
 
     This is the op `ostinato::sample_tokens`, on CPUs a C++ kernel (ops/native/rows/sampling.cpp).
     The kernel and plain torch sum probabilities in different orders. So if `uniform` is within a
@@ -182,7 +182,7 @@ _ASKING = _STATIC | {SamplePath.wide: _filtered}
 def _in_chunks(
     draw: _Draw, logits: Tensor, inputs: SampleInputs, where: Tensor | None = None
 ) -> Tensor:
-    """`draw` of the logits (of the rows `where`) over their temperatures, in chunks of rows."""
+    """`draw` of `logits / temperatures`, in chunks. `where`: the rows to draw, None = all."""
     num_rows, step = len(inputs.paths), rows_at_once(logits.shape[-1])
     parts = []
     for begin in range(0, num_rows, step):

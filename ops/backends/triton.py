@@ -51,7 +51,7 @@ def _strides(tensor: Tensor) -> tuple[int, int]:
 def _shared_memory(device: torch.device) -> int:
     """Bytes of shared memory that one program may have."""
     if device.type != "cuda":
-        return 227 * 1024  # the interpreter has no limit: the tiles of compute capability 9.0
+        return 227 * 1024  # the interpreter has no limit; this gives the tiles of capability 9.0
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 

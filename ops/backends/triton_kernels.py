@@ -54,7 +54,7 @@ def _load_tile(pointers, rows_ok, columns_ok, MASK_ROWS: tl.constexpr, MASK_COLU
 def _logits(dots, scale, SOFT_CAP: tl.constexpr):
     """Scaled (and capped) logits in units of log2, so that the softmax is one exp2."""
     if SOFT_CAP > 0.0:
-        # tanh(x) = 1 - 2 / (exp(2 x) + 1), right at both ends in float32.
+        # tanh(x) = 1 - 2 / (exp(2 x) + 1), which is right even where exp overflows.
         doubled = tl.exp2(dots * (scale * (2.0 * _LOG2_E / SOFT_CAP)))
         logits = (SOFT_CAP * _LOG2_E) * (1.0 - 2.0 / (doubled + 1.0))
     else:
@@ -147,7 +147,7 @@ def _attend(
 def _join_partitions(
     partial_out,
     partial_lse,
-    slot,  # [M] of the first partition of each row
+    slot,  # [M] index of the first partition of each row
     row_ok,  # [M]
     head,  # [M]
     num_parts,

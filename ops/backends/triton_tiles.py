@@ -91,7 +91,7 @@ class KernelShape:
 
     @property
     def short(self) -> TileShape:
-        """The tile, of least height, for sequences whose query rows fit one tile."""
+        """The tile of the fewest rows, for sequences whose query rows fit one tile."""
         block_m = max(16, _power_of_two(self.group))
         num_warps = 4 if block_m <= 64 else 8
         # Keys of 8 bits are widened in registers, which hold 64 keys at a time.
@@ -134,7 +134,7 @@ class KernelShape:
 
     @property
     def max_partitions(self) -> int:
-        """The most KV partitions of a sequence. One long sequence then fills a GPU."""
+        """The most KV partitions of a sequence: enough that one long sequence fills a GPU."""
         wanted = min(64, max(4, _power_of_two(128 // self.num_kv_heads)))
         return min(wanted, ceil_div(self.max_context, _MIN_PARTITION))
 

@@ -59,7 +59,7 @@ def work_items(
     MIN_PART_TILES: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
-    """For each of BLOCK_S sequences: the items of each KV head, and the rows with partitions.
+    """For each of BLOCK_S sequences: its items per KV head, and its query rows if it is split.
 
     Both are 0 for sequences whose number of query rows is outside [MIN_QUERY, MAX_QUERY], because
     they belong to another launch.

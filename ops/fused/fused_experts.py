@@ -41,7 +41,7 @@ def fused_experts(
     rounds_logits: bool,
     activation: str,
 ) -> Tensor:
-    """hidden = x @ W.T + bias + residual, then hidden + experts(rms_norm(hidden)).
+    """`hidden = x @ W.T + bias + residual`, then `hidden + experts(rms_norm(hidden))`.
 
     Args:
         x: [T, K] in bfloat16 or float32, last dimension contiguous: what the attention gives.
@@ -56,7 +56,7 @@ def fused_experts(
         down: [experts, D, I] in x's dtype, contiguous.
         spec: how tokens are routed, without groups.
         rounds_logits: whether the router's logits are rounded to x's dtype.
-        activation: a key of `ACTIVATIONS`: activation(gate) * up.
+        activation: a key of `ACTIVATIONS`, for `activation(gate) * up`.
 
     Returns:
         [T, D] contiguous, in x's dtype.

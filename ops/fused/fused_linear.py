@@ -60,7 +60,7 @@ def fused_linear(
     activation: str = "",
     residual: Tensor | None = None,
 ) -> Tensor:
-    """activation(rms_norm(x) @ W.T + bias) + residual, each part only if its argument is given.
+    """`activation(rms_norm(x) @ W.T + bias) + residual`, each part only if its argument is given.
 
     Args:
         x: [T, K] in bfloat16 or float32, last dimension contiguous.
@@ -68,8 +68,8 @@ def fused_linear(
         bias: [N] (or [2 N]) in x's dtype.
         norm_weight: [K] in x's dtype or float32, the scale of an RMS norm of x; None = no norm.
         eps: of the norm.
-        activation: a key of `ACTIVATIONS`, of a gated linear unit: activation(gate) * up; empty =
-            none.
+        activation: a key of `ACTIVATIONS`, for the gated linear unit `activation(gate) * up`;
+            empty = none.
         residual: [T, N] in x's dtype, last dimension contiguous.
 
     Returns:

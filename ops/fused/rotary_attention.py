@@ -74,7 +74,7 @@ def rotary_attention(
         rotary: cos and sin [T, R / 2] float32, contiguous; R <= D elements are rotated. None =
             nothing is rotated.
         norms: [D] each, the scales of an RMS norm of each query and key head, in qkv's dtype or
-            float32; with `rotary` only. None = no norm.
+            float32; allowed only with `rotary`. None = no norm.
         eps: of the norms.
         num_heads: Hq.
         k_cache, v_cache, metadata, scale, sliding_window, soft_cap, alibi_slopes, sinks: as for

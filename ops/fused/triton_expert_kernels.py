@@ -238,7 +238,7 @@ def down_kernel(
 ):
     """One program for each tile of pairs and tile of columns.
 
-    The last program of a token adds its slots, in their order.
+    The last program of a token adds the products of the token's slots, in their order.
     """
     expert, pair, is_pair = _pairs(
         tl.program_id(0), members, counts, num_rows, NUM_EXPERTS, BLOCK_E, BLOCK_M

@@ -43,7 +43,7 @@ _SQRT_HALF = tl.constexpr(0.7071067811865476)
 
 @dataclass(frozen=True, slots=True)
 class LinearTile:
-    """BLOCK_M rows of x and BLOCK_N columns of the result, BLOCK_K elements of both at a time."""
+    """BLOCK_M rows of x and BLOCK_N rows of W, multiplied BLOCK_K elements at a time."""
 
     block_m: int
     block_n: int
@@ -120,7 +120,7 @@ def linear_constants(
 
 @triton.jit
 def gated(gate, up, KIND: tl.constexpr):
-    """KIND(gate) * up in float32."""
+    """`KIND(gate) * up` in float32."""
     if KIND == "silu":
         active = gate / (1.0 + tl.exp(-gate))
     elif KIND == "quick_gelu":
@@ -129,7 +129,7 @@ def gated(gate, up, KIND: tl.constexpr):
         active = 0.5 * gate * (1.0 + tl.erf(gate * _SQRT_HALF))
     elif KIND == "gelu_tanh":
         inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
-        # (1 + tanh(y)) / 2 = 1 - 1 / (exp(2 y) + 1), right at both ends in float32.
+        # (1 + tanh(y)) / 2 = 1 - 1 / (exp(2 y) + 1), which is right even where exp overflows.
         active = gate * (1.0 - 1.0 / (tl.exp(2.0 * inner) + 1.0))
     else:
         tl.static_assert(KIND == "relu", "an activation without a kernel")

@@ -335,7 +335,7 @@ def tile_constants(form: QuantFormat, num_rows: int, dtype: torch.dtype) -> dict
 
 
 def parts_of_columns(tiles: int, most: int) -> int:
-    """The parts of K, at most `most`, with which a launch of `tiles` tiles fills the GPU."""
+    """How many parts of K, at most `most`, a launch of `tiles` tiles needs to fill the GPU."""
     return max(1, min(8, most, _PROGRAMS // tiles))
 
 

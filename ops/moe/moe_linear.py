@@ -8,7 +8,7 @@ experts is two such layers and an activation between them:
     gate and up   [T, K] -> [T * k, N]: one row for each token and slot
     down          [T * k, K] -> [T, N]: the slots of a token, weighted and added
 
-Sums run over a token's slots in their order, in float32, and products have the order of
+A token's slots are added in their order, in float32. Each product is summed in the order of
 ops/linear.py. So on a CPU the bits of a token's result do not depend on other tokens. In the
 kernels no tensor's size depends on data, and the host reads no result.
 
@@ -64,7 +64,7 @@ def moe_linear(
         weight: [experts, N, K] in x's dtype.
         bias: [experts, N] in x's dtype, added before anything is rounded, or None.
         routing_weights: [T, k] float32; None = the slots are not added.
-        residual: [T, N] in x's dtype, added in float32 before rounding; with routing weights only.
+        residual: [T, N] in x's dtype, added in float32 before rounding; needs routing weights.
 
     Returns:
         Without routing weights [T * k, N] in x's dtype; with them [T, N].

@@ -67,7 +67,7 @@ def route(logits: Tensor, spec: RouteSpec, bias: Tensor | None = None) -> tuple[
         The experts [T, top_k] int32, and their weights [T, top_k] float32.
 
     Raises:
-        ValueError: a shape or dtype is not as above, or the spec's numbers do not fit.
+        ValueError: a shape or dtype is not as above, or the spec's numbers do not fit each other.
     """
     return _route(
         logits,

@@ -24,7 +24,8 @@ __all__ = (
     "route_kernel",
 )
 
-# pairs; torch sorts more pairs, because counting compares each pair with all others
+# Up to this many pairs are ordered by counting, which compares each pair with all others. If there
+# are more, torch sorts them.
 _MOST_COUNTED = 8192
 _PAIRS, _OTHERS = 32, 128  # pairs of a program, and pairs that it compares them with at a time
 _LEAST_SUM = tl.constexpr(1e-20)  # as in ops/moe/routing.py
@@ -43,7 +44,7 @@ def choose_experts(
     BLOCK_E: tl.constexpr,
     BLOCK_K: tl.constexpr,  # power of two, at least TOP_K
 ):
-    """The experts [M, BLOCK_K] int32 of M tokens and their weights float32, as `route`."""
+    """The experts [M, BLOCK_K] int32 that `route` chooses for M tokens, and their weights."""
     lane = tl.arange(0, BLOCK_E)
     is_open = (lane < NUM_EXPERTS)[None, :] & tl.full([BLOCK_M, BLOCK_E], 1, tl.int1)
     scores = values
@@ -160,7 +161,7 @@ def expert_order_kernel(
     BLOCK: tl.constexpr,
     OTHERS: tl.constexpr,
 ):
-    """The position in the order of each of BLOCK pairs, or the end of each of BLOCK experts.
+    """For each of BLOCK items: the position of a pair in the order, or the end of an expert.
 
     A pair's position is the number of pairs before it: all pairs of lower experts, and the earlier
     pairs of the same expert. An expert's end is one past the position of its last pair.
@@ -216,7 +217,8 @@ def expert_order(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
         num_experts: how many there are.
 
     Returns:
-        The pairs (token * k + slot) [T * k] int64, and where each expert's end [num_experts] int64.
+        The pairs (token * k + slot) [T * k] int64, and where each expert's pairs end [num_experts]
+        int64.
     """
     flat = ids.reshape(-1)
     num_pairs = flat.numel()

@@ -172,7 +172,7 @@ def intact_libraries(library: str, isa: str) -> list[Path]:
 
 
 def discard(path: Path) -> None:
-    """Remove a file that does not load from the cache. A wheel's file is not removed."""
+    """Remove a file from the cache because it does not load. A wheel's file is not removed."""
     if path.parent != PREBUILT_DIR:
         with contextlib.suppress(OSError):  # `build` will write another file beside it
             path.unlink(missing_ok=True)

@@ -1,9 +1,9 @@
 """Loads libraries of C++ kernels (build.py) and makes them the CPU implementations of the ops.
 
 `load("core")` is called once, before the first call that should be fast. Until then the ops run as
-plain torch. `load("core", isa="avx2")` builds a lower instruction set and installs it beside the
-default one, as `torch.ops.ostinato_avx2.*` with the same schemas, so that a test can compare
-instruction sets in one process.
+plain torch. `load("core", isa="avx2")` builds the kernels for a lower instruction set and installs
+them beside the default ones, as `torch.ops.ostinato_avx2.*` with the same schemas, so that a test
+can compare instruction sets in one process.
 """
 
 from __future__ import annotations

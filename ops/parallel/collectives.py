@@ -36,7 +36,7 @@ def all_reduce(
     dtype: torch.dtype,
     exchange: Exchange = Exchange.shared_memory,
 ) -> Tensor:
-    """partial of rank 0 + partial of rank 1 + ... + residual, rounded to `dtype`.
+    """The sum of `partial` of all ranks and of `residual`, rounded to `dtype`.
 
     Shared memory adds in float32 and rounds once. Other exchanges round each sum of two ranks to
     the dtype of `partial`.
@@ -54,7 +54,7 @@ def all_reduce(
     Raises:
         ValueError: a shape, dtype or stride is not as above, or no group was joined.
         RuntimeError: the group in shared memory was ended, or a rank did not come in time.
-        GroupEndedError: the other group was ended, or a rank has ended.
+        GroupEndedError: the `DistributedGroup` was ended, or one of its ranks has ended.
     """
     op = _distributed_sum if exchange.is_distributed else _all_reduce
     return op(partial, residual, group, str(dtype).removeprefix("torch."))
@@ -77,7 +77,7 @@ def gather_vocab(
     Raises:
         ValueError: a shape, dtype or stride is not as above, or no group was joined.
         RuntimeError: the group in shared memory was ended, or a rank did not come in time.
-        GroupEndedError: the other group was ended, or a rank has ended.
+        GroupEndedError: the `DistributedGroup` was ended, or one of its ranks has ended.
     """
     op = _distributed_gather if exchange.is_distributed else _gather_vocab
     return op(part, group, world)

@@ -20,7 +20,7 @@ class DistributedSender:
     def __init__(self, pair: DistributedGroup) -> None:
         """
         Args:
-            pair: a group of this rank and the receiver; ended with this object.
+            pair: a group of this rank and the receiver; closed with this object.
         """
         self._pair = pair
 
@@ -47,7 +47,7 @@ class DistributedReceiver:
     def __init__(self, pair: DistributedGroup, shape: HiddenShape, device: torch.device) -> None:
         """
         Args:
-            pair: a group of the sender and this rank; ended with this object.
+            pair: a group of the sender and this rank; closed with this object.
             shape: the largest hidden states.
             device: where the hidden states are wanted.
         """
@@ -67,7 +67,7 @@ class DistributedReceiver:
         return hidden
 
     def release(self) -> None:
-        """Nothing: each step has memory of its own."""
+        """Does nothing: each step has memory of its own."""
 
     def abort(self) -> None:
         """As `DistributedGroup.abort`."""

@@ -17,7 +17,7 @@ class Exchange(StrEnum):
 
     shared_memory = "shared memory"  # CPUs: the kernels of ops/native/collectives/
     nccl = "nccl"  # GPUs
-    gloo = "gloo"  # CPUs: the path of NCCL, without a GPU
+    gloo = "gloo"  # CPUs: runs the same code as NCCL, without a GPU
 
     @property
     def is_distributed(self) -> bool:

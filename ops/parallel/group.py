@@ -48,8 +48,9 @@ class ParallelGroup:
             spin_us: microseconds for which a waiting rank spins before it sleeps; 0 if ranks share
                 a processor.
             timeout_s: a wait that takes longer ends the group.
-            notify: an eventfd that is told when this rank has written a piece, for the bridge that
-                sends it to ranks on other machines; closed with this object. -1 = there are none.
+            notify: an eventfd that is signalled when this rank has written a piece of its values,
+                which the bridge process sends to other machines; closed with this object. -1 = all
+                ranks are on this machine.
 
         Raises:
             ValueError: the descriptor is not that of a group of `world` ranks, or there is no such

@@ -82,7 +82,7 @@ class _End:
         """
         Args:
             end: closed with this object.
-            shape: as the handoff was made for.
+            shape: the shape for which the handoff was made.
 
         Raises:
             ValueError: the handoff was made for another shape.

@@ -72,7 +72,7 @@ class _Slots:
             os.close(end.memory)
 
     def _receive(self) -> bytes:
-        """What has come.
+        """The bytes that have come; empty if none have.
 
         Raises:
             ConnectionError: the rank has ended.
@@ -92,7 +92,7 @@ class _Slots:
 
 
 class SlotTaker(_Slots):
-    """The receiving end of a stage whose next stage is on another machine."""
+    """Receives from a stage of this machine whose next stage is on another machine."""
 
     def __init__(self, end: HandoffEnd, slot_bytes: int, token_bytes: int) -> None:
         super().__init__(end, slot_bytes, token_bytes)
@@ -116,7 +116,7 @@ class SlotTaker(_Slots):
 
 
 class SlotFiller(_Slots):
-    """The sending end of a stage whose previous stage is on another machine."""
+    """Sends to a stage of this machine whose previous stage is on another machine."""
 
     def __init__(self, end: HandoffEnd, slot_bytes: int, token_bytes: int) -> None:
         super().__init__(end, slot_bytes, token_bytes)
@@ -136,7 +136,7 @@ class SlotFiller(_Slots):
         self._fill()
 
     def note_free(self) -> None:
-        """Read which slots are free again, and fill them.
+        """Read how many slots are free again, and fill them.
 
         Raises:
             ConnectionError: the rank has ended.

@@ -1,4 +1,4 @@
-"""The shared memory of a group of ranks, and the copies in it of ranks on other machines.
+"""The shared memory of a group of ranks, and how ranks on other machines take part in it.
 
 ops/native/collectives/group.h has the layout, and the rule by which ranks write and read.
 

@@ -33,12 +33,12 @@ def rounded_linear(
     powers: bool = False,
     float32_output: bool = False,
 ) -> Tensor:
-    """x @ W.T + bias + residual, with x rounded to the 8 bits of W.
+    """x @ W.T + bias + residual, with x rounded to the 8-bit type of W.
 
     Args:
         x: [T, K] float32, bfloat16 or float16; last dimension contiguous, any row stride.
         weight: [N, K] float8_e4m3fn or int8, contiguous.
-        scales: [groups, N] float32, contiguous; a row of W is multiplied by them.
+        scales: [groups, N] float32, contiguous: the scale of each group of each row of W.
         bias: [N] in x's dtype, added in float32 before rounding, or None.
         group_size: columns that share a scale; a power of two of at least 32, or K.
         inputs: what of x has a scale of its own.
@@ -81,7 +81,7 @@ def rounded_moe_linear(
     residual: Tensor | None = None,
     powers: bool = False,
 ) -> Tensor:
-    """`moe_linear` (ops/moe/moe_linear.py) over such weights.
+    """`moe_linear` (ops/moe/moe_linear.py) with 8-bit weights and activations.
 
     Args:
         x, ids, bias, routing_weights, residual: as for `moe_linear`; x is also float16.

@@ -22,7 +22,7 @@ __all__ = (
     "rows_constants",
 )
 
-_COLUMNS = 8192  # that a program of `round_whole_rows_kernel` holds at once
+_COLUMNS = 8192  # columns that a program of `round_whole_rows_kernel` holds at once
 _GROUPED = 2048  # columns of a program of `round_groups_kernel`
 _INFINITY = tl.constexpr(float("inf"))
 _NAN = tl.constexpr(float("nan"))
@@ -155,7 +155,7 @@ def round_rows_on_cuda(
     *,
     powers: bool,
 ) -> tuple[Tensor, Tensor]:
-    """`round_rows` (ops/rounded/round_rows.py); the rows of x are contiguous, of any stride."""
+    """`round_rows` (ops/rounded/round_rows.py) for x with contiguous rows and any row stride."""
     num_rows, in_features = x.shape
     out = torch.empty((num_rows, in_features), dtype=dtype, device=x.device)
     groups = -(-in_features // group_size) if inputs is InputScales.group else 1

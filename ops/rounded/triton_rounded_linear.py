@@ -5,7 +5,7 @@ added in float32 after at most 128 products, because the matrix units of compute
 fewer bits. The sum of a group is multiplied by its scales, and groups are added in float32.
 
 As in ops/gpu_quantized/, weights are the left operand, so a step of few rows needs less padding. If
-the result has too few columns to fill the GPU, programs divide the columns of the matrix.
+the result has too few tiles to fill the GPU, programs also divide K.
 
 Large steps over e4m3 matrices with a scale for each row run `torch._scaled_mm`. Not yet verified on
 hardware.
@@ -49,7 +49,7 @@ class Operands(NamedTuple):
 
     out_features: int
     in_features: int
-    group_size: int  # columns of the weight that share a scale; in_features = a row
+    group_size: int  # columns of the weight that share a scale; in_features = all
     inputs: InputScales
     dtype: torch.dtype  # of both operands
 

@@ -54,7 +54,7 @@ def block_values(blocks: Tensor, type_name: str, added: int = 0) -> Tensor:
     Args:
         blocks: [blocks, bytes] uint8, contiguous.
         type_name: a key of BLOCK_LAYOUTS.
-        added: to each integer; sums stay below 256.
+        added: what is added to each integer; sums stay below 256.
 
     Returns:
         [blocks, values of a block] uint8.

@@ -89,7 +89,7 @@ void check_tensors(const Tensor& q, const Tensor& k, const Tensor& v, const Tens
   }
 }
 
-// An optional tensor [heads] float32.
+// Checks an optional tensor [heads] float32.
 void check_per_head(const Tensor& x, const char* name, int64_t heads) {
   if (!x.exists()) return;
   OSTINATO_CHECK(x.dtype == DType::float32 && x.dim == 1 && x.sizes[0] == heads && (heads == 1 || x.strides[0] == 1),

@@ -15,7 +15,7 @@ namespace ostinato::attention {
 
 constexpr int kPartition = 256;      // keys per partition, a multiple of kTile
 constexpr int kRowsPerItem = 128;    // query rows that share a tile in cache
-constexpr double kTileCost = 2.0;    // fetching a key and a value costs as much as computing so many rows with them
+constexpr double kTileCost = 2.0;    // fetching a key and a value costs as much as computing this many rows with them
 constexpr double kWorkerCost = 5e4;  // multiply-adds for which waking a thread pays
 constexpr int kScaleBytes = 4;       // the scale of a token in a cache of 8 bits
 constexpr int kItemsPerWorker = 4;   // an item is at most 1 / kItemsPerWorker of a worker's part

@@ -8,7 +8,7 @@
 // In a cache of 8 bits a step is one element. After the elements of each group comes a float32 scale for each token:
 //   keys [head_dim][tokens], scales [tokens]  and  values [tokens][value_dim], scales [tokens].
 // So the lanes of a vector are 16 keys in the product with a query, and 16 dimensions in the sum of values.
-// Keys are transposed once, when they are written. Every later step reads them without rearranging them.
+// Keys are transposed once, when they are written. Every later engine step reads them without rearranging them.
 //
 // Every score and every output element is one chain of additions over the steps in order. So a row's bits do not depend
 // on the rows that are computed with it.

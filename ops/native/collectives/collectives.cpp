@@ -8,7 +8,7 @@
 namespace ostinato::collectives {
 namespace {
 
-constexpr int64_t kBytesPerWorker = 64 << 10;  // a piece with so many bytes pays for waking one more thread
+constexpr int64_t kBytesPerWorker = 64 << 10;  // bytes of a piece for which waking one more thread pays
 
 Group& group_of(const Tensor& handle) {
   OSTINATO_CHECK(handle.dtype == DType::int64 && handle.dim == 1 && handle.sizes[0] == 1, "group must be [1] int64");
