@@ -1,4 +1,4 @@
-"""Writes the tables of docs/models.md: what is served, and what of the configs is refused.
+"""Writes the tables of docs/models.md: what is served, and which config values are refused.
 
     python docs/list_models.py
 

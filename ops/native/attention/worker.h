@@ -334,8 +334,8 @@ class Worker {
     return first_seen >= kTile ? 0 : last_seen;
   }
 
-  // Computes a block of rows against the tile that starts at first_key. Scores of keys that no row sees are masked and
-  // not computed.
+  // Computes a block of rows against the tile that starts at first_key. Scores of vectors of keys past the last one that
+  // a row sees are not computed.
   void run_rows(const QueryTile& tile, int first_key, int row, int count, State state, const Step* const* keys,
                 const Step* const* values, const Step* const* next_keys, const Step* const* next_values) {
     Visible visible[kRowBlock];
@@ -354,7 +354,7 @@ class Worker {
                              rescale);
   }
 
-  // The factor on an output that adds the logit `sink` to the softmax over the keys.
+  // The factor on an output if the logit `sink` takes part in the softmax over the keys.
   static float factor_with_sink(float sink, float maximum, float total) {
     const float logit = sink * kLog2E;
     const float highest = maximum > logit ? maximum : logit;

@@ -27,7 +27,7 @@ inline Registers& registers() {
   return own;
 }
 
-// Throws where the processor would raise an invalid opcode. So a kernel that does not configure its tiles fails here
+// Throws where the processor would raise an invalid-opcode exception. So a kernel that does not configure its tiles fails here
 // too.
 inline Tile& tile(int index) {
   Registers& all = registers();
@@ -98,7 +98,7 @@ inline float fused(float a, float b, float c) {
 
 inline float added(float a, float b) { return flush(flush(a) + flush(b)); }
 
-// C[m][n] += sum of the even values of K + sum of the odd ones, each from zero and in ascending order.
+// C[m][n] += the sum over even k + the sum over odd k, each from zero and in ascending order.
 inline void multiply_bfloat16(int c_index, int a_index, int b_index) {
   Tile& c = tile(c_index);
   const Tile& a = tile(a_index);

@@ -1,7 +1,7 @@
-// Float vectors, whose width depends on the instruction set, and the functions of them that kernels need.
+// Float vectors, whose width depends on the instruction set, and the functions on them that kernels need.
 //
 // F32 holds `width` floats: 16 with AVX-512, 8 with AVX2, 4 elsewhere (compiler vector extensions, which
-// become SSE2 or NEON). No function reassociates: equal inputs give equal bits wherever they are called.
+// become SSE2 or NEON). No function reassociates: equal inputs give equal bits at every call.
 #pragma once
 
 #include <cmath>

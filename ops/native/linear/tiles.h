@@ -26,8 +26,8 @@ constexpr int kMaxRows = 4;
 constexpr int vectors_for(int rows) { return rows == 1 ? 8 : rows == 2 ? 4 : 2; }
 #endif
 
-// Weights that are prefetched while a tile is computed: at every step, the line at begin + column * per_column + step *
-// per_step, where `column` is the tile's first column.
+// Weights that are prefetched while a tile is computed: at every step, the line at
+// `begin + column * per_column + step * per_step`, where `column` is the tile's first column.
 struct Fetch {
   // The tile's own weights, 4 KiB (32 steps) ahead.
   static Fetch ahead(const uint32_t* w) { return {reinterpret_cast<const char*>(w) + 4096, kPanel * 4, 4}; }

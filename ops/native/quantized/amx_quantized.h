@@ -224,7 +224,7 @@ class QuantizedTileWorker {
   const TileBlocks& blocks_;
   const int64_t chunk_;   // steps of a tile
   const int64_t chunks_;  // chunks of a group
-  const int64_t steps_;   // steps of all groups; every group has whole steps
+  const int64_t steps_;   // steps of all groups, as if the last one were not shorter
   const amx::TileScope registers_;
   int64_t packed_group_ = -1;
   uint8_t* panel_ = nullptr;

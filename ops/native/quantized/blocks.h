@@ -10,9 +10,10 @@
 
 namespace ostinato::linear {
 
-// A block of kBytes with kValues integers. Their low halves begin at byte kLow: kChunk bytes have the low halves of kChunk
-// values and then those of the next kChunk. kChunk == 0: they are bytes with a sign. kHighBits more bits a value begin at
-// byte kHigh. kIsE2m1: the integers are floats of 4 bits, which become twice their value plus 12.
+// A block of kBytes with kValues integers. The low halves of the integers begin at byte kLow: kChunk bytes have those of
+// kChunk integers in their own low halves, and those of the next kChunk in their high halves. kChunk == 0: the integers
+// are bytes with a sign. Another kHighBits bits of each integer begin at byte kHigh. kIsE2m1: the integers are floats of
+// 4 bits, which become twice their value plus 12.
 template <int kBytes, int kValues, int kLow, int kChunk, int kHigh, int kHighBits, bool kIsE2m1 = false>
 void unpack(const uint8_t* blocks, int64_t begin, int64_t end, uint8_t added, uint8_t* out) {
   for (int64_t block = begin; block < end; ++block) {
@@ -31,7 +32,7 @@ void unpack(const uint8_t* blocks, int64_t begin, int64_t end, uint8_t added, ui
         uint32_t bits;
         std::memcpy(&bits, source + kHigh, 4);
         for (int i = 0; i < 32; ++i) values[i] |= static_cast<uint8_t>((bits >> i & 1) << 4);
-      } else if constexpr (kHighBits > 0) {  // 32 bytes have the lowest bits of 32 values, then those of the next 32
+      } else if constexpr (kHighBits > 0) {  // the lowest bits of 32 bytes belong to 32 values, the next bits to the next 32
         constexpr int kPlanes = 8 / kHighBits;
         for (int first = 0; first < kValues; first += 32) {
           const uint8_t* bits = source + kHigh + first / (32 * kPlanes) * 32;
@@ -53,7 +54,7 @@ void unpack(const uint8_t* blocks, int64_t begin, int64_t end, uint8_t added, ui
   }
 }
 
-// Unpacks blocks `begin` to `end` and adds `added` to each integer.
+// A type of blocks. `unpack` unpacks blocks `begin` to `end` and adds `added` to each integer.
 struct BlockType {
   const char* name;
   int64_t bytes, values;
@@ -68,7 +69,7 @@ constexpr BlockType kBlockTypes[] = {
     {"MXFP4", 17, 32, unpack<17, 32, 1, 16, 0, 0, true>},
 };
 
-// The type of blocks: a matrix of bytes with one block in each of its rows.
+// The type called `name`. Checks that `blocks` is a matrix of bytes with one block of this type in each row.
 inline const BlockType& block_type(const std::string& name, const Tensor& blocks) {
   const BlockType* type = std::find_if(std::begin(kBlockTypes), std::end(kBlockTypes),
                                        [&](const BlockType& each) { return name == each.name; });

@@ -56,7 +56,7 @@ struct QuantFormat {
   int64_t step_bytes() const { return kPanel * bits / 2; }
 };
 
-// The last five arguments of every op over quantised weights.
+// Reads the last five arguments of an op over quantised weights.
 inline QuantFormat read_format(Call& call) {
   const int64_t bits = call.integer();
   const int64_t group_size = call.integer();

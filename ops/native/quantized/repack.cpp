@@ -1,6 +1,6 @@
 // Three ops on quantised weights in the layout of layout.h. pack_quantized writes that layout from the integers and
-// factors of a quantised checkpoint. pack_blocks takes the integers from the blocks of a GGUF file. quantized_rows reads rows back, so an embedding that shares the output layer's
-// weight needs no second copy.
+// factors of a quantised checkpoint. pack_blocks takes the integers from the blocks of a GGUF file. quantized_rows reads
+// rows back, so an embedding that shares the output layer's weight needs no second copy.
 #include "linear/tasks.h"
 #include "quantized/blocks.h"
 #include "quantized/bytes.h"
@@ -68,8 +68,8 @@ int64_t pack_eights(const QuantFormat& format, const uint8_t* values, int64_t ro
   return whole;
 }
 
-// Writes one panel: `columns` rows of the matrix from `row` on, then zeros. The first of them is row `first` of the
-// values.
+// Writes one panel: `columns` rows of the matrix from `row` on, then zeros. `stored.values` has these rows from its row
+// `first` on.
 void pack_panel(const Stored& stored, int64_t first, int64_t row, int columns, const QuantizedShape& shape,
                 uint8_t* panel) {
   const QuantFormat& format = shape.format;

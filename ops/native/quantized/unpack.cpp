@@ -10,7 +10,7 @@
 namespace ostinato::linear {
 namespace {
 
-constexpr int64_t kTile = 64;  // rows of the result that are written together if a word holds several of them
+constexpr int64_t kTile = 64;  // rows of the result that `unpack_columns` writes together
 
 // For each position in a word of AWQ, from the lowest bits up: the output to which its integer belongs.
 constexpr int kAwqOrder[8] = {0, 2, 4, 6, 1, 3, 5, 7};
@@ -33,8 +33,8 @@ void unpack_rows(const uint32_t* words, int64_t begin, int64_t end, uint8_t* out
   for (int64_t word = begin; word < end; ++word) spread_word<kBits>(words[word], out + word * kPerWord);
 }
 
-// Unpacks words [rows, columns] that hold successive rows. The result is [columns, rows * integers of a word]. Writes
-// its rows from `begin` to `end`.
+// Unpacks words [rows, columns], each of which holds successive inputs of one output. The result is [columns, rows *
+// integers of a word]. Writes its rows from `begin` to `end`.
 template <int kBits>
 void unpack_columns(const uint32_t* words, int64_t rows, int64_t columns, int64_t begin, int64_t end, uint8_t* out) {
   constexpr int64_t kPerWord = 32 / kBits;

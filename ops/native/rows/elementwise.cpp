@@ -9,7 +9,7 @@
 namespace ostinato::elementwise {
 namespace {
 
-constexpr int64_t kBytesPerWorker = 64 << 10;  // rows with so many bytes pay for waking one more thread
+constexpr int64_t kBytesPerWorker = 64 << 10;  // bytes of rows for which waking one more thread pays
 constexpr int kMaxHeadDim = 1024;
 
 // Calls body(row) for every row. The number of threads grows with the bytes of the rows.
@@ -58,13 +58,13 @@ void check_vector(const Tensor& vector, int64_t size, DType dtype, const char* m
                  message);
 }
 
-// The weight of an RMS norm of `size` elements.
+// Checks the weight of an RMS norm of `size` elements.
 void check_weight(const Tensor& weight, int64_t size, DType dtype) {
   check_vector(weight, size, weight.dtype == DType::float32 ? DType::float32 : dtype,
                "weight must be a contiguous vector of the normalised size, in x's dtype or float32");
 }
 
-// body(column, width): whole vectors first, then single elements (a width of 1).
+// Calls vector(column) for each whole vector of columns, then single(column) for each column that is left.
 template <class Vector, class Single>
 OSTINATO_INLINE void columns(int64_t count, const Vector& vector, const Single& single) {
   int64_t c = 0;
@@ -249,8 +249,8 @@ void rotate_heads(Call& call) {
   call.give(out);
 }
 
-// Puts the elements that all heads share in front of each head's own elements. join_heads(Tensor shared, Tensor heads)
-// -> Tensor
+// Puts the elements that all heads share in front of each head's own elements.
+// join_heads(Tensor shared, Tensor heads) -> Tensor
 void join_heads(Call& call) {
   const Tensor shared = call.tensor();
   const Tensor heads = call.tensor();
