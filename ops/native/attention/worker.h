@@ -334,8 +334,8 @@ class Worker {
     return first_seen >= kTile ? 0 : last_seen;
   }
 
-  // Computes a block of rows against the tile that starts at first_key. Scores of vectors of keys past the last one that
-  // a row sees are not computed.
+  // Computes a block of rows against the tile that starts at first_key. Vectors of scores past the last key that a row
+  // sees are not computed.
   void run_rows(const QueryTile& tile, int first_key, int row, int count, State state, const Step* const* keys,
                 const Step* const* values, const Step* const* next_keys, const Step* const* next_values) {
     Visible visible[kRowBlock];

@@ -27,8 +27,8 @@ inline Registers& registers() {
   return own;
 }
 
-// Throws where the processor would raise an invalid-opcode exception. So a kernel that does not configure its tiles fails here
-// too.
+// Throws where the processor would raise an invalid-opcode exception. So a kernel that does not configure its tiles
+// fails here too.
 inline Tile& tile(int index) {
   Registers& all = registers();
   if (!all.configured || all.tiles[index].rows == 0) throw std::logic_error("a tile register is used that has no shape");

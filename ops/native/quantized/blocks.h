@@ -10,10 +10,10 @@
 
 namespace ostinato::linear {
 
-// A block of kBytes with kValues integers. The low halves of the integers begin at byte kLow: kChunk bytes have those of
-// kChunk integers in their own low halves, and those of the next kChunk in their high halves. kChunk == 0: the integers
-// are bytes with a sign. Another kHighBits bits of each integer begin at byte kHigh. kIsE2m1: the integers are floats of
-// 4 bits, which become twice their value plus 12.
+// A block of kBytes with kValues integers. The low halves of the integers begin at byte kLow: kChunk bytes have those
+// of kChunk integers in their own low halves, and those of the next kChunk in their high halves. kChunk == 0: the
+// integers are bytes with a sign. Another kHighBits bits of each integer begin at byte kHigh. kIsE2m1: the integers are
+// floats of 4 bits, which become twice their value plus 12.
 template <int kBytes, int kValues, int kLow, int kChunk, int kHigh, int kHighBits, bool kIsE2m1 = false>
 void unpack(const uint8_t* blocks, int64_t begin, int64_t end, uint8_t added, uint8_t* out) {
   for (int64_t block = begin; block < end; ++block) {
@@ -32,7 +32,7 @@ void unpack(const uint8_t* blocks, int64_t begin, int64_t end, uint8_t added, ui
         uint32_t bits;
         std::memcpy(&bits, source + kHigh, 4);
         for (int i = 0; i < 32; ++i) values[i] |= static_cast<uint8_t>((bits >> i & 1) << 4);
-      } else if constexpr (kHighBits > 0) {  // the lowest bits of 32 bytes belong to 32 values, the next bits to the next 32
+      } else if constexpr (kHighBits > 0) {  // the low bits of 32 bytes belong to 32 values, the next bits to the next 32
         constexpr int kPlanes = 8 / kHighBits;
         for (int first = 0; first < kValues; first += 32) {
           const uint8_t* bits = source + kHigh + first / (32 * kPlanes) * 32;

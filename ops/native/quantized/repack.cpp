@@ -1,6 +1,6 @@
 // Three ops on quantised weights in the layout of layout.h. pack_quantized writes that layout from the integers and
-// factors of a quantised checkpoint. pack_blocks takes the integers from the blocks of a GGUF file. quantized_rows reads
-// rows back, so an embedding that shares the output layer's weight needs no second copy.
+// factors of a quantised checkpoint. pack_blocks takes the integers from the blocks of a GGUF file. quantized_rows
+// reads rows back, so an embedding that shares the output layer's weight needs no second copy.
 #include "linear/tasks.h"
 #include "quantized/blocks.h"
 #include "quantized/bytes.h"
