@@ -32,7 +32,7 @@ void unpack(const uint8_t* blocks, int64_t begin, int64_t end, uint8_t added, ui
         uint32_t bits;
         std::memcpy(&bits, source + kHigh, 4);
         for (int i = 0; i < 32; ++i) values[i] |= static_cast<uint8_t>((bits >> i & 1) << 4);
-      } else if constexpr (kHighBits > 0) {  // the low bits of 32 bytes belong to 32 values, the next bits to the next 32
+      } else if constexpr (kHighBits > 0) {  // the low bits of 32 bytes are of 32 values, the next bits of the next 32
         constexpr int kPlanes = 8 / kHighBits;
         for (int first = 0; first < kValues; first += 32) {
           const uint8_t* bits = source + kHigh + first / (32 * kPlanes) * 32;
