@@ -69,7 +69,7 @@ class AttentionSpec:
     sliding_window: int = (
         0  # tokens that a row sees, itself included; 0 = all; -C = see `paged_attention`
     )
-    soft_cap: float = 0.0  # logits = cap * tanh(logits / cap); 0 = none
+    soft_cap: float = 0.0  # `logits = cap * tanh(logits / cap)`; 0 = none
     has_alibi: bool = False  # heads have slopes (ALiBi)
     has_sinks: bool = False  # each head has an attention sink: one more logit, without a key
 
@@ -355,8 +355,8 @@ def paged_attention(
         scale: factor on the logits, usually D ** -0.5.
         sliding_window: tokens that a row sees, itself included; 0 = all; -C = tokens of its own
             chunk. The context is then cut into chunks of C tokens, and the row at position p sees
-            the keys from p - p % C on.
-        soft_cap: logits = cap * tanh(logits / cap); 0 = none.
+            the keys from `p - p % C` on.
+        soft_cap: `logits = cap * tanh(logits / cap)`; 0 = none.
         alibi_slopes: [Hq] float32 (ALiBi, arXiv:2108.12409): slope * (position of the key -
             position of the query) is added to the scaled and capped logits. None = nothing.
         sinks: [Hq] float32 (arXiv:2309.17453): the softmax of each row has one more logit, whose

@@ -2,8 +2,8 @@
 
 The rotation is the op `ostinato::rotate_heads` on CPUs and plain torch elsewhere (see ops/norm.py).
 
-The tables hold one entry per rotated *pair* of elements. A pair is element i and element i +
-rotary_dim / 2 of a head, as in Hugging Face checkpoints.
+The tables hold one entry per rotated *pair* of elements. A pair is the elements `i` and
+`i + rotary_dim / 2` of a head, as in Hugging Face checkpoints.
 """
 
 from __future__ import annotations

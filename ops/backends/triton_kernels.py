@@ -303,7 +303,7 @@ def attention_kernel(
     out,  # [T, H, Dv] contiguous
     partial_out,  # [split rows, H, P, Dv] float32, used where a sequence has several partitions
     partial_lse,  # [split rows, H, P] float32, log2 of the softmax denominator
-    arrivals,  # [T, NUM_KV_HEADS] int32, zeros: partitions written, at a sequence's first split row
+    arrivals,  # [T, NUM_KV_HEADS] int32 zeros; at a sequence's first split row: partitions written
     q,  # [T, H, D]
     k_cache,  # [num_blocks, NUM_KV_HEADS, BLOCK_SIZE, D] contiguous
     v_cache,  # like k_cache, of Dv elements

@@ -1,7 +1,7 @@
 """The group of processes that compute one model together: a shared memory segment and its ranks.
 
-The leader makes the segment (segment.py) and passes its file descriptor to the processes of
-the other ranks. The segment has no name, so it disappears with the last process that has it.
+One process makes the segment (segment.py) and passes its file descriptor to the processes of
+the ranks. The segment has no name, so it disappears with the last process that has it.
 ops/native/collectives/group.h describes its contents.
 """
 

@@ -34,7 +34,7 @@ _PAGE = mmap.PAGESIZE
 
 
 class HandoffEndedError(ConnectionError):
-    """The process of the stage beside this one has ended, or its rank was told to end."""
+    """The process of the stage beside this one has ended, or one of the two was told to end."""
 
 
 class HiddenShape(NamedTuple):

@@ -47,7 +47,7 @@ def _computed_scale(most, MOST: tl.constexpr, LEAST: tl.constexpr, POWERS: tl.co
 
 @triton.jit
 def _rounded(x, scale, finite, MOST: tl.constexpr, IS_FLOAT: tl.constexpr):
-    """x / scale within the range, in the 8-bit type. The arguments have shapes that broadcast."""
+    """`x / scale`, clipped and rounded to the 8-bit type. The arguments' shapes broadcast."""
     value = tl.div_rn(x, tl.zeros_like(x) + scale)
     value = tl.minimum(tl.maximum(value, -MOST), MOST)
     value = tl.where(finite, value, 0.0)

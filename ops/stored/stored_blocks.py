@@ -27,7 +27,7 @@ class BlockLayout(NamedTuple):
 
     values: int  # in a block
     low: int  # the byte where their low halves begin
-    chunk: int  # bytes with low halves, whose high halves are the next values; 0 = whole bytes
+    chunk: int  # bytes that hold values in their low halves, the next in the high; 0 = whole bytes
     high: int = 0  # the byte where further bits begin
     high_bits: int = 0  # of a value
     least: int = 0  # what is subtracted from an integer

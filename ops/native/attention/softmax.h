@@ -13,7 +13,7 @@ struct LogitScaling {
 
 constexpr float kLog2E = 1.4426950408889634f;
 
-// ALiBi of one row: for the key with index i in a tile, slope * (i + distance) is added to the row's base-2 logit.
+// ALiBi of one row: for the key with index i in a tile, `slope * (i + distance)` is added to the row's base-2 logit.
 struct Alibi {
   float slope;
   float distance;  // from the query to the tile's first key

@@ -128,7 +128,7 @@ struct PairStep {
 };
 #endif
 
-// Calls run(part) for the parts of a step, as constants.
+// Calls run(part) with each part of a step as a constant.
 template <class S, class Run>
 OSTINATO_INLINE void for_parts(const Run& run) {
   run(std::integral_constant<int, 0>{});

@@ -139,7 +139,7 @@ OSTINATO_INLINE F32 max(F32 a, F32 b) { return {_mm512_max_ps(a.v, b.v)}; }
 OSTINATO_INLINE F32 min(F32 a, F32 b) { return {_mm512_min_ps(a.v, b.v)}; }
 OSTINATO_INLINE float reduce_max(F32 x) { return _mm512_reduce_max_ps(x.v); }
 OSTINATO_INLINE float reduce_sum(F32 x) { return _mm512_reduce_add_ps(x.v); }
-// Lanes in [first, last) keep x, the others become `other`; bounds beyond the vector are fine.
+// Lanes in [first, last) keep x, the others become `other`. The bounds may lie outside of the vector.
 OSTINATO_INLINE F32 keep_range(F32 x, int first, int last, F32 other) {
   const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   const __mmask16 low = _mm512_cmpge_epi32_mask(lane, _mm512_set1_epi32(first));

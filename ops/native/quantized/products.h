@@ -20,7 +20,7 @@ namespace ostinato::linear {
 // One instruction multiplies and adds four bytes a lane: unsigned weights, signed activations.
 constexpr int kQuantRows = 12;  // rows of the tallest tile
 constexpr int quant_units(Widening) { return 1; }    // four-byte units of a row's activations for each step of 4 values
-constexpr int quant_vectors(int) { return 2; }  // vectors of columns in a tile of that many rows
+constexpr int quant_vectors(int) { return 2; }  // vectors of columns in a tile of this many rows
 using Bytes = __m512i;
 // A vector type with lanes of 32 bits. With casts around each product, compilers would copy the sums in every step.
 typedef int32_t Sums __attribute__((vector_size(64)));

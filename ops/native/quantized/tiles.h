@@ -19,8 +19,8 @@ struct QuantizedRows {
 };
 
 // Weights that a tile prefetches while it is computed. For each group, and each range of columns that is summed
-// together, the tile prefetches `per_group` bytes. They begin at begin + column * per_column + group * per_group, where
-// `column` is the first column of the range.
+// together, the tile prefetches `per_group` bytes. They begin at `begin + column * per_column + group * per_group`,
+// where `column` is the first column of the range.
 struct GroupFetch {
   // Divides `bytes` of the next weights, at `next`, among `blocks` blocks, and returns the part of block number `block`.
   // The blocks prefetch them while they are multiplied by the `groups` groups of the present weights.
