@@ -69,7 +69,7 @@ def make_spec(shape: Shape) -> AttentionSpec:
 def engine_of(
     name: str, shape: Shape, keys: tuple[GraphKey, ...] = ()
 ) -> tuple[AttentionBackend, AttentionPlanner, Engine]:
-    """A backend, its planner and the static buffers; skips where the backend cannot serve."""
+    """A backend, its planner and the static buffers; skips a shape that it does not support."""
     backend = load_backend(name)
     reason = backend.why_unsupported(make_spec(shape))
     if reason is not None:
@@ -81,7 +81,7 @@ def engine_of(
 
 
 def reference(step: Step, shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
-    """Output of the same numbers in float32, and the caches in their own type."""
+    """Output of the step computed in float32, and the K and V caches in their own dtype."""
     wide = replace(shape, dtype=torch.float32)
     q, k, v, k_cache, v_cache = (tensor.float() for tensor in step[:5])
     if shape.cache_dtype is not None:
@@ -179,7 +179,7 @@ def test_matches_reference(name: str, shape: Shape) -> None:
 
 
 class CapturedAttention:
-    """A CUDA graph of one call over static inputs."""
+    """A CUDA graph of one attention call over static inputs."""
 
     def __init__(
         self, backend: AttentionBackend, planner: AttentionPlanner, engine: Engine, key: GraphKey
@@ -330,7 +330,7 @@ def compiled() -> Iterator[list[str]]:
 
 @torch.inference_mode()
 def test_triton_compiles_nothing_after_two_warm_up_steps(compiled: list[str]) -> None:
-    shape = replace(BASE, num_heads=24)  # no other test's, so that the first step compiles
+    shape = replace(BASE, num_heads=24)  # in no other test, so that the first step compiles
     backend, planner, engine = engine_of("triton", shape)
 
     def step(lengths: list[tuple[int, int]], *, uniform: bool) -> None:

@@ -36,7 +36,7 @@ def generate(
 
 @pytest.fixture(scope="module")
 def cpu() -> LLM:
-    """float32, eager, with the reference for attention."""
+    """An engine on the CPU: float32, eager, attention by the reference backend."""
     return LLM(
         config=tiny_config(
             "device.name=cpu",
@@ -183,7 +183,7 @@ def test_a_plan_leaves_room_for_what_is_not_planned(caplog: pytest.LogCaptureFix
 
 
 def test_a_cache_of_eight_bits(cpu: LLM) -> None:
-    """A token takes half the bytes; the first tokens nearly always stay the same."""
+    """In the cache a token takes half the bytes. Nearly all first tokens stay the same."""
     whole = LLM(config=cuda_config("model.dtype=bfloat16"))
     small = LLM(config=cuda_config("model.dtype=bfloat16", "cache.dtype=fp8_e4m3"))
     assert small.stats().num_blocks >= 2 * whole.stats().num_blocks

@@ -1,4 +1,4 @@
-"""The fused kernels of small steps on a device: results, rows among others, a captured replay."""
+"""The fused kernels of small steps on a device: results, batch invariance, a captured replay."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.gpu
 
 CUDA = torch.device("cuda")
 MOST_ROWS = most_rows(torch.bfloat16)
-# (N, K): QKV and output of an 8B model, gate and up, down, and a size that fills no tile.
+# (N, K) of an 8B model: QKV, output, gate and up, down. The last size is no multiple of a tile.
 SIZES = [(6144, 4096), (4096, 4096), (14336, 4096), (4096, 14336), (1000, 712)]
 
 
@@ -29,7 +29,7 @@ def random(*shape: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> Tenso
 
 
 def rounding(expected: Tensor) -> float:
-    """2**-7 of the largest result: its rounding to bfloat16 takes at most half of that."""
+    """`2**-7` of the largest result. Rounding to bfloat16 changes it by at most half of that."""
     return float(expected.abs().max()) * 2.0**-7
 
 
@@ -111,5 +111,5 @@ def test_experts(tokens: int) -> None:
     result = call(*operands)
     expected = call(*(tensor.cpu().float() for tensor in operands))
     assert float((result.cpu().float() - expected).abs().max()) <= 3 * rounding(expected)
-    for _ in range(20):  # other programs may be the last of a token
+    for _ in range(20):  # each time another program may be the last of a token
         assert torch.equal(call(*operands), result)

@@ -1,4 +1,4 @@
-"""The kernels of experts on a device: routing, order and products against plain torch, and a replay."""
+"""Mixture-of-experts kernels on a device: routing, order, products (against torch), a replay."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_routing(tokens: int, scoring: Scoring) -> None:
 
 @pytest.mark.parametrize("tokens", [1, 64, 1024, 1025])
 def test_pairs_by_expert(tokens: int) -> None:
-    """1025 tokens have more pairs than the kernel counts (8192), so torch sorts them."""
+    """1025 tokens have more (token, expert) pairs than the kernel takes (8192): torch sorts."""
     ids = random(tokens, NUM_EXPERTS, seed=2).argsort(1)[:, :TOP_K].to(torch.int32)
     order, ends = expert_order(ids, NUM_EXPERTS)
     assert torch.equal(order, ids.flatten().sort(stable=True).indices)
@@ -57,7 +57,7 @@ def test_pairs_by_expert(tokens: int) -> None:
 
 @pytest.mark.parametrize("tokens", [1, 8, 300, 3000])
 def test_products_of_experts(tokens: int) -> None:
-    """Gate and up, then down with the sum of slots; the tile has 16, 64 and 128 rows."""
+    """Gate and up, then down with the sum over a token's experts; tiles of 16, 64 and 128 rows."""
     ids = random(tokens, NUM_EXPERTS, seed=3).argsort(1)[:, :TOP_K].to(torch.int32)
     x, weight = random(tokens, 512, seed=4), random(NUM_EXPERTS, 384, 512, seed=5) * 512**-0.5
     expected = products(x, ids, weight)
@@ -72,7 +72,7 @@ def test_products_of_experts(tokens: int) -> None:
 
 
 def test_a_captured_layer_follows_the_router() -> None:
-    """The grid is that of any routing, so a replay serves other experts."""
+    """The grid does not depend on the routing, so a replay serves other experts."""
     logits, x = random(16, NUM_EXPERTS, seed=1), random(16, 256, seed=2)
     weight = random(NUM_EXPERTS, 256, 256, seed=3)
     spec = RouteSpec(NUM_EXPERTS, TOP_K)

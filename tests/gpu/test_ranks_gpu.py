@@ -1,6 +1,6 @@
 """Engines of two ranks on two GPUs; skipped where there are fewer.
 
-tests/runtime/ranks/test_distributed_ranks.py has the same code between CPUs.
+tests/runtime/ranks/test_distributed_ranks.py tests the same code between CPUs.
 """
 
 from __future__ import annotations

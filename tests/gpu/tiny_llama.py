@@ -32,8 +32,9 @@ MODEL = {
     "max_position_embeddings": 1024,
 }
 VOCAB_SIZE = 300
-BLOCK_SIZE, MAX_SEQS, MAX_TOKENS, MAX_BLOCKS = 16, 8, 512, 40  # 640 tokens: split into partitions
-# The last one is larger than the steps of the layers for few rows, so cuBLAS is captured, too.
+# Attention splits contexts of up to 640 tokens into partitions.
+BLOCK_SIZE, MAX_SEQS, MAX_TOKENS, MAX_BLOCKS = 16, 8, 512, 40
+# Steps of 320 tokens do not use the layers' form for few rows, so cuBLAS is captured, too.
 DECODE_SIZES, MIXED_SIZES = (1, 2, 4, 8), (32, 64, 320)
 
 # A step: (context already computed, number of new tokens) of each sequence.
@@ -61,7 +62,7 @@ class Graphs:
     kv_cache: KVCache
 
     def run(self, step: Step) -> Tensor:
-        """Logits of every sequence's last token; the same step has the same tokens everywhere."""
+        """Logits of every sequence's last token. The token ids follow from `step` alone."""
         tokens = [
             [(7 * start + 13 * n + 3) % VOCAB_SIZE for n in range(new)] for start, new in step
         ]
@@ -92,11 +93,11 @@ def make_graphs(
 
     Args:
         dtype: the dtype of weights, activations and cache.
-        captured: with a table of buckets that `runner.capture` goes through.
+        captured: whether the runner has a table of buckets, which `runner.capture` captures.
         form: None = eager.
         device: None = the CUDA device.
         recorder: None = CUDA graphs.
-        vocab_size: the size of the model's vocabulary; prompts stay below VOCAB_SIZE.
+        vocab_size: the size of the model's vocabulary; ids in prompts stay below VOCAB_SIZE.
     """
     device = device or torch.device("cuda", torch.cuda.current_device())
     config = LlamaForCausalLM.read_config({**MODEL, "vocab_size": vocab_size}, {})

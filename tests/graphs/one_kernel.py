@@ -1,4 +1,4 @@
-"""The smallest Triton kernel, for tests of what compiling one looks like."""
+"""A minimal Triton kernel, for tests that compile one."""
 
 import triton
 from triton import language as tl

@@ -45,7 +45,7 @@ def check_draws(token_sampler: GraphSampler, static: Tensor, num_steps: int) -> 
         logits = torch.randn(count, VOCAB, generator=generator) * 3
         draws = random_draws(numbers, count)
         token_sampler.stage(draws)
-        if numbers.random() < 0.5:  # as a captured model does it
+        if numbers.random() < 0.5:  # a captured model writes its logits there
             static[:count] = logits.to(static.device)
             got = token_sampler.run(static[:count])
         else:

@@ -1,4 +1,4 @@
-"""The bucket table rounds up, prefers the decode bucket, and finds none for too large steps."""
+"""The bucket table rounds up, prefers the decode bucket, and has none for too large steps."""
 
 import pytest
 
@@ -47,7 +47,7 @@ def test_a_verification_takes_a_bucket_of_its_own_length_or_a_mixed_one() -> Non
     assert table.round_up(6, 3, 6, tokens_per_seq=2) == GraphKey(8, 4, 2)
     assert table.round_up(8, 2, 8, tokens_per_seq=4) == GraphKey(8, 2, 4)
     assert GraphKey(8, 2, 4).num_rows == 8
-    # Not captured: 3 tokens each, and 3 sequences of 4. A mixed bucket has 8 rows of logits.
+    # Not captured: 3 tokens each, and 3 sequences of 4 tokens. The mixed bucket has 8 logits rows.
     assert table.round_up(6, 2, 6, tokens_per_seq=3) == GraphKey(32, 8, 0)
     assert table.round_up(12, 3, 12, tokens_per_seq=4) is None
     assert table.keys == [(32, 8, 0), (8, 4, 2), (8, 2, 4), (4, 4, 1), (2, 1, 2)]

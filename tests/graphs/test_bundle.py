@@ -106,7 +106,7 @@ def test_a_file_that_is_cut_short_or_gone(
 
 
 def rewrite(directory: Path, **changes: object) -> None:
-    """Change the manifest's body and its digest: an undamaged bundle from another machine."""
+    """Change the manifest's body and its digest, as in an undamaged bundle of another machine."""
     manifest = msgspec.json.decode((directory / "manifest.json").read_bytes())
     for key, values in changes.items():
         manifest["body"][key] |= values

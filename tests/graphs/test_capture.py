@@ -1,4 +1,4 @@
-"""Dispatch and capture, with a recorder that replays on the same buffers as a CUDA graph would."""
+"""Dispatch and capture, with a recorder that replays on static buffers, as CUDA graphs do."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class StaticRecorder:
 
 
 def make_runner(recorder: Recorder) -> tuple[GraphRunner, GraphRunner]:
-    """(captured, eager) over caches and buffers of their own."""
+    """Two runners, (captured, eager), each with a cache and buffers of its own."""
     model = ToyModel()
     table = BucketTable(decode_sizes=[1, 2, 4], mixed_sizes=[16], max_num_seqs=MAX_SEQS)
     captured = GraphRunner(model, make_cache(), make_buffers(), table=table, recorder=recorder)
@@ -65,7 +65,7 @@ def test_buckets_are_captured_largest_first() -> None:
 def test_replay_equals_eager_through_joins_and_leaves(
     recorder: Recorder,
 ) -> None:
-    """Each step leaves rows that must not affect the next, smaller one."""
+    """Each step leaves rows that must not affect the next step."""
     captured, eager = make_runner(recorder)
     steps: list[tuple[list[tuple[int, list[int]]], str]] = [
         ([(0, [3, 1, 4]), (0, [1, 5, 9, 2, 6])], "captured"),  # 8 tokens in the bucket of 16
@@ -104,7 +104,7 @@ def test_poisoned_rows_past_the_batch_change_nothing() -> None:
 
 
 class ClosingPlanner:
-    """A planner that plans nothing and records what was captured when it was closed."""
+    """A planner that plans nothing. `close` records which captures the runner still has."""
 
     def __init__(self) -> None:
         self.runner: GraphRunner | None = None
@@ -149,7 +149,7 @@ def test_fewer_rows_are_sampled_than_run() -> None:
 
 
 class ScarceRecorder(StaticRecorder):
-    """A recorder with memory for buckets of these numbers of rows only; it fails as torch does."""
+    """Captures buckets whose number of rows is in `captured`; raises `error` for the others."""
 
     def __init__(self, captured: set[int], error: Exception) -> None:
         super().__init__()
@@ -171,8 +171,8 @@ CLOSED_AFTER.__context__ = OUT_OF_MEMORY
 @pytest.mark.parametrize("error", [OUT_OF_MEMORY, CLOSED_AFTER])
 @torch.inference_mode()
 def test_buckets_that_lack_memory_are_left_out(error: Exception) -> None:
-    """Steps of these buckets run in the next larger one or uncaptured; the tokens are the same."""
-    recorder = ScarceRecorder({4, 1}, error)  # not the mixed one of 6 rows, nor 2
+    """Steps of these buckets run in the next larger one or uncaptured; the logits are the same."""
+    recorder = ScarceRecorder({4, 1}, error)  # the mixed bucket has 6 rows
     captured, eager = make_runner(recorder)
     assert captured.captured_keys == [GraphKey(4, 4, 1), GraphKey(1, 1, 1)]
     steps: list[tuple[list[tuple[int, list[int]]], str]] = [

@@ -77,7 +77,7 @@ def test_dynamo_through_aot_compile(monitor: CompileMonitor) -> None:
 
 
 def test_a_trace_that_never_becomes_a_program(monitor: CompileMonitor) -> None:
-    """The trace of a layer that becomes Python text is counted too."""
+    """A trace counts, too, if the backend takes the graph and raises."""
 
     class Enough(Exception):
         pass
@@ -95,7 +95,7 @@ def test_a_trace_that_never_becomes_a_program(monitor: CompileMonitor) -> None:
 
 
 def test_inductor_and_its_compiler(monitor: CompileMonitor) -> None:
-    """A separate, empty Inductor cache: its C++ is compiled anew, on a thread."""
+    """With an empty Inductor cache the C++ is compiled anew, on another thread."""
     from torch._inductor.utils import fresh_cache
 
     compiled = torch.compile(
@@ -123,7 +123,7 @@ def test_inductors_cpp_builder(monitor: CompileMonitor, tmp_path: Path) -> None:
 def test_our_own_kernels(
     monitor: CompileMonitor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A library of one source, compiled on the builder's own threads into a cache of its own."""
+    """A library of one source, compiled on the builder's threads into an empty cache."""
     sources = tmp_path / "sources"
     sources.mkdir()
     (sources / "one.cpp").write_text("int one() { return 1; }\n")

@@ -56,7 +56,7 @@ def test_sizes_and_mixtures_that_are_captured() -> None:
 
 
 class Scarce:
-    """A recorder without memory for results of more rows than this."""
+    """A recorder without memory for results of more than `most` rows."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -122,7 +122,7 @@ def test_a_draw_stays_within_its_memory(num_rows: int) -> None:
     token_sampler = GraphSampler(torch.randn(num_rows, vocab_size))
     with LiveBytes() as live:
         token_sampler.run_largest()
-    # A sort on a GPU takes another copy of values and places beside its result.
+    # A sort on a GPU takes another copy of values and indices besides its result.
     of_the_sort = 12 * min(num_rows, 2) * vocab_size
     assert live.peak + of_the_sort <= sampling_workspace_bytes(num_rows, vocab_size)
     assert live.peak > 20 * vocab_size

@@ -34,7 +34,7 @@ Array = TypeVar("Array")
 
 @dataclass(frozen=True, kw_only=True)
 class FurtherTensors(StepTensors[Array]):
-    """Step tensors with three more fields: one by token, one by row of logits, and a second table."""
+    """Three more step tensors: one per token, one per row of logits, and a second block table."""
 
     sources: Annotated[Array, TensorSpec(sizes=(Size.tokens,), dtype=torch.int64, padding=5)]
     weights: Annotated[Array, TensorSpec(sizes=(Size.rows, 3), dtype=torch.float32)]
@@ -57,7 +57,7 @@ def make_buffers(max_num_rows: int | None = None) -> StaticBuffers:
 
 
 class Reordered(DecoderLayer):
-    """A layer that takes the hidden states in the order that the further tensor gives."""
+    """A layer that takes the hidden states in the order that the step tensor `sources` gives."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class Reordered(DecoderLayer):
 
 
 def fill_further(buffers: StaticBuffers, seed: int) -> tuple[int, int]:
-    """A prompt's chunk and a decoding sequence, and values of the further tensors."""
+    """Fill in a chunk of a prompt, a decoding sequence, and a random order in `sources`."""
     generator = torch.Generator().manual_seed(seed)
     num_tokens, num_seqs = fill(buffers, [(0, [3, 1, 4, 1, 5][: 2 + seed]), (5, [9])])
     host = buffers.host

@@ -12,10 +12,10 @@ from ostinato.graphs.timing import ClockTimer, CudaTimer, make_timer
 
 @dataclass
 class Device:
-    """A simulated device: its work moves its clock, and its events follow the order of its work."""
+    """A simulated device. An event passes when the device has done the work queued before it."""
 
-    now: float = 0.0  # milliseconds, where the host has queued work up to
-    done: float = -1.0  # up to where the device has worked
+    now: float = 0.0  # milliseconds of work that the host has queued
+    done: float = -1.0  # milliseconds of it that the device has done
     num_events: int = 0
 
     def new_event(self) -> Event:

@@ -89,7 +89,8 @@ def make_buffers() -> StaticBuffers:
 def fill(buffers: StaticBuffers, sequences: list[tuple[int, list[int]]]) -> tuple[int, int]:
     """Put (context already computed, new token ids) per sequence into the buffers.
 
-    Each sequence owns as many blocks as its table holds. The first sequence's begin with block 1.
+    Each sequence owns as many blocks as its table holds.
+    The first sequence owns block 1 and those that follow.
     Returns (num_tokens, num_seqs).
     """
     host, begin = buffers.host, 0

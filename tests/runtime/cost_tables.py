@@ -19,7 +19,7 @@ def make_table(
     pair_us: float = 1.0,
     score_ms: float | None = None,
 ) -> CostTable:
-    """A device with a fixed cost a step, and a cost for each token, each sequence, each token of
+    """A table with a fixed cost a step, and a cost for each token, each sequence, each token of
     context that a token attends to, and each log-probability of a prompt.
     """
 

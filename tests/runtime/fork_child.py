@@ -57,7 +57,7 @@ def native(begin_part: BeginPart) -> bytes:
 
 
 def parts(begin_part: BeginPart) -> bytes:
-    """Runs parts that each keep within their processor time and together exceed it."""
+    """Runs parts that each stay within their limit of processor time, and together exceed it."""
     for number in range(4):
         begin_part(f"part {number}", 0.3)
         end = time.process_time() + 0.15

@@ -34,7 +34,7 @@ def run_steps(program: Program | ToyModel, kv_cache: KVCache) -> list[Tensor]:
 
 
 class Compiled(NamedTuple):
-    """A model and its program, compiled beside a cache of `COMPILE_BLOCKS` blocks."""
+    """A model and its program, compiled with a cache of `COMPILE_BLOCKS` blocks."""
 
     model: ToyModel
     form: GraphForm

@@ -1,4 +1,4 @@
-"""Replays of a CPU graph equal the programs' steps bit for bit; the log says what is not captured."""
+"""Replayed steps of a CPU graph equal called ones bit for bit; logs name what is not captured."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_the_profiler_sees_every_kernel_of_a_replay() -> None:
 
 
 class ScaledLayer(DecoderLayer):
-    """A Llama layer that scales the residual branch and caps its result, as Granite and Gemma do."""
+    """A Llama layer with torch ops around it: they scale its input and cap its output."""
 
     def __init__(self, layer: DecoderBlock) -> None:
         super().__init__()

@@ -25,7 +25,7 @@ WORDS = ["", " one", " two", " three", "ST", "OP", "<end>"]
 
 
 class Words:
-    """A decoder whose text is its tokens' words joined."""
+    """A tokenizer that decodes token ids to the joined entries of `WORDS`."""
 
     pieces: TokenPieces | None = None
     special_token_ids: frozenset[int] = frozenset()
@@ -149,7 +149,7 @@ def test_the_best_of_several_are_given_when_all_have_ended() -> None:
         return completions.process(SequenceOutput(f"r:{index}", [token], finish, None, logprobs))
 
     assert send(0, 1, -1.0, ends=False) == []
-    assert send(0, 2, -2.0, ends=True) == []  # -1.5 a token
+    assert send(0, 2, -2.0, ends=True) == []  # a mean of -1.5 a token
     assert send(1, 3, -3.0, ends=True) == []
     assert completions.unfinished_ids == ["r:2"]
     first, second = send(2, 3, -0.5, ends=True)

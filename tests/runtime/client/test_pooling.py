@@ -57,7 +57,7 @@ def encoder():
 
 @pytest.fixture(scope="module")
 def encoder_states():
-    """text -> transformers' hidden states [T, D]."""
+    """A function from a text to its hidden states [T, D] in transformers."""
     directory = minilm_directory()
     model = transformers.AutoModel.from_pretrained(directory).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
@@ -372,7 +372,7 @@ def test_every_pooled_request_ends_once_with_all_its_tokens(
                 prompt_token_ids=prompt,
                 sampling=SamplingParams(max_tokens=5),
             )
-        # Cached tokens are not seen again, so only mean pooling has the sum of all tokens.
+        # Mean pooling uses no cached tokens, so the sum of all tokens is known only for it.
         expected[f"{index}"] = str(sum(prompt)).encode() if kind == "mean" else None
         scheduler.add(request)
     ended = run_to_the_end(scheduler, ahead=ahead, aborted=aborted, whole=whole)

@@ -1,4 +1,4 @@
-"""Checks of generation requests, and the engine requests that are made of a prompt."""
+"""Checks of generation requests, and the engine requests that are made from a prompt."""
 
 from __future__ import annotations
 

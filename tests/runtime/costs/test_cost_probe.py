@@ -19,7 +19,7 @@ BLOCK_SIZE = 16
 
 
 class Device:
-    """Steps take 2 ms, 0.1 ms a token, 0.05 ms a sequence, 1 us for each token attended to, and
+    """Steps take 2 ms, plus 0.1 ms a token, 0.05 ms a sequence, 1 us for each token attended to, and
     0.3 ms for each log-probability of a prompt.
 
     The device checks that a runner could execute each step, and which blocks it would write.
@@ -33,7 +33,7 @@ class Device:
         self.prompts: dict[int, list[int]] = {}
         self.steps: list[tuple[int, int]] = []
         self.blocks_read: set[int] = set()
-        self.spikes: set[int] = set()  # steps that something disturbs
+        self.spikes: set[int] = set()  # indices of steps that take 0.3 s longer
 
     def clock(self) -> float:
         return self.now

@@ -24,7 +24,8 @@ def make_costs(decode_ms: dict[int, float], prompt_ms: dict[int, float]) -> Cost
     )
 
 
-# Decodes: 32 give 1.6 a ms, 64 and 128 hardly more. Prompts: 256 give 10 a ms, larger ones the same.
+# Decodes: 32 sequences give 1.6 tokens a ms, 64 and 128 hardly more.
+# Prompts: steps of 256 tokens or more give 10 tokens a ms.
 PLATEAU = make_costs(
     {1: 10.0, 8: 11.0, 32: 20.0, 64: 39.5, 128: 79.0},
     {1: 5.0, 64: 10.0, 256: 25.6, 512: 51.2, 1024: 102.0},
@@ -54,7 +55,7 @@ def test_upper_bounds(
     [
         (StepLimits(8, 64), 8),
         (StepLimits(8, 64, 4), 32),
-        (StepLimits(8, 20, 4), 20),  # a row of logits is a token of the step
+        (StepLimits(8, 20, 4), 20),  # no more rows of logits than tokens
         (StepLimits(8, 4, 4), 8),  # buckets are padded to all sequences
         (StepLimits(8, 64, 4, 5), 13),
         (StepLimits(8, 64, 4, 100), 32),

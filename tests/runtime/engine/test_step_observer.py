@@ -1,4 +1,4 @@
-"""Compares timelines and figures that the observer derives from steps with literal values."""
+"""The timelines and figures that the observer derives from steps, against literal values."""
 
 from __future__ import annotations
 

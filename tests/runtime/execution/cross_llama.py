@@ -39,7 +39,7 @@ class CrossTensors(StepTensors[Array]):
 
 
 class Seen(NamedTuple):
-    """The tensors that a step gave to the model."""
+    """The second group's tensors in one step."""
 
     cross_block_table: list[list[int]]
     cross_seq_lens: list[int]

@@ -64,7 +64,7 @@ def run(llm: LLM, requests: list[Request]) -> tuple[dict[str, list[int]], list[S
 
 @pytest.fixture
 def cross() -> Iterator[LLM]:
-    """Blocks for a few sequences: some are preempted, and get other blocks when they resume."""
+    """An engine with few blocks: sequences are preempted, and get other blocks when they resume."""
     with pytest.MonkeyPatch.context() as patch:
         where = f"{CrossLlama.__module__}:{CrossLlama.__name__}"
         patch.setitem(ARCHITECTURES, "CrossForCausalLM", where)

@@ -138,13 +138,13 @@ def compiler() -> Iterator[GrammarCompiler]:
 
 def test_answers_are_remembered(compiler):
     params = StructuredOutputsParams(regex="ab+")
-    assert pids_of(compiler) == []  # nothing runs before the first constraint
+    assert pids_of(compiler) == []  # no process runs before the first constraint
     first = compiler.compile(params)
     (pid,) = pids_of(compiler)
     os.kill(pid, signal.SIGKILL)
     assert compiler.compile(StructuredOutputsParams(regex="ab+")) == first
     assert (compiler.num_hits, compiler.num_misses) == (1, 1)
-    # Refusals too.
+    # Refusals are remembered, too.
     for _ in range(2):
         with pytest.raises(InvalidRequestError, match="look-around"):
             compiler.compile(StructuredOutputsParams(regex="(?=a)"))

@@ -42,7 +42,7 @@ VALUES = st.recursive(
     lambda inner: st.one_of(st.lists(inner, max_size=2), st.dictionaries(NAMES, inner, max_size=2)),
     max_leaves=4,
 )
-# Those that Python's `re`, which the validator uses, and ECMA-262 understand alike.
+# Patterns that mean the same in ECMA-262 and in Python's `re`, which the validator uses.
 PATTERNS = st.sampled_from(
     ["^a", "b$", "^[ab]*$", "a|b", "^(ab|a)$", r"^[\dab]+$", r"\d", r"^\S*$", "[^a]", "ä", "^a|b$"]
 )
@@ -215,7 +215,7 @@ def test_every_choice_can_be_written(words):
 
 @pytest.fixture(scope="module")
 def suite(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of the JSON-Schema-Test-Suite, which the source archive of `jsonschema` has."""
+    """The directory of the JSON-Schema-Test-Suite, a part of the source archive of `jsonschema`."""
     directory = tmp_path_factory.mktemp("suite")
     command = ["download", "-q", "--no-deps", "--no-binary", "jsonschema", "-d", str(directory)]
     run = subprocess.run(

@@ -1,4 +1,4 @@
-"""Patterns of JSON schemas mean what ECMA-262 says, in the grammar that is made of them."""
+"""Patterns of JSON schemas mean what ECMA-262 says, in the grammar that is made from them."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ class TestNumbers:
         ],
     )
     def test_those_that_are_not(self, schema):
-        """Refused when strict, else left to the model."""
+        """Refused when `strict` is true, otherwise not enforced."""
         assert "#/" in error_of(schema)
         assert error_of({"items": schema}).count("#/items/")
         assert error_of(schema, strict=False) == ""

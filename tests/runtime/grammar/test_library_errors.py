@@ -80,7 +80,7 @@ CONSTRAINTS = [
     ({"json": {**object_of(3), "minProperties": 1}}, "minProperties and maxProperties"),
     ({"structural_tag": {"format": {"type": "regex", "pattern": "["}}}, "unclosed"),
 ]
-# Texts that no constraint above gives, as they stand in the library.
+# Texts of the library that no constraint above causes.
 TEXTS = [
     "initial lexer configuration (grammar) too big (limit for this grammar: 1000000)",
     "lexer precomputation failed; either increase limits.initial_lexer_fuel or disable "
