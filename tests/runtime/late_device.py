@@ -89,7 +89,7 @@ class LateTensor(Tensor):
 
 
 class _Mode(TorchDispatchMode):
-    """Gives the device the ops that make tensors on it."""
+    """Passes to the device the ops that make tensors on it."""
 
     def __init__(self, device: LateDevice) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ class _Mode(TorchDispatchMode):
             return self._late.is_pinned(args[0])
         is_late = any(isinstance(one, LateTensor) for one in _tensors((args, kwargs)))
         if _is_composite(func) and (is_late or func.overloadpacket is aten.to):
-            # In inference mode these arrive whole.
+            # In inference mode composite ops arrive undecomposed.
             with _Mode(self._late):
                 return func.decompose(*args, **kwargs)
         goes = wanted is not None and torch.device(wanted).type == "cuda"
@@ -196,7 +196,7 @@ class LateDevice:
 
     def _queue(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outline: Any) -> Any:
         results = tree_map(_allocate, outline)
-        # The host reads its own tensors at the call: numbers on the CPU are arguments of a kernel.
+        # CPU tensors are read at the call, as a kernel launch reads its scalar arguments.
         real_args, real_kwargs = tree_map(_snapshot, (args, kwargs))
         real_args = tuple("reference" if one == "triton" else one for one in real_args)
         targets = _tensors(results)
@@ -233,7 +233,7 @@ class LateDevice:
         return self._outlines[key]
 
     def _now(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """An op whose result the host needs: it waits for the device."""
+        """Run an op whose result the host needs. The host waits for the device."""
         self.waits.append(str(func))
         self.synchronize(str(func))
         return self._wrap(func(*_real(args), **_real(kwargs)))
@@ -251,7 +251,7 @@ class LateDevice:
     def _move(
         self, source: Tensor, *, dtype: Any = None, non_blocking: bool = False, **_: Any
     ) -> Tensor:
-        """A new tensor on the other side."""
+        """Copy a host tensor to a new device tensor, or a device tensor to a new host tensor."""
         is_late = isinstance(source, LateTensor)
         target = torch.empty(source.shape, dtype=dtype or source.dtype)
         if not is_late:

@@ -1,4 +1,4 @@
-"""A clock for the makers of masks that moves only when a test moves it."""
+"""A clock for the making of grammar masks, which moves only when a test moves it."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ class Row:
     num_computed_tokens: int | None = None  # None until the first step after its admission
     last_token: int | None = None
     prompt_token_ids: list[int] = field(default_factory=list)
-    num_candidates: int = 0  # the likeliest tokens that a beam search asks for
+    num_candidates: int = 0  # how many of the likeliest tokens a beam search asks for
     encoder_slots: list[int] = field(default_factory=list)  # first slots of its encoder's blocks
     held_at: int | None = None  # the position that gave no token and is to be computed again
     num_holds: int = 0  # consecutive steps without a token
@@ -153,7 +153,7 @@ class SimulatedDevice:
         self._second: list[int | None] = [None] * (total_blocks * block_size)
 
     def execute(self, output: SchedulerOutput) -> StepResult:
-        """One step: the tokens of the rows that sample."""
+        """Run a step; returns the tokens of the rows that sample."""
         self._transfer(output)
         for admitted in output.admitted:
             request = admitted.request
@@ -194,7 +194,7 @@ class SimulatedDevice:
         )
 
     def finish_loads(self) -> list[tuple[int, int]]:
-        """End all loads; (transfer id, number of blocks) of each."""
+        """End all loads; returns (transfer id, number of blocks) of each."""
         ended, self.loads = self.loads, []
         for load in ended:
             for block_id, place in zip(load.block_ids, load.places, strict=True):

@@ -91,7 +91,7 @@ class SimulatedEngine:
         self.endings: dict[str, SequenceOutput] = {}
         self.num_steps = 0
         self.num_copies = 0
-        self.num_right_drafts = 0  # with those after the end of an answer
+        self.num_right_drafts = 0  # including those after the end of an answer
         self._num_reported = 0  # accepted drafts in the reports of all requests
         self._in_flight: deque[tuple[SchedulerOutput, StepResult]] = deque()
         self._writers: deque[dict[int, str]] = deque()  # per step in flight: block id -> request
@@ -180,7 +180,7 @@ class SimulatedEngine:
                 self.land()
 
     def check_drained(self) -> None:
-        """Everything ended once, with the tokens that it has alone; nothing is left behind."""
+        """Each request ended once, with the tokens that it has alone, and left nothing."""
         assert set(self.endings) == set(self.requests)
         for request_id, request in self.requests.items():
             if request.sampling.use_beam_search:
@@ -257,8 +257,8 @@ class SimulatedEngine:
         """A step of decodes and prompts keeps the target, or has at most a block of one prompt.
 
         The entry of a decoding beam carries its token. In a row that was just admitted, this entry
-        looks like the last token of a beam that is computed again. The check accepts either count
-        of such an entry.
+        looks like the last token of a beam that is computed again. The step passes if it
+        keeps the target with either reading of these entries.
         """
         costs = self.costs
         if costs is None:
@@ -298,7 +298,7 @@ class SimulatedEngine:
             assert entry.start + entry.num_new_tokens < limit
 
     def _check_overlap(self, output: SchedulerOutput) -> None:
-        """No step uses the row or the written blocks of another request whose step is in flight."""
+        """No step uses the row or the written blocks of another request with a step in flight."""
         holders = {entry.row: self.device.rows[entry.row].request_id for entry in output.scheduled}
         writers: dict[int, str] = {}
         for entry in output.scheduled:

@@ -45,7 +45,7 @@ async def until(condition: Callable[[], object]) -> None:
 
 
 async def sleeping(server: ForkServer) -> tuple[asyncio.Task[bytes], psutil.Process]:
-    """A job that takes ten minutes, alone, and its fork."""
+    """A call with a job that takes ten minutes, and its fork, which is the only one."""
     await server.call(b"a", LIMITS)
     process = psutil.Process(server.pid)
     await until(lambda: not process.children())  # the first fork ends after its answer
@@ -96,9 +96,9 @@ def test_shared_jobs_follow_each_other_in_one_process(tmp_path):
     async def test(server):
         first = await pid_of(server)
         assert await pid_of(server) == first
-        assert await pid_of(server, LIMITS) != first  # it has a process of its own
+        assert await pid_of(server, LIMITS) != first  # not shared: a process of its own
         assert await pid_of(server) == first
-        assert (await server.call(b"a", SHARED)).startswith(b"1004 hello")  # the fourth there
+        assert (await server.call(b"a", SHARED)).startswith(b"1004 hello")  # its fourth job
         # Each of six jobs goes on until all have begun, so no process can do two of them.
         meet = b"meet 6 " + bytes(tmp_path)
         at_once = await asyncio.gather(*(pid_of(server, job=meet) for _ in range(6)))
@@ -154,7 +154,7 @@ def test_forks_that_are_killed_while_they_wait_fail_no_job(tmp_path):
         for answer in await asyncio.gather(*(server.call(b"a", SHARED) for _ in forks)):
             assert int(answer.split()[2]) not in {fork.pid for fork in forks}
         with pytest.raises(JobError, match="ended with signal 9") as caught:
-            await server.call(b"killed", SHARED)  # it ends a new one as well
+            await server.call(b"killed", SHARED)  # this job ends a new process as well
         assert caught.value.reason.fault is Fault.unknown
 
     run(test)

@@ -88,7 +88,7 @@ def test_a_process_that_can_not_start(monkeypatch):
 
 
 def test_a_server_with_a_limit_of_memory():
-    """A child respects a limit that it inherits, and that limit is not the job's fault."""
+    """A child keeps a limit that it inherits. That a job needs more is not the job's fault."""
     script = """
 import resource
 from ostinato.runtime.sandbox import SandboxError
@@ -170,7 +170,7 @@ def test_a_caller_that_goes_away_before_its_job_is_sent(process, monkeypatch, ru
 
 
 def test_a_process_with_more_than_1024_open_files(process):
-    """select takes no descriptor above 1023."""
+    """`select` takes no descriptor above 1023."""
     if raise_file_limit() < 1200:
         pytest.skip("the hard limit of open files is too low")
     with ExitStack() as stack:

@@ -19,8 +19,8 @@ BLOCK_SIZE = 16
 
 
 class Device:
-    """Steps take 2 ms, plus 0.1 ms a token, 0.05 ms a sequence, 1 us for each token attended to, and
-    0.3 ms for each log-probability of a prompt.
+    """Steps take 2 ms, plus 0.1 ms a token, 0.05 ms a sequence, 1 us for each token attended to,
+    and 0.3 ms for each log-probability of a prompt.
 
     The device checks that a runner could execute each step, and which blocks it would write.
     """

@@ -236,7 +236,7 @@ class TestWithOtherParameters:
     def test_logprobs_are_the_models_own(self, llm):
         one = answer(llm, {"choice": ["xyz"]}, logprobs=2)
         assert one.logprobs
-        assert all(entry.logprob < -2 for entry in one.logprobs)  # in a random model no token is likely
+        assert all(entry.logprob < -2 for entry in one.logprobs)  # no token is likely
 
     def test_best_of(self, llm):
         (one,) = answers(llm, {"json": POINT}, best_of=3)

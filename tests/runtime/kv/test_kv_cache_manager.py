@@ -42,7 +42,7 @@ def admit(cache: KVCacheManager, tokens: Tokens, cached_block_ids: list[int]) ->
 
 
 def run_prompt(cache: KVCacheManager, tokens: Tokens) -> list[int]:
-    """Admit a sequence and compute all its tokens; its block ids."""
+    """Admit a sequence and compute all its tokens; returns its block ids."""
     assert admit(cache, tokens, match(cache, tokens))
     compute(cache, tokens, len(tokens.ids))
     return tokens.table.block_ids
@@ -160,7 +160,7 @@ def test_a_shortage_changes_nothing() -> None:
     cache.free(first.table)
     long = Tokens(range(17))
     assert match(cache, long) == [1, 2]
-    # Three new blocks, and the two of the prefix, which are free too.
+    # Three new blocks, and the two of the prefix, which come from the free list, too.
     assert cache.num_missing_blocks(17, PrefixMatch([1, 2])) == 5
     assert not admit(cache, long, [1, 2])
     assert (long.table.block_ids, cache.num_free_blocks) == ([], 4)

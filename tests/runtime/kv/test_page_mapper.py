@@ -87,7 +87,7 @@ def test_nothing_is_mapped_beside_a_step(pages: CachePages) -> None:
     pages.use(AHEAD)
     assert not pages.wait(0.2)
     piece = (2 << 20) // (SPEC.bytes_per_block // 4)
-    assert pages._mapped <= mapped + piece  # a mapping in progress ends later
+    assert pages._mapped <= mapped + piece  # a piece that is being mapped is finished
     pages.set_busy(False)
     assert pages.wait(60.0)
 

@@ -1,4 +1,4 @@
-"""Compares memory plans with sizes computed by hand, and free memory with made-up cgroup files."""
+"""Compares memory plans with sizes computed by hand; reads free memory from made-up cgroup files."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -157,7 +157,7 @@ def test_weights_that_do_not_fit_are_refused():
 
 
 def test_blocks_of_further_kv_groups_are_planned():
-    """1500 encoder tokens are 94 blocks of 16 in each of two groups, beside 32 of the tokens."""
+    """1500 encoder tokens take 94 blocks in each of two groups; 512 other tokens take 32 blocks."""
     cross = replace(SMALL, num_fixed_groups=2, max_encoder_tokens=1500)
     ledger = plan(cross)
     assert ledger.num_blocks == 64 * (32 + 2 * 94) + 1

@@ -39,7 +39,7 @@ def end_of_search(name: str, lengths: list[int], num_scores: int | None) -> Sequ
 
 
 def size(outputs: list[SequenceOutput]) -> list[int]:
-    """Entries of each output."""
+    """The number of log-probability entries in each output."""
     return [
         len(one.prompt_logprobs or ()) + sum(len(beam.logprobs or ()) for beam in one.beams or ())
         for one in outputs

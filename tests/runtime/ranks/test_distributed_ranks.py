@@ -1,4 +1,4 @@
-"""Engines whose ranks exchange values by torch.distributed: as NCCL does between GPUs, here by gloo."""
+"""Engines whose ranks exchange values by torch.distributed: here with gloo, on GPUs with NCCL."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def expected() -> Iterator[list[object]]:
 
 
 def test_two_ranks_have_the_bits_of_shared_memory_and_leave_nothing(expected: list[object]) -> None:
-    """The bits are equal because a + b = b + a, and because the sums are made in float32."""
+    """The bits are equal because `a + b == b + a`, and because the sums are made in float32."""
 
     def used() -> tuple[int, set[int]]:
         children = {one.pid for one in psutil.Process().children()}
@@ -59,7 +59,7 @@ def test_two_ranks_have_the_bits_of_shared_memory_and_leave_nothing(expected: li
 def test_steps_that_keep_their_tokens_on_the_device_send_them_to_the_other_ranks(
     expected: list[object],
 ) -> None:
-    """As on a GPU."""
+    """Steps overlap, as they do on a GPU."""
     with LLM(tensor_parallel_size=2, overrides=(*GLOO, "scheduler.overlap=true")) as llm:
         assert facts(llm) == expected
 

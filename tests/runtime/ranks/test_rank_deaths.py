@@ -80,7 +80,10 @@ def lives(pid: int) -> bool:
 
 
 async def disturb(client: EngineClient, rank: int, number: signal.Signals) -> dict[str, int]:
-    """Send a signal to a rank while streams run; checks them, returns the restarts it caused."""
+    """Send a signal to a rank while streams run, and check the streams.
+
+    Returns the number of restarts by reason.
+    """
     before = client.restarts
     expected = await together(client)
     assert all(len(tokens) == 150 for tokens in expected)
@@ -168,7 +171,7 @@ def test_a_rank_that_can_not_start_is_named_in_one_line() -> None:
 
 @pytest.mark.slow
 def test_fifty_streams_outlive_three_kills_of_ranks(run: Run) -> None:
-    """Each kill comes when the streams have more tokens than at the one before."""
+    """A kill comes whenever the streams have 1500 more tokens."""
     prompts = [[5 + number % 40, 6 + number % 7, 7, 8] for number in range(50)]
 
     async def scenario(client: EngineClient) -> None:

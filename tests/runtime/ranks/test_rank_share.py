@@ -1,4 +1,4 @@
-"""Each rank's part of a machine."""
+"""Each rank's part of a machine's cores and memory."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def run() -> Iterator[Run]:
 
 
 async def disturb(site: Site, rank: int, number: signal.Signals) -> None:
-    """Send a signal to a rank while streams run, and check them."""
+    """Send a signal to a rank while streams run, and check the streams."""
     client = site.client
     expected = await together(client)
     pids = [one.pid for one in site.ranks]

@@ -61,7 +61,7 @@ async def tokens_of(
 
 @contextmanager
 def held(client: EngineClient) -> Iterator[None]:
-    """The engines are stopped, so that no request goes on, however slow or quick the machine is."""
+    """Inside, the engines are stopped, so no request goes on, however fast the machine is."""
     pids = [replica.pid for replica in client.replicas if replica.pid is not None]
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)

@@ -1,4 +1,4 @@
-"""Which replica a router chooses: against loads, known prefixes, and replicas that take no requests."""
+"""Which replica a router chooses, by loads, known prefixes and which replicas take requests."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def test_an_announced_step_may_take_its_time() -> None:
 def test_a_second_of_computing_counts_a_fifth() -> None:
     watchdog = Watchdog()
     watchdog.on_step_started(1.0)
-    pass_time(watchdog, 20, cpu_share=0.3)  # others use the core too
+    pass_time(watchdog, 20, cpu_share=0.3)  # other processes use the core, too
     assert (watchdog.seconds_stalled, watchdog.seconds_overdue) == (20.0, 0.0)
     pass_time(watchdog, 20, cpu_share=2.0)
     assert round(watchdog.seconds_overdue, 6) == 3.0

@@ -105,7 +105,7 @@ class SomeSequences:
         self.logits = torch.cat(parts)  # [LENGTH, V]
 
     def begin(self, num_cached: int) -> None:
-        """Admit the sequence, with the first blocks of its first computation."""
+        """Admit the sequence with `num_cached` blocks of its first computation."""
         own = range(1 + _BLOCKS, 1 + 2 * _BLOCKS - num_cached)
         self._admit([*self._block_ids[:num_cached], *own])
 
@@ -118,7 +118,7 @@ class SomeSequences:
         *,
         is_last: bool = False,
     ) -> Tensor:
-        """[num_logits, V] float32 of the last of `count` positions from `start` on."""
+        """Logits [num_logits, V] float32 of the last of `count` positions from `start` on."""
         num_logits = count if num_logits is None else num_logits
         token_ids = self.token_ids[start : start + count]
         entry = ScheduledSequence(0, start, count, token_ids, self._new_block_ids, num_logits)

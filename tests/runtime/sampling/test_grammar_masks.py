@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 
 
 class Rows:
-    """Rows with one grammar, and masks in steps that have time for the first group only."""
+    """Rows with one grammar, in steps that have time for the masks of `at_once` rows only."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ def test_a_step_without_time_left_makes_no_masks() -> None:
 
 
 def test_a_row_that_is_a_position_ahead_gets_no_mask() -> None:
-    """As in a step that was launched before its row was known to wait."""
+    """A row is ahead in a step that was launched before the row was known to wait."""
     rows = Rows(3, 6)
     positions = [row.position for row in rows.rows]
     positions[1] += 1
@@ -180,7 +180,7 @@ def test_masks_that_take_long_leave_time_to_other_rows(monkeypatch: pytest.Monke
         num_cheap += 12 not in held
     assert rows[0].cost.is_costly
     assert not rows[12].cost.is_costly
-    assert num_cheap >= 36  # it is not known at first which of the two takes long
+    assert num_cheap >= 36  # at first it is not known which of the two grammars takes long
     # Half of the model's 40 ms are 10 masks. The first steps do not know which grammar takes long.
     assert 10 <= num_costly <= 20
 

@@ -220,7 +220,7 @@ def test_verification_stays_within_its_memory(guess: int) -> None:
 
 
 def test_chosen_tokens_instead_of_the_likeliest() -> None:
-    """Rows of one batch ask for none, for the likeliest, and for 1 or 3 chosen tokens."""
+    """Rows ask for no log-probabilities, those of the likeliest tokens, or of chosen ones."""
     sampler = make_sampler(
         SamplingParams(logprobs=2, logprob_token_ids=(7, 1, 4), logit_bias={1: 10.0}, **GREEDY),
         SamplingParams(**GREEDY),

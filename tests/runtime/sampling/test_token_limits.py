@@ -78,7 +78,7 @@ rows = st.tuples(
     steps=st.lists(st.lists(token_ids, min_size=3, max_size=3), max_size=5),
 )
 def test_rows_equal_a_plain_loop(residents: list, newcomers: list, steps: list) -> None:
-    """Whatever joins, leaves or makes the tensors grow: each row is as if it were alone."""
+    """A row has the limits that it has alone, whatever rows join, leave or enlarge the tensors."""
     limits = TokenLimits(max_num_seqs=3, vocab_size=VOCAB, device=CPU)
     state = {}
     for row, entry in [*enumerate(residents), *((row, entry) for row, entry in newcomers)]:

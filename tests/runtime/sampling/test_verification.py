@@ -107,7 +107,7 @@ def test_any_drafter_gives_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """All parameters beside each other in one batch."""
-    MaskClock(monkeypatch)  # a row whose mask waits refuses its drafts
+    MaskClock(monkeypatch)  # with it no row waits for its mask, which would refuse drafts
     drafter.accuracy = accuracy
     scheduler = drafting._engine._scheduler
     assert scheduler.drafts is not None

@@ -1,4 +1,4 @@
-"""Beam search: `transformers` on the same weights, every sequence by brute force, shared blocks."""
+"""Beam search, compared with `transformers` and with a search of all sequences; shared blocks."""
 
 from __future__ import annotations
 

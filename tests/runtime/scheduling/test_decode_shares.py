@@ -32,11 +32,11 @@ FLAT = CostTable.from_medians(
 
 
 class Run:
-    """A scheduler whose sequences all decode, and the tokens that each request has got.
+    """A scheduler whose sequences all decode, and the number of tokens that each sequence has got.
 
     Args:
         sizes: sequences of each request.
-        costs: of the scheduler's steps.
+        costs: the costs of the scheduler's steps.
         max_slowdown: the limit of `DecodeShares`.
         in_flight: the most steps in flight.
     """
@@ -81,7 +81,7 @@ class Run:
         self.scheduler.check_integrity()
 
     def step(self) -> list[int]:
-        """Run a step; the number of its sequences of each request."""
+        """Run a step; returns for each request how many of its sequences were in the step."""
         before = self.tokens.copy()
         self.update(self.schedule())
         groups = Counter(name.partition(":")[0] for name in self.tokens - before)
@@ -89,7 +89,7 @@ class Run:
 
 
 def test_a_small_request_is_not_slowed_by_a_large_one():
-    """Two sequences take 1.5 ms, so a step may take 2.3 ms: that of five takes 2.25 ms."""
+    """Two sequences take 1.5 ms, so a step may take 2.3 ms. Five take 2.25 ms."""
     run = Run(40, 1)
     for _ in range(20):
         assert run.step() == [4, 1]

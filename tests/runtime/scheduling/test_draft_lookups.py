@@ -42,7 +42,7 @@ class Silent:
 
 
 def lookups(num_steps: int, *, speculation: bool = True, overlap: bool = False) -> tuple[int, int]:
-    """The numbers of the drafter's calls and of compared steps, for one sequence."""
+    """The numbers of the drafter's calls and of steps with a predicted cost, for one sequence."""
     drafter = Silent()
     config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64)
     scheduler = Scheduler(

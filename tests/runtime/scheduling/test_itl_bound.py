@@ -31,7 +31,8 @@ def allowance(target_ms: float, num_decodes: int, context: float, least: int = L
 
 
 def test_the_largest_chunk_that_fits() -> None:
-    # Decodes take 2 + 4 * 0.15 + 4 * 16 us = 2.664 ms. A chunk of n tokens adds 0.05 + 0.1 n ms.
+    # Decodes take `2 + 4 * 0.15 + 4 * 0.016` ms, which is 2.664 ms.
+    # A chunk of `n` tokens adds `0.05 + 0.1 * n` ms.
     assert allowance(4.0, 4, 16).largest(1000, 0) == 12
     assert allowance(4.0, 4, 16).largest(5, 0) == 5
     # With a context of 100 tokens each token of the chunk costs 0.1 ms more.
@@ -206,7 +207,7 @@ def test_chunks_use_what_the_target_leaves() -> None:
         sizes.append(output.scheduled[-1].num_new_tokens)
         assert 1e3 * (engine.now - before) <= 6.0 + 1e-6
         if len(engine.token_times["long"]) == 0:
-            assert 1e3 * (engine.now - before) > 5.8  # one more costs at most 0.1 + 0.04 ms
+            assert 1e3 * (engine.now - before) > 5.8  # one more token costs at most 0.14 ms
         before = engine.now
     assert sizes[0] > sizes[-2] > 1
     assert sum(sizes) == 400

@@ -53,7 +53,7 @@ def test_the_last_sequence_gives_way_and_comes_back_with_its_output() -> None:
     scheduler.abort("a")
     output = must_schedule(scheduler)
     assert output.admitted == [AdmittedSequence(0, second, list(range(80, 93)))]
-    # It held 3, 4, 6, 8 and 10. Four are still known, the last was given to the other sequence.
+    # It held blocks 3, 4, 6, 8 and 10. Four are still cached; block 10 went to the other sequence.
     assert output.scheduled == [
         ScheduledSequence(0, 16, 5, [88, 89, 90, 91, 92], [3, 4, 6, 8, 10, 9], 1)
     ]
@@ -114,7 +114,7 @@ def test_no_sequence_is_preempted_when_it_would_not_suffice() -> None:
         policy=SchedulingPolicy.priority,
     )
     step(scheduler, 5, 6)
-    scheduler.add(make_request("c", range(50, 74), priority=1))  # 6 blocks, 5 without a's
+    scheduler.add(make_request("c", range(50, 74), priority=1))  # 6 blocks; `a` holds all but 5
     step(scheduler, 7, 8)
     assert (scheduler.num_preemptions, scheduler.num_running, scheduler.num_waiting) == (0, 2, 1)
 

@@ -1,4 +1,4 @@
-"""The repetition detector against a slow twin that compares all tokens, and its use by the scheduler."""
+"""The repetition detector, compared with a plain search, and its use by the scheduler."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ostinato.runtime.types.step import StepResult
 
 
 def ends_in_circles(tokens: list[int], params: RepetitionDetectionParams) -> bool:
-    """The definition, word by word."""
+    """The definition of a repetition, tried for every pattern size."""
     for size in range(max(1, params.min_pattern_size), params.max_pattern_size + 1):
         length = size * params.min_count
         if length <= len(tokens) and tokens[-length:] == tokens[-size:] * params.min_count:

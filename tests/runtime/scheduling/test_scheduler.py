@@ -165,7 +165,7 @@ def test_a_full_house_makes_the_next_one_wait_for_the_lowest_free_row() -> None:
 
 
 def test_a_decoding_sequence_behind_a_long_prefill_is_not_stalled() -> None:
-    """Priority puts a long prompt ahead of a stream, which still gets its token of every step."""
+    """Priority puts a long prompt ahead of a stream, which still gets a token in every step."""
     scheduler = make_scheduler(
         make_request("low", [10], priority=1),
         max_num_batched_tokens=8,
@@ -202,7 +202,7 @@ def test_first_come_first_served_ignores_priority() -> None:
 
 
 def test_equal_prompts_of_one_step_share_all_full_blocks() -> None:
-    """As `n` completions of one prompt do: the second and third compute its last token only."""
+    """The second and third compute only the last block, as `n` completions of one prompt do."""
     prompt = list(range(10, 18))
     scheduler = make_scheduler(*(make_request(name, prompt) for name in "abc"))
     output = must_schedule(scheduler)

@@ -99,7 +99,7 @@ def engines(draw: st.DrawFn) -> SimulatedEngine:
 
 
 class EngineMachine(RuleBasedStateMachine):
-    """Requests come, go and are aborted at any moment, with none to all steps in flight."""
+    """Requests come, end and are aborted at any moment, with any number of steps in flight."""
 
     @initialize(engine=engines())
     def start(self, engine: SimulatedEngine) -> None:
@@ -387,7 +387,7 @@ def test_chunks_of_a_prompt_follow_each_other_through_the_stages() -> None:
 
 
 def test_tokens_do_not_depend_on_drafts_beside_a_step_in_flight_and_a_target() -> None:
-    """Only sequences without a step in flight are drafted, and only as far as the target allows."""
+    """Only sequences without a step in flight get drafts, and only as many as the target allows."""
     engine = run_workload(
         lookahead=True,
         total_blocks=25,

@@ -18,7 +18,8 @@ from ostinato.runtime.types.request import Request
 from ostinato.runtime.types.step import StepResult
 from tests.runtime.cost_tables import make_table, tables
 
-TABLE = make_table()  # 2 ms a step, 0.1 ms a token, 0.05 ms a sequence, 1 us a pair
+TABLE = make_table()  # 2 ms a step, 0.1 ms a token, 0.05 ms a sequence, 1 us for each pair
+# of a token and a token of context that it attends to
 LIMITS = StepLimits(4, 64)
 IDLE = QueueLoad(0, 0.0, 0, 0, 0, 4, [])
 
@@ -41,7 +42,7 @@ def test_decodes_take_their_share_of_each_step() -> None:
     load = IDLE._replace(num_decodes=2, context=8.0, num_free_rows=2, expected_steps=[50, 50])
     # 62 tokens of prompts beside 2 decodes: 64 tokens, 3 sequences, 16 pairs.
     assert ttft_ms(load, 62) == pytest.approx(2.0 + 6.4 + 0.15 + 0.016)
-    # With a target of 4 ms only 16 of them a step: 2 + 0.2 + 0.15 + 0.016 + 16 * 0.1.
+    # A target of 4 ms allows 16 of them a step: `2 + 0.2 + 0.15 + 0.016 + 16 * 0.1` ms.
     bound = ItlBound(TABLE, 4e-3, least_chunk=4)
     assert ttft_ms(load, 32, bound) == pytest.approx(2 * (2.0 + 1.8 + 0.15 + 0.016))
 

@@ -1,4 +1,4 @@
-"""Scheduler: a request of many sequences gives rows to the requests of others."""
+"""Scheduler: a request of many sequences gives rows to other requests."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def many(name: str, count: int, max_tokens: int = 20) -> list[Request]:
 
 
 def run_step(scheduler: Scheduler) -> tuple[list[str], list[str]]:
-    """Run a step; the ids that it admitted, and those that it ended."""
+    """Run a step; returns the ids that it admitted, and those that it ended."""
     output = must_schedule(scheduler)
     num_samples = sum(entry.num_logits for entry in output.scheduled)
     ended = scheduler.update(output, StepResult([9] * num_samples))

@@ -54,7 +54,7 @@ class SimulatedDrafter(ModelDrafter):
 
     Attributes:
         device: the draft model.
-        live: requests that were drafted and whose end it was not told.
+        live: requests that have got drafts and were not forgotten since.
         outputs: not read; `SimulatedEngine` sets the outputs of other drafters.
     """
 

@@ -20,7 +20,7 @@ def write_head(directory: Path, target: dict[str, Any], **changes: object) -> di
     Args:
         directory: gets config.json and model.safetensors.
         target: the target's config.json.
-        changes: of the head's config.json.
+        changes: values to change in the head's config.json.
     """
     directory.mkdir(parents=True, exist_ok=True)
     config: dict[str, Any] = {
@@ -76,9 +76,9 @@ class ReferenceHead:
     """Computes a head over a whole sequence at once, in float32.
 
     Args:
-        tensors: by their names in a checkpoint.
+        tensors: the head's tensors by their names in a checkpoint.
         embedding: [V, D] of the target.
-        head_dim: of the attention.
+        head_dim: the head size of the attention.
         norm_before_residual: as in config.json.
     """
 
@@ -99,7 +99,7 @@ class ReferenceHead:
         self.norm_before_residual = norm_before_residual
 
     def draft_logits(self, token_ids: list[int], hidden: Tensor, drafts: list[int]) -> list[Tensor]:
-        """The logits from which each draft is drawn, of the target's vocabulary.
+        """The logits over the target's vocabulary, [V], from which each draft is drawn.
 
         Args:
             token_ids: the sequence, n tokens.

@@ -120,14 +120,14 @@ class SimulatedHead:
         return block_id * self._block_size + position % self._block_size
 
     def _output(self, entry: ScheduledSequence) -> _Hidden:
-        """The last position's hidden state with the token after it."""
+        """The last position's hidden state, extended by the token after it."""
         end = entry.start + entry.num_new_tokens
         self.longest = max(self.longest, end)
         context = [self._memory[self._slot(entry.row, position)] for position in range(end)]
         last, first = context[-1], len(context[0].hidden)
         for position, one in enumerate(context):
             assert one.hidden == last.hidden[: first + position], "an entry of another text"
-            is_shared = (position + 1) % self._block_size == 0  # its next token may be another one
+            is_shared = (position + 1) % self._block_size == 0  # the token after a block may differ
             following = last.hidden[first + position : first + position + 1]
             assert is_shared or not following or one.token == following[0][0]
         _, position, salt = last.hidden[-1]
@@ -147,7 +147,7 @@ class SimulatedHeadDrafter(HeadDrafter):
 
     Attributes:
         simulated: the head.
-        live: requests that were drafted and whose end it was not told.
+        live: requests that have got drafts and were not forgotten since.
         outputs: not read; `SimulatedEngine` sets the outputs of other drafters.
     """
 

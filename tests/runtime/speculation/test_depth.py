@@ -19,7 +19,7 @@ HALF = Draft([1] * MAX_DRAFTS, DraftSource.ngram, 4)
 
 
 def table(token_ms: float, plain_ms: float = 4.0) -> CostTable:
-    """Every token beside the first of a sequence adds `token_ms`."""
+    """A table in which every token but the first of a sequence adds `token_ms`."""
     base = make_table(step_ms=plain_ms, token_ms=0.0, seq_ms=0.0, pair_us=0.0)
     return CostTable.from_medians(
         tokens=base.tokens,

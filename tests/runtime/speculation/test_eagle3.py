@@ -1,4 +1,4 @@
-"""EAGLE-3 heads: the drafts are those of a plain implementation, and the output is plain decoding's."""
+"""EAGLE-3 heads: drafts are those of a plain implementation, and change no output."""
 
 from __future__ import annotations
 

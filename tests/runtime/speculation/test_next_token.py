@@ -1,4 +1,4 @@
-"""Next-token layers (MTP): drafts are those of transformers, and the output is plain decoding's."""
+"""Next-token layers (MTP): drafts are those of transformers, and change no output."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_a_checkpoint_without_the_layer_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_model_through_transformers_is_refused(tmp_path: Path) -> None:
-    """Its family has such layers, but a recorded model shows no hidden states."""
+    """Its family has such layers, but a model through transformers shows no hidden states."""
     ReferenceLayer("glm4-moe", tmp_path)
     chosen = config(
         tmp_path, "graphs.mode=eager", "speculation=mtp", "model.implementation=transformers"

@@ -127,7 +127,7 @@ def test_history_forgets_the_oldest_answers_first() -> None:
 
 
 def prediction_drafts(predicted: list[int], answer: list[int], most: int = 4) -> int:
-    """Steps to decode the answer with the prediction as drafts."""
+    """The number of steps in which the answer is decoded with the prediction as drafts."""
     one = drafter("grammar")
     of = request("p", [1, 2, 3], prediction_token_ids=predicted)
     tokens, num_steps = [1, 2, 3], 0

@@ -68,7 +68,7 @@ def test_a_gpu_and_an_encoder_have_no_drafts_by_default() -> None:
 
 
 def test_drafts_give_way_where_their_rows_leave_too_little_memory() -> None:
-    """The memory is between the least of both plans."""
+    """The memory suffices for a plan without drafts, and not for one with drafts."""
     config = tiny_config("model.config.vocab_size=20000", "speculation.max_tokens=31").engine
     drafting, plain = (
         open_model(dataclasses.replace(config, speculation=section))

@@ -1,4 +1,4 @@
-"""Builds and runs an engine as on a GPU, on a CPU: only the device interface is replaced.
+"""Builds and runs an engine on a CPU as if on a GPU: only the device interface is replaced.
 
 Two parts are replaced: the recorder, which replays on static tensors as a CUDA graph does, and the
 device's report of its memory. Measuring, planning, capturing, sampling from static buffers and
@@ -40,7 +40,7 @@ PROMPTS = make_prompts(5, seed=7)
 
 
 class Memory:
-    """1 GiB is free before the engine; a step takes 24 MiB, and the code loaded with it 8 MiB."""
+    """1 GiB is free at first. A step takes 24 MiB, and the code that is loaded with it 8 MiB."""
 
     def __init__(self) -> None:
         self.free_bytes = 1024 * MIB
@@ -55,7 +55,7 @@ class Memory:
 
 
 class Scarce(StaticRecorder):
-    """Has no memory for programs of these numbers of rows."""
+    """Has no memory for graphs whose number of rows is in `missing`."""
 
     def __init__(self, missing: set[int]) -> None:
         super().__init__()
@@ -149,14 +149,14 @@ def test_more_rows_of_logits_than_sequences_are_captured_and_sampled(
     drafts = llm.stats().speculation
     assert drafts is not None
     assert drafts.num_accepted_tokens == drafts.num_draft_tokens > 0
-    # Decodes of 1 to 8 sequences, of 2 tokens and of 4 tokens each: 4, 8, ..., 32.
+    # Decodes of 1 to 8 tokens, and verifications of 4 tokens a sequence: 4, 8, ..., 32.
     assert set(llm._engine._executor.stats().bucket_tokens) >= {*range(1, 9), *range(4, 36, 4)}
     assert llm.stats().steps_by_kind["captured"] > 0
     assert llm.stats().late_compiles == []
 
 
 def rows_by_step(llm: LLM) -> list[int]:
-    """Rows of logits of each step from now on."""
+    """A list to which each step from now on adds its number of rows of logits."""
     executor, counts = llm._engine._executor, []
     launch = executor.launch
 

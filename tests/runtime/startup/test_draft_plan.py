@@ -183,7 +183,7 @@ def test_vocabularies_are_compared_token_by_token(tmp_path: Path) -> None:
     tokenizer = json.loads((DEMO / "tokenizer.json").read_text())
     vocab = tokenizer["model"]["vocab"]
     file = tmp_path / "tokenizer.json"
-    assert vocabulary_difference(tmp_path, DEMO) is None  # without one there is nothing to compare
+    assert vocabulary_difference(tmp_path, DEMO) is None  # no tokenizer to compare
     file.write_text(json.dumps(tokenizer, indent=1))
     assert vocabulary_difference(tmp_path, DEMO) is None
     first, second = list(vocab)[500:502]

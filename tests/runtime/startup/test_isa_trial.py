@@ -53,7 +53,7 @@ _TIMES = st.fixed_dictionaries(
 
 @pytest.fixture
 def two_levels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Two levels, none of which this process has loaded; real ones if the machine has two."""
+    """Two levels of this machine, as if this process had loaded none; skips if it has only one."""
     levels = runnable_levels()[:2]
     if len(levels) < 2:
         pytest.skip("this machine runs portable kernels only")

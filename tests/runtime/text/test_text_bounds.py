@@ -218,7 +218,7 @@ class TestLengths:
 
 
 class TestUnknownKinds:
-    """For a tokenizer of another kind no text is cut, and no bound of its lengths is given."""
+    """For a tokenizer of another kind no text is cut, and no bound of token lengths is given."""
 
     @pytest.mark.parametrize(
         "change",

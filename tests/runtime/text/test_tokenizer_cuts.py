@@ -1,4 +1,4 @@
-"""Texts cut to a number of tokens keep their special tokens, as transformers cuts them."""
+"""Texts are cut to a number of tokens as transformers cuts them; special tokens are kept."""
 
 from __future__ import annotations
 
