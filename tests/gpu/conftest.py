@@ -1,4 +1,4 @@
-"""Everything in this folder needs a CUDA device and is skipped, with that reason, where there is none."""
+"""The tests of this folder need a CUDA device. Without one they are skipped, with that reason."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def make_spec(shape: Shape) -> AttentionSpec:
 def engine_of(
     name: str, shape: Shape, keys: tuple[GraphKey, ...] = ()
 ) -> tuple[AttentionBackend, AttentionPlanner, Engine]:
-    """A backend, its planner and the static buffers; skips a shape that it does not support."""
+    """A backend, its planner and the static buffers; skips unsupported shapes."""
     backend = load_backend(name)
     reason = backend.why_unsupported(make_spec(shape))
     if reason is not None:
@@ -132,7 +132,7 @@ def label(shape: Shape) -> str:
 
 
 # FlashInfer builds two programs for each combination of type, head size, window and cap. That takes
-# minutes, so the unmarked tests keep to one combination.
+# minutes, so tests that are not marked slow use one combination only.
 SLOW = pytest.mark.slow
 CASES = [
     *(pytest.param("triton", shape, id=f"triton-{label(shape)}") for shape in GRID),

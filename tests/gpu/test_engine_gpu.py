@@ -163,7 +163,7 @@ def test_too_little_memory_for_the_capture_leaves_buckets_out(
 
 
 def test_a_plan_leaves_room_for_what_is_not_planned(caplog: pytest.LogCaptureFixture) -> None:
-    """The KV cache takes the rest of `memory_fraction`; all other memory stays free."""
+    """The KV cache fills the memory up to `memory_fraction`; the rest stays free."""
     free, total = torch.cuda.mem_get_info()
     config = load_config(
         [*(f"cache.{word}" for word in ("memory_gib=null", "block_size=16")),

@@ -47,7 +47,7 @@ STEPS: list[tuple[Step, str]] = [
 def assert_caches_equal(one: Graphs, other: Graphs, tolerance: float) -> None:
     for pair, other_pair in zip(one.kv_cache, other.kv_cache, strict=True):
         for tensor, other_tensor in zip(pair, other_pair, strict=True):
-            # Block 0 is where padding goes; everything else must agree.
+            # Padding is written to block 0; all other blocks must agree.
             torch.testing.assert_close(tensor[1:], other_tensor[1:], atol=tolerance, rtol=tolerance)
 
 

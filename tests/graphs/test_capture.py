@@ -82,7 +82,7 @@ def test_replay_equals_eager_through_joins_and_leaves(
         )
         assert captured.steps_by_kind[kind] == before[kind] + 1, sequences
     for (k, v), (expected_k, expected_v) in zip(captured._kv_cache, eager._kv_cache, strict=True):
-        # Block 0 is where padding goes; everything else must agree.
+        # Padding is written to block 0; all other blocks must agree.
         torch.testing.assert_close(k[1:], expected_k[1:], atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(v[1:], expected_v[1:], atol=1e-5, rtol=1e-5)
 

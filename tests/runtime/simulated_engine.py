@@ -164,8 +164,8 @@ class SimulatedEngine:
             for request_id, request in self.requests.items()
             if request_id not in self.endings
         ]
-        # The first in order advances at least every other step, and at worst each sequence is
-        # computed twice: once for nothing, and once as the first.
+        # The first sequence in order advances at least every other step. At worst each sequence is
+        # computed twice: once until it is preempted, and once as the first.
         last_step = self.num_steps + 4 * sum(lengths) + 10 + 2 * len(lengths)
         if self._has_holds:
             last_step *= 4  # each token may wait for two steps, with one in flight after each
@@ -257,8 +257,8 @@ class SimulatedEngine:
         """A step of decodes and prompts keeps the target, or has at most a block of one prompt.
 
         The entry of a decoding beam carries its token. In a row that was just admitted, this entry
-        looks like the last token of a beam that is computed again. The step passes if it
-        keeps the target with either reading of these entries.
+        looks like the last token of a beam that is computed again. The step passes if it keeps the
+        target with either reading of these entries.
         """
         costs = self.costs
         if costs is None:

@@ -88,7 +88,7 @@ def test_a_process_that_can_not_start(monkeypatch):
 
 
 def test_a_server_with_a_limit_of_memory():
-    """A child keeps a limit that it inherits. That a job needs more is not the job's fault."""
+    """A child keeps a limit that it inherits. If a job needs more, this is not its fault."""
     script = """
 import resource
 from ostinato.runtime.sandbox import SandboxError

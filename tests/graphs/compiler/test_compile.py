@@ -67,9 +67,9 @@ def compiled(request: pytest.FixtureRequest) -> Compiled:
     return Compiled(model, form, program, code)
 
 
-# The second size differs from the compiled one. If views of the cache were compiled wrongly for
-# other sizes, all layers would write at offset 0. The outputs of such a step can be right all the
-# same, so the caches are compared too.
+# The second cache has another number of blocks than the compiled one. If views of the cache were
+# compiled wrongly for other sizes, all layers would write at offset 0. The outputs of such a step
+# can be right all the same, so the caches are compared too.
 @pytest.mark.parametrize("num_blocks", [COMPILE_BLOCKS, 64])
 @torch.inference_mode()
 def test_compiled_equals_eager_in_hidden_states_and_caches(

@@ -50,7 +50,7 @@ def run_step(scheduler: Scheduler, seconds_per_token: float) -> list[str]:
 def test_the_rate_is_a_moving_average() -> None:
     rate = TokenRate(0.04)
     assert rate.max_num_tokens == 256
-    rate.observe(63, 1.0)  # too small to say anything
+    rate.observe(63, 1.0)  # too few tokens: ignored
     assert rate.max_num_tokens == 256
     rate.observe(100, 0.01)
     assert rate.max_num_tokens == 400

@@ -88,7 +88,7 @@ def test_a_torn_slot_is_left_out(tmp_path: Path) -> None:
         recorder.write(record(step))
     recorder.close()
     data = bytearray((tmp_path / "flight").read_bytes())
-    begin = 16 + 4096 * 1  # step 1 of 3 slots
+    begin = 16 + 4096 * 1  # the slot of step 1
     data[begin + 4 : begin + 40] = b"\xc1" * 36
     (tmp_path / "flight").write_bytes(data)
     assert [one.step for one in read_flight(tmp_path / "flight")] == [2]

@@ -70,7 +70,7 @@ def test_they_are_scored_in_pieces(llm: LLM) -> None:
     unmeasured = ("graphs.cost_table_budget_s=0", "scheduler.max_num_batched_tokens=32")
     pieces = LLM(config=tiny_config(*unmeasured))
     assert scores_of(pieces, prompt) == scores_of(llm, prompt)
-    # Where step costs are not measured, a score counts as one token: a budget of 32 is 16 tokens.
+    # Without measured step costs a score counts as one token, so a step computes 16 prompt tokens.
     assert pieces.stats().num_steps == 6 + 1
 
 

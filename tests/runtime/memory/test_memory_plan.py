@@ -1,4 +1,4 @@
-"""Compares memory plans with sizes computed by hand; reads free memory from made-up cgroup files."""
+"""Compares memory plans with sizes computed by hand; reads free memory from fake cgroup files."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -107,7 +107,7 @@ def test_any_drafter_gives_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """All parameters beside each other in one batch."""
-    MaskClock(monkeypatch)  # with it no row waits for its mask, which would refuse drafts
+    MaskClock(monkeypatch)  # no row waits for its mask: a row that waits refuses its drafts
     drafter.accuracy = accuracy
     scheduler = drafting._engine._scheduler
     assert scheduler.drafts is not None

@@ -18,8 +18,8 @@ from ostinato.runtime.types.request import Request
 from ostinato.runtime.types.step import StepResult
 from tests.runtime.cost_tables import make_table, tables
 
-TABLE = make_table()  # 2 ms a step, 0.1 ms a token, 0.05 ms a sequence, 1 us for each pair
-# of a token and a token of context that it attends to
+# 2 ms a step, 0.1 ms a token, 0.05 ms a sequence, 1 us a pair: a token and a token of its context.
+TABLE = make_table()
 LIMITS = StepLimits(4, 64)
 IDLE = QueueLoad(0, 0.0, 0, 0, 0, 4, [])
 

@@ -69,7 +69,7 @@ class SimulatedHead:
     def store(self, scheduled: Sequence[ScheduledSequence], states: list[_Hidden]) -> None:
         first = len(self._known)
         self._known += states
-        numbers = torch.arange(first, len(self._known) + 2)[:, None]  # with two of padding
+        numbers = torch.arange(first, len(self._known) + 2)[:, None]  # with two rows of padding
         self._states.store(scheduled, [numbers])
 
     def watch(self, row: int) -> None:

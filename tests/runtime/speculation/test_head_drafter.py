@@ -82,7 +82,7 @@ def run_workload(
 def test_a_perfect_head_is_always_right(
     total_blocks: int, prefix_caching: bool, lookahead: bool
 ) -> None:
-    """After prefix hits, preemptions, chunks and reused blocks, the head reads right entries."""
+    """After prefix hits, preemptions, chunks and reused blocks, the head's entries are right."""
     engine, _ = run_workload(
         total_blocks=total_blocks, prefix_caching=prefix_caching, lookahead=lookahead
     )

@@ -80,7 +80,7 @@ def run_workload(
 def test_a_perfect_draft_model_is_always_right(
     total_blocks: int, prefix_caching: bool, lookahead: bool
 ) -> None:
-    """After prefix hits, preemptions, chunks and reused blocks, the model reads right entries."""
+    """After prefix hits, preemptions, chunks and reused blocks, the model's entries are right."""
     engine = run_workload(
         1.0, total_blocks=total_blocks, prefix_caching=prefix_caching, lookahead=lookahead
     )

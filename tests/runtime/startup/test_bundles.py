@@ -37,7 +37,7 @@ def _small_libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def prepare(model: ModelSection, graphs: GraphConfig) -> list[str]:
-    """Prepare the kernels and wait; returns the libraries that were compiled for it."""
+    """Prepare the kernels and wait; returns the libraries that were compiled."""
     prepare_kernels(model, DeviceConfig(name=DeviceName.cpu), graphs)
     builders = [each for each in threading.enumerate() if each.name.startswith("build-")]
     for builder in builders:

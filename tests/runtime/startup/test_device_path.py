@@ -137,7 +137,7 @@ def test_an_engine_without_any_capture_serves(
 def test_more_rows_of_logits_than_sequences_are_captured_and_sampled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A drafter of three guesses: static logits, sampling parameters and buckets have room for all."""
+    """With 3 drafts a sequence, static logits, sampling parameters and buckets hold all rows."""
     sampling = [msgspec.structs.replace(one, max_tokens=21, ignore_eos=True) for one in SAMPLING]
     expected = generate(LLM(config=tiny_config()), PROMPTS, sampling)
     drafter = ReplayDrafter(max_drafts=3, vocab_size=VOCAB_SIZE)

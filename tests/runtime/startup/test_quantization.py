@@ -60,7 +60,7 @@ def test_the_plan_knows_the_quantised_sizes(kind: str) -> None:
     planned = plan_engine(config, open_model(config)).weights_bytes
     assert planned < plan_engine(plain, open_model(plain)).weights_bytes
     sizes: list[int] = []
-    original = torch.nn.Module.eval  # every model that is built ends with this
+    original = torch.nn.Module.eval  # the last call in the building of a model
 
     def remember(model: torch.nn.Module) -> torch.nn.Module:
         models.append(model)
