@@ -44,7 +44,7 @@ def no_execution(directory: Path) -> list[str]:
 
 def no_temporary_files() -> list[str]:
     """Runs the command with `/` and the temporary directories read-only; files can still be executed."""
-    # The interpreter itself may lie under /tmp, so nothing is mounted over these directories.
+    # The interpreter itself may lie under /tmp, so these directories keep their contents.
     script = (
         "mount -o remount,ro,bind / && "
         "for each in /tmp /var/tmp /dev/shm; do "

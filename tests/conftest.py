@@ -14,8 +14,8 @@ from ostinato.ops.native.instruction_sets import runnable_levels
 
 _MOST_WORKERS = 4  # each with its servers may take 2 GiB
 
-# Before anything imports torch, and for the servers that tests start: threads that wait for each
-# other at the end of a loop sleep, because other workers need the cores.
+# Set before anything imports torch; the servers that tests start inherit it. Threads that wait for
+# each other at the end of a loop sleep, because other workers need the cores.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # Every run draws the same examples, however slow the machine is; `--hypothesis-profile=search` draws
@@ -51,7 +51,7 @@ def nothing_compiles_late(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fails a test in which an engine of this process compiles late. The mark `compiles_late` allows it.
 
     Each monitor logs the first compilation of each kind and shape (graphs/compile_monitor.py). For engines
-    in other processes, `ServerProcess` and `test_client.py` check that.
+    in other processes, `ServerProcess` and `test_client.py` check the log.
     """
     logger = logging.getLogger("ostinato.graphs.compile_monitor")
     level, collector = logger.level, _Collector()

@@ -31,8 +31,8 @@ def write_scripted_model(
     """Write the model's directory.
 
     Args:
-        answers: last word of the prompt -> answer, to which the model adds its end; as a text, or
-            in pieces.
+        answers: last word of the prompt -> answer, as a text or in pieces. The model adds the
+            end token.
         template: the chat template.
     """
     in_pieces = not any(isinstance(answer, str) for answer in answers.values())

@@ -136,7 +136,7 @@ class ServerProcess:
         self._process.send_signal(number)
 
     def wait(self, timeout_s: float = PATIENCE_S) -> int:
-        """The exit code."""
+        """Wait for the end of the process; returns its exit code."""
         code = self._process.wait(timeout_s)
         self._reader.join(timeout_s)
         return code
@@ -177,7 +177,7 @@ class ServerProcess:
 
     @contextmanager
     def sent(self, path: str, body: Any, request_id: str) -> Iterator[http.client.HTTPConnection]:
-        """Send a request, and wait until it is one of `load`. The connection is closed at the end.
+        """Send a request, and wait until `load` counts it. The connection is closed at the end.
 
         The engine should be held, or the request may end first.
         """

@@ -34,7 +34,7 @@ class Case(NamedTuple):
 
 
 def write_models(root: Path) -> dict[str, str]:
-    """One override per kind of mistake in a model's files, and the directories they point to."""
+    """Write models with mistakes in their files; returns an override for each kind of mistake."""
     for name in ("truncated", "locked"):
         (root / name).mkdir()
     for file in DEMO.glob("*.json"):

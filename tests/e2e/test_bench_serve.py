@@ -60,7 +60,7 @@ def test_load_then_its_trace_again(server: ServerProcess, trace: Path, tmp_path:
     for title in ("Requests over time", "Steps and what they computed"):
         assert title in page
 
-    # Two points of six requests, each after a warm-up.
+    # Two points of six requests, each after one warm-up request.
     lines = [json.loads(line) for line in trace.read_text().splitlines()]
     assert len(lines) == 14
     assert sorted({line["output_length"] for line in lines}) == [5]
@@ -86,7 +86,7 @@ def test_turns_carry_the_answers_before_them(server: ServerProcess, tmp_path: Pa
     record = bench(tmp_path, "serve", *words, *lengths, *load)
     first, second = record.points[0].details["requests"]
     assert (first["input_tokens"], second["input_tokens"]) == (40, 100)
-    # These are more than the 32 of the first prompt: the answer is cached too.
+    # The full blocks of the first prompt hold 32 tokens: the answer is cached too.
     assert second["cached_tokens"] >= 48
 
 

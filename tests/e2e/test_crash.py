@@ -1,5 +1,5 @@
-"""Streams through a real server whose engine is killed: each stream has the same events as the
-one of an undisturbed server, for every kind of request.
+"""Streams through a real server whose engine is killed: each stream has the same events as
+without the kill, for every kind of request.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ def test_a_client_that_goes_away_frees_its_blocks(demo):
             pass
         assert " disconnected " in demo.log_of("embd-left ")
     HTTP.post(f"{demo.url}/v1/embeddings", json={"input": "ok"}).raise_for_status()
-    # The line may come before the last chunk of inputs has left the engine.
+    # The log line may come before the last chunk of inputs has left the engine.
     until(lambda: demo.load() == 0)
 
 

@@ -1,4 +1,4 @@
-"""A GGUF file over HTTP: its tokens, its chat template, its name, and how broken ones end."""
+"""A GGUF file over HTTP: its tokens, its chat template, its name, and errors of broken files."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ class TestLogprobs:
         assert streamed == [choice["logprobs"]["token_logprobs"] for choice in whole]
 
     def test_an_answer_of_megabytes(self, server):
-        """It is encoded while it is sent."""
+        """The server encodes the answer while it sends it."""
         body = {"prompt": [300 + index % 900 for index in range(400)], "prompt_logprobs": 20}
         body |= {"n": 12, "max_tokens": 1, "temperature": 1}
         response = HTTP.post(server.url + COMPLETIONS, json=body)

@@ -1,4 +1,4 @@
-"""`run serve parallel.tensor=2`: what a server of two ranks shows, and what is in its log when one ends."""
+"""`run serve parallel.tensor=2`: what a server of two ranks shows, and its log when a rank ends."""
 
 from __future__ import annotations
 
@@ -105,6 +105,6 @@ def test_no_rank_outlives_a_server_that_is_killed() -> None:
 
 
 def attempt(server: ServerProcess, has_begun: threading.Event) -> None:
-    """A stream whose server is killed."""
+    """Read a stream whose server is killed."""
     with contextlib.suppress(OSError, httpx.HTTPError):
         text_of(server, has_begun.set)

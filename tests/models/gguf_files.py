@@ -1,8 +1,8 @@
 """Writes GGUF files with the `gguf` package, from checkpoints that transformers saved.
 
 Names come from the package, and values are changed as llama.cpp's convert_hf_to_gguf.py changes
-them: Llama's queries and keys permuted, 1 added to Gemma's norms, experts stacked. Quantised matrices
-replace those of the checkpoint, so that both hold the same numbers.
+them: Llama's queries and keys permuted, 1 added to Gemma's norms, experts stacked. The dequantised
+matrices replace those of the checkpoint, so that both files hold the same numbers.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Compares a model with the transformers model whose checkpoint it loaded, in float32.
 
 The logits at every prompt position must agree within 1e-4, and the greedy continuations must be
-equal. This holds for every division of the tokens into steps and for every source of their keys and
-values.
+equal. This holds for every division of the tokens into steps, and with blocks that another sequence
+has computed.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Expected:
     prompt_logits: Tensor  # [NUM_PROMPT, vocab_size]
 
     def check_greedy(self, continuation: list[int]) -> None:
-        """The greedy continuation: each token is the likeliest after all tokens before it."""
+        """Check that each token of a continuation is the likeliest after all tokens before it."""
         assert len(continuation) == NUM_GREEDY
         with torch.no_grad():
             logits = self.model(torch.tensor([PROMPT + continuation])).logits[0]

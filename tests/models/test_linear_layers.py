@@ -145,7 +145,7 @@ def test_sizes_that_do_not_divide_are_refused_by_name() -> None:
 def test_grouped_qkv_is_sorted_when_it_is_loaded(
     groups: int, group: int, ranks: int, method: WeightMethod
 ) -> None:
-    """Stored [groups, queries and k and v, d], as transformers' Falcon splits it; also sharded."""
+    """Rows are stored as [groups, q heads + k + v, d], as in transformers' Falcon."""
     if groups % ranks:
         return
     heads, size = groups * group, 4
@@ -181,7 +181,7 @@ def test_grouped_qkv_is_sorted_when_it_is_loaded(
 
 
 def test_interleaved_pairs_become_halves() -> None:
-    """Rotating pairs (0, 1), (2, 3) of stored rows is rotating halves of ordered ones."""
+    """Rotating pairs (0, 1), (2, 3) of stored rows equals rotating the halves of reordered rows."""
     heads, size, rotary = 3, 8, 6
     order = interleaved_rope(heads, size, rotary)
     stored = torch.randn(heads, size, dtype=torch.float64)

@@ -149,7 +149,7 @@ class Pipeline:
         return hidden
 
     def logits(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Logits of the whole model and of the stages: chunks of a prompt beside another, decodes."""
+        """Logits of the whole model and of the stages, for two prompts and decodes."""
         found: list[list[Tensor]] = []
         for model, forward in ((self.whole, self.whole), (self.stages[-1], self.forward)):
             driver = Driver(model, self.config, forward=forward, dtype=self.dtype)

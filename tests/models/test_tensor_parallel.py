@@ -1,7 +1,7 @@
 """Ranks of a tensor-parallel group compute what one process computes.
 
 The ranks are threads here, with a shard of the model each. They meet in the real collectives.
-tests/ops/parallel compares those between processes.
+tests/ops/parallel tests the collectives between processes.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class Together:
 
 @contextmanager
 def folded(ranks: Together, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Sums in rank order in plain torch, in place of the collectives."""
+    """Replace the collectives by sums in rank order in plain torch."""
     barrier = threading.Barrier(ranks.world, timeout=120)
     shown: list[Tensor] = [torch.empty(0)] * ranks.world
 

@@ -10,7 +10,7 @@ import torch
 
 @pytest.fixture
 def set_threads() -> Iterator[Callable[[int], None]]:
-    """`torch.set_num_threads`, whose number is put back after the test."""
+    """`torch.set_num_threads`; the fixture restores the number of threads after the test."""
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)
@@ -20,5 +20,5 @@ def set_threads() -> Iterator[Callable[[int], None]]:
 def nothing_compiles_late() -> None:
     """Replaces the fixture of all tests: kernel tests have no engine, and compile on purpose.
 
-    An engine that another test has left to the garbage collector would count that as late.
+    An engine that another test has left to the garbage collector would count them as late.
     """

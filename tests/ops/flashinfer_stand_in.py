@@ -262,7 +262,7 @@ def _signature(parameters: str) -> inspect.Signature:
 def bound_to(real: Library, calls: list[str]) -> Library:
     """Stand-ins whose calls must all bind to FlashInfer's signatures; `calls` lists them.
 
-    Where a real method passes its keywords on to an `_impl`, they bind to the signature of that.
+    Where a real method passes its keywords on to an `_impl`, they must bind to that function too.
     """
 
     def bind(function: Callable[..., Any], arguments: tuple[Any, ...], options: Any) -> None:

@@ -1,7 +1,7 @@
 """The triton backend against the reference, under Triton's interpreter.
 
-The interpreter must be chosen before a kernel is decorated. So pytest does not collect this module by its
-name, and test_triton_attention.py runs it in a process of its own with TRITON_INTERPRET=1.
+The interpreter must be chosen before a kernel is decorated. So this file has a name that pytest
+does not collect, and test_triton_attention.py runs it in a process of its own with TRITON_INTERPRET=1.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def shape(
 
 
 # Every value of every axis, and the pairs that share code: head layout x type, block x tile width,
-# window x partitions, cap x window. The interpreter's time grows with the KV heads: few have two.
+# window x partitions, cap x window. The interpreter's time grows with the KV heads: most have one.
 GRID = [
     pytest.param(MIXED, shape(8, 2, 64, 16, FLOAT32), marks=pytest.mark.slow),
     (MIXED, shape(4, 1, 64, 16, FLOAT16)),
@@ -126,7 +126,7 @@ def test_eight_bits_saturate() -> None:
 
 
 def test_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter would multiply bfloat16 as raw 16-bit integers, so it is widened."""
+    """The interpreter would multiply bfloat16's raw 16-bit integers, so operands are widened."""
     widen_products_of_bfloat16(monkeypatch)
     check(BACKEND, MIXED, shape(4, 1, 64, 16, torch.bfloat16))
 

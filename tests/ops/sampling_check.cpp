@@ -38,7 +38,7 @@ std::vector<float> make_row(std::mt19937_64& random) {
     if (kind == 7) logit = random() % 50 ? logit : std::numeric_limits<float>::quiet_NaN();
     row[i] = uniform(random) < impossible ? -std::numeric_limits<float>::infinity() : logit;
   }
-  row[random() % count] = 0.5f;  // one is possible
+  row[random() % count] = 0.5f;  // at least one token is possible
   return row;
 }
 
@@ -65,7 +65,7 @@ int main(int, char** arguments) {
       std::vector<double> sums;
       const int64_t sorted = draw_filtered(row, p, sums, false);
       wrong += draw_filtered(row, p, sums, true) != sorted;
-      // Every row is drawn here, also where the first candidates would be enough.
+      // draw_selected is called for every row, also where draw_filtered does not need it.
       if (const std::optional<int64_t> id = draw_selected(row, p, sums.back())) {
         ++selected;
         wrong += *id != sorted;

@@ -70,7 +70,7 @@ def _bfloat16(rng: np.random.Generator, count: int, first: int, last: int) -> Wo
 
 @pytest.fixture(scope="module")
 def multiply(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, bytes], bytes]:
-    """Runs problems of amx_check.cpp: 1 on the processor, 2 in the emulation."""
+    """Runs problems in amx_check.cpp: mode 1 is the processor, mode 2 the emulation."""
     folder = tmp_path_factory.mktemp("amx")
 
     def run(mode: int, problems: bytes) -> bytes:
@@ -143,7 +143,9 @@ def _flushed(exact: Fraction) -> Fraction:
 def test_the_emulation_is_what_the_manual_says(
     multiply: Callable[[int, bytes], bytes], source: str
 ) -> None:
-    """Even and odd K are summed apart. Each step rounds once. Subnormal numbers count as zeros."""
+    """Products of even and of odd k are summed apart. Each step rounds once, and subnormal numbers
+    count as zeros.
+    """
     rng = np.random.default_rng(7)
     data = problem(rng, source)
     _, rows, steps = np.frombuffer(data[:12], np.int32)
@@ -231,7 +233,7 @@ def test_the_levels_that_run_here_are_named(record_property: Callable[[str, obje
     assert set(LEVELS[:-1]) <= set(ISA_LEVELS)
 
 
-# A signal stack that is too small for the tile registers: then Linux refuses them.
+# Linux refuses tiles to a process whose signal stack is too small for the tile registers.
 REFUSED = """
 import ctypes, sys
 class Stack(ctypes.Structure):

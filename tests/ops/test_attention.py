@@ -240,7 +240,7 @@ def test_every_instruction_set_level(
 def test_a_cache_of_eight_bits(
     level: LevelBackend, dtype: torch.dtype, more: dict[str, Any]
 ) -> None:
-    """The cache is that of the reference bit for bit, and so are the numbers that are attended to."""
+    """The cache equals the reference's bit for bit. Outputs are compared over the same numbers."""
     check(level, MIXED, Shape(dtype=dtype, cache_dtype=torch.int8, **more))
 
 

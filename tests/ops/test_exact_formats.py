@@ -82,7 +82,7 @@ def test_what_is_stored_is_restored_bit_for_bit(level: str, form: QuantFormat) -
         values, scales, zeros, expected = stored(*shape, form)
         packed = kernels.pack(values, scales, zeros, *form)
         assert torch.equal(packed, pack_quantized_reference(values, scales, zeros, *form))
-        # As the tensors of GPTQ lie: the other way round in memory.
+        # GPTQ's tensors are transposed in memory.
         assert torch.equal(packed, kernels.pack(values.T.contiguous().T, scales, zeros, *form))
         assert torch.equal(dequantize_linear_weight(packed, form, *shape), expected)
         ids = torch.arange(shape[0])

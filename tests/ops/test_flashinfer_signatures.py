@@ -158,8 +158,8 @@ def flashinfer() -> Library:
 def test_every_call_binds_to_flashinfer(
     version: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Planning and running decode, mixed and uncaptured steps, each call checked against the
-    signatures of FlashInfer. The kernel that writes keys and values is left out.
+    """Decode, mixed and uncaptured steps are planned and run. Each call must bind to FlashInfer's
+    signature. The kernel that writes keys and values is left out.
     """
     if version == "installed":
         flashinfer = request.getfixturevalue("flashinfer")

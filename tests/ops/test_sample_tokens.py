@@ -146,7 +146,7 @@ def test_top_p_over_many_candidates_is_that_of_plain_torch(
 
 @pytest.fixture(scope="module")
 def check_sampling(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], list[int]]:
-    """Compiles sampling_check.cpp for a level and runs it with this number of rows; its output."""
+    """Compiles sampling_check.cpp for a level and runs it with a number of rows; gives its output."""
     headers = Path(sampling.__file__).parent / "native"
     root = Path(torch.__file__).parent
     folder = tmp_path_factory.mktemp("programs")
@@ -179,7 +179,7 @@ def check_sampling(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, i
 def test_selected_tokens_are_those_of_a_sorted_row(
     check_sampling: Callable[[str, int], list[int]], isa: str, num_rows: int
 ) -> None:
-    """The C++ program compares the op's selection with that of a sorted row; both must be equal.
+    """The C++ program draws from each row with selection and from the sorted row, and compares.
 
     Rows are flat or peaked, or have ties, clusters or impossible tokens; top-p is 0.0001 to 1.
     """

@@ -40,7 +40,7 @@ def test_compiles_without_spills_within_shared_memory(variant: Variant) -> None:
     assert used.shared_bytes <= 227 * 1024
     if variant.uses_tensor_cores:
         assert used.num_wgmma + used.num_mma > 0
-        # The keys and values of the tiles ahead are under way while one is computed.
+        # The keys and values of the next tiles are copied while a tile is computed.
         assert used.num_copies > 0
     if variant.uses_tensor_cores and (
         variant.role == "long" or variant.constants["BLOCK_M"] == 128

@@ -102,6 +102,6 @@ int main(int argc, char**) {
   failures(*pool);
   two_callers(*pool);
   idleness(*pool);
-  if (argc == 1) a_forked_process(*pool);  // sanitizers do not follow into a fork of several threads
+  if (argc == 1) a_forked_process(*pool);  // sanitizers do not support a fork of a process with several threads
   std::_Exit(0);
 }

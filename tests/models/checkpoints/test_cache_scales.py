@@ -1,7 +1,7 @@
 """A checkpoint's scales of keys and values, against a model whose matrices are scaled instead.
 
-The scales are powers of two, so that nothing else is rounded differently. K and V are so far from 1
-that a cache of 8 bits without them would saturate or round to zero.
+The scales are powers of two, so multiplying and dividing by them is exact. `K` and `V` are so far
+from 1 that a cache of 8 bits without them would saturate or round to zero.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def test_layers_have_their_own_scales(
     tensors[f"model.layers.1.{names[0]}"] = torch.tensor([0.5])
     tensors[f"model.layers.1.{names[1]}"] = torch.tensor([V])
     ours = logits(changed(written, tmp_path / "scaled", **tensors), scales=True)
-    # One scale alone is that of both.
+    # A layer that stores one scale uses it for keys and for values.
     expected = scaled_matrices(written, tmp_path / "matrices", [(K, K), (0.5, V)])
     torch.testing.assert_close(ours, logits(expected, scales=False), atol=1e-5, rtol=1e-5)
     assert not torch.allclose(ours, logits(written, scales=False), atol=1e-2)

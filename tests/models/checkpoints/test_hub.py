@@ -69,7 +69,7 @@ def test_a_repository_without_gguf() -> None:
 
 
 class _Hub(BaseHTTPRequestHandler):
-    """The three answers of a hub that a download reads: a repository, its files, and a file."""
+    """Answers what a download asks a hub for: a repository, its list of files, and a file."""
 
     root: ClassVar[Path]
     commit: ClassVar[str] = "0123456789abcdef0123456789abcdef01234567"
@@ -134,7 +134,7 @@ def resolve(path: str, endpoint: str, home: Path, *, is_offline: bool = False) -
         "    print(error)\n"
     )
     environment = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(home)}
-    # The package takes what it has after a timeout; this machine may be busy.
+    # After a timeout the package uses its local copy; this machine may be busy.
     environment |= {"HF_HUB_ETAG_TIMEOUT": "240", "HF_HUB_DOWNLOAD_TIMEOUT": "240"}
     environment["HF_HUB_OFFLINE"] = "1" if is_offline else "0"
     done = subprocess.run(

@@ -62,7 +62,7 @@ print(*found)
 
 
 def tensors(layers: int, experts: int, *, is_stacked: bool) -> dict[str, torch.Tensor]:
-    """The tensors of a model of gpt-oss, or of OLMoE, whose experts are stored one by one."""
+    """The tensors of gpt-oss (stacked experts) or of OLMoE (experts that are stored one by one)."""
 
     def zeros(*shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.bfloat16)
@@ -130,6 +130,6 @@ def test_the_peak_is_the_weights_and_one_expert(tmp_path: Path, is_stacked: bool
     weights, peak = map(int, done.stdout.split())
     expert = 3 * INNER * HIDDEN * 2
     assert weights > LAYERS * EXPERTS * expert
-    # The larger stack of a layer: if all its pages were mapped, the bound would not hold.
+    # If all pages of a layer's larger stack were mapped, the bound below would not hold.
     assert EXPERTS * expert * 2 // 3 > 64 * MIB + expert
     assert peak <= weights + expert + 64 * MIB

@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 
 def build(directory: Path, shard: Shard, weights: WeightsByRole, seed: int | None) -> LanguageModel:
-    """Loaded from the checkpoint, or with dummy weights of a seed."""
+    """A rank's model with the checkpoint's weights, or with dummy weights if there is a seed."""
     checkpoint = open_checkpoint(ModelSection(path=str(directory)))
     model = build_model(
         read_model_config(checkpoint),

@@ -193,7 +193,7 @@ def test_truncated_shard(saved: dict[str, Saved], tmp_path: Path) -> None:
 
 
 def test_one_tensor_for_two_weights_is_refused() -> None:
-    """Otherwise one of the two would keep what was in its memory."""
+    """Otherwise one of the two weights would stay uninitialised."""
     checkpoint = open_checkpoint(ModelSection(path="", load_format=LoadFormat.dummy))
     model = build_model(
         read_model_config(checkpoint), dtype=torch.float32, device=CPU, attention_backend="cpu"

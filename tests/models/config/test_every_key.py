@@ -166,5 +166,5 @@ def test_no_key_is_ignored(name: str) -> None:
                 ignored.add(key)
         except ValueError:
             continue
-    # Objects inside may be configurations of transformers too, with all its general keys.
+    # A nested object may be a configuration of transformers too, with all the general keys.
     assert {key for key in ignored if not NEUTRAL.intersection(key.split("."))} - neutral == set()

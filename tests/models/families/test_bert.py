@@ -101,7 +101,7 @@ SEQUENCES = [[(7 * i * i + 13 * i + n) % 199 for i in range(n)] for n in (5, 31,
     [
         (False, None),
         pytest.param(False, GraphForm.layer, marks=pytest.mark.slow),
-        pytest.param(False, GraphForm.model, marks=pytest.mark.slow),  # test_parity.py has others
+        pytest.param(False, GraphForm.model, marks=pytest.mark.slow),  # see test_parity.py
         (True, None),
         (True, GraphForm.layer),
         pytest.param(True, GraphForm.model, marks=pytest.mark.slow),
@@ -134,7 +134,7 @@ def test_bits_of_a_sequence_do_not_depend_on_its_batch(tiny):
 
 @torch.inference_mode()
 def test_layers_run_on_our_kernels_alone_and_are_captured(tiny):
-    """No step has an OpenMP loop. A replay in C++ gives the same bits as the calls."""
+    """The program has no OpenMP loop. A replay in C++ gives the bits of calls from Python."""
     model, config = load(tiny[1], packed=True)
     cache = no_cache(config)
     program = compile_model(model, GraphForm.layer, pack([[1, 2], [3, 4]]), cache)(model)

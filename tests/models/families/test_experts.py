@@ -37,7 +37,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def build(
     directory: Path, quantization: Quantization = Quantization.none
 ) -> tuple[CausalLM, ModelConfig, Checkpoint]:
-    """The model before it is loaded."""
+    """The model before its weights are loaded."""
     section = ModelSection(path=str(directory), quantization=quantization)
     checkpoint = open_checkpoint(section)
     config = read_model_config(checkpoint)

@@ -68,7 +68,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def read_all(path: Path) -> None:
-    """Everything that is read of a file."""
+    """Read everything that the engine reads of a file."""
     file = open_gguf(path)
     read_gguf_config(file)
     read_gguf_generation_config(file)
@@ -155,7 +155,7 @@ def _changed(place: int, form: str, value: int) -> Callable[[bytes], bytes]:
 
 
 def _after(text: bytes, form: str, value: int, skip: int = 0) -> Callable[[bytes], bytes]:
-    """A number that follows a text."""
+    """A function that replaces the number after `text`."""
     return lambda stored: _changed(stored.index(text) + len(text) + skip, form, value)(stored)
 
 

@@ -23,7 +23,7 @@ from tests.models.driver import Driver, Sequence
 from tests.models.gguf_files import save_checkpoint, write_gguf
 from tests.models.parity import PROMPT, Expected, check_whole, load
 
-# Files do not have Gemma's query_pre_attn_scalar, Mistral's window, nor mixed layers of Qwen.
+# A GGUF file cannot state Gemma's query_pre_attn_scalar, Mistral's window or Qwen's mixed layers.
 MODELS: dict[str, dict[str, Any]] = {
     "gemma": {},
     "gemma2": {"query_pre_attn_scalar": 32},
@@ -69,7 +69,7 @@ def written(tmp_path_factory: pytest.TempPathFactory):
 
 
 def type_for(name: str, kind: str) -> str:
-    """Routers stay floats, as llama.cpp keeps them."""
+    """The type of a matrix: `kind`, but float32 for routers, as in llama.cpp."""
     return "F32" if "ffn_gate_inp" in name else kind
 
 

@@ -111,7 +111,7 @@ OTHERWISE = {
 
 
 def every_pair(texts: list[str]) -> tokenizers.Tokenizer:
-    """Bytes, and all pairs of neighbours in the texts, so that ids show where words end."""
+    """Its tokens are bytes and all pairs of neighbours in the texts: ids show where words end."""
     whole = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     shown = [whole.pre_tokenize_str(text)[0][0] for text in texts]
     merges = list(dict.fromkeys(pair for text in shown for pair in pairwise(text)))

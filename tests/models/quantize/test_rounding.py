@@ -1,4 +1,4 @@
-"""Rounding a matrix: to the nearest integers, and for the activations of a text."""
+"""Rounding a matrix: to the nearest integers, and with the Hessian of a text's activations."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_packing_is_that_of_the_formats() -> None:
     restored = rounded.restored()
     for name, writer in zip(FORMATS, (gptq, awq, pack_quantized), strict=True):
         ours = pack("m", rounded, name, symmetric=False)
-        # A writer of the tests finds the same integers again, as the weights are on the grid.
+        # The tests' own writer of the format gives tensors of the same names and shapes.
         theirs, _ = writer("m", restored, Form("gptq", symmetric=False))
         assert ours.keys() == theirs.keys()
         assert all(ours[key].shape == theirs[key].shape for key in ours)

@@ -1,7 +1,7 @@
 """Every key of a quantization_config changes the result or is refused by its name.
 
 Each key of each format's settings, nested ones too, gets other values of its own type and of
-others. Keys that say how a checkpoint was made have no effect and are listed here.
+other types. Keys that say how a checkpoint was made have no effect and are listed here.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ WITHOUT_EFFECT = {
     "quantization_status",
     "true_sequential",
 }
-# The tensors tell these: zero points, g_idx, and the dimensions of scales.
+# The tensors show these settings: by zero points, g_idx, and the dimensions of scales.
 TOLD_BY_TENSORS = {"checkpoint_format", "packing_format", "desc_act", "sym", "actorder"}
 DYNAMIC = {r"+:.*\.1\.mlp\.down_proj": {"bits": 4, "group_size": 32, "sym": True}}
 EXTRA = {"model.layers.1.mlp.down_proj": {"bits": 4, "group_size": 32, "sym": True}}
@@ -84,14 +84,14 @@ def keys_in(settings: dict[str, Any], before: Keys = ()) -> Iterator[Keys]:
 
 
 def others(key: str, value: Any) -> list[Any]:
-    """Values of the same type and of others."""
+    """Other values, of the same type and of other types."""
     found: list[Any] = ["other", 3, [3], {"other": 3}, None]
     if isinstance(value, bool):
         found += [not value]
     elif isinstance(value, int):
         found += [2 * value, value // 2, -1, str(value)]
     elif isinstance(value, list):
-        # All notations of one module, or a name that no module has.
+        # `targets` gets a name that no module has; other lists get all notations of one module.
         found += [["other"] if key == "targets" else ["re:.*down_proj", "*down_proj", "down_proj"]]
     elif isinstance(value, dict):
         found += [{**value, "other": 3}, {}]

@@ -62,7 +62,7 @@ FORMS = [
     Form("modelopt", bits=8, group=-1),
     Form("modelopt", group=16),
 ]
-MXFP4 = Form("mxfp4")  # of the experts of gpt-oss
+MXFP4 = Form("mxfp4")  # for the experts of gpt-oss only
 
 
 @pytest.fixture(scope="module")

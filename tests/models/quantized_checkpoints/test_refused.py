@@ -1,4 +1,4 @@
-"""Damaged quantised checkpoints, and settings that are not what a checkpoint holds."""
+"""Damaged quantised checkpoints, and settings that contradict the tensors or have no kernel."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Checkpoints that state 8-bit activations, with the methods that a GPU uses, on a CPU.
 
-The logits are compared with those of transformers on the weights that a checkpoint stands for, with
-the inputs of every linear layer rounded by the formula of its library.
+The logits are compared with those of transformers. There the weights are those that the checkpoint
+stands for, and a hook rounds the inputs of every linear layer as the format's library does.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tests.models.random_checkpoints import VARIANTS, reference_model, save
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 PROMPT = [(7 * index * index + 13 * index + 5) % 199 for index in range(43)]
 STATIC = 0.02  # the stored scale of activations
-FORMS = {  # form, what of an input has a scale, whether the type is a float
+FORMS = {  # form, which part of an input shares a scale, whether the type is a float
     "int8, a scale a row": (Form("int_quantized", bits=8, group=-1), "row", False),
     "int8 in groups": (Form("int_quantized", bits=8, group=32), "row", False),
     "channel": (Form("float_quantized", bits=8, group=-1), "row", True),
@@ -96,7 +96,7 @@ def rounded_modules(model: CausalLM) -> dict[str, LinearBase]:
 
 
 def state_scale(directory: Path) -> None:
-    """Store one scale of activations, as a calibration would."""
+    """Set each stored scale of activations to `STATIC`."""
     file = directory / "model.safetensors"
     tensors = load_file(file)
     for name, value in tensors.items():

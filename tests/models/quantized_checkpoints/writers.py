@@ -50,7 +50,7 @@ class Grid:
 
 
 def integers(weight: Tensor, form: Form, dtype: torch.dtype = torch.float16) -> Grid:
-    """Round a matrix to the nearest integers of a group's grid."""
+    """Round a matrix to the nearest integers of each group's grid."""
     rows, columns = weight.shape
     size = columns if form.group == -1 else form.group
     groups = torch.arange(columns) // size
@@ -233,7 +233,7 @@ def fp8(name: str, weight: Tensor, form: Form) -> tuple[dict[str, Tensor], Tenso
 
 
 def mxfp4(name: str, weight: Tensor, form: Form) -> tuple[dict[str, Tensor], Tensor]:
-    """Experts of gpt-oss; [experts, in, out] as floats."""
+    """The experts of gpt-oss; `weight` is [experts, in, out]."""
     rows = weight.transpose(1, 2)
     groups = rows.reshape(*rows.shape[:2], -1, 32)
     exponent = (groups.abs().amax(3) / 6).log2().ceil()

@@ -30,7 +30,8 @@ from tests.models.random_checkpoints import VARIANTS, Variant
 from tests.models.recorded.recorded_variants import FORCED, REFUSED, UNKNOWN
 
 TRANSFORMERS = ModelImplementation.transformers
-# Interleaved pairs are rotated; windows and norms of heads; experts with a router of their own; soft caps.
+# They have, in this order: interleaved rotary pairs; windows and norms of heads; experts with an
+# unusual router; soft caps.
 QUICK = {"helium", "exaone4", "phimoe", "gemma2"}
 
 
@@ -71,7 +72,7 @@ def test_eager(expected, name: str) -> None:
     ],
 )
 def test_captured(expected, name: str) -> None:
-    """Packed, compiled layer by layer, and recorded as a CPU graph."""
+    """The model is packed, compiled layer by layer, and recorded as a CPU graph."""
     native.load("core")
     model, config = load(expected(name).directory, "cpu", pack=True, implementation=TRANSFORMERS)
     driver = Driver(model, config)
@@ -131,7 +132,7 @@ def test_norms_of_heads_are_part_of_the_rotation(expected) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["dots1", "ernie4_5_moe", "exaone_moe"])
 def test_routers_stay_float32_in_half_precision(expected, name: str) -> None:
-    """As in transformers, whose distance to the float32 logits is about the same."""
+    """As in transformers, whose distance to the float32 logits is more than half of ours."""
     directory, exact = expected(name).directory, expected(name).prompt_logits
     model, config = load(directory, "cpu", torch.bfloat16, pack=True)
     of_routers = {key: one.dtype for key, one in model.named_parameters() if ".gate." in key}
@@ -167,7 +168,7 @@ def test_quantised_weights_are_those_of_the_native_model(
     expected, name: str, quantization: Quantization
 ) -> None:
     # The plain torch forms of the norms round differently, and a value at the border of two steps
-    # would then become the other one.
+    # would then be rounded to the other step.
     native.load("core")
 
     def logits(implementation: ModelImplementation) -> torch.Tensor:
@@ -303,7 +304,7 @@ def test_a_head_that_differs_from_the_embedding_it_is_tied_to_is_refused(
 def test_other_modelling_code_is_another_model(
     expected, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The configuration is part of a bundle's key, so its programs are compiled anew."""
+    """The configuration is part of a bundle's key, so the model's programs are compiled anew."""
     config = config_of(expected("helium").directory)
     before = read(config)
     copy = tmp_path / "modeling_helium.py"

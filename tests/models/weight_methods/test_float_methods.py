@@ -1,4 +1,4 @@
-"""The weight methods for float checkpoints: plain and packed results, and the stated sizes of all."""
+"""Weight methods of float checkpoints: plain and packed results, and the stated size of each."""
 
 from __future__ import annotations
 

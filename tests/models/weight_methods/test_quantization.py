@@ -2,7 +2,7 @@
 
 The float models round activations as the kernels do, so only the order of float32 sums differs. A
 value at the border of two steps may then be rounded to the other one. That is one step of 127 in
-one of hundreds of values, which is the tolerance.
+one of hundreds of values. The tolerance allows it.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def test_parity_with_the_restored_weights(directory, name: str, kind: str) -> No
     errors = (ours - exact).abs().amax(1)  # by position; a difference propagates to later positions
     assert int((errors < 1e-5 * spread).sum()) >= 4
     assert float(errors.max()) < 0.1 * spread
-    # Without the rounding of activations: the error of that rounding in a random model of 64 features.
+    # The distance to a model with exact activations is the error of rounding 64 random features.
     unrounded = logits_of(restored(model, directory(name), round_inputs=False), config)
     assert float((ours - unrounded).norm() / unrounded.norm()) < 0.06
 

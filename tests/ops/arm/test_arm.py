@@ -1,4 +1,4 @@
-"""The C++ kernels compiled for 64-bit Arm and run on an emulated processor, beside the same kernels here.
+"""The C++ kernels for 64-bit Arm on an emulated processor, against those of this machine.
 
 No torch for Arm is needed: run_calls.cpp makes the calls through a CpuGraph. The tests need Debian's
 packages g++-aarch64-linux-gnu and qemu-user.

@@ -1,7 +1,7 @@
 """The fused kernels against plain torch and the reference backend, under Triton's interpreter.
 
-The interpreter must be chosen before a kernel is decorated. So pytest does not collect this module by its
-name, and test_fused_kernels.py runs it in a process of its own with TRITON_INTERPRET=1.
+The interpreter must be chosen before a kernel is decorated. So this file has a name that pytest
+does not collect, and test_fused_kernels.py runs it in a process of its own with TRITON_INTERPRET=1.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def expected(
     activation: str,
     residual: Tensor | None,
 ) -> Tensor:
-    """In float64."""
+    """The result of `fused_linear`, in float64."""
     x, weight = x.double(), weight.double()
     if norm_weight is not None:
         x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * norm_weight.double()
@@ -65,7 +65,7 @@ def expected(
     return result if residual is None else result + residual.double()
 
 
-# (rows, N, K, parts): the tiles of float32, one row, more rows than a tile, sizes that fill none.
+# (rows, N, K, parts), for float32's tiles: one row, more rows than a tile, sizes that fill no tile.
 LINEARS = [
     (1, 64, 32, {"norm"}),
     (3, 48, 64, {"norm", "bias"}),
@@ -96,7 +96,7 @@ def arguments(
 
 
 def called(found: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments as the kernel takes them, with the activation's other name."""
+    """The arguments with the name that the activation has in the kernel."""
     names = {"gelu_pytorch_tanh": "gelu_tanh"}
     return (*found[:5], names.get(found[5], found[5]), found[6])
 
@@ -127,7 +127,7 @@ def test_linear_in_bfloat16(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("count", [7, 16, 40])
 def test_a_row_gets_the_same_bits_among_others(count: int) -> None:
-    """Up to 16 rows have one tile, more rows another."""
+    """Steps of up to 16 rows have one tile shape, larger steps have another."""
     x, *rest = called(arguments(count, 40, 96, {"norm", "silu"}, torch.float32))
     together = launch(x, *rest)
     fewest = 1 if count <= 16 else 17
@@ -226,7 +226,7 @@ def test_projection(
         results.append((out[: step.num_tokens], known(k_cache), known(v_cache)))
         assert (out[step.num_tokens :] == 0).all(), "padding rows are zeros"
     (out, k_cache, v_cache), (out_expected, k_expected, v_expected) = results
-    # A last bit of float32 can round to the next number of 8 bits.
+    # A difference in the last bit of float32 can lead to the next number of 8 bits.
     step_of = {None: 2e-6, FP8: 0.13}[case.cache_dtype]
     torch.testing.assert_close(k_cache, k_expected, atol=step_of, rtol=step_of)
     assert torch.equal(v_cache, v_expected), "values are copied"
@@ -273,7 +273,7 @@ def build(
 
 
 def _as_it_is(model: CausalLM) -> None:
-    """The model's own forward."""
+    """Returns None, so that the driver calls the model's own forward."""
 
 
 def fused(model: CausalLM) -> Forward:
@@ -299,7 +299,7 @@ def logits_of(
     dtype: torch.dtype = torch.float32,
     cache_dtype: torch.dtype | None = None,
 ) -> list[Tensor]:
-    """A prompt, a decode of it beside a second prompt in chunks, and a decode of both."""
+    """Logits of a prompt, a decode of it beside a second prompt in chunks, and a decode of both."""
     model, config = build(hf_config, backend, dtype)
     driver = Driver(model, config, forward=form(model), dtype=cache_dtype)
     generator = torch.Generator().manual_seed(1)
@@ -311,7 +311,7 @@ def logits_of(
     return [torch.cat(driver.step(step)) for step in steps]
 
 
-# Seconds each; qwen3, which has norms of queries and keys, runs in every test run.
+# A model takes seconds. Only qwen3, which has norms of queries and keys, is not marked slow.
 _OFTEN = ("qwen3",)
 _WHOLE = [name if name in _OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
 

@@ -1,6 +1,6 @@
 """The Triton kernels of quantised weights under Triton's interpreter, against dequantised matrices.
 
-Not collected by its name: test_triton_quantized.py runs this module with TRITON_INTERPRET=1.
+pytest collects no file of this name: test_triton_quantized.py runs it with TRITON_INTERPRET=1.
 Products are of float32 and float16: the interpreter multiplies no bfloat16.
 """
 
@@ -71,7 +71,7 @@ def problem(form: QuantFormat, rows: int, dtype: torch.dtype) -> SimpleNamespace
 
 
 def check(got: Tensor, exact: Tensor, dtype: torch.dtype) -> None:
-    """Sums of 164 products in float32, rounded once."""
+    """Check a result that is a float32 sum of 164 products, rounded once."""
     assert got.dtype == dtype
     tolerance = {torch.float32: 2e-4, torch.float16: 2e-2}[dtype]
     torch.testing.assert_close(got.double(), exact, atol=tolerance, rtol=tolerance / 10)

@@ -1,6 +1,6 @@
 """The Triton kernel of `row_logprobs` under Triton's interpreter.
 
-Not collected by its name: test_row_logprobs.py runs this module with TRITON_INTERPRET=1.
+pytest collects no file of this name: test_row_logprobs.py runs it with TRITON_INTERPRET=1.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The Triton kernels of `moe_linear` and `route` under Triton's interpreter, against the plain torch form.
 
-Not collected by its name: test_moe_linear.py runs this module with TRITON_INTERPRET=1.
+pytest collects no file of this name: test_moe_linear.py runs it with TRITON_INTERPRET=1.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ def test_a_row_has_the_bits_of_its_experts_linear_op(
                 exact += p.weights[token, slot].double() * row.double()
             exact += p.residual[token].double()
             torch.testing.assert_close(whole[token], exact.to(dtype), atol=1e-4, rtol=1e-2)
-            # The same token without the others, and with each slot's own row.
+            # The same token without the others, and with a copy of its row for each slot.
             more_alone = (p.weights[token : token + 1], p.residual[token : token + 1], *more)
             alone = kernels.moe(x, ids, weight, p.bias, OUT, *more_alone)
             assert torch.equal(alone[0], whole[token])

@@ -24,7 +24,7 @@ from ostinato.ops.moe.triton_routing import expert_order_kernel, route_kernel
 CAPABILITY = 90
 OPTIONS = ("num_warps", "num_stages")
 POINTERS = {torch.bfloat16: "*bf16", torch.float32: "*fp32"}
-SLOW = pytest.mark.slow  # the others have the tiles of 16 and of 64 rows
+SLOW = pytest.mark.slow  # the unmarked cases have the tiles of 16 and of 64 rows
 # (experts, slots, columns, depth) of gate and up, and of down.
 QWEN3_30B = [(128, 8, 1536, 2048), (128, 8, 2048, 768)]
 MIXTRAL = [(8, 2, 28672, 4096), (8, 2, 4096, 14336)]

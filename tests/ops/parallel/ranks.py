@@ -25,7 +25,7 @@ from ostinato.ops.parallel.exchange import Exchange, create_rendezvous
 from ostinato.ops.parallel.group import ParallelGroup
 from ostinato.ops.parallel.segment import create_segment
 
-_SHARE_OF_DELAYS, _MEAN_DELAY_S = 0.02, 0.0005  # longer and shorter than a rank spins
+_SHARE_OF_DELAYS, _MEAN_DELAY_S = 0.02, 0.0005  # some are longer than a rank spins, some shorter
 _START = "from tests.ops.parallel.ranks import main; main()"
 
 
@@ -60,7 +60,7 @@ class Gather(NamedTuple):
 class Rounds(NamedTuple):
     """Many sums of changing sizes, one straight after the other; every sum is checked.
 
-    With a seed, ranks sleep before some of the sums, each before others.
+    With a seed, each rank sleeps before random sums; the ranks sleep before different ones.
     """
 
     num_sums: int

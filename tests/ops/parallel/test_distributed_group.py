@@ -1,4 +1,4 @@
-"""Groups of torch.distributed: with gloo, beside the kernels of shared memory, between real processes."""
+"""Groups of torch.distributed with gloo between real processes, against groups in shared memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SUM = Reduce(1, (2, 8), torch.float32, torch.float32, False)
 
 @pytest.fixture(scope="module", params=[2, 3])
 def both(request: pytest.FixtureRequest) -> Iterator[tuple[Ranks, Ranks]]:
-    """Two groups of as many ranks: in shared memory, and by gloo."""
+    """Two groups with the same number of ranks: in shared memory, and with gloo."""
     pair = Ranks(request.param), Ranks(request.param, Exchange.gloo)
     yield pair
     for ranks in pair:

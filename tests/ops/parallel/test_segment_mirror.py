@@ -1,4 +1,4 @@
-"""Sums of ranks on two machines: two segments, and what a bridge does between them."""
+"""Sums of ranks on two machines: two segments, and threads that carry pieces between them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WORLD = 3
 
 
 class Site:
-    """Three ranks on two machines, and for each a thread that carries its pieces to the other one."""
+    """Three ranks on two machines. For each rank a thread carries its pieces to the other."""
 
     def __init__(self) -> None:
         self.groups: list[ParallelGroup] = []

@@ -1,6 +1,6 @@
 """The Triton kernels for operands of 8 bits under Triton's interpreter, against the formula.
 
-Not collected by its name: test_triton_rounded.py runs this module with TRITON_INTERPRET=1.
+pytest collects no file of this name: test_triton_rounded.py runs it with TRITON_INTERPRET=1.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.ops.exact_fp8 import convert_exactly
 E4M3, INT8 = torch.float8_e4m3fn, torch.int8
 ROW, GROUP, STATIC = InputScales
 OUT, IN = 70, 164  # neither a tile, nor a group, nor a multiple of 16
-FORMS = [  # dtype, columns of a group, what has a scale, powers of two
+FORMS = [  # dtype, columns of a group, what shares a scale, are scales powers of two?
     (E4M3, IN, ROW, False),
     (E4M3, IN, STATIC, False),
     (E4M3, 128, GROUP, False),
@@ -69,7 +69,7 @@ def problem(form: Form, rows: int, dtype: torch.dtype) -> SimpleNamespace:
 
 
 def restored(values: Tensor, scales: Tensor, size: int) -> Tensor:
-    """Rounded rows as float64."""
+    """Rounded values times their scales, in float64."""
     spread = scales if scales.shape[1] == 1 else scales.repeat_interleave(size, 1)
     return values.double() * spread[:, : values.shape[1]].double()
 
