@@ -1,4 +1,4 @@
-"""A machine of its own for a test: a network namespace with a cable to this one, and `run rank` in it."""
+"""A second machine for tests: a network namespace with a cable to this one, and `run rank`."""
 
 from __future__ import annotations
 

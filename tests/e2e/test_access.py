@@ -122,7 +122,7 @@ def test_no_key_is_seen_anywhere(site: Site) -> None:
             assert reply.status_code == 200
             seen.append(reply.text)
             server.wait_for_line(f"cmpl-{id(one)} done")
-        # A refusal does not repeat the key either, as a refused request may have a right key.
+        # A refusal does not repeat the key either: a refused request may have a valid key.
         for wrong in (
             client.post("/v1/completions", json={"prompt": 1}),
             client.get("/no/such/path"),

@@ -77,7 +77,7 @@ def test_it_serves_from_a_temporary_cache_and_one_line_says_so(server, scratch):
 
 
 def test_connections_leave_files_for_a_new_engine(server):
-    """All connections are in use. The engine is killed, and the server still answers their requests."""
+    """All connections are in use. The engine is killed, and a stream on one of them still ends."""
     body = json.dumps({"prompt": "Once", "max_tokens": 300, "ignore_eos": True, "stream": True})
     head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
     held = [connect(server) for _ in range(CONNECTIONS)]

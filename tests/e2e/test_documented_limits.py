@@ -1,4 +1,4 @@
-"""Each limit of a request's fields in the documents: the last value that is taken, and the one beyond.
+"""Each documented limit of a request's fields: the last value that is taken, and one beyond it.
 
 Limits that other tests cover in the same way:
 
@@ -215,7 +215,7 @@ def test_a_header(server: ServerProcess, name: str, at_limit: str, beyond: str) 
 
 
 def test_a_body(server: ServerProcess) -> None:
-    """The shared server takes 4 MiB."""
+    """The shared server takes bodies of up to 4 MiB."""
     rest = (4 << 20) - len('{"prompt":"Hi","max_tokens":1,"user":""}')
     for more, status in ((0, 200), (1, 413)):
         body = b'{"prompt":"Hi","max_tokens":1,"user":"%s"}' % (b"u" * (rest + more))

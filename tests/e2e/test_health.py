@@ -1,6 +1,6 @@
 """The server tells a busy engine from a frozen one.
 
-One engine is in a step longer than every limit; the other one is stopped.
+The busy engine is in a step that is longer than every limit. The frozen one is suspended.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def test_a_busy_engine_is_well(server: ServerProcess) -> None:
     assert not any(" ended: " in line for line in server.output)
     if time.monotonic() - began < HEALTH_S + 1.0:
         pytest.skip("this machine is too quick: the step was no longer than the limit")
-    assert num_answers > len(PATHS)  # they do not wait for the step
+    assert num_answers > len(PATHS)  # the answers do not wait for the step
 
 
 def test_a_frozen_engine_is_noticed(patient: ServerProcess) -> None:

@@ -64,7 +64,7 @@ def test_the_state_and_the_last_steps(server: ServerProcess) -> None:
     complete(server)
     state = HTTP.get(f"{server.url}/debug/state").json()
     assert state["problem"] is None
-    assert state["engine"]["blocks"]["counts"][1] > 0  # cached
+    assert state["engine"]["blocks"]["counts"][1] > 0  # cached blocks
     assert state["engine"]["steps"][-1]["kind"] == "eager"
     assert set(state["use"]["processes"]) == {"api", "engine"}
     steps = HTTP.get(f"{server.url}/debug/flight").json()["steps"]

@@ -21,5 +21,6 @@ def one_thread() -> Iterator[None]:
 def nothing_compiles_late() -> None:
     """Replaces the fixture of all tests: these tests have no engine, and compile on purpose.
 
-    An engine that another test has left to the garbage collector would count them as late.
+    An engine that another test has left to the garbage collector would count their compilations
+    as late.
     """

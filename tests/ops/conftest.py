@@ -20,5 +20,6 @@ def set_threads() -> Iterator[Callable[[int], None]]:
 def nothing_compiles_late() -> None:
     """Replaces the fixture of all tests: kernel tests have no engine, and compile on purpose.
 
-    An engine that another test has left to the garbage collector would count them as late.
+    An engine that another test has left to the garbage collector would count their compilations
+    as late.
     """

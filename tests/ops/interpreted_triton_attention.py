@@ -1,7 +1,7 @@
 """The triton backend against the reference, under Triton's interpreter.
 
 The interpreter must be chosen before a kernel is decorated. So this file has a name that pytest
-does not collect, and test_triton_attention.py runs it in a process of its own with TRITON_INTERPRET=1.
+does not collect. test_triton_attention.py runs it in a process with TRITON_INTERPRET=1.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ def shape(
 
 
 # Every value of every axis, and the pairs that share code: head layout x type, block x tile width,
-# window x partitions, cap x window. The interpreter's time grows with the KV heads: most have one.
+# window x partitions, cap x window. The interpreter's time grows with the number of KV heads, so
+# most cases have one.
 GRID = [
     pytest.param(MIXED, shape(8, 2, 64, 16, FLOAT32), marks=pytest.mark.slow),
     (MIXED, shape(4, 1, 64, 16, FLOAT16)),
@@ -207,7 +208,7 @@ def test_partitions_change_only_the_order_of_sums() -> None:
     case = Shape(num_heads=8, num_kv_heads=2, head_dim=32)
     whole, _, _ = run(BACKEND, make_step(lengths, case), case)  # B = 16: one partition at most
     wide = make_step(lengths, Shape(num_heads=8, num_kv_heads=2, head_dim=32, max_blocks=64))
-    allowed, _, _ = run(BACKEND, wide, case)  # several allowed, none needed below 256 tokens
+    allowed, _, _ = run(BACKEND, wide, case)  # several are allowed, 256 tokens need only one
     torch.testing.assert_close(whole, allowed, atol=1e-6, rtol=1e-6)
 
 

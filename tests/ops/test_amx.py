@@ -98,7 +98,7 @@ def problem(rng: np.random.Generator, source: str) -> bytes:
 
 
 def assert_equal_bits(left: bytes, right: bytes) -> None:
-    """NaNs are equal to NaNs."""
+    """Check that two arrays of float32 have the same bits; all NaNs count as equal."""
     a, b = np.frombuffer(left, np.uint32), np.frombuffer(right, np.uint32)
     both_nan = np.isnan(a.view(np.float32)) & np.isnan(b.view(np.float32))
     assert a.size == b.size > 0

@@ -1,4 +1,4 @@
-"""The op `ostinato::paged_attention`: its schema, under torch.compile, backend choice, refused arguments."""
+"""The op `paged_attention`: its schema, torch.compile, choice of a backend, refused arguments."""
 
 from __future__ import annotations
 

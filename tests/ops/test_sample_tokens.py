@@ -146,7 +146,7 @@ def test_top_p_over_many_candidates_is_that_of_plain_torch(
 
 @pytest.fixture(scope="module")
 def check_sampling(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], list[int]]:
-    """Compiles sampling_check.cpp for a level and runs it with a number of rows; gives its output."""
+    """Compiles sampling_check.cpp for a level, runs it with a number of rows, reads the output."""
     headers = Path(sampling.__file__).parent / "native"
     root = Path(torch.__file__).parent
     folder = tmp_path_factory.mktemp("programs")

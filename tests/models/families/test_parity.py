@@ -100,7 +100,7 @@ def test_packed(expected, name: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["gpt2", "llama3", "qwen3-tied"])
 def test_half_precision(expected, name: str, dtype: torch.dtype) -> None:
-    """The distance to the float32 logits is at most 1.25 times that of transformers."""
+    """The distance to float32 logits is at most 1.25 times that of transformers in this dtype."""
     model, config = load(expected(name).directory, "cpu", dtype, pack=True)
     exact = expected(name).prompt_logits
     ours = Driver(model, config).prefill(Sequence(PROMPT), [20, NUM_PROMPT - 20])

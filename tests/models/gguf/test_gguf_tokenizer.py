@@ -111,7 +111,10 @@ OTHERWISE = {
 
 
 def every_pair(texts: list[str]) -> tokenizers.Tokenizer:
-    """Its tokens are bytes and all pairs of neighbours in the texts: ids show where words end."""
+    """A tokenizer whose tokens are all bytes and all pairs of neighbours in the texts.
+
+    Its ids show where words end.
+    """
     whole = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     shown = [whole.pre_tokenize_str(text)[0][0] for text in texts]
     merges = list(dict.fromkeys(pair for text in shown for pair in pairwise(text)))

@@ -18,7 +18,7 @@ WORLD = 3
 
 
 class Site:
-    """Three ranks on two machines. For each rank a thread carries its pieces to the other."""
+    """Three ranks on two machines. A thread per rank carries its pieces to the other machine."""
 
     def __init__(self) -> None:
         self.groups: list[ParallelGroup] = []

@@ -25,8 +25,8 @@ from tests.ops.exact_fp8 import convert_exactly
 
 E4M3, INT8 = torch.float8_e4m3fn, torch.int8
 ROW, GROUP, STATIC = InputScales
-OUT, IN = 70, 164  # neither a tile, nor a group, nor a multiple of 16
-FORMS = [  # dtype, columns of a group, what shares a scale, are scales powers of two?
+OUT, IN = 70, 164  # no multiples of a tile, of a group or of 16
+FORMS = [  # dtype, columns of a group, what shares a scale, whether scales are powers of two
     (E4M3, IN, ROW, False),
     (E4M3, IN, STATIC, False),
     (E4M3, 128, GROUP, False),
