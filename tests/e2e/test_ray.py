@@ -1,7 +1,7 @@
 """Engines that Ray places, on a cluster of two machines that are processes here, and Ray Serve.
 
-Ray's own processes take seconds to start on an idle machine, and minutes on a busy one. So waits have no bound
-here but the timeout of a test, and the cluster does not give up a node that is slow to answer.
+Ray's own processes take seconds to start on an idle machine, and minutes on a busy one. So waits here are
+about as long as the timeout of a test, and the cluster does not give up a node that is slow to answer.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ ROUNDED = [
 def test_captured_steps_round_activations_like_eager_ones(
     form: Form, dtype: str, tmp_path: Path
 ) -> None:
-    """Graphs replay the kernels that eager steps run, so the first tokens are equal."""
+    """The first tokens of captured and of eager steps are equal, and their log-probabilities are close."""
     source, quantised = tmp_path / "floats", tmp_path / "quantised"
     variant = VARIANTS["qwen2"]
     save(reference_model(variant), variant.as_one_file(), source)

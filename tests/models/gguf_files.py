@@ -119,7 +119,7 @@ def _random_blocks(shape: tuple[int, ...], kind: GGMLQuantizationType) -> Array:
     generator = np.random.default_rng(math.prod(shape))
     count = math.prod(shape) // block_values
     blocks = generator.integers(0, 256, (count, block_bytes), dtype=np.uint8)
-    # Scale the random factors until values are as large as those of a trained model.
+    # Small float16 scales at these offsets make values as large as those of a trained model.
     halves = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
     for place in halves.get(kind.name, (0,)):
         small = generator.uniform(2e-5, 8e-5, (count, 1)).astype(np.float16)
