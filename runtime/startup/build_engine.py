@@ -16,7 +16,7 @@ import msgspec
 from ostinato.conf.engine_config import EngineConfig
 from ostinato.conf.errors import first_line
 from ostinato.conf.schema import InstructionSetName, LoadFormat
-from ostinato.conf.speculation.speculation_schema import NO_DRAFTS
+from ostinato.conf.speculation.speculation_schema import NO_DRAFTS, SpeculationMethod
 from ostinato.graphs.bundle import Bundle
 from ostinato.graphs.compile_monitor import CompileMonitor
 from ostinato.graphs.recorder import is_out_of_memory
@@ -121,12 +121,13 @@ def _build(
 ) -> tuple[Engine, Bundle | None]:
     phase = PhaseTimer(report)
     has_method = config.speculation.method is not None
-    if proposer is not None and (config.speculation.uses_model or not has_method):
+    if proposer is not None and config.speculation.uses_model:
         config = dataclasses.replace(config, speculation=NO_DRAFTS)
-    elif not has_method and config.model.load_format is LoadFormat.dummy:
-        # The outputs of random weights repeat themselves. Drafts would make measurements with them
-        # better than those of any trained model.
-        config = dataclasses.replace(config, speculation=NO_DRAFTS)
+    elif not has_method and (proposer is not None or config.model.load_format is LoadFormat.dummy):
+        # The caller's proposer is the drafter. Or weights are random: their outputs repeat
+        # themselves, so that drafts would make measurements better than for a trained model.
+        section = dataclasses.replace(config.speculation, method=SpeculationMethod.none)
+        config = dataclasses.replace(config, speculation=section)
     ensure_cache()
     try:
         with ExitStack() as undo:
