@@ -69,7 +69,7 @@ svg { font: 12px ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; }
 
 @dataclass(slots=True)
 class Box:
-    """A folder, or modules of a layer's own folder that stand in the same place of the order."""
+    """A folder, or modules beside the folders whose imports and importers are the same folders."""
 
     name: str
     lines: int
@@ -260,9 +260,8 @@ def _columns(band: Band) -> list[list[_Node]]:
 
 def _place(column: list[_Node]) -> None:
     """Moves nodes apart as little as possible until none overlaps the next, in their order."""
-    clusters: list[
-        tuple[list[_Node], list[float]]
-    ] = []  # nodes that touch; their wishes for the top
+    # A cluster: nodes that touch, and for each the cluster's top that leaves the node in its place.
+    clusters: list[tuple[list[_Node], list[float]]] = []
     for node in column:
         nodes, wishes = [node], [node.y - node.height / 2]
         while clusters and _top(clusters[-1][1]) + _extent(clusters[-1][0]) > _top(wishes):

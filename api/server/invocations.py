@@ -22,7 +22,8 @@ from ostinato.runtime.errors import InvalidRequestError
 
 __all__ = ("HANDLERS",)
 
-# The first of these fields in a body decides the endpoint. As in vLLM, `input` means embeddings.
+# The first field of this list that a body has decides the endpoint, whatever the body's order. As
+# in vLLM, `input` means embeddings.
 _ENDPOINTS: dict[str, HTTPRouteHandler] = {
     "messages": chat_completions,
     "prompt": plain_completions,

@@ -314,7 +314,7 @@ class DraftPlanner:
         return _Place(index, draft, count, new_block_ids)
 
     def _follow(self, model: BatchProposer, step: StepPlan) -> None:
-        """Let the draft model compute those tokens of the step that it must not put off."""
+        """Let the draft model compute the positions that cannot wait until it drafts."""
         begin = time.perf_counter()
         model.follow(
             [

@@ -1,4 +1,4 @@
-"""The GPU benchmark: its arithmetic, and a small run of all stages on this machine's device."""
+"""The GPU benchmark: its arithmetic, and a small run of each kind of stage without a GPU."""
 
 from __future__ import annotations
 

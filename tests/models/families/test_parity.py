@@ -37,7 +37,8 @@ SECOND = {
     "glm4-moe-lite",
     "llama4-two-experts",
 }
-# A packed model is lowered to calls of our ops within 1 s. Inductor takes 10 s for another model.
+# A packed model is lowered to calls of our ops within 1 s. For one that is not packed, Inductor
+# takes 10 s.
 COMPILED = [
     (GraphForm.layer, "bloom", True),
     pytest.param(GraphForm.layer, "bloom", False, marks=SLOW),
@@ -56,7 +57,8 @@ COMPILED = [
     (GraphForm.layer, "qwen2-window", True),  # two kinds of layers
     pytest.param(GraphForm.layer, "qwen2-window", False, marks=SLOW),
     (GraphForm.layer, "qwen3-tied", True),
-    pytest.param(GraphForm.model, "gpt2", False, marks=SLOW),  # as in tests/graphs/compiler
+    # tests/graphs/compiler has a quick case of this form.
+    pytest.param(GraphForm.model, "gpt2", False, marks=SLOW),
     pytest.param(GraphForm.model, "qwen2-window", False, marks=SLOW),
     (GraphForm.model, "qwen3-tied", True),
 ]
@@ -86,7 +88,7 @@ def test_eager(expected, name: str, backend: str) -> None:
 def test_packed(expected, name: str) -> None:
     model, config = load(expected(name).directory, "cpu", pack=True)
     # A layer has 4 matrices, and a router before experts; the output head is one more, tied or not.
-    # Latent attention has a third matrix or a fourth, and shared experts have two.
+    # Latent attention adds one matrix, or two if queries have a rank. Shared experts add two.
     matrices = [module for module in model.modules() if isinstance(module, LinearBase)]
     expected_count = 4 * config.num_layers + 1 + sum(config.moe.layers if config.moe else ())
     if config.moe is not None and config.moe.shared_size:
