@@ -12,6 +12,7 @@ from ostinato.ops.fused import triton_fused_linear
 from ostinato.ops.fused.fused_linear import TILE_ROWS
 from ostinato.ops.fused.triton_expert_kernels import down_kernel, gate_up_kernel, router_kernel
 from ostinato.ops.moe.moe_linear import TILE_MEANS
+from ostinato.ops.moe.triton_routing import num_pair_tiles
 
 __all__ = ("experts_constants", "launch_experts", "router_constants")
 
@@ -162,8 +163,7 @@ def _multiply(
     (num_rows, top_k), (num_experts, size, width) = routing_weights.shape, down.shape
     pairs = num_rows * top_k
     first, second = _tiles(pairs, down)
-    # Every expert can end with a tile that is not full. There are never more tiles than pairs.
-    tiles = min(pairs, triton.cdiv(pairs, first["BLOCK_M"]) + num_experts)
+    tiles = num_pair_tiles(pairs, num_experts, first["BLOCK_M"])
     shared = {"SLOTS": top_k, "NUM_EXPERTS": num_experts}
     first |= {"N": width, "K": size, "ACTIVATION": activation, **shared}
     second |= {"N": size, "K": width, **shared}

@@ -20,7 +20,7 @@ from ostinato.ops.gpu_quantized.packed_bytes import (
 )
 from ostinato.ops.gpu_quantized.triton_quantized_linear import multiply_tile, tile_constants
 from ostinato.ops.moe.triton_moe_linear import combine_slots
-from ostinato.ops.moe.triton_routing import expert_order, pairs_of_tile
+from ostinato.ops.moe.triton_routing import expert_order, num_pair_tiles, pairs_of_tile
 from ostinato.ops.quantized_reference import QuantFormat
 
 __all__ = ("quantized_experts_constants", "quantized_experts_kernel", "quantized_moe_on_cuda")
@@ -122,8 +122,7 @@ def quantized_moe_on_cuda(
         size = (out_features, in_features)
         constants = quantized_experts_constants(form, pairs, num_experts, *size, x.dtype)
         constants |= {"SLOTS": slots, "IS_SHARED": x.shape[0] == num_tokens}
-        # Every expert can end with a tile that is not full. There are never more tiles than pairs.
-        tiles = min(pairs, triton.cdiv(pairs, constants["BLOCK_M"]) + num_experts)
+        tiles = num_pair_tiles(pairs, num_experts, constants["BLOCK_M"])
         quantized_experts_kernel[(tiles, triton.cdiv(out_features, constants["BLOCK_N"]))](
             x,
             *typed_views(weight, form),

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ostinato.ops.moe.moe_linear import TILE_MEANS
-from ostinato.ops.moe.triton_routing import expert_order, pairs_of_tile
+from ostinato.ops.moe.triton_routing import expert_order, num_pair_tiles, pairs_of_tile
 
 __all__ = (
     "combine_slots",
@@ -160,8 +160,7 @@ def moe_linear_on_cuda(
             "NUM_EXPERTS": num_experts,
             "BLOCK_E": triton.next_power_of_2(num_experts),
         }
-        # Every expert can end with a tile that is not full. There are never more tiles than pairs.
-        tiles = min(pairs, triton.cdiv(pairs, constants["BLOCK_M"]) + num_experts)
+        tiles = num_pair_tiles(pairs, num_experts, constants["BLOCK_M"])
         grouped_kernel[(tiles, triton.cdiv(width, constants["BLOCK_N"]))](
             x,
             weight,

@@ -20,6 +20,7 @@ __all__ = (
     "expert_order",
     "expert_order_kernel",
     "launch_route",
+    "num_pair_tiles",
     "pairs_of_tile",
     "route_kernel",
 )
@@ -207,6 +208,14 @@ def pairs_of_tile(
     place = first + tl.arange(0, BLOCK_M)
     is_pair = place < tl.sum(tl.where(lane == expert, end, 0))
     return expert, tl.load(order + place, mask=is_pair, other=0), is_pair
+
+
+def num_pair_tiles(num_pairs: int, num_experts: int, block: int) -> int:
+    """Programs that cover the tiles of `block` pairs of all experts (`pairs_of_tile`).
+
+    Every expert can end with a tile that is not full. There are never more tiles than pairs.
+    """
+    return min(num_pairs, triton.cdiv(num_pairs, block) + num_experts)
 
 
 def expert_order(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ostinato.ops.moe.triton_moe_linear import combine_slots
-from ostinato.ops.moe.triton_routing import expert_order, pairs_of_tile
+from ostinato.ops.moe.triton_routing import expert_order, num_pair_tiles, pairs_of_tile
 from ostinato.ops.rounded.round_rows import InputScales
 from ostinato.ops.rounded.triton_round_rows import round_rows_on_cuda
 from ostinato.ops.rounded.triton_rounded_linear import (
@@ -118,8 +118,7 @@ def rounded_moe_on_cuda(
         order, ends = expert_order(ids, num_experts)
         constants = rounded_experts_constants(operands, pairs, num_experts)
         constants |= {"SLOTS": slots, "IS_SHARED": x.shape[0] == num_tokens}
-        # Every expert can end with a tile that is not full. There are never more tiles than pairs.
-        tiles = min(pairs, triton.cdiv(pairs, constants["BLOCK_M"]) + num_experts)
+        tiles = num_pair_tiles(pairs, num_experts, constants["BLOCK_M"])
         rounded_experts_kernel[(tiles, triton.cdiv(out_features, constants["BLOCK_N"]))](
             rounded,
             x_scales,

@@ -305,12 +305,12 @@ class Scheduler:
                 elif next_counts is None:
                     outputs.append(self._append_token(sequence, index, result))
                 else:
-                    news = self._append_tokens(sequence, index, count, result)
-                    num_new = len(news.new_token_ids)
-                    news.speculation = (
+                    found = self._append_tokens(sequence, index, count, result)
+                    num_new = len(found.new_token_ids)
+                    found.speculation = (
                         drafts.report(step, verified, num_new) if drafts and verified else None
                     )
-                    outputs.append(news)
+                    outputs.append(found)
                 index += count
             if sequence.status is not _RUNNING:
                 has_ended = True

@@ -70,8 +70,8 @@ that point. Returns the numbers of every rank.
 class Peers:
     """The other ranks of an engine, as one rank sees them.
 
-    Ranks make the compiled programs one turn after the other: first the ranks with turn 0, then
-    those with turn 1. A rank whose turn is `num_turns` loads the programs that others made.
+    The ranks with turn 0 make their compiled programs first, those with turn 1 make theirs next.
+    A rank whose turn is `num_turns` makes none: it loads the programs that other ranks made.
     """
 
     links: RankLinks | None
