@@ -47,29 +47,50 @@ class ChatOutputParser:
     def __init__(self, form: AnswerForm) -> None:
         self._form = form
         self._parsers: dict[int, AnswerParser] = {}  # by the index of the answer
+        self._num_waiting: dict[int, int] = {}  # tokens since the last event of the answer
 
     def feed(self, output: RequestOutput) -> ChatDelta:
         """Parse the next output."""
-        parser = self._parsers.get(output.index)
+        index = output.index
+        parser = self._parsers.get(index)
         if parser is None:
-            parser = self._parsers[output.index] = self._form.parser()
+            parser = self._parsers[index] = self._form.parser()
         if output.token_texts is None:
-            events = parser.feed(output.text_delta)
-            num_reasoning = len(output.new_token_ids) if parser.is_reasoning else 0
+            num_tokens = len(output.new_token_ids)
+            events = self._counted(index, num_tokens, parser.feed(output.text_delta))
+            num_reasoning = num_tokens if parser.is_reasoning else 0
         else:
             events, num_reasoning = [], 0
             for text in output.token_texts:
-                events += parser.feed(text)
+                events += self._counted(index, 1, parser.feed(text))
                 num_reasoning += parser.is_reasoning
             events = merge(events)
         finish_reason, cuts_call = None, False
         if output.finish_reason is not None:
-            events += parser.finish()
+            events += self._counted(index, 0, parser.finish())
             cuts_call = parser.ends_in_call
             ends_in_calls = parser.has_calls and output.finish_reason is FinishReason.stop
             finish_reason = "tool_calls" if ends_in_calls else output.finish_reason.value
         events = [self._with_id(event) for event in events]
         return ChatDelta(output, events, finish_reason, num_reasoning, cuts_call)
+
+    def _counted(self, index: int, num_new: int, events: list[Event]) -> list[Event]:
+        """Divide tokens among the events that new text gave.
+
+        Args:
+            index: index of the answer.
+            num_new: number of tokens of the new text. Their text is in the last event. Tokens
+                before them, whose text was held back, are in the first one.
+        """
+        if not events:
+            self._num_waiting[index] = self._num_waiting.get(index, 0) + num_new
+            return events
+        for place, num_tokens in ((0, self._num_waiting.pop(index, 0)), (-1, num_new)):
+            if num_tokens:
+                event = events[place]
+                num_tokens += event.num_tokens
+                events[place] = msgspec.structs.replace(event, num_tokens=num_tokens)
+        return events
 
     def _with_id(self, event: Event) -> Event:
         if isinstance(event, CallBegins) and event.id is None:

@@ -38,6 +38,7 @@ class BlockDelta(msgspec.Struct, frozen=True):
 
     block: ContentBlock
     delta: str = ""
+    num_tokens: int = 0  # the output tokens that the change ends, see `parsing.events`
     begins: bool = False
     ends: bool = False
 
@@ -63,7 +64,7 @@ class ContentBlocks:
                 changes += self._begin(kind)
             block = self.blocks[-1]
             block.text += event.text
-            changes.append(BlockDelta(block, delta=event.text))
+            changes.append(BlockDelta(block, delta=event.text, num_tokens=event.num_tokens))
         return changes
 
     def finish(self, *, cuts_call: bool = False) -> list[BlockDelta]:
@@ -85,4 +86,5 @@ class ContentBlocks:
             block.name, block.call_id, block.is_custom = call.name, call.id or "", call.is_custom
         self.blocks.append(block)
         self._is_open = True
-        return [*changes, BlockDelta(self.blocks[-1], begins=True)]
+        num_tokens = 0 if call is None else call.num_tokens
+        return [*changes, BlockDelta(self.blocks[-1], begins=True, num_tokens=num_tokens)]

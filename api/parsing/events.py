@@ -1,4 +1,8 @@
-"""Events of the answer parser: pieces of reasoning, content and tool calls."""
+"""Events of the answer parser: pieces of reasoning, content and tool calls.
+
+`num_tokens` of an event is the number of output tokens that it ends: those of its own text, and
+those since the event before that gave no text. The parsers know no tokens and leave it 0.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +26,14 @@ class Reasoning(msgspec.Struct, frozen=True, gc=False):
     """Text of the reasoning."""
 
     text: str
+    num_tokens: int = 0
 
 
 class Content(msgspec.Struct, frozen=True, gc=False):
     """Text of the answer."""
 
     text: str
+    num_tokens: int = 0
 
 
 class CallBegins(msgspec.Struct, frozen=True, gc=False):
@@ -40,12 +46,14 @@ class CallBegins(msgspec.Struct, frozen=True, gc=False):
     name: str
     id: str | None = None  # the id that the model wrote; None = no id
     is_custom: bool = False
+    num_tokens: int = 0
 
 
 class CallArguments(msgspec.Struct, frozen=True, gc=False):
     index: int
     text: str
     is_custom: bool = False
+    num_tokens: int = 0
 
 
 Event = Reasoning | Content | CallBegins | CallArguments
@@ -90,13 +98,18 @@ def merge(events: Iterable[Event]) -> list[Event]:
     for event in events:
         last = merged[-1] if merged else None
         if isinstance(event, Content | Reasoning) and type(last) is type(event):
-            merged[-1] = type(event)(last.text + event.text)  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
+            merged[-1] = type(event)(last.text + event.text, last.num_tokens + event.num_tokens)  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
         elif (
             isinstance(event, CallArguments)
             and isinstance(last, CallArguments)
             and last.index == event.index
         ):
-            merged[-1] = CallArguments(event.index, last.text + event.text, event.is_custom)
+            merged[-1] = CallArguments(
+                event.index,
+                last.text + event.text,
+                event.is_custom,
+                last.num_tokens + event.num_tokens,
+            )
         else:
             merged.append(event)
     return merged

@@ -13,8 +13,9 @@ __all__ = ("TextLogprobs",)
 class TextLogprobs:
     """Assigns log-probabilities of tokens to the text of content blocks.
 
-    Text can be held back, so the entries of tokens wait for the next new text. Entries of reasoning
-    and of calls are dropped.
+    Text can be held back, so the entries of tokens wait for the change that ends their tokens.
+    The entry of a marker between two blocks comes with the block after it. Entries of reasoning and
+    of calls are dropped.
 
     Args:
         num_top: alternatives per token; None = the request asks for no log-probabilities.
@@ -37,10 +38,9 @@ class TextLogprobs:
 
     def of_change(self, change: BlockDelta) -> list[ChatTokenLogprob]:
         """The entries of new text; none for other changes."""
-        if not change.delta:
-            return []
-        entries, self._waiting = self._waiting, []
-        if change.block.kind is not BlockKind.text:
+        entries = self._waiting[: change.num_tokens]
+        del self._waiting[: change.num_tokens]
+        if change.block.kind is not BlockKind.text or not entries:
             return []
         self._of_block.setdefault(change.block.index, []).extend(entries)
         return entries

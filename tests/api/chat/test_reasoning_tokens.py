@@ -1,24 +1,29 @@
-"""The number of reasoning tokens does not depend on how many tokens a step gives."""
+"""What is known of each token does not depend on how many tokens a step gives."""
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
-from ostinato.api.chat.chat_deltas import ChatOutputParser
+from ostinato.api.chat.chat_deltas import ChatOutputParser, join_deltas
+from ostinato.api.chat.content_blocks import BlockDelta, BlockKind, ContentBlocks
 from ostinato.api.parsing.answer_parser import AnswerForm
 from ostinato.api.parsing.events import merge
 from ostinato.api.parsing.reasoning import REASONING
-from ostinato.runtime.types.outputs import FinishReason, RequestOutput
+from ostinato.api.responses.text_logprobs import TextLogprobs
+from ostinato.api.service.stream_interval import StreamInterval
+from ostinato.runtime.types.outputs import FinishReason, RequestOutput, TokenLogprobs
 
 TEXTS = ["<think>", "Two", " words", "</th", "ink>", "An", " answer", "."]
 
 
-def output(texts: list[str], *, is_last: bool) -> RequestOutput:
+def output(texts: list[str], *, is_last: bool, first: int = 0) -> RequestOutput:
     return RequestOutput(
         request_id="r",
         index=0,
         text_delta="".join(texts),
-        new_token_ids=[1] * len(texts),
+        new_token_ids=list(range(first, first + len(texts))),
+        logprobs=[TokenLogprobs(-0.5, 1, [], []) for _ in texts],
         finish_reason=FinishReason.stop if is_last else None,
         token_texts=texts if len(texts) > 1 else None,
     )
@@ -34,3 +39,41 @@ def test_tokens_of_one_step_are_counted_one_by_one(size: int) -> None:
     assert sum(one.num_reasoning_tokens for one in deltas) == 4
     events = merge(event for one in deltas for event in one.events)
     assert [event.text for event in events] == ["Two words", "An answer."]
+    assert [event.num_tokens for event in events] == [3, 5]
+
+
+@pytest.mark.parametrize("interval", [1, 2, 3, 20])
+@pytest.mark.parametrize("size", range(1, 12))
+def test_log_probabilities_of_text_are_those_of_its_tokens(size: int, interval: int) -> None:
+    """Reasoning, text, a call and text again, in outputs of `size` tokens."""
+    texts = [
+        *("<think>", "Two", " words", "</think>", "An", " answer", ". <"),
+        *("tool_call>", '{"name": "f", "arguments": {"a"', ": 1}}", "</tool_call>", "End", "."),
+    ]
+    form = AnswerForm(
+        reasoning=REASONING["think"], call_format="hermes", tool_names=frozenset({"f"})
+    )
+    parser, blocks = ChatOutputParser(form), ContentBlocks()
+    logprobs = TextLogprobs(lambda token_id: texts[token_id].encode(), 0)
+    deltas = StreamInterval(interval, join_deltas)
+    changes: list[BlockDelta] = []
+    for first in range(0, len(texts), size):
+        one = output(texts[first : first + size], first=first, is_last=first + size >= len(texts))
+        delta = deltas.add(0, one, parser.feed(one))
+        if delta is not None:
+            logprobs.add(delta.output)
+            new = blocks.feed(delta.events)
+            for change in new:
+                logprobs.of_change(change)
+            changes += new
+    assert [one.text for one in blocks.blocks if one.kind is BlockKind.text] == [
+        "An answer.",
+        "End.",
+    ]
+    shown = [
+        [msgspec.json.decode(msgspec.json.encode(one))["token"] for one in logprobs.of_block(index)]
+        for index in range(len(blocks.blocks))
+    ]
+    # A marker between two blocks has no text. Its entry comes with the text after it.
+    before, after = ["</think>", "An", " answer", ". <"], ["</tool_call>", "End", "."]
+    assert shown == [[], before, [], after]
