@@ -30,7 +30,7 @@ def write_random_gguf(hf_config: dict[str, Any], type_name: str, file: Path) -> 
         ValueError: the model is not a Qwen 3.
     """
     if hf_config["model_type"] != "qwen3":
-        raise ValueError(f"model_type is {hf_config['model_type']}; GGUF files are of qwen3 only")
+        raise ValueError(f"model_type is {hf_config['model_type']!r}; only qwen3 can be written")
     tensors = _tensors(hf_config)
     numbers = {sizes[0]: (number, *sizes[1:]) for number, sizes in TENSOR_TYPES.items()}
     metadata = _metadata(hf_config)

@@ -179,9 +179,9 @@ def _run(
     )
     if depends and section.rounds > 1:
         raise ConfigError(
-            f"simulate.rounds={section.rounds} repeats requests that are sent at given times; set "
-            "it to 1, or give load.rates, no load.concurrency or load.max_concurrency, and no "
-            "conversations"
+            f"simulate.rounds={section.rounds}, but the times of these requests depend on earlier "
+            "answers; set simulate.rounds=1, or load.rates without load.concurrency, "
+            "load.max_concurrency and conversations"
         )
     if depends:
         return simulate_job(

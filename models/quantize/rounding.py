@@ -24,7 +24,7 @@ __all__ = (
 )
 
 BLOCK = 128
-"""Columns after which the columns that are left are changed, all at once."""
+"""Number of columns that are rounded before the later columns are corrected, all at once."""
 
 _SHRUNK = tuple(1.0 - 0.04 * step for step in range(12))  # parts of a range that are tried
 _DAMPING = 0.01  # added to the Hessian's diagonal, as a part of its mean

@@ -249,7 +249,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         count = len(chosen)
         _check(1 <= len(chosen) <= MAX_LOGPROB_TOKEN_IDS, name, allowed, count)
         _check(self.logprobs is not None, name, "null without logprobs", count)
-        why = "null with use_beam_search=true, which reports what it compared"
+        why = "null with use_beam_search=true; a beam search chooses the reported tokens itself"
         _check(not self.use_beam_search, name, why, count)
 
     def _check_beam_search(self) -> None:
@@ -295,7 +295,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                 "min_p": (0.0,),
                 "stop": ((),),
             }
-            reason = "with use_beam_search=true, which does not sample and ends at tokens only"
+            reason = "with use_beam_search=true, which neither samples nor looks for stop strings"
         else:
             neutral = {"length_penalty": (1.0,), "early_stopping": (False,)}
             reason = "without use_beam_search=true"

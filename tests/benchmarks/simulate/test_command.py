@@ -160,7 +160,7 @@ def test_rounds_and_a_saved_table(tmp_path: Path):
         (["simulate.replicas=0"], "simulate.replicas must be in [1, 100000], got 0"),
         (
             ["simulate.rounds=2", "load.rates=[]", "load.concurrency=[2]"],
-            "simulate.rounds=2 repeats",
+            "simulate.rounds=2, but the times",
         ),
         (["simulate.speed=2"], "there is no key 'simulate.speed'"),
     ],
