@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from ostinato.ops.register import by_device, register_op
 
-__all__ = ("ACTIVATIONS", "activate")
+__all__ = ("ACTIVATIONS", "CLAMPED_GATE", "activate")
 
 ACTIVATIONS = {
     "gelu": "gelu",
@@ -27,8 +27,10 @@ ACTIVATIONS = {
 }
 """Name in a configuration -> name that the op uses."""
 
+CLAMPED_GATE = (1.702, 1.0, 7.0)
+"""The constants of `swigluoai`: the slope of the gate, what is added to up, and the limit."""
+
 _GATED = {"swigluoai": "swigluoai"}
-_GATE_LIMIT, _GATE_SLOPE = 7.0, 1.702  # constants of swigluoai
 
 _PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
@@ -60,8 +62,9 @@ def _plain_activation(x: Tensor, kind: str, gated: bool) -> Tensor:
         return _PLAIN[kind](x)
     gate, up = x.chunk(2, dim=-1)
     if kind == "swigluoai":
-        gate, up = gate.clamp(max=_GATE_LIMIT), up.clamp(-_GATE_LIMIT, _GATE_LIMIT)
-        return (up + 1) * (gate * torch.sigmoid(gate * _GATE_SLOPE))
+        slope, offset, limit = CLAMPED_GATE
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        return (up + offset) * (gate * torch.sigmoid(gate * slope))
     return _PLAIN[kind](gate) * up
 
 

@@ -245,6 +245,11 @@ def recorded_library(version: str) -> Library:
     )
 
 
+def recorded_signature(version: str, name: str) -> inspect.Signature:
+    """The signature of a function or method in a release of FlashInfer."""
+    return _signature(RECORDED[version][name])
+
+
 def _signature(parameters: str) -> inspect.Signature:
     found: list[inspect.Parameter] = []
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
