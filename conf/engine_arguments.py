@@ -288,6 +288,11 @@ ARGUMENTS: dict[str, Argument] = {
         read=_one_of(_BACKENDS, "there is no such attention backend"),
         default=("auto",),
     ),
+    "moe_backend": Argument(
+        setting="graphs.experts",
+        read=_one_of({"flashinfer_cutlass": "flashinfer"}, "there are no such kernels of experts"),
+        default=("auto",),
+    ),
     "compilation_config": Argument(reason="set graphs.mode, graphs.form or graphs.capture_sizes"),
     "device": Argument(setting="device.name"),
     # Drafts.

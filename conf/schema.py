@@ -22,6 +22,7 @@ __all__ = (
     "Determinism",
     "DeviceConfig",
     "DeviceName",
+    "ExpertKernels",
     "GraphConfig",
     "GraphForm",
     "GraphMode",
@@ -121,6 +122,11 @@ class AttentionBackendName(StrEnum):
     flashinfer = "flashinfer"
 
 
+class ExpertKernels(StrEnum):
+    auto = "auto"
+    flashinfer = "flashinfer"
+
+
 class Determinism(StrEnum):
     """Whether an engine may start if its answers depend on the batch."""
 
@@ -208,13 +214,7 @@ def _in_range(value: Any, metadata: Mapping[str, Any]) -> bool:
 
 
 def refuse(key: str, allowed: str, value: object) -> None:
-    """Raise the ValueError of a value out of its range.
-
-    Args:
-        key: the setting's key, with its section.
-        allowed: the allowed values, in words.
-        value: the given value.
-    """
+    """Raise the ValueError of a value that is not `allowed`, in words; `key` has its section."""
     raise ValueError(f"{key} must be {allowed}, got {value!r}")
 
 
@@ -321,9 +321,7 @@ class DeviceConfig(Section):
         at_most=1024,
     )
     isa: InstructionSetName = setting(
-        InstructionSetName.auto,
-        "instruction set of the CPU kernels; auto = the highest that the machine runs, or a lower "
-        "one if timing shows that it is faster",
+        InstructionSetName.auto, "instruction set of the CPU kernels; auto = the machine's fastest"
     )
     memory_fraction: float = setting(
         0.9, "share of the device's free memory that the engine may plan with", above=0, at_most=1
@@ -396,7 +394,7 @@ class SchedulerConfig(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphConfig(Section):
-    """How the model's program is compiled and captured, and which attention backend the op runs."""
+    """How the model's program is compiled and captured, and which kernels its ops run."""
 
     key = "graphs"
     mode: GraphMode = setting(
@@ -408,6 +406,9 @@ class GraphConfig(Section):
     )
     attention: AttentionBackendName = setting(
         AttentionBackendName.auto, "auto = the first that fits the device and the model"
+    )
+    experts: ExpertKernels = setting(
+        ExpertKernels.auto, "kernels of a mixture of experts; auto = this project's own"
     )
     pack_weights: bool = setting(True, "rearrange weights for the CPU's matrix kernels")
     bundle: bool = setting(True, "load what an earlier start compiled, and store the rest")

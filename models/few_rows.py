@@ -99,11 +99,15 @@ def _is_plain_mlp(mlp: GatedMLP) -> bool:
 
 
 def _has_plain_experts(moe: MoE) -> bool:
-    """Whether the kernels support the experts: no biases, no shared expert, all on this rank."""
+    """Whether the kernels support the experts, and no others were chosen.
+
+    They have no biases, no shared expert, and are all on this rank.
+    """
     route, experts = moe.spec.route, moe.experts
     return (
         all(map(_is_plain, (moe.gate, experts.gate_up_proj, experts.down_proj)))
         and experts.activation in ACTIVATIONS
+        and not experts.by_flashinfer
         and experts.down_proj.experts.size == route.num_experts <= MOST_EXPERTS
         and route.num_groups == 1
         and moe.shared_expert is None

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from ostinato.conf.schema import ExpertKernels
 from ostinato.models.sharding import WHOLE, Shard, Span
 from ostinato.models.weight_methods.weight_method import (
     OUT,
@@ -41,7 +42,7 @@ BIAS = StoredTensor((OUT,))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildOptions:
-    """The dtype, device, attention backend and context length for which a model is built."""
+    """The dtype, device, kernels and context length for which a model is built."""
 
     dtype: torch.dtype  # the dtype of weights and activations
     device: torch.device  # "meta" gives shapes without memory
@@ -50,6 +51,7 @@ class BuildOptions:
     shard: Shard = WHOLE
     exchange: Exchange = Exchange.shared_memory  # with the other ranks
     has_cache_scales: bool = False  # the checkpoint's scales of keys and values are used
+    experts: ExpertKernels = ExpertKernels.auto
 
     def empty(self, *shape: int) -> nn.Parameter:
         """Uninitialised memory for a weight. A CPU maps its pages when the weight is written."""
@@ -132,6 +134,11 @@ class LinearBase(nn.Module):
         return {name: getattr(self, name) for name in self._names}
 
     @property
+    def stacking(self) -> tuple[int, ...]:
+        """The outputs by number, in the order in which the matrix stacks their rows."""
+        return tuple(range(len(self.outputs)))
+
+    @property
     def static_key(self) -> tuple[object, ...]:
         """What a traced program depends on besides tensors."""
         exchange = str(self.exchange) if self.is_partial else ""
@@ -141,17 +148,20 @@ class LinearBase(nn.Module):
         """How the module's matrix is cut from one stored matrix: a list of one part.
 
         Args:
-            order: [rows] int64: row i of the module is row order[i] of the stored matrix; None = i.
+            order: [rows] int64: row i of the outputs, in their order, is row order[i] of the stored
+                matrix; None = i.
         """
         total = sum(span.total for span in self.outputs)
-        if order is None and all(span.is_whole for span in self.outputs):
+        is_in_order = order is None and self.stacking == tuple(range(len(self.outputs)))
+        if is_in_order and all(span.is_whole for span in self.outputs):
             return [self._part(0, 1, total, slice(0, total), 0)]
         rows = torch.arange(total) if order is None else order
         pieces = rows.split([span.total for span in self.outputs])
         held = [
             piece.narrow(0, *span[:2]) for piece, span in zip(pieces, self.outputs, strict=True)
         ]
-        return [self._part(0, 1, total, torch.cat(held), 0)]
+        rows = torch.cat([held[number] for number in self.stacking])
+        return [self._part(0, 1, total, rows, 0)]
 
     def stacked_parts(self, orders: Sequence[Tensor | None]) -> list[Part]:
         """How the module's matrix is cut from several stored matrices, one for each of its outputs.
@@ -159,13 +169,16 @@ class LinearBase(nn.Module):
         Args:
             orders: for each stored matrix its `order`, as in `parts`.
         """
+        first_rows: dict[int, int] = {}
+        next_row = 0
+        for number in self.stacking:
+            first_rows[number] = next_row
+            next_row += self.outputs[number].size
         found: list[Part] = []
-        first_row = 0
         for index, (span, order) in enumerate(zip(self.outputs, orders, strict=True)):
             start, size, total = span
             rows = slice(start, start + size) if order is None else order[start : start + size]
-            found.append(self._part(index, len(self.outputs), total, rows, first_row))
-            first_row += size
+            found.append(self._part(index, len(self.outputs), total, rows, first_rows[index]))
         return found
 
     def use(self, method: WeightMethod) -> None:
@@ -344,6 +357,7 @@ class ExpertLinear(LinearBase):
     Args:
         experts: the number of experts; a span if this rank holds a part of them.
         in_features, outputs, options, bias: as for `LinearBase`, of each expert.
+        is_reversed: the rows of the last output come first.
     """
 
     def __init__(
@@ -354,9 +368,16 @@ class ExpertLinear(LinearBase):
         options: BuildOptions,
         *,
         bias: bool = False,
+        is_reversed: bool = False,
     ) -> None:
         super().__init__(in_features, outputs, options, bias=bias)
         self.experts = Span.of(experts)
+        self.is_reversed = is_reversed
+
+    @property
+    def stacking(self) -> tuple[int, ...]:
+        order = super().stacking
+        return order[::-1] if self.is_reversed else order
 
     def forward(
         self,

@@ -8,8 +8,9 @@ from typing import cast
 
 import torch
 
-from ostinato.conf.schema import ModelImplementation
+from ostinato.conf.schema import ExpertKernels, ModelImplementation
 from ostinato.models.base import LanguageModel
+from ostinato.models.block_parts.moe import Experts
 from ostinato.models.checkpoints.checkpoint import Checkpoint
 from ostinato.models.checkpoints.slots import stored_modules
 from ostinato.models.choose_weights import PLAIN, WeightPolicy
@@ -154,6 +155,7 @@ def build_model(  # noqa: PLR0913 - what a model is built for
     shard: Shard = WHOLE,
     exchange: Exchange = Exchange.shared_memory,
     has_cache_scales: bool = False,
+    experts: ExpertKernels = ExpertKernels.auto,
 ) -> LanguageModel:
     """The model with unset weights. Their memory is reserved, and not written yet.
 
@@ -168,11 +170,12 @@ def build_model(  # noqa: PLR0913 - what a model is built for
             must follow before the model is run.
         exchange: how this rank exchanges values with the others.
         has_cache_scales: the checkpoint has scales for keys and values, and the cache uses them.
+        experts: the kernels of the experts, if the model has any.
 
     Raises:
         ValueError: the architecture is unknown, `max_model_len` is above what the model states,
-            the model's sizes cannot be divided among the ranks, or matrices that the model
-            stacks are quantised differently.
+            the model's sizes cannot be divided among the ranks, matrices that the model stacks are
+            quantised differently, or the kernels of experts do not support the model's.
     """
     length = max_model_len or config.max_model_len
     if length > config.max_model_len:
@@ -190,6 +193,7 @@ def build_model(  # noqa: PLR0913 - what a model is built for
         shard=shard,
         exchange=exchange,
         has_cache_scales=has_cache_scales,
+        experts=experts,
     )
     model = class_of(config)(config, options)
     layout = model.checkpoint_layout
@@ -198,4 +202,7 @@ def build_model(  # noqa: PLR0913 - what a model is built for
         if isinstance(module, LinearBase):
             names = stored_modules(name, module, model.checkpoint_layout)
             module.use(weights.method_for(names, module.role, module.spec))
+    for name, module in model.named_modules():
+        if isinstance(module, Experts) and (reason := module.why_unsupported) is not None:
+            raise ValueError(f"graphs.experts={experts} {reason} ({name}); leave it at auto")
     return model.eval()

@@ -5,18 +5,29 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from ostinato.conf.schema import ExpertKernels
 from ostinato.models.config.model_config import ModelConfig
 from ostinato.models.config.moe_spec import MoESpec
 from ostinato.models.layers import GatedMLP
 from ostinato.models.linear_layers import BuildOptions, ExpertLinear, RouterLinear
+from ostinato.models.weight_methods.plain import Plain
 from ostinato.ops.activation import activate
+from ostinato.ops.moe.flashinfer_experts import (
+    clamped_gate,
+    flashinfer_experts,
+    why_shape_unsupported,
+)
 from ostinato.ops.moe.routing import RouteSpec, Scoring, route
 
-__all__ = ("MoE",)
+__all__ = ("Experts", "MoE")
 
 
 class Experts(nn.Module):
-    """Gated MLPs, each of two matrices: gate and up stacked, and down."""
+    """Gated MLPs, each of two matrices: gate and up stacked, and down.
+
+    FlashInfer's kernels (`BuildOptions.experts`) read the rows of up before those of gate. The
+    checkpoint's loader puts them there, so no second copy exists.
+    """
 
     def __init__(
         self,
@@ -31,21 +42,70 @@ class Experts(nn.Module):
         size = config.hidden_size
         inner = options.shard.span(intermediate_size, "intermediate size of an expert")
         self.activation = config.activation
-        self.gate_up_proj = ExpertLinear(num_experts, size, (inner, inner), options, bias=bias)
+        self.by_flashinfer = options.experts is ExpertKernels.flashinfer
+        self.gate_up_proj = ExpertLinear(
+            num_experts,
+            size,
+            (inner, inner),
+            options,
+            bias=bias,
+            is_reversed=self.by_flashinfer,
+        )
+        self.gate_constants: Tensor | None
+        is_clamped = self.by_flashinfer and self.activation == "swigluoai"
+        constants = clamped_gate(num_experts, options.device) if is_clamped else None
+        self.register_buffer("gate_constants", constants, persistent=False)
         self.down_proj = ExpertLinear(num_experts, inner, (size,), options, bias=bias)
 
     def forward(
         self, x: Tensor, ids: Tensor, routing_weights: Tensor, residual: Tensor | None
     ) -> Tensor:
         """[T, D] -> [T, D]: the weighted sum over each token's experts, added to the residual."""
+        if self.by_flashinfer:
+            return self._by_flashinfer(x, ids, routing_weights, residual)
         inner = activate(self.gate_up_proj(x, ids), self.activation, gated=True)
         if not self.down_proj.is_partial:
             return self.down_proj(inner, ids, routing_weights, residual)
         return self.down_proj.reduce(self.down_proj(inner, ids, routing_weights), residual)
 
+    @property
+    def why_unsupported(self) -> str | None:
+        """Why the chosen kernels cannot compute these experts exactly, or None. After `use`."""
+        if not self.by_flashinfer:
+            return None
+        for linear in (self.gate_up_proj, self.down_proj):
+            if not isinstance(linear.method, Plain):
+                return f"needs weights as loaded, the model's are {linear.method.name}"
+        down = self.down_proj
+        return why_shape_unsupported(down.out_features, down.in_features, self.activation)
+
     def static_key(self) -> tuple[object, ...]:
         """Everything that the traced program depends on besides tensors."""
-        return (self.activation, self.gate_up_proj.static_key, self.down_proj.static_key)
+        return (
+            self.activation,
+            self.by_flashinfer,
+            self.gate_up_proj.static_key,
+            self.down_proj.static_key,
+        )
+
+    def _by_flashinfer(
+        self, x: Tensor, ids: Tensor, routing_weights: Tensor, residual: Tensor | None
+    ) -> Tensor:
+        gate_up, down = self.gate_up_proj, self.down_proj
+        result = flashinfer_experts(
+            x,
+            ids,
+            routing_weights,
+            gate_up.weights["weight"],
+            gate_up.bias,
+            down.weights["weight"],
+            down.bias,
+            activation=self.activation,
+            gate_constants=self.gate_constants,
+        )
+        if down.is_partial:
+            return down.reduce(result, residual)
+        return result if residual is None else result + residual
 
 
 class MoE(nn.Module):
@@ -53,6 +113,11 @@ class MoE(nn.Module):
 
     def __init__(self, config: ModelConfig, options: BuildOptions, spec: MoESpec) -> None:
         super().__init__()
+        if spec.scales_input and spec.route.top_k > 1 and options.experts is not ExpertKernels.auto:
+            raise ValueError(
+                f"graphs.experts={options.experts} has one input for all experts of a token, and "
+                f"this model scales it for each of {spec.route.top_k}; leave it at auto"
+            )
         size, num_experts = config.hidden_size, spec.route.num_experts
         self.spec = spec
         self.gate = RouterLinear(size, num_experts, options, bias=spec.has_bias)

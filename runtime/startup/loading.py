@@ -124,6 +124,7 @@ def _build_shard(plan: EnginePlan, shard: Shard, device: torch.device) -> Langua
         shard=shard,
         exchange=source.exchange,
         has_cache_scales=source.has_cache_scales,
+        experts=plan.experts,
     )
 
 
@@ -206,6 +207,7 @@ def open_bundle(plan: EnginePlan) -> Bundle | None:
             "isa": isa and f"{isa} of {detect_isa()}",
             "form": graphs.form.value,
             "attention": plan.backend,
+            "experts": plan.experts.value,
             "weights": repr(source.weights),
             "cache_scales": str(source.has_cache_scales),
             "block_size": str(config.cache.block_size),

@@ -113,6 +113,7 @@ def _fingerprint(plan: EnginePlan, isa: str) -> str:
         source.cache_dtype,
         source.weights,
         plan.backend,
+        plan.experts,
         plan.memory.max_model_len,
     ):
         digest.update(repr(part).encode() + b"\0")

@@ -52,6 +52,7 @@ def test_no_default_value_is_lost_in_silence(name: str):
         ({"load_format": "dummy"}, {"model.load_format": "dummy"}),
         ({"hf_overrides": '{"rope_theta": 1e6}'}, {"model.config": {"rope_theta": 1e6}}),
         ({"attention_backend": "TRITON_ATTN"}, {"graphs.attention": "triton"}),
+        ({"moe_backend": "flashinfer_cutlass"}, {"graphs.experts": "flashinfer"}),
         ({"data_parallel_size": 2}, {"parallel.data": 2}),
         (
             {"speculative_config": '{"method": "ngram", "num_speculative_tokens": 4}'},

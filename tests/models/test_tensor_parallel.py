@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ostinato.conf.schema import GraphForm, ModelSection
+from ostinato.conf.schema import ExpertKernels, GraphForm, ModelSection
 from ostinato.graphs.buffers import StaticBuffers
 from ostinato.graphs.compiler.compile import compile_model
 from ostinato.graphs.compiler.programs import LayeredProgram, LayerProgram
@@ -66,6 +66,7 @@ class Together:
         weights: WeightsByRole = PLAIN,
         dtype: torch.dtype = torch.float32,
         backend: str = "cpu",
+        experts: ExpertKernels = ExpertKernels.auto,
     ) -> None:
         load("core")
         checkpoint = open_checkpoint(ModelSection(path=str(directory)))
@@ -80,6 +81,7 @@ class Together:
                 attention_backend=backend,
                 weights=weights,
                 shard=Shard(rank, world),
+                experts=experts,
             )
             load_weights(model, checkpoint)
             assert isinstance(model, CausalLM)
@@ -195,6 +197,16 @@ def test_ranks_give_the_logits_of_transformers(tmp_path: Path, name: str, world:
 
     tokens = ranks.run(check)
     assert tokens == tokens[:1] * world
+    ranks.close()
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", "qwen2-moe"])
+def test_ranks_add_what_flashinfer_computes(tmp_path: Path, name: str) -> None:
+    """The op's plain form gives the part of a rank, with biases and with a shared expert."""
+    expected = expect(variant(name), tmp_path)
+    ranks = Together(tmp_path, 2, experts=ExpertKernels.flashinfer)
+    tokens = ranks.run(lambda rank: check_whole(ranks.driver(rank), expected).token_ids)
+    assert tokens[0] == tokens[1]
     ranks.close()
 
 

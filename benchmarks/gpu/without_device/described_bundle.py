@@ -30,7 +30,7 @@ from ostinato.benchmarks.gpu.without_device.steps import Step, own_attention
 from ostinato.benchmarks.machine.described_device import DescribedDevice
 from ostinato.conf.engine_config import EngineConfig
 from ostinato.conf.environment import triton_cache_in
-from ostinato.conf.schema import GraphMode
+from ostinato.conf.schema import ExpertKernels, GraphMode
 from ostinato.graphs.buckets import GraphKey
 from ostinato.graphs.bundle import Bundle
 from ostinato.graphs.compiler.functions import is_portable
@@ -126,6 +126,11 @@ def _check(plan: EnginePlan) -> None:
         raise StartupError(
             f"compile.gpu compiles the kernels of graphs.attention=triton, and this model takes "
             f"{plan.backend}"
+        )
+    if plan.experts is not ExpertKernels.auto:
+        raise StartupError(
+            f"compile.gpu compiles this project's kernels, and graphs.experts={plan.experts} takes "
+            "others; leave it at auto"
         )
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ostinato.conf.engine_config import EngineConfig, draft_config
-from ostinato.conf.schema import Determinism, GraphMode
+from ostinato.conf.schema import Determinism, ExpertKernels, GraphMode
 from ostinato.conf.speculation.speculation_schema import NO_DRAFTS
 from ostinato.graphs.buckets import BucketTable
 from ostinato.models.base import AuxStates
@@ -21,11 +21,12 @@ from ostinato.models.sharding import WHOLE, Shard
 from ostinato.models.step_tensors import num_kv_groups
 from ostinato.ops.attention import AttentionSpec, load_backend, select_backend
 from ostinato.ops.fused.fused_linear import warm_up_tokens
+from ostinato.ops.moe.flashinfer_experts import why_unsupported
 from ostinato.ops.moe.moe_linear import tile_tokens
 from ostinato.runtime.errors import StartupError
 from ostinato.runtime.kv.kv_cache_manager import KVGroup
 from ostinato.runtime.memory.memory_plan import MemoryPlan
-from ostinato.runtime.startup.plan.model_source import ModelSource, open_model
+from ostinato.runtime.startup.plan.model_source import ModelSource, model_skeleton, open_model
 from ostinato.runtime.startup.plan.planning import bucket_table, plan_engine
 from ostinato.runtime.types.engine_info import IsaTrial
 
@@ -40,6 +41,7 @@ class EnginePlan:
     source: ModelSource
     memory: MemoryPlan
     backend: str  # attention backend; empty for a model without a KV cache
+    experts: ExpertKernels  # `auto` for a model without experts
     buckets: BucketTable  # the buckets to capture; step costs can remove some
     overlap: bool  # whether a step is launched before the previous step is read
     threads: int  # threads of the model on a CPU
@@ -156,6 +158,7 @@ def make_plan(
         source=source,
         memory=memory,
         backend=backend,
+        experts=_select_experts(config, source),
         buckets=bucket_table(config, source),
         overlap=source.device.type != "cpu" if overlap is None else overlap,
         threads=threads,
@@ -172,6 +175,7 @@ def _draft_plan(plan: EnginePlan) -> EnginePlan:
     """
     source, config = plan.source.draft, draft_config(plan.config)
     assert source is not None, "there is a draft model"
+    has_experts = source.config.has_experts
     spec = source.config.kv_cache_spec(config.cache.block_size, source.cache_dtype)
     memory = dataclasses.replace(
         plan.memory,
@@ -183,6 +187,7 @@ def _draft_plan(plan: EnginePlan) -> EnginePlan:
         source=source,
         memory=memory,
         backend=_select_backend(config, source),
+        experts=_select_experts(config, source) if has_experts else ExpertKernels.auto,
         buckets=bucket_table(config, source),
         overlap=False,
         threads=plan.threads,
@@ -197,6 +202,24 @@ def _select_backend(config: EngineConfig, source: ModelSource) -> str:
         return select_backend(config.graphs.attention.value, spec)
     except ValueError as error:
         raise StartupError(str(error)) from error
+
+
+def _select_experts(config: EngineConfig, source: ModelSource) -> ExpertKernels:
+    experts, model = config.graphs.experts, source.config
+    if experts is ExpertKernels.auto:
+        return experts
+    reason = why_unsupported(source.device, source.dtype)
+    if not model.has_experts:
+        reason = f"is for a mixture of experts, and {model.architecture} is none"
+    elif model.moe is None:
+        reason = f"is for native models, and {model.architecture} runs through transformers"
+    if reason is not None:
+        raise StartupError(f"graphs.experts={experts} {reason}; leave it at auto")
+    try:
+        model_skeleton(source, experts)
+    except ValueError as error:
+        raise StartupError(str(error)) from error
+    return experts
 
 
 def check_determinism(plan: EnginePlan) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from ostinato.conf.engine_config import EngineConfig, draft_config
-from ostinato.conf.schema import GraphForm, GraphMode, LoadFormat, PoolingChoice
+from ostinato.conf.schema import ExpertKernels, GraphForm, GraphMode, LoadFormat, PoolingChoice
 from ostinato.conf.server_schema import ExchangeName
 from ostinato.conf.speculation.speculation_schema import (
     NO_DRAFTS,
@@ -379,10 +379,13 @@ def _encoder_limits(config: EngineConfig, limits: StepLimits, max_model_len: int
     return limits
 
 
-def model_skeleton(source: ModelSource) -> LanguageModel:
+def model_skeleton(
+    source: ModelSource, experts: ExpertKernels = ExpertKernels.auto
+) -> LanguageModel:
     """The model of this rank on the meta device: it shows the sizes of weights and has no memory.
 
     Raises:
+        ValueError: the kernels of experts do not support the model's.
         StartupError: a quantised matrix cannot be divided among this number of ranks.
     """
     try:
@@ -394,8 +397,9 @@ def model_skeleton(source: ModelSource) -> LanguageModel:
             weights=source.weights,
             shard=source.shard,
             exchange=source.exchange,
+            experts=experts,
         )
     except ValueError as error:
-        if source.shard.size == 1:
+        if source.shard.size == 1 or experts is not ExpertKernels.auto:
             raise
         raise StartupError(f"parallel.tensor={source.shard.size}: {error}") from error
