@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-import mmap
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from ostinato.models.weight_methods.huge_pages import zeroed
 
 __all__ = ("KVCache", "KVCacheSpec")
 
@@ -65,11 +66,4 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
             .view(dtype)
             .view(shape)
         )
-    # The system gives zeroed pages and maps a page when it is first written. So a cache of
-    # gigabytes costs no time at start, and no memory before it is used. It also begins at a page
-    # boundary. Memory of the allocator would begin 16 bytes after one, and every vector would cross
-    # a cache line.
-    pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        pages.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(pages, dtype=torch.uint8).view(dtype).view(shape)
+    return zeroed(shape, dtype)

@@ -7,13 +7,14 @@ The weight method (models/weight_methods/) stores and multiplies the matrix. Spa
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
 from ostinato.conf.schema import ExpertKernels
 from ostinato.models.sharding import WHOLE, Shard, Span
+from ostinato.models.weight_methods.huge_pages import WeightMemory, empty_weight
 from ostinato.models.weight_methods.weight_method import (
     OUT,
     MatrixRole,
@@ -52,6 +53,7 @@ class BuildOptions:
     exchange: Exchange = Exchange.shared_memory  # with the other ranks
     has_cache_scales: bool = False  # the checkpoint's scales of keys and values are used
     experts: ExpertKernels = ExpertKernels.auto
+    memory: WeightMemory = field(default_factory=WeightMemory, compare=False)  # of a CPU's matrices
 
     def empty(self, *shape: int) -> nn.Parameter:
         """Uninitialised memory for a weight. A CPU maps its pages when the weight is written."""
@@ -98,6 +100,7 @@ class LinearBase(nn.Module):
         )
         self.has_bias = bias
         self.exchange = options.exchange
+        self._memory = options.memory
         self.bias: nn.Parameter | None = None
         self.group: Tensor | None
         self.register_buffer("group", None, persistent=False)
@@ -269,9 +272,7 @@ class LinearBase(nn.Module):
 
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:
         """Uninitialised memory for a parameter. A CPU maps its pages when it is written."""
-        return nn.Parameter(
-            torch.empty(shape, dtype=dtype, device=self.spec.device), requires_grad=False
-        )
+        return nn.Parameter(empty_weight(shape, dtype, self.spec.device), requires_grad=False)
 
     def _part(
         self, index: int, count: int, total: int, rows: slice | Tensor, first_row: int
@@ -304,7 +305,8 @@ class LinearBase(nn.Module):
             return
         # the memory of the parameter was reserved and never written
         if parameter.device.type == "cpu":
-            setattr(self, name, nn.Parameter(tensor, requires_grad=False))
+            moved = self._memory.moved(tensor)
+            setattr(self, name, nn.Parameter(moved, requires_grad=False))
         else:
             parameter.copy_(tensor)
 

@@ -39,5 +39,5 @@ def test_gguf_files_of_random_weights_load(name: str, tmp_path: Path) -> None:
 
 
 def test_other_models_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="model_type is .llama.; only qwen3 can be written"):
+    with pytest.raises(ValueError, match=r"model_type is .llama.; only qwen3 can be written"):
         write_random_gguf({"model_type": "llama"}, "Q4_0", tmp_path / "x.gguf")

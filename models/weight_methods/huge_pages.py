@@ -1,0 +1,82 @@
+"""Memory of a CPU in huge pages, for weights and KV caches.
+
+A decode step reads every weight once. The processor translates an address for each page, and its
+prefetchers stop at the end of a page. So weights in pages of 4 KiB are read more slowly than those
+in pages of 2 MiB: two threads of a Zen 3 summed 256 MiB at 21.7 and at 29.2 GB/s. Linux gives a
+huge page only to memory that covers one. Most matrices of a small model are smaller, so they share
+memory here.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+
+import torch
+from torch import Tensor
+
+__all__ = ("HUGE_PAGE", "WeightMemory", "empty_weight", "zeroed")
+
+HUGE_PAGE = 2 << 20  # bytes
+
+_CHUNK_BYTES = 64 << 20
+_ALIGNMENT = 64  # bytes; a cache line
+
+
+class WeightMemory:
+    """Shared memory for the matrices of one model. It is freed with the last matrix in it.
+
+    Pages are mapped when they are first written. So the end of a chunk that no matrix uses costs
+    nothing.
+    """
+
+    def __init__(self) -> None:
+        self._chunk: mmap.mmap | None = None
+        self._used = 0  # bytes of the chunk
+
+    def __deepcopy__(self, memo: object) -> WeightMemory:
+        """A copied layer takes its memory from the same chunk."""
+        return self
+
+    def moved(self, tensor: Tensor) -> Tensor:
+        """A copy of a CPU tensor in shared huge pages; the tensor itself if it is large."""
+        num_bytes = tensor.nbytes
+        if num_bytes == 0 or num_bytes > _CHUNK_BYTES // 2:
+            return tensor
+        if self._chunk is None or self._used + num_bytes > _CHUNK_BYTES:
+            self._chunk, self._used = _mapped(_CHUNK_BYTES)
+        place = torch.frombuffer(self._chunk, dtype=torch.uint8, count=num_bytes, offset=self._used)
+        self._used += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+        return place.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+
+
+def empty_weight(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Memory of a weight without values. A CPU maps its pages when they are written."""
+    if device.type == "cpu" and math.prod(shape) * dtype.itemsize >= HUGE_PAGE:
+        return zeroed(shape, dtype)
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+def zeroed(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Zeros in memory of their own, which begins at a huge page if it covers one.
+
+    The system gives zeroed pages and maps a page when it is first written. So a cache of gigabytes
+    costs no time at start, and no memory before it is used. Memory of torch's allocator could begin
+    within a cache line, and every vector would cross one.
+    """
+    num_bytes = math.prod(shape) * dtype.itemsize
+    memory, begin = _mapped(num_bytes)
+    flat = torch.frombuffer(memory, dtype=torch.uint8, count=num_bytes, offset=begin)
+    return flat.view(dtype).view(shape)
+
+
+def _mapped(num_bytes: int) -> tuple[mmap.mmap, int]:
+    """New zeroed memory, and the offset at which `num_bytes` of it begin."""
+    spare = HUGE_PAGE if num_bytes >= HUGE_PAGE else 0
+    memory = mmap.mmap(-1, num_bytes + spare, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if not spare:
+        return memory, 0
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    address = torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr()
+    return memory, -address % HUGE_PAGE
