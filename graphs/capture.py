@@ -291,7 +291,7 @@ class GraphRunner:
         if self.aux is None:
             return forward(batch, self._kv_cache)
         self.aux.begin()
-        if self.aux.layers:
+        if not self.aux.has_final:
             return forward(batch, self._kv_cache, self.aux)
         hidden = forward(self._buffers.with_all_rows(batch), self._kv_cache)
         self.aux.states = [hidden]

@@ -44,18 +44,23 @@ class AuxStates:
     """Keeps hidden states of a model's step for a head that drafts from them.
 
     Args:
-        layers: the numbers of the layers whose input is kept, for an EAGLE-3 head.
+        layers: the layers whose input is kept, for an EAGLE-3 head: indices in `model.layers`.
         has_final: the final hidden states are kept, for a next-token layer (MTP). The model then
             computes them for all tokens of every step.
+        num_earlier: the number of layers in earlier stages of a pipeline whose input is kept too.
+            These states come with the hidden states of the stage before.
 
     Attributes:
-        states: of the last step, [T, D] for each of the layers; with `has_final` the final hidden
-            states [T, D].
+        states: of the last step, [T, D] for each of the layers, earlier stages first; with
+            `has_final` the final hidden states [T, D].
     """
 
-    def __init__(self, layers: Collection[int], *, has_final: bool = False) -> None:
+    def __init__(
+        self, layers: Collection[int], *, has_final: bool = False, num_earlier: int = 0
+    ) -> None:
         self.layers = frozenset(layers)
         self.has_final = has_final
+        self.num_earlier = num_earlier
         self.states: list[Tensor] = []
 
     def begin(self) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ostinato.models.base import CausalLM, DecoderLayer
+from ostinato.models.base import AuxStates, CausalLM, DecoderLayer
 from ostinato.models.block_parts.latent_attention import LatentAttention
 from ostinato.models.block_parts.moe import MoE
 from ostinato.models.config.block_spec import Residual
@@ -139,7 +139,8 @@ class StageLayers(nn.ModuleList):
 class Decoder(CausalLM):
     """Token embedding, blocks, final norm, output head; in some families learned positions.
 
-    A stage of a pipeline must be joined to its neighbours before it is run (`join_stages`).
+    A stage of a pipeline must be joined to its neighbours before it is run (`join_stages`). A shard
+    without layers is not run: it holds an embedding, an output head or both, for a draft head.
     """
 
     def __init__(self, config: ModelConfig, options: BuildOptions) -> None:
@@ -148,6 +149,7 @@ class Decoder(CausalLM):
         self.stage = options.shard.stage
         self._previous: HiddenSource | None = None
         self._next: HiddenSink | None = None
+        self._aux: AuxStates | None = None
         is_first, is_last = self.stage.is_first, self.stage.is_last
         size, tied = config.hidden_size, config.tie_word_embeddings
         self.embed_tokens = None
@@ -155,7 +157,8 @@ class Decoder(CausalLM):
             self.embed_tokens = Embedding(config.vocab_size, size, options, is_head=tied)
         has_norm = is_first and config.has_embedding_norm
         self.embed_norm = build_norm(config, options) if has_norm else None
-        ropes = {DEFAULT_ROPE: config.rope, LOCAL_ROPE: config.local_rope}
+        first, count, _ = options.shard.layers(config.num_layers)
+        ropes = {DEFAULT_ROPE: config.rope, LOCAL_ROPE: config.local_rope} if count else {}
         self.rotary = nn.ModuleDict(
             {kind: RotaryEmbedding(rope, options) for kind, rope in ropes.items() if rope}
         )
@@ -166,7 +169,6 @@ class Decoder(CausalLM):
         if is_first and config.rope is None and not config.alibi_slopes:
             num_positions = config.max_model_len + config.position_offset
             self.embed_positions = Embedding(num_positions, size, options)
-        first, count, _ = options.shard.layers(config.num_layers)
         self.layers = StageLayers(
             (DecoderBlock(config, options, layer) for layer in range(first, first + count)), first
         )
@@ -175,20 +177,27 @@ class Decoder(CausalLM):
         if is_last and not tied:
             self.lm_head = OutputHead(size, config.vocab_size, options, bias=config.head_bias)
 
-    def join_stages(self, previous: HiddenSource | None, following: HiddenSink | None) -> None:
+    def join_stages(
+        self,
+        previous: HiddenSource | None,
+        following: HiddenSink | None,
+        aux: AuxStates | None = None,
+    ) -> None:
         """Connect this stage to its neighbours.
 
         Args:
             previous: receives hidden states from the previous stage; None = this is the first
                 stage.
             following: sends hidden states to the next stage; None = this is the last stage.
+            aux: keeps the states that a draft head reads. It gets those of earlier stages in each
+                step, and the next stage gets all that it has. None = none are handed on.
         """
-        self._previous, self._next = previous, following
+        self._previous, self._next, self._aux = previous, following, aux
 
     def begin(self, batch: ForwardBatch) -> tuple[Tensor, StepInputs]:
         rope = {kind: rotary(batch.positions) for kind, rotary in self._rotary_by_kind}
         if self._previous is not None:
-            return self._previous.receive(len(batch.token_ids)), StepInputs(rope, batch)
+            return self._receive(self._previous, len(batch.token_ids)), StepInputs(rope, batch)
         embed = self.embed_tokens
         assert embed is not None, "a later stage was joined to the one before"
         hidden = embed(batch.token_ids)
@@ -204,13 +213,24 @@ class Decoder(CausalLM):
 
     def finish(self, hidden: Tensor) -> Tensor:
         if self._next is not None:
-            self._next.send(hidden)
+            self._next.send([hidden] if self._aux is None else [hidden, *self._aux.states])
         else:
             norm = self.final_norm
             assert norm is not None, "a stage before the last was joined to the next"
             hidden = norm(hidden)
         if self._previous is not None:
             self._previous.release()
+        return hidden
+
+    def _receive(self, previous: HiddenSource, num_tokens: int) -> Tensor:
+        """[T, D] hidden states of the stage before; `aux` gets those for the head."""
+        aux = self._aux
+        if aux is None or aux.has_final:  # no states between layers are read
+            return previous.receive(num_tokens, 1)[0]
+        states = previous.receive(num_tokens, 1 + aux.num_earlier)
+        if self._next is None:  # the head reads them after they were released
+            states = states.clone()
+        hidden, *aux.states = states
         return hidden
 
     def compute_logits(self, hidden: Tensor) -> Tensor:

@@ -48,8 +48,10 @@ def plan(config: RunConfig) -> int:
     count, num_ranks = parallel.engines_per_node, parallel.num_ranks
     device = torch.device("cuda") if elsewhere else None
     shards = [shard_of_rank(rank, parallel.tensor, parallel.pipeline) for rank in range(num_ranks)]
-    sources = [open_model(config, device, shard=shard) for shard in shards]
-    source = sources[0]
+    source = open_model(config, device, shard=shards[0])
+    inputs = source.head_inputs
+    others = [open_model(config, device, shard=each, head_inputs=inputs) for each in shards[1:]]
+    sources = [source, *others]
     is_cpu = source.device.type == "cpu"
     free = None if config.plan.free_gib is None else int(config.plan.free_gib * _GIB)
     engine = config.engine

@@ -1,10 +1,22 @@
-"""`HeadSpec` and `NextTokenSpec`: the settings of heads that draft for a model."""
+"""`HeadSpec` and `NextTokenSpec`: the settings of heads that draft for a model; `HeadInputs`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
-__all__ = ("HeadSpec", "NextTokenSpec")
+__all__ = ("NO_INPUTS", "HeadInputs", "HeadSpec", "NextTokenSpec")
+
+
+class HeadInputs(NamedTuple):
+    """The hidden states of a model that its head reads."""
+
+    layers: tuple[int, ...] = ()  # ascending; the hidden states that enter these layers are read
+    has_final: bool = False  # the hidden state after the final norm is read
+
+
+NO_INPUTS = HeadInputs()
+"""Those of a model without a head."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +38,10 @@ class HeadSpec:
         if self.aux_layers is not None:
             return self.aux_layers
         return (2, num_layers // 2, num_layers - 3)
+
+    def inputs(self, num_layers: int) -> HeadInputs:
+        """What the head reads from a target with `num_layers` layers."""
+        return HeadInputs(layers=self.layers_of(num_layers))
 
     def why_not_for(self, num_layers: int, hidden_size: int) -> str | None:
         """Why a target of these sizes cannot have the head; None if it can."""
@@ -54,3 +70,8 @@ class NextTokenSpec:
     """A layer of a checkpoint that predicts one token more than the model (MTP)."""
 
     layer: int  # its number in the checkpoint, which is the number of the model's layers
+
+    def inputs(self, num_layers: int) -> HeadInputs:
+        """What the layer reads from the model."""
+        del num_layers  # it reads nothing between the layers
+        return HeadInputs(has_final=True)

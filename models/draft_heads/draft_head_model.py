@@ -9,12 +9,17 @@ from ostinato.models.base import CausalLM
 from ostinato.models.config.model_config import ModelConfig
 from ostinato.models.decoder import Decoder
 from ostinato.models.linear_layers import BuildOptions
+from ostinato.models.sharding import Shard, Span, Stage
+from ostinato.models.vocabulary_layers import Embedding
 
-__all__ = ("DraftHeadModel",)
+__all__ = ("DraftHeadModel", "shard_of_tables")
 
 
 class DraftHeadModel(CausalLM):
     """A head as a model of its own. `attach` gives it the embedding and the head of its target.
+
+    Steps of a head run on one rank, without the other ranks of its target. So the embedding and the
+    output head must be whole on this rank: those of the target, or copies of them.
 
     Its input at position p is the token at p + 1 and [D] features of position p: hidden states of
     the target, or the head's own output.
@@ -29,23 +34,29 @@ class DraftHeadModel(CausalLM):
         super().__init__()
         self.config = config
         self._device, self._dtype = options.device, options.dtype
-        # in a list, so that the target's parameters are not parameters of the head
-        self._targets: list[Decoder] = []
+        # in lists, so that the target's parameters are not parameters of the head
+        self._embeddings: list[Embedding] = []
+        self._scorers: list[Decoder] = []
         self._features: Tensor | None = None
 
-    def attach(self, target: Decoder, max_num_tokens: int) -> None:
-        """Take the target's embedding and head, and allocate the input of a step.
+    def attach(self, target: Decoder, max_num_tokens: int, tables: Decoder | None = None) -> None:
+        """Take the target's embedding and output head, and allocate the input of a step.
 
         Args:
-            target: the model that the head drafts for.
+            target: the part of the model on this rank.
             max_num_tokens: T of the largest step.
+            tables: the copies that `shard_of_tables` describes, in a model without layers; None =
+                the target has what the head needs.
 
         Raises:
             ValueError: the head is for another vocabulary.
         """
-        assert target.embed_tokens is not None, "the target is in one stage"
         size = self.config.hidden_size
-        self._targets = [target]
+        embedding = None if tables is None else tables.embed_tokens
+        embedding = embedding or target.embed_tokens
+        assert embedding is not None, "the plan has copies of what the target lacks"
+        self._embeddings = [embedding]
+        self._scorers = [target if tables is None or not tables.stage.is_last else tables]
         self._features = torch.zeros(max_num_tokens, size, dtype=self._dtype, device=self._device)
 
     def read_hidden(self, hidden: Tensor) -> None:
@@ -61,15 +72,46 @@ class DraftHeadModel(CausalLM):
         assert self._features is not None, "the head is attached to its target"
         self._features[: len(features)] = features
 
-    def _target(self) -> Decoder | None:
-        """The target; None until the head is attached. Programs are compiled before that."""
-        return self._targets[0] if self._targets else None
-
     def _inputs(self, token_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """[T] token ids -> their embeddings and features, each [T, D]; zeros if not attached."""
-        target, count = self._target(), len(token_ids)
-        if target is None or target.embed_tokens is None or self._features is None:
+        """[T] token ids -> their embeddings and features, each [T, D]; zeros if not attached.
+
+        Programs are compiled before the head is attached.
+        """
+        count = len(token_ids)
+        if not self._embeddings or self._features is None:
             size = self.config.hidden_size
             zeros = torch.zeros(count, size, dtype=self._dtype, device=self._device)
             return zeros, zeros
-        return target.embed_tokens(token_ids), self._features[:count]
+        return self._embeddings[0](token_ids), self._features[:count]
+
+    def _target_logits(self, hidden: Tensor) -> Tensor:
+        """[R, D] -> [R, vocab_size] float32, by the target's output head; zeros if not attached."""
+        if not self._scorers:
+            return hidden.new_zeros(len(hidden), self.config.vocab_size, dtype=torch.float32)
+        return self._scorers[0].compute_logits(hidden)
+
+
+def shard_of_tables(shard: Shard, config: ModelConfig, *, needs_logits: bool) -> Shard | None:
+    """The tables of its target of which a head needs copies, because the leader lacks rows of them.
+
+    A table that is the embedding and the output head is divided among tensor ranks. An output head
+    is divided too. An embedding that is not the output head belongs to the first stage.
+
+    Args:
+        shard: the leader's part of the target.
+        config: the target's configuration.
+        needs_logits: the head uses the target's output head.
+
+    Returns:
+        A shard without layers: a first stage has the embedding, a last stage the output head, an
+        only stage both. None if no copies are needed.
+    """
+    is_divided = not shard.vocabulary(config.vocab_size).is_whole
+    has_embedding = not is_divided if config.tie_word_embeddings else shard.stage.is_first
+    has_head = not (needs_logits and is_divided)
+    if has_embedding and has_head:
+        return None
+    no_layers = Span(0, 0, config.num_layers)
+    if has_head:
+        return Shard(stage=Stage(0, 2, no_layers))
+    return Shard(stage=Stage(1, 2, no_layers) if has_embedding else Stage(0, 1, no_layers))

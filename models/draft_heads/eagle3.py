@@ -125,13 +125,13 @@ class Eagle3Head(DraftHeadModel):
             self.checkpoint_layout = replace(layout, ignored=(*layout.ignored, r"^d2t$"))
         self._target_ids: Tensor | None = None
 
-    def attach(self, target: Decoder, max_num_tokens: int) -> None:
+    def attach(self, target: Decoder, max_num_tokens: int, tables: Decoder | None = None) -> None:
         """As in the base class.
 
         Raises:
             ValueError: `d2t` names a token that the target's vocabulary does not have.
         """
-        super().attach(target, max_num_tokens)
+        super().attach(target, max_num_tokens, tables)
         if self.vocabulary is None:
             return
         ids = self.vocabulary.target_ids()

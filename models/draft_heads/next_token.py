@@ -73,10 +73,7 @@ class NextTokenHead(DraftHeadModel):
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """[R, D] -> [R, vocab_size] float32, by the target's output head."""
         self.outputs = hidden
-        target = self._target()
-        if target is None:
-            return hidden.new_zeros(len(hidden), self.config.vocab_size, dtype=torch.float32)
-        return target.compute_logits(hidden)
+        return self._target_logits(hidden)
 
 
 def _layout(config: ModelConfig, layer: int) -> CheckpointLayout:

@@ -5,6 +5,8 @@ Both ends know how many tokens each step has, because both build the same batch.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -24,13 +26,14 @@ class DistributedSender:
         """
         self._pair = pair
 
-    def send(self, hidden: Tensor) -> None:
-        """Pass the hidden states [T, size] of a step to the next stage.
+    def send(self, states: Sequence[Tensor]) -> None:
+        """Pass the hidden states of a step to the next stage, each [T, size].
 
         Raises:
             GroupEndedError: the other process has ended.
         """
-        self._pair.send(hidden)
+        for state in states:
+            self._pair.send(state)
 
     def abort(self) -> None:
         """As `DistributedGroup.abort`."""
@@ -55,16 +58,17 @@ class DistributedReceiver:
         self._shape = shape
         self._device = device
 
-    def receive(self, num_tokens: int) -> Tensor:
-        """Wait for the hidden states of the next step: [num_tokens, size].
+    def receive(self, num_tokens: int, num_states: int) -> Tensor:
+        """Wait for the hidden states of the next step: [num_states, num_tokens, size].
 
         Raises:
             GroupEndedError: the other process has ended.
         """
-        size = (num_tokens, self._shape.size)
-        hidden = torch.empty(size, dtype=self._shape.dtype, device=self._device)
-        self._pair.receive(hidden)
-        return hidden
+        size = (num_states, num_tokens, self._shape.size)
+        states = torch.empty(size, dtype=self._shape.dtype, device=self._device)
+        for state in states:
+            self._pair.receive(state)
+        return states
 
     def release(self) -> None:
         """Does nothing: each step has memory of its own."""

@@ -6,6 +6,9 @@ notices at once if the process of the neighbouring stage ends.
 
 Both ends know how many tokens each step has, because both build the same batch. The receiver reads
 the slot in place, without a copy.
+
+If a head drafts for the model, the hidden states that enter some of the layers go along, each as
+large as the hidden states of the stage. Both ends know their number.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import contextlib
 import mmap
 import os
 import socket
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -41,33 +45,34 @@ class HiddenShape(NamedTuple):
     """The largest hidden states that a handoff passes."""
 
     num_tokens: int
-    size: int  # values of a token
+    size: int  # values of a token in each state
     dtype: torch.dtype
-
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of the values of a token."""
-        return self.size * self.dtype.itemsize
+    num_states: int = 1  # hidden states of a token: those of the stage, and those of a head
 
     @property
     def slot_bytes(self) -> int:
         """Bytes of a slot, whole pages."""
-        return -(-self.num_tokens * self.token_bytes // _PAGE) * _PAGE
+        num_values = self.num_states * self.num_tokens * self.size
+        return -(-num_values * self.dtype.itemsize // _PAGE) * _PAGE
 
 
 class HiddenSink(Protocol):
     """Takes hidden states for the next stage."""
 
-    def send(self, hidden: Tensor) -> None:
-        """Pass the hidden states of a step on."""
+    def send(self, states: Sequence[Tensor]) -> None:
+        """Pass the hidden states of a step on, each [T, size]; those of the stage come first."""
         ...
 
 
 class HiddenSource(Protocol):
     """Has the hidden states of the stage before."""
 
-    def receive(self, num_tokens: int) -> Tensor:
-        """The hidden states of the next step: [num_tokens, size], valid until `release`."""
+    def receive(self, num_tokens: int, num_states: int) -> Tensor:
+        """The hidden states of the next step, as they were sent.
+
+        Returns:
+            [num_states, num_tokens, size], valid until `release`.
+        """
         ...
 
     def release(self) -> None:
@@ -110,13 +115,15 @@ class _End:
         self._socket.close()
         self._memory = torch.empty(0, dtype=torch.uint8)
 
-    def _next_slot(self, num_tokens: int) -> Tensor:
-        """[num_tokens, size]: the slot of the next step."""
+    def _next_slot(self, num_states: int, num_tokens: int) -> Tensor:
+        """[num_states, num_tokens, size]: the slot of the next step."""
         shape = self._shape
+        assert num_states <= shape.num_states, f"{num_states} states do not fit into {shape}"
         begin = self._num_steps % self._num_slots * shape.slot_bytes
         self._num_steps += 1
-        num_bytes = num_tokens * shape.token_bytes
-        return self._memory[begin : begin + num_bytes].view(shape.dtype).view(-1, shape.size)
+        num_bytes = num_states * num_tokens * shape.size * shape.dtype.itemsize
+        slot = self._memory[begin : begin + num_bytes].view(shape.dtype)
+        return slot.view(num_states, num_tokens, shape.size)
 
     def _receive(self, num_bytes: int) -> bytes:
         try:
@@ -141,34 +148,38 @@ class HiddenSender(_End):
         super().__init__(end, shape)
         self._num_free = self._num_slots
 
-    def send(self, hidden: Tensor) -> None:
+    def send(self, states: Sequence[Tensor]) -> None:
         """Pass the hidden states of a step to the next stage; waits while all slots are full.
 
         Args:
-            hidden: [T, size], of the handoff's dtype. It is copied.
+            states: at least one, each [T, size] of the handoff's dtype. They are copied.
 
         Raises:
             HandoffEndedError: the other process has ended.
         """
-        assert hidden.dtype is self._shape.dtype, f"{hidden.dtype} instead of {self._shape.dtype}"
+        dtypes = {state.dtype for state in states}
+        assert dtypes == {self._shape.dtype}, f"{dtypes} instead of {self._shape.dtype}"
         while not self._num_free:
             self._num_free += len(self._receive(self._num_slots))
         self._num_free -= 1
-        self._next_slot(len(hidden)).copy_(hidden)
-        self._send(FULL.pack(len(hidden)))
+        slot = self._next_slot(len(states), len(states[0]))
+        for place, state in zip(slot, states, strict=True):
+            place.copy_(state)
+        self._send(FULL.pack(slot.nbytes))
 
 
 class HiddenReceiver(_End):
     """The end in the stage that computes the next layers."""
 
-    def receive(self, num_tokens: int) -> Tensor:
+    def receive(self, num_tokens: int, num_states: int) -> Tensor:
         """Wait for the hidden states of the next step.
 
         Args:
             num_tokens: T, of the step.
+            num_states: the number of states that the stage before sends.
 
         Returns:
-            [T, size], valid until `release`. The caller does not write to it.
+            [num_states, T, size], valid until `release`. The caller does not write to it.
 
         Raises:
             HandoffEndedError: the other process has ended.
@@ -178,9 +189,13 @@ class HiddenReceiver(_End):
         while len(data) < FULL.size:
             data += self._receive(FULL.size - len(data))
         (sent,) = FULL.unpack(data)
-        if sent != num_tokens:
-            raise RuntimeError(f"the stage before computed {sent} tokens, this one {num_tokens}")
-        return self._next_slot(num_tokens)
+        slot = self._next_slot(num_states, num_tokens)
+        if sent != slot.nbytes:
+            raise RuntimeError(
+                f"the stage before sent {sent} bytes of hidden states, and {num_states} of "
+                f"{num_tokens} tokens are {slot.nbytes} bytes"
+            )
+        return slot
 
     def release(self) -> None:
         """Give the slot of the last `receive` back.

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 __all__ = ("FREE", "FULL", "HandoffEnd", "SlotFiller", "SlotTaker", "create_handoff")
 
-FULL = struct.Struct("=I")  # tokens in the next slot
+FULL = struct.Struct("=Q")  # bytes in the next slot
 FREE = b"\0"  # one byte for each slot that is free again
 
 
@@ -59,10 +59,10 @@ def create_handoff(slot_bytes: int, num_slots: int) -> tuple[HandoffEnd, Handoff
 class _Slots:
     """An end whose socket is in non-blocking mode; its descriptors are closed with it."""
 
-    def __init__(self, end: HandoffEnd, slot_bytes: int, token_bytes: int) -> None:
+    def __init__(self, end: HandoffEnd, slot_bytes: int) -> None:
         self.socket = socket.socket(fileno=end.socket)
         self.socket.setblocking(False)
-        self._slot_bytes, self._token_bytes = slot_bytes, token_bytes
+        self._slot_bytes = slot_bytes
         self._num_steps = 0
         try:
             size = os.fstat(end.memory).st_size
@@ -94,8 +94,8 @@ class _Slots:
 class SlotTaker(_Slots):
     """Receives from a stage of this machine whose next stage is on another machine."""
 
-    def __init__(self, end: HandoffEnd, slot_bytes: int, token_bytes: int) -> None:
-        super().__init__(end, slot_bytes, token_bytes)
+    def __init__(self, end: HandoffEnd, slot_bytes: int) -> None:
+        super().__init__(end, slot_bytes)
         self._received = bytearray()
 
     def take(self) -> list[bytes]:
@@ -107,10 +107,10 @@ class SlotTaker(_Slots):
         self._received += self._receive()
         steps: list[bytes] = []
         while len(self._received) >= FULL.size:
-            (num_tokens,) = FULL.unpack_from(self._received)
+            (num_bytes,) = FULL.unpack_from(self._received)
             del self._received[: FULL.size]
             begin = self._next_slot()
-            steps.append(self._map[begin : begin + num_tokens * self._token_bytes])
+            steps.append(self._map[begin : begin + num_bytes])
             self.socket.send(FREE)
         return steps
 
@@ -118,8 +118,8 @@ class SlotTaker(_Slots):
 class SlotFiller(_Slots):
     """Sends to a stage of this machine whose previous stage is on another machine."""
 
-    def __init__(self, end: HandoffEnd, slot_bytes: int, token_bytes: int) -> None:
-        super().__init__(end, slot_bytes, token_bytes)
+    def __init__(self, end: HandoffEnd, slot_bytes: int) -> None:
+        super().__init__(end, slot_bytes)
         self._num_free = self._num_slots
         self._waiting: deque[bytes] = deque()
 
@@ -150,4 +150,4 @@ class SlotFiller(_Slots):
             self._num_free -= 1
             begin = self._next_slot()
             self._map[begin : begin + len(step)] = step
-            self.socket.send(FULL.pack(len(step) // self._token_bytes))
+            self.socket.send(FULL.pack(len(step)))

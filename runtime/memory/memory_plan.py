@@ -67,6 +67,9 @@ class ModelFootprint:
     workspace_bytes: int = 0  # workspace of the attention backend in the largest step
     measured: MeasuredMemory | None = None  # replaces estimates; None = plan with estimates
     draft: ModelFootprint | None = None  # the draft model; its cache has equally many blocks
+    # Of the weights of a head: copies of its model's embedding and output head. The model's part on
+    # this rank lacks rows of them.
+    copied_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,10 +178,13 @@ def plan_memory(
     bytes_per_block = kv_bytes_per_token * cache.block_size
     reasons = [f"budget: {device.memory_fraction:g} of {_size(free_bytes)} of free memory"]
     if draft is not None:
-        reasons.append(
+        reason = (
             f"draft model: {_size(draft.weights_bytes)} of the weights and "
             f"{draft.kv_bytes_per_token / 1024:,.1f} KiB of the KV cache of each token"
         )
+        if draft.copied_bytes:
+            reason += f"; {_size(draft.copied_bytes)} are copies of the model's embedding or head"
+        reasons.append(reason)
     plan = MemoryPlan(
         free_bytes=free_bytes,
         budget_bytes=int(free_bytes * device.memory_fraction),

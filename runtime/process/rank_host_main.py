@@ -170,7 +170,7 @@ class _Host:
             self._has_joined = True
 
     def _open_links(self, message: OpenLinks) -> None:
-        links = create_links(self._layout, self._start.machine, message.slots)
+        links = create_links(self._layout, self._start.machine, message.slot_bytes)
         self._relay = Relay(links.relay, self._events, self._send_values)
         for rank, passed in zip(self._ranks.values(), links.ranks, strict=True):
             with contextlib.suppress(ConnectionError):  # it has ended, which is noticed below

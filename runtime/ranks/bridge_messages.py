@@ -12,7 +12,7 @@ from __future__ import annotations
 import msgspec
 
 from ostinato.conf.engine_config import EngineConfig
-from ostinato.runtime.ranks.link_ends import HandoffSlots, RankLayout, RelayEnds
+from ostinato.runtime.ranks.link_ends import RankLayout, RelayEnds
 
 __all__ = (
     "BridgeMessage",
@@ -90,7 +90,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=6):
 class OpenLinks(msgspec.Struct, frozen=True, array_like=True, tag=7):
     """Make the links of your machine, and build its ranks."""
 
-    slots: HandoffSlots
+    slot_bytes: int  # of a handoff
 
 
 class ToRank(msgspec.Struct, frozen=True, array_like=True, tag=8, gc=False):

@@ -23,7 +23,6 @@ from ostinato.ops.parallel.segment import create_segment
 
 __all__ = (
     "GroupEnd",
-    "HandoffSlots",
     "MachineLinks",
     "RankLayout",
     "RelayEnds",
@@ -71,13 +70,6 @@ class RankLayout(NamedTuple):
         return shard.size > 1 and len(self.machines_of(shard.stage.number)) > 1
 
 
-class HandoffSlots(msgspec.Struct, frozen=True, array_like=True):
-    """The sizes of a handoff of hidden states."""
-
-    slot_bytes: int
-    token_bytes: int
-
-
 class GroupEnd(msgspec.Struct, frozen=True, array_like=True):
     """The bridge's end of a tensor-parallel group with ranks on several machines."""
 
@@ -101,7 +93,7 @@ class SlotsEnd(msgspec.Struct, frozen=True, array_like=True):
 class RelayEnds(msgspec.Struct, frozen=True, array_like=True):
     """All ends that the bridge of a machine holds."""
 
-    slots: HandoffSlots
+    slot_bytes: int  # of a handoff
     groups: list[GroupEnd]
     leaving: list[SlotsEnd]  # values of stages of this machine
     arriving: list[SlotsEnd]  # values for stages of this machine
@@ -119,7 +111,7 @@ class RelayEnds(msgspec.Struct, frozen=True, array_like=True):
         """The same ends in another process, which was passed the descriptors."""
         left = iter(descriptors)
         return RelayEnds(
-            self.slots,
+            self.slot_bytes,
             [
                 msgspec.structs.replace(
                     group, segment=next(left), notices={one: next(left) for one in group.notices}
@@ -141,7 +133,7 @@ class MachineLinks(NamedTuple):
 def create_links(
     layout: RankLayout,
     machine: int,
-    slots: HandoffSlots,
+    slot_bytes: int,
     exchange: Exchange = Exchange.shared_memory,
 ) -> MachineLinks:
     """Make the links of the ranks on one machine.
@@ -149,7 +141,7 @@ def create_links(
     Args:
         layout: the ranks of the engine.
         machine: 0 to layout.machines - 1.
-        slots: the sizes of handoffs.
+        slot_bytes: bytes of a slot of each handoff.
         exchange: how ranks exchange values. It is shared memory if there are several machines.
 
     Raises:
@@ -157,7 +149,7 @@ def create_links(
     """
     here = layout.ranks_of(machine)
     held: dict[int, list[int]] = {rank: [] for rank in here}
-    relay = RelayEnds(slots, [], [], [])
+    relay = RelayEnds(slot_bytes, [], [], [])
     try:
         if exchange.is_distributed:
             _introduce(layout, held)
@@ -220,7 +212,7 @@ def _link_stages(
     for place, (before, after) in enumerate(pairs):
         if before not in held and after not in held:
             continue
-        sender, receiver = create_handoff(relay.slots.slot_bytes, layout.pipeline)
+        sender, receiver = create_handoff(relay.slot_bytes, layout.pipeline)
         if before in held:
             held[before] += sender
         else:

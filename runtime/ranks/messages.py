@@ -15,6 +15,7 @@ import msgspec
 
 from ostinato.conf.engine_config import EngineConfig
 from ostinato.graphs.compile_monitor import LateCompile
+from ostinato.models.config.head_spec import HeadInputs
 from ostinato.runtime.execution.executor import RankCall
 from ostinato.runtime.types.params import SamplingParams
 from ostinato.runtime.types.request import Request
@@ -54,6 +55,7 @@ class StartRank(msgspec.Struct, frozen=True, array_like=True, tag=1):
     config: EngineConfig  # with this rank's part of the threads and the memory
     rank: int
     max_drafts: int  # draft tokens of one sequence in one step, at most
+    head_inputs: HeadInputs  # the hidden states that the head of rank 0 reads
 
 
 class Met(msgspec.Struct, frozen=True, array_like=True, tag=2, gc=False):

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ostinato.models.base import LanguageModel
+from ostinato.models.base import AuxStates, LanguageModel
 from ostinato.models.decoder import Decoder
 from ostinato.models.linear_layers import join_group
 from ostinato.models.sharding import Shard
@@ -124,8 +124,12 @@ class RankLinks:
         while self._unconnected:  # all ranks have the same order: group, stage before, stage after
             self._unconnected.pop(0).connect()
 
-    def join(self, model: LanguageModel) -> None:
+    def join(self, model: LanguageModel, aux: AuxStates | None) -> None:
         """Let the model of this rank exchange values with the other ranks. Can be called again.
+
+        Args:
+            model: of this rank.
+            aux: keeps the hidden states of this rank that a draft head reads; None = none.
 
         Raises:
             StartupError: a model of this class is not divided into stages.
@@ -138,7 +142,7 @@ class RankLinks:
             raise StartupError(
                 f"{type(model).__name__} is not divided into stages; set parallel.pipeline=1"
             )
-        model.join_stages(self._previous, self._next)
+        model.join_stages(self._previous, self._next, aux)
 
     def abort(self) -> None:
         """End all waits of this rank with an error. Any thread can call it."""

@@ -146,9 +146,10 @@ class Relay:
             for place, notice in group.notices.items():
                 self._watch_rank(group.stage, place, notice, group.machines)
         for end in ends.leaving:
-            self._watch_taker(end, SlotTaker(HandoffEnd(end.memory, end.socket), *self._of(ends)))
+            taker = SlotTaker(HandoffEnd(end.memory, end.socket), ends.slot_bytes)
+            self._watch_taker(end, taker)
         for end in ends.arriving:
-            filler = SlotFiller(HandoffEnd(end.memory, end.socket), *self._of(ends))
+            filler = SlotFiller(HandoffEnd(end.memory, end.socket), ends.slot_bytes)
             self._fillers[end.stage, end.place] = filler
             self._watch_filler(filler)
 
@@ -160,10 +161,6 @@ class Relay:
         """Let a rank of this machine go on with hidden states from another machine."""
         with contextlib.suppress(ConnectionError):  # the end of the rank is noticed elsewhere
             self._fillers[message.stage, message.place].put(values)
-
-    @staticmethod
-    def _of(ends: RelayEnds) -> tuple[int, int]:
-        return ends.slots.slot_bytes, ends.slots.token_bytes
 
     def _watch_rank(self, stage: int, place: int, notice: int, machines: list[int]) -> None:
         mirror = self._mirrors[stage]

@@ -18,6 +18,7 @@ from ostinato.runtime.speculation.model_drafter import ModelDrafter
 from ostinato.runtime.speculation.proposer import BatchProposer, Proposer
 from ostinato.runtime.startup.bundles import add_kernels
 from ostinato.runtime.startup.calibrate import calibrate
+from ostinato.runtime.startup.loading import load_tables
 from ostinato.runtime.startup.phases import PhaseTimer
 from ostinato.runtime.startup.plan.engine_plan import EnginePlan
 from ostinato.runtime.startup.rank import RankParts, build_rank
@@ -63,8 +64,10 @@ def make_drafter(
     head, model = rank.network, target.network
     assert isinstance(head, DraftHeadModel), "only a head reads hidden states"
     assert isinstance(model, Decoder), "the plan refuses a head for other models"
+    copied = plan.draft.source.tables
+    tables = None if copied is None else load_tables(plan, copied, timer)
     try:
-        head.attach(model, limits.max_num_batched_tokens)
+        head.attach(model, limits.max_num_batched_tokens, tables)
     except ValueError as error:
         raise StartupError(
             f"speculation.model={plan.config.speculation.model} cannot be the head: {error}"

@@ -6,6 +6,7 @@ Python.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +23,7 @@ from ostinato.graphs.kernel_archive import adopt_triton_kernels
 from ostinato.models.base import LanguageModel
 from ostinato.models.checkpoints.checkpoint import CheckpointError
 from ostinato.models.checkpoints.weights import init_dummy_weights, load_weights
+from ostinato.models.decoder import Decoder
 from ostinato.models.kv_cache import KVCache
 from ostinato.models.linear_layers import join_group
 from ostinato.models.registry import build_model
@@ -41,7 +43,7 @@ from ostinato.runtime.startup.plan.engine_plan import EnginePlan
 from ostinato.runtime.startup.plan.model_source import ModelSource
 from ostinato.runtime.startup.served_model import model_name
 
-__all__ = ("begin_model", "open_bundle")
+__all__ = ("begin_model", "load_tables", "open_bundle")
 
 
 def begin_model(
@@ -76,6 +78,24 @@ def begin_model(
         return bind
 
     return model, finish
+
+
+def load_tables(plan: EnginePlan, tables: ModelSource, phase: PhaseTimer) -> Decoder:
+    """Load the copies of a model's embedding and output head that its draft head reads.
+
+    Args:
+        plan: of the model.
+        tables: `ModelSource.tables` of the head.
+        phase: times the phases.
+
+    Raises:
+        StartupError: the weights cannot be loaded.
+    """
+    plan = dataclasses.replace(plan, source=tables)
+    model = _build(plan)
+    assert isinstance(model, Decoder), "the plan refuses a head for other models"
+    _load(plan, model, phase)
+    return model
 
 
 def _prototype(plan: EnginePlan, model: LanguageModel, undo: ExitStack) -> LanguageModel:
@@ -132,7 +152,7 @@ def _load(plan: EnginePlan, model: LanguageModel, phase: PhaseTimer) -> None:
     """Give the model its weights in their final form, and load the kernels that it calls."""
     config, source = plan.config, plan.source
     whole = None
-    if source.shard.stage.count > 1:
+    if source.shard.stage.layers is not None:
         whole = _build_all_stages(plan, torch.device("meta"))
     try:
         if source.weights.uses_cpu_kernels or plan.backend == "cpu":

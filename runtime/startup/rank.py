@@ -126,10 +126,11 @@ def build_rank(
     grammars = _make_grammars(plan, undo, is_needed=has_grammars)
     with torch.inference_mode(), ThreadPoolExecutor(1, "load") as loader:
         model, finish = begin_model(plan, loader, phase, model_cache)
+        aux = plan.make_aux_states()
         if peers.links is not None:
             peers.meet("links", [])
             peers.links.connect()
-            peers.links.join(model)
+            peers.links.join(model, aux)
         buffers = _make_buffers(plan, model)
         planner = _make_planner(plan, buffers, undo)
         cuda_recorder, token_sampler = _make_cuda_recorder(plan)
@@ -145,7 +146,7 @@ def build_rank(
             plan, undo, peers, lambda bundle: finish(kv_cache, buffers, bundle)
         )
         if peers.links is not None:
-            peers.links.join(model)  # on a GPU this model was traced, in a group of its own
+            peers.links.join(model, aux)  # on a GPU this model was traced, in a group of its own
         cost_store = CostStore(
             config.graphs, source.limits, plan.threads, source.shard.stage.count, bundle
         )
@@ -160,7 +161,7 @@ def build_rank(
             recorder=cuda_recorder or CpuRecorder(program),
             planner=planner,
             timer=make_timer(source.device),
-            aux=plan.make_aux_states(),
+            aux=aux,
         )
         peers.meet("weights", [])
         _prepare_graphs(plan, graphs, token_sampler, phase)
@@ -333,7 +334,8 @@ def _make_runner(
     switches = plan.is_cpu and source.weights.uses_cpu_kernels and not is_eager
     threads = StepThreads(plan.threads) if switches else None
     pooler = Pooler(model.classify if isinstance(model, EncoderModel) else None)
-    hidden_states = None if graphs.aux is None else HiddenStates()
+    has_head = graphs.aux is not None and source.shard.is_leader
+    hidden_states = HiddenStates() if has_head else None
     return ModelRunner(graphs, buffers, sampler, threads, pooler, hidden_states)
 
 

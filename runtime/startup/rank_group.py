@@ -19,7 +19,7 @@ from ostinato.graphs.compile_monitor import CompileMonitor
 from ostinato.models.sharding import shard_of_rank
 from ostinato.runtime.directories import ensure_cache
 from ostinato.runtime.errors import StartupError
-from ostinato.runtime.ranks.link_ends import HandoffSlots, RankLayout, close_all, create_links
+from ostinato.runtime.ranks.link_ends import RankLayout, close_all, create_links
 from ostinato.runtime.ranks.messages import StartRank
 from ostinato.runtime.ranks.rank_links import RankLinks
 from ostinato.runtime.ranks.rank_processes import RankProcesses
@@ -48,9 +48,8 @@ def join(plan: EnginePlan, ranks: RankProcesses, undo: ExitStack) -> RankLinks:
     config, source = plan.config, plan.source
     shape = source.handoff_shape
     layout = layout_of(config.parallel)
-    slots = HandoffSlots(shape.slot_bytes, shape.token_bytes)
     exchange = source.exchange
-    made = create_links(layout, 0, slots, exchange)
+    made = create_links(layout, 0, shape.slot_bytes, exchange)
     try:
         links = RankLinks(layout, source.shard, shape, plan.threads, made.ranks[0], exchange)
     except StartupError:
@@ -60,7 +59,7 @@ def join(plan: EnginePlan, ranks: RankProcesses, undo: ExitStack) -> RankLinks:
     undo.callback(ranks.close)  # before the links are closed
     max_drafts = source.limits.rows_per_seq - 1
     ranks.start(
-        [StartRank(config, rank, max_drafts) for rank in range(1, ranks.size)],
+        [StartRank(config, rank, max_drafts, source.head_inputs) for rank in range(1, ranks.size)],
         made,
         hang_limit_s=config.parallel.rank_timeout_s,
         on_failure=links.abort,
@@ -103,7 +102,13 @@ def build_other_rank(
     choose_gpu(config, start.rank)
     parallel = config.parallel
     shard = shard_of_rank(start.rank, parallel.tensor, parallel.pipeline)
-    plan = make_plan(config, threads, max_drafts=start.max_drafts, shard=shard)
+    plan = make_plan(
+        config,
+        threads,
+        max_drafts=start.max_drafts,
+        shard=shard,
+        head_inputs=start.head_inputs,
+    )
     choose_isa(config.device, is_cpu=plan.is_cpu)
     source = plan.source
     layout = layout_of(parallel)

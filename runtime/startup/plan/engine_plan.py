@@ -14,7 +14,7 @@ from ostinato.conf.schema import Determinism, ExpertKernels, GraphMode
 from ostinato.conf.speculation.speculation_schema import NO_DRAFTS
 from ostinato.graphs.buckets import BucketTable
 from ostinato.models.base import AuxStates
-from ostinato.models.config.head_spec import HeadSpec
+from ostinato.models.config.head_spec import NO_INPUTS, HeadInputs
 from ostinato.models.kv_cache import KVCacheSpec
 from ostinato.models.registry import class_of
 from ostinato.models.sharding import WHOLE, Shard
@@ -81,11 +81,19 @@ class EnginePlan:
         return self.source.kv_cache_spec(self.config.cache.block_size)
 
     def make_aux_states(self) -> AuxStates | None:
-        """Buffers for the hidden states that the draft head reads; None without a head."""
-        spec = None if self.draft is None else self.draft.source.config.head
-        if isinstance(spec, HeadSpec):
-            return AuxStates(spec.layers_of(self.source.config.num_layers))
-        return None if spec is None else AuxStates((), has_final=True)
+        """Buffers for the hidden states that the draft head reads.
+
+        None if there is no head, or if this rank keeps none of the states.
+        """
+        inputs, shard = self.source.head_inputs, self.source.shard
+        if inputs.has_final:  # all ranks of the last stage compute them together
+            return AuxStates((), has_final=True) if shard.stage.is_last else None
+        if shard.rank != 0:  # all ranks of a group have the same hidden states
+            return None
+        first, count, _ = shard.layers(self.source.config.num_layers)
+        own = [layer - first for layer in inputs.layers if first <= layer < first + count]
+        num_earlier = sum(layer < first for layer in inputs.layers)
+        return AuxStates(own, num_earlier=num_earlier) if own or num_earlier else None
 
     @property
     def kv_groups(self) -> tuple[KVGroup, ...]:
@@ -126,6 +134,7 @@ def make_plan(
     *,
     max_drafts: int | None = None,
     shard: Shard = WHOLE,
+    head_inputs: HeadInputs = NO_INPUTS,
 ) -> EnginePlan:
     """Find the model and decide how it will run.
 
@@ -135,11 +144,12 @@ def make_plan(
         max_drafts: draft tokens of one sequence in one step, at most; 0 = no drafter, None = as
             configured.
         shard: the part of the model that this rank holds.
+        head_inputs: as for `open_model`.
 
     Raises:
         StartupError: there is no such model, it does not fit, or it does not support a setting.
     """
-    source = open_model(config, max_drafts=max_drafts, shard=shard)
+    source = open_model(config, max_drafts=max_drafts, shard=shard, head_inputs=head_inputs)
     has_method = config.speculation.method is not None
     config = dataclasses.replace(config, speculation=source.speculation)
     try:

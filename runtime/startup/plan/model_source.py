@@ -27,9 +27,10 @@ from ostinato.models.checkpoints.checkpoint import (
 )
 from ostinato.models.checkpoints.pooling_files import PoolingFiles, read_pooling_files
 from ostinato.models.choose_weights import WeightPolicy, choose_weights
-from ostinato.models.config.head_spec import HeadSpec
+from ostinato.models.config.head_spec import NO_INPUTS, HeadInputs, HeadSpec, NextTokenSpec
 from ostinato.models.config.model_config import ModelConfig, resolve_cache_dtype, resolve_dtype
 from ostinato.models.decoder import Decoder
+from ostinato.models.draft_heads.draft_head_model import shard_of_tables
 from ostinato.models.draft_heads.eagle3 import is_head_config, read_head_config
 from ostinato.models.draft_heads.next_token import read_next_token_config
 from ostinato.models.kv_cache import KVCacheSpec
@@ -66,6 +67,10 @@ class ModelSource:
     exchange: Exchange = Exchange.shared_memory  # with the other ranks
     # The draft model or the head of speculation.model. Only the leader has it, and holds all of it.
     draft: ModelSource | None = None
+    # Of a head: the model's embedding and output head, if the leader's part of the model lacks them
+    # or has only a part of their rows. The leader then holds copies of them. None = no copies.
+    tables: ModelSource | None = None
+    head_inputs: HeadInputs = NO_INPUTS  # the hidden states of this model that its head reads
     speculation: SpeculationConfig = NO_DRAFTS  # the section with `method` set
 
     def attention_spec(self, block_size: int) -> AttentionSpec:
@@ -87,7 +92,10 @@ class ModelSource:
     @property
     def handoff_shape(self) -> HiddenShape:
         """The shape of the hidden states that one pipeline stage hands to the next, at most."""
-        return HiddenShape(self.limits.max_num_batched_tokens, self.config.hidden_size, self.dtype)
+        limits, num_states = self.limits, 1 + len(self.head_inputs.layers)
+        return HiddenShape(
+            limits.max_num_batched_tokens, self.config.hidden_size, self.dtype, num_states
+        )
 
     def kv_cache_spec(self, block_size: int) -> KVCacheSpec:
         """The shapes of the KV cache on this rank."""
@@ -100,6 +108,7 @@ def open_model(
     *,
     max_drafts: int | None = None,
     shard: Shard = WHOLE,
+    head_inputs: HeadInputs = NO_INPUTS,
 ) -> ModelSource:
     """Find the model and read its configuration; loads no weights.
 
@@ -110,6 +119,7 @@ def open_model(
             configured.
         shard: the part of the model that this rank holds. This function sets the layers of its
             stage.
+        head_inputs: the `head_inputs` of the leader's source, on the other ranks.
 
     Raises:
         StartupError: there is no such model, it is not supported, or it cannot be divided among
@@ -157,11 +167,12 @@ def open_model(
         weights=weights,
         exchange=exchange,
         speculation=config.speculation,
+        head_inputs=head_inputs,
     )
     source = part_of(source, shard)
     if not config.speculation.uses_model or not shard.is_leader:
         return source
-    return dataclasses.replace(source, draft=_open_draft(config, source))
+    return _with_draft(source, _open_draft(config, source))
 
 
 def part_of(source: ModelSource, shard: Shard) -> ModelSource:
@@ -176,11 +187,23 @@ def part_of(source: ModelSource, shard: Shard) -> ModelSource:
     ):
         if reason is not None:
             raise StartupError(f"parallel.{key}={number}: {reason}")
-    draft = source.draft if shard.is_leader else None
-    source = dataclasses.replace(source, shard=Shard(shard.rank, shard.size), draft=draft)
-    if shard.stage.count == 1:
-        return source
-    return dataclasses.replace(source, shard=with_layers(shard, model_skeleton(source)))
+    draft = source.draft
+    source = dataclasses.replace(source, shard=Shard(shard.rank, shard.size), draft=None)
+    if shard.stage.count > 1:
+        source = dataclasses.replace(source, shard=with_layers(shard, model_skeleton(source)))
+    return source if draft is None or not shard.is_leader else _with_draft(source, draft)
+
+
+def _with_draft(source: ModelSource, draft: ModelSource) -> ModelSource:
+    """The leader's part of a model, with its draft model or its head."""
+    spec = draft.config.head
+    if spec is not None:
+        needs_logits = isinstance(spec, NextTokenSpec)
+        shard = shard_of_tables(source.shard, source.config, needs_logits=needs_logits)
+        tables = None if shard is None else dataclasses.replace(source, shard=shard)
+        draft = dataclasses.replace(draft, tables=tables)
+    inputs = NO_INPUTS if spec is None else spec.inputs(source.config.num_layers)
+    return dataclasses.replace(source, draft=draft, head_inputs=inputs)
 
 
 def _open_draft(config: EngineConfig, target: ModelSource) -> ModelSource:
@@ -198,7 +221,6 @@ def _open_draft(config: EngineConfig, target: ModelSource) -> ModelSource:
             f"{key} needs a CPU, and the model runs on {target.device.type}; {remedy}"
         )
     if method is SpeculationMethod.mtp:
-        _refuse_division(key, target)
         return _open_next_token_layer(config, target)
     own, is_head = draft_config(config), method is SpeculationMethod.eagle3
     what = "head" if is_head else "draft model"
@@ -212,31 +234,12 @@ def _open_draft(config: EngineConfig, target: ModelSource) -> ModelSource:
         raise StartupError(str(error)) from error
     except StartupError as error:
         raise StartupError(f"{key} cannot be the {what}: {error}") from error
-    if is_head:
-        _refuse_division(key, target)
     reason = _why_no_head(config, draft, target) if is_head else _why_no_draft(draft)
     if reason is None:
         reason = _why_other_vocabulary(config, draft, target)
     if reason is not None:
         raise StartupError(f"{key} cannot be the {what}: {reason}")
     return draft
-
-
-def _refuse_division(key: str, target: ModelSource) -> None:
-    """Refuse a head that would read a part of the model which the leader does not hold.
-
-    Raises:
-        StartupError: the model is divided among ranks or stages.
-    """
-    shard = target.shard
-    parts = {"parallel.tensor": shard.size, "parallel.pipeline": shard.stage.count}
-    divided = {name: number for name, number in parts.items() if number > 1}
-    if divided:
-        raise StartupError(
-            f"{key} reads the whole model on one rank, and "
-            f"{', '.join(f'{k}={n}' for k, n in divided.items())}; set speculation.method=draft "
-            f"with a draft model, or {' and '.join(f'{k}=1' for k in divided)}"
-        )
 
 
 def _open_head(config: EngineConfig, target: ModelSource) -> ModelSource:
@@ -281,7 +284,7 @@ def _open_next_token_layer(config: EngineConfig, target: ModelSource) -> ModelSo
     if (reason := _why_hidden(config)) is not None:
         raise StartupError(f"{key}: {reason}")
     limits = upper_limits(config.scheduler, is_cpu=True, max_drafts=0)
-    return dataclasses.replace(target, config=layer, limits=limits)
+    return dataclasses.replace(target, config=layer, limits=limits, shard=WHOLE)
 
 
 def _why_hidden(config: EngineConfig) -> str | None:

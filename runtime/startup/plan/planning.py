@@ -61,7 +61,7 @@ def plan_engine(
     is_cpu = source.device.type == "cpu"
     keys = bucket_table(config, source).keys
     limits = source.limits
-    draft = None if source.draft is None else _footprint(draft_config(config), source.draft)
+    draft = None if source.draft is None else _draft_footprint(config, source.draft)
     return plan_memory(
         dataclasses.replace(_footprint(config, source), measured=measured, draft=draft),
         free_bytes=_free_bytes(config, is_cpu=is_cpu) if free_bytes is None else free_bytes,
@@ -75,6 +75,16 @@ def plan_engine(
             max_tokens=max((key.num_tokens for key in keys), default=0),
         ),
     )
+
+
+def _draft_footprint(config: EngineConfig, draft: ModelSource) -> ModelFootprint:
+    """The sizes of the draft model or the head, with the tables of the model that are copied."""
+    footprint = _footprint(draft_config(config), draft)
+    if draft.tables is None:
+        return footprint
+    num_copied = num_bytes(model_skeleton(draft.tables))
+    weights = footprint.weights_bytes + num_copied
+    return dataclasses.replace(footprint, weights_bytes=weights, copied_bytes=num_copied)
 
 
 def _footprint(config: EngineConfig, source: ModelSource) -> ModelFootprint:

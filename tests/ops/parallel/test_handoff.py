@@ -18,7 +18,7 @@ from ostinato.ops.parallel.handoff import (
 )
 from ostinato.ops.parallel.handoff_ends import create_handoff
 
-SHAPE = HiddenShape(40, 70, torch.bfloat16)
+SHAPE = HiddenShape(40, 70, torch.bfloat16, 3)
 
 
 def make(num_slots: int, shape: HiddenShape = SHAPE) -> tuple[HiddenSender, HiddenReceiver]:
@@ -29,17 +29,18 @@ def make(num_slots: int, shape: HiddenShape = SHAPE) -> tuple[HiddenSender, Hidd
 @given(
     num_slots=st.integers(1, 4),
     sizes=st.lists(st.integers(0, SHAPE.num_tokens), max_size=12),
+    num_states=st.integers(1, SHAPE.num_states),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )
 def test_steps_arrive_in_order_though_the_sender_runs_ahead(
-    num_slots: int, sizes: list[int], dtype: torch.dtype
+    num_slots: int, sizes: list[int], num_states: int, dtype: torch.dtype
 ) -> None:
     sender, receiver = make(num_slots, SHAPE._replace(dtype=dtype))
-    steps = [torch.randn(size, SHAPE.size).to(dtype) for size in sizes]
-    thread = threading.Thread(target=lambda: [sender.send(step) for step in steps])
+    steps = [torch.randn(num_states, size, SHAPE.size).to(dtype) for size in sizes]
+    thread = threading.Thread(target=lambda: [sender.send(list(step)) for step in steps])
     thread.start()
     for step in steps:
-        received = receiver.receive(len(step))
+        received = receiver.receive(step.shape[1], num_states)
         assert torch.equal(received, step)
         receiver.release()
     thread.join()
@@ -54,27 +55,28 @@ def test_a_slot_is_not_written_before_it_is_released() -> None:
 
     def send() -> None:
         for value in values:
-            sender.send(value)
+            sender.send([value])
         has_sent.set()
 
     thread = threading.Thread(target=send)
     thread.start()
-    first = receiver.receive(3)
+    first = receiver.receive(3, 1)
     assert not has_sent.wait(0.05), "both slots are taken"
-    assert torch.equal(first, values[0])
+    assert torch.equal(first[0], values[0])
     receiver.release()
     assert has_sent.wait(60)
-    assert torch.equal(receiver.receive(3), values[1])
+    assert torch.equal(receiver.receive(3, 1)[0], values[1])
     thread.join()
     sender.close()
     receiver.close()
 
 
-def test_steps_of_different_sizes_are_an_error() -> None:
+@pytest.mark.parametrize(("num_tokens", "num_states"), [(4, 1), (3, 2)])
+def test_steps_of_different_sizes_are_an_error(num_tokens: int, num_states: int) -> None:
     sender, receiver = make(1)
-    sender.send(torch.zeros(3, SHAPE.size, dtype=SHAPE.dtype))
-    with pytest.raises(RuntimeError, match="the stage before computed 3 tokens, this one 4"):
-        receiver.receive(4)
+    sender.send([torch.zeros(3, SHAPE.size, dtype=SHAPE.dtype)])
+    with pytest.raises(RuntimeError, match=r"^the stage before sent 420 bytes of hidden"):
+        receiver.receive(num_tokens, num_states)
     sender.close()
     receiver.close()
 
@@ -86,7 +88,7 @@ def test_a_wait_ends_with_the_other_end(how: str) -> None:
     timer = threading.Timer(0.05, end)
     timer.start()
     with pytest.raises(HandoffEndedError, match="has ended"):
-        receiver.receive(1)
+        receiver.receive(1, 1)
     timer.join()
     if how != "close":
         sender.close()
@@ -97,7 +99,7 @@ def test_a_sender_whose_receiver_has_ended_gets_an_error() -> None:
     sender, receiver = make(1)
     receiver.close()
     with pytest.raises(HandoffEndedError):
-        sender.send(torch.zeros(1, SHAPE.size, dtype=SHAPE.dtype))
+        sender.send([torch.zeros(1, SHAPE.size, dtype=SHAPE.dtype)])
     sender.close()
 
 

@@ -21,13 +21,13 @@ from ostinato.runtime.ranks.bridge_messages import (
     encode,
 )
 from ostinato.runtime.ranks.bridge_process import BridgeProcess
-from ostinato.runtime.ranks.link_ends import HandoffSlots, RankLayout, close_all, create_links
+from ostinato.runtime.ranks.link_ends import RankLayout, close_all, create_links
 from ostinato.runtime.ranks.messages import Idle, RankSeen, encode_frame
 from ostinato.runtime.ranks.rank_process import RankLog
 from ostinato.runtime.secure_connection import configure_client, new_token
 
 LAYOUT = RankLayout(tensor=2, pipeline=1, machines=2)
-SLOTS = HandoffSlots(4096, 64)
+SLOT_BYTES = 4096
 PATIENCE_MS = 240_000
 _REFUSED = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 
@@ -72,12 +72,12 @@ def test_messages_and_pieces_pass_in_both_directions_until_the_machine_is_lost(
     bridge: BridgeProcess,
 ) -> None:
     [rank] = bridge.ranks
-    links = create_links(LAYOUT, 0, SLOTS)
+    links = create_links(LAYOUT, 0, SLOT_BYTES)
     peer = Peer(bridge, bridge.token)
     try:
         assert peer.receive() == (Hello(0, ""), [])
         bridge.use(links.relay)
-        assert peer.receive() == (OpenLinks(SLOTS), [])
+        assert peer.receive() == (OpenLinks(SLOT_BYTES), [])
         rank.socket.sendall(encode_frame(Idle()))
         assert peer.receive() == (ToRank(1), [encode_frame(Idle())[4:]])
         bridge.look(is_on=True)

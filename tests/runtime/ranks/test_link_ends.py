@@ -7,9 +7,9 @@ import os
 import pytest
 
 from ostinato.models.sharding import shard_of_rank
-from ostinato.runtime.ranks.link_ends import HandoffSlots, RankLayout, close_all, create_links
+from ostinato.runtime.ranks.link_ends import RankLayout, close_all, create_links
 
-SLOTS = HandoffSlots(slot_bytes=4096, token_bytes=64)
+SLOT_BYTES = 4096
 LAYOUTS = [
     RankLayout(tensor, pipeline, machines)
     for tensor in (1, 2, 4)
@@ -23,7 +23,7 @@ LAYOUTS = [
 def test_every_rank_has_its_links_and_each_link_between_machines_two_bridges(
     layout: RankLayout,
 ) -> None:
-    made = [create_links(layout, machine, SLOTS) for machine in range(layout.machines)]
+    made = [create_links(layout, machine, SLOT_BYTES) for machine in range(layout.machines)]
     try:
         counts = [len(held) for links in made for held in links.ranks]
         for rank, count in enumerate(counts):
@@ -62,7 +62,7 @@ def test_a_stage_is_on_one_machine_where_that_is_possible() -> None:
 
 def test_ends_keep_their_order_in_another_process() -> None:
     layout = RankLayout(tensor=2, pipeline=2, machines=4)
-    links = create_links(layout, 0, SLOTS)
+    links = create_links(layout, 0, SLOT_BYTES)
     try:
         own = links.relay.descriptors()
         moved = [os.dup(one) for one in own]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -10,18 +11,30 @@ import torch
 
 import ostinato
 from ostinato.conf.compose import load_config
+from ostinato.conf.engine_config import EngineConfig
 from ostinato.conf.errors import ConfigError
 from ostinato.conf.root import RunConfig
+from ostinato.conf.speculation.speculation_schema import NO_DRAFTS
 from ostinato.models.sharding import WHOLE, Shard, Stage
+from ostinato.models.stage_layers import num_bytes
 from ostinato.runtime.errors import StartupError
 from ostinato.runtime.startup.plan.engine_plan import make_plan
-from ostinato.runtime.startup.plan.model_source import open_model, part_of
+from ostinato.runtime.startup.plan.model_source import model_skeleton, open_model, part_of
 from ostinato.runtime.startup.plan.planning import plan_engine
 from ostinato.runtime.startup.rank_group import agree
 from ostinato.runtime.text.vocabulary import vocabulary_difference
 from tests.runtime.tiny import MODEL, tiny_config
 
 DEMO = Path(ostinato.__file__).parents[1] / "models" / "demo"
+GLM = {
+    **MODEL,
+    "architectures": ["Glm4MoeForCausalLM"],
+    "num_nextn_predict_layers": 1,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 32,
+}
 
 
 def drafting(directory: Path, *words: str, **changes: object) -> RunConfig:
@@ -116,35 +129,104 @@ def test_ranks_agree_on_the_blocks_of_both_models(tmp_path: Path) -> None:
     assert agreed.memory.num_blocks == agreed.draft.memory.num_blocks == fewer
 
 
+# The leader, another rank, and of which tables of the model a head needs copies.
+DIVISIONS = [
+    (Shard(0, 2), Shard(1, 2)),
+    (Shard(0, 1, Stage(1, 2)), Shard(0, 1, Stage(0, 2))),
+    (Shard(0, 2, Stage(1, 2)), Shard(1, 2, Stage(0, 2))),
+]
+
+
+def check_division(config: EngineConfig, leader: Shard, other: Shard, copied: list[str]) -> None:
+    """Checks the plans of two ranks of an engine with a head.
+
+    Args:
+        config: the engine's configuration.
+        leader: the shard of rank 0.
+        other: the shard of another rank.
+        copied: modules of the model of which the leader has copies.
+    """
+    plan = make_plan(config, 1, shard=leader)
+    plain = make_plan(without_drafts(config), 1, shard=leader)
+    assert plan.draft is not None
+    source = plan.draft.source
+    assert source.shard == WHOLE
+    num_copied = 0
+    shard = None if source.tables is None else source.tables.shard
+    if source.tables is not None:
+        model = model_skeleton(source.tables)
+        found = [name for name, one in model.named_children() if list(one.parameters())]
+        assert [name for name in found if name != "final_norm"] == copied
+        num_copied = num_bytes(model)
+        assert any("are copies of the model's embedding" in one for one in plan.memory.reasons)
+    else:
+        assert copied == []
+    added = num_bytes(model_skeleton(source)) + num_copied
+    assert plan.memory.weights_bytes == plain.memory.weights_bytes + added
+    inputs = plan.source.head_inputs
+    there = make_plan(config, 1, max_drafts=7, shard=other, head_inputs=inputs)
+    assert there.draft is None
+    alone = make_plan(without_drafts(config), 1, shard=other)
+    assert there.memory.weights_bytes == alone.memory.weights_bytes
+    assert there.source.handoff_shape == plan.source.handoff_shape
+    # the same from a model that was opened whole
+    whole = open_model(config)
+    part = part_of(whole, leader)
+    assert part.draft is not None
+    assert (None if part.draft.tables is None else part.draft.tables.shard) == shard
+    assert part.head_inputs == inputs == part_of(whole, other).head_inputs
+
+
+def without_drafts(config: EngineConfig) -> EngineConfig:
+    return dataclasses.replace(config, speculation=NO_DRAFTS)
+
+
 @pytest.mark.parametrize(
-    ("shard", "divided", "remedy"),
-    [
-        (Shard(0, 2), "parallel.tensor=2", "parallel.tensor=1"),
-        (Shard(0, 1, Stage(1, 2)), "parallel.pipeline=2", "parallel.pipeline=1"),
-        (
-            Shard(0, 2, Stage(1, 2)),
-            "parallel.tensor=2, parallel.pipeline=2",
-            "parallel.tensor=1 and parallel.pipeline=1",
-        ),
-    ],
+    ("shards", "copied"),
+    list(zip(DIVISIONS, [["embed_tokens"], [], ["embed_tokens"]], strict=True)),
 )
-def test_several_ranks_have_no_head_yet(shard: Shard, divided: str, remedy: str) -> None:
-    head = DEMO / "eagle3"
-    config = load_config(["speculation.method=eagle3", f"speculation.model={head}"]).engine
-    with pytest.raises(StartupError) as error:
-        open_model(config, shard=shard)
-    assert str(error.value) == (
-        f"speculation.model={head} reads the whole model on one rank, and {divided}; set "
-        f"speculation.method=draft with a draft model, or {remedy}"
-    )
+def test_a_head_is_planned_on_the_leader(shards: tuple[Shard, Shard], copied: list[str]) -> None:
+    """The embedding of the bundled model is its output head, so the last stage has it."""
+    words = ["speculation.method=eagle3", f"speculation.model={DEMO / 'eagle3'}"]
+    check_division(load_config(words).engine, *shards, copied)
+    plan = make_plan(load_config(words).engine, 1, shard=shards[0])
+    assert plan.source.handoff_shape.num_states == 4
+    states = plan.make_aux_states()
+    assert states is not None
+    assert len(states.layers) + states.num_earlier == 3
+    assert (states.num_earlier > 0) == (shards[0].stage.count > 1)
+    inputs = plan.source.head_inputs
+    other = make_plan(load_config(words).engine, 1, shard=shards[1], head_inputs=inputs)
+    theirs = other.make_aux_states()
+    if shards[1].rank == 0:  # the stage before the last
+        assert theirs is not None
+        assert (len(theirs.layers), theirs.num_earlier) == (states.num_earlier, 0)
+    else:
+        assert theirs is None
 
 
-def test_a_next_token_layer_drafts_on_one_rank_of_a_cpu() -> None:
-    glm = {"architectures": ["Glm4MoeForCausalLM"], "num_nextn_predict_layers": 1}
-    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1}
-    model = {**MODEL, **glm, **experts, "moe_intermediate_size": 32}
-    config = tiny_config("speculation=mtp", model__config=model)
-    alone = make_plan(tiny_config(model__config=model).engine, 1)
+@pytest.mark.parametrize(
+    ("shards", "copied"),
+    list(zip(DIVISIONS, [["lm_head"], ["embed_tokens"], ["embed_tokens", "lm_head"]], strict=True)),
+)
+def test_a_next_token_layer_is_planned_on_the_leader(
+    shards: tuple[Shard, Shard], copied: list[str]
+) -> None:
+    config = tiny_config("speculation=mtp", model__config=GLM).engine
+    check_division(config, *shards, copied)
+    plan = make_plan(config, 1, shard=shards[0])
+    inputs = plan.source.head_inputs
+    other = make_plan(config, 1, shard=shards[1], head_inputs=inputs).make_aux_states()
+    states = plan.make_aux_states()
+    assert states is not None
+    assert states.has_final
+    # All ranks of the last stage compute the same rows.
+    assert (other is not None and other.has_final) == shards[1].stage.is_last
+
+
+def test_a_next_token_layer_drafts_on_a_cpu() -> None:
+    config = tiny_config("speculation=mtp", model__config=GLM)
+    alone = make_plan(tiny_config(model__config=GLM).engine, 1)
     both = make_plan(config.engine, 1)
     assert both.draft is not None
     assert both.memory.weights_bytes > alone.memory.weights_bytes
@@ -152,8 +234,6 @@ def test_a_next_token_layer_drafts_on_one_rank_of_a_cpu() -> None:
         "speculation.method=mtp needs a CPU, and the model runs on cuda; set "
         "speculation.method=auto without a model"
     )
-    with pytest.raises(StartupError, match=r"^speculation\.method=mtp reads the whole model on"):
-        open_model(config.engine, shard=Shard(0, 2))
     with pytest.raises(ConfigError, match="must be left out unless"):
         load_config(["speculation=mtp", "speculation.model=x"])
 
