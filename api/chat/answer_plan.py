@@ -97,7 +97,7 @@ def _thinking_limit(
     if begin is None or end is None:
         lacks = "no known markers of reasoning"
         if markers is not None:
-            lacks = "markers of reasoning that are several tokens each"
+            lacks = "a marker of reasoning that is several tokens"
         raise InvalidRequestError(
             f"thinking_token_budget is not supported: the model has {lacks}; leave the "
             "parameter out",

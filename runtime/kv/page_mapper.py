@@ -93,7 +93,7 @@ class CachePages:
 
     def _run(self) -> None:
         if sys.platform != "linux":
-            self._give_up(f"madvise of {sys.platform} has no such request")
+            self._give_up(f"madvise of {sys.platform} has no MADV_POPULATE_WRITE")
             return
         # The thread keeps the usual priority. A thread that the system seldom runs would hold the
         # interpreter's lock for long.

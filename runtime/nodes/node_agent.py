@@ -249,7 +249,8 @@ class _Session:
         start: StartEngine | StartRankHost = msgspec.json.decode(order.start, type=kind)
         child: LocalChild | None = None
         try:
-            if not self._placements:  # parts of the memory that is free before the first engine
+            # Divide the machine once, before the first engine takes a part of the free memory.
+            if not self._placements:
                 self._placements = place_replicas(start.config, order.num_places)
             device = self._placements[order.place].config.device
             # A restarted engine must use the instruction set of the first start.
