@@ -108,6 +108,7 @@ class LinearBase(nn.Module):
             self._meet_others()
         self._names: tuple[str, ...] = ()  # names of the matrix's parameters
         self._method: WeightMethod | None = None
+        self._num_stored = 0  # stored tensors of one part
         self._pending: dict[int, _Pending] = {}  # by expert; 0 = the only matrix
 
     @property
@@ -195,6 +196,7 @@ class LinearBase(nn.Module):
         for name in self._names:
             delattr(self, name)
         self._method = method
+        self._num_stored = len(method.stored)
         self._pending = {}
         parameters = method.parameters(self.spec)
         for name, (shape, dtype) in parameters.items():
@@ -223,7 +225,7 @@ class LinearBase(nn.Module):
             pending.tensors = self._weights_of(part.expert)
         self.method.load(pending.tensors, name, value, part, self.spec)
         pending.count += 1
-        if pending.count == part.count * len(self.method.stored):
+        if pending.count == part.count * self._num_stored:
             for parameter, tensor in self.method.finish(pending.tensors, self.spec).items():
                 self._replace(parameter, tensor, part.expert)
             del self._pending[part.expert]

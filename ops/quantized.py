@@ -11,8 +11,8 @@ order and on any instruction set. Groups are summed in float32, in ascending ord
 row depend neither on other rows nor on the number of threads. Weights of the kind e4m3 are floats
 of 8 bits. Activations that are multiplied by them are not quantised.
 
-The kernels are quantized.cpp, pack.cpp, repack.cpp and unpack.cpp in ops/native/quantized/. Until
-they are loaded the same ops run as plain torch (ops/quantized_reference.py).
+The kernels are quantized.cpp, pack.cpp and repack.cpp in ops/native/quantized/. Until they are
+loaded the same ops run as plain torch (ops/quantized_reference.py).
 
 On CUDA the same bytes are read by the Triton kernels of ops/gpu_quantized/, which do not round
 activations. If the checkpoint states 8-bit activations, ops/rounded/ multiplies the weights there.
@@ -20,7 +20,6 @@ activations. If the checkpoint states 8-bit activations, ops/rounded/ multiplies
 
 from __future__ import annotations
 
-from enum import StrEnum
 from importlib import import_module
 
 import torch
@@ -38,28 +37,11 @@ from ostinato.ops.quantized_reference import (
 from ostinato.ops.register import register_op
 
 __all__ = (
-    "AWQ_ORDER",
-    "Packing",
     "pack_quantized_weight",
     "quantize_linear_weight",
     "quantized_linear",
     "quantized_rows",
-    "unpack_halves",
-    "unpack_words",
 )
-
-
-AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-"""For each position in a word of AWQ, from the lowest bits up: the output of its integer."""
-
-
-class Packing(StrEnum):
-    """Where the integers of a word belong in the result [out, in]. The words are a matrix too."""
-
-    rows = "rows"  # successive inputs of an output, the first in the lowest bits; words [out, ...]
-    # successive inputs of an output, the first in the lowest bits; words [..., out]
-    columns = "columns"
-    awq = "awq"  # 8 outputs of an input in AWQ's order; words [in, ...]
 
 
 def quantize_linear_weight(weight: Tensor, form: QuantFormat) -> Tensor:
@@ -177,54 +159,6 @@ def quantized_rows(
     return rows.to(dtype)
 
 
-def unpack_words(words: Tensor, bits: int, packing: Packing) -> Tensor:
-    """Unpack the unsigned integers of 32-bit words.
-
-    Args:
-        words: [rows, columns] int32.
-        bits: bits of one integer, 4 or 8. AWQ has 4.
-        packing: where the integers of a word belong.
-
-    Returns:
-        [out, in] uint8, contiguous.
-    """
-    return _unpack_words(words.contiguous(), bits, packing.value)
-
-
-def unpack_halves(values: Tensor) -> Tensor:
-    """The halves of bytes [out, in / 2] uint8 as [out, in] uint8, the lower one first."""
-    if values.shape[1] % 4:
-        return torch.stack((values & 15, values >> 4), -1).flatten(1)
-    values = values.contiguous()
-    if values.storage_offset() % 4:
-        values = values.clone()
-    return unpack_words(values.view(torch.int32), 4, Packing.rows)
-
-
-def _unpack_words_reference(words: Tensor, bits: int, packing: str) -> Tensor:
-    rows, columns = words.shape
-    parts = words.view(torch.uint8).view(rows, columns, 4)
-    if bits == 4:
-        parts = torch.stack((parts & 15, parts >> 4), -1).view(rows, columns, 8)
-    if packing == Packing.rows:
-        return parts.reshape(rows, -1)
-    if packing == Packing.columns:
-        return parts.permute(1, 0, 2).reshape(columns, -1)
-    parts = parts[:, :, [AWQ_ORDER.index(place) for place in range(8)]]
-    return parts.permute(1, 2, 0).reshape(-1, rows)
-
-
-def _unpack_words_fake(words: Tensor, bits: int, packing: str) -> Tensor:
-    rows, columns = words.shape
-    per_word = 32 // bits
-    sizes = {
-        Packing.rows: (rows, columns * per_word),
-        Packing.columns: (columns, rows * per_word),
-        Packing.awq: (columns * per_word, rows),
-    }
-    return words.new_empty(sizes[Packing(packing)], dtype=torch.uint8)
-
-
 def _quantize_fake(
     weight: Tensor, bits: int, group_size: int, symmetric: bool, scales: str, kind: str
 ) -> Tensor:
@@ -333,9 +267,4 @@ _quantized_rows = register_op(
     "quantized_rows",
     {"CompositeExplicitAutograd": quantized_rows_reference, "CUDA": _rows_on_cuda},
     fake=_rows_fake,
-)
-_unpack_words = register_op(
-    "unpack_words",
-    {"CompositeExplicitAutograd": _unpack_words_reference},
-    fake=_unpack_words_fake,
 )

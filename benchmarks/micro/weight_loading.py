@@ -50,15 +50,39 @@ __all__ = ("FORMATS", "GGUF_TYPES", "Measured", "measure")
 
 _CPU = torch.device("cpu")
 _MIB = 1 << 20
+
+
+def _by_row(form: str, number: str) -> dict[str, Any]:
+    """Settings of compressed-tensors: 8 bits and a scale for each row."""
+    weights = {"type": number, "num_bits": 8, "strategy": "channel", "symmetric": True}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "config_groups": groups,
+        "ignore": ["lm_head"],
+    }
+
+
 FORMATS: dict[str, tuple[dict[str, Any], Quantization]] = {
     "bfloat16": ({}, Quantization.none),
     "bfloat16, to int8": ({}, Quantization.int8),
     "bfloat16, to int4": ({}, Quantization.int4),
     "GPTQ, 4 bits": (settings_of("gptq", 4, 128, (), symmetric=True), Quantization.none),
     "GPTQ, 8 bits": (settings_of("gptq", 8, 128, (), symmetric=True), Quantization.none),
+    "GPTQ, act-order": (
+        settings_of("gptq", 4, 128, (), symmetric=True) | {"desc_act": True},
+        Quantization.none,
+    ),
     "AWQ": (settings_of("awq", 4, 128, (), symmetric=False), Quantization.none),
     "compressed-tensors, 4 bits": (
         settings_of("compressed-tensors", 4, 128, (), symmetric=True),
+        Quantization.none,
+    ),
+    "compressed-tensors, int8": (_by_row("int-quantized", "int"), Quantization.none),
+    "compressed-tensors, FP8": (_by_row("float-quantized", "float"), Quantization.none),
+    "FP8, matrices": (
+        {"quant_method": "fp8", "activation_scheme": "dynamic"},
         Quantization.none,
     ),
     "FP8, blocks": (

@@ -17,10 +17,10 @@ import torch
 from ostinato.models.checkpoints.checkpoint import Checkpoint, CheckpointError
 from ostinato.models.quantized_checkpoints.policy import TensorHeader
 
-__all__ = ("read_headers",)
+__all__ = ("DTYPES", "read_headers")
 
 _MOST_BYTES = 100 << 20  # the largest header that safetensors allows
-_DTYPES = {
+DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -35,6 +35,7 @@ _DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+"""The dtypes of safetensors files by their names there."""
 
 
 def read_headers(checkpoint: Checkpoint) -> dict[str, TensorHeader]:
@@ -59,6 +60,6 @@ def _headers_of(file: Path) -> Iterator[tuple[str, TensorHeader]]:
             entries = json.loads(opened.read(min(size, _MOST_BYTES)))
         for name, entry in entries.items():
             if name != "__metadata__":
-                yield name, TensorHeader(_DTYPES.get(entry["dtype"]), tuple(entry["shape"]))
+                yield name, TensorHeader(DTYPES.get(entry["dtype"]), tuple(entry["shape"]))
     except (OSError, struct.error, ValueError, KeyError, TypeError, AttributeError):
         return

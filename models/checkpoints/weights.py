@@ -10,7 +10,6 @@ from __future__ import annotations
 import pickle
 import re
 import zipfile
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -19,13 +18,14 @@ from typing import NamedTuple
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
 from ostinato.conf.errors import first_line
 from ostinato.models.base import CheckpointLayout, LanguageModel
 from ostinato.models.checkpoints.cache_scales import CacheScales
 from ostinato.models.checkpoints.checkpoint import Checkpoint, CheckpointError
+from ostinato.models.checkpoints.safetensors_file import SafetensorsFile
 from ostinato.models.checkpoints.slots import MatrixSlot, Slot, find_slots
 from ostinato.models.gguf.gguf_file import GGUFError, GGUFFile
 from ostinato.models.gguf.gguf_tensors import read_tensors
@@ -36,9 +36,8 @@ from ostinato.models.sharding import Span
 
 __all__ = ("file_tensors", "init_dummy_weights", "load_weights")
 
-# Mapped pages count as memory of this process. So a file is closed and opened again after this many
-# bytes.
-_REOPEN_BYTES = 1 << 23
+# Mapped pages count as memory of this process. So they are given back after this many bytes.
+_MAPPED_BYTES = 1 << 23
 _MAX_NAMED = 5
 # Dummy weights repeat this many random numbers. It is a prime, so the rows of a matrix differ.
 _POOL_SIZE = 1_048_583
@@ -280,28 +279,24 @@ def _file_parts(file: Path, is_stack: Callable[[str], bool]) -> Iterator[tuple[s
 def _safetensors(
     file: Path, is_stack: Callable[[str], bool]
 ) -> Iterator[tuple[str, Tensor, _Part]]:
-    with safe_open(file, framework="pt") as opened:
-        names = deque(opened.keys())
-    first = 0  # if names[0] is a stack, its first matrix that was not taken yet
-    while names:
-        read = 0
-        with safe_open(file, framework="pt") as opened:
-            while names and read < _REOPEN_BYTES:
-                # maps the tensor; its pages are read when it is used
-                tensor = opened.get_tensor(names[0])
-                part = _Part(tensor.nbytes)
-                if tensor.dim() and tensor.nbytes and is_stack(names[0]):
-                    size = tensor.nbytes // len(tensor)
-                    last = min(first + max(1, (_REOPEN_BYTES - read) // size), len(tensor))
-                    matrices = range(first, last)
-                    part = _Part(size * len(matrices), matrices, last == len(tensor))
-                read += part.num_bytes
-                yield names[0], tensor, part
-                first = 0
-                if part.is_last:
-                    names.popleft()
-                elif part.matrices is not None:
-                    first = part.matrices.stop
+    with SafetensorsFile(file) as opened:
+        read = 0  # bytes since the last pages were given back
+        for name in opened:
+            tensor = opened.tensor(name)
+            if not (tensor.dim() and tensor.nbytes and is_stack(name)):
+                yield name, tensor, _Part(tensor.nbytes)
+                read += tensor.nbytes
+            else:
+                size = tensor.nbytes // len(tensor)
+                step = max(1, _MAPPED_BYTES // size)
+                for first in range(0, len(tensor), step):
+                    matrices = range(first, min(first + step, len(tensor)))
+                    is_last = matrices.stop == len(tensor)
+                    yield name, tensor, _Part(size * len(matrices), matrices, is_last)
+                    opened.give_back()
+            if read > _MAPPED_BYTES:
+                opened.give_back()
+                read = 0
 
 
 def _pickle(file: Path) -> Iterator[tuple[str, Tensor]]:

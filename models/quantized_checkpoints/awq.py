@@ -31,7 +31,7 @@ from ostinato.models.weight_methods.weight_method import (
     StoredTensor,
     WeightMethod,
 )
-from ostinato.ops.quantized import Packing, unpack_words
+from ostinato.ops.stored.stored_values import Packing, unpack_words
 
 __all__ = ("Awq", "from_checkpoint")
 
@@ -54,11 +54,16 @@ class Awq(StoredGroups):
             tensors["qzeros"] = StoredTensor((groups, words), _WORDS, converted=False)
         return tensors
 
-    def unpacked(self, name: str, value: Tensor, part: Part) -> tuple[str, Tensor]:
+    @property
+    def packing(self) -> Packing:
+        return Packing.awq
+
+    def checked(self, name: str, value: Tensor, part: Part) -> tuple[str, Tensor]:
         if name == "scales":
             return "scales", value.T
-        integers = unpack_words(value, self.bits, Packing.awq)[: part.stored[0]]
-        return ("values", integers) if name == "qweight" else ("zeros", integers.to(torch.int16))
+        if name == "qweight":
+            return "values", value
+        return "zeros", unpack_words(value, self.bits, Packing.awq)[: part.stored[0]].int()
 
     def dummy(self, name: str, size: tuple[int, ...]) -> Tensor | None:
         return torch.full(size, 0.005, dtype=torch.float16) if name == "scales" else None

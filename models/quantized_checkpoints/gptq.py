@@ -35,7 +35,7 @@ from ostinato.models.weight_methods.weight_method import (
     StoredTensor,
     WeightMethod,
 )
-from ostinato.ops.quantized import Packing, unpack_words
+from ostinato.ops.stored.stored_values import Packing, unpack_words
 
 __all__ = ("GPTQ_MADE_WITH", "Gptq", "from_checkpoint", "gptq_method")
 
@@ -88,9 +88,13 @@ class Gptq(StoredGroups):
         }
         return tensors | ({"g_idx": G_IDX} if self.has_g_idx else {})
 
-    def unpacked(self, name: str, value: Tensor, part: Part) -> tuple[str, Tensor]:
+    @property
+    def packing(self) -> Packing:
+        return Packing.columns
+
+    def checked(self, name: str, value: Tensor, part: Part) -> tuple[str, Tensor]:
         if name == "qweight":
-            return "values", unpack_words(value, self.bits, Packing.columns)
+            return "values", value
         if name == "scales":
             if str(value.dtype) != f"torch.{self.scale_dtype}":
                 raise ValueError(
@@ -99,11 +103,11 @@ class Gptq(StoredGroups):
             return "scales", value.T
         if name == "g_idx":
             return "g_idx", value
-        zeros = unpack_words(value, self.bits, Packing.rows)[:, : part.stored[0]].T.to(torch.int16)
-        middle = 1 << (self.bits - 1)
+        zeros = unpack_words(value, self.bits, Packing.rows)[:, : part.stored[0]]
         if not self.symmetric:
-            return "zeros", zeros + 1 if self.version == 1 else zeros
-        if not (bool((zeros == middle - 1).all()) or bool((zeros == middle).all())):
+            return "zeros", zeros.T.int() + (self.version == 1)
+        middle, first = 1 << (self.bits - 1), int(zeros[0, 0])
+        if first not in (middle - 1, middle) or not bool((zeros == first).all()):
             raise ValueError(
                 f"the zero points are not all {middle - 1} or all {middle}, but "
                 "quantization_config.sym is true; set model.config.quantization_config.sym=false"

@@ -36,7 +36,7 @@ from ostinato.models.weight_methods.weight_method import (
     Part,
     StoredTensor,
 )
-from ostinato.ops.quantized import Packing, unpack_words
+from ostinato.ops.stored.stored_values import Packing, unpack_words
 
 __all__ = ("PackedIntegers",)
 
@@ -72,14 +72,22 @@ class PackedIntegers(StoredGroups):
             tensors["weight_g_idx"] = G_IDX
         return tensors
 
-    def unpacked(self, name: str, value: Tensor, part: Part) -> tuple[str, Tensor]:
+    @property
+    def packing(self) -> Packing:
+        return Packing.rows if self.is_packed else Packing.bytes
+
+    @property
+    def is_signed(self) -> bool:
+        return not self.is_packed
+
+    def checked(self, name: str, value: Tensor, part: Part) -> tuple[str, Tensor]:
         rows, columns = part.stored
         if name == "weight_packed":
-            return "values", unpack_words(value, self.bits, Packing.rows)[:, :columns]
+            return "values", value
         if name == "weight":
             if self.bits == 4 and bool(((value < -8) | (value > 7)).any()):
                 raise ValueError("an integer of the weight is not one of 4 bits")
-            return "values", value.view(torch.uint8) + (1 << (self.bits - 1))  # modulo 256
+            return "values", value
         if name == "weight_scale":
             return "scales", value.expand(rows, 1) if self.has_one_scale else value
         if name == "weight_g_idx":
@@ -87,8 +95,8 @@ class PackedIntegers(StoredGroups):
         if name == "weight_zero_point":
             if self.is_packed:
                 zeros = unpack_words(value, self.bits, Packing.columns)[:, :rows]
-                return "zeros", zeros.T.to(torch.int16)
-            return "zeros", value.to(torch.int16) + (1 << (self.bits - 1))
+                return "zeros", zeros.T.int()
+            return "zeros", value.int() + (1 << (self.bits - 1))
         if name == "weight_shape" and tuple(value.tolist()) != part.stored:
             raise ValueError(f"weight_shape is {value.tolist()}, the model needs {[rows, columns]}")
         return "", value

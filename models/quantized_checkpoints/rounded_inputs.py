@@ -111,14 +111,12 @@ class RoundedInputs(WeightMethod):
         return torch.ones(size) if name == "input_scale" else self.as_stored.dummy(name, size)
 
     def finish(self, tensors: dict[str, Tensor], spec: MatrixSpec) -> dict[str, Tensor]:
-        values = tensors["values"]
+        values, factors = self.as_stored.unpacked(tensors, spec)
         if self.as_stored.kind == "e4m3":
             weight = values.view(torch.float8_e4m3fn)
         else:  # the integers are stored with 128 added
             weight = (values ^ 128).view(torch.int8)
-        if spec.device.type == "cpu":  # the values can be a view of the mapped file
-            weight = weight.clone()
-        scales = tensors["scales"].float().T.contiguous()
+        scales = factors.float().T.contiguous()
         found = {"weight": weight, "scales": scales}
         if self.inputs.scales is InputScales.static:
             found["input_scale"] = tensors["input_scale"].amax().reshape(1)

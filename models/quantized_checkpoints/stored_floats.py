@@ -27,12 +27,11 @@ from ostinato.models.weight_methods.weight_method import (
     Part,
     StoredTensor,
 )
-from ostinato.ops.quantized import unpack_halves
+from ostinato.ops.stored.stored_values import Packing
 
 __all__ = ("Float4", "Float8")
 
 _ONE = Axis("", size=1)
-_NAN = 127  # the bits of NaN in e4m3, without the sign
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,10 +69,15 @@ class Float8(StoredGroups):
             self.scale_name: StoredTensor(axes, scales, converted=False),
         }
 
-    def unpacked(self, name: str, value: Tensor, part: Part) -> tuple[str, Tensor]:
+    @property
+    def packing(self) -> Packing:
+        return Packing.bytes
+
+    def checked(self, name: str, value: Tensor, part: Part) -> tuple[str, Tensor]:
         if name == "weight":
-            values = value.contiguous().view(torch.uint8)
-            if int((values & _NAN).amax()) == _NAN:
+            values = value.view(torch.uint8)
+            # The bits of the two NaNs are the largest byte with a sign and the largest without.
+            if int(values.view(torch.int8).amax()) == 127 or int(values.amax()) == 255:
                 raise ValueError("a weight is NaN; the file is damaged")
             return "values", values
         scales = value.float()
@@ -120,9 +124,13 @@ class Float4(StoredGroups):
         whole = StoredTensor((_ONE,), (torch.float32,), converted=False)
         return {"weight_packed": weight, "weight_scale": scales, "weight_global_scale": whole}
 
-    def unpacked(self, name: str, value: Tensor, part: Part) -> tuple[str, Tensor]:
+    @property
+    def packing(self) -> Packing:
+        return Packing.rows
+
+    def checked(self, name: str, value: Tensor, part: Part) -> tuple[str, Tensor]:
         if name in ("blocks", "weight", "weight_packed"):
-            return "values", unpack_halves(value.flatten(1))
+            return "values", value
         if name == "scales":
             return "scales", torch.ldexp(torch.ones(value.shape), value.int() - 127)
         if name == "weight_scale":
@@ -133,16 +141,18 @@ class Float4(StoredGroups):
         return "whole", whole.expand(part.stored[0], 1)
 
     def finish(self, tensors: dict[str, Tensor], spec: MatrixSpec) -> dict[str, Tensor]:
-        scales, whole = tensors["scales"], tensors.get("whole")
-        if whole is not None:
-            # compressed-tensors stores the inverse of the second scale
-            scales = scales * whole if self.library == "modelopt" else scales / whole
-        # The kernel's table has the floats times 2.
-        return super(Float4, self).finish({**tensors, "scales": scales / 2}, spec)
+        found = dict(tensors)
+        for name in [name for name in tensors if name.startswith("scales ")]:
+            scales, whole = tensors[name], tensors.get(name.replace("scales", "whole"))
+            if whole is not None:
+                # compressed-tensors stores the inverse of the second scale
+                scales = scales * whole if self.library == "modelopt" else scales / whole
+            found[name] = scales / 2  # the kernel's table has the floats times 2
+        return super(Float4, self).finish(found, spec)
 
     def _placed(self, entry: str) -> StoredTensor:
         if entry == "whole":
-            return StoredTensor((OUT, _ONE), converted=False)
+            return StoredTensor((OUT, _ONE))
         return super(Float4, self)._placed(entry)
 
     def dummy(self, name: str, size: tuple[int, ...]) -> Tensor | None:

@@ -1,20 +1,23 @@
 """The base of the weight methods whose integers and scales are stored in the checkpoint.
 
-The formats differ in how they pack integers into words. Each converts its tensors to this form:
+Each format converts its stored tensors to these:
 
-    values  integers from 0 to 2**bits - 1, uint8, [out, in]
+    values  integers from 0 to 2**bits - 1, as they are stored (`Packing` of ops/stored/)
     scales  [out, groups], in the checkpoint's dtype
-    zeros   the integers that stand for zero, of the scales' shape, int16; none if symmetric
+    zeros   the integers that stand for zero, of the scales' shape, int32; none if symmetric
     g_idx   [in] int32, the group of each column; none if the columns are in the groups' order
 
-`finish` packs them for the kernel. Nothing is rounded: a weight is `(value - zero) * scale` of the
-stored numbers. A group of more than 256 columns becomes several groups with the same scale, because
-only sums of up to 256 products are exact in every instruction set.
+`finish` packs them for the kernel. The values are views of the mapped file until then, and are
+never unpacked as a whole. Nothing is rounded: a weight is `(value - zero) * scale` of the stored
+numbers. A group of more than 256 columns becomes several groups with the same scale, because only
+sums of up to 256 products are exact in every instruction set.
 """
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -33,9 +36,9 @@ from ostinato.models.weight_methods.weight_method import (
     Part,
     StoredTensor,
 )
-from ostinato.ops.quantized import pack_quantized_weight
 from ostinato.ops.quantized_reference import QuantFormat
 from ostinato.ops.rounded.round_rows import InputScales
+from ostinato.ops.stored.stored_values import Packing, StoredValues, pack_stored, unpack_values
 
 __all__ = ("G_IDX", "InputsStated", "StoredGroups", "check_scales", "static_inputs", "stored_dtype")
 
@@ -64,8 +67,18 @@ class StoredGroups(QuantizedMatrix):
     has_order: bool = False  # the columns of a group are not adjacent (act-order)
     inputs: InputsStated | None = None  # 8-bit activations, which only CUDA has (rounded_inputs.py)
 
+    @property
     @abstractmethod
-    def unpacked(self, name: str, value: Tensor, part: Part) -> tuple[str, Tensor]:
+    def packing(self) -> Packing:
+        """How the values are stored."""
+
+    @property
+    def is_signed(self) -> bool:
+        """Whether values stored as bytes have a sign."""
+        return False
+
+    @abstractmethod
+    def checked(self, name: str, value: Tensor, part: Part) -> tuple[str, Tensor]:
         """One stored tensor in the form of the module's docstring.
 
         Args:
@@ -74,8 +87,8 @@ class StoredGroups(QuantizedMatrix):
             part: the stored matrix.
 
         Returns:
-            The name `values`, `scales`, `zeros` or `g_idx`, and the converted tensor. The name is
-            empty for a tensor that is only checked.
+            The name `values`, `scales`, `zeros` or `g_idx`, and the tensor: values as they are
+            stored, others converted. The name is empty for a tensor that is only checked.
 
         Raises:
             ValueError: the tensor has values that the format does not allow.
@@ -113,61 +126,101 @@ class StoredGroups(QuantizedMatrix):
     def load(
         self, tensors: dict[str, Tensor], name: str, value: Tensor, part: Part, spec: MatrixSpec
     ) -> None:
-        entry, value = self.unpacked(name, value, part)
+        value = value.cpu()  # only the CPU has kernels that pack weights
+        entry, value = self.checked(name, value, part)
+        if entry == "values":
+            entry, value = self._cut_values(value, self.stored[name], part)
+        elif entry:
+            value = part.cut(value, self._placed(entry))
         if entry == "scales":
             check_scales(value)
         if entry == "g_idx" and self.group_size != -1:  # counted from this rank's first group
             value = value - part.columns.start // self.group_size
         if entry:
-            self.place(tensors, entry, value, self._placed(entry), part, spec)
+            tensors[f"{entry} {part.index}"] = value
 
     def finish(self, tensors: dict[str, Tensor], spec: MatrixSpec) -> dict[str, Tensor]:
-        values, scales, zeros = (tensors.get(name) for name in ("values", "scales", "zeros"))
-        assert values is not None, "all stored tensors are there"
-        assert scales is not None, "all stored tensors are there"
-        order = self._order(tensors.get("g_idx"), spec)
-        if order is not None:
-            values = values.index_select(1, order)
+        order = self._order([tensors[name] for name in _names("g_idx", tensors)], spec)
         form = self.form(spec)
-        packed = pack_quantized_weight(
-            values,
-            self._spread(scales, form, spec),
-            None if zeros is None or self.symmetric else self._spread(zeros, form, spec),
-            form,
+        packed = torch.empty(
+            tuple(form.packed_shape(spec.out_features, spec.in_features)), dtype=torch.uint8
         )
+        first_row = 0
+        for index, name in enumerate(_names("scales", tensors)):
+            pack_stored(
+                packed,
+                self._values(tensors, index),
+                tensors[name],
+                tensors.get(f"zeros {index}"),
+                order,
+                form,
+                first_row=first_row,
+                in_features=spec.in_features,
+                group_columns=spec.in_features if self.group_size == -1 else self.group_size,
+            )
+            first_row += len(tensors[name])
         if not self.has_order:
             return {"weight": packed}
-        order = torch.arange(spec.in_features) if order is None else order
-        return {"weight": packed, "order": order.int()}
+        whole = torch.arange(spec.in_features, dtype=torch.int32)
+        return {"weight": packed, "order": whole if order is None else order}
+
+    def unpacked(self, tensors: Mapping[str, Tensor], spec: MatrixSpec) -> tuple[Tensor, ...]:
+        """What `load` has kept, without packing: values and scales, and zeros if there are any.
+
+        Args:
+            tensors: filled by `load`.
+            spec: the module's matrix.
+
+        Returns:
+            Values [out, in] uint8, and the rest [out, groups], as the module's docstring says.
+        """
+        names = _names("scales", tensors)
+        values = [
+            unpack_values(self._values(tensors, index), self.bits)[:, : spec.in_features]
+            for index in range(len(names))
+        ]
+        factors = [
+            [tensors[each] for each in _names(kind, tensors)] for kind in ("scales", "zeros")
+        ]
+        return (torch.cat(values), *(torch.cat(each) for each in factors if each))
+
+    def _cut_values(self, values: Tensor, stored: StoredTensor, part: Part) -> tuple[str, Tensor]:
+        """This rank's part of values: `values` as they are stored, or `bytes` of single values.
+
+        They become bytes if a word would be split.
+        """
+        words = max(axis.per_element for axis in stored.axes if axis.features == "out")
+        if part.why_uncut(stored) is None and part.first_row % words == 0:
+            return "values", part.cut(values, stored)
+        rows, columns = part.stored
+        single = unpack_values(StoredValues(values, self.packing, self.is_signed), self.bits)
+        return "bytes", part.cut(single[:rows, :columns], StoredTensor((OUT, IN)))
+
+    def _values(self, tensors: Mapping[str, Tensor], index: int) -> StoredValues:
+        """The values of a part, as `load` has kept them."""
+        if (single := tensors.get(f"bytes {index}")) is not None:
+            return StoredValues(single, Packing.bytes)
+        return StoredValues(tensors[f"values {index}"], self.packing, self.is_signed)
 
     def groups_axis(self) -> Axis:
         """The dimension of groups of a stored tensor."""
         return Axis("", size=1) if self.group_size == -1 else Axis("in", self.group_size)
 
     def _placed(self, entry: str) -> StoredTensor:
-        if entry == "g_idx":
-            return G_IDX
-        axes = (OUT, IN if entry == "values" else self.groups_axis())
-        return StoredTensor(axes, converted=False)
+        """The dimensions of a tensor other than the values, as `checked` returns it."""
+        return G_IDX if entry == "g_idx" else StoredTensor((OUT, self.groups_axis()))
 
-    def _spread(self, factors: Tensor, form: QuantFormat, spec: MatrixSpec) -> Tensor:
-        """[out, stored groups] -> [out, groups of the kernel] float32."""
-        groups = -(-(-(-spec.in_features // 8) * 8) // form.group_size)
-        stored = spec.in_features if self.group_size == -1 else self.group_size
-        group = torch.arange(groups) * form.group_size // stored
-        return factors.float()[:, group]
-
-    def _order(self, g_idx: Tensor | None, spec: MatrixSpec) -> Tensor | None:
-        """For each column of the kernel, the stored column; None = the same column."""
-        if g_idx is None:
+    def _order(self, g_idx: list[Tensor], spec: MatrixSpec) -> Tensor | None:
+        """For each column of the kernel the stored column, int32; None = the same column."""
+        if not g_idx:
             return None
-        if bool((g_idx != g_idx[0]).any()):
+        if any(not torch.equal(each, g_idx[0]) for each in g_idx[1:]):
             raise ValueError(
                 "g_idx orders the columns of the stacked matrices (such as q_proj, k_proj and "
                 "v_proj) differently; quantise them with the same calibration text"
             )
         size = spec.in_features if self.group_size == -1 else self.group_size
-        groups = torch.arange(spec.in_features, dtype=g_idx.dtype) // size
+        groups = torch.arange(spec.in_features, dtype=g_idx[0].dtype) // size
         if torch.equal(g_idx[0], groups):
             return None
         order = g_idx[0].argsort(stable=True)
@@ -181,7 +234,13 @@ class StoredGroups(QuantizedMatrix):
                 "g_idx orders the columns by activation, but quantization_config.desc_act is "
                 "false; set model.config.quantization_config.desc_act=true"
             )
-        return order
+        return order.int()
+
+
+def _names(entry: str, tensors: Mapping[str, Tensor]) -> list[str]:
+    """The keys of an entry's tensors, in the order of the parts."""
+    count = sum(name.startswith(f"{entry} ") for name in tensors)
+    return [f"{entry} {index}" for index in range(count)]
 
 
 def check_scales(scales: Tensor) -> None:
@@ -190,8 +249,10 @@ def check_scales(scales: Tensor) -> None:
     Raises:
         ValueError: one is infinite, NaN or zero.
     """
-    wrong = ~scales.float().isfinite() | (scales.float() == 0)
-    if bool(wrong.any()):
+    # Python's comparisons with NaN are false.
+    least, most = (float(each) for each in scales.float().abs().aminmax())
+    if not (least > 0 and most < math.inf):
+        wrong = ~scales.float().isfinite() | (scales.float() == 0)
         index = wrong.nonzero()[0].tolist()
         value = float(scales[tuple(index)])
         raise ValueError(

@@ -123,6 +123,25 @@ class Part:
         is_ordered = isinstance(self.rows, slice) and self.num_rows == self.stored[0]
         return self.count == 1 and is_ordered and self.columns.is_whole
 
+    def why_uncut(self, stored: StoredTensor) -> str | None:
+        """Why `cut` cannot cut a stored tensor, in one line; None if it can."""
+        for axis in stored.axes:
+            each = axis.per_element
+            if axis.features == "out" and each != 1:
+                if not isinstance(self.rows, slice):
+                    return f"rows cannot be reordered in elements of {each} rows"
+                first, stop = self.rows.start, self.rows.stop
+                if (first, stop) != (0, self.stored[0]) and (first % each or stop % each):
+                    return f"rows {first} to {stop} cannot be cut out of elements of {each} rows"
+            if axis.features == "in" and not self.columns.is_whole:
+                start, size, _ = self.columns
+                if start % each or size % each:
+                    return (
+                        f"columns {start} to {start + size} cannot be cut out of elements of "
+                        f"{each} columns"
+                    )
+        return None
+
     def cut(self, tensor: Tensor, stored: StoredTensor) -> Tensor:
         """The part of a stored tensor that this module holds; a view if possible.
 
@@ -130,32 +149,23 @@ class Part:
             ValueError: the tensor packs several features in an element, and the cut or the order of
                 rows would split an element.
         """
+        if (reason := self.why_uncut(stored)) is not None:
+            raise ValueError(reason)
         for dim, axis in enumerate(stored.axes):
             if axis.features == "out":
                 tensor = self._rows_of(tensor, dim, axis.per_element)
             elif axis.features == "in" and not self.columns.is_whole:
                 start, size, _ = self.columns
-                if start % axis.per_element or size % axis.per_element:
-                    raise ValueError(
-                        f"columns {start} to {start + size} cannot be cut out of elements of "
-                        f"{axis.per_element} columns"
-                    )
                 tensor = tensor.narrow(dim, start // axis.per_element, size // axis.per_element)
         return tensor
 
     def _rows_of(self, tensor: Tensor, dim: int, per_element: int) -> Tensor:
-        if isinstance(self.rows, slice):
-            start, stop = self.rows.start, self.rows.stop
-            if (start, stop) == (0, self.stored[0]):
-                return tensor
-            if start % per_element or stop % per_element:
-                raise ValueError(
-                    f"rows {start} to {stop} cannot be cut out of elements of {per_element} rows"
-                )
-            return tensor.narrow(dim, start // per_element, (stop - start) // per_element)
-        if per_element != 1:
-            raise ValueError(f"rows cannot be reordered in elements of {per_element} rows")
-        return tensor.index_select(dim, self.rows.to(tensor.device))
+        if not isinstance(self.rows, slice):
+            return tensor.index_select(dim, self.rows.to(tensor.device))
+        start, stop = self.rows.start, self.rows.stop
+        if (start, stop) == (0, self.stored[0]):
+            return tensor
+        return tensor.narrow(dim, start // per_element, (stop - start) // per_element)
 
 
 class WeightMethod(ABC):

@@ -92,6 +92,7 @@ LIBRARIES: dict[str, tuple[tuple[str, ...], ...]] = {
             "quantized/blocks",
             "quantized/quantized",
             "quantized/pack",
+            "quantized/pack_stored",
             "quantized/repack",
             "quantized/unpack",
             "moe/quantized_moe_linear",

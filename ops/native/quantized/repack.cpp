@@ -33,24 +33,12 @@ struct Stored {
   }
 };
 
-// Stores the first values of a group whose rows are contiguous, 8 values of each row at a time. Returns how many of the
-// `count` values it stored.
+// Stores the first integers of a group whose rows are contiguous, 8 of each row at a time. Returns how many of the `count`
+// integers it stored.
 int64_t pack_eights(const QuantFormat& format, const uint8_t* values, int64_t row_stride, int64_t count, int columns,
                     uint8_t* data) {
   const int64_t whole = count / 8 * 8;
   for (int64_t k = 0; k < whole; k += 8) {
-    if (format.is_e4m3) {
-      for (int c = 0; c + 8 <= columns; c += 8) {
-        uint64_t block[8];
-        for (int i = 0; i < 8; ++i) std::memcpy(&block[i], values + (c + i) * row_stride + k, 8);
-        transpose_bytes(block);
-        for (int i = 0; i < 8; ++i) std::memcpy(data + (k + i) * kPanel + c, &block[i], 8);
-      }
-      for (int c = columns / 8 * 8; c < columns; ++c) {
-        for (int i = 0; i < 8; ++i) data[(k + i) * kPanel + c] = values[c * row_stride + k + i];
-      }
-      continue;
-    }
     uint8_t* out = data + k * kPanel * format.bits / 8;
     for (int c = 0; c < columns; ++c) {
       uint64_t eight;
@@ -89,7 +77,8 @@ void pack_panel(const Stored& stored, int64_t first, int64_t row, int columns, c
     data += format.header_bytes();
     const int64_t begin = group * format.group_size;
     const int64_t count = std::min(format.group_size, in_features - begin);
-    const int64_t done = stride == 1 ? pack_eights(format, values + begin, row_stride, count, columns, data) : 0;
+    const bool is_integers = stride == 1 && !format.is_e4m3;
+    const int64_t done = is_integers ? pack_eights(format, values + begin, row_stride, count, columns, data) : 0;
     for (int64_t k = done; k < count; ++k) {
       const uint8_t* source = values + (begin + k) * stride;
       const int64_t step = k / 4;

@@ -24,8 +24,11 @@ from ostinato.models.checkpoints.weights import init_dummy_weights
 from ostinato.models.choose_weights import choose_weights
 from ostinato.models.config.model_config import ModelConfig
 from ostinato.models.linear_layers import LinearBase
+from ostinato.models.quantized_checkpoints.stored_groups import StoredGroups
 from ostinato.models.registry import build_model, read_model_config
-from ostinato.models.sharding import Shard
+from ostinato.models.sharding import WHOLE, Shard
+from ostinato.models.weight_methods.weight_method import MatrixSpec
+from ostinato.ops.quantized import pack_quantized_weight
 from tests.models.driver import Driver, Sequence
 from tests.models.quantized_checkpoints.format_table import PAGE, row_of, rows_in
 from tests.models.quantized_checkpoints.loading import load
@@ -76,6 +79,36 @@ def floats(tmp_path_factory: pytest.TempPathFactory):
         return folder
 
     return make
+
+
+@pytest.fixture(autouse=True)
+def packed_bytes_are_those_of_the_slow_twin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compares each matrix that a test of this file loads with `slow_twin`, bit for bit."""
+    finish = StoredGroups.finish
+
+    def compared(
+        method: StoredGroups, tensors: dict[str, Tensor], spec: MatrixSpec
+    ) -> dict[str, Tensor]:
+        found = finish(method, tensors, spec)
+        assert torch.equal(found["weight"], slow_twin(method, tensors, spec, found.get("order")))
+        return found
+
+    monkeypatch.setattr(StoredGroups, "finish", compared)
+
+
+def slow_twin(
+    method: StoredGroups, tensors: dict[str, Tensor], spec: MatrixSpec, order: Tensor | None
+) -> Tensor:
+    """The weight, by way of a matrix of bytes and float32 factors."""
+    values, *factors = method.unpacked(tensors, spec)
+    form = method.form(spec)
+    columns = spec.in_features
+    size = columns if method.group_size == -1 else method.group_size
+    group = torch.arange(0, -(-columns // 8) * 8, form.group_size) // size
+    spread = [each.float()[:, group] for each in factors]
+    zeros = None if method.symmetric else spread[1]
+    values = values if order is None else values.index_select(1, order)
+    return pack_quantized_weight(values, spread[0], zeros, form)
 
 
 def logits_of(model: CausalLM, config: ModelConfig) -> Tensor:
@@ -221,6 +254,31 @@ def test_ranks_hold_whole_groups(floats, tmp_path: Path) -> None:
     write(floats("qwen2"), tmp_path / "ordered", Form("gptq", group=16, act_order=True))
     with pytest.raises(ValueError, match=r"act-order: the columns of a group lie apart"):
         load(tmp_path / "ordered", shard=Shard(0, 2))
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        Form("gptq", bits=8, group=-1, symmetric=False),
+        Form("awq", group=16, symmetric=False),
+        Form("pack_quantized", group=16, symmetric=False),
+        Form("int_quantized", bits=8, group=-1),
+        Form("float_quantized", bits=8, group=-1),
+        Form("fp8", bits=8, group=-1),
+    ],
+    ids=lambda form: form.id,
+)
+def test_ranks_hold_parts_of_every_packing(floats, tmp_path: Path, form: Form) -> None:
+    write(floats("qwen2"), tmp_path / "quantised", form)
+    whole, *parts = (
+        matrices(load(tmp_path / "quantised", shard=shard)[0])
+        for shard in (WHOLE, Shard(0, 2), Shard(1, 2))
+    )
+    for name, dim in (("layers.2.mlp.down_proj", 1), ("layers.1.mlp.gate_up_proj", 0)):
+        joined = torch.cat([part[name].dense() for part in parts], dim)
+        if dim == 0:  # each rank has rows of both matrices
+            joined = torch.cat([joined.chunk(4)[index] for index in (0, 2, 1, 3)])
+        assert torch.equal(joined, whole[name].dense())
 
 
 def test_dummy_weights(floats, tmp_path: Path) -> None:
