@@ -73,30 +73,32 @@ void transpose_rows(const StoredPart& part, const PanelRows& rows, int64_t first
 
 // Word row `q` of AWQ's words. A stored word has 8 outputs of one input; 8 inputs are transposed together.
 void transpose_awq(const StoredPart& part, const PanelRows& rows, int64_t q, Words& out) {
+  typedef uint32_t FourWords __attribute__((vector_size(16)));  // those of a panel in one stored row
   constexpr int kOrder[8] = {0, 2, 4, 6, 1, 3, 5, 7};
-  uint32_t block[8][4] = {};
+  FourWords block[8] = {};
   const int64_t inputs = std::min<int64_t>(8, part.in_features - q * 8);
-  const uint8_t* source = part.data() + q * 8 * part.pitch() + rows.row / 2;
-  const int64_t bytes = ceil_divide(rows.count, 8) * 4;
-  for (int64_t k = 0; k < inputs; ++k) {
-    if (bytes == 16) {
-      std::memcpy(block[k], source + k * part.pitch(), 16);
-    } else {
-      std::memcpy(block[k], source + k * part.pitch(), bytes);
-    }
+  const int64_t pitch = part.pitch();
+  const uint8_t* source = part.data() + q * 8 * pitch + rows.row / 2;
+  if (inputs == 8 && rows.count == kPanel) {
+    for (int k = 0; k < 8; ++k) std::memcpy(&block[k], source + k * pitch, sizeof(FourWords));
+  } else {
+    for (int64_t k = 0; k < inputs; ++k) std::memcpy(&block[k], source + k * pitch, ceil_divide(rows.count, 8) * 4);
   }
-  const auto exchange = [&](int low, int high, int shift, uint32_t mask) {
-    for (int w = 0; w < 4; ++w) {
-      const uint32_t swap = (block[low][w] >> shift ^ block[high][w]) & mask;
-      block[low][w] ^= swap << shift;
-      block[high][w] ^= swap;
-    }
+  const auto exchange = [&](int low, int high, int shift, uint32_t mask) __attribute__((always_inline)) {
+    const FourWords swap = (block[low] >> shift ^ block[high]) & mask;
+    block[low] ^= swap << shift;
+    block[high] ^= swap;
   };
-  for (int i = 0; i < 4; ++i) exchange(i, i + 4, 16, 0x0000FFFFu);
-  for (const int i : {0, 1, 4, 5}) exchange(i, i + 2, 8, 0x00FF00FFu);
-  for (int i = 0; i < 8; i += 2) exchange(i, i + 1, 4, 0x0F0F0F0Fu);
-  for (int place = 0; place < 8; ++place) {
-    for (int w = 0; w < 4; ++w) out[w * 8 + kOrder[place]] = block[place][w];
+  exchange(0, 4, 16, 0x0000FFFFu), exchange(1, 5, 16, 0x0000FFFFu);
+  exchange(2, 6, 16, 0x0000FFFFu), exchange(3, 7, 16, 0x0000FFFFu);
+  exchange(0, 2, 8, 0x00FF00FFu), exchange(1, 3, 8, 0x00FF00FFu);
+  exchange(4, 6, 8, 0x00FF00FFu), exchange(5, 7, 8, 0x00FF00FFu);
+  exchange(0, 1, 4, 0x0F0F0F0Fu), exchange(2, 3, 4, 0x0F0F0F0Fu);
+  exchange(4, 5, 4, 0x0F0F0F0Fu), exchange(6, 7, 4, 0x0F0F0F0Fu);
+  uint32_t places[8][4];
+  std::memcpy(places, block, sizeof(places));
+  for (int w = 0; w < 4; ++w) {
+    for (int place = 0; place < 8; ++place) out[w * 8 + kOrder[place]] = places[place][w];
   }
 }
 
@@ -261,8 +263,8 @@ class PanelWriter {
     if (part_.order != nullptr) {
       for (int64_t i = 0; i < count; ++i) write_ordered(rows_in_panel(part_, first + i), panels[i]);
     } else if (part_.packing == StoredPacking::columns || part_.packing == StoredPacking::awq) {
-      // A stored row has words of all panels. So several panels take their words of it, before the next row is read.
-      write_chunks(first, count, rows_per_unit_, panels);
+      // A stored row has words of all panels. So all panels take their words of a few rows, before the next are read.
+      write_chunks(first, count, part_.packing == StoredPacking::awq ? 2 : kChunk, panels);
     } else {
       for (int64_t i = 0; i < count; ++i) write_chunks(first + i, 1, kChunk, panels + i);
     }
