@@ -87,11 +87,11 @@ class EventWriter:
             status: the status of the block's item. Only used if the change ends the block.
         """
         block = change.block
+        entries = self._logprobs.of_change(change)  # the beginning of a call has tokens too
         if change.begins:
             return self._begin(block)
         if change.ends:
             return self._end(block, status)
-        entries = self._logprobs.of_change(change)
         place = self._place(block)
         if block.kind is BlockKind.text:
             return [OutputTextDelta(**place, delta=change.delta, logprobs=entries)]

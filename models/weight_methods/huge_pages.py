@@ -9,6 +9,7 @@ memory here.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import mmap
 
@@ -24,7 +25,9 @@ _ALIGNMENT = 64  # bytes; a cache line
 
 
 class WeightMemory:
-    """Shared memory for the matrices of one model. It is freed with the last matrix in it.
+    """Shared memory for the matrices of one model, in chunks.
+
+    A chunk is freed with the last matrix in it. The newest one lives as long as the model.
 
     Pages are mapped when they are first written. So the end of a chunk that no matrix uses costs
     nothing.
@@ -77,6 +80,8 @@ def _mapped(num_bytes: int) -> tuple[mmap.mmap, int]:
     if not spare:
         return memory, 0
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
+        # If the system refuses (a kernel without huge pages), only speed is lost.
+        with contextlib.suppress(OSError):
+            memory.madvise(mmap.MADV_HUGEPAGE)
     address = torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr()
     return memory, -address % HUGE_PAGE

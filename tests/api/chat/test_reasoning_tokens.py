@@ -6,10 +6,12 @@ import msgspec
 import pytest
 
 from ostinato.api.chat.chat_deltas import ChatOutputParser, join_deltas
-from ostinato.api.chat.content_blocks import BlockDelta, BlockKind, ContentBlocks
+from ostinato.api.chat.content_blocks import BlockKind, ContentBlocks
 from ostinato.api.parsing.answer_parser import AnswerForm
 from ostinato.api.parsing.events import merge
 from ostinato.api.parsing.reasoning import REASONING
+from ostinato.api.responses.event_writer import EventWriter
+from ostinato.api.responses.response_events import OutputTextDelta, ResponseEvent
 from ostinato.api.responses.text_logprobs import TextLogprobs
 from ostinato.api.service.stream_interval import StreamInterval
 from ostinato.runtime.types.outputs import FinishReason, RequestOutput, TokenLogprobs
@@ -56,16 +58,15 @@ def test_log_probabilities_of_text_are_those_of_its_tokens(size: int, interval: 
     parser, blocks = ChatOutputParser(form), ContentBlocks()
     logprobs = TextLogprobs(lambda token_id: texts[token_id].encode(), 0)
     deltas = StreamInterval(interval, join_deltas)
-    changes: list[BlockDelta] = []
+    writer = EventWriter("resp_1", logprobs, encodes_reasoning=False)
+    events: list[ResponseEvent] = []
     for first in range(0, len(texts), size):
         one = output(texts[first : first + size], first=first, is_last=first + size >= len(texts))
         delta = deltas.add(0, one, parser.feed(one))
         if delta is not None:
             logprobs.add(delta.output)
-            new = blocks.feed(delta.events)
-            for change in new:
-                logprobs.of_change(change)
-            changes += new
+            for change in blocks.feed(delta.events):
+                events += writer.of_change(change, "completed")
     assert [one.text for one in blocks.blocks if one.kind is BlockKind.text] == [
         "An answer.",
         "End.",
@@ -77,3 +78,10 @@ def test_log_probabilities_of_text_are_those_of_its_tokens(size: int, interval: 
     # A marker between two blocks has no text. Its entry comes with the text after it.
     before, after = ["</think>", "An", " answer", ". <"], ["</tool_call>", "End", "."]
     assert shown == [[], before, [], after]
+    streamed = [
+        entry
+        for event in events
+        if isinstance(event, OutputTextDelta)
+        for entry in event.logprobs or ()
+    ]
+    assert streamed == [entry for place in (1, 3) for entry in logprobs.of_block(place)]

@@ -181,15 +181,14 @@ def test_one_expert_at_a_time_exists_twice(directory: Path, quantization: Quanti
     with LiveBytes() as live:
         load_weights(model, checkpoint)
     experts = [module for module in model.modules() if isinstance(module, ExpertLinear)]
-    # The experts' memory was reserved before; other matrices get theirs when they are complete.
     others = [
         module
         for module in model.modules()
         if isinstance(module, LinearBase) and not isinstance(module, ExpertLinear)
     ]
-    made = sum(weight.nbytes for module in others for weight in module.weights.values())
     largest = max(4 * module.out_features * module.in_features for module in others)
     one = max(4 * module.out_features * module.in_features for module in experts)
     layer = one * experts[0].experts.size
     assert 2 * max(largest, one) < layer  # otherwise the bound below would always hold
-    assert live.peak < made + 2 * max(largest, one)
+    # All finished weights lie in memory that LiveBytes does not see.
+    assert live.peak < 2 * max(largest, one)

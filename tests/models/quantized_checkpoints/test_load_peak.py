@@ -48,9 +48,8 @@ def test_one_matrix_at_a_time_is_converted(floats: Path, tmp_path: Path, form: F
         load_weights(model, checkpoint)
     found = [module for module in model.modules() if isinstance(module, LinearBase)]
     made = [module for module in found if module.method.is_quantized]
-    result = sum(tensor.nbytes for module in made for tensor in module.weights.values())
     sizes = [module.out_features * module.in_features for module in made]  # a byte a weight
     assert 4 * max(sizes) < sum(sizes)  # otherwise the bound would always hold
-    # At the peak there are also the zero points and scales of a matrix. Its values are views of the
-    # mapped file.
-    assert live.peak < result + max(sizes)
+    # The finished weights lie in memory that LiveBytes does not see. Besides them there are one
+    # packed matrix, and its zero points and scales. Its values are views of the mapped file.
+    assert max(sizes) // 2 < live.peak < 2 * max(sizes)

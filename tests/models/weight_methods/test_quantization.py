@@ -188,15 +188,11 @@ def test_only_one_matrix_at_a_time_is_whole_and_unquantised(directory) -> None:
     checkpoint = open_checkpoint(ModelSection(path=str(directory("llama3"))))
     with LiveBytes() as live:
         load_weights(model, checkpoint)
-    made = sum(
-        module.get_parameter("weight").nbytes
-        for module in matrices(model).values()
-        if module.method.is_quantized
-    )
     sizes = [4 * m.out_features * m.in_features for m in matrices(model).values()]
-    assert made + max(sizes) < sum(sizes)  # otherwise the bound below would always hold
-    # The file's matrix, its merged copy, and what the quantiser makes of one matrix.
-    assert live.peak < made + 2 * max(sizes)
+    assert 3 * max(sizes) < sum(sizes)  # otherwise the bound below would always hold
+    # The file's matrix, its merged copy, and what the quantiser makes of one matrix. The finished
+    # weights lie in memory that LiveBytes does not see.
+    assert max(sizes) // 4 < live.peak < 3 * max(sizes)
     # a table of few rows stays as it is
     left = [module for module in matrices(model).values() if module.method == Plain()]
     assert [type(module) for module in left] == [Embedding]
