@@ -33,10 +33,12 @@ def plan(config: RunConfig) -> int:
     """Print the memory of weights, activations, graphs and KV cache, and how many tokens fit.
 
     Raises:
-        StartupError: the model does not exist, is not supported, or does not fit.
+        StartupError: the model does not exist, is not supported, or does not fit, or a setting is
+            one that the start would refuse.
     """
     import torch
 
+    from ostinato.runtime.startup.plan.engine_plan import finish_plan, select_experts
     from ostinato.runtime.startup.plan.model_source import open_model
     from ostinato.runtime.startup.plan.planning import plan_engine
 
@@ -64,6 +66,11 @@ def plan(config: RunConfig) -> int:
     fewest = min(each.num_blocks for each in ranks), min(each.max_model_len for each in ranks)
     ranks = [each.limited(*fewest) for each in ranks]
     memory = ranks[0]
+    of_rank = dataclasses.replace(of_rank, speculation=source.speculation)
+    if elsewhere:
+        select_experts(of_rank, source, is_here=False)
+    else:
+        finish_plan(of_rank, source, memory, threads=1)
     if free is not None:
         where = f"{source.device.type} with {config.plan.free_gib:g} GiB free"
     else:

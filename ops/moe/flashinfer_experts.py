@@ -14,10 +14,11 @@ the bits of a result would change from run to run. Its tuner is not started
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module
-from importlib.util import find_spec
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +29,7 @@ from ostinato.ops.moe.moe_linear import moe_linear
 from ostinato.ops.register import register_op
 
 __all__ = (
+    "LEAST_VERSION",
     "Library",
     "clamped_gate",
     "flashinfer_experts",
@@ -37,6 +39,7 @@ __all__ = (
     "why_unsupported",
 )
 
+LEAST_VERSION = "0.6.18"  # as the extra in pyproject.toml
 _DTYPES = (torch.float16, torch.bfloat16)
 _CAPABILITIES = ("8.9", "9.0", "10.0", "10.3", "10.7", "11.0", "12.0", "12.1")
 _ALIGNMENT = 8  # elements of 16 bits: rows begin at multiples of 16 bytes
@@ -62,20 +65,48 @@ def load_library() -> Library:
     return Library(flashinfer.cutlass_fused_moe, flashinfer.ActivationType)
 
 
-def why_unsupported(device: torch.device, dtype: torch.dtype) -> str | None:
-    """The reason the kernels cannot run on this device with activations of this dtype, or None."""
+def why_unsupported(
+    device: torch.device, dtype: torch.dtype, *, is_here: bool = True
+) -> str | None:
+    """The reason the kernels cannot run on this device with activations of this dtype, or None.
+
+    Args:
+        device: the model's device.
+        dtype: of the activations.
+        is_here: whether the device is in this machine. If not, only its kind is checked.
+    """
     if device.type != "cuda":
         return f"needs a CUDA device, the model is on {device.type}"
     if dtype not in _DTYPES:
         return f"needs float16 or bfloat16, the model has {dtype}"
+    if not is_here:
+        return None
     if not torch.cuda.is_available():
         return "needs a CUDA device, none is visible"
-    if find_spec("flashinfer") is None:
-        return "needs FlashInfer, which is not installed; pip install ostinato[flashinfer]"
+    if (reason := _why_not_installed()) is not None:
+        return reason
     capability = "{}.{}".format(*torch.cuda.get_device_capability(device))
     if capability not in _CAPABILITIES:
         return f"needs compute capability {', '.join(_CAPABILITIES)}, the device has {capability}"
     return None
+
+
+def _why_not_installed() -> str | None:
+    needed = f"needs FlashInfer {LEAST_VERSION} or newer"
+    remedy = "pip install ostinato[flashinfer]"
+    try:
+        found = version("flashinfer-python")
+    except PackageNotFoundError:
+        return f"{needed}, which is not installed; {remedy}"
+    if _numbers(found) < _numbers(LEAST_VERSION):
+        return f"{needed}, {found} is installed; {remedy}"
+    return None
+
+
+def _numbers(version_text: str) -> list[int]:
+    """The release of a version: [0, 6, 18] of `0.6.18.post1` and of `0.6.18rc1+cu130`."""
+    release = re.match(r"\d+(\.\d+)*", version_text)
+    return [] if release is None else [int(part) for part in release[0].split(".")]
 
 
 def why_shape_unsupported(hidden_size: int, intermediate_size: int, activation: str) -> str | None:

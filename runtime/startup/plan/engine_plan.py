@@ -30,7 +30,7 @@ from ostinato.runtime.startup.plan.model_source import ModelSource, model_skelet
 from ostinato.runtime.startup.plan.planning import bucket_table, plan_engine
 from ostinato.runtime.types.engine_info import IsaTrial
 
-__all__ = ("EnginePlan", "check_determinism", "make_plan")
+__all__ = ("EnginePlan", "check_determinism", "finish_plan", "make_plan", "select_experts")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,6 +159,23 @@ def make_plan(
             raise
         config = dataclasses.replace(config, speculation=NO_DRAFTS)
         return make_plan(config, threads, shard=shard)
+    return finish_plan(config, source, memory, threads)
+
+
+def finish_plan(
+    config: EngineConfig, source: ModelSource, memory: MemoryPlan, threads: int
+) -> EnginePlan:
+    """Choose kernels and buckets for a model whose memory is planned.
+
+    Args:
+        config: the engine's configuration, with `source.speculation`.
+        source: from `open_model`, for a device of this machine.
+        memory: from `plan_engine`.
+        threads: threads of the model on a CPU.
+
+    Raises:
+        StartupError: the model or the device does not support a setting.
+    """
     backend = _select_backend(config, source)
     _check_graphs(config, source, backend)
     # On a CPU the step runs on the scheduler's thread, so there is nothing to overlap.
@@ -168,7 +185,7 @@ def make_plan(
         source=source,
         memory=memory,
         backend=backend,
-        experts=_select_experts(config, source),
+        experts=select_experts(config, source),
         buckets=bucket_table(config, source),
         overlap=source.device.type != "cpu" if overlap is None else overlap,
         threads=threads,
@@ -197,7 +214,7 @@ def _draft_plan(plan: EnginePlan) -> EnginePlan:
         source=source,
         memory=memory,
         backend=_select_backend(config, source),
-        experts=_select_experts(config, source) if has_experts else ExpertKernels.auto,
+        experts=select_experts(config, source) if has_experts else ExpertKernels.auto,
         buckets=bucket_table(config, source),
         overlap=False,
         threads=plan.threads,
@@ -214,11 +231,23 @@ def _select_backend(config: EngineConfig, source: ModelSource) -> str:
         raise StartupError(str(error)) from error
 
 
-def _select_experts(config: EngineConfig, source: ModelSource) -> ExpertKernels:
+def select_experts(
+    config: EngineConfig, source: ModelSource, *, is_here: bool = True
+) -> ExpertKernels:
+    """The kernels of a mixture of experts.
+
+    Args:
+        config: the engine's configuration.
+        source: from `open_model`.
+        is_here: whether the device is in this machine. If not, only the model is checked.
+
+    Raises:
+        StartupError: the model or the device does not support `graphs.experts`.
+    """
     experts, model = config.graphs.experts, source.config
     if experts is ExpertKernels.auto:
         return experts
-    reason = why_unsupported(source.device, source.dtype)
+    reason = why_unsupported(source.device, source.dtype, is_here=is_here)
     if not model.has_experts:
         reason = f"is for a mixture of experts, and {model.architecture} is none"
     elif model.moe is None:

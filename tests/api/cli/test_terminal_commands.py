@@ -16,6 +16,7 @@ from ostinato.commands import run
 from ostinato.runtime.errors import EngineError
 from ostinato.runtime.host_resources import available_cores
 from ostinato.runtime.types.outputs import RequestOutput
+from tests.runtime.tiny import MODEL
 
 # Eager, with the reference kernel: the engine starts at once, and the tests are about the commands.
 FAST = ["graphs.mode=eager", "graphs.attention=reference", "graphs.pack_weights=false"]
@@ -197,6 +198,59 @@ def test_plan_of_several_engines_is_that_of_one(capsys: pytest.CaptureFixture[st
     assert "- budget: 0.9 of 1.00 GiB of free memory" in text
     assert run(["plan", *TINY, "device.memory_gib=1", "plan.json=true", "parallel.data=2"]) == 0
     assert json.loads(capsys.readouterr().out)["free_bytes"] == 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["graphs.experts=flashinfer"],
+            "graphs.experts=flashinfer is for a mixture of experts, and LlamaForCausalLM is none; "
+            "leave it at auto",
+        ),
+        (
+            ["graphs.experts=flashinfer", "device.name=cuda"],
+            "graphs.experts=flashinfer is for a mixture of experts, and LlamaForCausalLM is none; "
+            "leave it at auto",
+        ),
+        (
+            ["graphs.attention=triton"],
+            "graphs.attention=triton cannot serve this model: triton: needs a CUDA device, the "
+            "model is on cpu",
+        ),
+        (
+            ["runtime.determinism=bitwise", "graphs.attention=reference"],
+            "runtime.determinism=bitwise, but the bits of an answer would depend on its batch: "
+            "attention runs on reference; set graphs.attention=cpu; or leave it at auto",
+        ),
+    ],
+)
+def test_plan_refuses_what_the_start_would_refuse(
+    capsys: pytest.CaptureFixture[str], words: list[str], message: str
+):
+    assert run(["plan", *TINY, "plan.free_gib=2", *words]) == 1
+    captured = capsys.readouterr()
+    assert captured.err == f"run: {message}\n"
+    assert captured.out == ""
+
+
+def test_plan_of_experts_for_a_gpu_that_is_not_here(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """The machine of the command need not have FlashInfer or a GPU."""
+    words = ["graphs.experts=flashinfer", "device.name=cuda", "plan.free_gib=8"]
+    experts = {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+        "dtype": "bfloat16",
+    }
+    model = {**MODEL, **experts, "architectures": ["Qwen3MoeForCausalLM"]}
+    for size, status in ((32, 0), (36, 1)):
+        fields = {**model, "model_type": "qwen3_moe", "moe_intermediate_size": size}
+        (tmp_path / "config.json").write_text(json.dumps(fields))
+        assert run(["plan", f"model.path={tmp_path}", *words]) == status
+    assert "the intermediate size on this rank is 36" in capsys.readouterr().err
 
 
 def test_plan_that_does_not_fit_is_one_line(capsys: pytest.CaptureFixture[str]):

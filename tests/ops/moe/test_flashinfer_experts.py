@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import tomllib
 from enum import IntEnum
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,8 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+import ostinato
 from ostinato.ops.activation import activate
 from ostinato.ops.moe.flashinfer_experts import (
+    LEAST_VERSION,
     Library,
     clamped_gate,
     flashinfer_experts,
@@ -218,6 +223,18 @@ def test_what_flashinfer_would_read_wrongly_is_refused(
         by_op(p, "swigluoai")
 
 
+def install_flashinfer(monkeypatch: pytest.MonkeyPatch, found: str | None) -> None:
+    """Lets the installed packages have this version of FlashInfer; None = they have none."""
+
+    def version(name: str) -> str:
+        assert name == "flashinfer-python"
+        if found is None:
+            raise PackageNotFoundError(name)
+        return found
+
+    monkeypatch.setattr("ostinato.ops.moe.flashinfer_experts.version", version)
+
+
 def test_why_unsupported(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = torch.device("cuda")
     assert why_unsupported(CPU, torch.bfloat16) == "needs a CUDA device, the model is on cpu"
@@ -227,18 +244,52 @@ def test_why_unsupported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert why_unsupported(cuda, torch.float16) == "needs a CUDA device, none is visible"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    module = "ostinato.ops.moe.flashinfer_experts.find_spec"
-    monkeypatch.setattr(module, lambda name: None)
+    assert why_unsupported(cuda, torch.float16, is_here=False) is None
+    assert why_unsupported(CPU, torch.float16, is_here=False) is not None
+    install_flashinfer(monkeypatch, None)
     assert why_unsupported(cuda, torch.float16) == (
-        "needs FlashInfer, which is not installed; pip install ostinato[flashinfer]"
+        "needs FlashInfer 0.6.18 or newer, which is not installed; pip install ostinato[flashinfer]"
     )
-    monkeypatch.setattr(module, lambda name: name)
+    install_flashinfer(monkeypatch, "0.6.18")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
     assert why_unsupported(cuda, torch.float16) == (
         "needs compute capability 8.9, 9.0, 10.0, 10.3, 10.7, 11.0, 12.0, 12.1, the device has 8.6"
     )
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     assert why_unsupported(cuda, torch.float16) is None
+
+
+@pytest.mark.parametrize(
+    ("found", "is_new_enough"),
+    [
+        ("0.2.14", False),
+        ("0.6.9", False),
+        ("0.6.17.post3", False),
+        ("0.6", False),
+        ("0.6.18.post1", True),
+        ("0.6.18rc1+cu130", True),
+        ("0.7.2.post1", True),
+        ("1.0", True),
+    ],
+)
+def test_an_old_flashinfer_is_refused(
+    monkeypatch: pytest.MonkeyPatch, found: str, is_new_enough: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    install_flashinfer(monkeypatch, found)
+    reason = (
+        f"needs FlashInfer 0.6.18 or newer, {found} is installed; pip install ostinato[flashinfer]"
+    )
+    assert why_unsupported(torch.device("cuda"), torch.float16) == (
+        None if is_new_enough else reason
+    )
+
+
+def test_the_extra_installs_the_least_version() -> None:
+    project = tomllib.loads((Path(ostinato.__file__).parents[1] / "pyproject.toml").read_text())
+    extra = project["project"]["optional-dependencies"]["flashinfer"]
+    assert extra == [f"flashinfer-python>={LEAST_VERSION}"]
 
 
 def test_why_a_shape_is_unsupported() -> None:

@@ -41,7 +41,7 @@ def refusal(run: RunConfig) -> str:
 @pytest.fixture
 def any_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """The check of the device is left out, so that the op's plain form runs on a CPU."""
-    monkeypatch.setattr(engine_plan, "why_unsupported", lambda device, dtype: None)
+    monkeypatch.setattr(engine_plan, "why_unsupported", lambda device, dtype, is_here: None)
 
 
 def test_a_device_or_model_without_such_kernels_is_refused() -> None:
