@@ -215,7 +215,9 @@ def _open_draft(config: EngineConfig, target: ModelSource) -> ModelSource:
     """
     path, method = config.speculation.model, config.speculation.drafter
     key = f"speculation.model={path}" if path else f"speculation.method={method}"
-    remedy = "set speculation.method=auto without a model"
+    remedy = "set speculation.method=auto"
+    if path:
+        remedy += " and leave speculation.model out"
     if target.device.type != "cpu":
         raise StartupError(
             f"{key} needs a CPU, and the model runs on {target.device.type}; {remedy}"
@@ -309,8 +311,8 @@ def _why_no_head(config: EngineConfig, head: ModelSource, target: ModelSource) -
         return f"it was trained for another model: {reason}"
     if head.config.hidden_size != model.hidden_size:
         return (
-            f"its hidden size is {head.config.hidden_size}, and the embeddings of the model, which "
-            f"it reads, have {model.hidden_size} values"
+            f"its hidden size is {head.config.hidden_size}, and the model's is {model.hidden_size}; "
+            "a head reads the model's embeddings"
         )
     return None
 
@@ -330,7 +332,7 @@ def _why_other_vocabulary(
     """How the vocabulary of a draft model differs from the target's; None = no known difference."""
     sizes = draft.config.vocab_size, target.config.vocab_size
     if sizes[0] != sizes[1]:
-        return f"it has another vocabulary, of {sizes[0]} tokens, and the model's has {sizes[1]}"
+        return f"its vocabulary has {sizes[0]} tokens, and the model's has {sizes[1]}"
     if config.model.load_format is LoadFormat.dummy or config.model.tokenizer:
         return None
     paths = draft.checkpoint.path, target.checkpoint.path

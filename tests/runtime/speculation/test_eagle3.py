@@ -135,7 +135,7 @@ def test_the_bundled_head_gives_two_tokens_a_step() -> None:
     [
         (
             {"vocab_size": 3000},
-            "it has another vocabulary, of 3000 tokens, and the model's has 3072",
+            "its vocabulary has 3000 tokens, and the model's has 3072",
         ),
         (
             {"target_hidden_size": 128},

@@ -72,7 +72,7 @@ def refusal(config: RunConfig, device: torch.device | None = None) -> str:
 
 def test_another_vocabulary_is_refused(tmp_path: Path) -> None:
     assert refusal(drafting(tmp_path, vocab_size=301)) == (
-        f"speculation.model={tmp_path} cannot be the draft model: it has another vocabulary, of "
+        f"speculation.model={tmp_path} cannot be the draft model: its vocabulary has "
         "301 tokens, and the model's has 300"
     )
 
@@ -92,7 +92,7 @@ def test_a_directory_that_is_missing_is_named(tmp_path: Path) -> None:
 def test_a_gpu_has_no_draft_model_yet(tmp_path: Path) -> None:
     assert refusal(drafting(tmp_path), torch.device("cuda")) == (
         f"speculation.model={tmp_path} needs a CPU, and the model runs on cuda; set "
-        "speculation.method=auto without a model"
+        "speculation.method=auto and leave speculation.model out"
     )
 
 
@@ -232,7 +232,7 @@ def test_a_next_token_layer_drafts_on_a_cpu() -> None:
     assert both.memory.weights_bytes > alone.memory.weights_bytes
     assert refusal(config, torch.device("cuda")) == (
         "speculation.method=mtp needs a CPU, and the model runs on cuda; set "
-        "speculation.method=auto without a model"
+        "speculation.method=auto"
     )
     with pytest.raises(ConfigError, match="must be left out unless"):
         load_config(["speculation=mtp", "speculation.model=x"])
