@@ -248,7 +248,11 @@ def test_the_registrations_pass_opcheck(dtype: torch.dtype) -> None:
     torch.library.opcheck(ops.packed_rows.default, (packed, torch.tensor([44, 1]), 45, 21))
 
 
-def test_one_graph_serves_every_number_of_rows() -> None:
+# Inductor's compiler takes 20 s here. tests/graphs/compiler compiles layers with it.
+@pytest.mark.parametrize(
+    "compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
+)
+def test_one_graph_serves_every_number_of_rows(compiler: str) -> None:
     _, embedding, _ = linear_problem(1, 60, 24, torch.bfloat16)
     _, weight, bias = linear_problem(1, 24, 24, torch.bfloat16)
     embedding_packed, weight_packed = pack_linear_weight(embedding), pack_linear_weight(weight)
@@ -258,7 +262,7 @@ def test_one_graph_serves_every_number_of_rows() -> None:
         hidden = hidden + packed_linear(hidden, weight_packed, bias, 24).relu()
         return packed_linear(hidden, embedding_packed, None, 60, float32_output=True)
 
-    counter = CompileCounterWithBackend("inductor")
+    counter = CompileCounterWithBackend(compiler)
     compiled = torch.compile(program, fullgraph=True, dynamic=True, backend=counter)
     for rows in (3, 2, 17, 100):  # torch.compile always makes separate programs for 0 and 1
         ids = torch.arange(rows) * 7 % 60
