@@ -311,8 +311,8 @@ def _why_no_head(config: EngineConfig, head: ModelSource, target: ModelSource) -
         return f"it was trained for another model: {reason}"
     if head.config.hidden_size != model.hidden_size:
         return (
-            f"its hidden size is {head.config.hidden_size}, and the model's is {model.hidden_size}; "
-            "a head reads the model's embeddings"
+            f"its hidden size is {head.config.hidden_size}, and the model's is {model.hidden_size}"
+            "; a head reads the model's embeddings"
         )
     return None
 
