@@ -416,7 +416,7 @@ def main(arguments: list[str]) -> None:
     try:
         for name, command in _commands(options).items():
             _show(f"loading {name}")
-            preload = options.vllm_preload if name == "vllm" else ""
+            preload = options.vllm_preload if name.startswith("vllm") else ""
             engines.append(
                 Engine(name, command, variables | ({"LD_PRELOAD": preload} if preload else {}))
             )
