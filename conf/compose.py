@@ -90,7 +90,8 @@ def expand_sweep(
             continue
         if not override.is_discrete_sweep():
             raise ConfigError(
-                f"{override.input_line}: list the values, as in {key}=1,2,4 or {key}=range(1,9,2)"
+                f"{override.input_line}: only values that are listed can be swept; "
+                f"list the values, as in {key}=1,2,4 or {key}=range(1,9,2)"
             )
         swept[key] = list(override.sweep_string_iterator())
     if not swept:
@@ -297,7 +298,7 @@ def _checked(override: Override, groups: Mapping[str, Sequence[str]], trial: Dic
     sections = {name.partition(".")[0] for name in keys}
     if key not in keys and key not in groups and key not in sections:
         close = nearest(key, [*keys, *groups])
-        hint = f"did you mean {close}?" if close else "see run --help"
+        hint = f"did you mean {close}?" if close else "run <command> --help lists the keys"
         raise ConfigError(f"{text}: there is no key {key!r}; {hint}")
     if override.type is OverrideType.DEL:
         raise ConfigError(f"{text}: {key} cannot be deleted; set it to its default instead")

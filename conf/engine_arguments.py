@@ -141,7 +141,7 @@ def _name(value: object) -> object:
     """The only name of the model. vLLM takes several names."""
     names = cast(list[object], value) if isinstance(value, list | tuple) else [value]
     if len(names) != 1:
-        raise ValueError("a model is served under one name")
+        raise ValueError("a model is served under one name; give one")
     return names[0]
 
 
@@ -215,7 +215,7 @@ ARGUMENTS: dict[str, Argument] = {
     "max_model_len": Argument(setting="model.max_model_len", read=_tokens, default=("auto", -1)),
     "load_format": Argument(
         setting="model.load_format",
-        read=_one_of({"dummy": "dummy"}, "the format of a checkpoint is recognised"),
+        read=_one_of({"dummy": "dummy"}, "a checkpoint's format is recognised; leave it out"),
         default=("auto", "safetensors"),
     ),
     "model_impl": Argument(
@@ -227,27 +227,29 @@ ARGUMENTS: dict[str, Argument] = {
     ),
     "quantization": Argument(
         setting="model.quantization",
-        read=_one_of(_QUANTIZATIONS, "weights are quantised while they are loaded"),
+        read=_one_of(_QUANTIZATIONS, "a checkpoint's own quantisation is recognised; leave it out"),
         default=("none",),
     ),
     "chat_template": Argument(setting="model.chat_template", read=str),
     "hf_overrides": Argument(setting="model.config", read=_json, default=("{}",)),
     "generation_config": Argument(
         setting="sampling.use_generation_config",
-        read=_one_of({"vllm": False}, "sampling defaults are the model's"),
+        read=_one_of(
+            {"vllm": False}, "the model's own generation_config.json is read; leave it out"
+        ),
         default=("auto",),
     ),
     "tokenizer_revision": Argument(
         reason="the tokenizer is read at the revision of the model; use revision"
     ),
-    "tokenizer_mode": Argument(default=("auto",), reason="the tokenizer.json of the model is used"),
+    "tokenizer_mode": Argument(default=("auto",), reason="tokenizer.json is used; leave it out"),
     "skip_tokenizer_init": Argument(
         default=(False,), is_flag=True, reason="the tokenizer is loaded; send prompt_token_ids"
     ),
     "trust_remote_code": Argument(
         default=(False,), is_flag=True, reason="code of a checkpoint is never run; leave it out"
     ),
-    "config_format": Argument(default=("auto", "hf"), reason="a config.json is read"),
+    "config_format": Argument(default=("auto", "hf"), reason="a config.json is read; leave it out"),
     "task": Argument(default=("auto",), reason=_TASKS),
     "runner": Argument(default=("auto",), reason=_TASKS),
     "convert": Argument(default=("auto",), reason=_TASKS),
@@ -259,7 +261,8 @@ ARGUMENTS: dict[str, Argument] = {
     "kv_cache_dtype": Argument(
         setting="cache.dtype",
         read=_one_of(
-            {"fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3"}, "keys and values are of the model's type"
+            {"fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3"},
+            "there is no such type of keys and values; see cache.dtype for all",
         ),
         default=("auto",),
     ),
@@ -278,7 +281,9 @@ ARGUMENTS: dict[str, Argument] = {
     "scheduling_policy": Argument(setting="scheduler.policy"),
     "async_scheduling": Argument(setting="scheduler.overlap", read=_flag, is_flag=True),
     "enable_chunked_prefill": Argument(
-        default=(True,), is_flag=True, reason="long prompts are always computed in parts"
+        default=(True,),
+        is_flag=True,
+        reason="long prompts are always computed in parts; leave it out",
     ),
     # Compilation and kernels.
     "enforce_eager": Argument(setting="graphs.mode", read=_eager, default=(False,), is_flag=True),
@@ -357,7 +362,9 @@ ARGUMENTS: dict[str, Argument] = {
         for_server=True,
     ),
     "response_role": Argument(
-        default=("assistant",), for_server=True, reason="replies are of the role assistant"
+        default=("assistant",),
+        for_server=True,
+        reason="replies have the role assistant; leave it out",
     ),
     "enable_log_requests": Argument(
         default=(True,),
@@ -374,7 +381,7 @@ ARGUMENTS: dict[str, Argument] = {
     "config": Argument(
         for_server=True, reason="options are files of --config-dir DIR, see run serve --help"
     ),
-    "root_path": Argument(default=("",), for_server=True, reason="routes begin at /"),
+    "root_path": Argument(default=("",), for_server=True, reason="routes begin at /; leave it out"),
     "seed": Argument(
         for_server=True,
         reason="a request states its own seed; model.seed is that of random weights",

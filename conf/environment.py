@@ -77,7 +77,7 @@ def require_writable(file: Path, key: str) -> None:
     except OSError as error:
         reason = error.strerror or str(error)
         raise ConfigError(
-            f"{key}: {file} cannot be written ({reason}); name a file that can"
+            f"{key}: {file} cannot be written ({reason}); name a file that can be written"
         ) from error
 
 

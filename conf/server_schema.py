@@ -234,8 +234,8 @@ class ServerConfig(Section):
         Section.__post_init__(self)
         if not all(is_api_key(key) for key in self.api_keys):
             raise ValueError(
-                "server.api_keys must be texts without spaces, one has spaces, is empty or not "
-                "ASCII (which one is not shown)"
+                "server.api_keys must be texts of ASCII characters without spaces; one of them is "
+                "empty, has a space or is not ASCII (it is not shown)"
             )
         if bool(self.tls_certificate) != bool(self.tls_key):
             refuse(

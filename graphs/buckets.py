@@ -85,15 +85,13 @@ def why_incomplete(capture_sizes: Collection[int], max_num_seqs: int) -> str | N
     name = f"graphs.capture_sizes={sorted(capture_sizes)}"
     parts: list[str] = []
     if above := sorted(size for size in capture_sizes if size > max_num_seqs):
-        parts.append(
-            f"{', '.join(map(str, above))} cannot occur with scheduler.max_num_seqs={max_num_seqs}"
-            " and is left out"
-        )
+        sizes = ", ".join(map(str, above))
+        parts.append(f"{sizes} left out, because scheduler.max_num_seqs={max_num_seqs} is less")
     largest = max((size for size in capture_sizes if size <= max_num_seqs), default=0)
     if largest < max_num_seqs:
         parts.append(
-            f"decode steps of {largest + 1} to {max_num_seqs} sequences have no decode bucket; add "
-            f"{max_num_seqs} to it, or leave it empty, to capture them"
+            f"decode steps of {largest + 1} to {max_num_seqs} sequences have no decode bucket; to "
+            f"capture them add {max_num_seqs} to the list, or leave the list empty"
         )
     return f"{name}: {'; '.join(parts)}" if parts else None
 

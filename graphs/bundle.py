@@ -168,7 +168,7 @@ class Bundle:
         except OSError as error:
             _LOG.warning(
                 "the compiled bundle is not kept, the next start compiles again: %s cannot be "
-                "written: %s; set graphs.bundle_dir to a directory that can",
+                "written: %s; set graphs.bundle_dir to a directory that can be written",
                 self.directory,
                 error.strerror or error,
             )

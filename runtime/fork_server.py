@@ -273,7 +273,7 @@ def _reason(code: int, room: int, cpu_s: float, limits: JobLimits) -> FailureRea
         if 0 <= room < limits.memory_bytes:
             text = f"ran out of the {room >> 20} MiB that the limit of the system leaves it"
             return FailureReason(text, Fault.start)
-        text = f"more than {limits.memory_bytes >> 20} MiB of memory or too deep a nesting"
+        text = f"more than {limits.memory_bytes >> 20} MiB of memory, or it is nested too deeply"
         return FailureReason(text, Fault.job)
     name = f"exit code {code}" if code >= 0 else f"signal {-code}"
     return FailureReason(f"ended with {name}", Fault.unknown)

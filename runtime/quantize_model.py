@@ -112,7 +112,9 @@ def _load(source: ModelSource, section: QuantizeSection) -> CausalLM:
             "use the checkpoint before quantization"
         )
     if section.format == "awq" and section.bits != 4:
-        raise StartupError(f"quantize.format=awq has 4 bits, got quantize.bits={section.bits}")
+        raise StartupError(
+            f"quantize.format=awq has 4 bits, got quantize.bits={section.bits}; set quantize.bits=4"
+        )
     model = build_model(
         source.config,
         dtype=torch.float32,
@@ -136,7 +138,8 @@ def _load(source: ModelSource, section: QuantizeSection) -> CausalLM:
             if module.in_features % section.group_size:
                 raise StartupError(
                     f"quantize.group_size={section.group_size} does not divide the "
-                    f"{module.in_features} inputs of layers.{name}; choose 32, 64 or 128"
+                    f"{module.in_features} inputs of layers.{name}; choose another: "
+                    "32, 64 or 128"
                 )
     load_weights(model, source.checkpoint)
     return model
@@ -170,7 +173,7 @@ def _read_texts(
         rows = [ids[i : i + section.length] for i in range(0, len(ids), section.length)]
         rows = [row for row in rows if len(row) > 1][: section.samples]
         if file and not rows:
-            raise StartupError(f"quantize.{key}={file}: the file has less than 2 tokens")
+            raise StartupError(f"quantize.{key}={file}: the file has fewer than 2 tokens")
         found.append(rows)
     return found[0], found[1]
 

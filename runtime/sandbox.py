@@ -187,7 +187,9 @@ class SandboxProcess:
             if own != resource.RLIM_INFINITY and own < limits.memory_bytes:
                 text = f"ran out of the {own >> 20} MiB that the server's processes may have"
                 return FailureReason(text, Fault.start)
-            text = f"more than {limits.memory_bytes >> 20} MiB of memory or too deep a nesting"
+            text = (
+                f"more than {limits.memory_bytes >> 20} MiB of memory, or it is nested too deeply"
+            )
             return FailureReason(text, Fault.job)
         if code == _TOO_LONG:
             return FailureReason(f"more than {limits.answer_bytes >> 20} MiB of text", Fault.job)

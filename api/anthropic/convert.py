@@ -121,8 +121,11 @@ def _thinking_fields(body: CountTokensRequest) -> dict[str, Any]:
     if thinking is None:
         return {"reasoning_effort": effort}
     if (thinking.type == "enabled") == (thinking.budget_tokens is None):
+        needed = "required with thinking.type=enabled; give a number of tokens"
+        if thinking.budget_tokens is not None:
+            needed = f"only for thinking.type=enabled, got {thinking.type}; leave it out"
         raise InvalidRequestError(
-            "thinking.budget_tokens is for thinking.type enabled, and required then",
+            f"thinking.budget_tokens is {needed}",
             param="thinking.budget_tokens",
             code="invalid_value",
         )
@@ -158,7 +161,8 @@ def _messages(turn: Turn, place: str) -> list[Message]:
         if not isinstance(block, _BLOCKS[turn.role]):
             name = block.__struct_config__.tag
             raise InvalidRequestError(
-                f"{place}.content[{index}]: a message of the {turn.role} has no {name} block",
+                f"{place}.content[{index}]: a message of the role {turn.role} cannot have a "
+                f"{name} block",
                 param=f"{place}.content[{index}].type",
                 code="invalid_value",
             )

@@ -222,7 +222,11 @@ def _explain(
         return f"there is no {place}; {hint}", "not_found"
     if error.status_code == 405:
         allowed = (error.headers or {}).get("allow", "another method")
-        return f"{place} is not possible here; use {allowed}", "method_not_allowed"
+        text = f"{request.url.path} does not take {request.method}; use {allowed}"
+        return text, "method_not_allowed"
     if error.status_code == 413:
-        return f"the body is larger than server.max_body_mib={max_body_mib:g} MiB", "body_too_large"
+        text = (
+            f"the body is larger than server.max_body_mib={max_body_mib:g} MiB; send a smaller one"
+        )
+        return text, "body_too_large"
     return error.detail, "invalid_request"

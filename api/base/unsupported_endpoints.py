@@ -32,10 +32,10 @@ _INSTEAD = {
 _MISSING_FEATURES = {
     "/collective_rpc": "calls into worker processes",
     "/generative_scoring": "scores of generated items",
-    "/is_paused": "pausing the engine",
+    "/is_paused": "an engine that can be paused",
     "/is_sleeping": "models that can be unloaded while the server runs",
-    "/pause": "pausing the engine",
-    "/resume": "pausing the engine",
+    "/pause": "an engine that can be paused",
+    "/resume": "an engine that can be paused",
     "/scale_elastic_ep": "a number of engines that changes while the server runs",
     "/sleep": "models that can be unloaded while the server runs",
     "/v1/audio/speech": "text-to-speech models",

@@ -90,13 +90,13 @@ def _answer(form: AnswerForm, part: dict[str, Any]) -> dict[str, Any]:
 
 def _part(wanted: StructuredOutputsParams) -> dict[str, Any]:
     """The request's constraint as a format within a structural tag."""
-    if wanted.kind == "json_object":
-        return {"type": "json_schema", "json_schema": {"type": "object"}}
     has_options = (
         wanted.disable_any_whitespace
         or wanted.disable_additional_properties
         or wanted.whitespace_pattern is not None
     )
+    if wanted.kind == "json_object" and not has_options:
+        return {"type": "json_schema", "json_schema": {"type": "object"}}
     if wanted.kind == "json" and isinstance(wanted.json, dict | bool) and not has_options:
         return {"type": "json_schema", "json_schema": wanted.json}
     if wanted.kind == "regex" and wanted.regex is not None:
@@ -105,9 +105,10 @@ def _part(wanted: StructuredOutputsParams) -> dict[str, Any]:
         texts = [{"type": "const_string", "value": text} for text in wanted.choice]
         return {"type": "or", "elements": texts}
     raise InvalidRequestError(
-        f"tools cannot be combined with this structured_outputs.{wanted.kind}; they can be"
-        " combined with regex, choice, json_object, and json whose schema is an object; json and"
-        " json_object without options for white space or properties",
+        f"tools cannot be combined with this structured_outputs.{wanted.kind}. They can be combined"
+        " with regex and choice, with json if its schema is not given as text, and with"
+        " json_object; json and json_object then take no options for white space or additional"
+        " properties",
         param="tools",
         code="invalid_value",
     )

@@ -157,7 +157,7 @@ def _only_names(
         known = [known for known in names if (known in custom) == is_custom]
         if name not in known:
             has = f"tools has {', '.join(known)}" if known else f"tools has no {kind}"
-            raise _invalid("tool_choice", f"tool_choice names the {kind} {name!r}, {has}")
+            raise _invalid("tool_choice", f"tool_choice names the {kind} {name!r}, and {has}")
     return frozenset(_named(one)[0] for one in allowed)
 
 

@@ -177,7 +177,7 @@ def _parse(number: int, row: bytes, urls: frozenset[str]) -> BatchLine:
             f"{request.url[:100]!r}"
         )
     elif _streams(bytes(request.body)):
-        problem = f"line {number}: body.stream must be false, a file holds whole answers"
+        problem = f"line {number}: body.stream must be false; a file holds whole answers"
     return BatchLine(
         number=number,
         custom_id=request.custom_id,

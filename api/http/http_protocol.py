@@ -212,8 +212,8 @@ class HttpProtocol(HttpToolsProtocol):
             if room <= 0:
                 self._refuse(
                     431,
-                    f"the headers, or the trailers and chunk extensions of the body, have more than"
-                    f" server.max_header_kib={limit / 1024:g}; send fewer or shorter ones",
+                    "the headers, or the trailers and chunk extensions of the body, are larger than"
+                    f" server.max_header_kib={limit / 1024:g} KiB; send fewer or shorter ones",
                     "headers_too_large",
                 )
                 return

@@ -43,7 +43,7 @@ class TraceRecorder:
             self._file = expand_user(path).open("a", encoding="utf-8", buffering=1)
         except OSError as error:
             raise StartupError(
-                f"server.record_trace={path} cannot be written: {error.strerror}"
+                f"server.record_trace={path} cannot be written: {error.strerror}; name another file"
             ) from error
         self._path = path
         self._is_broken = False

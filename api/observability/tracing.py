@@ -60,7 +60,7 @@ class Tracer:
         except ImportError as error:
             raise StartupError(
                 f"server.otlp_endpoint={endpoint} needs the OpenTelemetry SDK ({error}):"
-                " pip install 'ostinato[otel]', or leave it empty"
+                " pip install 'ostinato[otel]', or leave the setting empty"
             ) from error
         resource = Resource.create({"service.name": "ostinato", "service.version": __version__})
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)

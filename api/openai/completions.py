@@ -93,7 +93,7 @@ def prompts(body: CompletionRequest) -> list[str] | list[list[int]]:
     if len(inputs) > 1 and num_sequences > _MAX_SEQUENCES:
         raise InvalidRequestError(
             f"prompt has {len(inputs)} prompts, {num_sequences} sequences with n and best_of; a"
-            f" request may have {_MAX_SEQUENCES}: send several",
+            f" request may have {_MAX_SEQUENCES}: send several requests",
             param="prompt",
         )
     return inputs

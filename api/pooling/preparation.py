@@ -146,7 +146,8 @@ def _scores(
     model = preparation.model
     if len(pairs) > _MAX_PAIRS:
         raise InvalidRequestError(
-            f"{param} makes {len(pairs)} pairs, a request may have {_MAX_PAIRS}: send several",
+            f"{param} makes {len(pairs)} pairs, and a request may have {_MAX_PAIRS}: send several"
+            " requests",
             param=param,
             code="invalid_value",
         )
@@ -199,7 +200,8 @@ def _encode_inputs(preparation: Preparation, body: EmbeddingRequest) -> list[lis
     inputs = read_inputs(body.input, "input")
     if len(inputs) > _MAX_INPUTS:
         raise InvalidRequestError(
-            f"input has {len(inputs)} inputs, a request may have {_MAX_INPUTS}: send several",
+            f"input has {len(inputs)} inputs, and a request may have {_MAX_INPUTS}: send several"
+            " requests",
             param="input",
             code="invalid_value",
         )

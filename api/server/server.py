@@ -250,12 +250,12 @@ class _Server:
         unfinished = self._client.num_unfinished
         if not unfinished:
             return
-        _LOG.info("finishing %d sequences, for at most %g s", unfinished, timeout_s)
+        _LOG.info("unfinished sequences: %d; waiting at most %g s for them", unfinished, timeout_s)
         drain = asyncio.create_task(self._client.drain(timeout_s))
         cut = asyncio.create_task(self._signals.second.wait())
         await asyncio.wait({drain, cut}, return_when=asyncio.FIRST_COMPLETED)
         if self._client.num_unfinished:
-            _LOG.warning("%d sequences are cut off", self._client.num_unfinished)
+            _LOG.warning("sequences that are cut off: %d", self._client.num_unfinished)
         for task in (drain, cut):
             task.cancel()
         await asyncio.gather(drain, cut, return_exceptions=True)

@@ -126,7 +126,7 @@ def resolve_sampling(
     if length >= model.max_model_len:
         raise InvalidRequestError(
             f"prompt has {length} tokens, and the context of {model.name} holds "
-            f"{model.max_model_len} with at least 1 for the answer; shorten it",
+            f"{model.max_model_len}, of which the answer needs at least 1; shorten the prompt",
             param="prompt",
             code="context_length_exceeded",
         )

@@ -65,9 +65,9 @@ def divide(
     if gpus:
         num_ranks = config.parallel.num_ranks
         if len(gpus) < num_replicas * num_ranks:
-            needed = "a GPU" if num_ranks == 1 else f"{num_ranks} GPUs, one for a rank,"
+            needed = "a GPU each" if num_ranks == 1 else f"{num_ranks} GPUs each, one for each rank"
             raise StartupError(
-                f"{num_replicas} engines on this machine take {needed} each, and this process sees "
+                f"{num_replicas} engines on this machine need {needed}, and this process sees "
                 f"{len(gpus)}; lower parallel.data, or set device.name=cpu"
             )
         parts = [gpus[number * num_ranks :][:num_ranks] for number in range(num_replicas)]

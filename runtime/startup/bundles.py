@@ -71,7 +71,9 @@ def planned_isa(device: DeviceConfig) -> str:
     try:
         check_runnable(device.isa.value)
     except ValueError as error:
-        raise StartupError(f"device.isa={device.isa}: {error}; choose one or auto") from error
+        raise StartupError(
+            f"device.isa={device.isa}: {error}; choose one of these or auto"
+        ) from error
     return device.isa.value
 
 

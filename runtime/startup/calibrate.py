@@ -186,7 +186,7 @@ def make_scheduler(  # noqa: PLR0913 - the parts of a scheduler
         if costs is None:
             raise StartupError(
                 f"scheduler.itl_target_ms={target_ms:g} needs measured step costs, but "
-                f"graphs.cost_table_budget_s=0; raise it, or leave it null"
+                "graphs.cost_table_budget_s=0; raise the second, or leave one of them null"
             )
         bound = ItlBound(costs, target_ms / 1e3, least_chunk=cache.block_size)
         if (alone_ms := costs.decode_seconds(1, 0) * 1e3) > target_ms:

@@ -69,7 +69,7 @@ class StructuredOutputsParams(
         ):
             raise ValueError(
                 f"structured_outputs.choice must be 1 to {MAX_CHOICES} texts that are not empty, "
-                f"got {len(self.choice)}"
+                f"got {len(self.choice)}, {self.choice.count('')} of them empty"
             )
         for name in ("disable_any_whitespace", "disable_additional_properties"):
             if getattr(self, name) and self.kind not in ("json", "json_object"):

@@ -137,5 +137,5 @@ def test_a_result_that_can_not_be_written_is_refused_at_once(tmp_path):
         require_writable(tmp_path / "file" / "x.json", "bench.output")
     assert str(raised.value) == (
         f"bench.output: {tmp_path}/file/x.json cannot be written (File exists); name a file that "
-        "can"
+        "can be written"
     )

@@ -84,7 +84,7 @@ def test_home_is_expanded():
         ),
         ("modle=demo", "modle=demo: there is no key 'modle'; did you mean model?"),
         ("port=1", "port=1: there is no key 'port'; did you mean server.port?"),
-        ("+zzz=1", "+zzz=1: there is no key 'zzz'; see run --help"),
+        ("+zzz=1", "+zzz=1: there is no key 'zzz'; run <command> --help lists the keys"),
         ("cache.block_size=17", "cache.block_size must be one of 8, 16, 32, 64, 128, got 17"),
         ("cache.block_size=big", "cache.block_size must be one of 8, 16, 32, 64, 128, got 'big'"),
         ("cache.block_size=null", "cache.block_size must be one of 8, 16, 32, 64, 128, got None"),

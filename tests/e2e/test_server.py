@@ -284,7 +284,7 @@ class TestTheWayDown:
                 held.enter_context(server.held_engine())
                 with server.sent("/v1/completions", body, "first") as connection:
                     server.signal(signal.SIGTERM)
-                    server.wait_for_line("finishing 1 sequences")
+                    server.wait_for_line("unfinished sequences: 1;")
                     refused = HTTP.post(f"{server.url}/v1/completions", json={"prompt": "x"})
                     held.close()
                     events = connection.getresponse().read().decode().split("\n\n")
@@ -321,7 +321,7 @@ class TestTheWayDown:
                 next(lines)
                 with server.held_engine():
                     server.signal(signal.SIGINT)
-                    server.wait_for_line("finishing ")
+                    server.wait_for_line("unfinished sequences: ")
                     server.signal(signal.SIGINT)
                     last = [line for line in lines if line][-1]
             assert "error" in json.loads(last[6:])

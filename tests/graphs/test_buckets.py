@@ -86,12 +86,11 @@ def test_default_sizes_cover_the_largest_batch() -> None:
         (
             [4, 2],
             "graphs.capture_sizes=[2, 4]: decode steps of 5 to 8 sequences have no decode bucket; "
-            "add 8 to it, or leave it empty, to capture them",
+            "to capture them add 8 to the list, or leave the list empty",
         ),
         (
             [8, 32],
-            "graphs.capture_sizes=[8, 32]: 32 cannot occur with scheduler.max_num_seqs=8 and is "
-            "left out",
+            "graphs.capture_sizes=[8, 32]: 32 left out, because scheduler.max_num_seqs=8 is less",
         ),
     ],
 )

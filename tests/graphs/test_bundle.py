@@ -169,7 +169,7 @@ def test_a_place_that_can_not_be_written_gives_one_warning(
     assert contents(bundle) == FILES  # the start itself goes on
     (line,) = warnings_of(caplog)
     assert line.startswith("the compiled bundle is not kept, the next start compiles again: ")
-    assert line.endswith("set graphs.bundle_dir to a directory that can")
+    assert line.endswith("set graphs.bundle_dir to a directory that can be written")
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs limits of a process")

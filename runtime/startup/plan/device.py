@@ -36,7 +36,7 @@ def choose_isa(config: DeviceConfig, *, is_cpu: bool) -> None:
     try:
         use_isa(config.isa.value)
     except ValueError as error:
-        raise StartupError(f"{setting}: {error}; or leave it at auto") from error
+        raise StartupError(f"{setting}: {error}; or leave device.isa at auto") from error
 
 
 def resolve_device(name: DeviceName) -> torch.device:

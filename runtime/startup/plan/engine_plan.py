@@ -273,7 +273,7 @@ def check_determinism(plan: EnginePlan) -> None:
             reason += "; set device.name=cpu"
         raise StartupError(
             f"runtime.determinism=bitwise, but the bits of an answer would depend on its batch: "
-            f"{reason}; or leave it at auto"
+            f"{reason}; or leave runtime.determinism at auto"
         )
 
 

@@ -325,6 +325,7 @@ class TestRefused:
             ({"tools": [function(parameters={"type": "array"})]}, "tools[0].function.parameters"),
             ({"tools": [ADD], "tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice"),
             ({"tools": [ADD], "structured_outputs": {"grammar": "start: \"a\""}}, "tools"),
+            ({"tools": [ADD], "structured_outputs": {"json_object": True, "disable_any_whitespace": True}}, "tools"),
             ({"tool_choice": "sometimes"}, "tool_choice"),
             ({"messages": [{"role": "user"}]}, "messages[0].content"),
             ({"messages": [{"role": "tool", "content": "2"}]}, "messages[0].tool_call_id"),

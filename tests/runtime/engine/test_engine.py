@@ -146,9 +146,9 @@ def test_a_bucket_list_that_ends_too_early_gives_a_warning(
         record for record in caplog.records if record.name == "ostinato.runtime.startup.rank"
     ]
     assert [record.getMessage() for record in records] == [
-        "graphs.capture_sizes=[1, 2, 16]: 16 cannot occur with scheduler.max_num_seqs=8 and is "
-        "left out; decode steps of 3 to 8 sequences have no decode bucket; add 8 to it, or leave "
-        "it empty, to capture them"
+        "graphs.capture_sizes=[1, 2, 16]: 16 left out, because scheduler.max_num_seqs=8 is "
+        "less; decode steps of 3 to 8 sequences have no decode bucket; to capture them add 8 to "
+        "the list, or leave the list empty"
     ]
     assert generate(short, make_prompts()) == expected
     assert short.stats().steps_by_kind["captured"] > 0

@@ -42,7 +42,7 @@ def test_every_replica_has_a_gpu_of_its_own() -> None:
 
 
 def test_too_few_gpus_are_refused() -> None:
-    with pytest.raises(StartupError, match=r"3 engines on this machine take a GPU each.* 2;"):
+    with pytest.raises(StartupError, match=r"3 engines on this machine need a GPU each.* 2;"):
         divide(CONFIG, 3, cores=8, free_bytes=24 * GIB, gpus=["0", "1"])
 
 
@@ -52,7 +52,7 @@ def test_a_replica_of_several_ranks_has_a_gpu_for_each() -> None:
     found = divide(config, 2, cores=8, free_bytes=24 * GIB, gpus=gpus)
     assert [one.gpus for one in found] == ["0,GPU-5", "2,3"]
     with pytest.raises(
-        StartupError, match=r"3 engines on this machine take 2 GPUs, .* each, .* sees 5;"
+        StartupError, match=r"3 engines on this machine need 2 GPUs each, .* sees 5;"
     ):
         divide(config, 3, cores=8, free_bytes=24 * GIB, gpus=gpus)
 

@@ -46,7 +46,7 @@ def test_the_plan_knows_why(overrides: list[str], reason: str | None) -> None:
         make_plan(wanted, threads=1)
     assert str(refused.value) == (
         "runtime.determinism=bitwise, but the bits of an answer would depend on its batch: "
-        f"{reason}; or leave it at auto"
+        f"{reason}; or leave runtime.determinism at auto"
     )
 
 
@@ -55,7 +55,9 @@ def test_a_gpu_promises_no_bits() -> None:
     on_gpu = replace(plan, source=replace(plan.source, device=torch.device("cuda")))
     assert on_gpu.determinism == "none"
     wanted = replace(on_gpu, config=tiny_config("runtime.determinism=bitwise").engine)
-    with pytest.raises(StartupError, match=r"on cuda choose .*; set device.name=cpu; or leave it"):
+    with pytest.raises(
+        StartupError, match=r"on cuda choose .*; set device.name=cpu; or leave runtime.determinism"
+    ):
         check_determinism(wanted)
 
 

@@ -35,7 +35,7 @@ def test_another_one_in_the_same_process_is_refused() -> None:
             LLM(config=tiny_config(f"device.isa={other}"))
         assert str(refused.value) == (
             f"device.isa={other}: this process uses {used} already; choose {other} in another "
-            "process; or leave it at auto"
+            "process; or leave device.isa at auto"
         )
 
 
@@ -47,7 +47,7 @@ def test_one_that_the_machine_does_not_run_ends_the_start(monkeypatch: pytest.Mo
         prepare_kernels(config.model, config.device, config.graphs)
     assert str(refused.value) == (
         "device.isa=amx: amx does not run here (the processor reports no amx_tile); this machine "
-        "runs avx2, portable; choose one or auto"
+        "runs avx2, portable; choose one of these or auto"
     )
 
 
