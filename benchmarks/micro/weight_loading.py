@@ -31,7 +31,7 @@ from torch import Tensor
 
 import ostinato
 from ostinato.benchmarks.machine.probes import commit_of
-from ostinato.benchmarks.micro.random_gguf import write_random_gguf
+from ostinato.benchmarks.workload.random_gguf import write_random_gguf
 from ostinato.conf.compose import load_config
 from ostinato.conf.schema import ModelSection, Quantization
 from ostinato.models.base import LanguageModel

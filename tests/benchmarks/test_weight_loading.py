@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ostinato.benchmarks.micro.random_gguf import write_random_gguf
 from ostinato.benchmarks.micro.weight_loading import GGUF_TYPES, measure
+from ostinato.benchmarks.workload.random_gguf import write_random_gguf
 from ostinato.models.gguf.gguf_file import TENSOR_TYPES
 from ostinato.ops.native.library import load
 from tests.models.random_checkpoints import VARIANTS, reference_model
