@@ -27,7 +27,10 @@ __all__ = (
     "write_option",
 )
 
-_ENGINE = ("model", "device", "cache", "scheduler", "speculation", "graphs", "runtime", "sampling")
+_ENGINE = (
+    *("model", "device", "cache", "scheduler", "speculation", "graphs", "runtime", "sampling"),
+    "parallel",
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -237,7 +237,9 @@ def test_the_highest_load_is_where_the_goals_begin_to_fail(tmp_path: Path):
 
 
 def test_a_written_option_gives_the_tuned_configuration(tmp_path: Path):
-    config = load_config(["model=llama-45m", "graphs.mode=compiled", "server.port=1234"])
+    config = load_config(
+        ["model=llama-45m", "graphs.mode=compiled", "server.port=1234", "parallel.tensor=2"]
+    )
     values = {
         "scheduler.itl_target_ms": 31.5,
         "scheduler.max_num_seqs": 8,
@@ -249,7 +251,16 @@ def test_a_written_option_gives_the_tuned_configuration(tmp_path: Path):
     path = write_option(tmp_path, "mine", option_text(tuned, ["Made by a test.", "# twice"]))
     assert path == tmp_path / "tuned" / "mine.yaml"
     loaded = load_config(["tuned=mine"], config_dir=str(tmp_path))
-    for name in ("model", "device", "cache", "scheduler", "speculation", "graphs", "sampling"):
+    for name in (
+        "model",
+        "device",
+        "cache",
+        "scheduler",
+        "speculation",
+        "graphs",
+        "sampling",
+        "parallel",
+    ):
         assert getattr(loaded, name) == getattr(tuned, name)
     assert loaded.server.port == 8000  # the option has the engine's settings only
     again = load_config(["tuned=mine", "scheduler.max_num_seqs=4"], config_dir=str(tmp_path))
