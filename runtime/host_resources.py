@@ -8,21 +8,36 @@ from pathlib import Path
 
 __all__ = ("FreeMemory", "available_cores", "free_host_memory")
 
-_CGROUP_CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
+_CGROUP_ROOT, _MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
-def available_cores() -> int:
-    """CPU cores that this process may use: the smaller of its affinity mask and cgroup quota."""
+def available_cores(*, cgroup_root: Path = _CGROUP_ROOT, membership: Path = _MEMBERSHIP) -> int:
+    """CPU cores that this process may use, at least 1.
+
+    It is the smallest of its affinity mask and the quota of every enclosing cgroup, rounded down.
+    """
     cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
+    quotas = (
+        _cpu_quota(directory, is_unified=is_unified)
+        for directory, is_unified in _enclosing_groups(cgroup_root, membership, "cpu")
+    )
+    return max(1, min([cores, *(int(quota) for quota in quotas if quota is not None)]))
+
+
+def _cpu_quota(directory: Path, *, is_unified: bool) -> float | None:
+    """The cores that a cgroup may use; None = no limit."""
     try:
-        quota, period = _CGROUP_CPU_MAX.read_text().split()
+        if is_unified:
+            quota, period = (directory / "cpu.max").read_text().split()
+        else:
+            quota = (directory / "cpu.cfs_quota_us").read_text()
+            period = (directory / "cpu.cfs_period_us").read_text()
+        cores = int(quota) / int(period)  # ValueError for "max", no limit
     except (OSError, ValueError):
-        return cores
-    if quota == "max":
-        return cores
-    return max(1, min(cores, int(quota) // int(period)))
+        return None
+    return None if cores < 0 else cores  # version 1 has -1 for no limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,8 +51,8 @@ class FreeMemory:
 
 def free_host_memory(
     *,
-    cgroup_root: Path = Path("/sys/fs/cgroup"),
-    membership: Path = Path("/proc/self/cgroup"),
+    cgroup_root: Path = _CGROUP_ROOT,
+    membership: Path = _MEMBERSHIP,
 ) -> FreeMemory:
     """The memory that this process can still allocate on the host.
 
@@ -60,31 +75,39 @@ def free_host_memory(
     return best
 
 
-def _cgroup_limits(root: Path, membership: Path) -> list[tuple[int, int]]:
-    """(limit, bytes in use without inactive file cache) of every enclosing cgroup with a limit."""
+def _enclosing_groups(root: Path, membership: Path, controller: str) -> list[tuple[Path, bool]]:
+    """The cgroups of this process that may limit a resource, from its own to the root.
+
+    Returns:
+        (directory, whether the hierarchy is unified, which is version 2) of each.
+    """
     try:
         lines = membership.read_text().splitlines()
     except OSError:
         return []
-    found: list[tuple[int, int]] = []
+    found: list[tuple[Path, bool]] = []
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            files = ("memory.max", "memory.current", "inactive_file")
-            base = root
-        elif "memory" in controllers.split(","):
-            files = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-            base = root / "memory"
-        else:
+        if controllers and controller not in controllers.split(","):
             continue
-        directory = base / path.lstrip("/")
-        while True:
-            if (entry := _cgroup_limit(directory, *files)) is not None:
-                found.append(entry)
-            if directory == base or base not in directory.parents:
-                break
-            directory = directory.parent
+        base = root / controller if controllers else root
+        # In a container the path can lead out of `base`, which is then the container's own group.
+        parts = path.strip("/").split("/") if ".." not in path.split("/") else []
+        found += [
+            (base.joinpath(*parts[:depth]), not controllers) for depth in range(len(parts), -1, -1)
+        ]
     return found
+
+
+def _cgroup_limits(root: Path, membership: Path) -> list[tuple[int, int]]:
+    """(limit, bytes in use without inactive file cache) of every enclosing cgroup with a limit."""
+    unified = ("memory.max", "memory.current", "inactive_file")
+    version_one = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+    entries = (
+        _cgroup_limit(directory, *(unified if is_unified else version_one))
+        for directory, is_unified in _enclosing_groups(root, membership, "memory")
+    )
+    return [entry for entry in entries if entry is not None]
 
 
 def _cgroup_limit(
