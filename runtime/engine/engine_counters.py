@@ -38,11 +38,11 @@ class EngineCounters:
 
     def admit(self, output: SchedulerOutput) -> None:
         """Count the sequences that take rows in this step, and the time that they waited."""
-        # `arrival_time` is a time.monotonic() of this machine. A sequence with output tokens is a
-        # resumed one, which was counted before.
+        # `arrival_time` is a time.monotonic() of this machine. A beam that begins with output
+        # tokens has not waited in the queue for them.
         now = time.monotonic()
         for admitted in output.admitted:
-            if not admitted.output_token_ids:
+            if not (admitted.is_resumed or admitted.output_token_ids):
                 self.num_admitted += 1
                 self.queue_seconds += max(0.0, now - admitted.request.arrival_time)
 

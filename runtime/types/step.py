@@ -29,6 +29,7 @@ class AdmittedSequence(msgspec.Struct, frozen=True, array_like=True):
     # The whole block table of each KV cache group after the first. The blocks of the first group
     # come with the row's `ScheduledSequence`.
     other_block_ids: list[list[int]] = []
+    is_resumed: bool = False  # after a preemption, which can come before the first output token
 
 
 class ScheduledSequence(msgspec.Struct, frozen=True, array_like=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ostinato.conf.schema import SchedulingPolicy
+from ostinato.runtime.engine.engine_counters import EngineCounters
 from ostinato.runtime.types.outputs import FinishReason, SequenceOutput
 from ostinato.runtime.types.step import (
     AdmittedSequence,
@@ -52,7 +53,7 @@ def test_the_last_sequence_gives_way_and_comes_back_with_its_output() -> None:
     assert scheduler.update(output, StepResult([53])) == [SequenceOutput("a", [53])]
     scheduler.abort("a")
     output = must_schedule(scheduler)
-    assert output.admitted == [AdmittedSequence(0, second, list(range(80, 93)))]
+    assert output.admitted == [AdmittedSequence(0, second, list(range(80, 93)), is_resumed=True)]
     # It held blocks 3, 4, 6, 8 and 10. Four are still cached; block 10 went to the other sequence.
     assert output.scheduled == [
         ScheduledSequence(0, 16, 5, [88, 89, 90, 91, 92], [3, 4, 6, 8, 10, 9], 1)
@@ -90,6 +91,34 @@ def test_a_more_urgent_request_takes_the_row_of_the_least_urgent() -> None:
     assert output.admitted == [AdmittedSequence(1, urgent, [])]
     assert chunks(output) == [(1, 0, 1), (0, 1, 1)]
     assert (scheduler.num_preemptions, scheduler.num_waiting) == (1, 1)
+
+
+def test_the_queue_time_of_a_sequence_counts_once() -> None:
+    """A sequence that is preempted before its first token has no output, but it has been counted."""
+    late = make_request("b", range(30, 50), priority=2)
+    scheduler = make_scheduler(
+        make_request("a", [10], priority=1),
+        late,
+        max_num_seqs=2,
+        max_num_batched_tokens=8,
+        policy=SchedulingPolicy.priority,
+    )
+    counters = EngineCounters()
+    first = must_schedule(scheduler)
+    counters.admit(first)
+    assert len(first.admitted) == counters.num_admitted == 2
+    waited = counters.queue_seconds
+    scheduler.update(first, StepResult([5]))
+    scheduler.add(make_request("c", [12], priority=0))
+    counters.admit(step(scheduler, 6, 7))
+    assert (scheduler.num_preemptions, counters.num_admitted) == (1, 3)
+    waited_by_c = counters.queue_seconds - waited
+    scheduler.abort("c")
+    resumed = must_schedule(scheduler)
+    assert resumed.admitted == [AdmittedSequence(1, late, [], is_resumed=True)]
+    counters.admit(resumed)
+    assert counters.num_admitted == 3
+    assert counters.queue_seconds == waited + waited_by_c
 
 
 def test_a_more_urgent_request_takes_the_blocks_of_the_least_urgent() -> None:
