@@ -20,15 +20,17 @@ class Unsupported(NamedTuple):
     instead: str = ""  # a supported field that does the same
 
 
-_TOOLS = "the older form of tool calls (see tools)"
+_TOOLS = "the older form of tool calls"
 _MEDIA = "input other than text"
 _TRANSFER = "transfer of caches between servers"
 
 UNSUPPORTED: Mapping[str, Unsupported] = {
     "audio": Unsupported(_MEDIA),
     "ec_transfer_params": Unsupported(_TRANSFER),
-    "function_call": Unsupported(_TOOLS, ("none",)),
-    "functions": Unsupported(_TOOLS, ([],)),
+    "function_call": Unsupported(
+        _TOOLS, ("none",), instead="tool_choice (in a message: tool_calls)"
+    ),
+    "functions": Unsupported(_TOOLS, ([],), instead="tools"),
     "guided_decoding_backend": Unsupported("a choice of grammar libraries", ("auto",)),
     "kv_transfer_params": Unsupported(_TRANSFER),
     "media_io_kwargs": Unsupported(_MEDIA),

@@ -82,5 +82,5 @@ def _silence(engine: EngineSigns, server: ServerConfig) -> str | None:
     return (
         f"no step and no heartbeat of the engine for {engine.seconds_since_step:.0f} s, which"
         f" exceeds the predicted time of its step by more than server.health_timeout_s={limit:g};"
-        f" {engine.num_unfinished} sequences wait"
+        f" unfinished sequences: {engine.num_unfinished}"
     )

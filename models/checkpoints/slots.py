@@ -268,5 +268,5 @@ def _check(
         )
     if tuple(tensor.shape) != shape:
         raise CheckpointError(
-            f"{stored_name} has shape {list(tensor.shape)}, config.json says {list(shape)}"
+            f"{stored_name} has shape {list(tensor.shape)}, the configuration needs {list(shape)}"
         )

@@ -92,7 +92,7 @@ class ArchitectureKeys:
         for key, only in _MUST_BE.items():
             value = stated.get(key, only)
             if type(value) is not type(only) or value != only:
-                raise self.error(key, "has another value", f"only {only} is")
+                raise self.error(key, f"is {value!r:.60}", f"only {only} is")
         unknown = sorted(stated.keys() - self._read - _MUST_BE.keys() - _WITHOUT_EFFECT)
         if unknown:
             raise GGUFError(

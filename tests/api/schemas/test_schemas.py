@@ -177,7 +177,6 @@ class TestRefused:
     @pytest.mark.parametrize(
         ("name", "value"),
         [
-            ("functions", [{"name": "f"}]),
             ("audio", {"voice": "x"}),
             ("moderation", {"model": "a"}),
             ("vllm_xargs", {"a": 5}),
@@ -191,6 +190,17 @@ class TestRefused:
             "not have yet; leave it out"
         )
         assert (error.param, error.code) == (name, "unsupported_parameter")
+
+    @pytest.mark.parametrize(
+        ("name", "value", "instead"),
+        [
+            ("functions", [{"name": "f"}], "tools"),
+            ("function_call", "auto", "tool_choice (in a message: tool_calls)"),
+        ],
+    )
+    def test_an_older_name_leads_to_the_newer_one(self, name, value, instead):
+        error = refusal({"messages": MESSAGES, name: value})
+        assert str(error) == f"{name} is not supported: give {instead} instead"
 
     @pytest.mark.parametrize("name", ["suffix", "prompt_embeds"])
     def test_the_same_for_completions(self, name):

@@ -80,7 +80,7 @@ class TestHealth:
         app.engine.num_unfinished = 2
         response = app.http.get("/live")
         assert (response.status_code, response.json()["status"]) == (503, "stuck")
-        assert "2 sequences wait" in response.json()["reason"]
+        assert "unfinished sequences: 2" in response.json()["reason"]
 
     def test_a_long_step_is_no_hang(self, app):
         app.engine.seconds_since_step, app.engine.seconds_overdue = 300.0, 1.0

@@ -62,7 +62,7 @@ def test_truncated_zero_points(written: Callable[[Form], Path]) -> None:
     directory = written(Form("gptq", symmetric=False))
     change(directory, qzeros=tensor(directory, "qzeros")[:-1])
     with pytest.raises(
-        CheckpointError, match=r"qzeros has shape \[2, 8\], config.json says \[3, 8"
+        CheckpointError, match=r"qzeros has shape \[2, 8\], the configuration needs \[3, 8"
     ):
         load(directory)
     change(directory, qzeros=None)
@@ -74,11 +74,13 @@ def test_shapes_and_settings_at_odds(written: Callable[[Form], Path]) -> None:
     directory = written(Form("gptq"))
     edit(directory, group_size=64)
     with pytest.raises(
-        CheckpointError, match=r"qzeros has shape \[3, 8\], config.json says \[2, 8"
+        CheckpointError, match=r"qzeros has shape \[3, 8\], the configuration needs \[2, 8"
     ):
         load(directory)
     edit(directory, group_size=32, bits=8)
-    with pytest.raises(CheckpointError, match=r"qweight has shape \[12, .*config.json says \[24"):
+    with pytest.raises(
+        CheckpointError, match=r"qweight has shape \[12, .*the configuration needs \[24"
+    ):
         load(directory)
 
 
