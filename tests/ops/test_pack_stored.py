@@ -218,6 +218,12 @@ def test_bad_arguments_are_refused() -> None:
         ({"order": torch.full((64,), 64).int()}, "order must consist of columns"),
         ({"values": given.values[:, :32]}, "stored values must be a matrix with contiguous rows"),
         ({"form": form._replace(symmetric=True)}, "unless the format is symmetric"),
+        ({"form": form._replace(kind="minimums")}, "with minimums are not packed"),
+        ({"form": form._replace(group_size=24)}, "must consist of whole groups"),
+        ({"scales": given.scales[:, 0]}, "must be matrices"),
+        ({"scales": given.scales[0, 0]}, "must be matrices"),
+        ({"zeros": given.zeros[:, 0]}, "must be matrices"),
+        ({"values": given.values[:63]}, "stored values must be a matrix"),
     ):
         changed = given._replace(**change)
         shape = tuple(form.packed_shape(64, 64))
@@ -236,6 +242,18 @@ def test_bad_arguments_are_refused() -> None:
     awq = stored((64, 64), form, 32, ordered=True)
     with pytest.raises(ValueError, match="AWQ's order have 4 bits, no order of columns"):
         packed_in_parts(awq, Packing.awq, [0, 64])
+
+
+@pytest.mark.parametrize("packing", list(Packing))
+def test_too_few_words_are_refused(packing: Packing) -> None:
+    """The kernel would read beyond the stored tensor."""
+    given = stored((64, 64), QuantFormat(4, 32, True, "float16"), 32)
+    packed = torch.empty(tuple(given.form.packed_shape(64, 64)), dtype=torch.uint8)
+    whole = given.rows(0, 64, packing)
+    for values in (whole.values[:-1], whole.values[:, :-1]):
+        with pytest.raises(ValueError, match="stored values must be a matrix"):
+            pack_stored(packed, whole._replace(values=values), given.scales, None, None, given.form,
+                        first_row=0, in_features=64, group_columns=32)  # fmt: skip
 
 
 def test_the_registration_passes_opcheck() -> None:

@@ -347,6 +347,8 @@ void check_part(const StoredPart& part, const Tensor& order, const QuantizedShap
   OSTINATO_CHECK(!shape.format.is_e4m3 || (part.packing == StoredPacking::bytes && !order.exists()),
                  "floats of 8 bits are packed as bytes, in the order of columns");
   const int64_t groups = ceil_divide(part.in_features, part.group_columns);
+  OSTINATO_CHECK(groups == 1 || part.group_columns % shape.format.group_size == 0,
+                 "stored groups must consist of whole groups of the format");
   for (const Tensor* factors : {&part.scales, &part.zeros}) {
     OSTINATO_CHECK(!factors->exists() ||
                        (factors->dim == 2 && factors->sizes[0] == part.rows && factors->sizes[1] >= groups),
@@ -382,6 +384,8 @@ void pack_stored(Call& call) {
   const bool is_signed = call.boolean();
   const std::string packing = call.text();
   const QuantFormat format = read_format(call);
+  OSTINATO_CHECK(!format.has_minimums, "stored values with minimums are not packed by pack_stored");
+  OSTINATO_CHECK(part.scales.dim == 2, "scales and zero points must be matrices [rows, groups]");
   part.packing = stored_packing(packing);
   part.rows = part.scales.sizes[0];
   part.order = order.exists() ? order.as<int32_t>() : nullptr;
