@@ -137,28 +137,27 @@ class StoredGroups(QuantizedMatrix):
         if entry == "g_idx" and self.group_size != -1:  # counted from this rank's first group
             value = value - part.columns.start // self.group_size
         if entry:
-            tensors[f"{entry} {part.index}"] = value
+            tensors[f"{entry} {part.first_row}"] = value
 
     def finish(self, tensors: dict[str, Tensor], spec: MatrixSpec) -> dict[str, Tensor]:
-        order = self._order([tensors[name] for name in _names("g_idx", tensors)], spec)
+        order = self._order(_by_rows("g_idx", tensors), spec)
         form = self.form(spec)
         packed = torch.empty(
             tuple(form.packed_shape(spec.out_features, spec.in_features)), dtype=torch.uint8
         )
-        first_row = 0
-        for index, name in enumerate(_names("scales", tensors)):
+        # `pack_stored` takes the parts in the order of their rows.
+        for first_row in _first_rows("scales", tensors):
             pack_stored(
                 packed,
-                self._values(tensors, index),
-                tensors[name],
-                tensors.get(f"zeros {index}"),
+                self._values(tensors, first_row),
+                tensors[f"scales {first_row}"],
+                tensors.get(f"zeros {first_row}"),
                 order,
                 form,
                 first_row=first_row,
                 in_features=spec.in_features,
                 group_columns=spec.in_features if self.group_size == -1 else self.group_size,
             )
-            first_row += len(tensors[name])
         if not self.has_order:
             return {"weight": packed}
         whole = torch.arange(spec.in_features, dtype=torch.int32)
@@ -174,14 +173,11 @@ class StoredGroups(QuantizedMatrix):
         Returns:
             Values [out, in] uint8, and the rest [out, groups], as the module's docstring says.
         """
-        names = _names("scales", tensors)
         values = [
-            unpack_values(self._values(tensors, index), self.bits)[:, : spec.in_features]
-            for index in range(len(names))
+            unpack_values(self._values(tensors, first_row), self.bits)[:, : spec.in_features]
+            for first_row in _first_rows("scales", tensors)
         ]
-        factors = [
-            [tensors[each] for each in _names(kind, tensors)] for kind in ("scales", "zeros")
-        ]
+        factors = [_by_rows(kind, tensors) for kind in ("scales", "zeros")]
         return (torch.cat(values), *(torch.cat(each) for each in factors if each))
 
     def _cut_values(self, values: Tensor, stored: StoredTensor, part: Part) -> tuple[str, Tensor]:
@@ -196,11 +192,11 @@ class StoredGroups(QuantizedMatrix):
         single = unpack_values(StoredValues(values, self.packing, self.is_signed), self.bits)
         return "bytes", part.cut(single[:rows, :columns], StoredTensor((OUT, IN)))
 
-    def _values(self, tensors: Mapping[str, Tensor], index: int) -> StoredValues:
-        """The values of a part, as `load` has kept them."""
-        if (single := tensors.get(f"bytes {index}")) is not None:
+    def _values(self, tensors: Mapping[str, Tensor], first_row: int) -> StoredValues:
+        """The values of the part that begins at a row, as `load` has kept them."""
+        if (single := tensors.get(f"bytes {first_row}")) is not None:
             return StoredValues(single, Packing.bytes)
-        return StoredValues(tensors[f"values {index}"], self.packing, self.is_signed)
+        return StoredValues(tensors[f"values {first_row}"], self.packing, self.is_signed)
 
     def groups_axis(self) -> Axis:
         """The dimension of groups of a stored tensor."""
@@ -237,10 +233,15 @@ class StoredGroups(QuantizedMatrix):
         return order.int()
 
 
-def _names(entry: str, tensors: Mapping[str, Tensor]) -> list[str]:
-    """The keys of an entry's tensors, in the order of the parts."""
-    count = sum(name.startswith(f"{entry} ") for name in tensors)
-    return [f"{entry} {index}" for index in range(count)]
+def _first_rows(entry: str, tensors: Mapping[str, Tensor]) -> list[int]:
+    """Where the parts with this entry begin in the module's matrix, in ascending order."""
+    start = f"{entry} "
+    return sorted(int(name.removeprefix(start)) for name in tensors if name.startswith(start))
+
+
+def _by_rows(entry: str, tensors: Mapping[str, Tensor]) -> list[Tensor]:
+    """The tensors of an entry, in the order of their rows in the module's matrix."""
+    return [tensors[f"{entry} {first_row}"] for first_row in _first_rows(entry, tensors)]
 
 
 def check_scales(scales: Tensor) -> None:
