@@ -53,7 +53,10 @@ class SafetensorsFile:
         return iter(self._checked.keys())
 
     def tensor(self, name: str) -> Tensor:
-        """A view of the mapped file. Its pages are read when it is used."""
+        """A view of the mapped file. Its pages are read when it is used.
+
+        It is read only, though torch cannot tell: what is written to it is lost at `give_back`.
+        """
         entry = self._entries[name]
         dtype, shape = DTYPES.get(entry["dtype"]), entry["shape"]
         begin = self._first + entry["data_offsets"][0]
