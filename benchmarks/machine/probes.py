@@ -17,7 +17,14 @@ import psutil
 import pynvml
 import torch
 
-__all__ = ("EnergyMeter", "LoadMeter", "PeakMemory", "commit_of", "read_bandwidth")
+__all__ = (
+    "EnergyMeter",
+    "LoadMeter",
+    "PeakMemory",
+    "commit_of",
+    "cpu_seconds",
+    "read_bandwidth",
+)
 
 PROBE_BYTES = 256 << 20
 _PROBE_READS = 3
@@ -34,6 +41,19 @@ def read_bandwidth(device: torch.device) -> float:
         data.sum().item()  # waits for the device
         best = min(best, time.perf_counter() - begin)
     return PROBE_BYTES / best / 1e9
+
+
+def cpu_seconds(process: psutil.Process) -> float:
+    """CPU time, user and system, that a process and its child processes have used so far.
+
+    Children that have ended count if their parent has read their exit status.
+    """
+    seconds = 0.0
+    for each in (process, *process.children(recursive=True)):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            used = each.cpu_times()
+            seconds += used.user + used.system + used.children_user + used.children_system
+    return seconds
 
 
 class LoadMeter:
@@ -62,12 +82,7 @@ class LoadMeter:
         busy = sum(times) - times.idle - getattr(times, "iowait", 0.0)
         # Linux counts a guest's time twice: in itself and in user.
         busy -= getattr(times, "guest", 0.0) + getattr(times, "guest_nice", 0.0)
-        own = 0.0
-        for process in (self._process, *self._process.children(recursive=True)):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                used = process.cpu_times()
-                own += used.user + used.system + used.children_user + used.children_system
-        return time.perf_counter(), busy, own
+        return time.perf_counter(), busy, cpu_seconds(self._process)
 
 
 class EnergyMeter:

@@ -6,10 +6,17 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
-from ostinato.benchmarks.machine.probes import LoadMeter, PeakMemory, commit_of, read_bandwidth
+from ostinato.benchmarks.machine.probes import (
+    LoadMeter,
+    PeakMemory,
+    commit_of,
+    cpu_seconds,
+    read_bandwidth,
+)
 
 
 def test_bandwidth_is_plausible():
@@ -39,6 +46,24 @@ def test_the_work_of_a_child_process_is_not_other_programs_work():
     _, _, ended = meter._now()
     assert running - before >= 0.25
     assert ended >= running - 0.05
+
+
+def test_cpu_seconds_have_a_process_its_living_child_and_its_ended_child():
+    """Each of the three works for 0.3 s of its own processor time, like a server and a compiler."""
+    work = "import subprocess, sys, time\nwhile time.process_time() < 0.3: pass\n"
+    lasting = f"{work}print(flush=True)\ninput()"
+    parent = (
+        f"{work}subprocess.run([sys.executable, '-c', {work!r}], check=True)\n"
+        f"subprocess.run([sys.executable, '-c', {lasting!r}], check=True)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", parent], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        seconds = cpu_seconds(psutil.Process(process.pid))
+        process.communicate(b"\n")
+    assert seconds >= 3 * 0.28  # the system counts in hundredths of a second
 
 
 def write_fresh_memory(num_bytes: int) -> mmap.mmap:
