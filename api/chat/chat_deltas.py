@@ -11,7 +11,7 @@ import msgspec
 
 from ostinato.api.chat.tools import new_call_id
 from ostinato.api.parsing.answer_parser import AnswerForm, AnswerParser
-from ostinato.api.parsing.events import CallBegins, Event, Message, merge
+from ostinato.api.parsing.events import CallBegins, Content, Event, Message, Reasoning, merge
 from ostinato.api.service.reply_state import CollectedCompletion
 from ostinato.runtime.client.completion import join_outputs
 from ostinato.runtime.types.outputs import FinishReason, RequestOutput
@@ -47,7 +47,8 @@ class ChatOutputParser:
     def __init__(self, form: AnswerForm) -> None:
         self._form = form
         self._parsers: dict[int, AnswerParser] = {}  # by the index of the answer
-        self._num_waiting: dict[int, int] = {}  # tokens since the last event of the answer
+        # Tokens since the last event of the answer: their text, and how many they are.
+        self._waiting: dict[int, list[tuple[str, int]]] = {}
 
     def feed(self, output: RequestOutput) -> ChatDelta:
         """Parse the next output."""
@@ -57,35 +58,42 @@ class ChatOutputParser:
             parser = self._parsers[index] = self._form.parser()
         if output.token_texts is None:
             num_tokens = len(output.new_token_ids)
-            events = self._counted(index, num_tokens, parser.feed(output.text_delta))
+            text = output.text_delta
+            events = self._counted(index, text, num_tokens, parser.feed(text))
             num_reasoning = num_tokens if parser.is_reasoning else 0
         else:
             events, num_reasoning = [], 0
             for text in output.token_texts:
-                events += self._counted(index, 1, parser.feed(text))
+                events += self._counted(index, text, 1, parser.feed(text))
                 num_reasoning += parser.is_reasoning
             events = merge(events)
         finish_reason, cuts_call = None, False
         if output.finish_reason is not None:
-            events += self._counted(index, 0, parser.finish())
+            events += self._counted(index, "", 0, parser.finish())
             cuts_call = parser.ends_in_call
             ends_in_calls = parser.has_calls and output.finish_reason is FinishReason.stop
             finish_reason = "tool_calls" if ends_in_calls else output.finish_reason.value
         events = [self._with_id(event) for event in events]
         return ChatDelta(output, events, finish_reason, num_reasoning, cuts_call)
 
-    def _counted(self, index: int, num_new: int, events: list[Event]) -> list[Event]:
+    def _counted(self, index: int, text: str, num_new: int, events: list[Event]) -> list[Event]:
         """Divide tokens among the events that new text gave.
 
         Args:
             index: index of the answer.
+            text: the new text.
             num_new: number of tokens of the new text. Their text is in the last event. Tokens
                 before them, whose text was held back, are in the first one.
         """
         if not events:
-            self._num_waiting[index] = self._num_waiting.get(index, 0) + num_new
+            self._waiting.setdefault(index, []).append((text, num_new))
             return events
-        for place, num_tokens in ((0, self._num_waiting.pop(index, 0)), (-1, num_new)):
+        waiting = self._waiting.pop(index, [])
+        num_waiting = sum(count for _, count in waiting)
+        if isinstance(events[0], Content | Reasoning):
+            num_unseen = _num_unseen(waiting, text, events[0].text)
+            events[0] = msgspec.structs.replace(events[0], num_unseen=num_unseen)
+        for place, num_tokens in ((0, num_waiting), (-1, num_new)):
             if num_tokens:
                 event = events[place]
                 num_tokens += event.num_tokens
@@ -96,6 +104,23 @@ class ChatOutputParser:
         if isinstance(event, CallBegins) and event.id is None:
             return msgspec.structs.replace(event, id=new_call_id(self._form.calls))
         return event
+
+
+def _num_unseen(waiting: list[tuple[str, int]], new_text: str, shown: str) -> int:
+    """How many of the first waiting tokens have no part in the text that is shown.
+
+    Args:
+        waiting: text and number of tokens whose text was held back, in their order.
+        new_text: the text after them.
+        shown: the text of the event that these tokens end.
+    """
+    num_unseen = sum(count for _, count in waiting)
+    for held, count in reversed(waiting):
+        # A token without text is a part of a later character.
+        if held and shown in new_text:
+            return num_unseen
+        new_text, num_unseen = held + new_text, num_unseen - count
+    return num_unseen
 
 
 def join_deltas(deltas: Sequence[ChatDelta]) -> ChatDelta:

@@ -39,6 +39,7 @@ class BlockDelta(msgspec.Struct, frozen=True):
     block: ContentBlock
     delta: str = ""
     num_tokens: int = 0  # the output tokens that the change ends, see `parsing.events`
+    num_unseen: int = 0  # the first of these tokens, which have no part in `delta`
     begins: bool = False
     ends: bool = False
 
@@ -64,7 +65,8 @@ class ContentBlocks:
                 changes += self._begin(kind)
             block = self.blocks[-1]
             block.text += event.text
-            changes.append(BlockDelta(block, delta=event.text, num_tokens=event.num_tokens))
+            num_unseen = 0 if isinstance(event, CallArguments) else event.num_unseen
+            changes.append(BlockDelta(block, event.text, event.num_tokens, num_unseen))
         return changes
 
     def finish(self, *, cuts_call: bool = False) -> list[BlockDelta]:

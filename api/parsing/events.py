@@ -1,7 +1,9 @@
 """Events of the answer parser: pieces of reasoning, content and tool calls.
 
 `num_tokens` of an event is the number of output tokens that it ends: those of its own text, and
-those since the event before that gave no text. The parsers know no tokens and leave it 0.
+those since the event before that gave no text. The first `num_unseen` of them have no part in the
+event's text, such as a marker between reasoning and content. The parsers know no tokens and leave
+both 0.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ class Reasoning(msgspec.Struct, frozen=True, gc=False):
 
     text: str
     num_tokens: int = 0
+    num_unseen: int = 0
 
 
 class Content(msgspec.Struct, frozen=True, gc=False):
@@ -34,6 +37,7 @@ class Content(msgspec.Struct, frozen=True, gc=False):
 
     text: str
     num_tokens: int = 0
+    num_unseen: int = 0
 
 
 class CallBegins(msgspec.Struct, frozen=True, gc=False):
@@ -90,15 +94,22 @@ class Message(msgspec.Struct, kw_only=True):
 
 
 def merge(events: Iterable[Event]) -> list[Event]:
-    """Join consecutive events of the same type.
+    """Join consecutive events of the same type, unless tokens without text lie between them.
 
     The result does not depend on how the text was cut into pieces.
     """
     merged: list[Event] = []
     for event in events:
         last = merged[-1] if merged else None
-        if isinstance(event, Content | Reasoning) and type(last) is type(event):
-            merged[-1] = type(event)(last.text + event.text, last.num_tokens + event.num_tokens)  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
+        if (
+            isinstance(event, Content | Reasoning)
+            and isinstance(last, Content | Reasoning)
+            and type(last) is type(event)
+            and not event.num_unseen
+        ):
+            merged[-1] = type(event)(
+                last.text + event.text, last.num_tokens + event.num_tokens, last.num_unseen
+            )
         elif (
             isinstance(event, CallArguments)
             and isinstance(last, CallArguments)

@@ -14,8 +14,8 @@ class TextLogprobs:
     """Assigns log-probabilities of tokens to the text of content blocks.
 
     Text can be held back, so the entries of tokens wait for the change that ends their tokens.
-    The entry of a marker between two blocks comes with the block after it. Entries of reasoning and
-    of calls are dropped.
+    Entries of reasoning, of calls and of markers between blocks are dropped, so the tokens of a
+    block's entries joined are its text.
 
     Args:
         num_top: alternatives per token; None = the request asks for no log-probabilities.
@@ -38,7 +38,7 @@ class TextLogprobs:
 
     def of_change(self, change: BlockDelta) -> list[ChatTokenLogprob]:
         """The entries of new text; none for other changes."""
-        entries = self._waiting[: change.num_tokens]
+        entries = self._waiting[change.num_unseen : change.num_tokens]
         del self._waiting[: change.num_tokens]
         if change.block.kind is not BlockKind.text or not entries:
             return []

@@ -75,8 +75,8 @@ def test_log_probabilities_of_text_are_those_of_its_tokens(size: int, interval: 
         [msgspec.json.decode(msgspec.json.encode(one))["token"] for one in logprobs.of_block(index)]
         for index in range(len(blocks.blocks))
     ]
-    # A marker between two blocks has no text. Its entry comes with the text after it.
-    before, after = ["</think>", "An", " answer", ". <"], ["</tool_call>", "End", "."]
+    # A marker between two blocks has no text, and so no entry.
+    before, after = ["An", " answer", ". <"], ["End", "."]
     assert shown == [[], before, [], after]
     streamed = [
         entry
@@ -85,3 +85,38 @@ def test_log_probabilities_of_text_are_those_of_its_tokens(size: int, interval: 
         for entry in event.logprobs or ()
     ]
     assert streamed == [entry for place in (1, 3) for entry in logprobs.of_block(place)]
+
+
+@pytest.mark.parametrize("size", range(1, 10))
+@pytest.mark.parametrize(
+    ("texts", "expected"),
+    [
+        # The first bytes of a character have no text.
+        (["<think>", "x", "</think>", "", "", "日", "本"], ["", "", "日", "本"]),
+        # White space after a marker is no text of the answer.
+        (["<think>", "x", "</th", "ink>", "\n\n", "An", "swer"], ["An", "swer"]),
+        # A held-back beginning of a marker turns out to be text.
+        (["<think>", "x", "</think>", "a ", "<", "tool", " b"], ["a ", "<", "tool", " b"]),
+        # A marker's end is in the token with the first text.
+        (["<think>", "x", "</thi", "nk>y", "z"], ["nk>y", "z"]),
+        (["a ", "<think>", "x", "</think>", "b"], ["a ", "<think>", "x", "</think>", "b"]),
+    ],
+)
+def test_tokens_of_entries_give_the_text(size: int, texts: list[str], expected: list[str]) -> None:
+    form = AnswerForm(
+        reasoning=REASONING["think"], call_format="hermes", tool_names=frozenset({"f"})
+    )
+    parser, blocks = ChatOutputParser(form), ContentBlocks()
+    logprobs = TextLogprobs(lambda token_id: texts[token_id].encode(), 0)
+    for first in range(0, len(texts), size):
+        one = output(texts[first : first + size], first=first, is_last=first + size >= len(texts))
+        delta = parser.feed(one)
+        logprobs.add(delta.output)
+        for change in blocks.feed(delta.events):
+            logprobs.of_change(change)
+    shown = [
+        msgspec.json.decode(msgspec.json.encode(entry))["token"]
+        for block in blocks.blocks
+        for entry in logprobs.of_block(block.index)
+    ]
+    assert shown == expected
