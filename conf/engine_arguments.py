@@ -221,7 +221,8 @@ ARGUMENTS: dict[str, Argument] = {
     "model_impl": Argument(
         setting="model.implementation",
         read=_one_of(
-            {"vllm": "native", "transformers": "transformers"}, "there are two implementations"
+            {"vllm": "native", "transformers": "transformers"},
+            "there is no such implementation; leave it out, and the engine chooses",
         ),
         default=("auto",),
     ),

@@ -418,8 +418,8 @@ class GraphConfig(Section):
     )
     cost_table_budget_s: float | None = setting(
         None,
-        "seconds to measure step costs at start; 0 = do not, null = 0.5, or more when one step "
-        "takes long",
+        "seconds to measure step costs at start; 0 = do not, null = the time of 150 decode steps, "
+        "at least 0.5 and at most 4",
         at_least=0,
         at_most=600,
     )

@@ -1,4 +1,4 @@
-"""`AsyncEngine`: text generation for asyncio programs, with the engine in a process of its own.
+"""`AsyncEngine`: text generation for asyncio programs, with engines in processes of their own.
 
 async with AsyncEngine("path/or/hub-id") as engine:
     async for output in engine.generate("Once upon a time", SamplingParams(max_tokens=40)):
@@ -27,7 +27,10 @@ __all__ = ("AsyncEngine",)
 
 
 class AsyncEngine:
-    """Generates with one engine process. Concurrent `generate` calls are batched continuously."""
+    """Generates with an engine process, or with `parallel.data` of them.
+
+    Concurrent `generate` calls of an engine are batched continuously.
+    """
 
     def __init__(
         self,
@@ -37,7 +40,7 @@ class AsyncEngine:
         config: RunConfig | None = None,
         **arguments: Any,
     ) -> None:
-        """Read the configuration. `async with` or `start` starts the engine process.
+        """Read the configuration. `async with` or `start` starts the engine processes.
 
         Args:
             model: a local directory or a hub id; empty = the bundled demo model.
@@ -60,7 +63,7 @@ class AsyncEngine:
         self.client: EngineClient | None = None
 
     async def start(self) -> None:
-        """Start the engine process; returns when it is ready.
+        """Start the engine processes; returns when all are ready.
 
         Raises:
             StartupError: the engine cannot start.
@@ -73,7 +76,7 @@ class AsyncEngine:
             raise
 
     async def close(self) -> None:
-        """Abort the running requests and end the engine process."""
+        """Abort the running requests and end the engine processes."""
         if self.client is not None:
             await self.client.close()
 

@@ -135,8 +135,9 @@ def planned_spec(
     parallel = config.parallel
     if parallel.pipeline > 1 and config.speculation.max_drafts:
         raise ConfigError(
-            f"speculation.method={config.speculation.method} is for a model in one stage, and "
-            f"parallel.pipeline={parallel.pipeline}; set one of them to its default"
+            f"speculation.method={config.speculation.method} with parallel.pipeline="
+            f"{parallel.pipeline}: drafts of several stages need a simulation that starts the "
+            "engine itself; set one of them to its default"
         )
     shards = [
         shard_of_rank(rank, parallel.tensor, parallel.pipeline)

@@ -1,9 +1,10 @@
 """The flight recorder: writes the last steps of an engine to a file that outlives its process.
 
-The file is a memory-mapped ring of slots. A step is written when it begins, and again when it is
-done. So a record without an end shows a step that was running when the process died. The kernel
-writes the pages even if the process is killed. Another process can read the file while the engine
-hangs. Writing a record takes a few microseconds.
+The file is a memory-mapped ring of slots. A step is written to its slot when it begins, again when
+its program has been started, and again when its tokens have arrived. A record without its `seconds`
+is of a step that was running when the process died. The kernel writes the pages even if the process
+is killed. Another process can read the file while the engine hangs. Writing a record takes a few
+microseconds.
 
     header  magic, number of slots, bytes a slot       16 bytes
     slot    length of the record (uint32), the record in msgpack, rest unused
