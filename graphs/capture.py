@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Collection, Iterable
 from enum import StrEnum
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from ostinato.models.kv_cache import KVCache
 from ostinato.models.step_tensors import ForwardBatch, StepSizes
 from ostinato.ops.attention import AttentionPlanner
 
-__all__ = ("GraphRunner", "RunStep", "StepKind")
+__all__ = ("GraphRunner", "RunStep", "StageBorder", "StepKind")
 
 
 class StepKind(StrEnum):
@@ -46,6 +46,18 @@ class RunStep(NamedTuple):
     num_seqs: int
 
 
+class StageBorder(Protocol):
+    """Moves hidden states between this stage of a pipeline and its neighbours, outside programs."""
+
+    def arrive(self, num_tokens: int) -> None:
+        """Start to bring the input of a step of `num_tokens`, padding included, to the device."""
+        ...
+
+    def leave(self, num_tokens: int) -> None:
+        """Pass the output of a launched step of `num_tokens`, padding included, on."""
+        ...
+
+
 class GraphRunner:
     """The programs of an engine; each step runs one of them."""
 
@@ -61,6 +73,7 @@ class GraphRunner:
         planner: AttentionPlanner | None = None,
         timer: StepTimer | None = None,
         aux: AuxStates | None = None,
+        border: StageBorder | None = None,
     ) -> None:
         """
         Args:
@@ -73,8 +86,11 @@ class GraphRunner:
             planner: plans steps on the host for the attention backend; None if it needs no plans.
             timer: measures device time; None = by the clock.
             aux: gets hidden states of every step for a head that drafts; None = they are not kept.
+            border: called before and after each step; None = the model exchanges hidden states
+                itself, or is not divided into stages.
         """
         self.aux = aux
+        self._border = border
         self._model = model
         self._has_logits = isinstance(model, CausalLM) and model.stage.is_last
         self.is_last_stage = model.stage.is_last
@@ -205,6 +221,7 @@ class GraphRunner:
             self.num_padding_tokens += key.num_tokens - num_tokens
             self._begin(StepKind.captured, key.num_tokens, key.num_seqs)
             logits = replay()
+            self._leave(key.num_tokens)
             return logits if key.num_rows == num_rows else logits[:num_rows]
         if num_rows == 0:
             # Programs are traced for at least one row; its result is dropped.
@@ -214,7 +231,9 @@ class GraphRunner:
         self._plan(GraphKey(num_tokens, num_seqs, tokens_per_seq))
         batch = self._buffers.batch(num_tokens, num_seqs, max(num_rows, 1))
         self._begin(self._uncaptured, num_tokens, num_seqs)
-        return self._result(batch, num_rows)
+        result = self._result(batch, num_rows)
+        self._leave(num_tokens)
+        return result
 
     def foresee(
         self,
@@ -254,6 +273,7 @@ class GraphRunner:
         batch = self._buffers.batch(num_tokens, num_seqs, None)
         self._begin(self._uncaptured, num_tokens, num_seqs)
         hidden = self._hidden(batch)
+        self._leave(num_tokens)
         has_logits = self._has_logits and num_rows > 0
         return (self.compute_logits(hidden[sampled]) if has_logits else None), hidden
 
@@ -282,9 +302,15 @@ class GraphRunner:
 
     def _begin(self, kind: StepKind, num_tokens: int, num_seqs: int) -> None:
         """Count a step and begin to time it, right before its program starts."""
+        if self._border is not None:
+            self._border.arrive(num_tokens)
         self.steps_by_kind[kind] += 1
         self.last_step = RunStep(kind, num_tokens, num_seqs)
         self.timer.begin(kind)
+
+    def _leave(self, num_tokens: int) -> None:
+        if self._border is not None:
+            self._border.leave(num_tokens)
 
     def _hidden(self, batch: ForwardBatch) -> Tensor:
         forward = self._model if self._program is None else self._program

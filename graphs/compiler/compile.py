@@ -118,13 +118,13 @@ def _compile_layers(
     compiled: dict[tuple[object, ...], Function] = {}
     few: dict[tuple[object, ...], Function] = {}
     pieces = PieceCompiler()
-    last = len(model.layers) - 1
+    last = _last_layer(model)
     for index, layer in enumerate(model.layers):
         key = (index == last, *_static_key(layer))
         if key in compiled:
             continue
         # The caches of all layers have the same shape.
-        name, is_last = f"layer-{index}", index == last
+        name, is_last = f"layer-{_first_layer(model) + index}", index == last
         traced = _Traced(layer, layer_inputs, kv_cache[0], name, is_last)
         compiled[key] = traced.compile(store, pieces)
         fused = _few_rows(layer) if on_gpu else None
@@ -134,7 +134,7 @@ def _compile_layers(
             few[key] = traced.compile(store, pieces, calls_own_ops=True)
 
     def bind(model: LanguageModel) -> Program:
-        last = len(model.layers) - 1 if model.stage.is_last else None
+        last = _last_layer(model)
         keys = [(index == last, *_static_key(layer)) for index, layer in enumerate(model.layers)]
         calls = [
             (compiled[key], list(module_tensors(layer).values()))
@@ -149,6 +149,17 @@ def _compile_layers(
         return LayeredProgram(model, calls, few_calls if few else None)
 
     return bind
+
+
+def _last_layer(model: LanguageModel) -> int | None:
+    """The index of the layer that gets the wanted rows. None: it belongs to a later stage."""
+    return len(model.layers) - 1 if model.stage.is_last else None
+
+
+def _first_layer(model: LanguageModel) -> int:
+    """The number of a stage's first layer in the whole model. On a GPU each stage is traced."""
+    layers = model.stage.layers
+    return 0 if layers is None else layers.start
 
 
 @dataclass(frozen=True, slots=True)

@@ -127,16 +127,6 @@ class DistributedGroup:
                 _wait(self._backend._allgather_base(parts, part.contiguous()))
         return parts.view(self.world, rows, width).transpose(0, 1).reshape(rows, self.world * width)
 
-    def send(self, values: Tensor) -> None:
-        """Send values to the other rank of a group of two."""
-        with self._explained():
-            _wait(self._backend.send([values.contiguous()], 1 - self.rank, 0))
-
-    def receive(self, values: Tensor) -> None:
-        """Overwrite `values` with what the other rank of a group of two sends."""
-        with self._explained():
-            _wait(self._backend.recv([values], 1 - self.rank, 0))
-
     def abort(self) -> None:
         """End all present and later calls of this rank with an error; from any thread.
 

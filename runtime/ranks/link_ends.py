@@ -9,7 +9,6 @@ Imports no torch.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -151,10 +150,9 @@ def create_links(
     held: dict[int, list[int]] = {rank: [] for rank in here}
     relay = RelayEnds(slot_bytes, [], [], [])
     try:
-        if exchange.is_distributed:
+        if layout.tensor > 1 and exchange.is_distributed:
             _introduce(layout, held)
-            return MachineLinks(list(held.values()), relay)
-        if layout.tensor > 1:
+        elif layout.tensor > 1:
             for stage in range(layout.pipeline):
                 _link_group(layout, machine, stage, held, relay)
         for stage in range(layout.pipeline - 1):  # the receiver of a rank comes before its sender
@@ -166,11 +164,8 @@ def create_links(
 
 
 def _introduce(layout: RankLayout, held: dict[int, list[int]]) -> None:
-    """Make a rendezvous for each group, and for each pair of ranks that hands on hidden states."""
-    stages = [layout.members(stage) for stage in range(layout.pipeline)]
-    groups = stages if layout.tensor > 1 else []
-    pairs = [pair for each in itertools.pairwise(stages) for pair in zip(*each, strict=True)]
-    for members in (*groups, *pairs):
+    """Make a rendezvous for each group."""
+    for members in (layout.members(stage) for stage in range(layout.pipeline)):
         file = create_rendezvous()
         try:
             for rank in members:

@@ -16,11 +16,11 @@ from ostinato.models.decoder import Decoder
 from ostinato.models.linear_layers import join_group
 from ostinato.models.sharding import Shard
 from ostinato.ops.parallel.distributed_group import DistributedGroup
-from ostinato.ops.parallel.distributed_handoff import DistributedReceiver, DistributedSender
 from ostinato.ops.parallel.exchange import Exchange
 from ostinato.ops.parallel.group import ParallelGroup
 from ostinato.ops.parallel.handoff import HiddenReceiver, HiddenSender, HiddenShape
 from ostinato.ops.parallel.handoff_ends import HandoffEnd
+from ostinato.ops.parallel.staged_handoff import StagedReceiver, StagedSender
 from ostinato.runtime.errors import StartupError
 from ostinato.runtime.host_resources import available_cores
 from ostinato.runtime.ranks.link_ends import RankLayout, close_all
@@ -58,15 +58,15 @@ class RankLinks:
             StartupError: a link cannot be opened.
         """
         self._group: ParallelGroup | DistributedGroup | None = None
-        self._previous: HiddenReceiver | DistributedReceiver | None = None
-        self._next: HiddenSender | DistributedSender | None = None
-        self._unconnected: list[DistributedGroup] = []
+        self._previous: HiddenReceiver | StagedReceiver | None = None
+        self._next: HiddenSender | StagedSender | None = None
+        self._unconnected: DistributedGroup | None = None
         left = list(descriptors)
         try:
-            if exchange.is_distributed:
-                self._introduce(shard, shape, left, exchange)
-                return
-            if shard.size > 1:
+            if exchange.is_distributed and shard.size > 1:
+                self._group = DistributedGroup(left.pop(0), shard.rank, shard.size, exchange)
+                self._unconnected = self._group
+            elif shard.size > 1:
                 # A waiting rank must not take the processor of what it waits for: another rank, or
                 # the bridge, whose network takes longer than a rank may spin.
                 is_spread = layout.group_is_spread(shard)
@@ -86,34 +86,19 @@ class RankLinks:
                 self._previous = HiddenReceiver(HandoffEnd(left.pop(0), left.pop(0)), shape)
             if not shard.stage.is_last:
                 self._next = HiddenSender(HandoffEnd(left.pop(0), left.pop(0)), shape)
+            if exchange.is_distributed:
+                self._stage(shape, torch.device("cuda" if exchange is Exchange.nccl else "cpu"))
         except (RuntimeError, ValueError, OSError) as error:
             close_all([left])
             self.close()
             raise StartupError(f"a rank cannot join the others: {error}") from error
 
-    def _introduce(
-        self, shard: Shard, shape: HiddenShape, left: list[int], exchange: Exchange
-    ) -> None:
-        """Make the groups that use torch.distributed; `connect` connects them.
-
-        Args:
-            shard: the shard of the rank.
-            shape: the shape of the hidden states.
-            left: the files through which ranks find each other; those in use are removed.
-            exchange: nccl or gloo.
-        """
-        device = torch.device("cuda" if exchange is Exchange.nccl else "cpu")
-        if shard.size > 1:
-            self._group = DistributedGroup(left.pop(0), shard.rank, shard.size, exchange)
-            self._unconnected.append(self._group)
-        if not shard.stage.is_first:
-            pair = DistributedGroup(left.pop(0), 1, 2, exchange)
-            self._previous = DistributedReceiver(pair, shape, device)
-            self._unconnected.append(pair)
-        if not shard.stage.is_last:
-            pair = DistributedGroup(left.pop(0), 0, 2, exchange)
-            self._next = DistributedSender(pair)
-            self._unconnected.append(pair)
+    def _stage(self, shape: HiddenShape, device: torch.device) -> None:
+        """Let the model use tensors of its device, so that steps can be captured."""
+        if isinstance(self._previous, HiddenReceiver):
+            self._previous = StagedReceiver(self._previous, shape, device)
+        if isinstance(self._next, HiddenSender):
+            self._next = StagedSender(self._next, shape, device)
 
     def connect(self) -> None:
         """Connect to the other ranks, which do the same now. Shared memory needs no connection.
@@ -121,8 +106,27 @@ class RankLinks:
         Raises:
             GroupEndedError: another rank has ended, or does not come.
         """
-        while self._unconnected:  # all ranks have the same order: group, stage before, stage after
-            self._unconnected.pop(0).connect()
+        group, self._unconnected = self._unconnected, None
+        if group is not None:
+            group.connect()
+
+    def arrive(self, num_tokens: int) -> None:
+        """Before a step: bring the hidden states of the stage before to the device.
+
+        Raises:
+            HandoffEndedError: the rank of the stage before has ended.
+        """
+        if isinstance(self._previous, StagedReceiver):
+            self._previous.arrive(num_tokens)
+
+    def leave(self, num_tokens: int) -> None:
+        """After the launch of a step: pass its hidden states to the stage after.
+
+        Raises:
+            HandoffEndedError: the rank of the stage after has ended.
+        """
+        if isinstance(self._next, StagedSender):
+            self._next.leave(num_tokens)
 
     def join(self, model: LanguageModel, aux: AuxStates | None) -> None:
         """Let the model of this rank exchange values with the other ranks. Can be called again.
@@ -142,6 +146,11 @@ class RankLinks:
             raise StartupError(
                 f"{type(model).__name__} is not divided into stages; set parallel.pipeline=1"
             )
+        if aux is not None and not aux.has_final:
+            if isinstance(self._previous, StagedReceiver):
+                self._previous.num_states = 1 + aux.num_earlier
+            if isinstance(self._next, StagedSender):
+                self._next.num_states = 1 + aux.num_earlier + len(aux.layers)
         model.join_stages(self._previous, self._next, aux)
 
     def abort(self) -> None:

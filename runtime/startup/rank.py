@@ -162,6 +162,7 @@ def build_rank(
             planner=planner,
             timer=make_timer(source.device),
             aux=aux,
+            border=peers.links,
         )
         peers.meet("weights", [])
         _prepare_graphs(plan, graphs, token_sampler, phase)
@@ -305,7 +306,8 @@ def _make_cuda_recorder(plan: EnginePlan) -> tuple[CudaRecorder | None, GraphSam
         return None, None
     rows, vocab_size = source.limits.max_num_rows, source.config.vocab_size
     logits = torch.zeros(rows, vocab_size, dtype=torch.float32, device=source.device)
-    recorder = CudaRecorder(logits)
+    # The programs of a stage before the last one return hidden states, which have another width.
+    recorder = CudaRecorder(logits if source.shard.stage.is_last else None)
     captured = plan.config.graphs.mode is GraphMode.captured
     return recorder, GraphSampler(logits, recorder=recorder.sharing_pool() if captured else None)
 

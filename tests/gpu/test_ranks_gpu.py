@@ -37,6 +37,19 @@ def test_two_ranks_have_the_tokens_of_one(overrides: tuple[str, ...]) -> None:
             assert two.stats().steps_by_kind["captured"] > 0
 
 
+@pytest.mark.parametrize("overrides", [("graphs.mode=eager",), ()])
+def test_two_stages_have_the_tokens_of_one_process(overrides: tuple[str, ...]) -> None:
+    prompts = make_prompts(16)
+    with LLM(config=cuda_config(*overrides)) as one:
+        expected = generate(one, prompts)
+    with LLM(config=cuda_config("parallel.pipeline=2", *overrides)) as two:
+        assert generate(two, prompts) == expected
+        assert generate(two, prompts) == expected, "with hits in the prefix cache"
+        assert not two.stats().late_compiles
+        if not overrides:
+            assert two.stats().steps_by_kind["captured"] > 0
+
+
 def test_two_ranks_start_again_from_the_bundle_that_the_first_has_saved() -> None:
     prompts = make_prompts(4)
     found = []

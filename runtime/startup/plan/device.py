@@ -67,7 +67,7 @@ def choose_gpu(config: EngineConfig, rank: int) -> None:
     parallel = config.parallel
     if parallel.num_ranks == 1 or resolve_device(config.device.name).type == "cpu":
         return
-    if not has_nccl():
+    if parallel.tensor > 1 and not has_nccl():
         raise StartupError(
             f"parallel.tensor={parallel.tensor}: this build of torch has no NCCL, by which GPUs "
             "exchange values; install one that has it, or set device.name=cpu"
@@ -90,7 +90,7 @@ def gpu_of_rank(place: int, num_ranks: int, num_gpus: int) -> int:
     if num_gpus < num_ranks:
         raise StartupError(
             f"an engine of {num_ranks} ranks needs {num_ranks} GPUs, one for each rank, and this "
-            f"process sees {num_gpus}; set parallel.tensor={max(1, num_gpus)} or less, or "
-            "device.name=cpu"
+            f"process sees {num_gpus}; set parallel.tensor x parallel.pipeline to "
+            f"{max(1, num_gpus)} or less, or device.name=cpu"
         )
     return place

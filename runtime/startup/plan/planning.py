@@ -92,8 +92,12 @@ def _footprint(config: EngineConfig, source: ModelSource) -> ModelFootprint:
     model, limits = source.config, source.limits
     skeleton = model_skeleton(source)
     stage = source.shard.stage
-    # Each stage after the first has memory for the hidden states of the steps under way.
-    handoff = 0 if stage.is_first else stage.count * source.handoff_shape.slot_bytes
+    # Each stage after the first has memory for the hidden states of the steps under way. On a GPU
+    # this is memory of the host, and a stage has a tensor for what comes and one for what it sends.
+    num_slots = 0 if stage.is_first or source.device.type != "cpu" else stage.count
+    if source.exchange.is_distributed:
+        num_slots += (not stage.is_first) + (not stage.is_last)
+    handoff = num_slots * source.handoff_shape.slot_bytes
     return ModelFootprint(
         weights_bytes=num_bytes(skeleton),
         kv_bytes_per_token=source.kv_cache_spec(1).bytes_per_block,

@@ -64,12 +64,6 @@ def check_division(config: EngineConfig, device: torch.device, shard: Shard) -> 
             )
     if shard.stage.count == 1:
         return
-    if device.type != "cpu":
-        raise StartupError(
-            f"parallel.pipeline={shard.stage.count} divides a model among processes of a CPU, and "
-            f"this one runs on {device.type}; set parallel.pipeline=1 and parallel.tensor to the "
-            "number of GPUs, or device.name=cpu"
-        )
     key = f"parallel.pipeline={shard.stage.count}"
     if config.graphs.form is not GraphForm.layer and config.graphs.mode is not GraphMode.eager:
         raise StartupError(

@@ -72,13 +72,27 @@ def test_a_stopped_rank_ends_the_group() -> None:
             llm.generate(TEXTS, GREEDY, use_progress=False)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("division", ["parallel.pipeline=2", "parallel.pipeline=3"])
+@pytest.mark.parametrize(
+    "division", ["parallel.pipeline=2", pytest.param("parallel.pipeline=3", marks=pytest.mark.slow)]
+)
 def test_stages_have_the_bits_of_shared_memory(division: str) -> None:
     with LLM(overrides=(*SETTINGS, division)) as llm:
         expected = facts(llm)
     with LLM(overrides=(*GLOO, division)) as llm:
         assert facts(llm) == expected
+
+
+@pytest.mark.slow
+def test_captured_stages_whose_tokens_stay_on_the_device_have_the_bits_of_shared_memory() -> None:
+    """A GPU runs its stages in this way."""
+    settings = tuple(one for one in SETTINGS if not one.startswith("graphs.mode"))
+    settings = (*settings, "parallel.pipeline=2")
+    with LLM(overrides=settings) as llm:
+        expected = facts(llm)
+    with LLM(overrides=(*settings, "parallel.exchange=gloo", "scheduler.overlap=true")) as llm:
+        assert facts(llm) == expected
+        assert llm.stats().steps_by_kind["captured"] > 0
+        assert not llm.stats().late_compiles
 
 
 @pytest.mark.slow

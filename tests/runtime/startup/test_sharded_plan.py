@@ -55,7 +55,6 @@ def test_ranks_that_exchange_values_otherwise_have_another_bundle() -> None:
 @pytest.mark.parametrize(
     ("settings", "shard", "message"),
     [
-        (["parallel.pipeline=2"], Shard(0, 1, Stage(1, 2)), "parallel.pipeline=2 divides a model"),
         (["parallel.exchange=gloo"], Shard(0, 2), "parallel.exchange=gloo is for CPUs"),
         (["parallel.tensor=2", "parallel.nodes=2"], Shard(0, 2), "set parallel.nodes to at most"),
     ],
@@ -74,6 +73,19 @@ def test_ranks_on_gpus_are_planned_and_exchange_values_by_nccl() -> None:
     source = open_model(config, torch.device("cuda"), shard=Shard(1, 2))
     assert source.exchange is Exchange.nccl
     assert plan_engine(config, source, free_bytes=1 << 32).num_blocks > 0
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_stage_on_a_gpu_is_planned_with_its_tensors_for_hidden_states(number: int) -> None:
+    settings = ["model=llama-45m", "model.load_format=dummy", "parallel.pipeline=2"]
+    config = load_config(settings).engine
+    source = open_model(config, torch.device("cuda"), shard=Shard(0, 1, Stage(number, 2)))
+    assert source.exchange is Exchange.nccl
+    without = replace(source, exchange=Exchange.shared_memory)
+    bytes_of = [
+        plan_engine(config, one, free_bytes=1 << 32).activation_bytes for one in (source, without)
+    ]
+    assert bytes_of[0] - bytes_of[1] == source.handoff_shape.slot_bytes
 
 
 def test_gloo_does_not_reach_other_machines() -> None:
