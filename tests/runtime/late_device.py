@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._dynamo.trace_rules import get_torch_obj_rule_map
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map
 
@@ -352,6 +353,7 @@ class LateDevice:
         }.items():
             patch.setattr(torch.cuda, name, value)
         make = torch.tensor
+        get_torch_obj_rule_map()  # kept by Dynamo for later tests, so made with the real function
 
         def tensor(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Tensor:
             made = make(*args, **kwargs)

@@ -12,6 +12,7 @@ from ostinato.conf.schema import GraphForm
 from ostinato.graphs.compiler.compile import compile_model
 from ostinato.graphs.compiler.programs import Program
 from ostinato.models.kv_cache import KVCache
+from ostinato.models.sharding import Span, Stage
 from tests.graphs.toy import ToyModel, fill, make_buffers, make_cache
 
 COMPILE_BLOCKS = 61  # a number that occurs nowhere else in the generated code
@@ -112,3 +113,15 @@ def test_one_graph_serves_every_depth() -> None:
         )
         graphs.append(counters["stats"]["unique_graphs"] - before)
     assert graphs[0] == graphs[1] > 0
+
+
+@torch.inference_mode()
+def test_a_stage_before_the_last_is_traced_by_itself() -> None:
+    """Its last layer gets all tokens. On a GPU a stage traces its own layers."""
+    model = ToyModel(1)
+    model.stage = Stage(0, 2, Span(0, 1, 2))
+    caches = [make_cache(1), make_cache(1)]
+    example = make_buffers().batch(16, 3, 3)
+    program = compile_model(model, GraphForm.layer, example, make_cache(1))(model)
+    for one, other in zip(run_steps(model, caches[0]), run_steps(program, caches[1]), strict=True):
+        torch.testing.assert_close(other, one, atol=1e-5, rtol=1e-5)
