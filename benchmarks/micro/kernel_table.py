@@ -71,20 +71,22 @@ _WEIGHTS = ("q_weight", "k_weight", "bias", "norm_weight", "residual")
 _OPTIONAL = (*_SINGLE, *_WEIGHTS, "cleared", "score_bias")
 _TITLE = "# Triton kernels\n"
 _INTRODUCTION = """
-Compiled ahead of time for compute capability 9.0 by
-`python -m ostinato.benchmarks.micro.kernel_table`, one section per Triton version: versions
-allocate registers differently. `tests/ops/test_triton_aot.py`
-requires: no spills, at most 227 KiB of shared memory, and tensor-core instructions in every 16-bit
-kernel of attention and of matrix products.
+`python -m ostinato.benchmarks.micro.kernel_table` compiled these kernels ahead of time for compute
+capability 9.0. There is one section per Triton version, because versions allocate registers
+differently. `tests/ops/test_triton_aot.py` requires: no spills, at most 227 KiB of shared memory,
+and tensor-core instructions in every 16-bit kernel of attention and of matrix products.
 
-Columns: *short* is the attention of sequences whose query rows fit one tile (decode), *long* that
-of the others (prefill). *Rotate* rotates the heads and writes K and V. *Linear* is a matrix product
-with what is fused with it, for steps of up to 16, 64 and 256 rows. *Router* and *experts* are the
-kernels of a mixture of experts for such steps. *Cache* is the KV cache's type where it is another
-(`cache.dtype`); it is widened in registers. M × N is query rows × keys of a tile, or rows × columns
-of a result. *8 bits* is the product of operands of 8 bits. Spills are bytes stored and loaded.
-Copies are asynchronous copies from global memory, tensor the matrix instructions (`wgmma` on tiles
-of 64 rows and more, else `mma`), both counted in the PTX. Programs is how many fit one
+The column *kernel* has these names. *Short* is attention of sequences whose query rows fit one tile
+(decode), *long* is attention of other sequences (prefill). *Write* writes K and V into the cache.
+*Rotate* rotates the heads and writes K and V. *Linear* is a matrix product with the operations that
+are fused with it, for steps of up to 16, 64 and 256 rows. *Router* and *experts* are the kernels of
+a mixture of experts for these steps. *8 bits* is a matrix product of 8-bit operands.
+
+*Cache* is the KV cache's type if it differs from *type* (`cache.dtype`); its values are widened in
+registers. *M × N* is the size of a tile: query rows × keys in attention, rows × columns of the
+result in other kernels. *Spills* are bytes stored and loaded. *Tensor* counts the matrix
+instructions in the PTX (`wgmma` on tiles of 64 rows and more, else `mma`), *copies* the
+asynchronous copies from global memory. *Programs* is the number of programs that fit one
 multiprocessor.
 """
 

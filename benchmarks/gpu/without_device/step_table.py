@@ -191,27 +191,29 @@ def section_of(records: Mapping[str, dict[str, Any]], versions: str) -> str:
         "the layers of a model in bfloat16 on fake CUDA tensors, and every Triton kernel is "
         "compiled for the device.",
         "",
-        "Launches are those of one layer; *outside* are those before and after all layers. Bytes "
-        "are compared with the ideal: weights, the cache's entries, and the operands and results "
-        "of each matrix product and of attention once. Decoding sequences have 2048 tokens in "
-        "context; a mixed step adds a prompt of 512 tokens to 64 of them. Tokens are routed to "
-        "random experts; a step reads the expected number of experts that they hit. The time is a "
-        f"prediction: each launch takes the longest of its bytes at {MEMORY_SHARE:.0%} of the "
-        f"nominal memory rate, its operations at {MATRIX_SHARE:.0%} of the nominal matrix rate, "
-        f"and {KERNEL_SECONDS * 1e6:.0f} µs.",
+        "*Launches* counts the kernels of one layer; *outside* counts those before and after all "
+        "layers. *Of ideal* divides the bytes by the least possible ones: weights, the cache's "
+        "entries, and the operands and results of each matrix product and of attention, once "
+        "each. A decoding sequence has 2048 tokens in context; a mixed step has 64 decoding "
+        "sequences and a prompt of 512 tokens. Tokens are routed to random experts; a step reads "
+        "the expected number of different experts. The times are predictions: each launch takes "
+        f"the longest of three times: its bytes at {MEMORY_SHARE:.0%} of the nominal memory rate, "
+        f"its operations at {MATRIX_SHARE:.0%} of the nominal matrix rate, and "
+        f"{KERNEL_SECONDS * 1e6:.0f} µs.",
         "",
         f"Steps of up to {most_rows(torch.bfloat16)} tokens run layers of fused kernels "
-        "(models/few_rows.py). The rows *by Inductor* show the same step by the program of larger "
-        "steps. The prediction does not tell our matrix kernels from those of cuBLAS, so for more "
-        "than 64 tokens a measurement must confirm the choice. With `int4` the matrices of the "
-        "layers have integers of 4 bits, and embedding and head are plain. Such layers have one "
-        "form.",
+        "(models/few_rows.py). The rows *by Inductor* show the same step with the program that "
+        "larger steps run. The prediction assumes the same rates for our matrix kernels and for "
+        "those of cuBLAS, so for more than 64 tokens a measurement must confirm the choice. With "
+        "`int4` the matrices of the layers have integers of 4 bits; embedding and head are not "
+        "quantised. Layers with int4 have one program for all steps.",
         "",
         f"### {records[first]['device']}",
         "",
         *_step_lines(records[first]),
         "",
-        "Registers are those of the choice that takes the most; spills are those of all choices.",
+        "Inductor compiles some kernels in several configurations (*choices*). *Registers* is "
+        "the most that one of them takes; *spills* is the sum over all of them.",
         "",
         *_kernel_lines(records[first]),
         "",
