@@ -228,7 +228,11 @@ ARGUMENTS: dict[str, Argument] = {
     ),
     "quantization": Argument(
         setting="model.quantization",
-        read=_one_of(_QUANTIZATIONS, "a checkpoint's own quantisation is recognised; leave it out"),
+        read=_one_of(
+            _QUANTIZATIONS,
+            "weights are not quantised to it at load; leave it out for a checkpoint that is "
+            "quantised",
+        ),
         default=("none",),
     ),
     "chat_template": Argument(setting="model.chat_template", read=str),
@@ -263,7 +267,8 @@ ARGUMENTS: dict[str, Argument] = {
         setting="cache.dtype",
         read=_one_of(
             {"fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3"},
-            "there is no such type of keys and values; see cache.dtype for all",
+            "keys and values have the type of the model if it is left out; for int8 set "
+            "cache.dtype=int8",
         ),
         default=("auto",),
     ),

@@ -33,6 +33,7 @@ __all__ = (
     "HostMetadata",
     "PlanKey",
     "PlannedBackend",
+    "backends_of",
     "load_backend",
     "paged_attention",
     "select_backend",
@@ -198,6 +199,11 @@ _NAMES = tuple(name.value for name in AttentionBackendName if name is not Attent
 # more head sizes and dtypes. Its kernels build in seconds, without a CUDA toolkit.
 _PREFERENCE = {"cpu": ("cpu", "reference"), "cuda": ("triton", "flashinfer", "reference")}
 _loaded: dict[str, AttentionBackend] = {}
+
+
+def backends_of(device_type: str) -> tuple[str, ...]:
+    """Names of the backends for a type of device, such as "cuda"; the preferred one is first."""
+    return _PREFERENCE[device_type]
 
 
 def load_backend(name: str) -> AttentionBackend:

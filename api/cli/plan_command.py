@@ -38,7 +38,7 @@ def plan(config: RunConfig) -> int:
     """
     import torch
 
-    from ostinato.runtime.startup.plan.engine_plan import finish_plan, select_experts
+    from ostinato.runtime.startup.plan.engine_plan import finish_plan
     from ostinato.runtime.startup.plan.model_source import open_model
     from ostinato.runtime.startup.plan.planning import plan_engine
 
@@ -67,10 +67,8 @@ def plan(config: RunConfig) -> int:
     ranks = [each.limited(*fewest) for each in ranks]
     memory = ranks[0]
     of_rank = dataclasses.replace(of_rank, speculation=source.speculation)
-    if elsewhere:
-        select_experts(of_rank, source, is_here=False)
-    else:
-        finish_plan(of_rank, source, memory, threads=1)
+    for each, planned in zip(sources, ranks, strict=True):
+        finish_plan(of_rank, each, planned, threads=1, is_here=not elsewhere)
     if free is not None:
         where = f"{source.device.type} with {config.plan.free_gib:g} GiB free"
     else:

@@ -60,8 +60,8 @@ def compile_model(
 
     Args:
         model: its code and its weights' shapes and layouts are traced. The values of the weights do
-            not matter, so tracing can run while they are loaded. It has the layers of all stages,
-            so that every stage finds its programs.
+            not matter, so tracing can run while they are loaded. On a CPU it has the layers of all
+            stages, so that every stage finds its programs. On a GPU it has those of its stage.
         form: whole model or layer by layer.
         example: a batch of at least 2 tokens and 2 sequences (Dynamo takes the sizes 0 and 1 for
             constants). It is traced, not run.

@@ -74,9 +74,12 @@ def started_cluster() -> Any:
         except Exception as error:
             reasons.append(repr(error))
             one.shutdown()
+        except BaseException:  # the test's timeout, or Ctrl-C: the processes must not remain
+            one.shutdown()
+            raise
         else:
             return one
-    pytest.skip(f"Ray does not start on this machine: {'; '.join(reasons)}")
+    pytest.fail(f"Ray does not start on this machine: {'; '.join(reasons)}")
 
 
 def until(condition: Callable[[], object]) -> None:

@@ -19,7 +19,7 @@ from ostinato.models.kv_cache import KVCacheSpec
 from ostinato.models.registry import class_of
 from ostinato.models.sharding import WHOLE, Shard
 from ostinato.models.step_tensors import num_kv_groups
-from ostinato.ops.attention import AttentionSpec, load_backend, select_backend
+from ostinato.ops.attention import AttentionSpec, backends_of, load_backend, select_backend
 from ostinato.ops.fused.fused_linear import warm_up_tokens
 from ostinato.ops.moe.flashinfer_experts import why_unsupported
 from ostinato.ops.moe.moe_linear import tile_tokens
@@ -30,7 +30,7 @@ from ostinato.runtime.startup.plan.model_source import ModelSource, model_skelet
 from ostinato.runtime.startup.plan.planning import bucket_table, plan_engine
 from ostinato.runtime.types.engine_info import IsaTrial
 
-__all__ = ("EnginePlan", "check_determinism", "finish_plan", "make_plan", "select_experts")
+__all__ = ("EnginePlan", "check_determinism", "finish_plan", "make_plan")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,20 +163,27 @@ def make_plan(
 
 
 def finish_plan(
-    config: EngineConfig, source: ModelSource, memory: MemoryPlan, threads: int
+    config: EngineConfig,
+    source: ModelSource,
+    memory: MemoryPlan,
+    threads: int,
+    *,
+    is_here: bool = True,
 ) -> EnginePlan:
     """Choose kernels and buckets for a model whose memory is planned.
 
     Args:
         config: the engine's configuration, with `source.speculation`.
-        source: from `open_model`, for a device of this machine.
+        source: from `open_model`.
         memory: from `plan_engine`.
         threads: threads of the model on a CPU.
+        is_here: whether the device is in this machine. If not, the version of a GPU and the
+            libraries for it are not checked.
 
     Raises:
         StartupError: the model or the device does not support a setting.
     """
-    backend = _select_backend(config, source)
+    backend = _select_backend(config, source, is_here=is_here)
     _check_graphs(config, source, backend)
     # On a CPU the step runs on the scheduler's thread, so there is nothing to overlap.
     overlap = config.scheduler.overlap
@@ -185,7 +192,7 @@ def finish_plan(
         source=source,
         memory=memory,
         backend=backend,
-        experts=select_experts(config, source),
+        experts=_select_experts(config, source, is_here=is_here),
         buckets=bucket_table(config, source),
         overlap=source.device.type != "cpu" if overlap is None else overlap,
         threads=threads,
@@ -214,24 +221,27 @@ def _draft_plan(plan: EnginePlan) -> EnginePlan:
         source=source,
         memory=memory,
         backend=_select_backend(config, source),
-        experts=select_experts(config, source) if has_experts else ExpertKernels.auto,
+        experts=_select_experts(config, source) if has_experts else ExpertKernels.auto,
         buckets=bucket_table(config, source),
         overlap=False,
         threads=plan.threads,
     )
 
 
-def _select_backend(config: EngineConfig, source: ModelSource) -> str:
+def _select_backend(config: EngineConfig, source: ModelSource, *, is_here: bool = True) -> str:
     if not source.config.kind.needs_kv_cache:
         return ""  # an encoder's attention is another op, with one kernel
-    spec = source.attention_spec(config.cache.block_size)
+    spec, name = source.attention_spec(config.cache.block_size), config.graphs.attention.value
+    names = backends_of(source.device.type)
+    if not is_here and name in ("auto", *names):
+        return names[0] if name == "auto" else name
     try:
-        return select_backend(config.graphs.attention.value, spec)
+        return select_backend(name, spec)
     except ValueError as error:
         raise StartupError(str(error)) from error
 
 
-def select_experts(
+def _select_experts(
     config: EngineConfig, source: ModelSource, *, is_here: bool = True
 ) -> ExpertKernels:
     """The kernels of a mixture of experts.

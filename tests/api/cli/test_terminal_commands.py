@@ -214,14 +214,30 @@ def test_plan_of_several_engines_is_that_of_one(capsys: pytest.CaptureFixture[st
             "leave it at auto",
         ),
         (
-            ["graphs.attention=triton"],
+            ["graphs.attention=triton", "device.name=cpu"],
             "graphs.attention=triton cannot serve this model: triton: needs a CUDA device, the "
             "model is on cpu",
         ),
         (
-            ["runtime.determinism=bitwise", "graphs.attention=reference"],
+            ["runtime.determinism=bitwise", "graphs.attention=reference", "device.name=cpu"],
             "runtime.determinism=bitwise, but the bits of an answer would depend on its batch: "
-            "attention runs on reference; set graphs.attention=cpu; or leave it at auto",
+            "attention runs on reference; set graphs.attention=cpu; or leave runtime.determinism at "
+            "auto",
+        ),
+        (
+            ["runtime.determinism=bitwise", "device.name=cuda"],
+            "runtime.determinism=bitwise, but the bits of an answer would depend on its batch: "
+            "kernels on cuda choose their order of sums by the batch; set device.name=cpu; or "
+            "leave runtime.determinism at auto",
+        ),
+        (
+            ["graphs.attention=cpu", "device.name=cuda"],
+            "graphs.attention=cpu cannot serve this model: cpu: it runs on the CPU, not on cuda",
+        ),
+        (
+            ["graphs.attention=reference", "graphs.mode=captured", "device.name=cuda"],
+            "graphs.attention=reference reads lengths on the host, so its steps cannot be "
+            "captured; set graphs.mode=compiled",
         ),
     ],
 )
@@ -250,6 +266,26 @@ def test_plan_of_experts_for_a_gpu_that_is_not_here(
         fields = {**model, "model_type": "qwen3_moe", "moe_intermediate_size": size}
         (tmp_path / "config.json").write_text(json.dumps(fields))
         assert run(["plan", f"model.path={tmp_path}", *words]) == status
+    assert "the intermediate size on this rank is 36" in capsys.readouterr().err
+
+
+def test_plan_checks_the_experts_of_every_stage(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Rank 0 is the last stage. Here only the first stage has experts."""
+    words = ["graphs.experts=flashinfer", "device.name=cuda", "plan.free_gib=8"]
+    fields = {
+        **MODEL,
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "num_hidden_layers": 2,
+        "mlp_only_layers": [1],
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+        "moe_intermediate_size": 36,
+        "dtype": "bfloat16",
+    }
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    assert run(["plan", f"model.path={tmp_path}", "parallel.pipeline=2", *words]) == 1
     assert "the intermediate size on this rank is 36" in capsys.readouterr().err
 
 
