@@ -3,7 +3,7 @@
 | variable | meaning | default |
 |---|---|---|
 | `OSTINATO_CACHE_DIR` | where compiled kernels and graphs are kept | `~/.cache/ostinato` |
-| `CXX` | the C++ compiler for the CPU's kernels, as for torch's own | `g++`, `clang++` on macOS |
+| `CXX` | the C++ compiler for CPU kernels, also torch's | `g++`, `clang++` on macOS |
 | `CUDA_VISIBLE_DEVICES` | the GPUs that may be used, as for every CUDA program | all |
 
 If `XDG_CACHE_HOME` is set, the default cache directory is `ostinato` in it. `TMPDIR` has its usual
@@ -82,7 +82,10 @@ def require_writable(file: Path, key: str) -> None:
 
 
 def cache_dir() -> Path:
-    """The directory for compiled kernels, programs and bundles. It need not exist yet."""
+    """The directory for compiled kernels and programs, and for bundles of these (graphs/bundle.py).
+
+    It need not exist yet.
+    """
     explicit = os.environ.get("OSTINATO_CACHE_DIR")
     if explicit:
         return Path(explicit)
@@ -119,8 +122,8 @@ def prepare_cache() -> str | None:
         os.environ["OSTINATO_CACHE_DIR"] = str(temporary)
         line = (
             f"the cache directory {wanted} cannot be used ({reason}): {temporary} is used instead "
-            "and removed at the end, so that every start compiles again; set OSTINATO_CACHE_DIR to "
-            "a directory that can be written"
+            "and removed at the end; the next start compiles again what no bundle has; set "
+            "OSTINATO_CACHE_DIR to a directory that can be written"
         )
     for variable, folder in _LIBRARY_CACHES.items():
         os.environ.setdefault(variable, str(cache_dir() / folder))
@@ -154,7 +157,8 @@ def _free_bytes(directory: Path) -> int:
 def _temporary_root() -> Path:
     """The directory for temporary files; another one if the usual one is mounted `noexec`.
 
-    Container engines mount `/tmp` with `noexec`. Compiled kernels cannot be loaded from there.
+    `docker run --tmpfs /tmp` mounts `/tmp` with `noexec`. Compiled kernels cannot be loaded from
+    there.
     """
     usual = Path(tempfile.gettempdir())
     others = [Path("/var/tmp"), Path("/dev/shm")]
@@ -165,7 +169,10 @@ def _temporary_root() -> Path:
 
 
 def _link_bundles(source: Path, target: Path) -> None:
-    """Link the bundles of one cache directory into another, in which they can be replaced."""
+    """Link each bundle of `source` into `target`.
+
+    A new bundle there replaces the link. The original bundle stays.
+    """
     folder = target / "bundles"
     folder.mkdir(mode=0o700)
     with contextlib.suppress(OSError):
@@ -184,7 +191,7 @@ def cxx() -> str:
 
 
 def environment_with(**changes: str) -> dict[str, str]:
-    """The environment for a child process: this process's, and `changes` for unset variables."""
+    """This process's environment, and the variables of `changes` that it does not set."""
     return {**changes, **os.environ}
 
 

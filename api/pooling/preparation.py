@@ -1,6 +1,7 @@
 """Prepares requests of `/v1/embeddings`, `/v1/score` and `/v1/rerank`.
 
-These are pure functions. They run on the event loop or in a fork (`api/preparation/preparer.py`).
+The functions keep no state between requests. They run on the event loop or in a fork
+(`api/preparation/preparer.py`).
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class PreparedPooling(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     batch: list[list[int]]
     params: PoolingParams
-    param: str  # the name of the field that the texts come from
+    param: str  # the field that an error about a text names
     priority: int
     cache_salt: str
 
@@ -185,7 +186,7 @@ def _check(
     *,
     has_segments: bool = False,
 ) -> None:
-    """Refuse texts that the model cannot take. The error names the field `param`."""
+    """Refuse texts that the model cannot take. An error about a text names the field `param`."""
     try:
         for token_ids in batch:
             check_pooling(token_ids, params, model, has_segments=has_segments)

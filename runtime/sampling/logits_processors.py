@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ostinato.ops.sampling import apply_penalties
 from ostinato.runtime.sampling.row_state import RowState
+from ostinato.runtime.sampling.to_device import to_device
 from ostinato.runtime.sampling.token_limits import TokenLimits
 from ostinato.runtime.types.request import Request
 
@@ -64,8 +65,8 @@ class LogitBias:
         bias = request.sampling.logit_bias
         if bias:
             self._rows[row] = _Bias(
-                torch.tensor(list(bias), dtype=torch.int64, device=self._device),
-                torch.tensor(list(bias.values()), dtype=torch.float32, device=self._device),
+                to_device(list(bias), self._device),
+                to_device(list(bias.values()), self._device, torch.float32),
             )
 
     def changes(self, row: int) -> bool:
@@ -108,11 +109,12 @@ class Penalties:
         penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
         if penalties == (1.0, 0.0, 0.0):
             return
-        output = torch.tensor(output_token_ids, dtype=torch.int64)
-        counts = torch.bincount(output, minlength=self._vocab_size)
+        output = to_device(output_token_ids, self._device)
+        counts = torch.zeros(self._vocab_size, dtype=torch.int32, device=self._device)
+        counts.index_add_(0, output, torch.ones_like(output, dtype=torch.int32))
         in_prompt = torch.zeros(self._vocab_size, dtype=torch.bool, device=self._device)
-        in_prompt[torch.tensor(request.prompt_token_ids, device=self._device)] = True
-        self._rows[row] = _Counts(counts.to(self._device, torch.int32), in_prompt, *penalties)
+        in_prompt[to_device(request.prompt_token_ids, self._device)] = True
+        self._rows[row] = _Counts(counts, in_prompt, *penalties)
 
     def changes(self, row: int) -> bool:
         return row in self._rows
@@ -167,9 +169,7 @@ class MinTokens:
             ids = () if params.ignore_eos else request.eos_token_ids
             self._rows[row] = _Early(
                 len(request.prompt_token_ids) + params.min_tokens,
-                torch.tensor(
-                    [*ids, *params.stop_token_ids], dtype=torch.int64, device=self._device
-                ),
+                to_device([*ids, *params.stop_token_ids], self._device),
             )
 
     def changes(self, row: int) -> bool:

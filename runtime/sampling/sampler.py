@@ -24,6 +24,7 @@ from ostinato.ops.sampling import uniform_number
 from ostinato.runtime.sampling.grammar_masks import MASKS_S, GrammarMasks, MatcherSource
 from ostinato.runtime.sampling.grammar_rows import GrammarRow, forced_tokens
 from ostinato.runtime.sampling.logits_processors import make_processors
+from ostinato.runtime.sampling.to_device import to_device
 from ostinato.runtime.sampling.token_logprobs import (
     LogprobRequest,
     PendingLogprobs,
@@ -337,15 +338,15 @@ class Sampler:
         states = [self._staged[index] for index in kept]
         logprobs = None
         if any(state.reported.num_top is not None for state in states):
-            where = torch.tensor(kept, device=self._device)
-            ids = torch.tensor(flat, dtype=torch.int64, device=self._device)
+            where = to_device(kept, self._device)
+            ids = to_device(flat, self._device)
             logprobs = start_logprobs(logits[where], ids, [state.reported for state in states])
         begins = [0]
         for some in tokens:
             begins.append(begins[-1] + len(some))
         last = [some[-1] if some else 0 for some in tokens]  # 0 is not read: the host has the token
         return VerifiedTokens(
-            torch.tensor(last, dtype=torch.int64, device=self._device),
+            to_device(last, self._device),
             flat,
             list(map(len, tokens)),
             {begins[seq] + index: ending for (seq, index), ending in endings.items()},
@@ -361,7 +362,7 @@ class Sampler:
         """Like `_pick`, for some rows of the logits. Only the rows of beams are changed."""
         states = [self._staged[index] for index in chosen]
         positions = [self._positions[index] for index in chosen]
-        part = logits[torch.tensor(chosen, device=self._device)]
+        part = logits[to_device(chosen, self._device)]
         self._stage_draws(states, positions)
         token_ids, masks, held = self._pick(
             part, [self._rows[index] for index in chosen], states, positions
@@ -394,7 +395,7 @@ class Sampler:
             if held:
                 kept = [index for index in range(len(rows)) if index not in held]
                 drawn = [rows[index] for index in kept]
-                drawn_ids = token_ids[torch.tensor(kept, dtype=torch.int64, device=self._device)]
+                drawn_ids = token_ids[to_device(kept, self._device)]
             for processor in processors:
                 processor.advance(drawn, drawn_ids)
         return token_ids, masks if has_masks else (), held

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ostinato.runtime.sampling.to_device import to_device
 from ostinato.runtime.types.request import Request
 
 __all__ = ("TokenLimits", "limits_tokens")
@@ -64,7 +65,7 @@ class TokenLimits:
                 shape = (self._max_num_seqs, self._vocab_size)
                 self._allowed = torch.ones(shape, dtype=torch.bool, device=self._device)
             self._allowed[row] = False
-            self._allowed[row, torch.tensor(allowed, device=self._device)] = True
+            self._allowed[row, to_device(allowed, self._device)] = True
         if request.bad_words_token_ids:
             self._set_words(row, request.bad_words_token_ids, output_token_ids)
 
@@ -87,7 +88,7 @@ class TokenLimits:
         """
         if not self._limited or self._limited.isdisjoint(rows):
             return
-        self._apply(logits, torch.tensor(rows, device=self._device))
+        self._apply(logits, to_device(rows, self._device))
 
     def _apply(self, logits: Tensor, rows: Tensor) -> None:
         if self._allowed is not None:
@@ -103,7 +104,7 @@ class TokenLimits:
     def advance(self, rows: Sequence[int], token_ids: Tensor) -> None:
         """Remember the rows' new tokens, [R] int64."""
         if self._limited and self._latest.shape[1] and not self._limited.isdisjoint(rows):
-            where = torch.tensor(rows, device=self._device)
+            where = to_device(rows, self._device)
             newest = token_ids[:, None].to(self._latest.dtype)
             self._latest[where] = torch.cat((self._latest[where][:, 1:], newest), 1)
 

@@ -1,7 +1,7 @@
 """Log-probabilities of sampled tokens: `logprobs`, `logprob_token_ids` and the candidates of beams.
 
-They are computed from the model's raw logits. The log-probabilities of beams are computed from the
-logits after the logits processors and masks.
+Those of beams are computed from the logits after the logits processors and masks, all others from
+the model's raw logits.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ostinato.ops.logprobs.row_logprobs import RowLogprobs, row_logprobs
 from ostinato.ops.sample_rows import rows_at_once
+from ostinato.runtime.sampling.to_device import to_device
 from ostinato.runtime.scheduling.sequences.beam_search import num_candidates
 from ostinato.runtime.types.outputs import TokenLogprobs
 from ostinato.runtime.types.request import Request
@@ -38,13 +39,14 @@ class LogprobRequest:
         self.on_device: Tensor | None = None
         if self.token_ids is not None:
             self.num_top = 0
-            self.on_device = torch.tensor(self.token_ids, dtype=torch.int64, device=device)
+            self.on_device = to_device(self.token_ids, device)
 
 
 class PendingLogprobs(NamedTuple):
     """Log-probabilities that the device can still be computing."""
 
-    columns: RowLogprobs  # of the rows in `asking`; a row's first value is its drawn token's
+    # one entry per row in `asking`; `logprobs[:, 0]` and `ranks` are of the drawn tokens
+    columns: RowLogprobs
     asking: list[int]  # indices of the rows that report log-probabilities
     requests: Sequence[LogprobRequest]  # one per row of the step
 
@@ -82,7 +84,7 @@ def start_logprobs(
     top = min(max(requests[index].num_top or 0 for index in asking), raw.shape[-1])
     chosen = [requests[index].on_device for index in asking]
     width = max(0 if ids is None else len(ids) for ids in chosen)
-    where = torch.tensor(asking, device=raw.device)
+    where = to_device(asking, raw.device)
     wanted = token_ids[where, None].repeat(1, 1 + width)
     for place, ids in enumerate(chosen):
         if ids is not None:

@@ -2,7 +2,8 @@
 
 A step computes the last token and the guesses after it together. The sampler draws a token for each
 position, as decoding without drafts does. It keeps the tokens up to and including the first that
-differs from its draft. So drafts never change the output, and a drafter can guess anything.
+differs from its draft. So a drafter can guess anything: drafts do not change the distribution
+of the output. docs/speculation.md says where they change no bit of it either.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ class Draft(NamedTuple):
     Attributes:
         token_ids: ids of the vocabulary, in order.
         source: the source of the guesses.
-        strength: length of the match before the guesses; 0 = the source has no such number. Drafts
-            of one source and strength are expected to be right equally often.
+        strength: length of the match before the guesses; 0 = no match, or a source without one.
+            Drafts of one source and strength are expected to be right equally often.
     """
 
     token_ids: Sequence[int]
@@ -51,7 +52,7 @@ class Proposer(Protocol):
     def max_drafts(self) -> int:
         """The largest number of draft tokens for one sequence in one step, at least 1.
 
-        The engine plans memory for this many additional rows of logits per sequence.
+        Memory for additional rows of logits is planned by this number (`StepLimits.max_num_rows`).
         """
         ...
 
@@ -86,7 +87,7 @@ class DraftJob:
     """A sequence for which a model is to draw drafts.
 
     Attributes:
-        row: its row in the step.
+        row: its row in the runner's persistent buffers.
         request: its request.
         token_ids: its prompt and the output so far; must not be changed.
         table: its block table, with room for the drafts.
@@ -105,23 +106,28 @@ class BatchProposer(Proposer, Protocol):
     """A drafter that computes the drafts of all sequences of a step at once.
 
     A draft of `DraftSource.model` from `propose` has placeholders as tokens. The planner chooses
-    how many of them the step verifies, and `draw` computes these.
+    how many draft tokens the step verifies. `draw` then computes the tokens that replace the
+    placeholders.
     """
 
     @property
     def costs(self) -> CostTable | None:
-        """The step costs of the model; None = not measured.
+        """The step costs of the draft model or of the draft head; None = not measured.
 
         One draft token for each of S sequences costs a decode step of S sequences.
         """
         ...
 
     def admit(self, row: int, request: Request) -> None:
-        """Note that a sequence takes the row, or takes it again after a preemption."""
+        """Note that a sequence, new or resumed after a preemption, takes this row."""
         ...
 
     def follow(self, jobs: Sequence[DraftJob]) -> None:
-        """Compute the positions that cannot wait, for all sequences of a step."""
+        """Called in every step, before drafts are chosen, with all sequences of the step.
+
+        A draft head computes positions here, because the target's hidden states of them exist only
+        in this step. A draft model does nothing.
+        """
         ...
 
     def guess(self, request: Request, token_ids: Sequence[int], most: int) -> Draft | None:
@@ -133,8 +139,9 @@ class BatchProposer(Proposer, Protocol):
 
         Args:
             jobs: sequences in different rows.
-            most_tokens: largest number of tokens to compute for sequences of which the drafter
-                has yet to compute many tokens, such as a whole prompt.
+            most_tokens: a budget of tokens for this call. Sequences that lack only a few tokens go
+                first and may exceed it. Sequences that lack many, such as a whole prompt, get
+                what is left.
 
         Returns:
             The draft of each job, with at most `count` tokens.
@@ -142,7 +149,7 @@ class BatchProposer(Proposer, Protocol):
         ...
 
     def idle(self) -> None:
-        """Allow background work to use the processors until the next `draw`."""
+        """Allow background work to use the processors until the next `follow` or `draw`."""
         ...
 
     def close(self) -> None:

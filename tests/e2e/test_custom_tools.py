@@ -91,7 +91,7 @@ class TestAllowedTools:
     @pytest.mark.parametrize(
         ("choice", "said"),
         [
-            (allowed("auto", "three"), "names the function 'three', tools has one, two"),
+            (allowed("auto", "three"), "names the function 'three', and tools has one, two"),
             (allowed("auto", "one", kind="custom"), "tools has no custom tool"),
             ({"type": "custom", "custom": {"name": "one"}}, "tools has no custom tool"),
             (allowed("never", "one"), "never"),

@@ -209,8 +209,8 @@ STAGES: Mapping[str, Stage] = {
     "is no JSON": _no_json,
     "is too large": _too_large,
     "has a header of 1 MiB": _long_header,
-    "has two lengths": _two_lengths,
-    "sends 50 requests at once": _pipeline,
-    "has a chunk of 10^22 bytes": _bad_chunk,
+    "has two Content-Length headers": _two_lengths,
+    "sends 51 requests at once": _pipeline,
+    "has a chunk of 2^76 bytes": _bad_chunk,
     "reads slowly": _slow_reader,
 }

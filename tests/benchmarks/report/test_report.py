@@ -62,7 +62,7 @@ def make_points(count: int) -> list[Point]:
 def test_a_table_fits_the_terminal(
     count: int, columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setenv("FORCE_COLOR", "1")  # rich then takes it for a terminal
+    monkeypatch.setenv("FORCE_COLOR", "1")  # so that rich takes the captured output for a terminal
     monkeypatch.setenv("COLUMNS", str(columns))
     print_record(make_record("serve", make_points(count)))
     lines = [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in capsys.readouterr().out.splitlines()]

@@ -174,7 +174,7 @@ def test_equal_blocks_after_different_prefixes_have_different_hashes() -> None:
 
 
 @pytest.mark.parametrize("token_id", [-1, 1 << 32])
-def test_a_token_id_that_is_no_32_bit_integer_is_refused(token_id: int) -> None:
+def test_a_token_id_that_is_no_unsigned_32_bit_integer_is_refused(token_id: int) -> None:
     with pytest.raises(OverflowError):
         hash_blocks(hash_root(""), [1, token_id], 2)
 

@@ -1,0 +1,26 @@
+"""Copies of small lists to the device without waiting for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = ("to_device",)
+
+
+def to_device(
+    values: Sequence[int] | Sequence[float],
+    device: torch.device,
+    dtype: torch.dtype = torch.int64,
+) -> Tensor:
+    """A one-dimensional tensor of `values` on the device.
+
+    `torch.tensor(values, device="cuda")` copies from ordinary memory, and so it waits for all work
+    that is queued on the current stream. A copy from pinned memory is queued instead. Torch reuses
+    the pinned memory after the copy.
+    """
+    if device.type != "cuda":
+        return torch.tensor(values, dtype=dtype, device=device)
+    return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
