@@ -59,24 +59,26 @@ class ChatOutputParser:
         if output.token_texts is None:
             num_tokens = len(output.new_token_ids)
             text = output.text_delta
-            events = self._counted(index, text, num_tokens, parser.feed(text))
+            events = self._counted(index, text, num_tokens, parser.feed(text), parser)
             num_reasoning = num_tokens if parser.is_reasoning else 0
         else:
             events, num_reasoning = [], 0
             for text in output.token_texts:
-                events += self._counted(index, text, 1, parser.feed(text))
+                events += self._counted(index, text, 1, parser.feed(text), parser)
                 num_reasoning += parser.is_reasoning
             events = merge(events)
         finish_reason, cuts_call = None, False
         if output.finish_reason is not None:
-            events += self._counted(index, "", 0, parser.finish())
+            events += self._counted(index, "", 0, parser.finish(), parser)
             cuts_call = parser.ends_in_call
             ends_in_calls = parser.has_calls and output.finish_reason is FinishReason.stop
             finish_reason = "tool_calls" if ends_in_calls else output.finish_reason.value
         events = [self._with_id(event) for event in events]
         return ChatDelta(output, events, finish_reason, num_reasoning, cuts_call)
 
-    def _counted(self, index: int, text: str, num_new: int, events: list[Event]) -> list[Event]:
+    def _counted(
+        self, index: int, text: str, num_new: int, events: list[Event], parser: AnswerParser
+    ) -> list[Event]:
         """Divide tokens among the events that new text gave.
 
         Args:
@@ -91,7 +93,7 @@ class ChatOutputParser:
         waiting = self._waiting.pop(index, [])
         num_waiting = sum(count for _, count in waiting)
         if isinstance(events[0], Content | Reasoning):
-            num_unseen = _num_unseen(waiting, text, events[0].text)
+            num_unseen = _num_unseen(waiting, text, events, parser.held_length)
             events[0] = msgspec.structs.replace(events[0], num_unseen=num_unseen)
         for place, num_tokens in ((0, num_waiting), (-1, num_new)):
             if num_tokens:
@@ -106,21 +108,32 @@ class ChatOutputParser:
         return event
 
 
-def _num_unseen(waiting: list[tuple[str, int]], new_text: str, shown: str) -> int:
-    """How many of the first waiting tokens have no part in the text that is shown.
+def _num_unseen(
+    waiting: list[tuple[str, int]], new_text: str, events: list[Event], held_length: int
+) -> int:
+    """How many of the first waiting tokens have no part in the text of the first event.
 
     Args:
         waiting: text and number of tokens whose text was held back, in their order.
         new_text: the text after them.
-        shown: the text of the event that these tokens end.
+        events: the events that the text gave. The first one is text.
+        held_length: number of the last characters that are still held back.
     """
-    num_unseen = sum(count for _, count in waiting)
-    for held, count in reversed(waiting):
+    shown, *later = [one.text for one in events if isinstance(one, Content | Reasoning)]
+    whole = "".join(held for held, _ in waiting) + new_text
+    # The text ends before that of later events and before the text that is still held back. If a
+    # marker or white space was dropped behind it, it is the last such text before this place.
+    end = len(whole) - held_length - sum(map(len, later))
+    begin = max(whole.rfind(shown, 0, end), 0)
+    num_unseen, at, num_partial = 0, 0, 0
+    for held, count in waiting:
+        at += len(held)
+        if at > begin:
+            break
         # A token without text is a part of a later character.
-        if held and shown in new_text:
-            return num_unseen
-        new_text, num_unseen = held + new_text, num_unseen - count
-    return num_unseen
+        num_partial = 0 if held else num_partial + count
+        num_unseen += count
+    return num_unseen - num_partial
 
 
 def join_deltas(deltas: Sequence[ChatDelta]) -> ChatDelta:

@@ -83,6 +83,11 @@ class AnswerParser:
         """Whether the text so far ends within reasoning."""
         return self._reasoning is not None and self._reasoning.is_inside
 
+    @property
+    def held_length(self) -> int:
+        """Number of the last characters of the text so far that no event has shown or dropped."""
+        return sum(one.held_length for one in (self._reasoning, self._calls) if one)
+
     def feed(self, text: str) -> list[Event]:
         """The events of new text."""
         if not text:

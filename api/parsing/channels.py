@@ -45,6 +45,11 @@ class ChannelSplitter:
         """Whether the text so far ends within reasoning."""
         return self._kind is Reasoning
 
+    @property
+    def held_length(self) -> int:
+        """Number of the last characters of the text so far that no event has shown or dropped."""
+        return len(self._buffer)
+
     def feed(self, text: str) -> list[Event]:
         """The events of new text."""
         self._buffer += text

@@ -99,6 +99,11 @@ class ReasoningSplitter:
         """Whether the text so far ends within reasoning."""
         return self._state in (self._after_begin, self._inside)
 
+    @property
+    def held_length(self) -> int:
+        """Number of the last characters of the text so far that no event has shown or dropped."""
+        return len(self._buffer)
+
     def feed(self, text: str) -> list[Event]:
         """The events of new text."""
         self._buffer += text

@@ -57,6 +57,12 @@ class CallParser:
         self.num_calls = 0
         self.ends_in_call = False  # set by `finish`: the answer ended within a call that has begun
 
+    @property
+    def held_length(self) -> int:
+        """Number of the last characters of the text so far that no event has shown or dropped."""
+        num_opening = len(self._opening) if self._state == self._in_body else 0
+        return num_opening + len(self._buffer)
+
     def feed(self, text: str) -> list[Event]:
         """The events of new text."""
         self._buffer += text

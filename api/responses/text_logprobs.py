@@ -14,8 +14,8 @@ class TextLogprobs:
     """Assigns log-probabilities of tokens to the text of content blocks.
 
     Text can be held back, so the entries of tokens wait for the change that ends their tokens.
-    Entries of reasoning, of calls and of markers between blocks are dropped, so the tokens of a
-    block's entries joined are its text.
+    Entries of reasoning, of calls and of markers between blocks are dropped. A token that also
+    holds a part of a marker or of white space around the text keeps its entry.
 
     Args:
         num_top: alternatives per token; None = the request asks for no log-probabilities.

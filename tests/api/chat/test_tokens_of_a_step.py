@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ostinato.api.chat.chat_deltas import ChatOutputParser, join_deltas
 from ostinato.api.chat.content_blocks import BlockKind, ContentBlocks
@@ -100,9 +102,30 @@ def test_log_probabilities_of_text_are_those_of_its_tokens(size: int, interval: 
         # A marker's end is in the token with the first text.
         (["<think>", "x", "</thi", "nk>y", "z"], ["nk>y", "z"]),
         (["a ", "<think>", "x", "</think>", "b"], ["a ", "<think>", "x", "</think>", "b"]),
+        # The token that ends a held-back beginning repeats it.
+        (["<think>", "x", "</think>", "a", "<", "<", " b"], ["a", "<", "<", " b"]),
+        (["<think>", "x", "</think>", "<", "<", "<", " b"], ["<", "<", "<", " b"]),
+        (["a", "<tool", "<tool", " b"], ["a", "<tool", "<tool", " b"]),
     ],
 )
 def test_tokens_of_entries_give_the_text(size: int, texts: list[str], expected: list[str]) -> None:
+    assert tokens_of_entries(texts, size) == expected
+
+
+@given(
+    st.lists(
+        st.sampled_from(["a", "b ", "<", "<t", "tool", "<tool", "_call", "</", "think", "日", ""])
+    ),
+    st.integers(1, 6),
+)
+def test_beginnings_of_markers_are_tokens_of_the_text(middle: list[str], size: int) -> None:
+    """No marker is complete, so each token behind the reasoning has an entry."""
+    texts = ["<think>", "x", "</think>", "A", *middle, "z"]
+    assert tokens_of_entries(texts, size) == texts[3:]
+
+
+def tokens_of_entries(texts: list[str], size: int) -> list[str]:
+    """The tokens of a message's log-probabilities. Each output has `size` tokens."""
     form = AnswerForm(
         reasoning=REASONING["think"], call_format="hermes", tool_names=frozenset({"f"})
     )
@@ -114,9 +137,8 @@ def test_tokens_of_entries_give_the_text(size: int, texts: list[str], expected: 
         logprobs.add(delta.output)
         for change in blocks.feed(delta.events):
             logprobs.of_change(change)
-    shown = [
+    return [
         msgspec.json.decode(msgspec.json.encode(entry))["token"]
         for block in blocks.blocks
         for entry in logprobs.of_block(block.index)
     ]
-    assert shown == expected
