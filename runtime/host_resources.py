@@ -92,7 +92,7 @@ def _enclosing_groups(root: Path, membership: Path, controller: str) -> list[tup
             continue
         base = root / controller if controllers else root
         # In a container the path can lead out of `base`, which is then the container's own group.
-        parts = path.strip("/").split("/") if ".." not in path.split("/") else []
+        parts = [part for part in path.split("/") if part] if ".." not in path.split("/") else []
         found += [
             (base.joinpath(*parts[:depth]), not controllers) for depth in range(len(parts), -1, -1)
         ]
