@@ -38,8 +38,8 @@ class EngineCounters:
 
     def admit(self, output: SchedulerOutput) -> None:
         """Count the sequences that take rows in this step, and the time that they waited."""
-        # `arrival_time` is a time.monotonic() of this machine. Two kinds of sequences begin with output
-        # tokens and are not counted: beams, and requests that continue after an engine's death.
+        # `arrival_time` is a time.monotonic() of this machine. Two kinds of sequences begin with
+        # output tokens and are not counted: beams, and requests that go on after an engine's death.
         now = time.monotonic()
         for admitted in output.admitted:
             if not (admitted.is_resumed or admitted.output_token_ids):
