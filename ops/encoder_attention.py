@@ -30,8 +30,8 @@ def encoder_attention(
         q: [T, H, D] float32, bfloat16 or float16, last dimension contiguous, D at most 256.
         k: [T, H, D], last dimension contiguous.
         v: [T, H, D], last dimension contiguous.
-        query_start_loc: [S+1] int32, the first row of each sequence, then the total; the host reads
-            it, so on a GPU the host waits for the device once a layer.
+        query_start_loc: [S+1] int32, the first row of each sequence, then the row after
+            the last one. The host reads it, so on a GPU it waits for the device once a layer.
         scale: factor on the logits, usually D ** -0.5.
 
     Returns:

@@ -76,7 +76,7 @@ _Texts = str | TextPrompt | Sequence[str | TextPrompt]
 
 
 class LLM:
-    """Generates for lists of prompts, or streams the output of one prompt. Not thread-safe.
+    """Generates text, embeddings or scores for prompts, or streams one output. Not thread-safe.
 
     Its memory is freed by `close`, at the end of a `with` block, or when the object is deleted.
     """
@@ -100,10 +100,11 @@ class LLM:
             overrides: settings as on the command line, `scheduler.max_num_seqs=8`.
             config: a complete configuration, instead of `model`, `overrides` and `arguments`.
             report: called with each finished phase of the start and its seconds.
-            observer: called with every step; None = no observer.
+            observer: called with every step; None = a default observer that writes no file.
             model_cache: keeps the loaded model for the next engine of this process; one engine at
                 a time uses it. None = the model is loaded and freed with the engine.
-            proposer: replaces the drafter of `speculation.method`. A drafter changes no output.
+            proposer: replaces the drafter of `speculation.method`. A drafter does not change the
+                distribution of the output (docs/speculation.md).
             seed: seeds the generator that draws a seed for each request without one; None = a
                 random seed for each request.
             arguments: vLLM's names of settings, such as `max_model_len=4096`
@@ -249,8 +250,8 @@ class LLM:
     def score(self, first: _Texts, second: _Texts) -> list[float]:
         """How well each text of `second` fits its text of `first`.
 
-        The score is the output of the classification head if the model has one with a single label,
-        else the cosine of the two embeddings.
+        With a classification head the score is its output; the head must have one label. Without a
+        head the score is the cosine of the two embeddings.
 
         Args:
             first: one text for all of `second`, or one for each; `{"prompt": text}` is a text too.

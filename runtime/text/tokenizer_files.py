@@ -76,12 +76,14 @@ class TokenizerFiles:
         return _read_json(self.path / "special_tokens_map.json") if self._gguf is None else {}
 
     def eos_token_id(self) -> int | None:
-        """The id of the end-of-sequence token that the directory names; None if it names none.
+        """The id of the end-of-sequence token that the directory names.
 
-        None for a GGUF file too, because the model's configuration has the id.
+        None if it names none, or if that token is not among the added tokens.
 
-        Raises:
-            StartupError: a file cannot be read.
+            None for a GGUF file too, because the model's configuration has the id.
+
+            Raises:
+                StartupError: a file cannot be read.
         """
         if self._gguf is not None:
             return None

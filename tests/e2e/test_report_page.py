@@ -1,4 +1,4 @@
-"""The report of a kept result in a real browser: both widths, both themes, no loaded resources."""
+"""The HTML report of a committed result in a real browser: both widths, both themes, no loaded resources."""
 
 from __future__ import annotations
 

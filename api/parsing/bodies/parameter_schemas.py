@@ -13,7 +13,7 @@ __all__ = ("Parameter", "allowed_types", "listed", "parameters_of", "types_of_pa
 
 _ALL = ("string", "integer", "number", "boolean", "null", "array", "object")
 _MAX_DEPTH = 16
-# Keywords of the schema of an object that can be enforced, or that enforce nothing.
+# Keywords that constrain nothing; below, those that `strict` accepts at the top of a schema.
 _NOTES = {"title", "description", "default", "examples", "$comment"}
 _OF_OBJECTS = _NOTES | {
     *("type", "properties", "required", "additionalProperties", "strict"),
@@ -31,7 +31,7 @@ class Parameter(msgspec.Struct, frozen=True, kw_only=True):
     schema: Any  # includes the definitions of the whole schema, so that references resolve
     types: tuple[str, ...]  # JSON types that the schema allows; empty = any
     is_required: bool
-    choices: tuple[str, ...] = ()  # the allowed strings; empty = the schema does not list them
+    choices: tuple[str, ...] = ()  # of the parameter's own `enum` or `const`, if all are strings
     is_free: bool = True  # if the value may be a string, it may be any string
 
     @property
@@ -171,7 +171,7 @@ def listed(
     argument: Callable[[Parameter, str], dict[str, Any]],
     separator: str,
 ) -> dict[str, Any]:
-    """The xgrammar format of arguments with separators between them. Some may be optional.
+    """The xgrammar format of arguments with separators between them. Not all are required.
 
     Args:
         parameters: the parameters. In the text, the required ones come first.

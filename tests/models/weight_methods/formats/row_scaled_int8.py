@@ -1,7 +1,8 @@
-"""A weight method for the tests, with a scale a row: `weight` int8 [out, in], `weight_scale` [out, 1].
+"""A weight method for the tests: int8 with one scale for each row.
 
-compressed-tensors' int-quantized checkpoints store weights like this. The engine does not know the
-method: the tests show that one can be added without a change of the engine's files.
+It stores `weight` int8 [out, in] and `weight_scale` [out, 1], as compressed-tensors' int-quantized
+checkpoints do. The engine has no `quant_method` of this name. The tests show that a weight method
+can be added without a change of the engine's files.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ class RowScaledInt8(WeightMethod):
 @dataclass(frozen=True, slots=True)
 class _Policy:
     unquantized: WeightMethod
-    floats: tuple[str, ...]  # endings of names
+    floats: tuple[str, ...]  # endings of the names of matrices that are not quantised
 
     @property
     def ignored(self) -> tuple[str, ...]:
