@@ -12,7 +12,6 @@ measurement corrects the predictions by which the next candidate is chosen.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import statistics
 import sys
 import time
@@ -40,7 +39,7 @@ from ostinato.benchmarks.tune.output import (
     serve_command,
     write_option,
 )
-from ostinato.benchmarks.tune.search import Candidate, Search, open_storage
+from ostinato.benchmarks.tune.search import Candidate, Search, open_storage, study_name
 from ostinato.benchmarks.tune.space import (
     Space,
     Value,
@@ -63,7 +62,6 @@ __all__ = ("tune",)
 
 _GIB = 1 << 30
 _WIDTH = 100
-_TRIAL_FORMAT = 2  # format of a stored trial; a study in another format is not resumed
 _BLOCK_SIZES = (16, 32, 64)
 # The shares of the time budget by which the step costs are measured and the search ends.
 _VARIANTS_BY, _SEARCH_BY = 0.4, 0.6
@@ -95,6 +93,12 @@ class _Tuning:
             )
         if config.load.url:
             raise ConfigError(f"load.url={config.load.url}: run tune starts servers of its own")
+        stages = config.parallel.pipeline
+        if stages > 1 and _measurable(self.config).speculation.max_drafts:
+            raise ConfigError(
+                f"parallel.pipeline={stages}: run tune simulates drafts with one stage only; leave "
+                "speculation.method at its default and out of tune.keys, or set parallel.pipeline=1"
+            )
         self.storage = open_storage(
             expand_user(section.storage or f"outputs/tune/{section.name}.journal")
         )
@@ -189,9 +193,8 @@ class _Tuning:
             floor_ms=1000 * floor,
             cache_gib=self._cache_gib(),
         )
-        self.search = Search(
-            self.config, space, self.forecast, self.goals, self.storage, self._study_name(space)
-        )
+        name = study_name(self.config, space, self.real.duration_s)
+        self.search = Search(self.config, space, self.forecast, self.goals, self.storage, name)
         resumed = self.search.num_done
         if resumed:
             self.notes.append(f"resumed a study of {resumed} trials")
@@ -274,20 +277,6 @@ class _Tuning:
             self.config.cache.block_size, source.cache_dtype
         ).bytes_per_block
         return self.spec.num_blocks * per_block / _GIB
-
-    def _study_name(self, space: Space) -> str:
-        """The name of the study, which is the same for the same search."""
-        parts = (
-            _TRIAL_FORMAT,
-            dataclasses.replace(self.config.tune, trials=1, verify=1, budget_s=10.0, storage=""),
-            *(getattr(self.config, name) for name in ("model", "workload", "load", "slo")),
-            *(getattr(self.config, name) for name in ("device", "cache", "scheduler", "graphs")),
-            (self.config.speculation, self.config.simulate.acceptance),
-            space.choices,
-            cpu_name(),
-            self.real.duration_s,
-        )
-        return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
     def _report(self, impossible: list[str]) -> int:
         """Print and write the results; returns the exit code."""

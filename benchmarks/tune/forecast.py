@@ -13,6 +13,7 @@ from ostinato.benchmarks.simulate.step_times.overheads import ServingOverheads
 from ostinato.benchmarks.tune.goals import ServingMetrics
 from ostinato.benchmarks.tune.space import Variant
 from ostinato.conf.bench_schema import SloSection
+from ostinato.conf.errors import ConfigError
 from ostinato.conf.root import RunConfig
 from ostinato.runtime.costs.cost_table import CostTable
 from ostinato.runtime.errors import StartupError
@@ -51,6 +52,7 @@ class Forecast:
         """The simulated engine of a configuration.
 
         Raises:
+            ConfigError: such an engine cannot be simulated.
             StartupError: the engine could not start.
         """
         variant = Variant(config.device.threads or self._default.threads, config.cache.block_size)
@@ -61,9 +63,15 @@ class Forecast:
         return dataclasses.replace(self._plans[key], overheads=self.overheads)
 
     def predict(self, config: RunConfig, *, job: LoadJob | None = None) -> ServingMetrics | None:
-        """The metrics of a configuration under this job or another; None if it cannot start."""
+        """The metrics of a configuration under this job or another; None if it cannot start.
+
+        Raises:
+            ConfigError: such an engine can start, but cannot be simulated.
+        """
         try:
             spec = self.spec(config)
+        except ConfigError:
+            raise  # a ValueError too, but of the whole search: its text says what to change
         except (StartupError, ValueError):
             return None
         results = simulate_job(spec, job or self._job)

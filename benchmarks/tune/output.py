@@ -31,6 +31,8 @@ _ENGINE = (
     *("model", "device", "cache", "scheduler", "speculation", "graphs", "runtime", "sampling"),
     "parallel",
 )
+# Addresses of one machine. The option is for other machines of this kind too.
+_ADDRESSES = {"parallel": ("host", "ray_address")}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -46,6 +48,9 @@ class Verified:
 def option_text(config: RunConfig, provenance: Sequence[str]) -> str:
     """The YAML of an option: the engine's settings that differ from the defaults.
 
+    `parallel.host` and `parallel.ray_address` are left out, because they are addresses of one
+    machine.
+
     Args:
         config: the configuration to serve.
         provenance: lines of a comment about how the configuration was found.
@@ -55,7 +60,7 @@ def option_text(config: RunConfig, provenance: Sequence[str]) -> str:
         section: Section = getattr(config, name)
         for key, (default, _) in type(section).settings().items():
             value = getattr(section, key)
-            if value != default:
+            if value != default and key not in _ADDRESSES.get(name, ()):
                 plain = value.value if isinstance(value, Enum) else value
                 changes.setdefault(name, {})[key] = plain
     comment = "".join(f"# {line}".rstrip() + "\n" for line in provenance)

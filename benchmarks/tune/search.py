@@ -9,6 +9,7 @@ is implemented here.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import logging
 import time
@@ -28,10 +29,16 @@ from ostinato.benchmarks.tune.goals import Goals, ServingMetrics
 from ostinato.benchmarks.tune.space import Space, Value, apply_values, value_of
 from ostinato.conf.errors import ConfigError
 from ostinato.conf.root import RunConfig
+from ostinato.runtime.machine_info import cpu_name
 
-__all__ = ("Candidate", "Search", "open_storage")
+__all__ = ("Candidate", "Search", "open_storage", "study_name")
 
 _LOG = logging.getLogger(__name__)
+_TRIAL_FORMAT = 3  # format of a stored trial; a study in another format is not resumed
+_KEYED = (
+    *("model", "workload", "load", "slo", "device", "cache", "scheduler", "graphs", "speculation"),
+    *("parallel", "runtime"),
+)  # the sections on which a trial's metrics depend, beside single settings of others
 _BOUNDED = "bounded"  # whether there is a target for inter-token latency
 _TARGET = "scheduler.itl_target_ms"
 _PART = 1 / 3  # share of the requests after which a trial may be pruned
@@ -75,6 +82,26 @@ def _is_journal(path: Path) -> bool:
         return False
 
 
+def study_name(config: RunConfig, space: Space, duration_s: float | None) -> str:
+    """The name of a study, which is the same for the same search.
+
+    Args:
+        config: the given configuration.
+        space: the search space.
+        duration_s: requests of the traffic after this are left out; None = all are sent.
+    """
+    parts = (
+        _TRIAL_FORMAT,
+        dataclasses.replace(config.tune, trials=1, verify=1, budget_s=10.0, storage=""),
+        *(getattr(config, name) for name in _KEYED),
+        config.simulate.acceptance,
+        space.choices,
+        cpu_name(),
+        duration_s,
+    )
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+
 class Search:
     """One study.
 
@@ -84,7 +111,7 @@ class Search:
         forecast: predicts metrics.
         goals: the constraints.
         storage: stores the study.
-        study_name: the name of the study, the same for equal traffic, machine and goals.
+        name: the name of the study, from `study_name`.
     """
 
     def __init__(
@@ -94,7 +121,7 @@ class Search:
         forecast: Forecast,
         goals: Goals,
         storage: JournalStorage,
-        study_name: str,
+        name: str,
     ) -> None:
         self._config = config
         self._space = space
@@ -104,7 +131,7 @@ class Search:
         seed = config.tune.seed
         self.study = optuna.create_study(
             storage=storage,
-            study_name=study_name,
+            study_name=name,
             load_if_exists=True,
             directions=["minimize", "minimize", "maximize"],
         )

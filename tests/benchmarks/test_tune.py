@@ -22,7 +22,7 @@ from ostinato.benchmarks.tune.output import (
     serve_command,
     write_option,
 )
-from ostinato.benchmarks.tune.search import Search, open_storage
+from ostinato.benchmarks.tune.search import Search, open_storage, study_name
 from ostinato.benchmarks.tune.space import Space, Variant, apply_values, is_alike
 from ostinato.commands import run
 from ostinato.conf.bench_schema import SloSection
@@ -190,6 +190,33 @@ def test_a_study_resumes_and_is_seeded(tmp_path: Path):
     assert [trial.params for trial in other.study.trials] == first
 
 
+def test_a_study_is_resumed_by_an_equal_engine_and_traffic_only():
+    space, config = make_space()
+    name = study_name(config, space, 4.0)
+    again, same = make_space("tune.trials=9", "tune.budget_s=20", "server.port=1234")
+    assert study_name(same, again, 4.0) == name
+    others = [
+        study_name(make_space(override)[1], space, 4.0)
+        for override in (
+            *("parallel.tensor=2", "parallel.pipeline=2", "parallel.data=2"),
+            *("runtime.determinism=bitwise", "load.rates=[7]", "slo.itl_ms=3"),
+            *("scheduler.max_num_seqs=8", "speculation.method=ngram", "simulate.acceptance=0.3"),
+        )
+    ]
+    others += [study_name(config, space, None)]
+    others += [study_name(config, make_space("tune.keys=[device.threads]")[0], 4.0)]
+    assert len({name, *others}) == 1 + len(others)
+
+
+def test_an_engine_that_cannot_be_simulated_ends_the_search_with_the_reason(tmp_path: Path):
+    """An engine that cannot start is one trial without a result."""
+    staged = ("parallel.pipeline=2", "speculation.method=ngram")
+    search, forecast, _config = make_search(tmp_path, make_goals(), *staged)
+    with pytest.raises(ConfigError, match=r"method=ngram with parallel\.pipeline=2"):
+        search.run(8, time.monotonic() + 60)
+    assert forecast.predict(apply_values(load_config(), {"cache.memory_gib": 1e-9})) is None
+
+
 def test_no_time_no_trials(tmp_path: Path):
     search, _, _ = make_search(tmp_path, make_goals())
     search.run(8, time.monotonic())
@@ -238,7 +265,11 @@ def test_the_highest_load_is_where_the_goals_begin_to_fail(tmp_path: Path):
 
 def test_a_written_option_gives_the_tuned_configuration(tmp_path: Path):
     config = load_config(
-        ["model=llama-45m", "graphs.mode=compiled", "server.port=1234", "parallel.tensor=2"]
+        [
+            *("model=llama-45m", "graphs.mode=compiled", "server.port=1234"),
+            *("runtime.determinism=bitwise", "parallel.tensor=2", "parallel.executor=ray"),
+            *("parallel.ray_address=192.0.2.1:6379", "parallel.host=192.0.2.2"),
+        ]
     )
     values = {
         "scheduler.itl_target_ms": 31.5,
@@ -258,11 +289,13 @@ def test_a_written_option_gives_the_tuned_configuration(tmp_path: Path):
         "scheduler",
         "speculation",
         "graphs",
+        "runtime",
         "sampling",
-        "parallel",
     ):
         assert getattr(loaded, name) == getattr(tuned, name)
-    assert loaded.server.port == 8000  # the option has the engine's settings only
+    # The option has the engine's settings only, and of these no addresses of a machine.
+    assert loaded.server.port == 8000
+    assert loaded.parallel == dataclasses.replace(tuned.parallel, host="", ray_address="")
     again = load_config(["tuned=mine", "scheduler.max_num_seqs=4"], config_dir=str(tmp_path))
     assert again.scheduler.max_num_seqs == 4
 
@@ -296,6 +329,14 @@ def test_the_plot_is_a_png(tmp_path: Path):
     [
         (["load.rates=[1,2]"], "run tune has one traffic, load.rates and load.concurrency give 2"),
         (["load.url=http://127.0.0.1:1"], "run tune starts servers of its own"),
+        (
+            ["parallel.pipeline=2", "speculation.method=ngram"],
+            "parallel.pipeline=2: run tune simulates drafts with one stage only",
+        ),
+        (
+            ["parallel.pipeline=2", "tune.keys=[speculation.method]"],
+            "parallel.pipeline=2: run tune simulates drafts with one stage only",
+        ),
         (["tune.keys=[cache.block_sizes]"], "tune.keys must be one of scheduler.max_num_seqs"),
         (["tune.percentile=100"], "tune.percentile must be in (0, 99.9], got 100"),
         (["tune.nothing=1"], "there is no key 'tune.nothing'"),
