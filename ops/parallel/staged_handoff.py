@@ -11,6 +11,7 @@ On a GPU the copies go through pinned memory, on the current stream.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,10 +21,20 @@ from ostinato.ops.parallel.handoff import HiddenReceiver, HiddenSender, HiddenSh
 __all__ = ("StagedReceiver", "StagedSender")
 
 
-class _Staged:
-    """The tensor that the model uses, and the pinned memory beside it."""
+_Link = TypeVar("_Link", HiddenReceiver, HiddenSender)
 
-    def __init__(self, shape: HiddenShape, device: torch.device) -> None:
+
+class _Staged(Generic[_Link]):
+    """The tensor that the model uses, the pinned memory beside it, and the link."""
+
+    def __init__(self, link: _Link, shape: HiddenShape, device: torch.device) -> None:
+        """
+        Args:
+            link: closed with this object.
+            shape: the largest hidden states.
+            device: the device of the model.
+        """
+        self._link = link
         size = shape.num_states, shape.num_tokens, shape.size
         on_gpu = device.type == "cuda"
         self._values = torch.zeros(size, dtype=shape.dtype, device=device)
@@ -39,19 +50,17 @@ class _Staged:
             for index in range(self.num_states)
         ]
 
+    def abort(self) -> None:
+        """As `abort` of the link."""
+        self._link.abort()
 
-class StagedReceiver(_Staged):
+    def close(self) -> None:
+        """As `close` of the link."""
+        self._link.close()
+
+
+class StagedReceiver(_Staged[HiddenReceiver]):
     """The end in the stage that computes the next layers."""
-
-    def __init__(self, link: HiddenReceiver, shape: HiddenShape, device: torch.device) -> None:
-        """
-        Args:
-            link: closed with this object.
-            shape: the largest hidden states.
-            device: the device of the model.
-        """
-        super().__init__(shape, device)
-        self._link = link
 
     def arrive(self, num_tokens: int) -> None:
         """Wait for the hidden states of the next step, and start their copy to the device.
@@ -78,27 +87,9 @@ class StagedReceiver(_Staged):
     def release(self) -> None:
         """Does nothing: the next `arrive` is ordered after the step by the stream."""
 
-    def abort(self) -> None:
-        """As `HiddenReceiver.abort`."""
-        self._link.abort()
 
-    def close(self) -> None:
-        """As `HiddenReceiver.close`."""
-        self._link.close()
-
-
-class StagedSender(_Staged):
+class StagedSender(_Staged[HiddenSender]):
     """The end in the stage that computed the hidden states."""
-
-    def __init__(self, link: HiddenSender, shape: HiddenShape, device: torch.device) -> None:
-        """
-        Args:
-            link: closed with this object.
-            shape: the largest hidden states.
-            device: the device of the model.
-        """
-        super().__init__(shape, device)
-        self._link = link
 
     def send(self, states: Sequence[Tensor]) -> None:
         """Keep the hidden states of a step, each [T, size], until `leave`."""
@@ -121,11 +112,3 @@ class StagedSender(_Staged):
             self._copied.synchronize()
             states = [pinned for _, pinned in copies]
         self._link.send(states)
-
-    def abort(self) -> None:
-        """As `HiddenSender.abort`."""
-        self._link.abort()
-
-    def close(self) -> None:
-        """As `HiddenSender.close`."""
-        self._link.close()
