@@ -38,6 +38,7 @@ import ostinato
 import ostinato.conf
 from ostinato.benchmarks.machine.described_device import described_devices
 from ostinato.benchmarks.machine.probes import commit_of
+from ostinato.conf.environment import environment_with
 from ostinato.runtime.machine_info import cpu_name, gpu_names, package_versions
 
 _PAGE = Path(ostinato.conf.__file__).parents[1] / "docs" / "kernels.md"
@@ -86,12 +87,12 @@ def main(arguments: list[str]) -> int:
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
-    from ostinato.benchmarks.gpu.stages import STAGES
+    from ostinato.benchmarks.gpu.stages import STAGES, default_stages
 
     parser = argparse.ArgumentParser(
         prog="python -m ostinato.benchmarks.gpu", epilog=f"stages: {', '.join(STAGES)}"
     )
-    parser.add_argument("--stages", default=",".join(STAGES), help="separated by commas")
+    parser.add_argument("--stages", default=",".join(default_stages()), help="separated by commas")
     parser.add_argument("--budget-s", type=float, default=1800.0, help="seconds for all of them")
     parser.add_argument("--output", default="outputs/bench/gpu.json", help="the JSON file")
     parser.add_argument("--tiny", action="store_true", help="a small model, for any machine")
@@ -171,6 +172,8 @@ def _run_here(name: str, tiny: bool, output: Path) -> int:
 
 
 def _run_apart(name: str, tiny: bool, limit_s: float) -> dict[str, Any]:
+    from ostinato.benchmarks.gpu.vllm_stage import VLLM_ENVIRONMENT
+
     begin = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         result, log = Path(folder) / "result.json", Path(folder) / "log"
@@ -179,7 +182,11 @@ def _run_apart(name: str, tiny: bool, limit_s: float) -> dict[str, Any]:
         with log.open("wb") as stream:
             # A process group of its own, so that its children end with it.
             process = subprocess.Popen(
-                command, stdout=stream, stderr=subprocess.STDOUT, start_new_session=True
+                command,
+                env=environment_with(**VLLM_ENVIRONMENT),
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
             try:
                 code: int | None = process.wait(timeout=limit_s)

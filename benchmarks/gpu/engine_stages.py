@@ -21,11 +21,21 @@ from ostinato.runtime.types.engine_info import EngineStats
 from ostinato.runtime.types.params import SamplingParams
 from ostinato.runtime.types.request import Request
 
-__all__ = ("EngineUnderTest", "decode", "offline", "prefill", "stage_config", "startup_once")
+__all__ = (
+    "MAX_TOKEN_ID",
+    "EngineUnderTest",
+    "decode",
+    "offline",
+    "offline_lengths",
+    "prefill",
+    "stage_config",
+    "startup_once",
+)
 
 _WARM_UP_STEPS = 8
-# token ids of random prompts are below this; only the tiny model has a smaller vocabulary
-_MAX_ID = 10_000
+_PROFILED_STEPS = 8
+MAX_TOKEN_ID = 10_000
+"""Token ids of random prompts are below this; only the tiny model has a smaller vocabulary."""
 _TINY_MODEL = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -70,7 +80,7 @@ class EngineUnderTest:
         self.engine: Engine = build_engine(config)
         self.token_budget = self.engine.stats().max_num_batched_tokens
         self.startup_s = time.perf_counter() - begin
-        self._max_id = min(_MAX_ID, source.config.vocab_size)
+        self._max_id = min(MAX_TOKEN_ID, source.config.vocab_size)
         self._numbers = random.Random(0)
         self._count = 0
 
@@ -117,7 +127,7 @@ def _decode_batch(tested: EngineUnderTest, batch: int, context: int, steps: int)
     # Prompts are computed in several steps. The first sequence must not end before the last starts.
     most_ahead = 2 + batch * context // tested.token_budget
     for _ in range(batch):
-        tested.add(context, most_ahead + 2 * _WARM_UP_STEPS + steps)
+        tested.add(context, most_ahead + 2 * _WARM_UP_STEPS + steps + _PROFILED_STEPS)
     started: set[str] = set()
     while len(started) < batch:
         started |= {output.request_id for output in engine.step() if output.new_token_ids}
@@ -128,6 +138,7 @@ def _decode_batch(tested: EngineUnderTest, batch: int, context: int, steps: int)
         engine.step()
     seconds = time.perf_counter() - begin
     after = engine.stats()
+    kernels = _kernels(engine, _PROFILED_STEPS) if tested.device.type == "cuda" else []
     tokens = after.num_output_tokens - before.num_output_tokens
     at = context + most_ahead // 2 + _WARM_UP_STEPS + steps // 2
     engine.abort_all()
@@ -149,7 +160,26 @@ def _decode_batch(tested: EngineUnderTest, batch: int, context: int, steps: int)
         "share_of_roofline": least_s / step_s,
         "share_of_roofline_on_device": least_s / device_s if device_s else None,
         "share_of_copy_bandwidth": needed[0] / step_s / tested.machine.copy_bytes_s,
+        "kernels": kernels,
     }
+
+
+def _kernels(engine: Engine, steps: int) -> list[dict[str, Any]]:
+    """Run more steps under torch's profiler: launches and microseconds a step of every kernel."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        for _ in range(steps):
+            engine.step()
+        torch.cuda.synchronize()
+    rows = [
+        {
+            "kernel": event.key[:120],
+            "launches": event.count / steps,
+            "us": event.self_device_time_total / steps,
+        }
+        for event in profiler.key_averages()
+        if event.self_device_time_total
+    ]
+    return sorted(rows, key=lambda row: -row["us"])
 
 
 def _device_s(before: EngineStats, after: EngineStats) -> float:
@@ -182,13 +212,18 @@ def prefill(config: RunConfig, *, tiny: bool) -> dict[str, Any]:
     return {"rows": rows, **tested.conditions()}
 
 
+def offline_lengths(*, tiny: bool) -> list[tuple[int, int]]:
+    """Numbers of prompt and output tokens of the offline workload's requests."""
+    count, low, high = (8, 4, 30) if tiny else (256, 100, 1024)
+    numbers = random.Random(0)
+    return [(numbers.randint(low, high), numbers.randint(low, high)) for _ in range(count)]
+
+
 def offline(config: RunConfig, *, tiny: bool) -> dict[str, Any]:
     """The offline workload of nano-vllm: 256 requests at once, 100-1024 tokens in, 100-1024 out."""
     tested = EngineUnderTest(config, tiny=tiny)
-    count, low, high = (8, 4, 30) if tiny else (256, 100, 1024)
-    numbers = random.Random(0)
-    lengths = [(numbers.randint(low, high), numbers.randint(low, high)) for _ in range(count)]
-    tested.add(low, 4, 0.6)
+    lengths = offline_lengths(tiny=tiny)
+    tested.add(lengths[0][0], 4, 0.6)
     tested.run()
     for length, max_tokens in lengths:
         tested.add(length, max_tokens, 0.6)
@@ -200,7 +235,7 @@ def offline(config: RunConfig, *, tiny: bool) -> dict[str, Any]:
     if produced != outputs:
         raise RuntimeError(f"the workload has {outputs} output tokens, the engine gave {produced}")
     return {
-        "requests": count,
+        "requests": len(lengths),
         "prompt_tokens": sum(length for length, _ in lengths),
         "output_tokens": outputs,
         "seconds": seconds,

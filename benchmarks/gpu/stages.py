@@ -26,6 +26,7 @@ from ostinato.benchmarks.gpu.engine_stages import (
     stage_config,
     startup_once,
 )
+from ostinato.benchmarks.gpu.vllm_stage import has_vllm, offline_in_vllm
 from ostinato.benchmarks.machine.gpu_rates import measure_machine, time_calls
 from ostinato.conf.environment import with_own_caches
 from ostinato.conf.schema import DeviceName
@@ -34,7 +35,7 @@ from ostinato.graphs.sampling_graph import GraphSampler
 from ostinato.ops.sample_rows import RowSampling, SamplePath
 from ostinato.runtime.startup.plan.device import resolve_device
 
-__all__ = ("STAGES", "Stage", "StageFailedError", "start")
+__all__ = ("STAGES", "Stage", "StageFailedError", "default_stages", "start")
 
 Stage = Callable[[bool], dict[str, Any]]
 """A stage: takes whether to run in the tiny form, returns its measurements."""
@@ -160,6 +161,7 @@ STAGES: dict[str, Stage] = {
     f"decode-{LLAMA}": _of(decode, LLAMA, _WIDE),
     f"decode-{QWEN}": _of(decode, QWEN, _WIDE),
     f"offline-{QWEN}": _of(offline, QWEN, _WIDE),
+    f"vllm-offline-{QWEN}": _of(offline_in_vllm, QWEN, _WIDE),
     f"prefill-{LLAMA}": _of(prefill, LLAMA, _LONG),
     f"prefill-{QWEN}": _of(prefill, QWEN, _LONG),
     "sampler": _sampler,
@@ -167,3 +169,8 @@ STAGES: dict[str, Stage] = {
     f"startup-{QWEN}": partial(_startup, QWEN),
     f"startup-{LLAMA}": partial(_startup, LLAMA),
 }
+
+
+def default_stages() -> list[str]:
+    """All stages, without those of vLLM if it is not importable."""
+    return [name for name in STAGES if has_vllm() or not name.startswith("vllm-")]

@@ -95,9 +95,11 @@ def compile_function(
                 store.put(name, _FX + msgspec.msgpack.encode(lowered.program))
             return FxFunction(lowered.program)
         _LOG.info("Inductor compiles %s as a whole: %s", name, lowered.reason)
-    compiled: Any = torch.compile(  # `aot_compile` is not in its declared type
-        function, fullgraph=True, dynamic=False, options=_INDUCTOR_OPTIONS
-    )
+    # Without this setting torch 2.11 makes functions without `aot_compile`; 2.13 sets it itself.
+    with torch._dynamo.config.patch(enable_aot_compile=True):
+        compiled: Any = torch.compile(  # `aot_compile` is not in its declared type
+            function, fullgraph=True, dynamic=False, options=_INDUCTOR_OPTIONS
+        )
     result = compiled.aot_compile((arguments, {}))
     if store is not None:
         try:

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
@@ -82,6 +83,8 @@ def fake_device(device: DescribedDevice) -> Iterator[None]:
         stack.enter_context(replaced(torch.cuda, **answers))
         # torch.tensor(..., device="cuda") would otherwise allocate.
         stack.enter_context(replaced(FakeTensorMode, avoid_device_init=True))
+        # A build of torch with CUDA would allocate a real tensor for the first fake one.
+        stack.enter_context(replaced(fake_tensor, init_gpu_context=lambda device: None))
         # Inductor's patterns for torch's own attention. No layer calls it, and making them needs a
         # GPU.
         stack.enter_context(replaced(fuse_attention, _sfdp_init=lambda device=None: None))
