@@ -25,6 +25,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 __all__ = (
     "LinearTile",
@@ -102,7 +103,13 @@ def _many_rows(out_features: int, *, is_gated: bool, shared_memory: int) -> Line
 
 
 def linear_constants(
-    tile: LinearTile, out_features: int, in_features: int, activation: str, num_cleared: int = 0
+    tile: LinearTile,
+    out_features: int,
+    in_features: int,
+    activation: str,
+    num_cleared: int = 0,
+    *,
+    overlaps: bool = False,
 ) -> dict[str, Any]:
     """The constants of `fused_linear_kernel`, launch options included."""
     return {
@@ -113,6 +120,8 @@ def linear_constants(
         "BLOCK_N": tile.block_n,
         "BLOCK_K": tile.block_k,
         "CLEARED": num_cleared,
+        "OVERLAPS": overlaps,
+        "launch_pdl": overlaps,
         "num_warps": tile.num_warps,
         "num_stages": tile.num_stages,
     }
@@ -149,6 +158,19 @@ def _weights(weight, column, k, K: tl.constexpr, N: tl.constexpr, BLOCK_N: tl.co
     return tile
 
 
+@triton.jit
+def _prefetch(pointers):
+    """Load the cache lines of these addresses into the device's cache."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [pointers],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
 @triton.jit(do_not_specialize=["num_rows", "eps"])
 def fused_linear_kernel(
     out,  # [T, N] contiguous
@@ -169,13 +191,26 @@ def fused_linear_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     CLEARED: tl.constexpr,  # 0 or a power of two
+    OVERLAPS: tl.constexpr,  # programs start before the previous kernel of the stream has ended
 ):
     """One program for each row tile and column tile of the result."""
+    column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    if OVERLAPS:
+        gdc_launch_dependents()
+        # The weights do not depend on the previous kernel, so their first tiles are on the way to
+        # the device's cache while that kernel ends.
+        line = tl.arange(0, BLOCK_K // 64) * 64
+        ahead = weight + (column % N)[:, None].to(tl.int64) * K + line[None, :]
+        _prefetch(ahead)
+        if BLOCK_K * 2 <= K:
+            _prefetch(ahead + BLOCK_K)
+        if ACTIVATION != "":
+            _prefetch(ahead + N * K)
+        gdc_wait()
     if CLEARED:  # noqa: SIM102 - known when the kernel is compiled
         if tl.program_id(0) + tl.program_id(1) == 0:
             tl.store(cleared + tl.arange(0, CLEARED), tl.zeros([CLEARED], tl.int32))
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     row_ok, column_ok = row < num_rows, column < N
     wide_row = row.to(tl.int64)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)

@@ -1,0 +1,302 @@
+"""Times tiles of the fused linear kernel on a GPU, beside the tile in use and cuBLAS.
+
+    python -m ostinato.benchmarks.micro.fused_linear_tiles --models llama-8b --output FILE
+
+The matrices are those of a model's layers. A measurement replays a CUDA graph of launches that read
+different copies of a matrix, more bytes than the device's cache holds. So a launch reads its matrix
+from memory, and the gaps between launches are those of a captured decode step. The table shows, for
+each matrix and number of rows, microseconds of the fastest tiles, of the tile that `choose_tile`
+returns and of `F.linear`, and the rate at which the matrix is read.
+
+`--compile-only` compiles the tiles into Triton's cache and measures nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ostinato.benchmarks.machine.gpu_rates import measure_machine
+from ostinato.conf.compose import load_config
+from ostinato.ops.fused.triton_fused_linear import (
+    LinearTile,
+    choose_tile,
+    fused_linear_kernel,
+    linear_constants,
+)
+from ostinato.runtime.machine_info import gpu_names, package_versions
+
+__all__ = ("main",)
+
+_SHARED_MEMORY = 227 * 1024
+_ROTATED_BYTES = 400 << 20  # several times the cache of any GPU at hand
+_LAUNCHES = 24
+_REPEATS = 7
+# Columns, elements of K, and warps of a tile, by its rows.
+_FEW = [(16, 256, 4), (16, 512, 4), (16, 512, 8), (32, 128, 4), (32, 256, 4), (32, 256, 8),
+        (32, 512, 8), (64, 128, 4), (64, 256, 8), (128, 128, 8)]  # fmt: skip
+_FEW_GATED = [(16, 128, 4), (16, 256, 4), (16, 256, 8), (16, 512, 8), (32, 64, 4), (32, 128, 4),
+              (32, 128, 8), (32, 256, 8), (64, 64, 4), (64, 128, 8)]  # fmt: skip
+_MORE = [(32, 128, 4), (64, 64, 4), (64, 128, 4), (64, 128, 8), (128, 64, 4), (128, 64, 8),
+         (128, 128, 8)]  # fmt: skip
+_MORE_GATED = [(32, 64, 4), (32, 128, 8), (64, 64, 4), (64, 64, 8), (64, 128, 8), (128, 64, 8)]
+_MANY = [(32, 64, 4), (64, 64, 4), (64, 64, 8), (64, 128, 8), (128, 64, 8), (256, 64, 8)]
+_MANY_GATED = [(32, 64, 4), (32, 64, 8), (64, 64, 8), (64, 128, 8), (128, 64, 8)]
+_ROWS = {16: (1, 8), 64: (32, 64), 128: (128, 256)}
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """A matrix of a layer and what is fused with its product."""
+
+    name: str
+    out_features: int
+    in_features: int
+    has_norm: bool
+    is_gated: bool
+
+    @property
+    def rows_of_weight(self) -> int:
+        return self.out_features * (2 if self.is_gated else 1)
+
+    @property
+    def activation(self) -> str:
+        return "silu" if self.is_gated else ""
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="fused_linear_tiles")
+    parser.add_argument("--models", default="llama-8b,qwen3-0.6b")
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--processes", type=int, default=8, help="that compile at the same time")
+    parser.add_argument("--compile-only", action="store_true")
+    options = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        print("no GPU is visible, and tiles are timed on one", file=sys.stderr)
+        return 2
+    matrices = [matrix for name in options.models.split(",") for matrix in matrices_of(name)]
+    jobs = [
+        (matrix, tile, overlaps)
+        for matrix in matrices
+        for tile in candidates(matrix)
+        for overlaps in (False, True)
+    ]
+    with ProcessPoolExecutor(options.processes, get_context("spawn")) as pool:
+        works = list(pool.map(_compiles, jobs, chunksize=4))
+    if options.compile_only:
+        return 0
+    usable = [job for job, compiled in zip(jobs, works, strict=True) if compiled]
+    machine = measure_machine(torch.device("cuda"), torch.bfloat16, tiny=False)
+    torch.cuda.empty_cache()
+    rows = [
+        row
+        for matrix in matrices
+        for row in _measure(matrix, [tuple(rest) for one, *rest in usable if one == matrix])
+    ]
+    for row in rows:
+        best = row["tiles"][0]
+        print(
+            f"{row['matrix']:<22} {row['rows']:>4} rows  best {best['us']:7.1f} us "
+            f"{_text(best)}  in use {row['in_use_us']:7.1f}  cuBLAS {row['cublas_us']:7.1f}  "
+            f"{row['bytes'] / best['us'] / 1e6:.2f} TB/s"
+        )
+    print(f"a copy moves {machine.copy_bytes_s / 1e12:.2f} TB/s")
+    if options.output:
+        record = {
+            "gpus": gpu_names(),
+            "versions": package_versions(),
+            "machine": asdict(machine),
+            "rows": rows,
+        }
+        options.output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+def matrices_of(model: str) -> list[Matrix]:
+    """The four matrices of a dense layer of this preset."""
+    config: Any = load_config([f"model={model}"]).model.config
+    size, inner = config["hidden_size"], config["intermediate_size"]
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    head_dim = config.get("head_dim") or size // heads
+    return [
+        Matrix(f"{model} qkv", (heads + 2 * kv_heads) * head_dim, size, True, False),
+        Matrix(f"{model} output", size, heads * head_dim, False, False),
+        Matrix(f"{model} gate and up", inner, size, True, True),
+        Matrix(f"{model} down", size, inner, False, False),
+    ]
+
+
+def candidates(matrix: Matrix) -> Iterator[LinearTile]:
+    """Tiles that may be fast; those in use are among them."""
+    gated = matrix.is_gated
+    tables = {
+        16: _FEW_GATED if gated else _FEW,
+        64: _MORE_GATED if gated else _MORE,
+        128: _MANY_GATED if gated else _MANY,
+    }
+    seen: set[LinearTile] = set()
+    for block_m, table in tables.items():
+        tiles = [_in_use(matrix, block_m)]
+        for block_n, block_k, warps in table:
+            if block_k > matrix.in_features:
+                continue
+            stage = (block_m + block_n * (2 if gated else 1)) * block_k * 2
+            # Two programs on a multiprocessor, or one with a deeper pipeline.
+            for shared in (_SHARED_MEMORY // 2, _SHARED_MEMORY):
+                stages = min(6, shared // stage)
+                if stages >= 2:
+                    tiles.append(LinearTile(block_m, block_n, block_k, warps, stages))
+        for tile in tiles:
+            if tile not in seen:
+                seen.add(tile)
+                yield tile
+
+
+def _in_use(matrix: Matrix, block_m: int) -> LinearTile:
+    return choose_tile(
+        block_m, matrix.out_features, matrix.in_features, 2, is_gated=matrix.is_gated
+    )
+
+
+def _constants(matrix: Matrix, tile: LinearTile, *, overlaps: bool) -> dict[str, Any]:
+    sizes = (matrix.out_features, matrix.in_features)
+    return linear_constants(tile, *sizes, matrix.activation, overlaps=overlaps)
+
+
+def _compiles(job: tuple[Matrix, LinearTile, bool]) -> bool:
+    """Compile the kernel into Triton's cache; False = the tile does not fit the device."""
+    matrix, tile, overlaps = job
+    dtype = torch.bfloat16
+    try:
+        fused_linear_kernel.warmup(
+            dtype,
+            dtype,
+            dtype,
+            None,
+            dtype if matrix.has_norm else None,
+            None if matrix.has_norm else dtype,
+            None,
+            1,
+            matrix.in_features,
+            matrix.out_features,
+            1e-5,
+            grid=(1, 1),
+            **_constants(matrix, tile, overlaps=overlaps),
+        )
+    except Exception as error:  # Triton documents no type for a tile that is too large
+        print(f"{matrix.name} {tile}: {type(error).__name__}: {error}"[:200], file=sys.stderr)
+        return False
+    return True
+
+
+def _measure(matrix: Matrix, tiles: list[Any]) -> Iterator[dict[str, Any]]:
+    shape = (matrix.rows_of_weight, matrix.in_features)
+    copies = max(2, _ROTATED_BYTES // (shape[0] * shape[1] * 2))
+    weights = [
+        torch.randn(shape, device="cuda", dtype=torch.bfloat16) * shape[1] ** -0.5
+        for _ in range(min(copies, _LAUNCHES))
+    ]
+    norm = torch.ones(matrix.in_features, device="cuda", dtype=torch.bfloat16)
+    for block_m, counts in _ROWS.items():
+        for count in counts:
+            x = torch.randn(count, matrix.in_features, device="cuda", dtype=torch.bfloat16)
+            residual = torch.randn(count, matrix.out_features, device="cuda", dtype=torch.bfloat16)
+            found = []
+            for tile, overlaps in tiles:
+                if tile.block_m != block_m:
+                    continue
+                out = torch.empty_like(residual)
+                constants = _constants(matrix, tile, overlaps=overlaps)
+                launch = _launcher(matrix, constants, out, x, norm, residual)
+                try:
+                    us = _us(launch, weights)
+                    found.append({**asdict(tile), "overlaps": overlaps, "us": us})
+                except Exception as error:  # as in `_compiles`
+                    print(f"{matrix.name} {tile}: {error}"[:200], file=sys.stderr)
+            cublas = _us(lambda weight, x=x: F.linear(x, weight), weights)
+            in_use = {**asdict(_in_use(matrix, block_m)), "overlaps": False}
+            found.sort(key=lambda row: row["us"])
+            yield {
+                "matrix": matrix.name,
+                "rows": count,
+                "bytes": weights[0].nbytes,
+                "cublas_us": cublas,
+                "in_use_us": next((t["us"] for t in found if t == {**in_use, "us": t["us"]}), -1.0),
+                "tiles": found,
+            }
+
+
+def _launcher(
+    matrix: Matrix,
+    constants: dict[str, Any],
+    out: Tensor,
+    x: Tensor,
+    norm: Tensor,
+    residual: Tensor,
+) -> Callable[[Tensor], object]:
+    blocks = constants["BLOCK_M"], constants["BLOCK_N"]
+    grid = (-(-len(x) // blocks[0]), -(-matrix.out_features // blocks[1]))
+
+    def launch(weight: Tensor) -> object:
+        return fused_linear_kernel[grid](
+            out,
+            x,
+            weight,
+            None,
+            norm if matrix.has_norm else None,
+            None if matrix.has_norm else residual,
+            None,
+            len(x),
+            matrix.in_features,
+            matrix.out_features,
+            1e-5,
+            **constants,
+        )
+
+    return launch
+
+
+def _us(call: Callable[[Tensor], object], weights: list[Tensor]) -> float:
+    """Median microseconds of a call in a CUDA graph of calls."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call(weights[0])
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for index in range(_LAUNCHES):
+            call(weights[index % len(weights)])
+    graph.replay()
+    times = []
+    for _ in range(_REPEATS):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1000 / _LAUNCHES)
+    return statistics.median(times)
+
+
+def _text(tile: dict[str, Any]) -> str:
+    return (
+        f"{tile['block_m']}x{tile['block_n']}x{tile['block_k']} "
+        f"w{tile['num_warps']} s{tile['num_stages']}{' overlaps' * tile['overlaps']}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
