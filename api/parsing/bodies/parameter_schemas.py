@@ -19,8 +19,8 @@ _OF_OBJECTS = _NOTES | {
     *("type", "properties", "required", "additionalProperties", "strict"),
     *("$defs", "definitions", "$schema", "$id"),
 }
-# Keywords that do not narrow down which strings are allowed.
-_OF_FREE_TEXT = _NOTES | {"type", "anyOf", "oneOf"}
+# Keywords that do not narrow down which strings are allowed. The schemas behind the last three can.
+_OF_FREE_TEXT = _NOTES | {"type", "$ref", "anyOf", "oneOf"}
 _DEFINITIONS = ("$defs", "definitions")
 
 
@@ -32,7 +32,7 @@ class Parameter(msgspec.Struct, frozen=True, kw_only=True):
     types: tuple[str, ...]  # JSON types that the schema allows; empty = any
     is_required: bool
     choices: tuple[str, ...] = ()  # of the parameter's own `enum` or `const`, if all are strings
-    is_free: bool = True  # if the value may be a string, it may be any string
+    is_free: bool = True  # any string is allowed, or any of `choices`, if a string is allowed
 
     @property
     def may_be_text(self) -> bool:
@@ -72,23 +72,23 @@ def parameters_of(
     required = required if isinstance(required, list) else []
     missing = [name for name in required if name not in properties]
     if strict and missing:
-        _refuse(function, f"required of {missing[0]!r}, which is no property,")
+        _refuse(function, f"the required name {missing[0]!r}, which is not in properties,")
     shared = {key: root[key] for key in _DEFINITIONS if key in root}
     found = [
         _parameter(name, one, root, shared, is_required=name in required)
         for name, one in properties.items()
     ]
     for one in found:
-        is_limited = one.may_be_text and not (one.is_free or one.choices)
-        if strict and is_limited and not limits_text:
-            _refuse(function, f"limits of the text {one.name!r}")
+        if strict and one.may_be_text and not (one.is_free or limits_text):
+            _refuse(function, f"a limit of the string {one.name!r}")
     return found
 
 
 def _refuse(function: str, what: str) -> None:
     raise InvalidRequestError(
         f"tools: {what} cannot be enforced in the format in which this model writes calls; remove"
-        f" it from the parameters of {function!r}, or leave out strict (a custom tool: its format)",
+        f" it from the parameters of {function!r}, or leave out strict (of a custom tool: leave out"
+        " its format)",
         param="tools",
         code="invalid_value",
     )
@@ -99,28 +99,54 @@ def _parameter(
 ) -> Parameter:
     types = allowed_types(schema, root)
     choices: tuple[str, ...] = ()
+    limits = schema  # without the keyword that `choices` enforces
     if isinstance(schema, dict):
         values = schema.get("enum", [schema["const"]] if "const" in schema else [])
         if values and all(isinstance(value, str) for value in values):
             choices = tuple(dict.fromkeys(values))
+            enforced = "enum" if "enum" in schema else "const"
+            limits = {key: value for key, value in schema.items() if key != enforced}
     return Parameter(
         name=name,
         schema={**schema, **shared} if isinstance(schema, dict) else schema,
         types=types,
         is_required=is_required,
         choices=choices,
-        is_free=all(_is_free(one) for one in _branches(schema, root)),
+        is_free=_is_free(limits, root),
     )
 
 
-def _is_free(schema: Any) -> bool:
-    return not isinstance(schema, dict) or set(schema) <= _OF_FREE_TEXT
+def _is_free(schema: Any, root: dict[str, Any]) -> bool:
+    """Whether a schema has no keyword that limits strings.
+
+    The alternatives and the targets of references must not have one either.
+    """
+    seen: set[str] = set()
+    left = [schema]
+    while left:
+        one = left.pop()
+        if not isinstance(one, dict):
+            if one is not True:
+                return False
+            continue
+        if not set(one) <= _OF_FREE_TEXT:
+            return False
+        for key in ("anyOf", "oneOf"):
+            several = one.get(key, [])
+            left += several if isinstance(several, list) else [None]
+        reference = one.get("$ref", "")
+        if not isinstance(reference, str):
+            return False
+        if reference and reference not in seen:
+            seen.add(reference)
+            left.append(_target(reference, root))
+    return True
 
 
 def allowed_types(schema: Any, root: dict[str, Any]) -> tuple[str, ...]:
     """The JSON types that a schema allows; () = any."""
     found: set[str] = set()
-    for one in _branches(schema, root):
+    for one in _branches(schema, root, set()):
         kind = one.get("type") if isinstance(one, dict) else None
         if isinstance(one, dict) and kind is None:
             values = one.get("enum", [one["const"]] if "const" in one else None)
@@ -132,20 +158,30 @@ def allowed_types(schema: Any, root: dict[str, Any]) -> tuple[str, ...]:
     return tuple(name for name in _ALL if name in found)
 
 
-def _branches(schema: Any, root: dict[str, Any], depth: int = 0) -> Iterator[Any]:
-    """The alternatives of a schema: those of `anyOf` and `oneOf`, with references resolved."""
+def _branches(schema: Any, root: dict[str, Any], seen: set[str], depth: int = 0) -> Iterator[Any]:
+    """The alternatives of a schema: those of `anyOf` and `oneOf`, with references resolved.
+
+    Args:
+        schema: the schema.
+        root: the schema with the definitions.
+        seen: references that are not resolved again. Without it, references to references to
+            the same schema could take exponential time.
+        depth: how deep `schema` is in the first one.
+    """
     if not isinstance(schema, dict) or depth > _MAX_DEPTH:
         yield True
         return
-    if isinstance(schema.get("$ref"), str):
-        yield from _branches(_target(schema["$ref"], root), root, depth + 1)
+    if isinstance(reference := schema.get("$ref"), str):
+        if reference not in seen:
+            seen.add(reference)
+            yield from _branches(_target(reference, root), root, seen, depth + 1)
         return
     several = schema.get("anyOf") or schema.get("oneOf")
     if not isinstance(several, list) or "type" in schema:
         yield schema
         return
     for one in several:
-        yield from _branches(one, root, depth + 1)
+        yield from _branches(one, root, seen, depth + 1)
 
 
 def _target(reference: str, root: dict[str, Any]) -> Any:

@@ -13,7 +13,7 @@ import ostinato
 from ostinato.api.chat.tool_constraint import tool_constraint
 from ostinato.api.chat.tools import ToolUse
 from ostinato.api.parsing.answer_parser import AnswerForm
-from ostinato.api.parsing.bodies.parameter_schemas import types_of_parameters
+from ostinato.api.parsing.bodies.parameter_schemas import parameters_of, types_of_parameters
 from ostinato.api.parsing.bodies.python_bodies import PythonLayout
 from ostinato.api.parsing.bodies.tagged_bodies import TagLayout
 from ostinato.api.parsing.events import Message
@@ -170,6 +170,13 @@ def test_a_function_that_takes_any_parameters(name):
     "limits",
     [
         {"properties": {"a": {"type": "string", "pattern": "^x"}}},
+        {"properties": {"a": {"$ref": "#/$defs/b", "pattern": "^x"}}, "$defs": {"b": {}}},
+        {"properties": {"a": {"$ref": "#/$defs/b"}}, "$defs": {"b": {"pattern": "^x"}}},
+        {"properties": {"a": {"$ref": "#/$defs/b"}}},
+        {"properties": {"a": {"anyOf": [{"type": "string"}, {}], "pattern": "^x"}}},
+        {"properties": {"a": {"anyOf": [{}], "oneOf": [{"pattern": "^x"}]}}},
+        {"properties": {"a": {"type": "string", "anyOf": [{"pattern": "^x"}, {"minLength": 9}]}}},
+        {"properties": {"a": {"type": "string", "enum": ["x", "y"], "pattern": "^x"}}},
         {"properties": {"a": {}}, "minProperties": 1},
         {"properties": {"a": {}}, "required": ["b"]},
     ],
@@ -181,6 +188,27 @@ def test_what_tags_can_not_enforce(name, limits):
         tool_constraint(use(tool, must_call=True), form(name), None)
     tool = FunctionTool(name="free", parameters=schema)
     assert tool_constraint(use(tool, must_call=True), form(name), None) is not None
+
+
+@pytest.mark.parametrize("name", TAGGED)
+def test_a_reference_alone_limits_nothing(name):
+    node = {"anyOf": [{"type": "string"}, {"$ref": "#/$defs/node"}, {"type": "null"}]}
+    schema = {"type": "object", "properties": {"a": {"$ref": "#/$defs/node"}}}
+    tool = FunctionTool(name="free", parameters={**schema, "$defs": {"node": node}}, strict=True)
+    given = use(tool, must_call=True)
+    assert fits(given, form(name), text_of(name, ("free", {"a": "any text"})))
+
+
+def test_references_to_references_are_read_once():
+    """Ten references to the next definition, thirty times in a row, are 10^30 paths."""
+    chain = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 10} for i in range(30)}
+    schema = {
+        "properties": {"a": {"$ref": "#/$defs/d20"}, "b": {"$ref": "#/$defs/d30"}},
+        "$defs": {**chain, "d30": {"type": "string"}},
+    }
+    found = parameters_of("free", schema, strict=True, limits_text=False)
+    assert found is not None
+    assert [(one.types, one.is_free) for one in found] == [((), True), (("string",), True)]
 
 
 @pytest.mark.parametrize("name", PYTHON)
