@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from ostinato.api.chat.tools import ToolUse
 from ostinato.api.parsing.answer_parser import AnswerForm
 from ostinato.api.parsing.call_format import CallFormat
@@ -97,8 +99,8 @@ def _part(wanted: StructuredOutputsParams) -> dict[str, Any]:
     )
     if wanted.kind == "json_object" and not has_options:
         return {"type": "json_schema", "json_schema": {"type": "object"}}
-    if wanted.kind == "json" and isinstance(wanted.json, dict | bool) and not has_options:
-        return {"type": "json_schema", "json_schema": wanted.json}
+    if wanted.kind == "json" and not has_options:
+        return {"type": "json_schema", "json_schema": _schema(wanted.json)}
     if wanted.kind == "regex" and wanted.regex is not None:
         return {"type": "regex", "pattern": wanted.regex}
     if wanted.kind == "choice" and wanted.choice is not None:
@@ -106,12 +108,25 @@ def _part(wanted: StructuredOutputsParams) -> dict[str, Any]:
         return {"type": "or", "elements": texts}
     raise InvalidRequestError(
         f"tools cannot be combined with this structured_outputs.{wanted.kind}. They can be combined"
-        " with regex and choice, with json if its schema is not given as text, and with"
-        " json_object; json and json_object then take no options for white space or additional"
-        " properties",
+        " with regex, choice, json and json_object; json and json_object then take no options for"
+        " white space or additional properties",
         param="tools",
         code="invalid_value",
     )
+
+
+def _schema(given: object) -> Any:
+    """The JSON schema of `structured_outputs.json`, which is an object or its text."""
+    if not isinstance(given, str):
+        return given
+    try:
+        return msgspec.json.decode(given)
+    except msgspec.DecodeError as error:
+        raise InvalidRequestError(
+            f"structured_outputs cannot be used: json is not valid JSON: {error}",
+            param="structured_outputs",
+            code="invalid_value",
+        ) from error
 
 
 def _behind_reasoning(part: dict[str, Any], form: AnswerForm) -> dict[str, Any]:

@@ -230,6 +230,19 @@ class TestConstraints:
         whole = self.format_of(qwen("ok"), response_format=answer)["elements"][1]
         assert [one["type"] for one in whole["elements"]] == ["tags_with_separator", "json_schema"]
 
+    def test_beside_a_schema_as_an_object_or_as_text(self, qwen):
+        schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+        formats = [
+            self.format_of(qwen("ok"), **fields)
+            for fields in (
+                {"structured_outputs": {"json": schema}},
+                {"structured_outputs": {"json": json.dumps(schema)}},
+                {"guided_json": json.dumps(schema)},
+            )
+        ]
+        assert formats[0]["elements"][1]["elements"][1]["json_schema"] == schema
+        assert formats[1:] == [formats[0], formats[0]]
+
     def test_constrained_calls_stream_their_arguments(self, qwen):
         pieces = [
             "<tool",
@@ -325,6 +338,7 @@ class TestRefused:
             ({"tools": [function(parameters={"type": "array"})]}, "tools[0].function.parameters"),
             ({"tools": [ADD], "tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice"),
             ({"tools": [ADD], "structured_outputs": {"grammar": "start: \"a\""}}, "tools"),
+            ({"tools": [ADD], "structured_outputs": {"json": "{"}}, "structured_outputs"),
             ({"tools": [ADD], "structured_outputs": {"json_object": True, "disable_any_whitespace": True}}, "tools"),
             ({"tool_choice": "sometimes"}, "tool_choice"),
             ({"messages": [{"role": "user"}]}, "messages[0].content"),
