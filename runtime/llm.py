@@ -29,7 +29,6 @@ from ostinato.conf.root import RunConfig
 from ostinato.conf.server_schema import ExecutorName, ParallelConfig
 from ostinato.runtime.client.completion import CollectedCompletion, PromptCompletions
 from ostinato.runtime.client.pooling import (
-    check_pooling,
     check_score_head,
     cosine,
     make_pairs,
@@ -96,7 +95,8 @@ class LLM:
     ) -> None:
         """
         Args:
-            model: a local directory or a hub id; empty = the bundled demo model.
+            model: a local directory, a GGUF file or a hub id. Empty = the model that `overrides`
+                sets. If that sets none either, the bundled demo model.
             overrides: settings as on the command line, `scheduler.max_num_seqs=8`.
             config: a complete configuration, instead of `model`, `overrides` and `arguments`.
             report: called with each finished phase of the start and its seconds.
@@ -105,8 +105,8 @@ class LLM:
                 a time uses it. None = the model is loaded and freed with the engine.
             proposer: replaces the drafter of `speculation.method`. A drafter does not change the
                 distribution of the output (docs/speculation.md).
-            seed: seeds the generator that draws a seed for each request without one; None = a
-                random seed for each request.
+            seed: a request without a seed gets one from a generator that starts with this seed.
+                None = such a request gets a random seed.
             arguments: vLLM's names of settings, such as `max_model_len=4096`
                 (conf/engine_arguments.py). An argument wins over the same setting in `overrides`.
 
@@ -144,7 +144,8 @@ class LLM:
         Args:
             prompts: a text, token ids, `{"prompt": text}`, `{"prompt_token_ids": ids}`, or a list
                 of them.
-            sampling_params: one for all prompts, or one per prompt; None = the model's defaults.
+            sampling_params: one for all prompts, or a list with one for each prompt; None = the
+                model's defaults.
             use_progress: show a progress bar.
 
         Returns:
@@ -161,7 +162,9 @@ class LLM:
             params = list(sampling_params)
         if len(params) != len(many):
             raise InvalidRequestError(
-                f"{len(many)} prompts need 1 or {len(many)} SamplingParams, got {len(params)}",
+                f"the list sampling_params has length {len(params)}, and the list of prompts has "
+                f"length {len(many)}; give a list of the same length, or one SamplingParams for "
+                "all prompts",
                 param="sampling_params",
             )
         token_ids = [self._encode(prompt) for prompt in many]
@@ -236,8 +239,6 @@ class LLM:
         """
         params = pooling or self.default_pooling()
         batch = [self._encode(prompt) for prompt in prompt_list(prompts)]
-        for token_ids in batch:
-            check_pooling(token_ids, params, self.model)
         return [
             EmbeddingOutput(
                 prompt_token_ids=token_ids,
@@ -267,7 +268,8 @@ class LLM:
             encode = self._require_tokenizer().encode_pair
             batch = [pair_token_ids(*encode(a, b), self.model) for a, b in pairs]
             params = self.default_pooling(classify=True)
-            return [numbers(output.pooled or b"")[0] for output in self._pool(batch, params)]
+            outputs = self._pool(batch, params, has_segments=True)
+            return [numbers(output.pooled or b"")[0] for output in outputs]
         texts = list(dict.fromkeys(text for pair in pairs for text in pair))
         params = self.default_pooling(normalize=True)
         outputs = self._pool([self._encode(text) for text in texts], params)
@@ -279,9 +281,17 @@ class LLM:
         defaults = {"kind": self.model.pooling, "normalize": self.model.normalize}
         return PoolingParams(**{**defaults, **changes})
 
-    def _pool(self, batch: list[list[int]], params: PoolingParams) -> list[SequenceOutput]:
+    def _pool(
+        self, batch: list[list[int]], params: PoolingParams, *, has_segments: bool = False
+    ) -> list[SequenceOutput]:
         requests = [
-            make_pooling_request(f"offline-{next(self._counter)}", token_ids, params, self.model)
+            make_pooling_request(
+                f"offline-{next(self._counter)}",
+                token_ids,
+                params,
+                self.model,
+                has_segments=has_segments,
+            )
             for token_ids in batch
         ]
         ended: dict[str, SequenceOutput] = {}
@@ -408,8 +418,8 @@ def _require_one_engine_here(parallel: ParallelConfig) -> None:
         setting = "parallel.executor=ray"
     if setting:
         raise ConfigError(
-            f"{setting}: LLM runs one engine, in this process; use run serve, run batch or "
-            "AsyncEngine, which start engine processes"
+            f"{setting} needs engine processes, and LLM runs one engine in this process; use "
+            "`run serve`, `run batch` or `AsyncEngine`"
         )
 
 

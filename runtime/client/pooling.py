@@ -92,12 +92,13 @@ def check_pooling(
         )
 
 
-def make_pooling_request(
+def make_pooling_request(  # noqa: PLR0913 - the fields of a request
     request_id: str,
     prompt_token_ids: list[int],
     params: PoolingParams,
     model: ServedModel,
     *,
+    has_segments: bool = True,
     priority: int = 0,
     cache_salt: str = "",
     place: int = 0,
@@ -106,13 +107,13 @@ def make_pooling_request(
     """The engine's request for one text.
 
     Args:
-        prompt_token_ids: token ids. In an encoder's second segment, `vocab_size` is added to each.
+        has_segments: see `check_pooling`.
         place: index of the text among the texts of its HTTP request.
 
     Raises:
         InvalidRequestError: see `check_pooling`.
     """
-    check_pooling(prompt_token_ids, params, model, has_segments=True)
+    check_pooling(prompt_token_ids, params, model, has_segments=has_segments)
     return Request(
         request_id=request_id,
         prompt_token_ids=prompt_token_ids,

@@ -110,7 +110,7 @@ def test_a_seed_makes_a_run_repeatable(llm: LLM):
             {"tensor_parallel_size": 2, "distributed_executor_backend": "uni"},
             "parallel.executor must be auto, processes or ray with parallel.tensor=2, got 'inline'",
         ),
-        ({"data_parallel_size": 2}, "parallel.data=2: LLM runs one engine, in this process"),
+        ({"data_parallel_size": 2}, "parallel.data=2 needs engine processes, and LLM runs one"),
         ({"max_modellen": 4}, "did you mean max_model_len?"),
         ({"block_size": 17}, "cache.block_size must be one of 8, 16, 32, 64, 128, got 17"),
         ({"config": load_config(), "dtype": "float32"}, "config=... or settings"),
