@@ -68,7 +68,8 @@ def unpack_triton_kernels(data: bytes, cache: Path) -> int:
         The number of kernels that were added.
 
     Raises:
-        OSError, ValueError, zipfile.BadZipFile: the data are no such archive, or cannot be written.
+        OSError, ValueError, zipfile.BadZipFile: the data are not such an archive, or cannot be
+            written.
     """
     added = 0
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
@@ -77,7 +78,7 @@ def unpack_triton_kernels(data: bytes, cache: Path) -> int:
         for name in names:
             folder, _, file = name.partition("/")
             if not folder.isalnum() or not file or "/" in file:
-                raise ValueError(f"{name!r} is no file of a kernel's folder")
+                raise ValueError(f"{name!r} is not a file of a kernel's folder")
             target = cache / folder / file
             if target.exists():
                 continue
@@ -115,4 +116,4 @@ def adopt_triton_kernels(bundle: Bundle) -> None:
         _LOG.warning("the bundle's kernels are not used: %s", error)
         return
     if added:
-        _LOG.info("%d Triton kernels from the bundle", added)
+        _LOG.info("Triton kernels from the bundle: %d", added)

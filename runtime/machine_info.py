@@ -28,7 +28,7 @@ def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     cores = (
         len(psutil.Process().cpu_affinity()) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     )
-    return f"{name}, {cores} cores"
+    return f"{name}, {cores} {'core' if cores == 1 else 'cores'}"
 
 
 def gpu_names() -> list[str]:

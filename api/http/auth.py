@@ -58,8 +58,8 @@ class AccessControl:
             return
         if self._max_requests is not None and self._running[key] >= self._max_requests:
             raise OverloadedError(
-                f"{self._running[key]} requests of this API key are running, which is"
-                " server.max_requests_per_key; wait for one to end",
+                f"this API key has server.max_requests_per_key={self._max_requests} running"
+                " requests; wait for one to end",
                 code="too_many_requests",
                 retry_after_s=1,
             )

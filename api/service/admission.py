@@ -123,10 +123,10 @@ class Admission:
         engine, server = self._engine, self._server
         limit = server.max_queued_requests
         if limit is not None and (count := engine.num_queued) >= limit:
-            return self._full(f"{count} completions wait, server.max_queued_requests={limit}")
+            return self._full(f"completions that wait: {count}, server.max_queued_requests={limit}")
         limit, count = server.max_queued_tokens, engine.num_queued_tokens
         if limit is not None and count and count + num_new_tokens > limit:
-            text = f"{count} prompt tokens wait and {num_new_tokens} would follow"
+            text = f"prompt tokens that wait: {count}, of this request: {num_new_tokens}"
             return self._full(f"{text}, server.max_queued_tokens={limit}")
         return None
 

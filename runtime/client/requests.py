@@ -156,8 +156,9 @@ def resolve_sampling(
         return msgspec.structs.replace(sampling, max_tokens=room)
     if sampling.max_tokens > room:
         raise InvalidRequestError(
-            f"max_tokens={sampling.max_tokens} with a prompt of {length} tokens exceeds the "
-            f"context of {model.name}, {model.max_model_len} tokens; set it to at most {room}",
+            f"max_tokens={sampling.max_tokens} and the prompt's length, {length}, exceed together "
+            f"the context of {model.name}, {model.max_model_len} tokens; set max_tokens to at most "
+            f"{room}",
             param="max_tokens",
             code="context_length_exceeded",
         )

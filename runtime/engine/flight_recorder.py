@@ -191,10 +191,10 @@ def keep_flight(path: Path, directory: str, reason: str) -> Path | None:
         _LOG.warning("the flight recorder could not be written: %s", error)
         return None
     _LOG.error(
-        "flight recorder: the last %d steps, %d of them under way, are in %s",
+        "flight recorder: the last steps are in %s (recorded: %d, under way: %d)",
+        kept,
         len(records),
         len(under_way),
-        kept,
     )
     return kept
 

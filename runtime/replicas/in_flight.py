@@ -253,12 +253,13 @@ class InFlightRequests(Generic[Q]):
 def given_up_output(request: Request, num_crashes: int, reason: str) -> SequenceOutput:
     """The error output of a request that was running when engines died too often in a row."""
     name = request.request_id.rpartition("#")[0]
+    deaths = "died" if num_crashes == 1 else f"died {num_crashes} times in a row"
     return SequenceOutput(
         request.request_id,
         [],
         FinishReason.error,
         error=(
-            f"request {name} was running when the engine died {num_crashes} times in a row and is "
-            f"given up; the last time: {reason}"
+            f"request {name} was running when the engine {deaths}, and is given up; the last time: "
+            f"{reason}"
         ),
     )

@@ -401,7 +401,7 @@ class Replica:
                 return False
             _LOG.log(
                 logging.INFO if death.reason is DeathReason.reload else logging.ERROR,
-                "%s ended: %s; it is started again %s with %d unfinished sequences",
+                "%s ended: %s; it is started again %s; unfinished sequences: %d",
                 self.name,
                 death.text,
                 f"in {delay:g} s" if delay else "now",
@@ -444,7 +444,7 @@ class Replica:
         self._end_reload(StartupError(reason))
         requests = self._requests.clear()
         if requests:
-            _LOG.error("%s ended with %d requests: %s", self.name, len(requests), reason)
+            _LOG.error("%s ended: %s; unfinished sequences: %d", self.name, reason, len(requests))
         for one in requests:
             error = EngineDeadError(f"the engine ended: {reason}")
             one.reader.put_nowait((one.request.request_id, error))

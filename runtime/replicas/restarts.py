@@ -103,8 +103,8 @@ class RestartPolicy:
         if not self._max_restarts:
             return "it is not started again because of server.max_restarts=0"
         return (
-            f"it was started again server.max_restarts={self._max_restarts} times within "
-            f"server.restart_window_s={self._window_s:g} s, which is the limit"
+            "it is not started again: the limit is server.max_restarts="
+            f"{self._max_restarts} within server.restart_window_s={self._window_s:g} s"
         )
 
     def next_delay(self, reason: DeathReason, now: float) -> float | None:

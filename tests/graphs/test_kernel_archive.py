@@ -55,6 +55,6 @@ def test_files_outside_of_the_cache_are_refused(tmp_path: Path, name: str) -> No
     data = BytesIO()
     with zipfile.ZipFile(data, "w") as archive:
         archive.writestr(name, "a")
-    with pytest.raises(ValueError, match="is no file of a kernel's folder"):
+    with pytest.raises(ValueError, match="is not a file of a kernel's folder"):
         unpack_triton_kernels(data.getvalue(), tmp_path / "cache")
     assert not (tmp_path / "x.cubin").exists()

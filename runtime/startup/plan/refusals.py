@@ -67,6 +67,6 @@ def check_division(config: EngineConfig, device: torch.device, shard: Shard) -> 
     key = f"parallel.pipeline={shard.stage.count}"
     if config.graphs.form is not GraphForm.layer and config.graphs.mode is not GraphMode.eager:
         raise StartupError(
-            f"graphs.form={config.graphs.form} compiles the model as a whole, and {key}; set "
-            "graphs.form=layer or parallel.pipeline=1"
+            f"graphs.form={config.graphs.form} compiles the model as a whole, and {key} divides "
+            "its layers among stages; set graphs.form=layer or parallel.pipeline=1"
         )

@@ -63,8 +63,8 @@ def test_generate_refuses_an_empty_prompt(capsys: pytest.CaptureFixture[str]):
 def test_generate_beyond_the_context_is_one_line(capsys: pytest.CaptureFixture[str]):
     assert run(["generate", "Hello", "generate.max_tokens=1000", *TINY, *FAST]) == 1
     line = capsys.readouterr().err.splitlines()[-1]
-    assert line.startswith("run: max_tokens=1000 with a prompt of ")
-    assert "256 tokens; set it to at most " in line
+    assert line.startswith("run: max_tokens=1000 and the prompt's length, ")
+    assert "256 tokens; set max_tokens to at most " in line
 
 
 @pytest.mark.parametrize(

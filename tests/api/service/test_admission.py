@@ -166,7 +166,7 @@ class TestQueue:
         body = {"prompt": [1, 2, 3], "max_tokens": 2}
         response = app.http.post("/v1/completions", json=body)
         assert response.status_code == 429
-        assert "8 prompt tokens wait and 3 would follow" in error_of(response)["message"]
+        assert "tokens that wait: 8, of this request: 3," in error_of(response)["message"]
         assert app.http.post("/v1/completions", json=body | {"prompt": [1, 2]}).status_code == 200
         app.engine.num_queued_tokens = 0  # an empty queue takes a prompt of any length
         body["prompt"] = list(range(1, 21))
