@@ -51,8 +51,8 @@ class AuxStates:
             These states come with the hidden states of the stage before.
 
     Attributes:
-        states: of the last step, [T, D] for each of the layers, earlier stages first; with
-            `has_final` the final hidden states [T, D].
+        states: the hidden states of the last step, [T, D] for each of the layers, earlier stages
+            first; with `has_final` the final hidden states [T, D].
     """
 
     def __init__(

@@ -99,9 +99,9 @@ def _is_plain_mlp(mlp: GatedMLP) -> bool:
 
 
 def _has_plain_experts(moe: MoE) -> bool:
-    """Whether the kernels support the experts, and no others were chosen.
+    """Whether the fused kernels support the experts, and no other kernels were chosen for them.
 
-    They have no biases, no shared expert, and are all on this rank.
+    Supported experts have no biases and no shared expert, and are all on this rank.
     """
     route, experts = moe.spec.route, moe.experts
     return (

@@ -82,7 +82,7 @@ def model_class(architecture: str) -> type[LanguageModel]:
 
 def _why_unknown(architecture: str) -> str:
     known = ", ".join(ARCHITECTURES)
-    return f"architecture {architecture!r} is not supported; supported are {known}"
+    return f"architecture {architecture!r} is not supported; supported: {known}"
 
 
 def class_of(config: ModelConfig) -> type[LanguageModel]:

@@ -1,7 +1,7 @@
 """The part of a model that one rank holds: some layers, and a part of each of their weights.
 
-Pipeline parallelism deals consecutive layers to stages. The first stage also has the embedding, the
-last one the output head.
+Pipeline parallelism divides consecutive layers among stages. The first stage also has the
+embedding, the last one the output head.
 
 Tensor parallelism divides the weights of a stage's layers. A rank holds whole attention heads and
 an even part of every intermediate size. Layers whose outputs are divided (column-parallel) compute
@@ -175,7 +175,7 @@ def shard_of_rank(rank: int, tensor: int, pipeline: int) -> Shard:
 
 
 def deal_layers(layer_bytes: Sequence[int], first: int, last: int, stages: int) -> list[Span]:
-    """Deal consecutive layers to stages so that the largest stage is as small as possible.
+    """Divide consecutive layers among stages so that the largest stage is as small as possible.
 
     Args:
         layer_bytes: bytes of each layer.

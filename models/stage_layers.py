@@ -1,4 +1,4 @@
-"""Deals the layers of a model to the stages of a pipeline by their bytes."""
+"""Divides the layers of a model among the stages of a pipeline, by the bytes of each layer."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def read_pooling_files(directory: Path | None) -> PoolingFiles:
 
 
 def _mode(config: dict[str, Any]) -> tuple[str | None, str | None]:
-    """(our word for the mode, None), or (None, why the mode is not supported)."""
+    """(the mode as in `PoolingFiles`, None), or (None, why the mode is not supported)."""
     stated = config.get("pooling_mode")
     prefix = "pooling_mode_"
     names = [
@@ -74,7 +74,7 @@ def _mode(config: dict[str, Any]) -> tuple[str | None, str | None]:
     if len(names) == 1 and names[0] in _MODES:
         return _MODES[names[0]], None
     asked = " and ".join(names) or "no mode"
-    return None, f"the checkpoint's pooling is {asked}, supported are cls, mean and last token"
+    return None, f"the checkpoint's pooling is {asked}; only cls, mean and last token are supported"
 
 
 def _read(file: Path, kind: type) -> Any:

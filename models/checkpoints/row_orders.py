@@ -50,7 +50,7 @@ def rotated_last(
     """Each head's rotated rows stored after its other rows: DeepSeek.
 
     Args:
-        num_heads: of the stored matrix.
+        num_heads: heads of the stored matrix.
         head_dim: rows of a head.
         rotary_dim: the rows at the head's end that are rotated; even.
         is_interleaved: their pairs are stored side by side.

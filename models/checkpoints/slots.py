@@ -112,8 +112,8 @@ def stored_modules(
     Args:
         name: our module's name in the model.
         module: our module.
-        layout: of the checkpoint.
-        expert: of a module with a matrix for each expert, the expert whose names are wanted.
+        layout: the layout of the checkpoint.
+        expert: the expert whose names are wanted, if the module has a matrix for each expert.
     """
     parent = name.rpartition(".")[0]
     stacked = _stacked(name, module, layout)

@@ -59,7 +59,7 @@ def load_weights(
 
     Args:
         model: as `build_model` made it, on its device.
-        checkpoint: with a path.
+        checkpoint: the checkpoint, which must have a path.
         progress: the label of a progress bar on stderr; empty = no bar.
         whole: for a stage, the model with the layers of all stages, without memory. Tensors of
             other stages are skipped. None = `model` is whole.

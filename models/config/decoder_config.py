@@ -155,7 +155,7 @@ def read_sliding_windows(hf_config: HFConfig, num_layers: int) -> tuple[int, ...
     unknown = set(layer_types) - by_type.keys()
     if unknown:
         raise ValueError(
-            f"config.json: layer_types has {sorted(unknown)}; supported are {', '.join(by_type)}"
+            f"config.json: layer_types has {sorted(unknown)}; supported: {', '.join(by_type)}"
         )
     if len(layer_types) != num_layers:
         raise ValueError(

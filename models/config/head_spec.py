@@ -1,4 +1,4 @@
-"""`HeadSpec` and `NextTokenSpec`: the settings of heads that draft for a model; `HeadInputs`."""
+"""The settings of heads that draft for a model (EAGLE-3, MTP), and the hidden states they read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class HeadInputs(NamedTuple):
 
 
 NO_INPUTS = HeadInputs()
-"""Those of a model without a head."""
+"""The inputs of a head that reads no hidden states, and of a model without a head."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

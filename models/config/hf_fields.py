@@ -80,7 +80,7 @@ def read_activation(hf_config: HFConfig, key: str, default: str) -> str:
     name = hf_config.get(key, default)
     if name not in ACTIVATIONS:
         raise ValueError(
-            f"config.json: {key}={name!r} is not supported; supported are {', '.join(ACTIVATIONS)}"
+            f"config.json: {key}={name!r} is not supported; supported: {', '.join(ACTIVATIONS)}"
         )
     return str(name)
 
@@ -95,7 +95,7 @@ def stated_dtype(hf_config: HFConfig) -> torch.dtype:
     name = str(stated).removeprefix("torch.")
     if name not in DTYPES:
         raise ValueError(
-            f"config.json: dtype={name!r} is not supported; supported are {', '.join(DTYPES)}; "
+            f"config.json: dtype={name!r} is not supported; supported: {', '.join(DTYPES)}; "
             "choose one with model.config.dtype"
         )
     return DTYPES[name]

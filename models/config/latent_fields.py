@@ -43,8 +43,8 @@ def read_latent_config(
         )
     if config.rope is not None and config.rope.rotary_dim != rope_dim:
         raise ValueError(
-            f"config.json: partial_rotary_factor must be 1, because qk_rope_head_dim={rope_dim} "
-            f"are the rotated elements; got {config.rope.rotary_dim} of them"
+            f"config.json: partial_rotary_factor must be 1, so that all qk_rope_head_dim={rope_dim}"
+            f" elements are rotated; got {config.rope.rotary_dim} rotated elements"
         )
     head_dim = read_integer(hf_config, "qk_nope_head_dim") + rope_dim
     rank = hf_config.get("q_lora_rank")

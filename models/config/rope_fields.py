@@ -53,7 +53,7 @@ def read_rope(
     kind = parameters.get("rope_type", "default")
     if kind not in _KEYS:
         raise ValueError(
-            f"config.json: rope_type={kind!r} is not supported; supported are {', '.join(_KEYS)}"
+            f"config.json: rope_type={kind!r} is not supported; supported: {', '.join(_KEYS)}"
         )
     unknown = parameters.keys() - _KEYS[kind]
     if unknown:

@@ -92,7 +92,7 @@ class DraftHeadModel(CausalLM):
 
 
 def shard_of_tables(shard: Shard, config: ModelConfig, *, needs_logits: bool) -> Shard | None:
-    """The tables of its target of which a head needs copies, because the leader lacks rows of them.
+    """The target's tables that a head needs copies of, because the leader lacks some of their rows.
 
     A table that is the embedding and the output head is divided among tensor ranks. An output head
     is divided too. An embedding that is not the output head belongs to the first stage.

@@ -41,7 +41,7 @@ class DeepseekV2ForCausalLM(Decoder):
         method = hf_config.get("topk_method", "greedy")
         if method not in _GROUP_TOP:
             raise ValueError(
-                f"config.json: topk_method={method!r} is not supported; supported are "
+                f"config.json: topk_method={method!r} is not supported; supported: "
                 f"{', '.join(_GROUP_TOP)}"
             )
         config = read_latent_config(hf_config, generation_config)

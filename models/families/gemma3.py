@@ -19,7 +19,7 @@ _BLOCK = BlockSpec(residual=Residual.sandwich, qk_norm=QKNorm.head)
 
 
 class Gemma3ForCausalLM(GemmaForCausalLM):
-    """Gemma 2 with normalised heads, not caps; layers with a window have another rotary table."""
+    """Gemma 2 with normalised heads, without caps. Layers with a window rotate by another table."""
 
     checkpoint_layout: CheckpointLayout = GEMMA2_LAYOUT
 

@@ -31,7 +31,7 @@ _MUST_BE = {"scale_attn_by_inverse_layer_idx": False, "scale_attn_weights": True
 
 
 class GPT2LMHeadModel(Decoder):
-    """A decoder with learned positions whose matrices are stored as [in, out]."""
+    """A decoder with learned positions. Checkpoints store its matrices as [in, out]."""
 
     checkpoint_layout = CheckpointLayout(
         prefixes=("transformer.",),

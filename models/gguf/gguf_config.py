@@ -57,7 +57,7 @@ def read_gguf_config(file: GGUFFile) -> dict[str, Any]:
     if read is None:
         raise GGUFError(
             f"{file.path}: the architecture {file.architecture!r} is not supported as GGUF; "
-            f"supported are {', '.join(ARCHITECTURES)}; other models are served from safetensors"
+            f"supported: {', '.join(ARCHITECTURES)}; other models are served from safetensors"
         )
     _refuse_types(file)
     keys = ArchitectureKeys(file)

@@ -408,13 +408,13 @@ class _Header:
         if not isinstance(alignment, int) or not (
             8 <= alignment <= 1 << 20 and alignment.bit_count() == 1
         ):
-            raise self._error(f"general.alignment={alignment!r} is no power of two from 8 to 2**20")
+            raise self._error(f"general.alignment={alignment!r} is not a power of two, 8 to 2**20")
         stated = [self._tensor_info() for _ in range(count)]
         begin = -(-self._place // alignment) * alignment
         for name, shape, number, offset in stated:
             if number not in TENSOR_TYPES:
                 raise GGUFError(
-                    f"{self._file}: the tensor {name!r} is of the unknown type {number}; known are "
+                    f"{self._file}: the tensor {name!r} is of the unknown type {number}; known: "
                     f"{', '.join(known for known, _, _ in TENSOR_TYPES.values())}"
                 )
             type_name, block_values, block_bytes = TENSOR_TYPES[number]

@@ -222,7 +222,7 @@ def _byte_level(vocabulary: _Vocabulary) -> dict[str, Any]:
     pre_tokenizer = None if name is None else PRE_TOKENIZERS.get(name)
     if pre_tokenizer is None:
         raise vocabulary.error(
-            f"tokenizer.ggml.pre is {name!r}; supported are {', '.join(PRE_TOKENIZERS)}"
+            f"tokenizer.ggml.pre is {name!r}; supported: {', '.join(PRE_TOKENIZERS)}"
         )
     merges = vocabulary.merges()
     if merges is None:

@@ -96,8 +96,8 @@ def apply_factors(layer: DecoderLayer, fold: Fold, factors: Tensor, stored: torc
     """Multiply the readers' columns by the factors, and divide their source's result by them.
 
     Args:
-        layer: in float32.
-        fold: of this layer.
+        layer: the layer, in float32.
+        fold: the matrices of this layer whose input is scaled.
         factors: [K] float32, larger than 0.
         stored: the dtype of a norm in the checkpoint.
     """

@@ -64,7 +64,7 @@ def settings_of(
 
     Args:
         form: one of FORMATS.
-        bits: of an integer.
+        bits: the number of bits of an integer.
         group_size: columns that share a scale.
         floats: names of the layers' linear modules that stay floats, such as routers of experts.
         symmetric: there are no zero points.

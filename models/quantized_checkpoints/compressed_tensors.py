@@ -106,7 +106,7 @@ def from_checkpoint(
 def _method(group: ConfigKeys, form: Any, headers: Headers) -> WeightMethod:
     form = group.value("format", default=form)
     if form not in _FORMATS:
-        raise group.error("format", f"is {form!r}, supported are {', '.join(_FORMATS)}")
+        raise group.error("format", f"is {form!r}; supported: {', '.join(_FORMATS)}")
     weights = ConfigKeys(group.value("weights"), "quantization_config.config_groups weights")
     weights.must_be("dynamic", False)
     weights.without_effect(*_OBSERVED)
@@ -140,7 +140,7 @@ def _integers(
         weights.must_be("group_size", -1)
     order = weights.value("actorder", default=None)
     if order not in (None, False, True, "group", "weight", "static"):
-        raise weights.error("actorder", f"is {order!r}, supported are group, weight and static")
+        raise weights.error("actorder", f"is {order!r}; supported: group, weight and static")
     return PackedIntegers(
         bits=weights.integer("num_bits", one_of=(4, 8)),
         group_size=size,

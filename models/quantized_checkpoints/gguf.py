@@ -1,8 +1,8 @@
 """The weight methods of GGUF files, whose integers and scales are multiplied as they are stored.
 
 A quantised matrix is laid out for the kernels of ops/quantized.py without rounding
-(models/gguf/stored_formats.py), on a CPU and on CUDA. Of a matrix that stacks quantised and float
-tensors, the quantised ones are dequantised while they are loaded.
+(models/gguf/stored_formats.py), on a CPU and on CUDA. If a matrix stacks quantised and float
+tensors, its quantised tensors are dequantised while they are loaded.
 """
 
 from __future__ import annotations

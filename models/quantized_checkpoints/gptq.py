@@ -164,7 +164,7 @@ def gptq_method(keys: ConfigKeys, headers: Headers, *, version: int) -> Gptq:
             "8 bits, or the checkpoint before quantization with model.quantization=int4",
         )
     if type(bits) is not int or bits not in (4, 8):
-        raise keys.error("bits", f"is {bits!r}, supported are 4, 8")
+        raise keys.error("bits", f"is {bits!r}; supported: 4, 8")
     return Gptq(
         bits=bits,
         group_size=keys.integer("group_size", one_of=GPTQ_GROUPS),

@@ -18,7 +18,7 @@ class ConfigKeys:
         where: its name in messages.
 
     Raises:
-        ValueError: it is no object.
+        ValueError: it is not an object.
     """
 
     def __init__(self, stated: Any, where: str = "quantization_config") -> None:
@@ -60,7 +60,7 @@ class ConfigKeys:
         allowed = tuple(one_of)
         if type(value) is not int or value not in allowed:
             text = ", ".join(map(str, allowed))
-            raise self.error(names[0], f"is {value!r}, supported are {text}")
+            raise self.error(names[0], f"is {value!r}; supported: {text}")
         return value
 
     def boolean(self, *names: str, default: Any = _MISSING) -> bool:
@@ -83,7 +83,7 @@ class ConfigKeys:
         value = self.value(*names, default=default)
         allowed = tuple(one_of)
         if not isinstance(value, str) or value.lower() not in allowed:
-            raise self.error(names[0], f"is {value!r}, supported are {', '.join(allowed)}")
+            raise self.error(names[0], f"is {value!r}; supported: {', '.join(allowed)}")
         return value.lower()
 
     def names(self, *names: str) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""The base of the weight policies of quantised checkpoints: which module has which weight method.
+"""Decides which weight method each module of a quantised checkpoint has; base of all formats.
 
 A format's settings say which modules are quantised and how, by their names in the checkpoint. If
 the checkpoint's tensors are known, they decide whether a module is quantised. A setting that says
@@ -65,7 +65,8 @@ class CheckpointPolicy(ABC):
             name: the name of the module in the checkpoint.
 
         Returns:
-            Its weight method. None = it is a float. A text = it is a float because of that setting.
+            Its weight method. None = it is not quantised. A text = the setting that excludes it
+            from quantisation.
         """
 
     def marker_of(self, name: str) -> str:

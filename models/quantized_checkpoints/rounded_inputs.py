@@ -51,7 +51,7 @@ class RoundedInputs(WeightMethod):
 
     is_quantized: ClassVar[bool] = True
 
-    as_stored: StoredGroups  # with `inputs`
+    as_stored: StoredGroups  # its `inputs` is not None
 
     @staticmethod
     def fits(method: WeightMethod | None, capability: tuple[int, int]) -> bool:

@@ -52,7 +52,7 @@ class Float8(StoredGroups):
     @property
     def name(self) -> str:
         what = {"tensor": "the matrix", "channel": "a row"}.get(
-            self.strategy, f"blocks of {self.block_rows} x {self.group_size}"
+            self.strategy, f"a block of {self.block_rows} x {self.group_size}"
         )
         return f"floats of 8 bits with a scale for {what}"
 

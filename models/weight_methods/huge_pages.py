@@ -1,4 +1,4 @@
-"""Memory of a CPU in huge pages, for weights and KV caches.
+"""Allocates CPU memory in huge pages, for weights and KV caches.
 
 A decode step reads every weight once. The processor translates an address for each page, and its
 prefetchers stop at the end of a page. So weights in pages of 4 KiB are read more slowly than those

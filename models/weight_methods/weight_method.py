@@ -111,7 +111,7 @@ class Part:
     index: int  # among the module's parts
     count: int  # the number of the module's parts
     stored: tuple[int, int]  # [out, in] of the stored matrix
-    rows: Tensor | slice  # rows of the stored matrix that this module holds, in its order
+    rows: Tensor | slice  # rows of the stored matrix that this module holds, in the module's order
     columns: Span  # columns of the stored matrix that this module holds
     first_row: int  # where the part begins in the module's matrix
     num_rows: int
@@ -119,7 +119,7 @@ class Part:
 
     @property
     def is_all(self) -> bool:
-        """Whether the module's matrix is this whole stored matrix, in its order."""
+        """Whether the module's matrix is this whole stored matrix, with rows in the same order."""
         is_ordered = isinstance(self.rows, slice) and self.num_rows == self.stored[0]
         return self.count == 1 and is_ordered and self.columns.is_whole
 

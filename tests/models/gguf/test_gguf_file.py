@@ -184,7 +184,7 @@ def _after(text: bytes, form: str, value: int, skip: int = 0) -> Callable[[bytes
         (_after(b"token_embd.weight", "<Q", 1 << 61, 12), "has the shape"),
         (_after(b"token_embd.weight", "<Q", 33, 4), "not a multiple of 32"),
         (_after(b"token_embd.weight", "<Q", 1 << 30, 12), "begin at a multiple of 32"),
-        (_after(b"token_embd.weight", "<I", 99, 20), "unknown type 99; known are F32"),
+        (_after(b"token_embd.weight", "<I", 99, 20), "unknown type 99; known: F32"),
         (_after(b"token_embd.weight", "<I", 4, 20), "unknown type 4"),
         (_after(b"token_embd.weight", "<Q", 1 << 40, 24), "begin at a multiple of 32"),
         (_after(b"token_embd.weight", "<Q", 1, 24), "begin at a multiple of 32"),

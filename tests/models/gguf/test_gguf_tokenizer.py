@@ -261,7 +261,7 @@ def test_other_vocabularies_are_refused(
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"pre": "kimi-k2"}, "tokenizer.ggml.pre is 'kimi-k2'; supported are llama3"),
+        ({"pre": "kimi-k2"}, "tokenizer.ggml.pre is 'kimi-k2'; supported: llama3"),
         ({"pre": "gpt-2", "eos_token_id": 9999}, "eos_token_id=9999 is not a token"),
         ({"pre": "gpt-2", "token_type": [1, 2]}, "token_type must have 401 numbers"),
         ({"pre": "gpt-2", "merges": ["a b", "zz"]}, "has 'zz', which does not join two tokens"),

@@ -244,7 +244,7 @@ def config_of(directory: Path) -> dict[str, Any]:
 
 def test_native_alone_refuses_unknown_architectures(expected) -> None:
     config = config_of(expected("helium").directory)
-    with pytest.raises(ValueError, match="'HeliumForCausalLM' is not supported; supported are"):
+    with pytest.raises(ValueError, match="'HeliumForCausalLM' is not supported; supported: "):
         read(config, ModelImplementation.native)
 
 

@@ -256,8 +256,8 @@ def test_a_cross_encoder_scores_pairs_as_transformers_does(tmp_path):
             },
             PoolingFiles(
                 normalize=False,
-                unsupported="the checkpoint's pooling is max_tokens, supported are cls, mean and "
-                "last token",
+                unsupported="the checkpoint's pooling is max_tokens; only cls, mean and last token "
+                "are supported",
             ),
         ),
     ],

@@ -1,5 +1,5 @@
 # ruff: noqa: SIM905 - a table reads better as text than as a list of quoted words
-"""A small grammar of stories and poems: few frames, many slots, endless combinations."""
+"""Writes stories and poems for the demo model's training text, from templates with slots."""
 
 import random
 import re
