@@ -1,4 +1,4 @@
-"""Sections of commands that have settings of their own."""
+"""The configuration sections of single commands: generate, batch, chat, plan and others."""
 
 from __future__ import annotations
 

@@ -117,13 +117,13 @@ def _gib(value: object) -> object:
 
 
 def _dtype(value: object) -> object:
-    """A dtype by name, vLLM's or ours, or as a torch dtype."""
+    """A dtype by its name in vLLM or here, or as a torch dtype."""
     name = str(value).removeprefix("torch.")
     return {"half": "float16", "float": "float32"}.get(name, name)
 
 
 def _one_of(values: Mapping[str, object], reason: str) -> Callable[[object], object]:
-    """Make a function that converts vLLM's word for a value to ours.
+    """Make a function that converts vLLM's word for a value to this project's value.
 
     `reason` tells why other words are refused.
     """
@@ -230,8 +230,8 @@ ARGUMENTS: dict[str, Argument] = {
         setting="model.quantization",
         read=_one_of(
             _QUANTIZATIONS,
-            "weights are not quantised to it at load; leave it out for a checkpoint that is "
-            "quantised",
+            "weights cannot be quantised to this while they are loaded; leave it out for a "
+            "checkpoint that is quantised",
         ),
         default=("none",),
     ),
@@ -267,8 +267,7 @@ ARGUMENTS: dict[str, Argument] = {
         setting="cache.dtype",
         read=_one_of(
             {"fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3"},
-            "keys and values have the type of the model if it is left out; for int8 set "
-            "cache.dtype=int8",
+            "leave it out for keys and values of the model's type, or set cache.dtype=int8",
         ),
         default=("auto",),
     ),

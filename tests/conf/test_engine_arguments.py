@@ -111,7 +111,7 @@ def test_arguments_become_settings(arguments: dict[str, object], settings: dict[
         ),
         (
             {"quantization": "awq"},
-            "quantization=awq: weights are not quantised to it at load; leave it out for a checkpoint that is quantised; supported: int8, int4",
+            "quantization=awq: weights cannot be quantised to this while they are loaded; leave it out for a checkpoint that is quantised; supported: int8, int4",
         ),
         (
             {"swap_space": 4},
