@@ -1,4 +1,4 @@
-"""Timers of steps on the device: CUDA events on a GPU, the clock on a CPU.
+"""Measures how long the device works on each step: CUDA events on a GPU, the clock on a CPU.
 
 The events of a step are read after the device has passed them. No method waits for an event, so
 timing does not stop the host, however many steps are in flight.

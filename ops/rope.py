@@ -50,7 +50,7 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class YarnScaling:
-    """YaRN (arXiv:2309.00071): a pair is stretched or kept by its turns in the original context."""
+    """YaRN (arXiv:2309.00071): stretches the pairs that turn rarely in the original context."""
 
     factor: float
     original_max_position: int

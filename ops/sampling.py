@@ -1,8 +1,7 @@
 """Sampling from logits in plain torch: penalties, bitmasks, top-k, top-p, min-p.
 
-The functions take many rows and treat each row by itself. The caller draws a row's random number
-from (seed, position). So a row's token depends on its own logits and request, not on the batch, and
-can be reproduced.
+Each row is treated by itself. The caller draws a row's random number from (seed, position). So a
+row's token depends on its own logits and request, not on the batch, and can be reproduced.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ def apply_token_bitmask(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
 
     Args:
         logits: [R, V] float32.
-        rows: [C] int64, the rows that have a mask, no two the same.
+        rows: [C] int64, the rows that have a mask, each row once.
         bits: [C, W] int32 with W * 32 >= V; token t is bit t % 32 of word t // 32.
     """
     shifts = torch.arange(32, dtype=torch.int32, device=bits.device)

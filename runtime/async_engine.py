@@ -43,7 +43,8 @@ class AsyncEngine:
         """Read the configuration. `async with` or `start` starts the engine processes.
 
         Args:
-            model: a local directory or a hub id; empty = the bundled demo model.
+            model: a local directory, a GGUF file or a hub id. Empty = the model that `overrides`
+                sets. If that sets none either, the bundled demo model.
             overrides: settings as on the command line, `scheduler.max_num_seqs=8`.
             config: a complete configuration, instead of `model`, `overrides` and `arguments`.
             arguments: vLLM's names of settings, such as `max_model_len=4096`

@@ -106,8 +106,8 @@ def configure_client(connection: zmq.Socket[Any], token: str, silence_s: float) 
     """Set the options of a socket before it is connected.
 
     Args:
-        connection: of the side that connects.
-        token: of the run that it joins.
+        connection: the socket of the side that connects.
+        token: the token of the run that this side joins.
         silence_s: seconds after which the other side counts as gone.
     """
     connection.setsockopt(zmq.CURVE_SERVERKEY, leader_keys(token).public)

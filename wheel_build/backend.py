@@ -90,7 +90,7 @@ def build_wheel(
 
 
 def _compile(chosen: list[str]) -> None:
-    """Put the libraries of these instruction sets into the tree; of all when none is chosen."""
+    """Put the libraries of these instruction sets into the tree; if none is chosen, of all sets."""
     sys.path.insert(0, str(_ROOT))
     try:
         from ostinato.ops.native import build
@@ -100,8 +100,8 @@ def _compile(chosen: list[str]) -> None:
     levels = isa_levels()
     if unknown := [level for level in chosen if level not in levels]:
         raise SystemExit(
-            f"--config-settings=isa={','.join(chosen)}: {', '.join(unknown)} is none of "
-            f"{', '.join(levels)}, {_NO_KERNELS}"
+            f"--config-settings=isa={','.join(chosen)}: unknown: {', '.join(unknown)}; choose from "
+            f"{', '.join(levels)}, or {_NO_KERNELS}"
         )
     build.PREBUILT_DIR.mkdir()
     try:

@@ -1,5 +1,6 @@
-"""Chooses a model's formats of tool calls and reasoning, by its chat template, its architecture and
-the configuration.
+"""Chooses a model's formats of tool calls and reasoning.
+
+The choice depends on the chat template, the architecture and the configuration.
 """
 
 from __future__ import annotations

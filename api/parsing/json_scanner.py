@@ -93,7 +93,7 @@ class JsonScanner:
                 return JsonState.done
 
     def _token(self, text: str, begin: int) -> int | None:
-        """The end of the token at `begin`; -1 = the token is incomplete; None = it is no token."""
+        """The end of the token at `begin`; -1 = it is incomplete; None = there is no token."""
         character = text[begin]
         if character in "{}[]:,":
             return begin + 1

@@ -279,7 +279,7 @@ class SchemaFormat(
 
 class TextConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     format: TextFormat | JsonObjectFormat | SchemaFormat = TextFormat()
-    verbosity: Verbosity | None = None  # passed to the template, if it uses it
+    verbosity: Verbosity | None = None  # passed to a chat template that uses it
 
 
 SummaryKind = Literal["auto", "concise", "detailed"]
@@ -288,7 +288,7 @@ SummaryKind = Literal["auto", "concise", "detailed"]
 class ReasoningConfig(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
 ):
-    effort: ReasoningEffort | None = None  # passed to the template, if it uses it
+    effort: ReasoningEffort | None = None  # passed to a chat template that uses it
     summary: SummaryKind | None = None  # has no effect, because items have the whole reasoning
     generate_summary: SummaryKind | None = None  # the older name of `summary`
     context: Literal["auto"] | None = None  # the template decides which reasoning is shown again

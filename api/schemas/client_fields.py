@@ -27,10 +27,10 @@ _Key = Annotated[str, msgspec.Meta(max_length=64)]
 _Value = Annotated[str, msgspec.Meta(max_length=512)]
 
 Metadata = Annotated[dict[_Key, _Value], msgspec.Meta(max_length=16)]
-"""The caller's labels of a request."""
+"""Labels that the caller gives to a request."""
 
 SafetyIdentifier = Annotated[str, msgspec.Meta(max_length=128)]
-"""The caller's label of an end user."""
+"""A label that the caller gives to an end user."""
 
 ServiceTier = Literal["auto", "default", "flex", "scale", "priority", "fast", "ultrafast"]
 """Requested class of service. This server has only the class `default`."""

@@ -106,8 +106,10 @@ class SchemaPage(OpenAPIRenderPlugin):
 
 
 def _rows(schema: Mapping[str, Any]) -> Iterator[tuple[str, str, bool, str]]:
-    """(name, type, is required, description) of each field. A schema that is no object is one row
-    without a name."""
+    """(name, type, is required, description) of each field.
+
+    A schema that is not an object is one row without a name.
+    """
     if "properties" not in schema:
         yield "", _type(schema), False, schema.get("description", "")
     required = schema.get("required", ())

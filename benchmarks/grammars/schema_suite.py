@@ -42,7 +42,7 @@ DRAFTS = {
 OTHER_CHOICE = {
     "format.json": "`format` is an annotation there; here it is enforced",
     "optional/content.json": "`contentEncoding` is enforced there; here it is an annotation",
-    "optional/zeroTerminatedFloats.json": "1.0 is no integer there; here it is, as in newer drafts",
+    "optional/zeroTerminatedFloats.json": "1.0 is not an integer there; here it is one",
 }
 COUNTS = ("schemas", "accepted", "valid", "produced", "invalid", "written")
 

@@ -171,8 +171,8 @@ def _engine(name: str, config: dict[str, Any], implementation: str) -> LLM:
 def bytes_of_step(config: ModelConfig, parameters: Callable[[], int]) -> int:
     """Bytes of weights that a decode step of one sequence reads.
 
-    An embedding that is not also the output head is not counted. Of a layer's experts, only as
-    many as one token uses are counted.
+    An embedding that is not also the output head is not counted. Only as many experts of a layer
+    are counted as one token uses.
 
     Args:
         config: the model's configuration.
@@ -224,7 +224,7 @@ def main(arguments: list[str]) -> None:
     options = parser.parse_args(arguments)
     names = options.pairs.split(",")
     if unknown := set(names) - PAIRS.keys():
-        parser.error(f"--pairs has {', '.join(sorted(unknown))}; known are {', '.join(PAIRS)}")
+        parser.error(f"--pairs has {', '.join(sorted(unknown))}; known: {', '.join(PAIRS)}")
     results = []
     for name in names:
         print(f"measuring {name}", file=sys.stderr)

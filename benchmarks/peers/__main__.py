@@ -330,7 +330,7 @@ def _print(record: dict[str, Any], names: list[str], parts: list[str]) -> None:
     )
     console.print(table)
     console.print(
-        "medians of the rounds with ranges; a ratio above 1 means that ours is faster",
+        f"medians of the rounds with ranges; a ratio above 1 means that {_OURS} is faster",
         markup=False,
     )
 

@@ -103,8 +103,8 @@ class _Dependent:
             Replica(spec, self._results, fast_forward=fast_forward, on_end=self._end)
             for _ in range(num_replicas)
         ]
-        self._due: list[tuple[float, int]] = []  # heap: when a request is sent
-        # requests that wait because of the limit of concurrency
+        self._due: list[tuple[float, int]] = []  # heap: (time to send, index of the request)
+        # requests that wait because of the limit of concurrency, as in `_due`
         self._held: deque[tuple[float, int]] = deque()
         self._num_live = 0
         self._num_sent = 0

@@ -71,7 +71,7 @@ class Forecast:
         try:
             spec = self.spec(config)
         except ConfigError:
-            raise  # a ValueError too, but of the whole search: its text says what to change
+            raise  # it is a ValueError too, but it concerns every configuration of the search
         except (StartupError, ValueError):
             return None
         results = simulate_job(spec, job or self._job)

@@ -4,7 +4,7 @@
 |---|---|---|
 | Azure LLM inference | CSV with `TIMESTAMP` | `ContextTokens`, `GeneratedTokens` |
 | BurstGPT | CSV with `Timestamp` | `Request tokens`, `Response tokens` |
-| Mooncake, and ours | JSON lines | `timestamp` (ms), `input_length`, `output_length`, `hash_ids` |
+| Mooncake, Ostinato | JSON lines | `timestamp` (ms), `input_length`, `output_length`, `hash_ids` |
 
 Traces have no text. If a trace has `hash_ids`, a prompt gets one block of random ids for each hash,
 with the hash as the seed. So prompts that began alike in the recorded traffic begin alike here too.
@@ -180,9 +180,9 @@ def _csv(text: str, where: str) -> Iterator[_Arrival]:
         time, lengths = "Timestamp", ("Request tokens", "Response tokens")
     else:
         raise ConfigError(
-            f"{where} is no trace: it must be CSV with TIMESTAMP, ContextTokens, GeneratedTokens "
-            "(Azure) or Timestamp, Request tokens, Response tokens (BurstGPT), or JSON lines with "
-            f"timestamp, input_length, output_length (Mooncake); its header is "
+            f"{where} is not a trace: it must be CSV with TIMESTAMP, ContextTokens, "
+            "GeneratedTokens (Azure) or Timestamp, Request tokens, Response tokens (BurstGPT), or "
+            "JSON lines with timestamp, input_length, output_length (Mooncake); its header is "
             f"{','.join(reader.fieldnames or ())!r:.80}"
         )
     for row in reader:

@@ -1,4 +1,4 @@
-"""Compiling a model with Dynamo, as one graph or layer by layer.
+"""Compiles a model with Dynamo, as one graph or layer by layer.
 
 Both forms compute the same. `model`: begin, every layer and finish are one graph. `layer`: each
 kind of decoder layer is traced once and called at every depth with its weights as arguments, so

@@ -1,6 +1,6 @@
-"""Torch ops between this package's ops, compiled by AOTInductor into a library that C++ can call.
+"""Compiles the torch ops between this package's ops into a library that C++ can call (AOTInductor).
 
-A decoder layer may hold torch ops besides ours: a scale, a soft cap, a multiplier on the residual.
+A decoder layer may hold other torch ops too: a scale, a soft cap, a multiplier on the residual.
 Each sequence of them becomes one library with a C entry point, which a program calls from Python
 and a CpuGraph from C++. The library is one self-contained file, so a bundle can hold it.
 """
@@ -125,7 +125,7 @@ def _as_module(
 
 def _example(node: Node) -> Tensor:
     value = node.meta["example_value"]
-    assert isinstance(value, Tensor), f"{node} is no tensor"
+    assert isinstance(value, Tensor), f"{node} is not a tensor"
     return value
 
 

@@ -179,7 +179,9 @@ class _Run:
                 return f"it has a {node.op} node, {node.target}"
         for node in (*self.inputs, *self.outputs):
             if not isinstance(node.meta.get("example_value"), Tensor):
-                return f"the torch ops at {self.nodes[0]} read or give {node}, which is no tensor"
+                return (
+                    f"the torch ops at {self.nodes[0]} read or give {node}, which is not a tensor"
+                )
         return None
 
 

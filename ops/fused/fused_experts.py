@@ -49,7 +49,7 @@ def fused_experts(
         output_bias: [D] in x's dtype, or None.
         residual: [T, D] in x's dtype, last dimension contiguous.
         norm_weight: [D] in x's dtype or float32, the scale of the RMS norm.
-        eps: of the norm.
+        eps: the norm adds it to the mean square.
         router: [experts, D] in x's dtype, contiguous; at most `MOST_EXPERTS` experts.
         score_bias: [experts] float32, as for `route`, or None.
         gate_up: [experts, 2 I, D] in x's dtype, contiguous.

@@ -67,7 +67,7 @@ def fused_linear(
         weight: [N, K] in x's dtype, contiguous; with an activation [2 N, K], gate and up.
         bias: [N] (or [2 N]) in x's dtype.
         norm_weight: [K] in x's dtype or float32, the scale of an RMS norm of x; None = no norm.
-        eps: of the norm.
+        eps: the norm adds it to the mean square.
         activation: a key of `ACTIVATIONS`, for the gated linear unit `activation(gate) * up`;
             empty = none.
         residual: [T, N] in x's dtype, last dimension contiguous.

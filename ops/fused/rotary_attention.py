@@ -75,7 +75,7 @@ def rotary_attention(
             nothing is rotated.
         norms: [D] each, the scales of an RMS norm of each query and key head, in qkv's dtype or
             float32; allowed only with `rotary`. None = no norm.
-        eps: of the norms.
+        eps: both norms add it to the mean square.
         num_heads: Hq.
         k_cache, v_cache, metadata, scale, sliding_window, soft_cap, alibi_slopes, sinks: as for
             `paged_attention`.

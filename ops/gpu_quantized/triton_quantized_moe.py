@@ -1,6 +1,6 @@
 """The Triton kernel of `quantized_moe_linear` on CUDA: a grouped product over quantised matrices.
 
-Pairs of tokens and slots are sorted and dealt to programs as in ops/moe/triton_moe_linear.py, and
+Pairs of tokens and slots are sorted and given to programs as in ops/moe/triton_moe_linear.py, and
 multiplied as in triton_quantized_linear.py. Not yet verified on hardware.
 """
 

@@ -72,7 +72,7 @@ def why_unsupported(
 
     Args:
         device: the model's device.
-        dtype: of the activations.
+        dtype: the dtype of the activations.
         is_here: whether the device is in this machine. If not, only its kind is checked.
     """
     if device.type != "cuda":

@@ -189,8 +189,8 @@ def combine_slots(
         products: [T * slots, N] float32.
         routing_weights: [T, slots] float32.
         residual: [T, N] or None.
-        slots: of a token.
-        dtype: of the result.
+        slots: experts of a token.
+        dtype: the dtype of the result.
 
     Returns:
         [T, N]

@@ -23,8 +23,8 @@ Each library is compiled on its first use. How a C++ kernel becomes the CPU impl
    ValueError. Its file includes no heavy headers, because the library `core` must build in about 5
    s on two cores.
 3. `load(library)` of library.py installs the kernels. The macros OSTINATO_ISA and OSTINATO_AMX name
-  the instruction set that they are compiled for (instruction_sets.py). A kernel can use all
-  intrinsics of that instruction set.
+   the instruction set that the kernels are compiled for (instruction_sets.py). A kernel can use all
+   intrinsics of that instruction set.
 
 This module imports no torch, so that an engine process can build while it imports torch.
 """

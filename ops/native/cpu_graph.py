@@ -208,8 +208,8 @@ class CpuGraph:
             num_tokens: T.
             num_seqs: S.
             num_rows: R.
-            addresses: of the inputs, in the order of `input`. The inputs are contiguous and have
-                the announced sizes.
+            addresses: where the inputs are, in the order of `input`. The inputs are contiguous and
+                have the announced sizes.
             out: contiguous, of the result's shape.
 
         Raises:

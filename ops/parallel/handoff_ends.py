@@ -1,4 +1,4 @@
-"""The two ends of a handoff of hidden states: memory without a name, and a socket.
+"""The shared memory and the socket that hand hidden states from one pipeline stage to the next.
 
 The ranks of the two stages use the ends through the classes of handoff.py. If the other stage is on
 another machine, the bridge process of this machine (runtime/ranks/relay.py) holds the other end. It
@@ -57,7 +57,7 @@ def create_handoff(slot_bytes: int, num_slots: int) -> tuple[HandoffEnd, Handoff
 
 
 class _Slots:
-    """An end whose socket is in non-blocking mode; its descriptors are closed with it."""
+    """An end whose socket is in non-blocking mode. This object closes both descriptors."""
 
     def __init__(self, end: HandoffEnd, slot_bytes: int) -> None:
         self.socket = socket.socket(fileno=end.socket)

@@ -57,7 +57,7 @@ def create_segment(world: int) -> int:
 
 
 def check_segment(fd: int, world: int) -> int:
-    """The bytes of the segment of a group of `world` ranks.
+    """The size in bytes of a segment, which must be that of a group of `world` ranks.
 
     Raises:
         ValueError: the descriptor is not that of such a segment.
@@ -73,8 +73,8 @@ def check_segment(fd: int, world: int) -> int:
 class SegmentMirror:
     """Takes the pieces of this machine's ranks from a segment, and puts in those of other ranks.
 
-    A rank has written at most two pieces that were not taken yet, each in a slot of its own: it
-    needs what other ranks answer to the first one before it writes a third.
+    At most two pieces of a rank wait to be taken, each in a slot of its own. A rank writes a third
+    piece only after it has read the pieces that the other ranks wrote with its first.
     """
 
     def __init__(self, fd: int, world: int) -> None:

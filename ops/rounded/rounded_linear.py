@@ -41,7 +41,7 @@ def rounded_linear(
         scales: [groups, N] float32, contiguous: the scale of each group of each row of W.
         bias: [N] in x's dtype, added in float32 before rounding, or None.
         group_size: columns that share a scale; a power of two of at least 32, or K.
-        inputs: what of x has a scale of its own.
+        inputs: which part of x has a scale of its own; see `InputScales`.
         input_scale: [n] float32; with `static` the largest of these is the scale of x.
         residual: [T, N] in x's dtype, last dimension contiguous, or None.
         powers: the scales of x are rounded up to powers of two.

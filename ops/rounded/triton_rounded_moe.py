@@ -1,6 +1,6 @@
 """The Triton kernel of `rounded_moe_linear` on CUDA: a grouped product of operands of 8 bits.
 
-Pairs of tokens and slots are sorted and dealt to programs as in ops/moe/triton_moe_linear.py, and
+Pairs of tokens and slots are sorted and given to programs as in ops/moe/triton_moe_linear.py, and
 multiplied as in triton_rounded_linear.py. Not yet verified on hardware.
 """
 

@@ -67,8 +67,8 @@ def pack_stored(
 ) -> None:
     """Write rows of a quantised weight, as `pack_quantized_weight` would.
 
-    Columns of the weight's panels that follow the rows become zero. So the parts of a matrix are
-    written in the order of their rows, and the whole weight is written then.
+    Columns of the weight's panels that follow the rows become zero. So the parts of a matrix must
+    be written in the order of their rows. After the last part the whole weight has been written.
 
     Builds and loads the native library on first use.
 
@@ -110,8 +110,8 @@ def unpack_values(stored: StoredValues, bits: int) -> Tensor:
     """The values as bytes.
 
     Args:
-        stored: of any packing.
-        bits: of a value.
+        stored: the values, in any packing.
+        bits: the number of bits of a value.
 
     Returns:
         [out, in] uint8, from 0 to 2**bits - 1. If a row does not fill its last word, the word's

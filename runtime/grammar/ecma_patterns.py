@@ -102,14 +102,15 @@ class _Translator:
             return 0x10000 + ((code - 0xD800) << 10) + int(low[1], 16) - 0xDC00
         if code > 0x10FFFF or 0xD800 <= code < 0xE000:
             raise ValueError(
-                f"the pattern {self._pattern[:80]!r} has {found[0]}, which is no character"
+                f"the pattern {self._pattern[:80]!r} has {found[0]}, which is not a character"
             )
         return code
 
     def _identity(self, char: str) -> str:
         if char.isascii() and char.isalnum():
             raise ValueError(
-                f"the pattern {self._pattern[:80]!r} has \\{char}, which is no escape of ECMA-262"
+                f"the pattern {self._pattern[:80]!r} has \\{char}, which is not an escape of "
+                "ECMA-262"
             )
         return re.escape(char)
 

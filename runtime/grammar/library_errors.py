@@ -87,7 +87,7 @@ _CLASSES = (
     ),
     _of(
         r"Invalid URI reference '(.*?)'",
-        lambda found: f"{found[1]!r} is no URI, as $ref and $id need one",
+        lambda found: f"{found[1]!r} is not a URI; $ref and $id need one",
     ),
     _of(
         r"circular references with sibling keys are not supported: (.*)",

@@ -183,7 +183,9 @@ class _Builder:
         given = ends if isinstance(ends, list) and ends else [ends]
         texts = [end for end in given if isinstance(end, str)]
         if len(texts) < len(given):
-            raise ValueError(f"structural_tag: end must be a string or strings, got {ends!r}")
+            raise ValueError(
+                f"structural_tag: end must be a string or a list of strings, got {ends!r}"
+            )
         if isinstance(content, dict) and content.get("type") == "any_text":
             inner = self._either([self._text_until(end) for end in texts])
         else:

@@ -67,8 +67,8 @@ class ModelFootprint:
     workspace_bytes: int = 0  # workspace of the attention backend in the largest step
     measured: MeasuredMemory | None = None  # replaces estimates; None = plan with estimates
     draft: ModelFootprint | None = None  # the draft model; its cache has equally many blocks
-    # Of the weights of a head: copies of its model's embedding and output head. The model's part on
-    # this rank lacks rows of them.
+    # The part of a head's weights that is copies of its model's embedding and output head. They are
+    # needed because the model's part on this rank lacks rows of these tables.
     copied_bytes: int = 0
 
 

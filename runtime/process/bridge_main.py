@@ -74,7 +74,7 @@ class _Bridge:
         self._events.add(control.fileno(), self._on_control)  # handled before streams
 
     def run(self) -> None:
-        """Handle what comes; `os._exit` ends it."""
+        """Handle messages until `os._exit` ends the process."""
         while True:
             self._events.wait(None)
 

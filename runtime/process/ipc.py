@@ -42,7 +42,7 @@ __all__ = (
 class StartEngine(msgspec.Struct, frozen=True, kw_only=True):
     """The configuration of an engine process, sent as one line of JSON to its standard input.
 
-    Of the server's settings it has only those that the process needs. It has no secrets.
+    It has only those settings of the server that the process needs, and no secrets.
     """
 
     config: EngineConfig

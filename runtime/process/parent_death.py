@@ -50,7 +50,7 @@ def remove_files(address: str) -> None:
     The last engine of a client with several replicas finds the directory empty and removes it.
 
     Args:
-        address: of the client's ZeroMQ socket, `ipc://PATH`.
+        address: the address of the client's ZeroMQ socket, `ipc://PATH`.
     """
     socket = Path(address.removeprefix("ipc://"))
     with contextlib.suppress(OSError):

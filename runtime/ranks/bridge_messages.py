@@ -88,7 +88,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=6):
 
 
 class OpenLinks(msgspec.Struct, frozen=True, array_like=True, tag=7):
-    """Make the links of your machine, and build its ranks."""
+    """Tells another machine to make the links of its ranks and to build the ranks."""
 
     slot_bytes: int  # of a handoff
 

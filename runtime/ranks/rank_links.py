@@ -104,7 +104,7 @@ class RankLinks:
         """Connect to the other ranks, which do the same now. Shared memory needs no connection.
 
         Raises:
-            GroupEndedError: another rank has ended, or does not come.
+            GroupEndedError: another rank has ended, or does not connect in time.
         """
         group, self._unconnected = self._unconnected, None
         if group is not None:
@@ -132,7 +132,7 @@ class RankLinks:
         """Let the model of this rank exchange values with the other ranks. Can be called again.
 
         Args:
-            model: of this rank.
+            model: the model of this rank.
             aux: keeps the hidden states of this rank that a draft head reads; None = none.
 
         Raises:

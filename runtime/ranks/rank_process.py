@@ -147,7 +147,7 @@ class RemoteRank(_Rank):
     """A rank's process on another machine.
 
     Args:
-        number: of the rank.
+        number: the number of the rank.
         connection: to the bridge of this machine.
     """
 

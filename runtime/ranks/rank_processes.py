@@ -112,7 +112,7 @@ class RankProcesses:
 
         Args:
             messages: one for each rank after the first.
-            links: of this machine; closed here, except those of rank 0.
+            links: the links of this machine; closed here, except those of rank 0.
             hang_limit_s: within a step, a rank may be stopped for this long, and all ranks together
                 may be idle for this long.
             on_failure: called by another thread when a rank ends. It must end the waits of rank 0.

@@ -34,7 +34,7 @@ def divide_device(
 
     Args:
         device: `threads` and `memory_gib` are those of these ranks together; None = all there is.
-        num_ranks: those on this machine, at least 1.
+        num_ranks: ranks of the engine on this machine, at least 1.
         cores: the cores that this process may use.
         free_bytes: free memory that the ranks share; None = each has the memory of its GPU.
     """

@@ -1,8 +1,8 @@
 """`Relay`: carries values between the links of one machine's ranks and other machines.
 
-It sends what the ranks of this machine write, as soon as they have written it, and gives them what
-comes from other machines. Each rank reads all parts in its own memory, as if all ranks were on one
-machine. So the order of sums is the same.
+It sends the values of this machine's ranks to the other machines as soon as they are written, and
+gives the ranks the values that come from there. Each rank reads all parts in its own memory, as if
+all ranks were on one machine. So the order of sums is the same.
 
 Imports no torch.
 """
@@ -71,7 +71,7 @@ class StreamEnd:
         """
         Args:
             connection: connected; closed with this object.
-            events: where it waits.
+            events: where this object waits.
             on_data: called with the bytes that have come.
             on_end: called once when the process at the other end has closed it.
         """
@@ -87,7 +87,7 @@ class StreamEnd:
         return self._socket.fileno() < 0
 
     def send(self, data: bytes) -> None:
-        """Send bytes, now or when the other end reads. What is for a closed end is dropped."""
+        """Send bytes, now or when the other end reads. Bytes for a closed end are dropped."""
         if self.is_closed:
             return
         self._unsent += data
@@ -129,9 +129,9 @@ class Relay:
     def __init__(self, ends: RelayEnds, events: Events, send: Send) -> None:
         """
         Args:
-            ends: of the links; their descriptors are closed or kept here.
-            events: where it waits for the ranks of this machine.
-            send: called with what they have written.
+            ends: the ends of the links. This object owns their descriptors from now on.
+            events: where this object waits for the ranks of this machine.
+            send: called with the values that the ranks have written.
 
         Raises:
             OSError: the system does not map the memory.

@@ -1,4 +1,4 @@
-"""Copies of small lists to the device without waiting for it."""
+"""Copies small lists to the device without waiting for the copy."""
 
 from __future__ import annotations
 

@@ -30,8 +30,8 @@ from ostinato.runtime.types.step import ScheduledSequence
 
 __all__ = ("DraftPlanner",)
 
-# Of the steps that look for no draft, only one in this many is compared with its predicted cost,
-# because a prediction takes time: 2 % of a step of a small model.
+# One in this many steps that look for no draft is compared with its predicted cost. Not every step
+# is, because a prediction takes time: 2 % of a step of a small model.
 _OBSERVED_STRIDE = 8
 
 

@@ -9,7 +9,7 @@ the bits of logits depend on the level.
 Only levels whose kernels are compiled are timed. A wheel carries the kernels of all levels, and
 `run compile` builds them and decides again. Only bfloat16 layers are timed: for float32 and
 quantised weights a higher level has the same instructions or better ones. The level `portable` is
-not timed. oneDNN and other libraries are no candidates, because their order of sums depends on the
+not timed. oneDNN and other libraries are not candidates, because their order of sums depends on the
 number of rows.
 """
 

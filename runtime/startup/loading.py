@@ -84,7 +84,7 @@ def load_tables(plan: EnginePlan, tables: ModelSource, phase: PhaseTimer) -> Dec
     """Load the copies of a model's embedding and output head that its draft head reads.
 
     Args:
-        plan: of the model.
+        plan: the plan of the model.
         tables: `ModelSource.tables` of the head.
         phase: times the phases.
 
@@ -222,8 +222,8 @@ def open_bundle(plan: EnginePlan) -> Bundle | None:
             "dtype": f"{source.dtype}, cache {source.cache_dtype}",
             "cache_dtype": str(source.cache_dtype),
             "device": device,
-            # Our kernels use the chosen instruction set. Compiled programs use the best that the
-            # processor has.
+            # The kernels in ops/native use the chosen instruction set. Compiled programs use the
+            # best that the processor has.
             "isa": isa and f"{isa} of {detect_isa()}",
             "form": graphs.form.value,
             "attention": plan.backend,

@@ -1,4 +1,4 @@
-"""Calls of FunctionGemma: `call:get_weather{city:<escape>Oslo<escape>,days:3}`.
+"""Reads and writes calls of FunctionGemma: `call:get_weather{city:<escape>Oslo<escape>,days:3}`.
 
 Strings stand between `<escape>` marks, also inside lists and objects. Keys have no quotes. All
 other values are written as in JSON.

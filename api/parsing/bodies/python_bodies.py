@@ -1,4 +1,4 @@
-"""Calls that are written as calls in Python: `get_weather(city="Oslo", days=3)`."""
+"""Reads and writes tool calls in the form of Python calls: `get_weather(city="Oslo", days=3)`."""
 
 from __future__ import annotations
 

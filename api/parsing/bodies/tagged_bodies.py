@@ -1,4 +1,4 @@
-"""Calls that look like XML: each parameter stands between tags of its own.
+"""Reads and writes tool calls that look like XML: each parameter stands between tags.
 
 The text between the tags is either a string, written as it is, or the JSON of another value. The
 function's schema decides which.

@@ -1,4 +1,4 @@
-"""Bytes and operations of the kernels of experts, if each token is routed to random experts."""
+"""Counts the bytes and operations of expert kernels, for tokens routed to random experts."""
 
 from __future__ import annotations
 

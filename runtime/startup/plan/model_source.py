@@ -67,8 +67,8 @@ class ModelSource:
     exchange: Exchange = Exchange.shared_memory  # with the other ranks
     # The draft model or the head of speculation.model. Only the leader has it, and holds all of it.
     draft: ModelSource | None = None
-    # Of a head: the model's embedding and output head, if the leader's part of the model lacks them
-    # or has only a part of their rows. The leader then holds copies of them. None = no copies.
+    # Set for a head, if the leader's part of the model lacks rows of the embedding or of the output
+    # head. The leader then holds copies of these tables. None = no copies.
     tables: ModelSource | None = None
     head_inputs: HeadInputs = NO_INPUTS  # the hidden states of this model that its head reads
     speculation: SpeculationConfig = NO_DRAFTS  # the section with `method` set

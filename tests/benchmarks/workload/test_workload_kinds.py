@@ -180,7 +180,7 @@ def test_our_own_trace_states_its_block_size(tmp_path: Path):
     ("kind", "content", "message"),
     [
         ("trace", "", "{path} is empty"),
-        ("trace", "a,b\n1,2\n", "{path} is no trace: it must be CSV with TIMESTAMP"),
+        ("trace", "a,b\n1,2\n", "{path} is not a trace: it must be CSV with TIMESTAMP"),
         ("trace", "TIMESTAMP,ContextTokens,GeneratedTokens\n", "{path} has no request with"),
         (
             "trace",

@@ -53,7 +53,7 @@ CONSTRAINTS = [
     ({"json": {"$ref": "file:///etc/passwd"}}, "leads to file:///etc/passwd, which is not part"),
     ({"json": {"$ref": "#/$defs/no"}}, "leads to /$defs/no, which the schema does not have"),
     ({"json": {"$ref": "#no"}}, "no"),
-    ({"json": {"$ref": "\x00"}}, "is no URI"),
+    ({"json": {"$ref": "\x00"}}, "is not a URI"),
     ({"json": {"anyOf": []}}, "no answer satisfies the schema: anyOf is empty"),
     ({"json": {"type": "integer", "minimum": 3, "maximum": 1}}, "minimum (3) is greater"),
     ({"json": {"type": "string", "pattern": "a", "const": "b"}}, "no text satisfies a pattern"),
