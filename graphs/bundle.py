@@ -204,7 +204,7 @@ class Bundle:
         for what, ours in self._made_by.items():
             theirs = body.made_by.get(what)
             if theirs != ours:
-                raise _Unfit(f"it was made by {what} {theirs}, this is {ours}")
+                raise _Unfit(f"it was made by {what} {theirs}, and this is {ours}")
         if body.identity != self._identity:
             raise _Unfit(f"it is for {body.identity}")
         files = {}

@@ -41,15 +41,17 @@ _ELEMENTS_PER_STEP = {torch.bfloat16: 2, torch.float32: 1}
 def why_unpackable(weight: Tensor) -> str | None:
     """Why `weight` cannot be packed (its layer then keeps `F.linear`), or None when it can."""
     if weight.device.type != "cpu":
-        return f"packed weights are read by CPU kernels, the weight is on {weight.device}"
+        return f"packed weights are read by CPU kernels, but the weight is on {weight.device}"
     if weight.dtype not in _ELEMENTS_PER_STEP:
-        return f"the CPU's matrix kernels take float32 and bfloat16, the weight is {weight.dtype}"
+        return (
+            f"the CPU's matrix kernels take float32 and bfloat16, but the weight is {weight.dtype}"
+        )
     if weight.dim() != 2:
         return f"a linear weight has 2 dimensions, this one {weight.dim()}"
     if weight.numel() == 0:
         return f"the weight is empty: {tuple(weight.shape)}"
     if weight.shape[1] > 1 and weight.stride(1) != 1:
-        return f"rows must be contiguous, the strides are {weight.stride()}"
+        return f"rows must be contiguous, but the strides are {weight.stride()}"
     return None
 
 

@@ -5,7 +5,7 @@ format is symmetric, a zero point or a minimum. Scales and zero points are store
 values, in the order in which the kernel reads them (ops/native/quantized/layout.h). So a decode
 step reads a weight as one stream.
 
-On a CPU `quantized_linear` quantises the activations too: each group of a row becomes integers in
+On a CPU, `quantized_linear` quantises the activations too: each group of a row becomes integers in
 [-127, 127] and a float32 scale. The sum of products within a group is an integer and exact, in any
 order and on any instruction set. Groups are summed in float32, in ascending order. So the bits of a
 row depend neither on other rows nor on the number of threads. Weights of the kind e4m3 are floats

@@ -14,7 +14,8 @@ _CGROUP_ROOT, _MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 def available_cores(*, cgroup_root: Path = _CGROUP_ROOT, membership: Path = _MEMBERSHIP) -> int:
     """CPU cores that this process may use, at least 1.
 
-    It is the smallest of its affinity mask and the quota of every enclosing cgroup, rounded down.
+    The smallest of the cores in the process's affinity mask and the quotas of all enclosing
+    cgroups, rounded down.
     """
     cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

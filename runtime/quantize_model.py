@@ -134,7 +134,7 @@ def _load(source: ModelSource, section: QuantizeSection) -> CausalLM:
         if _is_written(module, name, layout):
             for size in (module.in_features, *(span.size for span in module.outputs)):
                 if size % 8:
-                    raise StartupError(f"layers.{name} has {size} features; 8 must divide them")
+                    raise StartupError(f"layers.{name} has {size} features, not a multiple of 8")
             if module.in_features % section.group_size:
                 raise StartupError(
                     f"quantize.group_size={section.group_size} does not divide the "

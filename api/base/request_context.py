@@ -90,14 +90,14 @@ def context_of(endpoint: str, request: Request[Any, Any, Any]) -> RequestContext
     wanted = headers.get("x-trace", "0").strip()
     if wanted not in ("0", "1"):
         raise InvalidRequestError(
-            f"the header x-trace is {wanted[:20]!r}, it must be 1 (a timeline in the answer) or 0",
+            f"the header x-trace is {wanted[:20]!r}; it must be 1 (a timeline in the answer) or 0",
             param="x-trace",
             code="invalid_value",
         )
     given = headers.get(REQUEST_ID_HEADER, "")
     if given and not _is_request_id(given):
         raise InvalidRequestError(
-            f"the header {REQUEST_ID_HEADER} is {given[:40]!r}, it must be 1 to 128 visible ASCII"
+            f"the header {REQUEST_ID_HEADER} is {given[:40]!r}; it must be 1 to 128 visible ASCII"
             " characters",
             param=REQUEST_ID_HEADER,
             code="invalid_value",
@@ -156,7 +156,7 @@ def _timeout_ms(headers: Mapping[str, str]) -> float | None:
         timeout_ms = math.nan
     if not 1 <= timeout_ms <= MAX_TIMEOUT_MS:
         raise InvalidRequestError(
-            f"the header {TIMEOUT_HEADER} is {text[:20]!r}, it must be milliseconds in"
+            f"the header {TIMEOUT_HEADER} is {text[:20]!r}; it must be milliseconds in"
             f" [1, {MAX_TIMEOUT_MS}]",
             param=TIMEOUT_HEADER,
             code="invalid_value",

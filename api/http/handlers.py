@@ -98,7 +98,7 @@ async def prepare(
     content_type = request.headers.get("content-type", "application/json")
     if content_type.partition(";")[0].strip().lower() != "application/json":
         raise InvalidRequestError(
-            f"Content-Type is {content_type[:100]!r}, it must be application/json"
+            f"Content-Type is {content_type[:100]!r}; it must be application/json"
             " (curl: -H 'Content-Type: application/json')",
             code="unsupported_media_type",
             status=415,

@@ -92,8 +92,8 @@ def prompts(body: CompletionRequest) -> list[str] | list[list[int]]:
     num_sequences = len(inputs) * min(body.best_of or body.n or 1, MAX_N)
     if len(inputs) > 1 and num_sequences > _MAX_SEQUENCES:
         raise InvalidRequestError(
-            f"prompt is a list of {len(inputs)}, which with n and best_of are {num_sequences}"
-            f" sequences; a request may have {_MAX_SEQUENCES}: send several requests",
+            f"prompt has {len(inputs)} prompts, which make {num_sequences} sequences with n and"
+            f" best_of; a request may have {_MAX_SEQUENCES}: send several requests",
             param="prompt",
         )
     return inputs

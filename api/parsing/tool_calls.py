@@ -51,9 +51,8 @@ class CallParser:
         self._buffer = ""
         self._opening = ""  # the text before the body of the present call
         self._reader: BodyReader = form.reader("", self._types)
-        self._num_given: int | None = (
-            None  # characters of the arguments that were sent; None = no call has begun
-        )
+        # Characters of the arguments that were sent; None = no call has begun.
+        self._num_given: int | None = None
         self.num_calls = 0
         self.ends_in_call = False  # set by `finish`: the answer ended within a call that has begun
 

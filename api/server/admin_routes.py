@@ -114,8 +114,9 @@ async def reload_weights(
 ) -> Response[bytes] | Stream:
     """Read the weights again from the same path, one engine after the other. No request is lost.
 
-    If another engine takes requests, an engine is drained first, for at most `timeout_s` (default
-    `server.drain_timeout_s`). Otherwise its requests go on in its new process.
+    If another engine takes requests, the engine that is to read its weights is drained first, for
+    at most `timeout_s` (default `server.drain_timeout_s`). Otherwise its requests go on in its new
+    process.
     """
     _check_admin(service)
     begin = time.monotonic()
@@ -151,6 +152,6 @@ def _timeout(service: Service, asked_s: float | None) -> float:
         return service.server.drain_timeout_s
     if not 0 <= asked_s <= _LONGEST_DRAIN_S:
         raise InvalidRequestError(
-            f"timeout_s={asked_s:g}, it must be in [0, {_LONGEST_DRAIN_S:g}]", param="timeout_s"
+            f"timeout_s={asked_s:g}; it must be in [0, {_LONGEST_DRAIN_S:g}]", param="timeout_s"
         )
     return asked_s

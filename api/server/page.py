@@ -137,7 +137,7 @@ def _checked(service: Service, engine: int) -> int:
     """The number of an engine; raises InvalidRequestError if there is no such engine."""
     last = len(service.client.replicas) - 1
     if not 0 <= engine <= last:
-        raise InvalidRequestError(f"engine={engine}, it must be in [0, {last}]", param="engine")
+        raise InvalidRequestError(f"engine={engine}; it must be in [0, {last}]", param="engine")
     return engine
 
 

@@ -102,7 +102,7 @@ class Admission:
         limit, longest = self._server.max_prompt_tokens, max(lengths)
         if limit is not None and longest > limit:
             raise InvalidRequestError(
-                f"the prompt has {longest} tokens, this server takes at most {limit}"
+                f"the prompt has {longest} tokens, but this server takes at most {limit}"
                 " (server.max_prompt_tokens); shorten it, or set truncate_prompt_tokens where the"
                 " endpoint has it",
                 param="prompt",

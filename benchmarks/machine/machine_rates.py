@@ -20,7 +20,7 @@ _REPEATS = 5
 
 
 def machine_of(device: torch.device, dtype: torch.dtype) -> Machine:
-    """Bandwidth and matrix rate. On a CPU the best of several tries, because its speed varies."""
+    """Bandwidth and matrix rate. On a CPU, the best of several tries, because its speed varies."""
     if device.type == "cuda":
         return measure_machine(device, dtype, tiny=False)
     left, right = (torch.randn(_SIDE, _SIDE).to(dtype) for _ in range(2))

@@ -52,7 +52,7 @@ def speculation_settings(value: object) -> dict[str, object]:
     if method not in _METHODS:
         raise ValueError(
             f"the method must be one of {', '.join(_METHODS)}, got {method!r}; see "
-            "speculation.method for our own"
+            "speculation.method for all methods of this engine"
         )
     most = given.pop("prompt_lookup_max", None)
     if most is not None:

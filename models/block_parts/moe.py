@@ -75,7 +75,7 @@ class Experts(nn.Module):
             return None
         for linear in (self.gate_up_proj, self.down_proj):
             if not isinstance(linear.method, Plain):
-                return f"needs weights as loaded, the model's are {linear.method.name}"
+                return f"needs unquantized weights, but the model's are {linear.method.name}"
         down = self.down_proj
         return why_shape_unsupported(down.out_features, down.in_features, self.activation)
 

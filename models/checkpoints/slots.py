@@ -268,5 +268,6 @@ def _check(
         )
     if tuple(tensor.shape) != shape:
         raise CheckpointError(
-            f"{stored_name} has shape {list(tensor.shape)}, the configuration needs {list(shape)}"
+            f"{stored_name} has shape {list(tensor.shape)}, but the configuration needs "
+            f"{list(shape)}"
         )

@@ -22,7 +22,7 @@ _STRETCHED = _EVERY | {"factor", "original_max_position_embeddings"}
 _KEYS = {
     "default": _STRETCHED,  # only with `factor` 1
     # The frequencies of this type change only for sequences longer than the stated context. Such
-    # sequences are not served. For shorter sequences the frequencies are the default ones.
+    # sequences are not served. For shorter sequences, the frequencies are the default ones.
     "dynamic": _STRETCHED,
     "linear": _STRETCHED,
     "llama3": _STRETCHED | {"low_freq_factor", "high_freq_factor"},
@@ -42,8 +42,8 @@ def read_rope(
         hf_config: the parsed config.json.
         head_dim: elements of a head.
         max_positions: the context that the config states. It is the original context of a scaling
-            whose `original_max_position_embeddings` is not stated. Divided by the original context
-            it is the `factor` of YaRN and LongRoPE, where that is not stated.
+            whose `original_max_position_embeddings` is not stated. Divided by the original context,
+            it is the `factor` of YaRN and LongRoPE, if the config states no factor.
         default_fraction: the part of each head that is rotated, where the config does not state it.
 
     Raises:
@@ -123,8 +123,7 @@ def read_rope(
 def rope_by_layer_type(
     hf_config: HFConfig, *, theta: float, local_theta: float
 ) -> tuple[HFConfig, HFConfig]:
-    """The rotary keys of layers without a window and those of layers with one, each as a config
-    for `read_rope`.
+    """The rotary keys as two configs for `read_rope`: for layers without and with a window.
 
     Newer configs have `rope_parameters` by layer type. Older ones have one theta and one scaling;
     the scaling does not apply to layers with a window.

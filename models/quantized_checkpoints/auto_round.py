@@ -92,7 +92,7 @@ def from_checkpoint(
     method: Gptq | Awq = gptq
     if version is None:
         if gptq.bits != 4:
-            raise keys.error("bits", f"is {gptq.bits}; with {packing} supported is 4")
+            raise keys.error("bits", f"is {gptq.bits}; with {packing} it must be 4")
         method = Awq(
             bits=4,
             group_size=gptq.group_size,
@@ -139,7 +139,7 @@ def _extra(keys: ConfigKeys, method: Gptq | Awq) -> tuple[tuple[str, WeightMetho
         if bits >= _FLOAT_BITS:
             found.append((name, None))
         elif isinstance(method, Awq) and bits != method.bits:
-            raise own.error("bits", f"is {bits}; with this packing supported is 4")
+            raise own.error("bits", f"is {bits}; with this packing it must be 4")
         else:
             same = replace(method, group_size=group_size, bits=bits)
             is_gptq = isinstance(method, Gptq)

@@ -166,7 +166,9 @@ def _floats(weights: ConfigKeys, one_dims: int) -> Float8:
     size = block.split("x") if isinstance(block, str) else block
     is_pair = isinstance(size, list) and len(size) == 2
     if not is_pair or any(str(each) not in ("32", "64", "128", "256") for each in size):
-        raise weights.error("block_structure", f"is {block!r}, must be two of 32, 64, 128 and 256")
+        raise weights.error(
+            "block_structure", f"is {block!r}; it must be two of 32, 64, 128 and 256"
+        )
     return Float8(strategy=strategy, block_rows=int(size[0]), group_size=int(size[1]))
 
 

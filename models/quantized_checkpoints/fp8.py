@@ -74,7 +74,7 @@ def from_checkpoint(
         is_pair = isinstance(size, list) and len(size) == 2
         if not is_pair or any(each not in (32, 64, 128, 256) for each in size):
             raise keys.error(
-                "weight_block_size", f"is {size!r}, must be two of 32, 64, 128 and 256"
+                "weight_block_size", f"is {size!r}; it must be two of 32, 64, 128 and 256"
             )
         method = Float8(
             scale_name="weight_scale_inv",

@@ -23,7 +23,7 @@ class ConfigKeys:
 
     def __init__(self, stated: Any, where: str = "quantization_config") -> None:
         if not isinstance(stated, Mapping):
-            text = f"config.json: {where} is {stated!r}, must be an object"
+            text = f"config.json: {where} is {stated!r}; it must be an object"
             raise ValueError(text)  # noqa: TRY004 - of a file, not of a caller
         self._stated = dict(stated)
         self._left = dict(stated)
@@ -71,7 +71,7 @@ class ConfigKeys:
         """
         value = self.value(*names, default=default)
         if type(value) is not bool:
-            raise self.error(names[0], f"is {value!r}, must be true or false")
+            raise self.error(names[0], f"is {value!r}; it must be true or false")
         return value
 
     def text(self, *names: str, one_of: Iterable[str], default: Any = _MISSING) -> str:
@@ -94,7 +94,7 @@ class ConfigKeys:
         """
         value = self.value(*names, default=[])
         if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
-            raise self.error(names[0], f"is {value!r}, must be a list of names")
+            raise self.error(names[0], f"is {value!r}; it must be a list of names")
         return tuple(value)
 
     def entries(self, name: str, default: Any = _MISSING) -> list[tuple[str, Any]]:
@@ -105,7 +105,7 @@ class ConfigKeys:
         """
         value = self.value(name, default=default)
         if not isinstance(value, dict):
-            raise self.error(name, f"is {value!r}, must be an object")
+            raise self.error(name, f"is {value!r}; it must be an object")
         return list(value.items())
 
     def must_be(self, name: str, *allowed: Any) -> None:
@@ -119,7 +119,7 @@ class ConfigKeys:
             type(value) is type(each) and value == each for each in allowed
         ):
             text = " or ".join(repr(each) for each in allowed) or "left out"
-            raise self.error(name, f"is {value!r}, must be {text}")
+            raise self.error(name, f"is {value!r}; it must be {text}")
 
     def without_effect(self, *names: str) -> None:
         """Accept keys that say how the checkpoint was made, or how another library is to run it."""

@@ -98,7 +98,9 @@ class PackedIntegers(StoredGroups):
                 return "zeros", zeros.T.int()
             return "zeros", value.int() + (1 << (self.bits - 1))
         if name == "weight_shape" and tuple(value.tolist()) != part.stored:
-            raise ValueError(f"weight_shape is {value.tolist()}, the model needs {[rows, columns]}")
+            raise ValueError(
+                f"weight_shape is {value.tolist()}, but the model needs {[rows, columns]}"
+            )
         return "", value
 
     def dummy(self, name: str, size: tuple[int, ...]) -> Tensor | None:

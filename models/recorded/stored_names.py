@@ -32,7 +32,8 @@ def checkpoint_layout(
     Args:
         recording: the recorded run.
         merged: this project's merged modules -> the modules that each stacks.
-        row_orders: names of our modules, or of parts of merged ones -> the order of their rows.
+        row_orders: names of this project's modules, or of parts of merged ones -> the order of
+            their rows.
         is_tied: the output head is the embedding.
 
     Raises:

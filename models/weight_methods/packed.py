@@ -46,7 +46,7 @@ class Packed(WeightMethod):
 
     def why_unusable(self, device: torch.device, dtype: torch.dtype) -> str | None:
         if device.type != "cpu":
-            return f"packed weights are read by CPU kernels, the device is {device.type}"
+            return f"packed weights are read by CPU kernels, but the device is {device.type}"
         return why_unpackable(torch.empty((1, 1), dtype=dtype))
 
     def parameters(self, spec: MatrixSpec) -> dict[str, ParameterSpec]:

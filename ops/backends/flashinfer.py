@@ -47,9 +47,12 @@ def load_library() -> Library:
 def why_shape_unsupported(spec: AttentionSpec) -> str | None:
     """The reason the kernels cannot take `spec`'s shapes and type, whatever the device."""
     if spec.has_two_head_sizes:
-        return f"needs keys and values of one size, the model has {spec.head_dim}, {spec.value_dim}"
+        return (
+            f"needs keys and values of one size, but the model has {spec.head_dim} and "
+            f"{spec.value_dim}"
+        )
     if spec.dtype not in _DTYPES:
-        return f"needs float16 or bfloat16, the model has {spec.dtype}"
+        return f"needs float16 or bfloat16, but the model has {spec.dtype}"
     if spec.converts_cache:
         return (
             f"keeps keys and values in the model's type {spec.dtype}, cache.dtype asks for "
@@ -66,7 +69,7 @@ def why_shape_unsupported(spec: AttentionSpec) -> str | None:
             "graphs.attention=triton serves that"
         )
     if spec.head_dim not in _HEAD_DIMS:
-        return f"needs a head size in {_HEAD_DIMS}, the model has {spec.head_dim}"
+        return f"needs a head size in {_HEAD_DIMS}, but the model has {spec.head_dim}"
     return None
 
 
@@ -91,14 +94,16 @@ class FlashInferBackend:
 
     def why_unsupported(self, spec: AttentionSpec) -> str | None:
         if spec.device.type != "cuda":
-            return f"needs a CUDA device, the model is on {spec.device.type}"
+            return f"needs a CUDA device, but the model is on {spec.device.type}"
         if not torch.cuda.is_available():
             return "needs a CUDA device, none is visible"
         if self._library is None and find_spec("flashinfer") is None:
             return "flashinfer is not installed; pip install ostinato[flashinfer]"
         capability = torch.cuda.get_device_capability(spec.device)
         if capability < (8, 0):
-            return "needs compute capability 8.0 or newer, the device has {}.{}".format(*capability)
+            return "needs compute capability 8.0 or newer, but the device has {}.{}".format(
+                *capability
+            )
         return why_shape_unsupported(spec)
 
     def workspace_bytes(

@@ -164,7 +164,7 @@ class Plan:
         if sliding_window not in self._wrappers or soft_cap != self._spec.soft_cap:
             raise ValueError(
                 f"paged_attention: flashinfer planned sliding windows {sorted(self._wrappers)} and "
-                f"soft cap {self._spec.soft_cap}, a layer asks for {sliding_window} and "
+                f"soft cap {self._spec.soft_cap}, but a layer asks for {sliding_window} and "
                 f"{soft_cap}; name all windows of the model in make_planner"
             )
         return self._wrappers[sliding_window]

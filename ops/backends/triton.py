@@ -147,13 +147,13 @@ class TritonBackend:
 
     def why_unsupported(self, spec: AttentionSpec) -> str | None:
         if spec.device.type != "cuda":
-            return f"needs a CUDA device, the model is on {spec.device.type}"
+            return f"needs a CUDA device, but the model is on {spec.device.type}"
         if not torch.cuda.is_available():
             return "needs a CUDA device, none is visible"
         capability = torch.cuda.get_device_capability(spec.device)
         needed = (8, 9) if spec.converts_cache else (8, 0)
         if capability < needed:
-            return "needs compute capability {}.{} or newer, the device has {}.{}".format(
+            return "needs compute capability {}.{} or newer, but the device has {}.{}".format(
                 *needed, *capability
             )
         return why_shape_unsupported(spec)
@@ -317,15 +317,17 @@ def _attend(
 def why_shape_unsupported(spec: AttentionSpec) -> str | None:
     """The reason the kernels cannot take `spec`'s shapes and type, whatever the device."""
     if spec.dtype not in _DTYPES:
-        return f"needs float16, bfloat16 or float32, the model has {spec.dtype}"
+        return f"needs float16, bfloat16 or float32, but the model has {spec.dtype}"
     if spec.converts_cache and spec.cache_dtype is not torch.float8_e4m3fn:
         return f"needs a cache of the model's type or of float8_e4m3fn, not {spec.cache_dtype}"
     for size in (spec.head_dim, spec.value_dim or spec.head_dim):
         if not 16 <= size <= 256 or size % 8:
-            return f"needs a head size in [16, 256] that is a multiple of 8, the model has {size}"
+            return (
+                f"needs a head size in [16, 256] that is a multiple of 8, but the model has {size}"
+            )
     if spec.num_heads // spec.num_kv_heads > MAX_TILE_ROWS:
         return (
-            f"needs at most {MAX_TILE_ROWS} query heads per KV head, the model has "
+            f"needs at most {MAX_TILE_ROWS} query heads per KV head, but the model has "
             f"{spec.num_heads // spec.num_kv_heads}"
         )
     if spec.block_size & (spec.block_size - 1):

@@ -1,7 +1,7 @@
 """The op `ostinato::fused_linear`: a linear layer with a norm before it and an epilogue, on CUDA.
 
 A decode step of a few sequences reads every weight for a few rows. Its kernels take microseconds,
-so each launch and each intermediate result counts. On CUDA one Triton kernel computes the RMS norm
+so each launch and each intermediate result counts. On CUDA, one Triton kernel computes the RMS norm
 of the input, the product, the gated activation and the residual (triton_fused_linear.py). Elsewhere
 the op runs as plain torch, with which tests compare the kernel.
 """
@@ -29,7 +29,7 @@ Float32 is multiplied without tensor cores: with 64 rows, the product already ta
 reading of the weights.
 
 The kernel multiplies x by the norm's weight before it divides by the root mean square, so one pass
-over x gives both the products and the sum of squares. In float16 such a product could overflow.
+over x gives both the products and the sum of squares. In float16, such a product could overflow.
 """
 
 FUSED_DTYPES = tuple(TILE_ROWS)

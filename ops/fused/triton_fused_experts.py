@@ -48,7 +48,7 @@ def experts_constants(
 
     Args:
         num_pairs: tokens times slots.
-        num_experts: how many there are.
+        num_experts: the number of experts.
         in_features: K.
         itemsize: bytes of an element of rows and weights.
         is_gated: whether a column of the result needs two columns of products.

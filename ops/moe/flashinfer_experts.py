@@ -76,9 +76,9 @@ def why_unsupported(
         is_here: whether the device is in this machine. If not, only its kind is checked.
     """
     if device.type != "cuda":
-        return f"needs a CUDA device, the model is on {device.type}"
+        return f"needs a CUDA device, but the model is on {device.type}"
     if dtype not in _DTYPES:
-        return f"needs float16 or bfloat16, the model has {dtype}"
+        return f"needs float16 or bfloat16, but the model has {dtype}"
     if not is_here:
         return None
     if not torch.cuda.is_available():
@@ -87,7 +87,9 @@ def why_unsupported(
         return reason
     capability = "{}.{}".format(*torch.cuda.get_device_capability(device))
     if capability not in _CAPABILITIES:
-        return f"needs compute capability {', '.join(_CAPABILITIES)}, the device has {capability}"
+        return (
+            f"needs compute capability {', '.join(_CAPABILITIES)}, but the device has {capability}"
+        )
     return None
 
 
@@ -119,10 +121,10 @@ def why_shape_unsupported(hidden_size: int, intermediate_size: int, activation: 
     """
     for name, size in (("hidden", hidden_size), ("intermediate", intermediate_size)):
         if size % _ALIGNMENT:
-            return f"needs sizes that {_ALIGNMENT} divides, the {name} size on this rank is {size}"
+            return f"needs multiples of {_ALIGNMENT}, and the {name} size on this rank is {size}"
     kind = ACTIVATIONS.get(activation, activation)
     if kind not in _GATED:
-        return f"has the gated activations {', '.join(_GATED)}, the model has {kind}"
+        return f"has the gated activations {', '.join(_GATED)}, but the model has {kind}"
     return None
 
 

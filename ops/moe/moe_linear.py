@@ -13,7 +13,7 @@ ops/linear.py. So on a CPU the bits of a token's result do not depend on other t
 kernels no tensor's size depends on data, and the host reads no result.
 
 The CPU kernels are ops/native/moe/moe_linear.cpp, over packed weights, and
-quantized_moe_linear.cpp. Until they are loaded the same ops run as plain torch. On a GPU
+quantized_moe_linear.cpp. Until they are loaded the same ops run as plain torch. On a GPU,
 `moe_linear` runs the kernels of triton_moe_linear.py, and `quantized_moe_linear` those of
 ops/gpu_quantized/.
 """
@@ -135,7 +135,7 @@ def _sum_over_experts(
 
     Args:
         x, ids, routing_weights, residual: as for `moe_linear`.
-        num_experts: how many there are.
+        num_experts: the number of experts.
         multiply: (rows [n, K], expert) -> their products with its matrix, float32 [n, N].
 
     Raises:

@@ -114,7 +114,7 @@ def grouped_constants(num_pairs: int, num_experts: int, dtype: torch.dtype) -> d
 
     Args:
         num_pairs: tokens times slots.
-        num_experts: how many there are.
+        num_experts: the number of experts.
         dtype: of rows and weights.
     """
     if dtype == torch.float32:  # multiplied without tensor cores

@@ -223,7 +223,7 @@ def expert_order(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
 
     Args:
         ids: [T, k] int32, the experts of each token. They are not checked.
-        num_experts: how many there are.
+        num_experts: the number of experts.
 
     Returns:
         The pairs (token * k + slot) [T * k] int64, and where each expert's pairs end [num_experts]

@@ -101,7 +101,7 @@ class DistributedGroup:
             first = torch.ones(1, device=device)
             self._sum(first)
             if first.item() != self.world:
-                raise GroupEndedError(f"{first.item():g} of {self.world} ranks have come")
+                raise GroupEndedError(f"{first.item():g} of {self.world} ranks have joined")
 
     def all_reduce(self, partial: Tensor, residual: Tensor | None, dtype: torch.dtype) -> Tensor:
         """As `all_reduce` (collectives.py). Parts are added in the dtype of `partial`.

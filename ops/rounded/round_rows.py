@@ -2,7 +2,7 @@
 
 A row of x, or each group of its columns, gets one scale, the largest magnitude divided by the
 largest 8-bit number. The rounded numbers are `x / scale`. They are floats (e4m3) or integers,
-whichever the weight holds. With a stored scale (`static`) values beyond the range are clipped.
+whichever the weight holds. With a stored scale (`static`), values beyond the range are clipped.
 
 The Triton kernels of triton_round_rows.py compute the same bits.
 """

@@ -138,8 +138,8 @@ def make_pairs(first: Sequence[T], second: Sequence[T]) -> list[tuple[T, T]]:
     """
     if not second or len(first) not in (1, len(second)):
         raise InvalidRequestError(
-            f"{len(first)} first and {len(second)} second texts make no pairs: give one first text "
-            "for all, or one for each",
+            f"the list of first texts has length {len(first)}, and the list of second texts has "
+            f"length {len(second)}; give one first text for all second texts, or one for each",
             param="text_1",
             code="invalid_value",
         )

@@ -121,7 +121,7 @@ def resolve_sampling(
     length = len(prompt_token_ids)
     if length == 0:
         raise InvalidRequestError(
-            "prompt has 0 tokens, it needs at least 1; send some text", param="prompt"
+            "prompt has 0 tokens, and at least 1 is needed; send some text", param="prompt"
         )
     if length >= model.max_model_len:
         raise InvalidRequestError(
@@ -156,7 +156,7 @@ def resolve_sampling(
         return msgspec.structs.replace(sampling, max_tokens=room)
     if sampling.max_tokens > room:
         raise InvalidRequestError(
-            f"max_tokens={sampling.max_tokens} and the prompt's length, {length}, exceed together "
+            f"max_tokens={sampling.max_tokens} and the prompt's length, {length}, together exceed "
             f"the context of {model.name}, {model.max_model_len} tokens; set max_tokens to at most "
             f"{room}",
             param="max_tokens",

@@ -208,8 +208,8 @@ def _encoded(params: StructuredOutputsParams) -> bytes:
         ) from error
     if len(job) > MAX_BYTES:
         raise InvalidRequestError(
-            f"structured_outputs has {len(job)} bytes, at most {MAX_BYTES} are allowed; make it "
-            "smaller",
+            f"structured_outputs has {len(job)} bytes, but at most {MAX_BYTES} are allowed; make "
+            "it smaller",
             param="structured_outputs",
             code="constraint_too_complex",
         )

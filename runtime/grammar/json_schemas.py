@@ -233,8 +233,8 @@ class _Preparation:
         most = MAX_OPTIONAL_OF_SOME if needs_some else MAX_OPTIONAL_PROPERTIES
         if num_optional > most:
             raise ValueError(
-                f"{place}/properties has {num_optional} optional properties, at most {most} are "
-                f"possible{' with minProperties' * needs_some}; put more of them into required"
+                f"{place}/properties has {num_optional} optional properties, but at most {most} "
+                f"are possible{' with minProperties' * needs_some}; put more of them into required"
             )
 
     def _check_fewest(self, schema: dict[str, Any], place: str) -> None:
@@ -245,7 +245,7 @@ class _Preparation:
         if is_open and fewest > len(set(schema.get("required", ()))) + 1:
             raise NotEnforcedError(
                 f"{place}/minProperties can be at most 1 more than the number of required "
-                f"properties, got {fewest}; put more of them into required"
+                f"properties, got {fewest}; put more properties into required"
             )
 
     def _format(self, schema: dict[str, Any], place: str) -> dict[str, Any]:

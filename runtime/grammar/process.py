@@ -81,7 +81,7 @@ class GrammarBuilder:
         grammar = grammar_text(params, self._special_tokens)
         if len(grammar) > _MAX_GRAMMAR_CHARACTERS:
             raise ValueError(
-                f"its grammar has {len(grammar)} characters, at most "
+                f"its grammar has {len(grammar)} characters, but at most "
                 f"{_MAX_GRAMMAR_CHARACTERS} are allowed; make it smaller"
             )
         matcher = build_matcher(self.tokenizer, grammar)
@@ -117,14 +117,14 @@ class GrammarBuilder:
             allowed = np.setdiff1d(allowed, self._unknown)
             if not len(allowed):
                 if len(seconds) == 1:
-                    raise ValueError("the model has no tokens for the beginning of its text")
+                    raise ValueError("no text that matches it can begin with a token of the model")
                 return  # after other random tokens, the text could have gone on
             if not matcher.consume_token(int(choose.choice(allowed))):
                 raise ValueError(problem(matcher) or "a token that it allows is not accepted")
         mean = sum(seconds) / max(1, len(seconds))
         if len(seconds) > 8 and mean > _MEAN_MASK_S:
             raise ValueError(
-                f"computing which tokens may follow takes {mean * 1e3:.1f} ms, at most "
+                f"computing which tokens may follow takes {mean * 1e3:.1f} ms, but at most "
                 f"{_MEAN_MASK_S * 1e3:.0f} ms are allowed; make it simpler"
             )
 

@@ -132,7 +132,7 @@ class EngineLauncher:
             if now != before:
                 engine.kill()
                 raise StartupError(
-                    f"the model has another {name} than before, {now} and not {before}, and the "
-                    "requests of this server depend on it; start a new server for this model"
+                    f"the model's {name} was {before} and is now {now}, and the requests of this "
+                    "server depend on it; start a new server for this model"
                 )
         return ready

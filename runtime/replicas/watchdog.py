@@ -5,7 +5,7 @@ It has no clock and sends nothing. Its caller reports messages and elapsed time.
 Time counts only while the caller runs. While the machine is suspended or the caller's process is
 stopped, no message can arrive.
 
-Time in which the engine's process computes counts less than other time. On shared cores a step can
+Time in which the engine's process computes counts less than other time. On shared cores, a step can
 take many times its prediction. A process that hangs on a lock or is stopped uses no processor time.
 """
 
@@ -17,7 +17,7 @@ __all__ = ("TICK_S", "HangLimits", "Watchdog")
 
 TICK_S = 0.25  # the caller ticks about this often
 _LONGEST_TICK_S = 1.0  # a longer tick counts as this long, because the caller was suspended
-# Predictions are medians from a machine without other work. On shared cores a step takes several
+# Predictions are medians from a machine without other work. On shared cores, a step takes several
 # times as long. So predictions are multiplied by this factor.
 _MARGIN = 5.0
 _COMPUTING_SHARE = 0.05  # a process that used more than this share of a core in a tick computes
@@ -61,12 +61,12 @@ class Watchdog:
         """Why the process must be killed; None = it must not be killed."""
         if limits.stopped_s is not None and self._stopped_s > limits.stopped_s:
             return (
-                f"it has been stopped for {self._stopped_s:.1f} s (SIGSTOP) and was killed, by "
-                f"parallel.rank_timeout_s={limits.stopped_s:g}"
+                f"it has been stopped for {self._stopped_s:.1f} s (SIGSTOP) and was killed "
+                f"because of parallel.rank_timeout_s={limits.stopped_s:g}"
             )
         if limits.overdue_s is not None and self.seconds_overdue > limits.overdue_s:
             return (
-                f"it completed no step for {self.seconds_stalled:.0f} s and was killed, by "
+                f"it completed no step for {self.seconds_stalled:.0f} s and was killed because of "
                 f"server.hang_timeout_s={limits.overdue_s:g}"
             )
         return None

@@ -190,7 +190,7 @@ class GrammarRow:
         if seconds > _MAX_S and self.ending is None:
             self.ending = (
                 "structured_outputs cannot go on: computing which tokens may follow takes"
-                f" {seconds * 1e3:.0f} ms, at most {_MAX_S * 1e3:.0f} ms are allowed; make it"
+                f" {seconds * 1e3:.0f} ms, but at most {_MAX_S * 1e3:.0f} ms are allowed; make it"
                 " simpler, and in a grammar write each text in one way only"
             )
 

@@ -178,7 +178,9 @@ class StepPlan:
                 continue
             vector = next(vectors, None)
             if vector is None:
-                raise ValueError(f"row {entry.row} ends a pooled prompt, the result has no vector")
+                raise ValueError(
+                    f"row {entry.row} ends a pooled prompt, but the result has no vector"
+                )
             if sequence.status is not SequenceStatus.finished:
                 # A sequence that was preempted meanwhile need not be computed again.
                 sequence.status = SequenceStatus.finished

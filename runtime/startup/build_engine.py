@@ -85,8 +85,9 @@ def build_engine(
     """
     if proposer is not None and config.parallel.pipeline > 1:
         raise StartupError(
-            f"a drafter is for a model in one stage, and parallel.pipeline="
-            f"{config.parallel.pipeline}; leave it out or set parallel.pipeline=1"
+            "LLM(proposer=...) needs a model in one stage, and parallel.pipeline="
+            f"{config.parallel.pipeline} divides it; leave the proposer out, or set "
+            "parallel.pipeline=1"
         )
     return _build(config, report, observer, model_cache, proposer, ranks)[0]
 

@@ -33,8 +33,8 @@ def vocabulary_difference(draft: Path, target: Path) -> str | None:
     for token_id in sorted(theirs.keys() & ours.keys()):
         if theirs[token_id] != ours[token_id]:
             return (
-                f"it has another vocabulary: token {token_id} is {theirs[token_id]!r} there and "
-                f"{ours[token_id]!r} in the model's"
+                f"it has another vocabulary: its token {token_id} is {theirs[token_id]!r}, and the "
+                f"model's is {ours[token_id]!r}"
             )
     return None
 

@@ -170,7 +170,7 @@ def arrange_calls(
         tags: the tag of each tool, from `ToolCallFormat.tag`.
     """
     if not tags:
-        raise ValueError("tools must be at least one tool, got none")
+        raise ValueError("tools must have at least one tool, got none")
     if not (form.opening + form.begin).startswith(form.trigger):
         raise ValueError(f"begin must be a text that starts with {form.trigger!r}")
     calls: dict[str, Any] = {

@@ -84,7 +84,7 @@ def test_a_frozen_engine_is_replaced(server: ServerProcess) -> None:
         *_, last, done = [line for line in (first, *lines) if line]
     assert done == "data: [DONE]"
     assert json.loads(last[6:])["choices"][0]["finish_reason"] == "length"
-    server.wait_for_line("by server.hang_timeout_s=6")
+    server.wait_for_line("because of server.hang_timeout_s=6")
     assert server.metrics()['ostinato_engine_restarts_total{reason="hang"}'] >= 1
     server.signal(signal.SIGTERM)
     assert server.wait() == 0

@@ -91,7 +91,7 @@ class TestLimits:
         choice = complete(server, structured_outputs={"choice": ["yes", rest]}, max_tokens=1)
         assert choice["text"][0] in "yn"
         error = refused(server, structured_outputs={"choice": ["yes", rest + "n"]})
-        assert f"has {MAX_BYTES + 1} bytes, at most {MAX_BYTES}" in error["message"]
+        assert f"has {MAX_BYTES + 1} bytes, but at most {MAX_BYTES}" in error["message"]
         assert error["code"] == "constraint_too_complex"
 
     @pytest.mark.parametrize(

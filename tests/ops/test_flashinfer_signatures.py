@@ -125,10 +125,10 @@ def spec(**more: object) -> AttentionSpec:
 def test_why_unsupported() -> None:
     from ostinato.ops.backends.flashinfer import BACKEND, why_shape_unsupported
 
-    assert BACKEND.why_unsupported(spec()) == "needs a CUDA device, the model is on cpu"
+    assert BACKEND.why_unsupported(spec()) == "needs a CUDA device, but the model is on cpu"
     assert why_shape_unsupported(spec()) is None
     assert why_shape_unsupported(spec(dtype=torch.float32)) == (
-        "needs float16 or bfloat16, the model has torch.float32"
+        "needs float16 or bfloat16, but the model has torch.float32"
     )
     assert why_shape_unsupported(spec(has_sinks=True)) == (
         "has no attention sinks, which the model needs; graphs.attention=triton serves that"
@@ -140,7 +140,7 @@ def test_why_unsupported() -> None:
         "has no ALiBi slopes, which the model needs; graphs.attention=triton serves that"
     )
     assert why_shape_unsupported(spec(head_dim=80)) == (
-        "needs a head size in (64, 128, 256), the model has 80"
+        "needs a head size in (64, 128, 256), but the model has 80"
     )
 
 

@@ -58,7 +58,7 @@ def spec(**more: object) -> AttentionSpec:
 @pytest.mark.parametrize(
     ("more", "reason"),
     [
-        ({"device": torch.device("cpu")}, "needs a CUDA device, the model is on cpu"),
+        ({"device": torch.device("cpu")}, "needs a CUDA device, but the model is on cpu"),
         pytest.param(
             {},
             "needs a CUDA device, none is visible",
@@ -78,20 +78,20 @@ def test_why_unsupported_names_the_device(more: dict[str, object], reason: str) 
         ({"dtype": torch.float32}, None),
         (
             {"dtype": torch.float64},
-            "needs float16, bfloat16 or float32, the model has torch.float64",
+            "needs float16, bfloat16 or float32, but the model has torch.float64",
         ),
         (
             {"head_dim": 8},
-            "needs a head size in [16, 256] that is a multiple of 8, the model has 8",
+            "needs a head size in [16, 256] that is a multiple of 8, but the model has 8",
         ),
         ({"head_dim": 192, "value_dim": 128}, None),
         (
             {"value_dim": 512},
-            "needs a head size in [16, 256] that is a multiple of 8, the model has 512",
+            "needs a head size in [16, 256] that is a multiple of 8, but the model has 512",
         ),
         (
             {"num_heads": 256, "num_kv_heads": 1},
-            "needs at most 128 query heads per KV head, the model has 256",
+            "needs at most 128 query heads per KV head, but the model has 256",
         ),
         (
             {"block_size": 24},

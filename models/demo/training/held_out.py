@@ -23,7 +23,7 @@ def questions(count: int, number: int = 0) -> list[str]:
     """The prompts of conversations, with the chat template, up to where the model answers.
 
     Args:
-        count: how many.
+        count: the number of conversations.
         number: other numbers give other conversations.
     """
     return [prompt for prompt, _ in _conversations(count, SEED + number)]

@@ -5,7 +5,7 @@
 // of a head (8 if the block size is not a multiple of 16). It holds
 //   keys   [head_dim / elements][tokens][elements]  and
 //   values [tokens / elements][value_dim][elements].
-// In a cache of 8 bits a step is one element. After the elements of each group comes a float32 scale for each token:
+// In a cache of 8 bits, a step is one element. After the elements of each group comes a float32 scale for each token:
 //   keys [head_dim][tokens], scales [tokens]  and  values [tokens][value_dim], scales [tokens].
 // So the lanes of a vector are 16 keys in the product with a query, and 16 dimensions in the sum of values.
 // Keys are transposed once, when they are written. Every later engine step reads them without rearranging them.

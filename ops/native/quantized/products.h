@@ -132,7 +132,7 @@ OSTINATO_INLINE void add_product(Lanes& sum, __m256i w, __m256i x) {
   asm volatile("" : "+x"(sum));  // otherwise compilers compute products of later steps early, and run out of registers
 }
 
-// Calls run(r, v) with each pair of constants. With a loop over r and v the arrays of sums would stay in memory,
+// Calls run(r, v) with each pair of constants. With a loop over r and v, the arrays of sums would stay in memory,
 // because compilers unroll the loop after they have assigned registers.
 template <int R, int V, class Run>
 OSTINATO_INLINE void for_sums(const Run& run) {

@@ -259,9 +259,9 @@ def _select_experts(
         return experts
     reason = why_unsupported(source.device, source.dtype, is_here=is_here)
     if not model.has_experts:
-        reason = f"is for a mixture of experts, and {model.architecture} is none"
+        reason = f"needs a mixture of experts, which {model.architecture} is not"
     elif model.moe is None:
-        reason = f"is for native models, and {model.architecture} runs through transformers"
+        reason = f"needs a native model, and {model.architecture} runs through transformers"
     if reason is not None:
         raise StartupError(f"graphs.experts={experts} {reason}; leave it at auto")
     try:

@@ -205,17 +205,17 @@ def test_plan_of_several_engines_is_that_of_one(capsys: pytest.CaptureFixture[st
     [
         (
             ["graphs.experts=flashinfer"],
-            "graphs.experts=flashinfer is for a mixture of experts, and LlamaForCausalLM is none; "
+            "graphs.experts=flashinfer needs a mixture of experts, which LlamaForCausalLM is not; "
             "leave it at auto",
         ),
         (
             ["graphs.experts=flashinfer", "device.name=cuda"],
-            "graphs.experts=flashinfer is for a mixture of experts, and LlamaForCausalLM is none; "
+            "graphs.experts=flashinfer needs a mixture of experts, which LlamaForCausalLM is not; "
             "leave it at auto",
         ),
         (
             ["graphs.attention=triton", "device.name=cpu"],
-            "graphs.attention=triton cannot serve this model: triton: needs a CUDA device, the "
+            "graphs.attention=triton cannot serve this model: triton: needs a CUDA device, but the "
             "model is on cpu",
         ),
         (

@@ -39,7 +39,7 @@ class TestPrompts:
         assert refused.value.param == "prompt"
 
     def test_too_many(self):
-        with pytest.raises(InvalidRequestError, match="best_of are 4096 sequences"):
+        with pytest.raises(InvalidRequestError, match="make 4096 sequences with n"):
             completions.prompts(completion_body(prompt=["a"] * 1024, n=4))
 
 

@@ -112,7 +112,7 @@ class TestState:
         for path in ("/debug/state", "/debug/flight"):
             refused = app.http.get(f"{path}?engine=2")
             assert refused.status_code == 400
-            assert refused.json()["error"]["message"] == "engine=2, it must be in [0, 1]"
+            assert refused.json()["error"]["message"] == "engine=2; it must be in [0, 1]"
 
     def test_latencies_once_somebody_looks(self, app):
         app.engine.state = STATE

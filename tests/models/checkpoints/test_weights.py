@@ -171,7 +171,7 @@ def test_wrong_shape(
 ) -> None:
     directory = saved[variant].write_small_files(tmp_path)
     save_file({**saved[variant].tensors, name: torch.zeros(shape)}, directory / "model.safetensors")
-    assert refusal(directory) == f"{name} has shape {shape}, the configuration needs {expected}"
+    assert refusal(directory) == f"{name} has shape {shape}, but the configuration needs {expected}"
 
 
 def test_truncated_shard(saved: dict[str, Saved], tmp_path: Path) -> None:

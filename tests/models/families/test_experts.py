@@ -79,11 +79,11 @@ EXPERT = "model.layers.1.mlp.experts.5.up_proj.weight"
         ),
         (
             lambda tensors: tensors.update({EXPERT: torch.zeros(32, 60)}),
-            rf"{EXPERT} has shape \[32, 60\], the configuration needs \[32, 64\]",
+            rf"{EXPERT} has shape \[32, 60\], but the configuration needs \[32, 64\]",
         ),
         (
             lambda tensors: tensors.update({"model.layers.1.mlp.gate.weight": torch.zeros(7, 64)}),
-            r"mlp.gate.weight has shape \[7, 64\], the configuration needs \[8, 64\]",
+            r"mlp.gate.weight has shape \[7, 64\], but the configuration needs \[8, 64\]",
         ),
     ],
 )

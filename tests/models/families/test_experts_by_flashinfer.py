@@ -160,11 +160,13 @@ def test_what_the_kernels_cannot_do_is_refused(tmp_path: Path) -> None:
         (Quantization.int8, True, r"int8 .*"),
         (Quantization.none, True, r"packed .*"),
     ):
-        with pytest.raises(ValueError, match=rf"needs weights as loaded, the model's are {method}"):
+        with pytest.raises(
+            ValueError, match=rf"needs unquantized weights, but the model's are {method}"
+        ):
             build(directory, quantization=quantization, pack=pack)
     with pytest.raises(
         ValueError,
-        match=r"^graphs.experts=flashinfer has the gated activations silu, .*, the model has relu "
+        match=r"^graphs.experts=flashinfer has the gated activations silu, .*, but the model has relu "
         r"\(layers.1.mlp.experts\); leave it at auto$",
     ):
         build(directory, activation="relu")

@@ -62,7 +62,7 @@ def test_truncated_zero_points(written: Callable[[Form], Path]) -> None:
     directory = written(Form("gptq", symmetric=False))
     change(directory, qzeros=tensor(directory, "qzeros")[:-1])
     with pytest.raises(
-        CheckpointError, match=r"qzeros has shape \[2, 8\], the configuration needs \[3, 8"
+        CheckpointError, match=r"qzeros has shape \[2, 8\], but the configuration needs \[3, 8"
     ):
         load(directory)
     change(directory, qzeros=None)
@@ -74,7 +74,7 @@ def test_shapes_and_settings_at_odds(written: Callable[[Form], Path]) -> None:
     directory = written(Form("gptq"))
     edit(directory, group_size=64)
     with pytest.raises(
-        CheckpointError, match=r"qzeros has shape \[3, 8\], the configuration needs \[2, 8"
+        CheckpointError, match=r"qzeros has shape \[3, 8\], but the configuration needs \[2, 8"
     ):
         load(directory)
     edit(directory, group_size=32, bits=8)
@@ -197,8 +197,8 @@ def test_quantising_again_is_refused(written: Callable[[Form], Path]) -> None:
         ({"quant_method": "gptq", "bits": 4}, "group_size is missing"),
         ({"quant_method": "fp8", "weight_block_size": [100, 100]}, "weight_block_size is .100"),
         ({"quant_method": "quark"}, "quant_method='quark' is not supported"),
-        (_float_blocks([128]), "block_structure is .128., must be two of 32"),
-        (_float_blocks("128xwide"), "block_structure is '128xwide', must be two of 32"),
+        (_float_blocks([128]), "block_structure is .128.; it must be two of 32"),
+        (_float_blocks("128xwide"), "block_structure is '128xwide'; it must be two of 32"),
     ],
     ids=lambda value: str(value)[:40],
 )

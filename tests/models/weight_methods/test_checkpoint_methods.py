@@ -110,7 +110,8 @@ def test_each_of_the_tensors_is_needed_and_checked(tmp_path: Path) -> None:
         load(target)
     save_file({**tensors, name: tensors[name][:, 0].contiguous()}, file)
     with pytest.raises(
-        CheckpointError, match=r"weight_scale has shape \[32\], the configuration needs \[32, 1\]"
+        CheckpointError,
+        match=r"weight_scale has shape \[32\], but the configuration needs \[32, 1\]",
     ):
         load(target)
     weight = name.removesuffix("_scale")

@@ -237,9 +237,9 @@ def install_flashinfer(monkeypatch: pytest.MonkeyPatch, found: str | None) -> No
 
 def test_why_unsupported(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = torch.device("cuda")
-    assert why_unsupported(CPU, torch.bfloat16) == "needs a CUDA device, the model is on cpu"
+    assert why_unsupported(CPU, torch.bfloat16) == "needs a CUDA device, but the model is on cpu"
     assert why_unsupported(cuda, torch.float32) == (
-        "needs float16 or bfloat16, the model has torch.float32"
+        "needs float16 or bfloat16, but the model has torch.float32"
     )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert why_unsupported(cuda, torch.float16) == "needs a CUDA device, none is visible"
@@ -253,7 +253,7 @@ def test_why_unsupported(monkeypatch: pytest.MonkeyPatch) -> None:
     install_flashinfer(monkeypatch, "0.6.18")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
     assert why_unsupported(cuda, torch.float16) == (
-        "needs compute capability 8.9, 9.0, 10.0, 10.3, 10.7, 11.0, 12.0, 12.1, the device has 8.6"
+        "needs compute capability 8.9, 9.0, 10.0, 10.3, 10.7, 11.0, 12.0, 12.1, but the device has 8.6"
     )
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     assert why_unsupported(cuda, torch.float16) is None
@@ -296,13 +296,13 @@ def test_why_a_shape_is_unsupported() -> None:
     for name in ("silu", "swish", "gelu", "gelu_new", "swigluoai"):
         assert why_shape_unsupported(64, 24, name) is None
     assert why_shape_unsupported(60, 24, "silu") == (
-        "needs sizes that 8 divides, the hidden size on this rank is 60"
+        "needs multiples of 8, and the hidden size on this rank is 60"
     )
     assert why_shape_unsupported(64, 12, "silu") == (
-        "needs sizes that 8 divides, the intermediate size on this rank is 12"
+        "needs multiples of 8, and the intermediate size on this rank is 12"
     )
     assert why_shape_unsupported(64, 24, "relu") == (
-        "has the gated activations silu, gelu, gelu_tanh, swigluoai, the model has relu"
+        "has the gated activations silu, gelu, gelu_tanh, swigluoai, but the model has relu"
     )
 
 

@@ -62,6 +62,6 @@ def test_other_weights_of_the_same_model_are_accepted() -> None:
 @pytest.mark.parametrize("change", [{"vocab_size": 301}, {"eos_token_ids": (1, 2)}])
 def test_a_model_of_another_kind_is_refused(change: dict[str, Any]) -> None:
     second = ScriptedEngine(**change)
-    with pytest.raises(StartupError, match=f"another {next(iter(change))} than before"):
+    with pytest.raises(StartupError, match=f"the model's {next(iter(change))} was "):
         start(ScriptedEngine(), second)
     assert second.is_killed

@@ -272,7 +272,7 @@ def test_vocabularies_are_compared_token_by_token(tmp_path: Path) -> None:
     low = min(vocab[first], vocab[second])
     found = vocabulary_difference(tmp_path, DEMO)
     assert found is not None
-    assert found.startswith(f"it has another vocabulary: token {low} is ")
+    assert found.startswith(f"it has another vocabulary: its token {low} is ")
     file.write_text("{}")
     with pytest.raises(StartupError, match="has no vocabulary"):
         vocabulary_difference(tmp_path, DEMO)

@@ -46,10 +46,10 @@ def any_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_device_or_model_without_such_kernels_is_refused() -> None:
     assert refusal(config(*CHOSEN)) == (
-        "graphs.experts=flashinfer needs a CUDA device, the model is on cpu; leave it at auto"
+        "graphs.experts=flashinfer needs a CUDA device, but the model is on cpu; leave it at auto"
     )
     assert refusal(config(*CHOSEN, model=MODEL)) == (
-        "graphs.experts=flashinfer is for a mixture of experts, and LlamaForCausalLM is none; "
+        "graphs.experts=flashinfer needs a mixture of experts, which LlamaForCausalLM is not; "
         "leave it at auto"
     )
     assert make_plan(config().engine, 1).experts is ExpertKernels.auto
@@ -59,15 +59,15 @@ def test_a_device_or_model_without_such_kernels_is_refused() -> None:
 def test_weights_and_sizes_without_such_kernels_are_refused() -> None:
     start, end = "graphs.experts=flashinfer needs ", " (layers.0.mlp.experts); leave it at auto"
     assert refusal(config("graphs.experts=flashinfer", "model.quantization=int8")) == (
-        f"{start}weights as loaded, the model's are int8 in groups of 128{end}"
+        f"{start}unquantized weights, but the model's are int8 in groups of 128{end}"
     )
     odd = {**MOE, "moe_intermediate_size": 36}
     assert refusal(config(*CHOSEN, model=odd)) == (
-        f"{start}sizes that 8 divides, the intermediate size on this rank is 36{end}"
+        f"{start}multiples of 8, and the intermediate size on this rank is 36{end}"
     )
     through = config(*CHOSEN, "model.implementation=transformers")
     assert refusal(through) == (
-        "graphs.experts=flashinfer is for native models, and Qwen3MoeForCausalLM runs through "
+        "graphs.experts=flashinfer needs a native model, and Qwen3MoeForCausalLM runs through "
         "transformers; leave it at auto"
     )
 
