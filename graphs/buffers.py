@@ -160,8 +160,8 @@ class StaticBuffers:
     def upload(self, num_seqs: int) -> None:
         """Start the copy of a step, host to device.
 
-        Tensors with `Upload.used_rows`, such as the block table, are large for long contexts: of
-        those only the entries of the first `num_seqs` sequences are copied.
+        Tensors with `Upload.used_rows`, such as the block table, are large for long contexts. So
+        only their entries of the first `num_seqs` sequences are copied.
         """
         if self._copied is None:
             return

@@ -36,7 +36,7 @@ class TokenSampler(Protocol):
         """Take a step's parameters, in the order of its rows; called before the model runs.
 
         Before this call the caller has waited for a copy to the device, or for a result, that was
-        started after the previous call. So the parameters of that call have left the host memory.
+        started after the previous call. So the previous parameters have left the host memory.
         """
         ...
 

@@ -47,7 +47,7 @@ def why_unpackable(weight: Tensor) -> str | None:
             f"the CPU's matrix kernels take float32 and bfloat16, but the weight is {weight.dtype}"
         )
     if weight.dim() != 2:
-        return f"a linear weight has 2 dimensions, this one {weight.dim()}"
+        return f"a linear weight has 2 dimensions, but this one has {weight.dim()}"
     if weight.numel() == 0:
         return f"the weight is empty: {tuple(weight.shape)}"
     if weight.shape[1] > 1 and weight.stride(1) != 1:

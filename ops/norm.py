@@ -1,6 +1,6 @@
 """Normalisation: `ostinato::rms_norm` and `layer_norm` on CPUs, plain torch elsewhere.
 
-On a GPU plain torch is fastest, because Inductor fuses it with its neighbours. On a CPU each
+On a GPU, plain torch is fastest, because Inductor fuses it with its neighbours. On a CPU, each
 function is one op with a C++ kernel (ops/native/rows/elementwise.cpp). So a first start does not
 compile C++ from Inductor, which would take ten seconds. Until the kernels are loaded, these ops run
 as plain torch.

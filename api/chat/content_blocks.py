@@ -38,7 +38,7 @@ class BlockDelta(msgspec.Struct, frozen=True):
 
     block: ContentBlock
     delta: str = ""
-    num_tokens: int = 0  # the output tokens that the change ends, see `parsing.events`
+    num_tokens: int = 0  # the output tokens of the change, see `parsing.events`
     num_unseen: int = 0  # the first of these tokens, which have no part in `delta`
     begins: bool = False
     ends: bool = False

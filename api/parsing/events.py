@@ -1,9 +1,8 @@
 """Events of the answer parser: pieces of reasoning, content and tool calls.
 
-`num_tokens` of an event is the number of output tokens that it ends: those of its own text, and
-those since the event before that gave no text. The first `num_unseen` of them have no part in the
-event's text, such as a marker between reasoning and content. The parsers know no tokens and leave
-both 0.
+`num_tokens` of an event counts the output tokens of its own text, and the tokens without text
+between the previous event and this one. The first `num_unseen` of them have no part in the event's
+text, such as a marker between reasoning and content. The parsers know no tokens and leave both 0.
 """
 
 from __future__ import annotations

@@ -172,5 +172,5 @@ STAGES: dict[str, Stage] = {
 
 
 def default_stages() -> list[str]:
-    """All stages, without those of vLLM if it is not importable."""
+    """All stages, without those of vLLM if vLLM is not importable."""
     return [name for name in STAGES if has_vllm() or not name.startswith("vllm-")]

@@ -4,8 +4,8 @@
 
 The matrices are those of a model's layers. A measurement replays a CUDA graph of launches that read
 different copies of a matrix, more bytes than the device's cache holds. So a launch reads its matrix
-from memory, and the gaps between launches are those of a captured decode step. The table shows, for
-each matrix and number of rows, microseconds of the fastest tiles, of the tile that `choose_tile`
+from memory, and the gaps between launches are those of a captured decode step. For each matrix and
+number of rows, the table shows microseconds of the fastest tile, of the tile that `choose_tile`
 returns and of `F.linear`, and the rate at which the matrix is read.
 
 `--compile-only` compiles the tiles into Triton's cache and measures nothing.

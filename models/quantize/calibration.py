@@ -186,9 +186,9 @@ def _observe(
 def _observe_experts(
     layer: DecoderLayer, name: str, states: _States, cache: _Cache
 ) -> list[Seen | None]:
-    """For each expert the Hessian of its tokens.
+    """The Hessian of each expert's tokens.
 
-    For some tokens the unrounded layer chooses other experts. So the wanted results are not known.
+    For some tokens, the unrounded layer chooses other experts. So the wanted results are not known.
     """
     module = layer.get_submodule(name)
     assert isinstance(module, ExpertLinear), "the caller looked"

@@ -35,7 +35,7 @@ class CpuBackend:
             return f"dtype must be float32, bfloat16 or float16, not {spec.dtype}"
         if spec.converts_cache and spec.cache_dtype is not torch.int8:
             return (
-                f"it keeps keys and values in the model's type {spec.dtype} or in int8, "
+                f"it keeps keys and values in the model's type {spec.dtype} or in int8, but "
                 f"cache.dtype asks for {spec.cache_dtype}"
             )
         for size in (spec.head_dim, spec.value_dim or spec.head_dim):

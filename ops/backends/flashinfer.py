@@ -55,7 +55,7 @@ def why_shape_unsupported(spec: AttentionSpec) -> str | None:
         return f"needs float16 or bfloat16, but the model has {spec.dtype}"
     if spec.converts_cache:
         return (
-            f"keeps keys and values in the model's type {spec.dtype}, cache.dtype asks for "
+            f"keeps keys and values in the model's type {spec.dtype}, but cache.dtype asks for "
             f"{spec.cache_dtype}; graphs.attention=triton serves that"
         )
     if spec.has_alibi or spec.has_sinks:

@@ -1,9 +1,9 @@
 """The op `ostinato::fused_experts`: a block's output projection and its experts, on CUDA.
 
-A decode step of a few sequences spends as much time on launches as on the experts' weights. On CUDA
-four Triton kernels compute what is one op here (triton_expert_kernels.py). The output projection is
-one of them because its launch clears the counters of the next. Elsewhere the op runs as plain
-torch, with which tests compare the kernels.
+A decode step of a few sequences spends as much time on launches as on the experts' weights. On
+CUDA, four Triton kernels compute what is one op here (triton_expert_kernels.py). The output
+projection is one of them because its launch clears the counters of the next. Elsewhere the op runs
+as plain torch, with which tests compare the kernels.
 """
 
 from __future__ import annotations

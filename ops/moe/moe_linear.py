@@ -39,7 +39,8 @@ __all__ = (
 )
 
 TILE_MEANS = (16, 128)
-"""Mean rows of an expert up to which a GPU takes the first, and the second, of its three tiles."""
+"""Mean rows of an expert: up to the first number a GPU takes the smallest of its three tiles, and
+up to the second number the middle one."""
 
 
 def tile_tokens(num_experts: int, top_k: int) -> tuple[int, ...]:

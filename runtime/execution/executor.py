@@ -77,8 +77,8 @@ class DropDecodeBuckets(msgspec.Struct, frozen=True, tag=4):
 class TouchBlocks(msgspec.Struct, frozen=True, tag=5):
     """Write zeros to KV cache blocks 0 to `num_blocks`, so that their memory is mapped.
 
-    On a CPU all unmapped pages are the same page of zeros, which stays in the processor's cache. So
-    a measured step would read a context in unmapped pages too fast.
+    On a CPU, all unmapped pages are the same page of zeros, which stays in the processor's cache.
+    So a measured step would read a context in unmapped pages too fast.
     """
 
     num_blocks: int
@@ -94,7 +94,7 @@ class Executor(Protocol):
     def max_in_flight(self) -> int:
         """Number of steps that may be launched and not read.
 
-        1 = no overlap. 2 = the next step is scheduled while the device works. For a pipeline it is
+        1 = no overlap. 2 = the next step is scheduled while the device works. For a pipeline, it is
         the number of stages.
         """
         ...

@@ -1,6 +1,6 @@
 """Messages of the bridges: the processes that connect the ranks of an engine on several machines.
 
-Between two machines they travel as msgpack over an encrypted ZeroMQ connection
+Between two machines, the messages travel as msgpack over an encrypted ZeroMQ connection
 (runtime/secure_connection.py), with the values of a piece or a step as a second part. Rank 0 and
 its own bridge use the same messages over a Unix socket, where each has its length before it.
 

@@ -220,7 +220,7 @@ def test_bad_arguments_are_refused() -> None:
     ("weight", "reason"),
     [
         (torch.zeros(4, 4, dtype=torch.float16), "take float32 and bfloat16, but the weight is"),
-        (torch.zeros(4, 4, 4), "a linear weight has 2 dimensions, this one 3"),
+        (torch.zeros(4, 4, 4), "a linear weight has 2 dimensions, but this one has 3"),
         (torch.zeros(0, 4), "the weight is empty"),
         (torch.zeros(4, 6).T, "rows must be contiguous"),
         (torch.zeros(4, 4, device="meta"), "the weight is on meta"),
