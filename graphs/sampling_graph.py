@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ostinato.graphs.recorder import Recorder, is_out_of_memory
+from ostinato.ops.logprobs.row_logprobs import row_logprobs
 from ostinato.ops.sample_rows import RowSampling, SampleInputs, SamplePath, sample_each, sample_rows
 
 __all__ = ("EagerSampler", "GraphSampler", "SamplingKey", "TokenSampler", "num_sampling_graphs")
@@ -130,6 +131,10 @@ class GraphSampler:
         self._host[:, : len(draws)] = np.array(draws, dtype=np.float64).T
         if self._inputs is not self._host_memory:
             self._inputs.copy_(self._host_memory, non_blocking=True)
+
+    def warm_up(self) -> None:
+        """Compute log-probabilities once. They are not captured, and their kernel is compiled."""
+        row_logprobs(self._logits[:1], self._logits.new_zeros((1, 1), dtype=torch.int64), 1)
 
     def run_largest(self) -> None:
         """Run every path on the largest number of rows, so that its memory can be measured."""

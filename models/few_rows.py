@@ -1,17 +1,19 @@
 """A decoder block in few kernels, for steps of few tokens on a GPU.
 
-    1. norm, QKV projection
-    2. norms and rotation of the heads, write of K and V
-    3. attention
-    4. output projection, residual
-    5. norm, gate and up projection, activation
-    6. down projection, residual
+    1. norm: scale of the columns, squares
+    2. norm: root mean square; QKV projection
+    3. norms and rotation of the heads, write of K and V
+    4. attention
+    5. output projection, residual; norm: scale of the columns, squares
+    6. norm: root mean square; gate and up projection, activation
+    7. down projection, residual
 
-With a mixture of experts, these replace the last two:
+With a mixture of experts, these replace the last three:
 
-    5. norm, router, choice of experts
-    6. gate and up of the chosen experts, activation
-    7. down of the chosen experts, their weighted sum, residual
+    5. output projection, residual
+    6. norm, router, choice of experts
+    7. gate and up of the chosen experts, activation
+    8. down of the chosen experts, their weighted sum, residual
 
 `FewRowsBlock` holds the modules of a `DecoderBlock` and calls the ops of ops/fused/. Steps of more
 than `most_rows` tokens (ops/fused/fused_linear.py) spend most of their time in matrix products, and
@@ -30,7 +32,12 @@ from ostinato.models.step_tensors import StepInputs
 from ostinato.models.weight_methods.plain import Plain
 from ostinato.ops.activation import ACTIVATIONS
 from ostinato.ops.fused.fused_experts import MOST_EXPERTS, fused_experts
-from ostinato.ops.fused.fused_linear import FUSED_DTYPES, fused_linear
+from ostinato.ops.fused.fused_linear import (
+    FUSED_DTYPES,
+    fused_linear,
+    linear_and_scale,
+    scale_rows,
+)
 
 __all__ = ("FewRowsBlock",)
 
@@ -77,14 +84,20 @@ class FewRowsBlock(nn.Module):
     ) -> Tensor:
         """See `DecoderLayer.forward`."""
         attention, mlp = self.self_attn, self.mlp
-        qkv = _multiply(attention.qkv_proj, hidden, norm=self.attention_norm)
+        scaled, squares = scale_rows(hidden, self.attention_norm.weight)
+        qkv = _multiply(attention.qkv_proj, scaled, squares=squares, eps=self.attention_norm.eps)
         out = attention.attend(qkv, step, k_cache, v_cache)
         if rows is not None:
             out, hidden = F.embedding(rows, out), F.embedding(rows, hidden)
+        output, norm = attention.o_proj, self.mlp_norm
         if isinstance(mlp, MoE):
-            return _experts(attention.o_proj, self.mlp_norm, mlp, out, hidden)
-        hidden = _multiply(attention.o_proj, out, residual=hidden)
-        inner = _multiply(mlp.gate_up_proj, hidden, norm=self.mlp_norm, activation=mlp.activation)
+            return _experts(output, norm, mlp, out, hidden)
+        hidden, scaled, squares = linear_and_scale(
+            out, output.weights["weight"], output.bias, hidden, norm.weight
+        )
+        inner = _multiply(
+            mlp.gate_up_proj, scaled, squares=squares, eps=norm.eps, activation=mlp.activation
+        )
         return _multiply(mlp.down_proj, inner, residual=hidden)
 
 
@@ -140,7 +153,8 @@ def _multiply(
     linear: LinearBase,
     x: Tensor,
     *,
-    norm: RMSNorm | None = None,
+    squares: Tensor | None = None,
+    eps: float = 0.0,
     activation: str = "",
     residual: Tensor | None = None,
 ) -> Tensor:
@@ -148,8 +162,8 @@ def _multiply(
         x,
         linear.weights["weight"],
         linear.bias,
-        norm_weight=None if norm is None else norm.weight,
-        eps=0.0 if norm is None else norm.eps,
+        squares=squares,
+        eps=eps,
         activation=activation,
         residual=residual,
     )

@@ -90,6 +90,8 @@ class AttentionBackend(Protocol):
 
     name: str
     is_batch_invariant: bool  # the bits of a row do not depend on other rows or sequences
+    # Numbers of sequences. Steps of these numbers together run each kernel of the backend.
+    warm_up_seqs: tuple[int, ...]
 
     def why_unsupported(self, spec: AttentionSpec) -> str | None:
         """The reason this backend cannot serve `spec` on this machine, or None when it can."""

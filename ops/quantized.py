@@ -37,11 +37,15 @@ from ostinato.ops.quantized_reference import (
 from ostinato.ops.register import register_op
 
 __all__ = (
+    "GPU_TILE_TOKENS",
     "pack_quantized_weight",
     "quantize_linear_weight",
     "quantized_linear",
     "quantized_rows",
 )
+
+GPU_TILE_TOKENS = (1, 2, 3, 5, 17, 33, 65)
+"""The fewest tokens of the steps of each tile of the CUDA kernels. Each tile is compiled once."""
 
 
 def quantize_linear_weight(weight: Tensor, form: QuantFormat) -> Tensor:

@@ -43,18 +43,17 @@ __all__ = ("main",)
 _SHARED_MEMORY = 227 * 1024
 _ROTATED_BYTES = 400 << 20  # several times the cache of any GPU at hand
 _LAUNCHES = 24
+_SQUARES = 128  # sums of squares of a row
 _REPEATS = 7
 # Columns, elements of K, and warps of a tile, by its rows.
-_FEW = [(16, 256, 4), (16, 512, 4), (16, 512, 8), (32, 128, 4), (32, 256, 4), (32, 256, 8),
-        (32, 512, 8), (64, 128, 4), (64, 256, 8), (128, 128, 8)]  # fmt: skip
-_FEW_GATED = [(16, 128, 4), (16, 256, 4), (16, 256, 8), (16, 512, 8), (32, 64, 4), (32, 128, 4),
-              (32, 128, 8), (32, 256, 8), (64, 64, 4), (64, 128, 8)]  # fmt: skip
-_MORE = [(32, 128, 4), (64, 64, 4), (64, 128, 4), (64, 128, 8), (128, 64, 4), (128, 64, 8),
-         (128, 128, 8)]  # fmt: skip
-_MORE_GATED = [(32, 64, 4), (32, 128, 8), (64, 64, 4), (64, 64, 8), (64, 128, 8), (128, 64, 8)]
-_MANY = [(32, 64, 4), (64, 64, 4), (64, 64, 8), (64, 128, 8), (128, 64, 8), (256, 64, 8)]
-_MANY_GATED = [(32, 64, 4), (32, 64, 8), (64, 64, 8), (64, 128, 8), (128, 64, 8)]
-_ROWS = {16: (1, 8), 64: (32, 64), 128: (128, 256)}
+_FEW = [(16, 256, 4), (16, 512, 4), (32, 128, 4), (32, 256, 4), (32, 256, 8), (64, 128, 4),
+        (64, 256, 4), (64, 256, 8)]  # fmt: skip
+_FEW_GATED = [(16, 128, 4), (16, 256, 4), (32, 64, 4), (32, 128, 4), (32, 256, 4), (64, 64, 4),
+              (64, 128, 4), (64, 128, 8)]  # fmt: skip
+_MORE = [(32, 64, 4), (32, 128, 4), (32, 256, 4), (64, 64, 4), (64, 128, 4), (64, 128, 8)]
+_MORE_GATED = [(32, 64, 4), (32, 128, 4), (32, 128, 8), (64, 64, 4), (64, 64, 8), (64, 128, 8),
+               (128, 64, 8)]  # fmt: skip
+_ROWS = {16: (1, 8), 64: (32, 64)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +63,9 @@ class Matrix:
     name: str
     out_features: int
     in_features: int
-    has_norm: bool
+    has_norm: bool  # the products are divided by the root mean square of a row
     is_gated: bool
+    is_scaled: bool = False  # the result is scaled for the next norm
 
     @property
     def rows_of_weight(self) -> int:
@@ -88,10 +88,10 @@ def main(arguments: list[str]) -> int:
         return 2
     matrices = [matrix for name in options.models.split(",") for matrix in matrices_of(name)]
     jobs = [
-        (matrix, tile, overlaps)
+        (matrix, tile, early)
         for matrix in matrices
         for tile in candidates(matrix)
-        for overlaps in (False, True)
+        for early in (False, True)
     ]
     with ProcessPoolExecutor(options.processes, get_context("spawn")) as pool:
         works = list(pool.map(_compiles, jobs, chunksize=4))
@@ -132,7 +132,7 @@ def matrices_of(model: str) -> list[Matrix]:
     head_dim = config.get("head_dim") or size // heads
     return [
         Matrix(f"{model} qkv", (heads + 2 * kv_heads) * head_dim, size, True, False),
-        Matrix(f"{model} output", size, heads * head_dim, False, False),
+        Matrix(f"{model} output", size, heads * head_dim, False, False, True),
         Matrix(f"{model} gate and up", inner, size, True, True),
         Matrix(f"{model} down", size, inner, False, False),
     ]
@@ -141,11 +141,7 @@ def matrices_of(model: str) -> list[Matrix]:
 def candidates(matrix: Matrix) -> Iterator[LinearTile]:
     """Tiles that may be fast; those in use are among them."""
     gated = matrix.is_gated
-    tables = {
-        16: _FEW_GATED if gated else _FEW,
-        64: _MORE_GATED if gated else _MORE,
-        128: _MANY_GATED if gated else _MANY,
-    }
+    tables = {16: _FEW_GATED if gated else _FEW, 64: _MORE_GATED if gated else _MORE}
     seen: set[LinearTile] = set()
     for block_m, table in tables.items():
         tiles = [_in_use(matrix, block_m)]
@@ -170,30 +166,34 @@ def _in_use(matrix: Matrix, block_m: int) -> LinearTile:
     )
 
 
-def _constants(matrix: Matrix, tile: LinearTile, *, overlaps: bool) -> dict[str, Any]:
+def _constants(matrix: Matrix, tile: LinearTile, *, early: bool) -> dict[str, Any]:
     sizes = (matrix.out_features, matrix.in_features)
-    return linear_constants(tile, *sizes, matrix.activation, overlaps=overlaps)
+    squares = _SQUARES if matrix.has_norm else 1
+    return linear_constants(tile, *sizes, matrix.activation, num_squares=squares, early=early)
 
 
 def _compiles(job: tuple[Matrix, LinearTile, bool]) -> bool:
     """Compile the kernel into Triton's cache; False = the tile does not fit the device."""
-    matrix, tile, overlaps = job
+    matrix, tile, early = job
     dtype = torch.bfloat16
     try:
         fused_linear_kernel.warmup(
             dtype,
+            dtype if matrix.is_scaled else None,
+            torch.float32 if matrix.is_scaled else None,
             dtype,
             dtype,
             None,
-            dtype if matrix.has_norm else None,
+            torch.float32 if matrix.has_norm else None,
             None if matrix.has_norm else dtype,
+            dtype if matrix.is_scaled else None,
             None,
             1,
             matrix.in_features,
             matrix.out_features,
             1e-5,
             grid=(1, 1),
-            **_constants(matrix, tile, overlaps=overlaps),
+            **_constants(matrix, tile, early=early),
         )
     except Exception as error:  # Triton documents no type for a tile that is too large
         print(f"{matrix.name} {tile}: {type(error).__name__}: {error}"[:200], file=sys.stderr)
@@ -208,25 +208,24 @@ def _measure(matrix: Matrix, tiles: list[Any]) -> Iterator[dict[str, Any]]:
         torch.randn(shape, device="cuda", dtype=torch.bfloat16) * shape[1] ** -0.5
         for _ in range(min(copies, _LAUNCHES))
     ]
-    norm = torch.ones(matrix.in_features, device="cuda", dtype=torch.bfloat16)
     for block_m, counts in _ROWS.items():
         for count in counts:
             x = torch.randn(count, matrix.in_features, device="cuda", dtype=torch.bfloat16)
             residual = torch.randn(count, matrix.out_features, device="cuda", dtype=torch.bfloat16)
             found = []
-            for tile, overlaps in tiles:
+            for tile, early in tiles:
                 if tile.block_m != block_m:
                     continue
                 out = torch.empty_like(residual)
-                constants = _constants(matrix, tile, overlaps=overlaps)
-                launch = _launcher(matrix, constants, out, x, norm, residual)
+                constants = _constants(matrix, tile, early=early)
+                launch = _launcher(matrix, constants, out, x, residual)
                 try:
                     us = _us(launch, weights)
-                    found.append({**asdict(tile), "overlaps": overlaps, "us": us})
+                    found.append({**asdict(tile), "early": early, "us": us})
                 except Exception as error:  # as in `_compiles`
                     print(f"{matrix.name} {tile}: {error}"[:200], file=sys.stderr)
             cublas = _us(lambda weight, x=x: F.linear(x, weight), weights)
-            in_use = {**asdict(_in_use(matrix, block_m)), "overlaps": False}
+            in_use = {**asdict(_in_use(matrix, block_m)), "early": False}
             found.sort(key=lambda row: row["us"])
             yield {
                 "matrix": matrix.name,
@@ -243,20 +242,24 @@ def _launcher(
     constants: dict[str, Any],
     out: Tensor,
     x: Tensor,
-    norm: Tensor,
     residual: Tensor,
 ) -> Callable[[Tensor], object]:
     blocks = constants["BLOCK_M"], constants["BLOCK_N"]
     grid = (-(-len(x) // blocks[0]), -(-matrix.out_features // blocks[1]))
+    sums = torch.ones(len(x), max(_SQUARES, grid[1]), device="cuda")
+    norm = torch.ones(matrix.out_features, device="cuda", dtype=torch.bfloat16)
 
     def launch(weight: Tensor) -> object:
         return fused_linear_kernel[grid](
             out,
+            torch.empty_like(out) if matrix.is_scaled else None,
+            sums if matrix.is_scaled else None,
             x,
             weight,
             None,
-            norm if matrix.has_norm else None,
+            sums if matrix.has_norm else None,
             None if matrix.has_norm else residual,
+            norm if matrix.is_scaled else None,
             None,
             len(x),
             matrix.in_features,
@@ -294,7 +297,7 @@ def _us(call: Callable[[Tensor], object], weights: list[Tensor]) -> float:
 def _text(tile: dict[str, Any]) -> str:
     return (
         f"{tile['block_m']}x{tile['block_n']}x{tile['block_k']} "
-        f"w{tile['num_warps']} s{tile['num_stages']}{' overlaps' * tile['overlaps']}"
+        f"w{tile['num_warps']} s{tile['num_stages']}{' early' * tile['early']}"
     )
 
 

@@ -36,6 +36,7 @@ from ostinato.ops.fused.triton_fused_linear import (
     choose_tile,
     fused_linear_kernel,
     linear_constants,
+    scale_rows_kernel,
 )
 from ostinato.ops.rounded.round_rows import InputScales
 from ostinato.ops.rounded.triton_rounded_linear import (
@@ -48,7 +49,7 @@ __all__ = ("Variant", "compile_variant", "main", "render", "replace_section", "v
 
 _CAPABILITY = 90
 _SHARED_MEMORY_LIMIT = 227 * 1024  # bytes that one program of capability 9.0 may use
-_LAUNCH_OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "maxnreg")
+_LAUNCH_OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "maxnreg", "launch_pdl")
 _POINTERS = {
     "bfloat16": "*bf16",
     "float16": "*fp16",
@@ -63,12 +64,15 @@ _METADATA = {
     "slot_mapping": "*i64",
 }
 _COUNTS = ("members", "counters", "counts", "slots_done", "cleared", "arrivals")  # tensors of int32
-_SINGLE_RESULTS = ("logits", "products", "routing_weights", "x_scales", "scales")  # of float32
+_SINGLE_RESULTS = (  # of float32
+    *("logits", "products", "routing_weights", "x_scales", "scales", "squares", "new_squares"),
+)
 _STRIDES = ("x_stride", "residual_stride", "qkv_stride")
 _SINGLE = ("alibi_slopes", "sinks", "cos", "sin")  # tensors of float32
 # Arguments that may be None, in which case the kernel leaves something out.
 _WEIGHTS = ("q_weight", "k_weight", "bias", "norm_weight", "residual")
-_OPTIONAL = (*_SINGLE, *_WEIGHTS, "cleared", "score_bias")
+_SUMS = ("scaled", "squares", "new_squares")
+_OPTIONAL = (*_SINGLE, *_WEIGHTS, *_SUMS, "cleared", "score_bias")
 _TITLE = "# Triton kernels\n"
 _INTRODUCTION = """
 `python -m ostinato.benchmarks.micro.kernel_table` compiled these kernels ahead of time for compute
@@ -78,9 +82,10 @@ and tensor-core instructions in every 16-bit kernel of attention and of matrix p
 
 The column *kernel* has these names. *Short* is attention of sequences whose query rows fit one tile
 (decode), *long* is attention of other sequences (prefill). *Write* writes K and V into the cache.
-*Rotate* rotates the heads and writes K and V. *Linear* is a matrix product with the operations that
-are fused with it, for steps of up to 16, 64 and 256 rows. *Router* and *experts* are the kernels of
-a mixture of experts for these steps. *8 bits* is a matrix product of 8-bit operands.
+*Rotate* rotates the heads and writes K and V. *Scale* is the norm before QKV. *Linear*
+is a matrix product with the operations that are fused with it, for steps of up to 16 and 64 rows.
+*Router* and *experts* are the kernels of a mixture of experts for these steps. *8 bits* is a matrix
+product of 8-bit operands.
 
 *Cache* is the KV cache's type if it differs from *type* (`cache.dtype`); its values are widened in
 registers. *M × N* is the size of a tile: query rows × keys in attention, rows × columns of the
@@ -96,7 +101,7 @@ class Variant:
     """One kernel, specialised to a model."""
 
     model: str
-    role: str  # short | long | write | rotate | linear | router | experts | 8 bits
+    role: str  # short | long | write | rotate | scale | linear | router | experts | 8 bits
     dtype: str
     kernel: Any
     constants: Mapping[str, Any]
@@ -132,7 +137,9 @@ def variants() -> Iterator[Variant]:
         for cache_dtype in ("", "fp8_e4m3"):
             converting = replace(shape, converts_cache=cache_dtype != "")
             for is_long in (False, True):
-                constants = attention_constants(converting, window, cap, is_long=is_long)
+                constants = attention_constants(
+                    converting, window, cap, is_long=is_long, early=True
+                )
                 role = "long" if is_long else "short"
                 yield Variant(model, role, "bfloat16", attention_kernel, constants, cache_dtype)
             write = write_constants(
@@ -146,7 +153,7 @@ def variants() -> Iterator[Variant]:
     for head_dim in (128, 256):
         single = KernelShape(32, 8, head_dim, 16, 4, 1 << 17)
         for is_long in (False, True):
-            constants = attention_constants(single, 0, 0.0, is_long=is_long)
+            constants = attention_constants(single, 0, 0.0, is_long=is_long, early=True)
             role = "long" if is_long else "short"
             model = f"32/8 heads, D{head_dim}"
             yield Variant(model, role, "float32", attention_kernel, constants)
@@ -157,7 +164,7 @@ def variants() -> Iterator[Variant]:
     for model, (heads, kv_heads, head_dim, window, name) in per_head.items():
         shape = KernelShape(heads, kv_heads, head_dim, 16, 2, 1 << 17)
         for is_long in (False, True):
-            constants = attention_constants(shape, window, 0.0, is_long=is_long)
+            constants = attention_constants(shape, window, 0.0, is_long=is_long, early=True)
             role = "long" if is_long else "short"
             yield Variant(model, role, "bfloat16", attention_kernel, constants, optional=(name,))
 
@@ -175,30 +182,35 @@ def _rotations() -> Iterator[Variant]:
         ("Qwen3-0.6B 16/8 heads, D128", 16, (*rope, *norms)),
     ):
         for cache_dtype in ("", "fp8_e4m3"):
-            constants = rotary_constants(heads, 8, 128, 64, 16)
+            constants = rotary_constants(heads, 8, 128, 64, 16, early=True)
             kernel = rotary_write_kernel
             yield Variant(model, "rotate", "bfloat16", kernel, constants, cache_dtype, optional)
 
 
 def _products() -> Iterator[Variant]:
-    """The four matrix products of a layer, for each tile of rows."""
+    """The four matrix products of a layer, for each tile of rows, and the norm before them."""
+    norm = ("norm_weight",)
     for name, size, queries, keys, inner in (
         ("Llama-8B", 4096, 4096, 1024, 14336),
         ("Qwen3-0.6B", 1024, 2048, 1024, 3072),
     ):
+        scale = {"K": size, "BLOCK": 1024, "EARLY": True, "launch_pdl": True, "num_warps": 4}
+        yield Variant(name, "scale", "bfloat16", scale_rows_kernel, scale, optional=(*_SUMS, *norm))
         for part, out_features, in_features, activation, optional in (
-            ("QKV", queries + 2 * keys, size, "", "norm_weight"),
-            ("output", size, queries, "", "residual"),
-            ("gate and up", inner, size, "silu", "norm_weight"),
-            ("down", size, inner, "", "residual"),
+            ("QKV", queries + 2 * keys, size, "", ("squares",)),
+            ("output", size, queries, "", ("residual", "scaled", "new_squares", *norm)),
+            ("gate and up", inner, size, "silu", ("squares",)),
+            ("down", size, inner, "", ("residual",)),
         ):
             for rows in TILE_ROWS[torch.bfloat16]:
                 gated = bool(activation)
                 tile = choose_tile(rows, out_features, in_features, 2, is_gated=gated)
-                constants = linear_constants(tile, out_features, in_features, activation)
+                constants = linear_constants(
+                    tile, out_features, in_features, activation, num_squares=128, early=True
+                )
                 model = f"{name} {part}, {rows} rows"
                 kernel = fused_linear_kernel
-                yield Variant(model, "linear", "bfloat16", kernel, constants, optional=(optional,))
+                yield Variant(model, "linear", "bfloat16", kernel, constants, optional=optional)
 
 
 def _experts() -> Iterator[Variant]:
@@ -209,10 +221,11 @@ def _experts() -> Iterator[Variant]:
     ):
         shared = {"SLOTS": top_k, "NUM_EXPERTS": num_experts}
         first, second = (
-            experts_constants(rows * top_k, num_experts, depth, 2, is_gated=is_gated)
+            experts_constants(rows * top_k, num_experts, depth, 2, is_gated=is_gated, early=True)
             for depth, is_gated in ((size, True), (inner, False))
         )
-        router = router_constants(num_experts, size, top_k, 2, -(-size // second["BLOCK_N"]))
+        down_tiles = -(-size // second["BLOCK_N"])
+        router = router_constants(num_experts, size, top_k, 2, down_tiles, early=True)
         router |= {"SCORING": "softmax", "RENORMALIZE": True, "ROUNDS": True}
         gate_up = {"N": inner, "K": size, "ACTIVATION": "silu", **shared, **first}
         down = {"N": size, "K": inner, **shared, **second}
@@ -279,7 +292,7 @@ def _type_of(name: str, variant: Variant) -> str:
         return _POINTERS[variant.cache_dtype or variant.dtype]
     if variant.role == "8 bits" and name in ("out", *_WEIGHTS):
         return _POINTERS["bfloat16"]
-    if name in (*_WEIGHTS, "out", "q", "k", "v", "qkv", "x", "weight", "normal", "inner"):
+    if name in (*_WEIGHTS, "out", "q", "k", "v", "qkv", "x", "weight", "normal", "inner", "scaled"):
         return _POINTERS[variant.dtype]
     return "fp32" if name in ("scale", "eps") else "i32"
 

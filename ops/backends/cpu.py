@@ -26,6 +26,7 @@ class CpuBackend:
 
     name = "cpu"
     is_batch_invariant = True
+    warm_up_seqs = (1,)
 
     def why_unsupported(self, spec: AttentionSpec) -> str | None:
         """The reason, or None. A library that cannot be built is reported later, by its loading."""

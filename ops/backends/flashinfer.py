@@ -82,6 +82,7 @@ class FlashInferBackend:
 
     name = "flashinfer"
     is_batch_invariant = False
+    warm_up_seqs = (1,)
 
     def __init__(self, library: Library | None = None) -> None:
         """

@@ -16,6 +16,7 @@ class ReferenceBackend:
 
     name = "reference"
     is_batch_invariant = False
+    warm_up_seqs = (1,)
 
     def why_unsupported(self, spec: AttentionSpec) -> str | None:
         return None

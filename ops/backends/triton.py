@@ -21,6 +21,7 @@ from ostinato.ops.attention import AttentionMetadata, AttentionSpec, HostMetadat
 from ostinato.ops.backends.triton_cache_write import rotary_write_kernel, write_kv_kernel
 from ostinato.ops.backends.triton_kernels import attention_kernel
 from ostinato.ops.backends.triton_tiles import (
+    FIRST_OF_CLASS,
     MAX_TILE_ROWS,
     KernelShape,
     attention_constants,
@@ -28,6 +29,7 @@ from ostinato.ops.backends.triton_tiles import (
     rotary_constants,
     write_constants,
 )
+from ostinato.ops.fused.early_start import starts_early
 
 __all__ = ("BACKEND", "TritonBackend", "why_shape_unsupported", "write_kv")
 
@@ -108,7 +110,8 @@ def write_kv(
         arrivals: [T, Hkv] int32, which is zeroed for the attention kernel; None = nothing.
     """
     num_tokens, num_kv_heads, head_dim = k.shape
-    constants = write_constants(out.shape[1], num_kv_heads, head_dim, v.shape[2], k_cache.shape[2])
+    sizes = (out.shape[1], num_kv_heads, head_dim, v.shape[2], k_cache.shape[2])
+    constants = write_constants(*sizes, early=starts_early(k.device))
     write_kv_kernel[(num_tokens, ceil_div(num_kv_heads, constants["BLOCK_H"]))](
         out,
         arrivals,
@@ -144,6 +147,7 @@ class TritonBackend:
 
     name = "triton"
     is_batch_invariant = False
+    warm_up_seqs = FIRST_OF_CLASS
 
     def why_unsupported(self, spec: AttentionSpec) -> str | None:
         if spec.device.type != "cuda":
@@ -169,6 +173,7 @@ class TritonBackend:
             block_size=spec.block_size,
             itemsize=spec.dtype.itemsize,
             max_context=max_model_len,
+            num_seqs=num_seqs,
         )
         return shape.workspace_bytes(num_tokens, num_seqs)
 
@@ -238,6 +243,7 @@ class TritonBackend:
             shape[2],
             0 if cos is None else cos.shape[1],
             k_cache.shape[2],
+            early=starts_early(qkv.device),
         )
         rows = ceil_div(num_heads + 2 * num_kv_heads, constants["BLOCK_H"])
         arrivals = _arrivals(q, k_cache)
@@ -291,6 +297,7 @@ def _attend(
         block_size=k_cache.shape[2],
         itemsize=q.element_size(),
         max_context=metadata.block_table.shape[1] * k_cache.shape[2],
+        num_seqs=metadata.seq_lens.shape[0],
         converts_cache=k_cache.dtype != q.dtype,
         shared_memory=_shared_memory(q.device),
     )
@@ -404,7 +411,13 @@ class _Launch:
             metadata.block_table.stride(0),
             *_strides(self.q),
             self.scale,
-            **attention_constants(self.shape, self.sliding_window, self.soft_cap, is_long=is_long),
+            **attention_constants(
+                self.shape,
+                self.sliding_window,
+                self.soft_cap,
+                is_long=is_long,
+                early=starts_early(self.q.device),
+            ),
         )
 
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ostinato.ops.fused.early_start import wait_for_previous_kernel
+
 __all__ = ("rotary_write_kernel", "write_kv_kernel")
 
 
@@ -47,12 +49,14 @@ def write_kv_kernel(
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """One program for each token and block of KV heads: store their keys and values in the cache.
 
     The attention kernel does not write rows of `out` that belong to no sequence. They are zeroed
     here, which saves a launch over the whole of `out`.
     """
+    wait_for_previous_kernel(EARLY)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     column = tl.arange(0, BLOCK_D)
@@ -110,8 +114,10 @@ def rotary_write_kernel(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """One program for each token and block of heads of its row of the projection."""
+    wait_for_previous_kernel(EARLY)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     column = tl.arange(0, BLOCK_D)

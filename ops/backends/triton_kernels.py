@@ -24,6 +24,7 @@ from ostinato.ops.backends.triton_work_list import (
     partition_size,
     work_items,
 )
+from ostinato.ops.fused.early_start import wait_for_previous_kernel
 
 __all__ = ("attention_kernel",)
 
@@ -334,11 +335,13 @@ def attention_kernel(
     MAX_PARTS: tl.constexpr,  # above 1 only where MAX_QUERY rows fit one tile
     MIN_PART_TILES: tl.constexpr,
     JOINED: tl.constexpr,  # partitions that are read at a time when they are joined
+    EARLY: tl.constexpr,
 ):
     """Attention of every sequence with MIN_QUERY <= query rows <= MAX_QUERY.
 
     A tile holds BLOCK_M // GROUP consecutive tokens times the GROUP heads that share a KV head.
     """
+    wait_for_previous_kernel(EARLY)
     done = 0  # items and split rows of the sequences before this chunk
     split_done = 0
     for first_seq in range(0, num_seqs, BLOCK_S):

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 __all__ = (
+    "FIRST_OF_CLASS",
     "MAX_TILE_ROWS",
     "KernelShape",
     "TileShape",
@@ -19,8 +20,13 @@ __all__ = (
 )
 
 MAX_TILE_ROWS = 128  # query rows of the largest tile, hence the most query heads per KV head
-_MIN_PARTITION = 256  # keys; combining shorter partitions costs more than it saves
+# (most sequences of a step, least keys of a partition). A step of few sequences needs many
+# partitions to fill the GPU. In a step of many, each partition costs more than it saves: a program
+# takes about as long to begin and end one as to read 256 keys.
+_PARTITIONS = ((4, 256), (16, 512), (64, 1024), (1 << 30, 2048))
 _SEQUENCES_PER_CHUNK = 256  # a constant, so that no shape needs another program
+FIRST_OF_CLASS = (1, *(most + 1 for most, _ in _PARTITIONS[:-1]))
+"""The least number of sequences of each class, because a class has kernels of its own."""
 _ANY_QUERY = 1 << 30
 _JOINED_ELEMENTS = 32  # partial results that a thread holds while it joins partitions
 _ROTATED_ELEMENTS = 1024  # elements of the projection that a program of the rotation holds
@@ -59,6 +65,7 @@ class KernelShape:
         block_size: tokens per cache block.
         itemsize: bytes of one element of queries, keys and values.
         max_context: tokens that a block table's row can hold.
+        num_seqs: sequences of the step.
         converts_cache: the cache has 8-bit elements, which are widened in registers.
         shared_memory: bytes that one program may use; by default those of capability 9.0.
     """
@@ -69,6 +76,7 @@ class KernelShape:
     block_size: int
     itemsize: int
     max_context: int
+    num_seqs: int = 1
     converts_cache: bool = False
     shared_memory: int = 227 * 1024
     value_dim: int = 0
@@ -133,10 +141,16 @@ class KernelShape:
         return self.short.block_m // self.group
 
     @property
+    def min_partition(self) -> int:
+        """The least keys of a partition. The class of `num_seqs` in `_PARTITIONS` decides."""
+        return next(least for most, least in _PARTITIONS if self.num_seqs <= most)
+
+    @property
     def max_partitions(self) -> int:
         """The most KV partitions of a sequence: enough that one long sequence fills a GPU."""
         wanted = min(64, max(4, _power_of_two(128 // self.num_kv_heads)))
-        return min(wanted, ceil_div(self.max_context, _MIN_PARTITION))
+        wanted = max(4, wanted * _PARTITIONS[0][1] // self.min_partition)
+        return min(wanted, ceil_div(self.max_context, self.min_partition))
 
     def partial_rows(self, num_tokens: int, num_seqs: int) -> int:
         """Query rows that may have several partitions in one step."""
@@ -151,9 +165,22 @@ class KernelShape:
 
 
 def attention_constants(
-    shape: KernelShape, sliding_window: int, soft_cap: float, *, is_long: bool
+    shape: KernelShape,
+    sliding_window: int,
+    soft_cap: float,
+    *,
+    is_long: bool,
+    early: bool = False,
 ) -> dict[str, int | float]:
-    """The constants of one launch of `attention_kernel`, launch options included."""
+    """The constants of one launch of `attention_kernel`, launch options included.
+
+    Args:
+        shape: the model's.
+        sliding_window: of the layer, 0 = none.
+        soft_cap: of the layer, 0 = none.
+        is_long: whether the launch is for sequences with many query rows.
+        early: the kernel starts before the previous one has ended (ops/fused/early_start.py).
+    """
     tile = shape.long if is_long else shape.short
     num_stages = tile.num_stages
     if shape.converts_cache and soft_cap > 0 and not is_long:
@@ -174,8 +201,10 @@ def attention_constants(
         "BLOCK_D": shape.block_d,
         "BLOCK_V": shape.block_v,
         "MAX_PARTS": 1 if is_long else shape.max_partitions,
-        "MIN_PART_TILES": _MIN_PARTITION // tile.block_n,
+        "MIN_PART_TILES": 1 if is_long else shape.min_partition // tile.block_n,
         "JOINED": max(1, _JOINED_ELEMENTS * 32 * tile.num_warps // (tile.block_m * shape.block_v)),
+        "EARLY": early,
+        "launch_pdl": early,
         "num_warps": tile.num_warps,
         "num_stages": num_stages,
         "enable_fp_fusion": True,
@@ -188,7 +217,13 @@ def attention_constants(
 
 
 def write_constants(
-    num_heads: int, num_kv_heads: int, head_dim: int, value_dim: int, block_size: int
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    value_dim: int,
+    block_size: int,
+    *,
+    early: bool = False,
 ) -> dict[str, int]:
     """The constants of `write_kv_kernel`, launch options included."""
     block_d, block_v = _power_of_two(head_dim), _power_of_two(value_dim)
@@ -202,13 +237,21 @@ def write_constants(
         "BLOCK_H": min(_power_of_two(num_kv_heads), block_h),
         "BLOCK_D": block_d,
         "BLOCK_V": block_v,
+        "EARLY": early,
+        "launch_pdl": early,
         "num_warps": 4,
         "enable_fp_fusion": True,
     }
 
 
 def rotary_constants(
-    num_heads: int, num_kv_heads: int, head_dim: int, num_pairs: int, block_size: int
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    num_pairs: int,
+    block_size: int,
+    *,
+    early: bool = False,
 ) -> dict[str, int]:
     """The constants of `rotary_write_kernel`, launch options included."""
     block_d = _power_of_two(head_dim)
@@ -221,6 +264,8 @@ def rotary_constants(
         "BLOCK_SIZE": block_size,
         "BLOCK_H": min(_power_of_two(num_heads + 2 * num_kv_heads), block_h),
         "BLOCK_D": block_d,
+        "EARLY": early,
+        "launch_pdl": early,
         "num_warps": 4,
         "enable_fp_fusion": True,
     }

@@ -1,35 +1,42 @@
-"""The op `ostinato::fused_linear`: a linear layer with a norm before it and an epilogue, on CUDA.
+"""Linear layers fused with what is before and after them, for steps of few rows, on CUDA.
 
 A decode step of a few sequences reads every weight for a few rows. Its kernels take microseconds,
-so each launch and each intermediate result counts. On CUDA, one Triton kernel computes the RMS norm
-of the input, the product, the gated activation and the residual (triton_fused_linear.py). Elsewhere
-the op runs as plain torch, with which tests compare the kernel.
+so each launch and each intermediate result counts. On CUDA, a Triton kernel computes a product with
+its bias, gated activation and residual (triton_fused_linear.py). An RMS norm before a product is
+divided: `linear_and_scale` or `scale_rows` scale each column of x and sum the squares of x, and
+`fused_linear` divides the products by the root mean square. Elsewhere the ops run as plain torch,
+with which tests compare the kernels.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from ostinato.ops.activation import ACTIVATIONS, activate
-from ostinato.ops.norm import plain_rms_norm
 from ostinato.ops.register import register_op
 
-__all__ = ("FUSED_DTYPES", "TILE_ROWS", "fused_linear", "most_rows", "warm_up_tokens")
+__all__ = (
+    "FUSED_DTYPES",
+    "TILE_ROWS",
+    "fused_linear",
+    "linear_and_scale",
+    "most_rows",
+    "scale_rows",
+    "warm_up_tokens",
+)
 
-TILE_ROWS = {torch.bfloat16: (16, 64, 256), torch.float32: (16, 64)}
+TILE_ROWS = {torch.bfloat16: (16, 64), torch.float32: (16, 64)}
 """For each dtype of activations that the kernel takes, the most rows of each of its tiles.
 
-On an H200, a bfloat16 product with 256 rows takes about as long to compute as its weights take to
-read. Up to that size, a fused kernel saves more by its fewer launches than it loses to cuBLAS.
-Float32 is multiplied without tensor cores: with 64 rows, the product already takes longer than the
-reading of the weights.
+On an H200, the kernel and cuBLAS multiply 64 rows of bfloat16 in the same time, and the fused
+kernels save launches. With 128 rows cuBLAS is faster by a factor of 1.5 (docs/kernels.md).
 
-The kernel multiplies x by the norm's weight before it divides by the root mean square, so one pass
-over x gives both the products and the sum of squares. In float16, such a product could overflow.
+A product of x * norm_weight could overflow in float16.
 """
 
 FUSED_DTYPES = tuple(TILE_ROWS)
@@ -55,19 +62,20 @@ def fused_linear(
     weight: Tensor,
     bias: Tensor | None = None,
     *,
-    norm_weight: Tensor | None = None,
+    squares: Tensor | None = None,
     eps: float = 0.0,
     activation: str = "",
     residual: Tensor | None = None,
 ) -> Tensor:
-    """`activation(rms_norm(x) @ W.T + bias) + residual`, each part only if its argument is given.
+    """`activation(x @ W.T / rms + bias) + residual`, each part only if its argument is given.
 
     Args:
         x: [T, K] in bfloat16 or float32, last dimension contiguous.
         weight: [N, K] in x's dtype, contiguous; with an activation [2 N, K], gate and up.
         bias: [N] (or [2 N]) in x's dtype.
-        norm_weight: [K] in x's dtype or float32, the scale of an RMS norm of x; None = no norm.
-        eps: the norm adds it to the mean square.
+        squares: [T, S] float32. The sum of a row, divided by K, is the mean square of the values
+            from which x was scaled; None = nothing is divided.
+        eps: the root adds it to the mean square.
         activation: a key of `ACTIVATIONS`, for the gated linear unit `activation(gate) * up`;
             empty = none.
         residual: [T, N] in x's dtype, last dimension contiguous.
@@ -77,45 +85,96 @@ def fused_linear(
         part.
     """
     kind = ACTIVATIONS[activation] if activation else ""
-    return _op(x, weight, bias, norm_weight, eps, kind, residual)
+    return _linear_op(x, weight, bias, squares, eps, kind, residual)
 
 
-def _plain(
+def linear_and_scale(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm_weight: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`y = x @ W.T + bias + residual`, and what the product after a norm of y needs.
+
+    Args:
+        x: as for `fused_linear`.
+        weight: as for `fused_linear`, without an activation.
+        bias: as for `fused_linear`.
+        residual: as for `fused_linear`.
+        norm_weight: [N] in x's dtype or float32, the scale of an RMS norm of y.
+
+    Returns:
+        y [T, N]; y * norm_weight [T, N] in x's dtype; and [T, S] float32, whose sum over S is the
+        sum of the squares of y.
+    """
+    return _scaled_op(x, weight, bias, residual, norm_weight)
+
+
+def scale_rows(x: Tensor, norm_weight: Tensor) -> tuple[Tensor, Tensor]:
+    """What the product after a norm of x needs.
+
+    Args:
+        x: [T, K] in bfloat16 or float32, last dimension contiguous.
+        norm_weight: [K] in x's dtype or float32, the scale of the RMS norm.
+
+    Returns:
+        x * norm_weight [T, K] in x's dtype; and [T, S] float32, whose sum over S is the sum of the
+        squares of x.
+    """
+    return _rows_op(x, norm_weight)
+
+
+def _plain_linear(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    norm_weight: Tensor | None,
+    squares: Tensor | None,
     eps: float,
     activation: str,
     residual: Tensor | None,
 ) -> Tensor:
-    if norm_weight is not None:
-        x = plain_rms_norm(x, norm_weight, eps)
-    result = F.linear(x, weight, bias)
+    if squares is not None:
+        factor = torch.rsqrt(squares.sum(1, keepdim=True) / x.shape[1] + eps)
+        result = (F.linear(x, weight).float() * factor).to(x.dtype)
+        result = result if bias is None else result + bias
+    else:
+        result = F.linear(x, weight, bias)
     if activation:
         name = next(name for name, kind in ACTIVATIONS.items() if kind == activation)
         result = activate(result, name, gated=True)
     return result if residual is None else result + residual
 
 
-def _on_cuda(
+def _plain_scaled(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm_weight: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    result = F.linear(x, weight, bias) + residual
+    return (result, *_plain_rows(result, norm_weight))
+
+
+def _plain_rows(x: Tensor, norm_weight: Tensor) -> tuple[Tensor, Tensor]:
+    wide = x.float()
+    return (wide * norm_weight).to(x.dtype), wide.square().sum(1, keepdim=True)
+
+
+def _kernels() -> Any:
+    return import_module("ostinato.ops.fused.triton_fused_linear")
+
+
+def _linear_on_cuda(*arguments: Any) -> Tensor:
+    return _kernels().launch(*arguments)
+
+
+def _scaled_on_cuda(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _kernels().launch_linear_and_scale(*arguments)
+
+
+def _rows_on_cuda(*arguments: Any) -> tuple[Tensor, Tensor]:
+    return _kernels().launch_scale_rows(*arguments)
+
+
+def _linear_fake(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    norm_weight: Tensor | None,
-    eps: float,
-    activation: str,
-    residual: Tensor | None,
-) -> Tensor:
-    kernel = import_module("ostinato.ops.fused.triton_fused_linear")
-    return kernel.launch(x, weight, bias, norm_weight, eps, activation, residual)
-
-
-def _fake(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    norm_weight: Tensor | None,
+    squares: Tensor | None,
     eps: float,
     activation: str,
     residual: Tensor | None,
@@ -123,6 +182,29 @@ def _fake(
     return x.new_empty((x.shape[0], weight.shape[0] // (2 if activation else 1)))
 
 
-_op = register_op(
-    "fused_linear", {"CompositeExplicitAutograd": _plain, "CUDA": _on_cuda}, fake=_fake
+def _scaled_fake(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm_weight: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    result = x.new_empty((x.shape[0], weight.shape[0]))
+    return result, torch.empty_like(result), x.new_empty((x.shape[0], 1), dtype=torch.float32)
+
+
+def _rows_fake(x: Tensor, norm_weight: Tensor) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty((x.shape[0], 1), dtype=torch.float32)
+
+
+_linear_op = register_op(
+    "fused_linear",
+    {"CompositeExplicitAutograd": _plain_linear, "CUDA": _linear_on_cuda},
+    fake=_linear_fake,
+)
+_scaled_op = register_op(
+    "linear_and_scale",
+    {"CompositeExplicitAutograd": _plain_scaled, "CUDA": _scaled_on_cuda},
+    fake=_scaled_fake,
+)
+_rows_op = register_op(
+    "scale_rows",
+    {"CompositeExplicitAutograd": _plain_rows, "CUDA": _rows_on_cuda},
+    fake=_rows_fake,
 )

@@ -1,4 +1,4 @@
-"""The Triton kernels of `ostinato::fused_experts`, for few rows. Not yet verified on hardware.
+"""The Triton kernels of `ostinato::fused_experts`, for few rows.
 
     1. output projection of the attention, residual (triton_fused_linear.py)
     2. `router_kernel`: norm, logits, choice of experts, pairs of each expert
@@ -22,6 +22,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ostinato.ops.fused.early_start import wait_for_previous_kernel
 from ostinato.ops.fused.triton_fused_linear import gated
 from ostinato.ops.moe.triton_routing import choose_experts
 
@@ -104,11 +105,13 @@ def router_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_E: tl.constexpr,  # power of two, at least NUM_EXPERTS
     BLOCK_S: tl.constexpr,  # power of two, at least TOP_K
+    EARLY: tl.constexpr,
 ):
     """One program for each row tile and column tile of the logits.
 
     The last program of a row tile chooses the experts of its tokens.
     """
+    wait_for_previous_kernel(EARLY)
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     row_ok = row < num_rows
     wide_row = row.to(tl.int64)[:, None]
@@ -188,8 +191,10 @@ def gate_up_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """One program for each tile of pairs and tile of columns."""
+    wait_for_previous_kernel(EARLY)
     expert, pair, is_pair = _pairs(
         tl.program_id(0), members, counts, num_rows, NUM_EXPERTS, BLOCK_E, BLOCK_M
     )
@@ -235,11 +240,13 @@ def down_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """One program for each tile of pairs and tile of columns.
 
     The last program of a token adds the products of the token's slots, in their order.
     """
+    wait_for_previous_kernel(EARLY)
     expert, pair, is_pair = _pairs(
         tl.program_id(0), members, counts, num_rows, NUM_EXPERTS, BLOCK_E, BLOCK_M
     )

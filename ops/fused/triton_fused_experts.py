@@ -9,6 +9,7 @@ import triton
 from torch import Tensor
 
 from ostinato.ops.fused import triton_fused_linear
+from ostinato.ops.fused.early_start import starts_early
 from ostinato.ops.fused.fused_linear import TILE_ROWS
 from ostinato.ops.fused.triton_expert_kernels import down_kernel, gate_up_kernel, router_kernel
 from ostinato.ops.moe.moe_linear import TILE_MEANS
@@ -21,7 +22,13 @@ _MOST_ROW_TILES = TILE_ROWS[torch.bfloat16][-1] // _ROUTED
 
 
 def router_constants(
-    num_experts: int, in_features: int, top_k: int, itemsize: int, down_tiles: int
+    num_experts: int,
+    in_features: int,
+    top_k: int,
+    itemsize: int,
+    down_tiles: int,
+    *,
+    early: bool = False,
 ) -> dict[str, Any]:
     """The constants of `router_kernel` without the router's options, launch options included."""
     block_k = min(512 // itemsize, max(16, triton.next_power_of_2(in_features)))
@@ -36,13 +43,21 @@ def router_constants(
         "BLOCK_K": block_k,
         "BLOCK_E": triton.next_power_of_2(num_experts),
         "BLOCK_S": triton.next_power_of_2(top_k),
+        "EARLY": early,
+        "launch_pdl": early,
         "num_warps": 4,
         "num_stages": 4,
     }
 
 
 def experts_constants(
-    num_pairs: int, num_experts: int, in_features: int, itemsize: int, *, is_gated: bool
+    num_pairs: int,
+    num_experts: int,
+    in_features: int,
+    itemsize: int,
+    *,
+    is_gated: bool,
+    early: bool = False,
 ) -> dict[str, Any]:
     """The tile of a grouped product: about as many rows as an expert has on average.
 
@@ -52,6 +67,7 @@ def experts_constants(
         in_features: K.
         itemsize: bytes of an element of rows and weights.
         is_gated: whether a column of the result needs two columns of products.
+        early: the kernel starts before the previous one has ended (ops/fused/early_start.py).
     """
     is_few = num_pairs <= TILE_MEANS[0] * num_experts
     if itemsize == 4:  # multiplied without tensor cores
@@ -66,6 +82,8 @@ def experts_constants(
         "BLOCK_M": block_m,
         "BLOCK_N": block_n,
         "BLOCK_K": min(block_k, max(16, triton.next_power_of_2(in_features))),
+        "EARLY": early,
+        "launch_pdl": early,
         "num_warps": 4,
         "num_stages": 2 if itemsize == 4 else 4 if is_few else 3,
     }
@@ -120,7 +138,8 @@ def launch_experts(
     members = empty(num_experts, num_rows, dtype=torch.int32)
     slots_done = empty(num_rows, down_tiles, dtype=torch.int32)
     options = {"SCORING": scoring, "RENORMALIZE": renormalize, "ROUNDS": rounds_logits}
-    constants = options | router_constants(num_experts, size, top_k, x.element_size(), down_tiles)
+    sizes = (num_experts, size, top_k, x.element_size(), down_tiles)
+    constants = options | router_constants(*sizes, early=starts_early(x.device))
     router_kernel[(row_tiles, triton.cdiv(num_experts, constants["BLOCK_N"]))](
         normal,
         routing_weights,
@@ -197,8 +216,8 @@ def _multiply(
 def _tiles(pairs: int, down: Tensor) -> tuple[dict[str, Any], dict[str, Any]]:
     """The tiles of gate and up, and of down."""
     num_experts, size, width = down.shape
-    itemsize = down.element_size()
+    itemsize, early = down.element_size(), starts_early(down.device)
     return (
-        experts_constants(pairs, num_experts, size, itemsize, is_gated=True),
-        experts_constants(pairs, num_experts, width, itemsize, is_gated=False),
+        experts_constants(pairs, num_experts, size, itemsize, is_gated=True, early=early),
+        experts_constants(pairs, num_experts, width, itemsize, is_gated=False, early=early),
     )

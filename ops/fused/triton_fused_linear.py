@@ -1,19 +1,17 @@
-"""The Triton kernel of `ostinato::fused_linear`, for few rows. Not yet verified on hardware.
+"""The Triton kernels of `ostinato::fused_linear` and of its two companions, for few rows.
 
 A program computes BLOCK_N columns of the result for a tile of rows. It reads its rows of W once, so
-the launch reads little more than W. The RMS norm needs no pass of its own, because the scale of a
-row is a factor on the sums of that row.
+the launch reads little more than W. The RMS norm before a product takes no launch of its own. The
+scale of a row is a factor on the sums of that row:
 
     norm(x) @ W.T = ((x * norm_weight) @ W.T) / rms(x)
 
-Every program sums the squares of x while it computes its products.
-
-A step of up to 128 rows is one tile of rows. A larger step has two, which read the same rows of W.
-The second reads them from the cache of the device.
+The kernel that computes x also writes x * norm_weight and the sums of the squares of x, a sum for
+each of its tiles of columns. The kernel of the product adds these sums.
 
 A column's sum runs over K in an order that depends on K, on the dtype and on the tile. There are
-three tiles: for up to 16 rows, for up to 64, and for more (bfloat16 only). So the other rows of a
-step can change the bits of a row only by their number, which chooses the tile.
+two tiles: for up to 16 rows and for more. So the other rows of a step can change the bits of a row
+only by their number, which chooses the tile.
 """
 
 from __future__ import annotations
@@ -25,7 +23,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from ostinato.ops.fused.early_start import prefetch, starts_early, wait_for_previous_kernel
 
 __all__ = (
     "LinearTile",
@@ -33,12 +32,16 @@ __all__ = (
     "fused_linear_kernel",
     "gated",
     "launch",
+    "launch_linear_and_scale",
+    "launch_scale_rows",
     "linear_constants",
+    "scale_rows_kernel",
 )
 
-_FEW, _MORE, _MANY = 16, 64, 128  # rows of the tiles; tensor cores take 16 at least
-_PROGRAMS = 128  # programs of a launch at least, if possible, so that all multiprocessors read
+_FEW, _MORE = 16, 64  # rows of the tiles; tensor cores take 16 at least
 _SHARED_MEMORY = 227 * 1024  # bytes that a program may use on compute capability 9.0
+_MULTIPROCESSORS = 132  # of an H200
+_SCALED = 1024  # columns of a program of `scale_rows_kernel`
 _SQRT_HALF = tl.constexpr(0.7071067811865476)
 
 
@@ -61,45 +64,36 @@ def choose_tile(
     *,
     is_gated: bool,
     shared_memory: int = _SHARED_MEMORY,
+    multiprocessors: int = _MULTIPROCESSORS,
 ) -> LinearTile:
     """The tile of a launch.
 
+    Its stages take most of the shared memory, so that one program runs on a multiprocessor. If two
+    ran there, those of a kernel that starts early would gather on a few multiprocessors. On an
+    H200, the product of one row with 4096 x 14336 took 50 us in that way, and 32 us with one
+    program.
+
     Args:
-        num_rows: T; only whether it is above 16 and above 64 matters.
+        num_rows: T; only whether it is above 16 matters.
         out_features: N, columns of the result.
         in_features: K.
         itemsize: bytes of an element of x and W.
         is_gated: whether a column of the result needs two columns of products.
         shared_memory: bytes that one program may use.
+        multiprocessors: of the device.
     """
-    # Sums of 128 rows in float32 do not fit the registers.
-    block_m = _FEW if num_rows <= _FEW else _MORE if num_rows <= _MORE or itemsize == 4 else _MANY
-    if block_m == _MANY:
-        return _many_rows(out_features, is_gated=is_gated, shared_memory=shared_memory)
-    sizes = (32, 16) if is_gated or itemsize == 4 else (64, 32, 16)
-    least = 16 if block_m == _FEW else 32
-    block_n = next((n for n in sizes if out_features >= _PROGRAMS * n), least)
-    block_k = 128 if is_gated or block_m == _MORE else 256
-    block_k = min(block_k * 2 // itemsize, max(16, 1 << (in_features - 1).bit_length()))
-    stage = (block_m + block_n * (2 if is_gated else 1)) * block_k * itemsize
-    # Two programs share a multiprocessor, so that one loads while the other ends or begins.
-    num_stages = next((n for n in (5, 4, 3) if n * stage <= shared_memory // 2), 2)
-    # Two sums of 64 rows and the squares of the norm do not fit the registers of 4 warps.
-    num_warps = 8 if is_gated and block_m == _MORE else 4
-    return LinearTile(block_m, block_n, block_k, num_warps, num_stages)
-
-
-def _many_rows(out_features: int, *, is_gated: bool, shared_memory: int) -> LinearTile:
-    """The tile of more than 64 rows of bfloat16.
-
-    The tile has the most columns that leave enough programs for two tiles of rows. Wide tiles read
-    less, because each program reads the rows of x again.
-    """
-    sizes = (64, 32) if is_gated else (128, 64, 32)
-    block_n = next((n for n in sizes if 2 * out_features >= _PROGRAMS * n), 32)
-    stage = (_MANY + block_n * (2 if is_gated else 1)) * 64 * 2
-    num_stages = next((n for n in (4, 3) if n * stage <= shared_memory // 2), 2)
-    return LinearTile(_MANY, block_n, 64, 8, num_stages)
+    block_m = _FEW if num_rows <= _FEW else _MORE
+    # With more programs than multiprocessors, some would wait for the others to end.
+    is_wide = out_features > 32 * multiprocessors and not (is_gated and block_m == _FEW)
+    block_n = 64 if is_wide else 32
+    columns = block_n * (2 if is_gated else 1)
+    block_k = 256 if block_m == _FEW or columns == 32 else 128
+    block_k = min(block_k * 2 // itemsize, max(16, triton.next_power_of_2(in_features)))
+    while block_k > 16 and 3 * (block_m + columns) * block_k * itemsize > shared_memory:
+        block_k //= 2
+    stages = shared_memory // ((block_m + columns) * block_k * itemsize)
+    num_warps = 8 if block_m == _MORE and is_wide else 4
+    return LinearTile(block_m, block_n, block_k, num_warps, max(2, min(6, stages)))
 
 
 def linear_constants(
@@ -107,11 +101,22 @@ def linear_constants(
     out_features: int,
     in_features: int,
     activation: str,
-    num_cleared: int = 0,
     *,
-    overlaps: bool = False,
+    num_squares: int = 1,
+    num_cleared: int = 0,
+    early: bool = False,
 ) -> dict[str, Any]:
-    """The constants of `fused_linear_kernel`, launch options included."""
+    """The constants of `fused_linear_kernel`, launch options included.
+
+    Args:
+        tile: from `choose_tile`.
+        out_features: N.
+        in_features: K.
+        activation: its name in the kernel; empty = none.
+        num_squares: sums of squares of a row.
+        num_cleared: elements that are cleared; 0 or a power of two.
+        early: the kernel starts before the previous one has ended (ops/fused/early_start.py).
+    """
     return {
         "K": in_features,
         "N": out_features,
@@ -119,9 +124,11 @@ def linear_constants(
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
         "BLOCK_K": tile.block_k,
+        "SQUARES": num_squares,
+        "BLOCK_S": triton.next_power_of_2(num_squares),
         "CLEARED": num_cleared,
-        "OVERLAPS": overlaps,
-        "launch_pdl": overlaps,
+        "EARLY": early,
+        "launch_pdl": early,
         "num_warps": tile.num_warps,
         "num_stages": tile.num_stages,
     }
@@ -159,26 +166,38 @@ def _weights(weight, column, k, K: tl.constexpr, N: tl.constexpr, BLOCK_N: tl.co
 
 
 @triton.jit
-def _prefetch(pointers):
-    """Load the cache lines of these addresses into the device's cache."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-        "=r,l",
-        [pointers],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
+def _prefetch_tile(weight, column, K: tl.constexpr, N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Prefetch the first BLOCK_K elements of rows of W."""
+    LINE: tl.constexpr = 1024 // weight.dtype.element_ty.primitive_bitwidth  # of 128 bytes
+    LINES: tl.constexpr = BLOCK_K // LINE if BLOCK_K > LINE else 1
+    line = tl.arange(0, LINES) * LINE % K
+    prefetch(weight + (column % N)[:, None].to(tl.int64) * K + line[None, :])
+
+
+@triton.jit
+def _store_scaled(scaled, squares, norm_weight, result, row, column, num_rows, N: tl.constexpr):
+    """Store a tile of the result times `norm_weight`, and the sums of the squares of its rows."""
+    row_ok, column_ok = row < num_rows, column < N
+    ok = row_ok[:, None] & column_ok[None, :]
+    wide = tl.where(ok, result.to(tl.float32), 0.0)
+    scale = tl.load(norm_weight + column, mask=column_ok, other=0.0).to(tl.float32)
+    place = row.to(tl.int64)[:, None] * N + column[None, :]
+    tl.store(scaled + place, (wide * scale[None, :]).to(result.dtype), mask=ok)
+    sums_of_tile = squares + row.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+    tl.store(sums_of_tile, tl.sum(wide * wide, 1), mask=row_ok)
 
 
 @triton.jit(do_not_specialize=["num_rows", "eps"])
 def fused_linear_kernel(
     out,  # [T, N] contiguous
+    scaled,  # [T, N] contiguous, out * norm_weight, or None
+    new_squares,  # [T, column tiles] float32, sums of the squares of out; None as `scaled` is
     x,  # [T, K]
     weight,  # [N, K] contiguous; [2 N, K] with an activation
     bias,  # [N] or [2 N], or None
-    norm_weight,  # [K], or None
+    squares,  # [T, SQUARES] float32, whose sum divides the products, or None
     residual,  # [T, N], or None
+    norm_weight,  # [N]; None as `scaled` is
     cleared,  # [CLEARED] int32, set to zeros for a later kernel, or None
     num_rows,  # T
     x_stride,
@@ -190,32 +209,37 @@ def fused_linear_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    SQUARES: tl.constexpr,
+    BLOCK_S: tl.constexpr,  # power of two, at least SQUARES
     CLEARED: tl.constexpr,  # 0 or a power of two
-    OVERLAPS: tl.constexpr,  # programs start before the previous kernel of the stream has ended
+    EARLY: tl.constexpr,
 ):
     """One program for each row tile and column tile of the result."""
     column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    if OVERLAPS:
-        gdc_launch_dependents()
-        # The weights do not depend on the previous kernel, so their first tiles are on the way to
-        # the device's cache while that kernel ends.
-        line = tl.arange(0, BLOCK_K // 64) * 64
-        ahead = weight + (column % N)[:, None].to(tl.int64) * K + line[None, :]
-        _prefetch(ahead)
-        if BLOCK_K * 2 <= K:
-            _prefetch(ahead + BLOCK_K)
+    if EARLY:
+        # The previous kernel does not write the weights, so their first tiles are loaded into the
+        # device's cache while it ends.
+        _prefetch_tile(weight, column, K, N, BLOCK_K)
         if ACTIVATION != "":
-            _prefetch(ahead + N * K)
-        gdc_wait()
+            _prefetch_tile(weight + N * K, column, K, N, BLOCK_K)
+    wait_for_previous_kernel(EARLY)
     if CLEARED:  # noqa: SIM102 - known when the kernel is compiled
         if tl.program_id(0) + tl.program_id(1) == 0:
             tl.store(cleared + tl.arange(0, CLEARED), tl.zeros([CLEARED], tl.int32))
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     row_ok, column_ok = row < num_rows, column < N
     wide_row = row.to(tl.int64)
+    factor = tl.full([BLOCK_M], 1.0, tl.float32)
+    if squares is not None:
+        part = tl.arange(0, BLOCK_S)
+        sums = tl.load(
+            squares + wide_row[:, None] * SQUARES + part[None, :],
+            mask=row_ok[:, None] & (part < SQUARES)[None, :],
+            other=0.0,
+        )
+        factor = tl.rsqrt(tl.sum(sums, 1) / K + eps)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     acc_up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    squares = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
     for start in range(0, K, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
         rows = x + wide_row[:, None] * x_stride + k[None, :]
@@ -223,18 +247,12 @@ def fused_linear_kernel(
             tile = tl.load(rows, mask=row_ok[:, None], other=0.0)
         else:
             tile = tl.load(rows, mask=row_ok[:, None] & (k < K)[None, :], other=0.0)
-        if norm_weight is not None:
-            wide = tile.to(tl.float32)
-            squares += wide * wide
-            scale = tl.load(norm_weight + k, mask=k < K, other=0.0).to(tl.float32)
-            tile = (wide * scale[None, :]).to(tile.dtype)
         columns = _weights(weight, column, k, K, N, BLOCK_N, BLOCK_K)
         acc = tl.dot(tile, tl.trans(columns), acc, input_precision="ieee")
         if ACTIVATION != "":
             columns = _weights(weight + N * K, column, k, K, N, BLOCK_N, BLOCK_K)
             acc_up = tl.dot(tile, tl.trans(columns), acc_up, input_precision="ieee")
-    if norm_weight is not None:
-        factor = tl.rsqrt(tl.sum(squares, 1) / K + eps)
+    if squares is not None:
         acc = acc * factor[:, None]
         acc_up = acc_up * factor[:, None]
     if bias is not None:
@@ -247,14 +265,40 @@ def fused_linear_kernel(
     if residual is not None:
         before = residual + wide_row[:, None] * residual_stride + column[None, :]
         acc += tl.load(before, mask=ok, other=0.0).to(tl.float32)
-    tl.store(out + wide_row[:, None] * N + column[None, :], acc.to(out.dtype.element_ty), mask=ok)
+    result = acc.to(out.dtype.element_ty)
+    place = wide_row[:, None] * N + column[None, :]
+    tl.store(out + place, result, mask=ok)
+    if scaled is not None:
+        _store_scaled(scaled, new_squares, norm_weight, result, row, column, num_rows, N)
+
+
+@triton.jit
+def scale_rows_kernel(
+    scaled,  # [T, K] contiguous
+    squares,  # [T, programs of a row] float32
+    x,  # [T, K]
+    norm_weight,  # [K]
+    x_stride,
+    K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """One program for each row and BLOCK columns of it."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    ok = column < K
+    scale = tl.load(norm_weight + column, mask=ok, other=0.0).to(tl.float32)
+    wait_for_previous_kernel(EARLY)
+    wide = tl.load(x + row * x_stride + column, mask=ok, other=0.0).to(tl.float32)
+    tl.store(scaled + row * K + column, (wide * scale).to(scaled.dtype.element_ty), mask=ok)
+    tl.store(squares + row * tl.num_programs(1) + tl.program_id(1), tl.sum(wide * wide, 0))
 
 
 def launch(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    norm_weight: Tensor | None,
+    squares: Tensor | None,
     eps: float,
     activation: str,
     residual: Tensor | None,
@@ -268,28 +312,79 @@ def launch(
     Raises:
         ValueError: the dtype is not one of `FUSED_DTYPES`, or a tensor does not fit `fused_linear`.
     """
+    return _launch(x, weight, bias, squares, eps, activation, residual, None, cleared)[0]
+
+
+def launch_linear_and_scale(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm_weight: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`linear_and_scale` with the kernel; arguments and errors as for the op."""
+    return _launch(x, weight, bias, None, 0.0, "", residual, norm_weight, None)
+
+
+def launch_scale_rows(x: Tensor, norm_weight: Tensor) -> tuple[Tensor, Tensor]:
+    """`scale_rows` with the kernel; arguments and errors as for the op."""
+    _check_rows("x", x)
+    num_rows, size = x.shape
+    block = min(_SCALED, triton.next_power_of_2(size))
+    scaled = torch.empty((num_rows, size), dtype=x.dtype, device=x.device)
+    squares = x.new_empty((num_rows, triton.cdiv(size, block)), dtype=torch.float32)
+    if num_rows:
+        early = starts_early(x.device)
+        scale_rows_kernel[squares.shape](
+            scaled,
+            squares,
+            x,
+            norm_weight,
+            x.stride(0) if num_rows > 1 else size,
+            K=size,
+            BLOCK=block,
+            EARLY=early,
+            launch_pdl=early,
+        )
+    return scaled, squares
+
+
+def _launch(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    squares: Tensor | None,
+    eps: float,
+    activation: str,
+    residual: Tensor | None,
+    norm_weight: Tensor | None,
+    cleared: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The result, and what `linear_and_scale` returns besides it; empty without `norm_weight`."""
     _check(x, weight, residual)
     num_rows, in_features = x.shape
     out_features = weight.shape[0] // (2 if activation else 1)
-    out = torch.empty((num_rows, out_features), dtype=x.dtype, device=x.device)
-    if num_rows == 0:
-        return out
     tile = choose_tile(
         num_rows,
         out_features,
         in_features,
         x.element_size(),
         is_gated=bool(activation),
-        shared_memory=_shared_memory(x.device),
+        **_limits(x.device),
     )
-    grid = (-(-num_rows // tile.block_m), -(-out_features // tile.block_n))
+    grid = (triton.cdiv(num_rows, tile.block_m), triton.cdiv(out_features, tile.block_n))
+    out = torch.empty((num_rows, out_features), dtype=x.dtype, device=x.device)
+    scales = norm_weight is not None
+    scaled = out.new_empty((num_rows, out_features if scales else 0))
+    new_squares = out.new_empty((num_rows, grid[1] if scales else 0), dtype=torch.float32)
+    if num_rows == 0:
+        return out, scaled, new_squares
     fused_linear_kernel[grid](
         out,
+        scaled if scales else None,
+        new_squares if scales else None,
         x,
         weight,
         bias,
-        norm_weight,
+        squares,
         residual,
+        norm_weight,
         cleared,
         num_rows,
         # A single row may have any stride. Triton would compile the kernel again for some strides.
@@ -297,10 +392,16 @@ def launch(
         residual.stride(0) if residual is not None and num_rows > 1 else out_features,
         eps,
         **linear_constants(
-            tile, out_features, in_features, activation, 0 if cleared is None else cleared.numel()
+            tile,
+            out_features,
+            in_features,
+            activation,
+            num_squares=1 if squares is None else squares.shape[1],
+            num_cleared=0 if cleared is None else cleared.numel(),
+            early=starts_early(x.device),
         ),
     )
-    return out
+    return out, scaled, new_squares
 
 
 def _check(x: Tensor, weight: Tensor, residual: Tensor | None) -> None:
@@ -309,18 +410,28 @@ def _check(x: Tensor, weight: Tensor, residual: Tensor | None) -> None:
             f"fused_linear: x is {x.dtype} and the weight {weight.dtype}; both must be bfloat16 or "
             "float32"
         )
-    for name, tensor in (("x", x), ("the weight", weight), ("the residual", residual)):
-        if tensor is not None and tensor.stride(1) != 1:
-            raise ValueError(
-                f"fused_linear: {name} has strides {tensor.stride()}, its rows must be contiguous; "
-                "call .contiguous() on it"
-            )
+    _check_rows("x", x)
+    _check_rows("the weight", weight)
+    if residual is not None:
+        _check_rows("the residual", residual)
     if not weight.is_contiguous():
         raise ValueError(f"fused_linear: the weight has strides {weight.stride()}, must be dense")
 
 
-def _shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that one program may have."""
+def _check_rows(name: str, tensor: Tensor) -> None:
+    if tensor.stride(1) != 1:
+        raise ValueError(
+            f"fused_linear: {name} has strides {tensor.stride()}, its rows must be contiguous; "
+            "call .contiguous() on it"
+        )
+
+
+def _limits(device: torch.device) -> dict[str, int]:
+    """The arguments of `choose_tile` that depend on the device."""
     if device.type != "cuda":
-        return _SHARED_MEMORY  # Triton's interpreter, which has no limit
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+        return {}  # Triton's interpreter, which has no limits
+    properties = torch.cuda.get_device_properties(device)
+    return {
+        "shared_memory": properties.shared_memory_per_block_optin,
+        "multiprocessors": properties.multi_processor_count,
+    }

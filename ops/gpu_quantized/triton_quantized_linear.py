@@ -8,7 +8,7 @@ Their sum is multiplied by the group's scale and added to the result, also in fl
 and widened once and multiplied by all rows. `many_rows_kernel` gives the weights to the matrix
 units as the left operand. The rows of x are the right operand, whose smallest size is smaller, so a
 step of few rows needs less padding. If the result has too few tiles to fill the GPU, programs also
-divide K, and `add_parts_kernel` adds their sums in ascending order. Not yet verified on hardware.
+divide K, and `add_parts_kernel` adds their sums in ascending order.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _source_columns(order, k, K: tl.constexpr):
     return k
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def few_rows_kernel(
     out,  # [SPLIT, T, N] float32, or [T, N]
     x,  # [T, K]
@@ -197,9 +197,9 @@ def multiply_tile(
     return sums
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def many_rows_kernel(
-    out,  # [SPLIT, T, N] float32, or [T, N]
+    out,  # [parts, T, N] float32, or [T, N]
     x,  # [T, K]
     words,  # the weight as int32, or as bytes for e4m3
     factors,  # the weight in the dtype of its scales
@@ -218,7 +218,7 @@ def many_rows_kernel(
     HEADER: tl.constexpr,
     UNIT: tl.constexpr,
     PANEL_BYTES: tl.constexpr,
-    SPLIT: tl.constexpr,
+    IS_SPLIT: tl.constexpr,  # the number of parts is no constant, because it depends on T
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -228,7 +228,7 @@ def many_rows_kernel(
     row = (tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     row_ok = row < num_rows
     steps: tl.constexpr = (K + GROUP - 1) // GROUP * ((GROUP + BLOCK_K - 1) // BLOCK_K)
-    per_part: tl.constexpr = (steps + SPLIT - 1) // SPLIT
+    per_part = tl.cdiv(steps, tl.num_programs(2))
     first = tl.program_id(2) * per_part
     last = tl.minimum(first + per_part, steps)
     sums = multiply_tile(
@@ -236,7 +236,7 @@ def many_rows_kernel(
         N, K, KIND, BITS, GROUP, SYMMETRIC, HEADER, UNIT, PANEL_BYTES, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
     stored = (column < N)[:, None] & row_ok[None, :]
-    if SPLIT == 1:
+    if not IS_SPLIT:
         if bias is not None:
             more = tl.load(bias + column, mask=column < N, other=0.0)
             sums += more.to(tl.float32)[:, None]
@@ -248,16 +248,16 @@ def many_rows_kernel(
     tl.store(target, sums.to(out.dtype.element_ty), mask=stored)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_parts", "num_rows"])
 def add_parts_kernel(
-    parts,  # [SPLIT, T, N] float32
+    parts,  # [num_parts, T, N] float32
     bias,  # [N] or None
     residual,  # [T, N] or None
     out,  # [T, N]
+    num_parts,
     num_rows,
     residual_stride,
     N: tl.constexpr,
-    SPLIT: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     """One program for each row and BLOCK_N columns: the sum over the parts of K."""
@@ -265,7 +265,7 @@ def add_parts_kernel(
     column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = column < N
     total = tl.zeros([BLOCK_N], tl.float32)
-    for part in range(SPLIT):
+    for part in range(num_parts):
         place = (part * num_rows + row) * N + column
         total += tl.load(parts + place, mask=inside, other=0.0)
     if bias is not None:
@@ -313,7 +313,7 @@ def many_rows_launch(
     tiles = -(-out_features // constants["BLOCK_N"])
     rows = -(-num_rows // constants["BLOCK_M"])
     split = parts_of_columns(tiles * rows, -(-in_features // (2 * constants["BLOCK_K"])))
-    return Launch((tiles, rows, split), constants | {"SPLIT": split})
+    return Launch((tiles, rows, split), constants | {"IS_SPLIT": split > 1})
 
 
 def tile_constants(form: QuantFormat, num_rows: int, dtype: torch.dtype) -> dict[str, Any]:
@@ -391,8 +391,8 @@ def quantized_linear_on_cuda(
     )
     if split > 1:
         block = min(_ADDED, triton.next_power_of_2(out_features))
-        last: dict[str, Any] = {"N": out_features, "SPLIT": split, "BLOCK_N": block, "num_warps": 4}
+        last: dict[str, Any] = {"N": out_features, "BLOCK_N": block, "num_warps": 4}
         add_parts_kernel[(num_rows, triton.cdiv(out_features, block))](
-            sums, bias, residual, out, num_rows, residual_stride, **last
+            sums, bias, residual, out, split, num_rows, residual_stride, **last
         )
     return out

@@ -10,7 +10,7 @@ then 32 zero points or minimums) and then its values. Values are stored in units
 
 32 words side by side are one unit of 32 rows, so that neighbouring threads read neighbouring words.
 A value, before it is multiplied by its scale, is a whole number from -255 to 255 or a float of 8
-bits. So it is exact in float16, bfloat16 and float32. Not yet verified on hardware.
+bits. So it is exact in float16, bfloat16 and float32.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The Triton kernel of `ostinato::row_logprobs`. Not yet verified on hardware."""
+"""The Triton kernel of `ostinato::row_logprobs`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ __all__ = ("score_rows",)
 _CONSTANTS: dict[str, Any] = {"BLOCK": 4096, "BLOCK_W": 16, "num_warps": 8}
 
 
-@triton.jit(do_not_specialize=["vocab_size", "num_tokens"])
+@triton.jit(
+    do_not_specialize=["vocab_size", "num_tokens"],
+    # A part of the ids may begin anywhere.
+    do_not_specialize_on_alignment=["token_ids"],
+)
 def _score_kernel(
     logits,  # [R, V] float32
     token_ids,  # [R, W] int64 contiguous

@@ -5,7 +5,7 @@ pairs of one expert by BLOCK_N rows of its matrix. The grid has enough programs 
 of the pairs among the experts. Each program finds its expert from the positions where the experts'
 pairs end. So one captured graph serves every result of the router, and the host reads no result.
 
-The slots of a token are added in their order. Not yet verified on hardware.
+The slots of a token are added in their order.
 
 Source: the grouped product over sorted tokens of MegaBlocks (Gale et al., arXiv:2211.15841).
 """

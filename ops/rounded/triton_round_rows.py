@@ -1,7 +1,4 @@
-"""The Triton kernels that round activations to 8 bits (ops/rounded/round_rows.py).
-
-Not yet verified on hardware.
-"""
+"""The Triton kernels that round activations to 8 bits (ops/rounded/round_rows.py)."""
 
 from __future__ import annotations
 
@@ -25,7 +22,6 @@ __all__ = (
 _COLUMNS = 8192  # columns that a program of `round_whole_rows_kernel` holds at once
 _GROUPED = 2048  # columns of a program of `round_groups_kernel`
 _INFINITY = tl.constexpr(float("inf"))
-_NAN = tl.constexpr(float("nan"))
 _HALF = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding it rounds a float32 to a whole number
 
 
@@ -89,7 +85,7 @@ def round_whole_rows_kernel(
         k = start + offsets
         part = tl.load(x + row * x_stride + k, mask=k < K, other=0.0).to(tl.float32)
         tl.store(out + row * K + k, _rounded(part, scale, finite, MOST, IS_FLOAT), mask=k < K)
-    tl.store(scales + row, tl.where(finite, scale, _NAN))
+    tl.store(scales + row, tl.where(finite, scale, float("nan")))
 
 
 @triton.jit
@@ -118,7 +114,7 @@ def round_groups_kernel(
     values = _rounded(part, scale[:, None], finite[:, None], MOST, IS_FLOAT)
     tl.store(out + row * K + k, values, mask=k < K)
     place = scales + row * groups + group
-    tl.store(place, tl.where(finite, scale, _NAN), mask=group < groups)
+    tl.store(place, tl.where(finite, scale, float("nan")), mask=group < groups)
 
 
 def rows_constants(

@@ -7,8 +7,7 @@ fewer bits. The sum of a group is multiplied by its scales, and groups are added
 As in ops/gpu_quantized/, weights are the left operand, so a step of few rows needs less padding. If
 the result has too few tiles to fill the GPU, programs also divide K.
 
-Large steps over e4m3 matrices with a scale for each row run `torch._scaled_mm`. Not yet verified on
-hardware.
+Large steps over e4m3 matrices with a scale for each row run `torch._scaled_mm`.
 """
 
 from __future__ import annotations
@@ -128,9 +127,9 @@ def multiply_rounded_tile(
     return result
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def rounded_linear_kernel(
-    out,  # [SPLIT, T, N] float32, or [T, N]
+    out,  # [parts, T, N] float32, or [T, N]
     x,  # [T, K]
     x_scales,  # [T, INPUT_GROUPS] float32
     weight,  # [N, K]
@@ -145,7 +144,7 @@ def rounded_linear_kernel(
     IS_GROUPED: tl.constexpr,
     INPUT_GROUPS: tl.constexpr,
     IS_FLOAT: tl.constexpr,
-    SPLIT: tl.constexpr,
+    IS_SPLIT: tl.constexpr,  # the number of parts is no constant, because it depends on T
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -155,7 +154,7 @@ def rounded_linear_kernel(
     row = (tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     row_ok = row < num_rows
     steps: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
-    per_part: tl.constexpr = (steps + SPLIT - 1) // SPLIT
+    per_part = tl.cdiv(steps, tl.num_programs(2))
     first = tl.program_id(2) * per_part
     last = tl.minimum(first + per_part, steps)
     sums = multiply_rounded_tile(
@@ -163,7 +162,7 @@ def rounded_linear_kernel(
         N, K, GROUP, IS_GROUPED, INPUT_GROUPS, IS_FLOAT, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
     stored = (column < N)[:, None] & row_ok[None, :]
-    if SPLIT == 1:
+    if not IS_SPLIT:
         if bias is not None:
             more = tl.load(bias + column, mask=column < N, other=0.0)
             sums += more.to(tl.float32)[:, None]
@@ -195,7 +194,7 @@ def rounded_linear_launch(operands: Operands, num_rows: int) -> Launch:
     rows = -(-num_rows // constants["BLOCK_M"])
     steps = -(-operands.in_features // constants["BLOCK_K"])
     split = parts_of_columns(tiles * rows, -(-steps // 2))
-    return Launch((tiles, rows, split), constants | {"SPLIT": split})
+    return Launch((tiles, rows, split), constants | {"IS_SPLIT": split > 1})
 
 
 def fits_scaled_mm(operands: Operands, num_rows: int, out_dtype: torch.dtype) -> bool:
@@ -307,8 +306,8 @@ def rounded_linear_on_cuda(
     )
     if split > 1:
         block = min(_ADDED, triton.next_power_of_2(len(weight)))
-        last: dict[str, Any] = {"N": len(weight), "SPLIT": split, "BLOCK_N": block, "num_warps": 4}
+        last: dict[str, Any] = {"N": len(weight), "BLOCK_N": block, "num_warps": 4}
         add_parts_kernel[(num_rows, triton.cdiv(len(weight), block))](
-            sums, bias, residual, out, num_rows, residual_stride, **last
+            sums, bias, residual, out, split, num_rows, residual_stride, **last
         )
     return out

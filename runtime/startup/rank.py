@@ -30,7 +30,6 @@ from ostinato.graphs.sampling_graph import GraphSampler
 from ostinato.graphs.threads import StepThreads
 from ostinato.graphs.timing import make_timer
 from ostinato.models.base import EncoderModel, LanguageModel
-from ostinato.models.step_tensors import StepSizes
 from ostinato.ops.attention import AttentionPlanner, PlannedBackend, load_backend
 from ostinato.ops.native.library import loaded_isa
 from ostinato.runtime.costs.cost_table import CostTable
@@ -347,7 +346,9 @@ def _prepare_graphs(
     """Run every kind of step once, and capture the buckets that fit into the memory."""
     config, limits = plan.config.graphs, plan.source.limits
     with phase("warm-up"):
-        graphs.warm_up([StepSizes(tokens, 1, 1) for tokens in plan.warm_up_tokens])
+        graphs.warm_up(plan.warm_up_steps)
+        if token_sampler is not None:
+            token_sampler.warm_up()
     if config.mode is not GraphMode.captured:
         return
     if gaps := why_incomplete(config.capture_sizes, limits.max_num_seqs):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import time
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
 
+import ostinato
 from ostinato.conf.schema import LoadFormat, ModelSection, PoolingChoice
 from ostinato.models.checkpoints.checkpoint import resolve_path
 from ostinato.models.gguf.gguf_file import GGUF_ENDING, is_gguf_path
@@ -106,7 +106,7 @@ def _fingerprint(plan: EnginePlan, isa: str) -> str:
     source, model = plan.source, plan.config.model
     digest = hashlib.sha256()
     for part in (
-        version("ostinato"),
+        ostinato.__version__,
         torch.__version__,
         source.config,
         source.dtype,

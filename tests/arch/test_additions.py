@@ -30,6 +30,7 @@ from torch.nn.functional import scaled_dot_product_attention
 class PlainBackend:
     name = "plain"
     is_batch_invariant = False
+    warm_up_seqs = (1,)
 
     def why_unsupported(self, spec):
         if spec.sliding_window or spec.soft_cap or spec.has_alibi or spec.has_sinks:

@@ -26,7 +26,7 @@ from tests.ops.planned_steps import Engine
 pytestmark = pytest.mark.gpu
 
 MAX_BLOCKS = 80
-NUM_CACHE_BLOCKS = 512
+NUM_CACHE_BLOCKS = 1200  # of the largest step, which has 16 sequences of 1,000 tokens
 CUDA = torch.device("cuda")
 BASE = Shape(num_heads=32, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16, device=CUDA)
 FP8 = torch.float8_e4m3fn
@@ -203,7 +203,8 @@ class CapturedAttention:
         batch = engine.buffers.batch(key.num_tokens, key.num_seqs, 1)
         metadata = StepInputs({}, batch).attention
 
-        per_head = shape.per_head()
+        # The graph reads these tensors in every replay, so they live as long as it does.
+        self.per_head = per_head = shape.per_head()
 
         def call() -> Tensor:
             return backend.run(
@@ -295,7 +296,7 @@ def test_no_memory_is_kept(name: str) -> None:
 @torch.inference_mode()
 def test_triton_gives_the_same_bits_alone_and_in_a_batch() -> None:
     backend, planner, engine = engine_of("triton", BASE)
-    lengths = MIXED_STEPS[0]
+    lengths = MIXED_STEPS[0][:4]  # up to four sequences have the same partitions of their keys
     key = GraphKey(sum(query for query, _ in lengths), len(lengths), 0)
     step = engine.load(lengths, key)
     planner.plan(key, engine.buffers.host, engine.buffers.plan)
@@ -329,7 +330,7 @@ def compiled() -> Iterator[list[str]]:
 
 
 @torch.inference_mode()
-def test_triton_compiles_nothing_after_two_warm_up_steps(compiled: list[str]) -> None:
+def test_triton_compiles_nothing_after_the_warm_up_steps(compiled: list[str]) -> None:
     shape = replace(BASE, num_heads=24)  # in no other test, so that the first step compiles
     backend, planner, engine = engine_of("triton", shape)
 
@@ -340,7 +341,9 @@ def test_triton_compiles_nothing_after_two_warm_up_steps(compiled: list[str]) ->
         run(backend, loaded, shape)
 
     step([(64, 64)], uniform=False)
-    step([(1, 1)], uniform=False)
+    for num_seqs in backend.warm_up_seqs:
+        if num_seqs <= 16:
+            step([(1, 1)] * num_seqs, uniform=False)
     assert compiled != []
     compiled.clear()
     for lengths in (*MIXED_STEPS, *DECODE_STEPS):

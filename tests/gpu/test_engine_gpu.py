@@ -138,6 +138,7 @@ def test_nothing_compiles_late_and_nothing_leaks(dtype: str) -> None:
     assert len(allocated) > 5
 
 
+@pytest.mark.whole_device
 def test_too_little_memory_for_the_capture_leaves_buckets_out(
     cpu: LLM, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -162,6 +163,7 @@ def test_too_little_memory_for_the_capture_leaves_buckets_out(
     assert llm.stats().late_compiles == []
 
 
+@pytest.mark.whole_device
 def test_a_plan_leaves_room_for_what_is_not_planned(caplog: pytest.LogCaptureFixture) -> None:
     """The KV cache fills the memory up to `memory_fraction`; the rest stays free."""
     free, total = torch.cuda.mem_get_info()
@@ -205,6 +207,7 @@ def test_device_times_are_within_the_steps() -> None:
     assert 0.0 < device <= after.step_seconds - before.step_seconds
 
 
+@pytest.mark.whole_device
 def test_too_large_a_cache_is_refused_by_the_plan() -> None:
     free_gib = torch.cuda.mem_get_info()[0] / 2**30
     with pytest.raises(StartupError, match=r"cache\.memory_gib") as caught:

@@ -59,6 +59,7 @@ def test_two_ranks_start_again_from_the_bundle_that_the_first_has_saved() -> Non
     assert found[0] == found[1]
 
 
+@pytest.mark.whole_device
 def test_each_rank_has_a_gpu_of_its_own() -> None:
     free = [torch.cuda.mem_get_info(device)[0] for device in range(2)]
     with LLM(config=cuda_config("parallel.tensor=2")) as llm:

@@ -41,6 +41,7 @@ def test_a_draw_stays_within_its_memory() -> None:
     assert torch.cuda.max_memory_allocated() - before <= sampling_workspace_bytes(rows, vocab_size)
 
 
+@pytest.mark.whole_device
 def test_the_peak_of_a_call() -> None:
     def call() -> None:
         torch.empty(64 << 20, dtype=torch.uint8, device=CUDA)

@@ -154,8 +154,9 @@ def _compile_kernels(programs: ModelPrograms, plan: EnginePlan, device: Describe
 
 def _steps(plan: EnginePlan) -> Iterator[Step]:
     """The buckets, and the steps that a start runs uncaptured."""
-    for tokens in plan.warm_up_tokens:
-        yield Step(name=f"{tokens} tokens", seqs=((1, tokens, tokens),))
+    for sizes in plan.warm_up_steps:
+        per_seq = sizes.num_tokens // sizes.num_seqs
+        yield Step(name=str(sizes), seqs=((sizes.num_seqs, per_seq, per_seq),))
     for key in plan.buckets.keys:
         yield _padded(key)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,10 +24,14 @@ class OwnLaunch:
     """A launch of one of our kernels."""
 
     name: str
-    num_programs: int
+    grid: tuple[int, ...]
     constants: Mapping[str, Any]
     compiled: Any  # Triton's kernel
     arch: int
+
+    @property
+    def num_programs(self) -> int:
+        return math.prod(self.grid)
 
     @property
     def resources(self) -> Resources:
@@ -47,13 +52,10 @@ def recorded_launches(arch: int) -> Iterator[list[OwnLaunch]]:
     def record(kernel: Any, *args: Any, grid: Any, warmup: bool, **constants: Any) -> Any:
         mocked = [MockTensor(x.dtype) if isinstance(x, Tensor) else x for x in args]
         compiled = run(kernel, *mocked, grid=grid, warmup=True, **constants)
-        programs = 1
-        for size in grid:
-            programs *= int(size)
         launches.append(
             OwnLaunch(
                 name=kernel.fn.__name__,
-                num_programs=programs,
+                grid=tuple(map(int, grid)),
                 constants=constants,
                 compiled=compiled,
                 arch=arch,

@@ -266,6 +266,15 @@ class _Fused(TorchDispatchMode):
             with recorded_launches(self._arch) as kernels:
                 triton_fused_linear.launch(*args)
             self._launches.append(FusedLaunch(launch=_linear(args, result), kernel=kernels[0]))
+        elif func is torch.ops.ostinato.linear_and_scale.default:
+            with recorded_launches(self._arch) as kernels:
+                triton_fused_linear.launch_linear_and_scale(*args)
+            self._launches.append(FusedLaunch(launch=_scaled(args, result), kernel=kernels[0]))
+        elif func is torch.ops.ostinato.scale_rows.default:
+            with recorded_launches(self._arch) as kernels:
+                triton_fused_linear.launch_scale_rows(*args)
+            launch = _launch(By.own, "norm", args[0].nbytes, _bytes_of(result), 0)
+            self._launches.append(FusedLaunch(launch=launch, kernel=kernels[0]))
         elif func is torch.ops.ostinato.fused_experts.default:
             with recorded_launches(self._arch) as kernels:
                 launch_experts(*args)
@@ -297,13 +306,25 @@ def _torch_launch(func: Any, args: tuple[Any, ...], result: Tensor) -> Launch:
 
 def _linear(args: tuple[Any, ...], result: Tensor) -> Launch:
     """A call of `fused_linear`, named by its parts."""
-    x, weight, _, norm_weight, _, activation, residual = args
-    parts = ["norm"] * (norm_weight is not None)
+    x, weight, _, squares, _, activation, residual = args
+    parts = ["norm"] * (squares is not None)
     parts.append(f"{weight.shape[0]} x {weight.shape[1]}")
     parts += [activation] * bool(activation) + ["residual"] * (residual is not None)
     read = sum(one.nbytes for one in args if isinstance(one, Tensor))
     flop = 2 * x.shape[0] * weight.numel()
     return _launch(By.own, ", ".join(parts), read, result.nbytes, flop)
+
+
+def _scaled(args: tuple[Any, ...], results: tuple[Tensor, ...]) -> Launch:
+    """A call of `linear_and_scale`."""
+    x, weight, *_ = args
+    read = sum(one.nbytes for one in args if isinstance(one, Tensor))
+    name = f"{weight.shape[0]} x {weight.shape[1]}, residual, scale"
+    return _launch(By.own, name, read, _bytes_of(results), 2 * x.shape[0] * weight.numel())
+
+
+def _bytes_of(tensors: tuple[Tensor, ...]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 def _launch(by: By, name: str, read: int, written: int, flop: int) -> Launch:

@@ -83,7 +83,7 @@ def _launches(
     x: Tensor, weight: Tensor, result: Tensor, added: int, kernels: list[OwnLaunch]
 ) -> Iterator[Launch]:
     """The product, and the sum of its parts if its programs divide the columns of the matrix."""
-    split = int(kernels[0].constants["SPLIT"])
+    split = kernels[0].grid[2]
     parts = 4 * split * result.numel()
     name = f"{result.shape[1]} x {x.shape[1]}, quantised"
     flop = 2 * result.numel() * x.shape[1]

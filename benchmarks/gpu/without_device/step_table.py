@@ -132,7 +132,7 @@ def _kernels(
         if _forms(programs, step)[0]:
             for fused in programs.fused_launches(step.sizes, device.arch):
                 if fused.kernel is not None:
-                    rows = fused.kernel.constants["BLOCK_M"]
+                    rows = fused.kernel.constants.get("BLOCK_M", 1)
                     name = f"{fused.kernel.name}, {rows} rows, {fused.launch.name}"
                     found[name] = _kernel(name, By.own, [fused.kernel.resources])
         for call in expert_calls(programs, step.sizes.num_tokens, device.arch):

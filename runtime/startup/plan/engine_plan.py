@@ -18,11 +18,12 @@ from ostinato.models.config.head_spec import NO_INPUTS, HeadInputs
 from ostinato.models.kv_cache import KVCacheSpec
 from ostinato.models.registry import class_of
 from ostinato.models.sharding import WHOLE, Shard
-from ostinato.models.step_tensors import num_kv_groups
+from ostinato.models.step_tensors import StepSizes, num_kv_groups
 from ostinato.ops.attention import AttentionSpec, backends_of, load_backend, select_backend
 from ostinato.ops.fused.fused_linear import warm_up_tokens
 from ostinato.ops.moe.flashinfer_experts import why_unsupported
 from ostinato.ops.moe.moe_linear import tile_tokens
+from ostinato.ops.quantized import GPU_TILE_TOKENS
 from ostinato.runtime.errors import StartupError
 from ostinato.runtime.kv.kv_cache_manager import KVGroup
 from ostinato.runtime.memory.memory_plan import MemoryPlan
@@ -55,8 +56,8 @@ class EnginePlan:
         return self.source.device.type == "cpu"
 
     @property
-    def warm_up_tokens(self) -> tuple[int, ...]:
-        """Sizes in tokens of the uncaptured steps of a start. They run every kernel once.
+    def warm_up_steps(self) -> tuple[StepSizes, ...]:
+        """The uncaptured steps of a start. They run every kernel once.
 
         The largest step is first, because GPU kernels are tuned for the first shape.
         """
@@ -64,11 +65,17 @@ class EnginePlan:
             tokens = {64, 1}
         else:
             tokens = set(warm_up_tokens(self.source.dtype))
+            if self.source.weights.quantization != "none":
+                tokens |= set(GPU_TILE_TOKENS)
             moe = self.source.config.moe
             if moe is not None:
                 tokens |= set(tile_tokens(moe.route.num_experts, moe.route.top_k))
-        most = self.source.limits.max_num_batched_tokens
-        return tuple(sorted({min(each, most) for each in tokens}, reverse=True))
+        limits = self.source.limits
+        most = limits.max_num_batched_tokens
+        steps = [StepSizes(n, 1, 1) for n in sorted({min(n, most) for n in tokens}, reverse=True)]
+        seqs = load_backend(self.backend).warm_up_seqs if self.backend else (1,)
+        most_seqs = min(limits.max_num_seqs, most)
+        return (*steps, *(StepSizes(n, n, n) for n in seqs if 1 < n <= most_seqs))
 
     @property
     def attention_spec(self) -> AttentionSpec:

@@ -45,7 +45,8 @@ SHARED_EXPERT = {
     "model_type": "qwen2_moe",
     "shared_expert_intermediate_size": 32,
 }
-DENSE = ["fused_linear", "rotary_attention", *["fused_linear"] * 3]
+ATTENTION = ["scale_rows", "fused_linear", "rotary_attention"]
+DENSE = [*ATTENTION, "linear_and_scale", "fused_linear", "fused_linear"]
 
 
 def build(hf_config: dict[str, Any], dtype: torch.dtype = torch.float32) -> tuple[CausalLM, Any]:
@@ -94,7 +95,7 @@ def few_calls(
     [
         (MODEL, DENSE),
         (QWEN3, DENSE),
-        (EXPERTS, ["fused_linear", "rotary_attention", "fused_experts"]),
+        (EXPERTS, [*ATTENTION, "fused_experts"]),
     ],
     ids=["llama", "qwen3", "experts"],
 )

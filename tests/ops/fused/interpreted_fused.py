@@ -24,7 +24,12 @@ from ostinato.ops.activation import activate
 from ostinato.ops.backends.reference import BACKEND as REFERENCE
 from ostinato.ops.backends.triton import BACKEND
 from ostinato.ops.fused.triton_fused_experts import launch_experts
-from ostinato.ops.fused.triton_fused_linear import choose_tile, launch
+from ostinato.ops.fused.triton_fused_linear import (
+    choose_tile,
+    launch,
+    launch_linear_and_scale,
+    launch_scale_rows,
+)
 from ostinato.ops.moe.routing import route_on_cuda
 from ostinato.ops.moe.triton_moe_linear import moe_linear_on_cuda
 from ostinato.ops.norm import plain_rms_norm
@@ -34,9 +39,11 @@ from tests.ops.exact_fp8 import FP8, convert_exactly
 from tests.ops.widened_bfloat16 import widen_products_of_bfloat16
 from tests.runtime.tiny import MODEL
 
-# Let the two ops run their CUDA kernels for CPU tensors too.
+# Let these ops run their CUDA kernels for CPU tensors too.
 _KERNELS = torch.library.Library("ostinato", "IMPL")
 _KERNELS.impl("fused_linear", launch, "CPU")
+_KERNELS.impl("linear_and_scale", launch_linear_and_scale, "CPU")
+_KERNELS.impl("scale_rows", launch_scale_rows, "CPU")
 _KERNELS.impl("fused_experts", launch_experts, "CPU")
 
 
@@ -53,7 +60,7 @@ def expected(
     activation: str,
     residual: Tensor | None,
 ) -> Tensor:
-    """The result of `fused_linear`, in float64."""
+    """The result of a norm and `fused_linear`, in float64."""
     x, weight = x.double(), weight.double()
     if norm_weight is not None:
         x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * norm_weight.double()
@@ -96,9 +103,13 @@ def arguments(
 
 
 def called(found: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments with the name that the activation has in the kernel."""
+    """The kernel's arguments: the scaled rows, their squares, its name of the activation."""
+    x, weight, bias, norm_weight, eps, activation, residual = found
+    squares = None
+    if norm_weight is not None:
+        x, squares = launch_scale_rows(x, norm_weight)
     names = {"gelu_pytorch_tanh": "gelu_tanh"}
-    return (*found[:5], names.get(found[5], found[5]), found[6])
+    return x, weight, bias, squares, eps, names.get(activation, activation), residual
 
 
 def name_of(value: int | set[str]) -> str:
@@ -115,7 +126,19 @@ def test_linear(rows: int, out_features: int, in_features: int, parts: set[str])
     torch.testing.assert_close(result.double(), expected(*found), atol=2e-5, rtol=2e-5)
 
 
-@pytest.mark.parametrize("rows", [5, 140])
+@pytest.mark.parametrize(("rows", "size", "in_features"), [(1, 40, 32), (17, 64, 96), (70, 33, 72)])
+def test_a_norm_of_the_result(rows: int, size: int, in_features: int) -> None:
+    found = arguments(rows, size, in_features, {"residual", "bias"}, torch.float32)
+    x, weight, bias, *_, residual = found
+    norm_weight = 1.0 + 0.1 * random(size, seed=6)
+    result, scaled, squares = launch_linear_and_scale(x, weight, bias, residual, norm_weight)
+    assert torch.equal(result, launch(*found))
+    assert torch.equal(scaled, result * norm_weight)
+    exact = result.double().square().sum(1)
+    torch.testing.assert_close(squares.double().sum(1), exact, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("rows", [5, 40])
 def test_linear_in_bfloat16(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter holds bfloat16 as raw 16-bit integers and multiplies those: widen them."""
     widen_products_of_bfloat16(monkeypatch)
@@ -128,12 +151,12 @@ def test_linear_in_bfloat16(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("count", [7, 16, 40])
 def test_a_row_gets_the_same_bits_among_others(count: int) -> None:
     """Steps of up to 16 rows have one tile shape, larger steps have another."""
-    x, *rest = called(arguments(count, 40, 96, {"norm", "silu"}, torch.float32))
-    together = launch(x, *rest)
+    x, *rest = arguments(count, 40, 96, {"norm", "silu"}, torch.float32)
+    together = launch(*called((x, *rest)))
     fewest = 1 if count <= 16 else 17
     # The rows keep their positions in the tile: a NumPy product, unlike one of tensor cores,
     # depends on the position.
-    alone = launch(x[:fewest], *rest)
+    alone = launch(*called((x[:fewest], *rest)))
     assert torch.equal(alone, together[:fewest])
 
 
@@ -142,11 +165,9 @@ def test_tiles() -> None:
         16, 4096, 4096, 2, is_gated=False
     )
     assert choose_tile(17, 6144, 4096, 2, is_gated=False).block_m == 64
-    assert choose_tile(1, 6144, 4096, 2, is_gated=False).block_n == 32
-    many = choose_tile(65, 4096, 4096, 2, is_gated=False)
-    assert many == choose_tile(256, 4096, 4096, 2, is_gated=False)
-    assert (many.block_m, many.block_n) == (128, 64)
-    assert choose_tile(256, 4096, 4096, 4, is_gated=False).block_m == 64, "float32"
+    assert choose_tile(1, 4096, 4096, 2, is_gated=False).block_n == 32
+    assert choose_tile(1, 6144, 4096, 2, is_gated=False).block_n == 64, "one program for each"
+    assert choose_tile(65, 4096, 4096, 2, is_gated=False).block_m == 64
 
 
 @pytest.mark.parametrize(

@@ -98,6 +98,6 @@ def test_experts(tokens: int) -> None:
 def test_rows_and_sums_of_parts(form: QuantFormat) -> None:
     constants = format_constants(form, 32000, 4096) | {"BLOCK_U": 128, "num_warps": 4}
     assert compiled(quantized_rows_kernel, form, constants, ids="*i64").spill_bytes == 0
-    constants = {"N": 4096, "SPLIT": 4, "BLOCK_N": 1024, "num_warps": 4}
+    constants = {"N": 4096, "BLOCK_N": 1024, "num_warps": 4}
     used = compiled(add_parts_kernel, form, constants, bias="*bf16", residual="*bf16")
     assert used.spill_bytes == 0
