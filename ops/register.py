@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
-__all__ = ("by_device", "define_alias", "register_op")
+__all__ = ("by_device", "define_alias", "fake_of", "register_op")
 
 _LIBRARY = torch.library.Library("ostinato", "DEF")
 _aliases: dict[str, torch.library.Library] = {}
+_fakes: dict[torch._ops.OpOverload, Callable[..., Any]] = {}
 
 
 def register_op(
@@ -41,7 +42,13 @@ def register_op(
         _LIBRARY.impl(name, kernel, key)
     torch.library.register_fake(f"ostinato::{name}", fake, lib=_LIBRARY)
     overload: torch._ops.OpOverload = getattr(torch.ops.ostinato, name).default
+    _fakes[overload] = fake
     return overload
+
+
+def fake_of(op: object) -> Callable[..., Any] | None:
+    """The fake function of an op of this package, given by its overload; None for other objects."""
+    return _fakes.get(op) if isinstance(op, torch._ops.OpOverload) else None
 
 
 def define_alias(namespace: str, name: str) -> bool:

@@ -1,4 +1,4 @@
-"""Compiles a model with Dynamo, as one graph or layer by layer.
+"""Compiles a model, as one graph or layer by layer.
 
 Both forms compute the same. `model`: begin, every layer and finish are one graph. `layer`: each
 kind of decoder layer is traced once and called at every depth with its weights as arguments, so
@@ -7,7 +7,8 @@ wanted rows only. Both forms are `fullgraph`, dynamic in tokens, sequences and r
 without Dynamo's guards: the tensors of a step always come from the same static buffers, and
 evaluating guards costs 0.3-2 ms a step.
 
-`dynamo_trace` prepares and runs the trace. `functions` compiles and stores it. `programs` binds
+`call_trace` traces layers that call only ops of this package, `dynamo_trace` all others.
+`functions` compiles and stores the traces. `programs` binds
 functions to weights and runs them once a step. No other package changes settings of Dynamo or
 Inductor.
 """
@@ -24,10 +25,11 @@ from ostinato.conf.environment import prepare_compiler
 from ostinato.conf.schema import GraphForm
 from ostinato.graphs.compiler.compiled_piece import PieceCompiler
 from ostinato.graphs.compiler.dynamo_trace import (
+    Example,
     example_batch,
-    mark_batch,
-    mark_layer_inputs,
     module_tensors,
+    varying_in_batch,
+    varying_in_layer,
     without_weights,
 )
 from ostinato.graphs.compiler.functions import (
@@ -94,10 +96,11 @@ def _compile_whole(
 
     compiled = stored_function(store, "model", skeleton)
     if compiled is None:
-        batch = example_batch(example)
-        mark_batch(batch)
-        arguments = (list(tensors.values()), batch, kv_cache)
-        compiled = compile_function(forward, arguments, store, "model", skeleton, PieceCompiler())
+        examples = [
+            Example((list(tensors.values()), batch, kv_cache), varying_in_batch(batch))
+            for batch in _example_batches(example)
+        ]
+        compiled = compile_function(forward, examples, store, "model", skeleton, PieceCompiler())
 
     def bind(model: LanguageModel) -> Program:
         parameters = list(module_tensors(model).values())
@@ -111,8 +114,8 @@ def _compile_layers(
 ) -> Binder:
     """A compiled function for each kind of layer (most models have one), and one for the last."""
 
-    def layer_inputs() -> tuple[Tensor, StepInputs]:
-        return model.begin(example_batch(example))
+    def layer_inputs() -> list[tuple[Tensor, StepInputs]]:
+        return [model.begin(batch) for batch in _example_batches(example)]
 
     on_gpu = example.token_ids.device.type == "cuda"
     compiled: dict[tuple[object, ...], Function] = {}
@@ -151,6 +154,10 @@ def _compile_layers(
     return bind
 
 
+def _example_batches(batch: ForwardBatch) -> list[ForwardBatch]:
+    return [example_batch(batch), example_batch(batch, is_second=True)]
+
+
 def _last_layer(model: LanguageModel) -> int | None:
     """The index of the layer that gets the wanted rows. None: it belongs to a later stage."""
     return len(model.layers) - 1 if model.stage.is_last else None
@@ -167,7 +174,7 @@ class _Traced:
     """A layer as a function of its parameters and a step, with the arguments to trace it with."""
 
     layer: nn.Module
-    example: Callable[[], tuple[Tensor, StepInputs]]
+    inputs: Callable[[], list[tuple[Tensor, StepInputs]]]  # of two steps
     cache: tuple[Tensor, Tensor]
     name: str  # in the store
     is_last: bool  # takes the wanted rows, too
@@ -183,7 +190,7 @@ class _Traced:
         names = list(module_tensors(self.layer))
         return compile_function(
             _layer_call(skeleton, names, is_last=self.is_last),
-            self._arguments(),
+            [self._example(hidden, step) for hidden, step in self.inputs()],
             store,
             self.name,
             skeleton,
@@ -191,12 +198,11 @@ class _Traced:
             calls_own_ops=calls_own_ops,
         )
 
-    def _arguments(self) -> tuple[object, ...]:
-        hidden, step = self.example()
-        mark_layer_inputs(hidden, step)
+    def _example(self, hidden: Tensor, step: StepInputs) -> Example:
         parameters = list(module_tensors(self.layer).values())
         rows = (step.tensors.logits_indices,) if self.is_last else ()
-        return (parameters, hidden, step, *self.cache, *rows)
+        arguments = (parameters, hidden, step, *self.cache, *rows)
+        return Example(arguments, varying_in_layer(hidden, step))
 
 
 def _few_rows(layer: nn.Module) -> nn.Module | None:

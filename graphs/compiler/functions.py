@@ -8,15 +8,16 @@ goes to Inductor as a whole.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import msgspec
 import torch
 from torch import nn
 
+from ostinato.graphs.compiler.call_trace import trace_calls
 from ostinato.graphs.compiler.compiled_piece import PieceCompiler
-from ostinato.graphs.compiler.dynamo_trace import trace_fx
+from ostinato.graphs.compiler.dynamo_trace import Example, mark_varying, trace_fx
 from ostinato.graphs.compiler.fx_program import FxFunction, FxProgram
 
 __all__ = (
@@ -66,7 +67,7 @@ class ProgramStore(Protocol):
 
 def compile_function(
     function: Function,
-    arguments: tuple[Any, ...],
+    examples: Sequence[Example],
     store: ProgramStore | None,
     name: str,
     skeleton: nn.Module,
@@ -74,11 +75,12 @@ def compile_function(
     *,
     calls_own_ops: bool = False,
 ) -> Function:
-    """Compile `function` for the shapes of `arguments`. Sizes marked as dynamic may have any value.
+    """Compile `function` for the shapes of its arguments.
 
     Args:
-        function: takes `arguments` by position and returns one tensor.
-        arguments: the first is the list of parameters. The function runs on their device.
+        function: takes positional arguments and returns one tensor. The first argument is the list
+            of parameters. The function runs on their device.
+        examples: two, as `trace_calls` takes them. Dynamo traces with the first.
         store: keeps the result; None = it is not kept.
         name: the name of the result in the store.
         skeleton: the module that `function` calls; the store does not keep it.
@@ -88,19 +90,24 @@ def compile_function(
     Returns:
         A function that runs without Dynamo's guards.
     """
-    if calls_own_ops or arguments[0][0].device.type == "cpu":
-        lowered = trace_fx(function, arguments, pieces)
-        if lowered.program is not None:
-            if store is not None:
-                store.put(name, _FX + msgspec.msgpack.encode(lowered.program))
-            return FxFunction(lowered.program)
-        _LOG.info("Inductor compiles %s as a whole: %s", name, lowered.reason)
+    example = examples[0]
+    on_cpu = example.arguments[0][0].device.type == "cpu"
+    program = trace_calls(function, examples, pieces) if on_cpu else None
+    if program is None and (on_cpu or calls_own_ops):
+        program, reason = trace_fx(function, example, pieces)
+        if program is None:
+            _LOG.info("Inductor compiles %s as a whole: %s", name, reason)
+    if program is not None:
+        if store is not None:
+            store.put(name, _FX + msgspec.msgpack.encode(program))
+        return FxFunction(program)
+    mark_varying(example)
     # Without this setting torch 2.11 makes functions without `aot_compile`; 2.13 sets it itself.
     with torch._dynamo.config.patch(enable_aot_compile=True):
         compiled: Any = torch.compile(  # `aot_compile` is not in its declared type
             function, fullgraph=True, dynamic=False, options=_INDUCTOR_OPTIONS
         )
-    result = compiled.aot_compile((arguments, {}))
+    result = compiled.aot_compile((example.arguments, {}))
     if store is not None:
         try:
             data = type(result).serialize(result, {_SKELETON: skeleton}).serialized_data

@@ -15,25 +15,24 @@ import builtins
 import inspect
 import operator
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any, NamedTuple
 
 import msgspec
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, Node
 from torch.nn import functional as F
 
 from ostinato.graphs.compiler.compiled_piece import CompiledPiece, PieceCompiler
 
-__all__ = ("FxFunction", "FxProgram", "Lowered", "lower_fx", "resolve")
+__all__ = ("METHODS", "FxFunction", "FxProgram", "Lowered", "lower_fx", "resolve")
 
 _FUNCTIONS = {F.embedding, F.linear, operator.getitem}
-_METHODS = {"reshape", "size", "split_with_sizes", "view"}
+METHODS = frozenset({"reshape", "size", "split_with_sizes", "view"})
+"""The methods of tensors that a program can call."""
 
-# An input of a traced graph as Dynamo names it: an argument, then its fields, items and sizes.
-_SOURCE = re.compile(r"L\['(\w+)'\]((?:\.\w+|\[\d+\]|\['\w+'\]|\.size\(\)\[\d+\])*)")
 _OP = re.compile(r"torch\.ops\.ostinato\.(\w+)\.default")
 _PIECE = "piece"
 
@@ -95,20 +94,24 @@ def resolve(path: str) -> Any:
 
 
 def lower_fx(
-    graph_module: GraphModule, function: Callable[..., Any], compiler: PieceCompiler
+    traced: Graph,
+    function: Callable[..., Any],
+    sources: Mapping[Node, str | None],
+    compiler: PieceCompiler,
 ) -> Lowered:
-    """The program of a graph that Dynamo traced.
+    """The program of a traced graph.
 
     A graph that has no torch ops besides views, look-ups and matrix products becomes a program. So
     does a graph with other torch ops, if it also calls ops of this package, and a CPU graph can
     hold the rest of it. If an input does not follow from the arguments, there is no program.
 
     Args:
-        graph_module: traced from `function`; unchanged.
+        traced: from `function`; unchanged.
         function: takes positional arguments and returns one tensor.
+        sources: for each input of the graph, how it follows from the arguments, such as
+            `step.tensors.seq_lens` or `parameters[3]`; None = it does not.
         compiler: compiles the torch ops between our ops.
     """
-    traced = graph_module.graph
     obstacles = [reason for node in traced.nodes if (reason := _obstacle(node)) is not None]
     obstacle = obstacles[0] if obstacles else None
     runs = _foreign_runs(list(traced.nodes))
@@ -126,7 +129,7 @@ def lower_fx(
         if not copies[node].users:  # no op reads the input
             graph.erase_node(copies[node])
             continue
-        value = _expression(node)
+        value = sources[node]
         if value is None:
             return Lowered(None, f"its input {node} does not follow from the arguments")
         values.append(value)
@@ -134,7 +137,7 @@ def lower_fx(
 
 
 def _as_text(
-    graph: torch.fx.Graph,
+    graph: Graph,
     function: Callable[..., Any],
     values: Sequence[str],
     pieces: list[bytes],
@@ -213,9 +216,9 @@ def _foreign_runs(nodes: Sequence[Node]) -> list[_Run]:
     return runs
 
 
-def _copy(traced: torch.fx.Graph, runs: Sequence[_Run]) -> tuple[torch.fx.Graph, dict[Node, Node]]:
+def _copy(traced: Graph, runs: Sequence[_Run]) -> tuple[Graph, dict[Node, Node]]:
     """The graph with each run replaced by one call, at the place of the run's last op."""
-    graph, copies = torch.fx.Graph(), {}
+    graph, copies = Graph(), {}
     run_of = {node: (index, run) for index, run in enumerate(runs) for node in run.nodes}
     for node in traced.nodes:
         if node not in run_of:
@@ -250,7 +253,7 @@ def _is_plain(node: Node) -> bool:
     if node.op in ("placeholder", "output"):
         return True
     if node.op == "call_method":
-        return node.target in _METHODS
+        return node.target in METHODS
     return node.op == "call_function" and (_is_own_op(node) or node.target in _FUNCTIONS)
 
 
@@ -276,16 +279,6 @@ def _obstacle(node: Node) -> str | None:
 
 def _argument(node: Node, index: int, name: str) -> object:
     return node.args[index] if len(node.args) > index else node.kwargs.get(name)
-
-
-def _expression(node: Node) -> str | None:
-    """How an input follows from the arguments: `step.attention.seq_lens`, `parameters[3]`."""
-    source = getattr(node, "_dynamo_source", None)
-    if source is None:
-        return None
-    name: Any = source.name  # a method before torch 2.12
-    match = _SOURCE.fullmatch(str(name() if callable(name) else name))
-    return match[1] + match[2] if match else None
 
 
 def _used(source: str, namespace: dict[str, Any]) -> dict[str, str]:

@@ -169,8 +169,7 @@ def _weights(weight, column, k, K: tl.constexpr, N: tl.constexpr, BLOCK_N: tl.co
 def _prefetch_tile(weight, column, K: tl.constexpr, N: tl.constexpr, BLOCK_K: tl.constexpr):
     """Prefetch the first BLOCK_K elements of rows of W."""
     LINE: tl.constexpr = 1024 // weight.dtype.element_ty.primitive_bitwidth  # of 128 bytes
-    LINES: tl.constexpr = BLOCK_K // LINE if BLOCK_K > LINE else 1
-    line = tl.arange(0, LINES) * LINE % K
+    line = tl.arange(0, BLOCK_K // LINE if BLOCK_K > LINE else 1) * LINE % K
     prefetch(weight + (column % N)[:, None].to(tl.int64) * K + line[None, :])
 
 
@@ -331,16 +330,14 @@ def launch_scale_rows(x: Tensor, norm_weight: Tensor) -> tuple[Tensor, Tensor]:
     squares = x.new_empty((num_rows, triton.cdiv(size, block)), dtype=torch.float32)
     if num_rows:
         early = starts_early(x.device)
+        constants = {"K": size, "BLOCK": block, "EARLY": early, "launch_pdl": early}
         scale_rows_kernel[squares.shape](
             scaled,
             squares,
             x,
             norm_weight,
             x.stride(0) if num_rows > 1 else size,
-            K=size,
-            BLOCK=block,
-            EARLY=early,
-            launch_pdl=early,
+            **constants,
         )
     return scaled, squares
 

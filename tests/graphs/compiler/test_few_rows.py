@@ -79,7 +79,7 @@ def few_calls(
         assert few is not None
         traced = _Traced(
             few,
-            lambda: model.begin(example_batch(example)),
+            lambda: [model.begin(example_batch(example, is_second=each)) for each in (False, True)],
             cache[index],
             str(index),
             index == last,

@@ -1,4 +1,4 @@
-"""A start with nothing to compile or download imports no compiler and no hub client."""
+"""A start imports no compiler for layers of this package's ops, and no hub client."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ print(sorted(llm._engine.model.startup_seconds), [name for name in heavy if name
 """
 
 
-def test_the_second_start_imports_no_compiler(tmp_path: Path) -> None:
+def test_neither_start_of_a_llama_imports_a_compiler(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     starts = [
         subprocess.run(
@@ -32,6 +32,5 @@ def test_the_second_start_imports_no_compiler(tmp_path: Path) -> None:
         for _ in range(2)
     ]
     assert "'compile'" in starts[0]
-    assert "'torch._dynamo'" in starts[0]
     assert "'load programs'" in starts[1]
-    assert starts[1].strip().endswith("[]")
+    assert all(start.strip().endswith("[]") for start in starts)

@@ -1,0 +1,180 @@
+"""A recorded program makes the calls that Dynamo traces; other functions are left to Dynamo."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ostinato.graphs.compiler.call_trace import trace_calls
+from ostinato.graphs.compiler.compile import _layer_call
+from ostinato.graphs.compiler.compiled_piece import PieceCompiler
+from ostinato.graphs.compiler.dynamo_trace import (
+    Example,
+    example_batch,
+    module_tensors,
+    trace_fx,
+    varying_in_layer,
+    without_weights,
+)
+from ostinato.graphs.compiler.fx_program import FxFunction, FxProgram
+from ostinato.models.base import CausalLM
+from ostinato.models.step_tensors import StepInputs, tensor_specs
+from ostinato.ops.norm import rms_norm
+from tests.graphs.compiler.test_cpu_capture import packed
+from tests.graphs.compiler.test_few_rows import EXPERTS, QWEN3
+from tests.graphs.toy import make_buffers
+
+
+class Value:
+    """Stands for a tensor. It logs the calls of its methods."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self.log = name, log
+
+    def __getattr__(self, method: str) -> Callable[..., Value]:
+        return lambda *arguments: logged(self.log, method, self, *arguments)
+
+    def __getitem__(self, index: int) -> Value:
+        return Value(f"{self.name}[{index}]", self.log)
+
+
+def logged(log: list[str], op: str, *arguments: Any) -> Value:
+    names = [each.name if isinstance(each, Value) else repr(each) for each in arguments]
+    log.append(f"{op}({', '.join(names)})")
+    return Value(f"result {len(log)}", log)
+
+
+def calls_of(program: FxProgram, parameters: int, step: StepInputs, *, is_last: bool) -> list[str]:
+    """The program's calls in order, and its result."""
+    log: list[str] = []
+
+    def value(name: str) -> Any:
+        return Value(name, log)
+
+    def find(path: str) -> Any:
+        if path != "torch":
+            return lambda *arguments: logged(log, path, *arguments)
+        functional = SimpleNamespace(embedding=lambda *both: logged(log, "embedding", *both))
+        return SimpleNamespace(Tensor=Tensor, nn=SimpleNamespace(functional=functional))
+
+    def no_piece(piece: object) -> Any:
+        raise AssertionError("the program has no pieces")
+
+    tensors = {name: value(name) for name in tensor_specs(type(step.tensors))}
+    rope = {
+        kind: type(rows)(*(value(f"{kind} {index}") for index in range(len(rows))))
+        for kind, rows in step.rope.items()
+    }
+    inputs = StepInputs(rope, type(step.tensors)(**tensors))
+    rows = (tensors["logits_indices"],) if is_last else ()
+    result = FxFunction(program).bind(find, no_piece)(
+        [value(f"parameter {index}") for index in range(parameters)],
+        value("hidden"),
+        inputs,
+        value("k"),
+        value("v"),
+        *rows,
+    )
+    return [*log, result.name]
+
+
+def layer_examples(model: CausalLM, caches: tuple[Tensor, Tensor], index: int) -> list[Example]:
+    parameters = list(module_tensors(model.layers[index]).values())
+    batch = make_buffers().batch(16, 3, 3)
+    examples = []
+    for is_second in (False, True):
+        hidden, step = model.begin(example_batch(batch, is_second=is_second))
+        rows = (step.tensors.logits_indices,) if index == len(model.layers) - 1 else ()
+        arguments = (parameters, hidden, step, *caches, *rows)
+        examples.append(Example(arguments, varying_in_layer(hidden, step)))
+    return examples
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{}, {"model__config": QWEN3}, {"model__config": EXPERTS}],
+    ids=["llama", "qwen3", "experts"],
+)
+@torch.inference_mode()
+def test_the_calls_are_those_that_dynamo_traces(values: dict[str, Any]) -> None:
+    model, spec = packed(**values)
+    caches = spec.allocate(4, torch.device("cpu"))[0]
+    for index in (0, len(model.layers) - 1):
+        is_last = index == len(model.layers) - 1
+        layer = model.layers[index]
+        names = list(module_tensors(layer))
+        function = _layer_call(without_weights(layer), names, is_last=is_last)
+        examples = layer_examples(model, caches, index)
+        recorded = trace_calls(function, examples, PieceCompiler())
+        traced = trace_fx(function, examples[0], PieceCompiler()).program
+        assert recorded is not None
+        assert traced is not None
+        step = examples[0].arguments[2]
+        assert recorded.obstacle is None
+        assert calls_of(recorded, len(names), step, is_last=is_last) == calls_of(
+            traced, len(names), step, is_last=is_last
+        )
+
+
+WEIGHT = torch.ones(8)
+
+
+def scaled_by_size(x: Tensor, weight: Tensor) -> Tensor:
+    return rms_norm(x, weight, 1.0 / x.shape[0])
+
+
+def branching(x: Tensor, weight: Tensor) -> Tensor:
+    return rms_norm(x, weight, 1e-6) if len(x) > 4 else x.view(-1, 8)
+
+
+def with_torch_op(x: Tensor, weight: Tensor) -> Tensor:
+    return rms_norm(x, weight, 1e-6) * 2
+
+
+def with_constant(x: Tensor, weight: Tensor) -> Tensor:
+    return rms_norm(x, WEIGHT, 1e-6)
+
+
+def with_value(x: Tensor, weight: Tensor) -> Tensor:
+    return rms_norm(x, weight, float(weight[0]))
+
+
+def two_results(x: Tensor, weight: Tensor) -> Any:
+    return rms_norm(x, weight, 1e-6), x
+
+
+@pytest.mark.parametrize(
+    "function",
+    [scaled_by_size, branching, with_torch_op, with_constant, with_value, two_results],
+)
+def test_other_functions_are_not_recorded(function: Callable[..., Any]) -> None:
+    examples = [Example((torch.empty(size, 8), torch.ones(8)), []) for size in (3, 5)]
+    assert trace_calls(function, examples, PieceCompiler()) is None
+
+
+def test_views_lookups_and_products_are_recorded() -> None:
+    def function(x: Tensor, weights: dict[str, list[Tensor]], rows: Tensor) -> Tensor:
+        first, second = x.view(-1, 2, 8).split_with_sizes((1, 1), 1)
+        assert first.shape == (len(x), 1, 8)
+        assert first.dtype is x.dtype
+        assert second.device == x.device
+        (weight,) = weights["up"]
+        return F.embedding(rows, F.linear(second.reshape(x.size(0) * 0 - 1, 8), weight))
+
+    weight = torch.randn(4, 8)
+
+    def arguments(size: int, rows: int) -> tuple[Any, ...]:
+        return torch.randn(size, 16), {"up": [weight]}, torch.arange(rows)
+
+    examples = [Example(arguments(3, 1), []), Example(arguments(6, 2), [])]
+    program = trace_calls(function, examples, PieceCompiler())
+    assert program is not None
+    assert program.obstacle == "torch.nn.functional.linear has no C++ kernel here"
+    values = arguments(7, 5)
+    assert torch.equal(FxFunction(program)(*values), function(*values))
