@@ -20,8 +20,7 @@ Each library is compiled on its first use. How a C++ kernel becomes the CPU impl
        OSTINATO_KERNEL(scale_rows, scale_rows);
 
    A kernel throws std::invalid_argument (OSTINATO_CHECK) for bad input, which reaches Python as a
-   ValueError. Its file includes no heavy headers, because the library `core` must build in about 5
-   s on two cores.
+   ValueError. Its file includes no heavy headers, because a first start waits for the compiler.
 3. `load(library)` of library.py installs the kernels. The macros OSTINATO_ISA and OSTINATO_AMX name
    the instruction set that the kernels are compiled for (instruction_sets.py). A kernel can use all
    intrinsics of that instruction set.
@@ -70,9 +69,15 @@ PREBUILT_DIR = _SOURCE_DIR / "prebuilt"  # libraries that a wheel carries (wheel
 LIBRARIES: dict[str, tuple[tuple[str, ...], ...]] = {
     # Name of a library: its sources, without .cpp, in groups. Each group is compiled by one process
     # as one translation unit, so that the headers are parsed once. So two sources of a group cannot
-    # define the same name. Every library needs core/install.
+    # define the same name. Every library needs core/install and core/thread_pool.
     "core": (
-        ("core/install", "attention/attention", "attention/encoder_attention"),
+        (
+            "core/install",
+            "core/thread_pool",
+            "core/cpu_graph",
+            "attention/attention",
+            "attention/encoder_attention",
+        ),
         (
             "linear/linear",
             "linear/pack",
@@ -82,13 +87,13 @@ LIBRARIES: dict[str, tuple[tuple[str, ...], ...]] = {
             "rows/sampling",
             "rows/logprobs",
             "collectives/collectives",
-            "core/cpu_graph",
         ),
     ),
     # Loaded for models with quantised weights only.
     "quantized": (
         (
             "core/install",
+            "core/thread_pool",
             "quantized/blocks",
             "quantized/quantized",
             "quantized/pack",

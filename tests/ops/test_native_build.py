@@ -19,7 +19,7 @@ from tests.confinement import no_execution
 # A library of few sources, with two compiler processes as for `core`.
 SMALL = """
 from ostinato.ops.native import build
-build.LIBRARIES["small"] = (("core/install",), ("rows/sampling",))
+build.LIBRARIES["small"] = (("core/install", "core/thread_pool"), ("rows/sampling",))
 """
 BUILD = (  # imports no torch
     SMALL
@@ -173,7 +173,7 @@ def test_every_source_is_in_a_library_and_every_library_has_its_entry_point() ->
     files = {str(path.relative_to(folder).with_suffix("")) for path in folder.rglob("*.cpp")}
     named = [{name for unit in units for name in unit} for units in LIBRARIES.values()]
     assert set.union(*named) == files
-    assert all("core/install" in names for names in named)
+    assert all({"core/install", "core/thread_pool"} <= set(names) for names in named)
 
 
 def test_numbers_that_differ_from_pythons_are_named_with_both_values(
@@ -210,3 +210,21 @@ def test_threads_are_torchs_own(torch_threads: int, kernel_threads: int, most: i
     assert int(by_torch) == torch_threads - 1
     assert int(by_both) == most - 1
     assert int(runtimes) == 1
+
+
+def test_declarations_of_torchs_functions_are_torchs(tmp_path: Path) -> None:
+    source = tmp_path / "both.cpp"
+    source.write_text(
+        '#include <torch/csrc/stable/c/shim.h>\n#include "core/torch_abi.h"\n'
+        # a declaration that differs is refused
+        "#ifdef WRONG\n"
+        'extern "C" AOTITorchError torch_get_num_threads(int64_t* count);\n'
+        "#endif\n"
+    )
+    include = Path(torch.__file__).parent / "include"
+    command = [build.find_compiler(), *build._FLAGS, "-fsyntax-only", f"-I{include}"]
+    command += [f"-I{Path(build.__file__).parent}", str(source)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    done = subprocess.run([*command, "-DWRONG"], capture_output=True, text=True, check=False)
+    assert "conflicting declaration" in done.stderr

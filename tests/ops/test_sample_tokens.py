@@ -160,6 +160,7 @@ def check_sampling(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, i
                 f"-I{root / 'include'}",
                 str(CHECK),
                 str(headers / "core/install.cpp"),
+                str(headers / "core/thread_pool.cpp"),
             ),
             *(f"-L{root / 'lib'}", "-ltorch_cpu", f"-Wl,-rpath,{root / 'lib'}", "-o", str(program)),
         ]

@@ -28,7 +28,8 @@ def test_the_pool_by_itself(tmp_path: Path, sanitizer: str | None) -> None:
     program = tmp_path / "check"
     flags = ["-std=c++20", "-O1", "-pthread", f"-I{HEADERS}"]
     flags += [f"-fsanitize={sanitizer}", "-g"] if sanitizer else []
-    command = [find_compiler(), *flags, str(CHECK), "-o", str(program)]
+    sources = [str(CHECK), str(HEADERS / "core/thread_pool.cpp")]
+    command = [find_compiler(), *flags, *sources, "-o", str(program)]
     built = subprocess.run(command, capture_output=True, text=True)
     if sanitizer and built.returncode:
         pytest.skip("this compiler has no thread sanitizer")

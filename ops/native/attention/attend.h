@@ -4,7 +4,6 @@
 #include "attention/worker.h"
 
 #include <atomic>
-#include <memory>
 #include <vector>
 
 namespace ostinato::attention {
@@ -12,7 +11,7 @@ namespace ostinato::attention {
 // The partial states of tiles that are split into several items, and the number of items that have not finished.
 struct SplitState {
   std::vector<size_t> offsets;  // per tile, into states; unused for whole tiles
-  std::unique_ptr<std::atomic<int>[]> remaining;
+  std::vector<std::atomic<int>> remaining;
   std::vector<float> states;
 };
 
@@ -27,8 +26,7 @@ void attend(const Problem& p) {
   thread_local SplitState split;
   if (plan.items.size() > plan.tiles.size()) {
     split.offsets.assign(plan.tiles.size(), 0);
-    split.remaining.reset(new std::atomic<int>[plan.tiles.size()]);
-    for (size_t i = 0; i < plan.tiles.size(); ++i) split.remaining[i] = 0;
+    split.remaining = std::vector<std::atomic<int>>(plan.tiles.size());  // zeros
     size_t floats = 0;
     for (const Item& item : plan.items) {
       const QueryTile& tile = plan.tiles[item.tile];

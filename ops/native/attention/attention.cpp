@@ -4,11 +4,13 @@
 // absolute positions. Each partition runs its own online softmax, and partitions are merged in order, whether one thread
 // or many computed them. Keys that a row does not see do not change its state. So the bits of a row do not depend on
 // the batch, the chunk, the tile or the number of threads.
-#include <cstdlib>
-
 #include "attention/attend.h"
 #include "attention/cache_write.h"
 #include "core/kernel.h"
+
+#include <torch/headeronly/version.h>
+
+#include <cstdlib>
 
 namespace ostinato::attention {
 namespace {

@@ -7,14 +7,12 @@
 #include "attention/plan.h"
 #include "attention/softmax.h"
 #include "attention/tile.h"
+#include "core/aligned_memory.h"
 
 #if OSTINATO_AMX
 #include "attention/amx_tile.h"
 #endif
 
-#include <cstdlib>
-#include <memory>
-#include <new>
 #include <type_traits>
 
 namespace ostinato::attention {
@@ -26,32 +24,29 @@ class Scratch {
   T* take(size_t count) {
     const size_t begin = used_;
     used_ += (count * sizeof(T) + 63) / 64 * 64;
-    return memory_ == nullptr ? nullptr : reinterpret_cast<T*>(memory_.get() + begin);
+    return is_measuring_ ? nullptr : reinterpret_cast<T*>(static_cast<char*>(memory_.data()) + begin);
   }
   // Runs `layout` twice: first to measure how many bytes it takes, then with that memory.
   template <class Layout>
   void lay_out(Layout&& layout) {
-    auto kept = std::move(memory_);
+    is_measuring_ = true;
     used_ = 0;
     layout();
     if (used_ > size_) {
       size_ = 0;  // if the allocation fails, the next call tries again
-      kept.reset(static_cast<char*>(std::aligned_alloc(64, used_)));
-      if (kept == nullptr) throw std::bad_alloc();
+      memory_.allocate(64, used_);
       size_ = used_;
     }
-    memory_ = std::move(kept);
+    is_measuring_ = false;
     used_ = 0;
     layout();
   }
 
  private:
-  struct Free {
-    void operator()(char* p) const { std::free(p); }
-  };
-  std::unique_ptr<char, Free> memory_;
+  AlignedMemory memory_;
   size_t size_ = 0;
   size_t used_ = 0;
+  bool is_measuring_ = false;
 };
 
 // Softmax state of rows over some keys: the output is accumulator / total.

@@ -2,6 +2,8 @@
 #include "core/cpu_graph.h"
 #include "core/kernel.h"
 
+#include <torch/headeronly/version.h>
+
 namespace ostinato {
 namespace {
 

@@ -1,10 +1,9 @@
 // Tensors as kernels see them: address, dtype, sizes and strides, without torch's C++ headers.
 //
-// Only the C layer of torch's stable ABI is included (torch >= 2.11). It compiles in half a second, where
-// torch/library.h takes more than ten.
+// No header of torch is included: torch/library.h takes more than ten seconds to compile.
 #pragma once
 
-#include <torch/csrc/stable/c/shim.h>
+#include "core/torch_abi.h"
 
 #include <cstdint>
 #include <cstring>

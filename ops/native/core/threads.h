@@ -8,8 +8,6 @@
 #include "core/tensor.h"
 #include "core/thread_pool.h"
 
-#include <torch/csrc/stable/c/shim.h>
-
 #include <type_traits>
 
 namespace ostinato {

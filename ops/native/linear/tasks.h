@@ -11,14 +11,12 @@
 // than once, which costs less than the barrier that sharing them would need.
 #pragma once
 
-#include "linear/layout.h"
+#include "core/aligned_memory.h"
 #include "core/simd.h"
+#include "linear/layout.h"
 
 #include <algorithm>
 #include <atomic>
-#include <cstdlib>
-#include <memory>
-#include <new>
 #include <vector>
 
 #if defined(__linux__)
@@ -54,24 +52,18 @@ inline void prefer_huge_pages(void* data, int64_t bytes) {
 
 // Memory of the calling thread that grows and is kept: fresh pages every step would cost more than packing does.
 inline float* scratch(int64_t floats) {
-  struct Free {
-    void operator()(float* memory) const { std::free(memory); }
-  };
-  thread_local std::unique_ptr<float, Free> memory;
+  thread_local AlignedMemory memory;
   thread_local int64_t capacity = 0;
   if (floats > capacity) {
     const int64_t bytes = floats * static_cast<int64_t>(sizeof(float));
     const int64_t page = bytes < kHugePage / 2 ? 4096 : kHugePage;
     const int64_t size = ceil_divide(bytes, page) * page;
+    capacity = 0;  // if the allocation fails, the next call tries again
+    memory.allocate(page, size);
     capacity = size / static_cast<int64_t>(sizeof(float));
-    memory.reset(static_cast<float*>(std::aligned_alloc(page, size)));
-    if (!memory) {
-      capacity = 0;
-      throw std::bad_alloc();
-    }
-    prefer_huge_pages(memory.get(), size);
+    prefer_huge_pages(memory.data(), size);
   }
-  return memory.get();
+  return static_cast<float*>(memory.data());
 }
 
 // The number of workers for converting the layout of `bytes` in `tasks` parts.

@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <functional>
 #include <limits>
 #include <vector>
 
@@ -112,7 +111,8 @@ class Row {
     if (wanted < static_cast<int64_t>(maxima_.size())) {
       // The maximum with rank `wanted` is a threshold: at least `wanted` logits reach it.
       std::vector<float> ranked = maxima_;
-      std::nth_element(ranked.begin(), ranked.begin() + wanted - 1, ranked.end(), std::greater<>());
+      std::nth_element(ranked.begin(), ranked.begin() + wanted - 1, ranked.end(),
+                       [](const auto& a, const auto& b) { return a > b; });
       threshold = ranked[wanted - 1];
     }
     found.clear();
