@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import linear as dense_linear
 from torch.nn.functional import pad
 
-from ostinato.ops.native.library import load
+from ostinato.ops.native.library import load_core
 from ostinato.ops.register import register_op
 
 __all__ = (
@@ -67,7 +67,7 @@ def pack_linear_weight(weight: Tensor) -> Tensor:
     reason = why_unpackable(weight)
     if reason is not None:
         raise ValueError(f"this weight cannot be packed: {reason}")
-    load("core")
+    load_core(weight.dtype)
     return _pack_linear(weight.detach())
 
 

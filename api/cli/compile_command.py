@@ -46,7 +46,7 @@ def compile_bundle(config: RunConfig) -> int:
         def on_phase(name: str, seconds: float) -> None:
             progress.update(task, advance=1, description=f"{name} is done")
 
-        prepare_kernels(config.model, config.device, config.graphs)
+        prepare_kernels(config.engine)
         from ostinato.runtime.startup.build_engine import compile_bundle
 
         # With several replicas, each has a part of the cores and of the memory.

@@ -34,7 +34,7 @@ def start_llm(config: RunConfig) -> LLM:
     """
     console = Console(stderr=True)
     with console.status("starting: importing torch") as status:
-        prepare_kernels(config.model, config.device, config.graphs)
+        prepare_kernels(config.engine)
         from ostinato import LLM
 
         status.update("starting: loading the model")

@@ -20,7 +20,7 @@ def load() -> Callable[[Requests], list[int]]:
         [f"model.dtype={dtype}", f"device.threads={threads}", *overrides],
         values={"model.path": model},
     )
-    prepare_kernels(config.model, config.device, config.graphs)
+    prepare_kernels(config.engine)
     from ostinato.runtime.llm import LLM
     from ostinato.runtime.types.params import SamplingParams
 

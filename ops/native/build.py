@@ -43,6 +43,7 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
+from typing import NamedTuple
 
 from filelock import FileLock
 
@@ -51,9 +52,11 @@ from ostinato.ops.native.instruction_sets import instruction_set
 
 __all__ = (
     "LIBRARIES",
+    "PARTS",
     "PREBUILT_DIR",
     "REMEDY",
     "NativeBuildError",
+    "Part",
     "adopt",
     "build",
     "content_key",
@@ -103,6 +106,32 @@ LIBRARIES: dict[str, tuple[tuple[str, ...], ...]] = {
             "moe/quantized_moe_linear",
         ),
     ),
+}
+
+
+class Part(NamedTuple):
+    """Some of a library's kernels, which compile in less time than all of them."""
+
+    library: str  # the name in LIBRARIES
+    elements: int  # OSTINATO_ELEMENTS (core/elements.h)
+    units: tuple[tuple[str, ...], ...]
+
+
+_DENSE = (
+    (
+        "core/install",
+        "core/thread_pool",
+        "core/cpu_graph",
+        "attention/attention",
+        "rows/logprobs",
+    ),
+    ("linear/linear", "linear/pack", "rows/elementwise", "rows/sampling"),
+)
+PARTS: dict[str, Part] = {
+    # By name. A decoder without experts that runs alone, and whose weights and cache have one
+    # dtype, calls no other kernels of `core`. Their bits are those of `core`.
+    "core-bfloat16": Part("core", 2, _DENSE),
+    "core-float32": Part("core", 1, _DENSE),
 }
 REMEDY = "install g++ or set graphs.attention=reference graphs.pack_weights=false"
 # -ffp-contract=off: a row's arithmetic must not depend on which loop the compiler fused. Kernels
@@ -156,7 +185,7 @@ def adopt(library: str, isa: str, data: bytes) -> None:
     """Put a library that was built elsewhere from the same sources into the cache.
 
     Args:
-        library: one of LIBRARIES.
+        library: one of LIBRARIES or PARTS.
         isa: an instruction set. The file must have been built for `content_key(library, isa)`.
         data: the file's content, read from a place where only the user can write.
     """
@@ -169,7 +198,7 @@ def adopt(library: str, isa: str, data: bytes) -> None:
 
 
 def intact_libraries(library: str, isa: str) -> list[Path]:
-    """The existing files of one of LIBRARIES for an instruction set.
+    """The existing files of a library or a part for an instruction set.
 
     The file in the cache comes first, then the file of the wheel.
     """
@@ -206,13 +235,22 @@ def content_key(library: str, isa: str) -> str:
 
 def _key(library: str, isa: str, torch: str) -> str:
     digest = hashlib.sha256()
-    parts = (isa, *instruction_set(isa).flags, *_FLAGS, torch, sys.platform, platform.machine())
+    flags = (*instruction_set(isa).flags, *_defines(library), *_FLAGS)
+    parts = (isa, *flags, torch, sys.platform, platform.machine())
     digest.update("\0".join(parts).encode())
-    sources = [_SOURCE_DIR / f"{name}.cpp" for unit in LIBRARIES[library] for name in unit]
+    sources = [_SOURCE_DIR / f"{name}.cpp" for unit in _units(library) for name in unit]
     for source in (*sources, *sorted(_SOURCE_DIR.rglob("*.h"))):
         name = source.relative_to(_SOURCE_DIR).as_posix()
         digest.update(name.encode() + b"\0" + source.read_bytes())
     return f"{library}-{isa}-{digest.hexdigest()[:20]}"
+
+
+def _units(library: str) -> tuple[tuple[str, ...], ...]:
+    return PARTS[library].units if library in PARTS else LIBRARIES[library]
+
+
+def _defines(library: str) -> tuple[str, ...]:
+    return (f"-DOSTINATO_ELEMENTS={PARTS[library].elements}",) if library in PARTS else ()
 
 
 def _intact(directory: Path) -> list[Path]:
@@ -236,10 +274,10 @@ def _build(library: str, isa: str, directory: Path) -> Path:
     for scratch in directory.glob("build-*/"):  # left by builds that were killed
         shutil.rmtree(scratch, ignore_errors=True)
     include = (f"-I{_SOURCE_DIR}", f"-I{torch_dir / 'include'}")
-    flags = (*_FLAGS, *instruction_set(isa).flags, *include)
+    flags = (*_FLAGS, *_defines(library), *instruction_set(isa).flags, *include)
     with tempfile.TemporaryDirectory(dir=directory, prefix="build-") as scratch:
         commands, objects = [], []
-        for number, names in enumerate(LIBRARIES[library]):
+        for number, names in enumerate(_units(library)):
             unit = Path(scratch) / f"unit{number}.cpp"
             unit.write_text("".join(f'#include "{name}.cpp"\n' for name in names))
             objects.append(unit.with_suffix(".o"))

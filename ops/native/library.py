@@ -21,6 +21,7 @@ from ostinato.conf.environment import forbids_execution
 from ostinato.ops.native.abi import check_abi
 from ostinato.ops.native.build import (
     LIBRARIES,
+    PARTS,
     REMEDY,
     NativeBuildError,
     build,
@@ -38,6 +39,8 @@ __all__ = (
     "core_library",
     "kernel_address",
     "load",
+    "load_core",
+    "load_part",
     "loaded_isa",
     "pool_threads_setter",
     "set_pool_threads",
@@ -96,7 +99,7 @@ def load(name: str, isa: str | None = None) -> NativeLibrary:
     Later calls do nothing.
 
     Args:
-        name: one of LIBRARIES.
+        name: one of LIBRARIES. Its kernels replace those of a part that was loaded before.
         isa: None = the level of `use_isa` or of an earlier call, else the best level that can be
             built; the kernels become the CPU implementation of `torch.ops.ostinato`. A level of
             ISA_LEVELS or EMULATED = its kernels are installed as `torch.ops.ostinato_<isa>`, for
@@ -113,8 +116,48 @@ def load(name: str, isa: str | None = None) -> NativeLibrary:
         return _loaded[name, namespace]
 
 
+def load_part(part: str) -> NativeLibrary:
+    """Load a part of a library for `torch.ops.ostinato`, and build it if it is not in the cache.
+
+    The whole library is loaded in its place if that is loaded or compiled already, or if another
+    part of it is loaded. So a process with several models has the kernels of all of them.
+
+    Args:
+        part: one of PARTS.
+
+    Raises:
+        NativeBuildError: it cannot be built, or does not load.
+    """
+    whole = PARTS[part].library
+    with _loading:
+        loaded = [name for name, _ in _parts_of(whole, "ostinato")]
+        is_loaded = (whole, "ostinato") in _loaded
+        isa = _default_isa() or runnable_levels()[0]
+        if not is_loaded and loaded == [part]:
+            return _loaded[part, "ostinato"]
+        if not is_loaded and not loaded and not intact_libraries(whole, isa):
+            _loaded[part, "ostinato"] = _load(part, None, "ostinato")
+            return _loaded[part, "ostinato"]
+    return load(whole)
+
+
+def load_core(dtype: torch.dtype) -> None:
+    """Load the library "core", unless it or a part of it with kernels for this dtype is loaded."""
+    if (f"core-{str(dtype).removeprefix('torch.')}", "ostinato") not in _loaded:
+        load("core")
+
+
+def _parts_of(name: str, namespace: str) -> list[tuple[str, NativeLibrary]]:
+    """The loaded parts of a library."""
+    return [
+        (part, loaded)
+        for (part, where), loaded in _loaded.items()
+        if where == namespace and part in PARTS and PARTS[part].library == name
+    ]
+
+
 def _load(name: str, isa: str | None, namespace: str) -> NativeLibrary:
-    if name not in LIBRARIES:
+    if name not in LIBRARIES and name not in PARTS:
         raise ValueError(f"name must be one of {', '.join(LIBRARIES)}, got {name!r}")
     runnable = runnable_levels()
     if isa is None:
@@ -126,7 +169,10 @@ def _load(name: str, isa: str | None, namespace: str) -> NativeLibrary:
     check_abi(library, str(path))
     if isa is not None:
         _define_aliases(library, namespace)
-    if library.ostinato_install(namespace.encode()) != 0:
+    replace = None
+    for _, part in _parts_of(name, namespace):  # at most one
+        replace = ctypes.cast(part.functions.ostinato_replace, ctypes.c_void_p)
+    if library.ostinato_install(namespace.encode(), replace) != 0:
         raise NativeBuildError(f"torch {torch.__version__} refused the kernels of {path}; {REMEDY}")
     if (first := _first()) is not None:
         first.functions.ostinato_thread_state.restype = ctypes.c_void_p
@@ -157,8 +203,9 @@ def pool_threads_setter() -> Callable[[int], object]:
 
 
 def core_library() -> ctypes.CDLL:
-    """The loaded library "core"."""
-    return load("core").functions
+    """The library "core" or a loaded part of it. Both have the functions of CPU graphs."""
+    parts = _parts_of("core", "ostinato")
+    return parts[0][1].functions if parts else load("core").functions
 
 
 def kernel_address(op: str) -> int | None:

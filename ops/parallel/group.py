@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 
-from ostinato.ops.native.library import core_library
+from ostinato.ops.native.library import load
 from ostinato.ops.parallel.segment import check_segment
 
 __all__ = ("ParallelGroup",)
@@ -62,7 +62,7 @@ class ParallelGroup:
             raise ValueError(f"rank {rank} is not in a group of {world}")
         size = check_segment(fd, world)
         self.rank, self.world = rank, world
-        self._library = core_library()
+        self._library = load("core").functions
         self._library.ostinato_group_open.restype = ctypes.c_void_p
         self.handle: int = (
             self._library.ostinato_group_open(

@@ -247,7 +247,7 @@ def main(address: str) -> int:
     at_start = True
     engine: Engine | None = None
     try:
-        prepare_kernels(config.model, config.device, config.graphs)
+        prepare_kernels(config)
         ranks = _start_ranks(start)
         if ranks is not None and ranks.bridge is not None:
             bridge = ranks.bridge

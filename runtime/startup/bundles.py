@@ -7,15 +7,21 @@ torch.
 from __future__ import annotations
 
 import contextlib
+import json
 import threading
 from pathlib import Path
+from typing import Any
 
+from ostinato.conf.engine_config import EngineConfig
 from ostinato.conf.environment import cache_dir, expand_user
 from ostinato.conf.schema import (
+    CacheDType,
     DeviceConfig,
     DeviceName,
+    DType,
     GraphConfig,
     InstructionSetName,
+    ModelImplementation,
     ModelSection,
     Quantization,
 )
@@ -26,7 +32,16 @@ from ostinato.ops.native.instruction_sets import check_runnable, detect_isa
 from ostinato.runtime.directories import ensure_cache
 from ostinato.runtime.errors import StartupError
 
-__all__ = ("add_kernels", "bundle_root", "kernel_libraries", "planned_isa", "prepare_kernels")
+__all__ = (
+    "add_kernels",
+    "bundle_root",
+    "core_part",
+    "kernel_libraries",
+    "planned_isa",
+    "prepare_kernels",
+)
+
+_DEMO_CONFIG = Path(__file__).parents[2] / "models" / "demo" / "config.json"
 
 
 def bundle_root(graphs: GraphConfig) -> Path:
@@ -40,6 +55,39 @@ def kernel_libraries(model: ModelSection) -> tuple[str, ...]:
     is_quantized = model.quantization is not Quantization.none or is_gguf
     is_quantized = is_quantized or _states_quantization(model)
     return ("core", "quantized") if is_quantized else ("core",)
+
+
+def core_part(config: EngineConfig) -> str | None:
+    """The part of the library `core` that suffices for a model; None = it needs the whole library.
+
+    This function reads only the configuration and a local config.json. The plan may show later that
+    the part does not suffice.
+    """
+    model = config.model
+    settings = _read_settings(model)
+    dtype = str(model.dtype)
+    if model.dtype is DType.auto:
+        dtype = settings.get("dtype") or settings.get("torch_dtype")
+    part = f"core-{dtype}"
+    is_plain_decoder = (
+        str((settings.get("architectures") or [""])[0]).endswith("ForCausalLM")
+        and not any("expert" in key for key in settings)
+        and model.implementation is not ModelImplementation.transformers
+    )
+    runs_alone = config.parallel.num_ranks == 1 and not config.speculation.model
+    is_wanted = is_plain_decoder and runs_alone and config.cache.dtype is CacheDType.auto
+    return part if is_wanted and part in native.PARTS else None
+
+
+def _read_settings(model: ModelSection) -> dict[str, Any]:
+    """The model's config.json with the configured keys; of other models than the demo model and
+    local directories only the configured keys."""
+    path = expand_user(model.path) / "config.json" if model.path else _DEMO_CONFIG
+    settings: dict[str, Any] = {}
+    with contextlib.suppress(OSError, ValueError):  # the start reads the file again and reports it
+        found = json.loads(path.read_bytes())
+        settings = found if isinstance(found, dict) else {}
+    return {**settings, **model.config}
 
 
 def _states_quantization(model: ModelSection) -> bool:
@@ -77,7 +125,7 @@ def planned_isa(device: DeviceConfig) -> str:
     return device.isa.value
 
 
-def prepare_kernels(model: ModelSection, device: DeviceConfig, graphs: GraphConfig) -> None:
+def prepare_kernels(config: EngineConfig) -> None:
     """Take the CPU kernels from a bundle, or start to compile them on threads.
 
     The first start spends most of its time in the C++ compiler, so the build starts early.
@@ -88,24 +136,33 @@ def prepare_kernels(model: ModelSection, device: DeviceConfig, graphs: GraphConf
             configuration names an instruction set that this machine does not run.
     """
     ensure_cache()
+    model, device, graphs = config.model, config.device, config.graphs
     on_gpu = device.name is not DeviceName.cpu and Path("/dev/nvidiactl").exists()
     if on_gpu or not graphs.pack_weights:
         return
     isa = planned_isa(device)
     root = bundle_root(graphs) if graphs.bundle else None
     for library in kernel_libraries(model):
-        if native.intact_libraries(library, isa) or _adopt(library, isa, root):
+        names = [library]
+        if library == "core" and (part := core_part(config)) is not None:
+            names.append(part)
+        if any(native.intact_libraries(name, isa) or _adopt(name, isa, root) for name in names):
             continue
-        threading.Thread(
-            target=_build, args=(library, isa), name=f"build-{library}", daemon=True
-        ).start()
+        name = names[-1]
+        threading.Thread(target=_build, args=(name, isa), name=f"build-{name}", daemon=True).start()
 
 
 def add_kernels(bundle: Bundle, model: ModelSection, isa: str) -> None:
-    """Put a model's CPU kernels for one instruction set into the model's bundle."""
+    """Put a model's CPU kernels for one instruction set into the model's bundle.
+
+    Of a library that is not compiled as a whole, the bundle gets the compiled parts.
+    """
     for library in kernel_libraries(model):
-        for path in native.intact_libraries(library, isa):
-            bundle.put(f"{_kernels_name(library, isa)}.so", path.read_bytes())
+        parts = [name for name, part in native.PARTS.items() if part.library == library]
+        whole = native.intact_libraries(library, isa)
+        for name in [library] if whole else parts:
+            for path in native.intact_libraries(name, isa):
+                bundle.put(f"{_kernels_name(name, isa)}.so", path.read_bytes())
 
 
 def _adopt(library: str, isa: str, root: Path | None) -> bool:

@@ -23,6 +23,7 @@ from ostinato.graphs.kernel_archive import adopt_triton_kernels
 from ostinato.models.base import LanguageModel
 from ostinato.models.checkpoints.checkpoint import CheckpointError
 from ostinato.models.checkpoints.weights import init_dummy_weights, load_weights
+from ostinato.models.config.model_kind import DECODER
 from ostinato.models.decoder import Decoder
 from ostinato.models.kv_cache import KVCache
 from ostinato.models.linear_layers import join_group
@@ -36,7 +37,12 @@ from ostinato.ops.parallel.exchange import Exchange, RankGroup
 from ostinato.ops.parallel.group import ParallelGroup
 from ostinato.ops.parallel.segment import create_segment
 from ostinato.runtime.errors import StartupError
-from ostinato.runtime.startup.bundles import bundle_root, kernel_libraries, planned_isa
+from ostinato.runtime.startup.bundles import (
+    bundle_root,
+    core_part,
+    kernel_libraries,
+    planned_isa,
+)
 from ostinato.runtime.startup.model_cache import LoadedModel, LoadedModelCache
 from ostinato.runtime.startup.phases import PhaseTimer
 from ostinato.runtime.startup.plan.engine_plan import EnginePlan
@@ -157,8 +163,7 @@ def _load(plan: EnginePlan, model: LanguageModel, phase: PhaseTimer) -> None:
     try:
         if source.weights.uses_cpu_kernels or plan.backend == "cpu":
             with phase("native kernels"):
-                for library in kernel_libraries(config.model):
-                    native.load(library)
+                _load_kernels(plan)
         with phase("weights"), torch.inference_mode():
             if config.model.load_format is LoadFormat.dummy:
                 # Making random weights is fast, but quantising them needs a progress bar.
@@ -169,6 +174,30 @@ def _load(plan: EnginePlan, model: LanguageModel, phase: PhaseTimer) -> None:
                 load_weights(model, source.checkpoint, progress=_progress_of(plan), whole=whole)
     except (CheckpointError, NativeBuildError) as error:
         raise StartupError(str(error)) from error
+
+
+def _load_kernels(plan: EnginePlan) -> None:
+    """Load the kernels that the model calls."""
+    part = core_part(plan.config)
+    for library in kernel_libraries(plan.config.model):
+        if library == "core" and part is not None and _suffices(part, plan):
+            native.load_part(part)
+        else:
+            native.load(library)
+
+
+def _suffices(part: str, plan: EnginePlan) -> bool:
+    """Whether a part of the library `core` has all kernels that a model calls."""
+    source = plan.source
+    config = source.config
+    return (
+        part == f"core-{str(source.dtype).removeprefix('torch.')}"
+        and source.cache_dtype is source.dtype
+        and config.kind is DECODER
+        and config.moe is None
+        and config.recorded is None
+        and source.draft is None
+    )
 
 
 def _progress_of(plan: EnginePlan) -> str:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ostinato.ops.native import abi, build
-from ostinato.ops.native.build import LIBRARIES
+from ostinato.ops.native.build import LIBRARIES, PARTS
 from ostinato.ops.native.instruction_sets import ISA_LEVELS, detect_isa
 from ostinato.ops.native.library import load
 from tests.confinement import no_execution
@@ -171,8 +171,9 @@ def test_loading_again_gives_the_same_library() -> None:
 def test_every_source_is_in_a_library_and_every_library_has_its_entry_point() -> None:
     folder = Path(build.__file__).parent
     files = {str(path.relative_to(folder).with_suffix("")) for path in folder.rglob("*.cpp")}
-    named = [{name for unit in units for name in unit} for units in LIBRARIES.values()]
-    assert set.union(*named) == files
+    libraries = [*LIBRARIES.values(), *(part.units for part in PARTS.values())]
+    named = [{name for unit in units for name in unit} for units in libraries]
+    assert set.union(*named[: len(LIBRARIES)]) == files
     assert all({"core/install", "core/thread_pool"} <= set(names) for names in named)
 
 
@@ -228,3 +229,68 @@ def test_declarations_of_torchs_functions_are_torchs(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     done = subprocess.run([*command, "-DWRONG"], capture_output=True, text=True, check=False)
     assert "conflicting declaration" in done.stderr
+
+
+# A part is loaded, then the whole library: its kernels replace those of the part and give the same
+# bits.
+REPLACE = """
+import torch
+from ostinato.ops.backends import cpu
+from ostinato.ops import linear, norm, sample_rows
+from ostinato.ops.attention import AttentionMetadata, paged_attention
+from ostinato.ops.moe import routing
+from ostinato.ops.native import library
+
+def norm_of(dtype):
+    return norm.rms_norm(torch.ones(2, 64, dtype=dtype), torch.ones(64, dtype=dtype), 0.0, None)
+
+def results():
+    generator = torch.Generator().manual_seed(1)
+    def random(*shape):
+        return torch.randn(shape, generator=generator).bfloat16()
+    weight = linear.pack_linear_weight(random(70, 96))
+    numbers = dict(dtype=torch.int32)
+    metadata = AttentionMetadata(
+        torch.tensor([0, 1, 41], **numbers),
+        torch.tensor([300, 40], **numbers),
+        torch.arange(1, 61, **numbers).view(2, 30),
+        torch.cat((torch.tensor([16 + 299]), torch.arange(496, 536))),
+        torch.zeros(1, dtype=torch.int64),
+    )
+    q, k, v = random(41, 4, 64), random(41, 2, 64), random(41, 2, 64)
+    caches = random(61, 2, 16, 64), random(61, 2, 16, 64)
+    attended = paged_attention(q, k, v, *caches, metadata, scale=0.125, backend="cpu")
+    return linear.packed_linear(random(9, 96), weight, None, 70), attended, *caches
+
+first = library.load_part("core-bfloat16")
+assert library.load_part("core-bfloat16") is first
+assert library.core_library() is first.functions
+address = library.kernel_address("rms_norm")
+assert library.kernel_address("route") is None
+norm_of(torch.bfloat16)
+try:
+    norm_of(torch.float32)
+except ValueError as error:
+    print(error)
+before = results()
+assert library.kernel_address("rms_norm") == address, "packing needs no other kernels"
+whole = library.load_part("core-float32")
+assert whole is library.load("core") is library.load_part("core-bfloat16")
+assert library.kernel_address("rms_norm") != address
+for dtype in (torch.bfloat16, torch.float32, torch.float16):
+    assert torch.equal(norm_of(dtype), torch.ones(2, 64, dtype=dtype))
+assert all(torch.equal(one, other) for one, other in zip(before, results(), strict=True))
+print(library.kernel_address("route") is not None)
+"""
+
+
+def test_the_whole_library_replaces_the_kernels_of_a_part(tmp_path: Path) -> None:
+    """In a process with an empty cache, because a part is not loaded where the whole library is."""
+    done = start(REPLACE, cache=tmp_path)
+    out, err = done.communicate(timeout=200)
+    assert done.returncode == 0, err
+    refused, has_experts = out.splitlines()
+    assert refused == (
+        "the loaded kernels were compiled for another element type; load the library core"
+    )
+    assert has_experts == "True"

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention/worker.h"
+#include "core/elements.h"
 
 #include <atomic>
 #include <vector>
@@ -62,21 +63,32 @@ void attend(const Problem& p) {
 
 // Runs `attend` with the layout for `dtype` (float32, float16 or bfloat16) and for the cache.
 inline void attend_in(DType dtype, const Problem& p) {
-  if (dtype == DType::float32) {
-    p.has_byte_cache ? attend<ByteLayout<float>>(p) : attend<FloatLayout<float>>(p);
-  } else if (dtype == DType::float16) {
-    p.has_byte_cache ? attend<ByteLayout<Float16>>(p) : attend<FloatLayout<Float16>>(p);
-  } else if (p.has_byte_cache) {
-    attend<ByteLayout<BFloat16>>(p);
-  } else {
-#if OSTINATO_AMX
-    attend<TileLayout>(p);
-#elif OSTINATO_ISA >= 3
-    attend<PairLayout>(p);
-#else
-    attend<WideningLayout>(p);
+#if OSTINATO_HAS(OSTINATO_FLOAT32)
+  if (dtype == DType::float32 && !p.has_byte_cache) return attend<FloatLayout<float>>(p);
 #endif
-  }
+#if OSTINATO_HAS(OSTINATO_FLOAT16)
+  if (dtype == DType::float16 && !p.has_byte_cache) return attend<FloatLayout<Float16>>(p);
+#endif
+#if OSTINATO_HAS(OSTINATO_BFLOAT16)
+#if OSTINATO_AMX
+  using Pairs = TileLayout;
+#elif OSTINATO_ISA >= 3
+  using Pairs = PairLayout;
+#else
+  using Pairs = WideningLayout;
+#endif
+  if (dtype == DType::bfloat16 && !p.has_byte_cache) return attend<Pairs>(p);
+#endif
+#if OSTINATO_HAS(OSTINATO_FLOAT32 | OSTINATO_BYTE_CACHE)
+  if (dtype == DType::float32) return attend<ByteLayout<float>>(p);
+#endif
+#if OSTINATO_HAS(OSTINATO_FLOAT16 | OSTINATO_BYTE_CACHE)
+  if (dtype == DType::float16) return attend<ByteLayout<Float16>>(p);
+#endif
+#if OSTINATO_HAS(OSTINATO_BFLOAT16 | OSTINATO_BYTE_CACHE)
+  if (dtype == DType::bfloat16) return attend<ByteLayout<BFloat16>>(p);
+#endif
+  throw_not_compiled();
 }
 
 // Zeros for the rows past the last sequence.

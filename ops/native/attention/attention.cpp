@@ -187,6 +187,9 @@ void paged_attention(Call& call) {
   call.give(out);
 }
 
+void boxed_paged_attention(StableIValue* stack, uint64_t, uint64_t);
+OSTINATO_BOXED_KERNEL(paged_attention, boxed_paged_attention, paged_attention);
+
 void boxed_paged_attention(StableIValue* stack, uint64_t, uint64_t) {
   if (!is_for_this_backend(stack[kBackendArgument])) {
     require_ok(torch_call_dispatcher("ostinato::paged_attention_in_python", "", stack, TORCH_ABI_VERSION),
@@ -194,11 +197,8 @@ void boxed_paged_attention(StableIValue* stack, uint64_t, uint64_t) {
     return;
   }
   Call call(stack);
-  paged_attention(call);
+  registration_of_paged_attention.kernel.load(std::memory_order_relaxed)(call);
 }
 
 }  // namespace
 }  // namespace ostinato::attention
-
-OSTINATO_BOXED_KERNEL(paged_attention, ostinato::attention::boxed_paged_attention,
-                      ostinato::attention::paged_attention);

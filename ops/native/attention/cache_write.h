@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention/plan.h"
+#include "core/elements.h"
 
 #include <cmath>
 
@@ -165,15 +166,18 @@ inline void write_cache(const Problem& p, DType dtype) {
   p.threads.run(workers, [&](int worker) {
     const int64_t begin = p.num_tokens * worker / workers;
     const int64_t end = p.num_tokens * (worker + 1) / workers;
-    if (!p.has_byte_cache) {
-      write_tokens(p, begin, end, write_run);
-    } else if (dtype == DType::float32) {
+    if (!p.has_byte_cache) return write_tokens(p, begin, end, write_run);
+#if OSTINATO_HAS(OSTINATO_BYTE_CACHE)
+    if (dtype == DType::float32) {
       write_tokens(p, begin, end, write_byte_run<float>);
     } else if (dtype == DType::float16) {
       write_tokens(p, begin, end, write_byte_run<Float16>);
     } else {
       write_tokens(p, begin, end, write_byte_run<BFloat16>);
     }
+#else
+    throw_not_compiled();
+#endif
   });
 }
 

@@ -71,7 +71,7 @@ OSTINATO_EXPORT const char* ostinato_kernel_name(int index) {
 // The kernel called `name` for a CpuGraph, null when it is not in this library.
 OSTINATO_EXPORT void* ostinato_kernel(const char* name) {
   for (auto* entry = ostinato::first_registration; entry != nullptr; entry = entry->next) {
-    if (std::strcmp(entry->name, name) == 0) return reinterpret_cast<void*>(entry->kernel);
+    if (std::strcmp(entry->name, name) == 0) return reinterpret_cast<void*>(entry->kernel.load());
   }
   return nullptr;
 }
@@ -83,11 +83,25 @@ OSTINATO_EXPORT const char* ostinato_abi_value(int index, int64_t* value) {
   return ostinato::kAbi[index].name;
 }
 
-// Registers all kernels as the CPU implementations of `<namespace>::<name>`. Returns 0, or 1 when torch refused.
-OSTINATO_EXPORT int ostinato_install(const char* name_space) {
+// From now on, calls of the op `name` run `kernel`, which another library has. Returns 0 when this library has no such
+// op, else 1.
+OSTINATO_EXPORT int ostinato_replace(const char* name, ostinato::Kernel kernel) {
+  for (auto* entry = ostinato::first_registration; entry != nullptr; entry = entry->next) {
+    if (std::strcmp(entry->name, name) != 0) continue;
+    entry->kernel = kernel;
+    return 1;
+  }
+  return 0;
+}
+
+// Makes all kernels the CPU implementations of `<namespace>::<name>`. `replace` is null, or `ostinato_replace` of a
+// library that was installed before with some of the same ops: their calls then run the kernels of this library.
+// Returns 0, or 1 when torch refused.
+OSTINATO_EXPORT int ostinato_install(const char* name_space, int (*replace)(const char*, ostinato::Kernel)) {
   TorchLibraryHandle library;  // never deleted, because that would deregister the kernels
   if (aoti_torch_library_init_impl(name_space, "CPU", __FILE__, __LINE__, &library) != 0) return 1;
   for (auto* entry = ostinato::first_registration; entry != nullptr; entry = entry->next) {
+    if (replace != nullptr && replace(entry->name, entry->kernel)) continue;
     if (torch_library_impl(library, entry->name, entry->boxed, TORCH_ABI_VERSION) != 0) return 1;
   }
   return 0;

@@ -3,6 +3,8 @@
 
 #include "core/call.h"
 
+#include <atomic>
+
 namespace ostinato {
 
 using Kernel = void (*)(Call& call);
@@ -13,21 +15,23 @@ struct Registration {
   Registration(const char* name, BoxedKernel boxed, Kernel kernel);
   const char* name;
   BoxedKernel boxed;
-  Kernel kernel;
+  std::atomic<Kernel> kernel;  // a library that is loaded later can replace it (ostinato_replace)
   Registration* next;
 };
 
-// Makes `kernel` the CPU implementation of `<namespace>::name` when the library is installed.
-#define OSTINATO_KERNEL(name, kernel)                                       \
-  static void boxed_##name(StableIValue* stack, uint64_t, uint64_t) {       \
-    ostinato::Call call(stack);                                             \
-    kernel(call);                                                           \
-  }                                                                         \
-  OSTINATO_BOXED_KERNEL(name, boxed_##name, kernel)
+// Makes `function` the CPU implementation of `<namespace>::name` when the library is installed.
+#define OSTINATO_KERNEL(name, function)                                  \
+  static void boxed_##name(StableIValue* stack, uint64_t, uint64_t);     \
+  OSTINATO_BOXED_KERNEL(name, boxed_##name, function);                   \
+  static void boxed_##name(StableIValue* stack, uint64_t, uint64_t) {    \
+    ostinato::Call call(stack);                                          \
+    registration_of_##name.kernel.load(std::memory_order_relaxed)(call); \
+  }                                                                      \
+  static_assert(true)  // so that a semicolon follows
 
-// The same, with a separate function for torch's dispatcher.
-#define OSTINATO_BOXED_KERNEL(name, boxed, kernel) \
-  static ostinato::Registration registration_of_##name(#name, boxed, kernel)
+// The same, with a separate function for torch's dispatcher. It calls the kernel of `registration_of_<name>`.
+#define OSTINATO_BOXED_KERNEL(name, boxed, function) \
+  static ostinato::Registration registration_of_##name(#name, boxed, function)
 
 // A function that Python calls through ctypes.
 #define OSTINATO_EXPORT extern "C" __attribute__((visibility("default")))

@@ -1,5 +1,6 @@
 // The packed linear op for CPUs: x @ weight.T + bias + residual, with the weights laid out once in the order in which
 // the kernel reads them. The layout is described in layout.h, the arithmetic in row_worker.h, tiles.h and amx_linear.h.
+#include "core/elements.h"
 #include "linear/row_worker.h"
 
 #if OSTINATO_AMX
@@ -25,6 +26,18 @@ void run_bfloat16(const Problem& problem, const PackedWeight& weight) {
 #endif
 }
 
+void multiply(DType dtype, bool float32_output, const Problem& problem, const PackedWeight& weight) {
+#if OSTINATO_HAS(OSTINATO_FLOAT32)
+  if (dtype == DType::float32) return run<Float32, float>(problem, weight);
+#endif
+#if OSTINATO_HAS(OSTINATO_BFLOAT16)
+  if (dtype == DType::bfloat16) {
+    return float32_output ? run_bfloat16<float>(problem, weight) : run_bfloat16<BFloat16>(problem, weight);
+  }
+#endif
+  throw_not_compiled();
+}
+
 // packed_linear(Tensor x, Tensor weight, Tensor? bias, SymInt out_features, bool float32_output,
 //               Tensor? residual=None) -> Tensor
 void packed_linear(Call& call) {
@@ -39,13 +52,7 @@ void packed_linear(Call& call) {
   const PackedWeight packed(weight, out_features, x.sizes[1]);
   Tensor out;
   const Problem problem = make_problem(call, x, bias, residual, out_features, float32_output, out);
-  if (x.dtype == DType::float32) {
-    run<Float32, float>(problem, packed);
-  } else if (float32_output) {
-    run_bfloat16<float>(problem, packed);
-  } else {
-    run_bfloat16<BFloat16>(problem, packed);
-  }
+  multiply(x.dtype, float32_output, problem, packed);
   call.give(out);
 }
 

@@ -1,6 +1,7 @@
 // Kernels between the matrix products of a layer: normalisation, rotary embedding, activation functions. They compute in
 // float32 and round once. Rows are independent, so the bits of a row depend neither on other rows nor on the number of
 // threads.
+#include "core/elements.h"
 #include "core/kernel.h"
 #include "core/simd.h"
 
@@ -26,9 +27,16 @@ void for_each_row(const Threads& threads, int64_t rows, int64_t bytes, const Bod
 // Calls kernel(T{}) with the element type that `dtype` names.
 template <class Kernel>
 void with_element(DType dtype, const Kernel& kernel) {
+#if OSTINATO_HAS(OSTINATO_FLOAT32)
   if (dtype == DType::float32) return kernel(float{});
+#endif
+#if OSTINATO_HAS(OSTINATO_BFLOAT16)
   if (dtype == DType::bfloat16) return kernel(BFloat16{});
-  kernel(Float16{});
+#endif
+#if OSTINATO_HAS(OSTINATO_FLOAT16)
+  if (dtype == DType::float16) return kernel(Float16{});
+#endif
+  throw_not_compiled();
 }
 
 // Calls kernel(T{}, W{}) with the element types of rows and of a norm's weight: that of the rows, or float.

@@ -8,13 +8,32 @@ from pathlib import Path
 
 import pytest
 
-from ostinato.conf.schema import DeviceConfig, DeviceName, GraphConfig, ModelSection, Quantization
+from ostinato.conf.engine_config import EngineConfig
+from ostinato.conf.schema import (
+    CacheConfig,
+    CacheDType,
+    DeviceConfig,
+    DeviceName,
+    DType,
+    GraphConfig,
+    ModelImplementation,
+    ModelSection,
+    Quantization,
+)
+from ostinato.conf.server_schema import ParallelConfig
+from ostinato.conf.speculation.speculation_schema import SpeculationConfig, SpeculationMethod
 from ostinato.graphs.bundle import Bundle
 from ostinato.ops.native import build as native
 from ostinato.ops.native.instruction_sets import detect_isa
-from ostinato.runtime.startup.bundles import add_kernels, kernel_libraries, prepare_kernels
+from ostinato.runtime.startup.bundles import (
+    add_kernels,
+    core_part,
+    kernel_libraries,
+    prepare_kernels,
+)
 
 DENSE = ModelSection()
+DRAFT = SpeculationConfig(method=SpeculationMethod.draft, model="a-hub/draft")
 INT4 = ModelSection(quantization=Quantization.int4)
 
 
@@ -30,6 +49,8 @@ def _small_libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("core", "quantized"):
         (sources / f"{name}.cpp").write_text(f"int {name}() {{ return 1; }}\n")
         monkeypatch.setitem(native.LIBRARIES, name, ((name,),))
+    for name, part in native.PARTS.items():
+        monkeypatch.setitem(native.PARTS, name, part._replace(units=((part.library,),)))
     monkeypatch.setattr(native, "_SOURCE_DIR", sources)
     monkeypatch.setenv("OSTINATO_CACHE_DIR", str(tmp_path / "cache"))
     for variable in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE"):
@@ -38,7 +59,8 @@ def _small_libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def prepare(model: ModelSection, graphs: GraphConfig) -> list[str]:
     """Prepare the kernels and wait; returns the libraries that were compiled."""
-    prepare_kernels(model, DeviceConfig(name=DeviceName.cpu), graphs)
+    device = DeviceConfig(name=DeviceName.cpu)
+    prepare_kernels(EngineConfig(model=model, device=device, graphs=graphs))
     builders = [each for each in threading.enumerate() if each.name.startswith("build-")]
     for builder in builders:
         builder.join(60)
@@ -47,18 +69,50 @@ def prepare(model: ModelSection, graphs: GraphConfig) -> list[str]:
 
 def there() -> list[str]:
     isa = detect_isa()
-    return [name for name in native.LIBRARIES if native.intact_libraries(name, isa)]
+    names = (*native.LIBRARIES, *native.PARTS)
+    return [name for name in names if native.intact_libraries(name, isa)]
 
 
 def test_only_a_quantised_model_has_the_quantised_kernels_built() -> None:
     assert kernel_libraries(DENSE) == ("core",)
     assert kernel_libraries(INT4) == ("core", "quantized")
     graphs = GraphConfig(bundle=False)
-    assert prepare(DENSE, graphs) == ["core"]
-    assert there() == ["core"]
+    assert prepare(DENSE, graphs) == ["core-bfloat16"]
+    assert there() == ["core-bfloat16"]
     assert prepare(INT4, graphs) == ["quantized"]
-    assert there() == ["core", "quantized"]
+    assert there() == ["quantized", "core-bfloat16"]
     assert prepare(INT4, graphs) == []
+
+
+@pytest.mark.parametrize(
+    ("config", "part"),
+    [
+        (EngineConfig(), "core-bfloat16"),
+        (EngineConfig(model=INT4), "core-bfloat16"),
+        (EngineConfig(model=ModelSection(dtype=DType.float32)), "core-float32"),
+        (EngineConfig(model=ModelSection(dtype=DType.float16)), None),
+        (EngineConfig(model=ModelSection(config={"dtype": "float32"})), "core-float32"),
+        (EngineConfig(model=ModelSection(config={"num_experts": 8})), None),
+        (EngineConfig(model=ModelSection(config={"architectures": ["BertModel"]})), None),
+        (EngineConfig(model=ModelSection(path="a-hub/model", dtype=DType.float32)), None),
+        (EngineConfig(cache=CacheConfig(dtype=CacheDType.int8)), None),
+        (EngineConfig(parallel=ParallelConfig(tensor=2)), None),
+        (EngineConfig(speculation=DRAFT), None),
+        (
+            EngineConfig(model=ModelSection(implementation=ModelImplementation.transformers)),
+            None,
+        ),
+    ],
+)
+def test_a_decoder_that_runs_alone_needs_a_part_of_the_kernels(
+    config: EngineConfig, part: str | None
+) -> None:
+    assert core_part(config) == part
+
+
+def test_a_part_is_not_compiled_where_the_whole_library_is() -> None:
+    native.build("core", detect_isa())
+    assert prepare(DENSE, GraphConfig(bundle=False)) == []
 
 
 def test_kernels_are_taken_from_a_bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,7 +128,7 @@ def test_kernels_are_taken_from_a_bundle(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("OSTINATO_CACHE_DIR", str(tmp_path / "elsewhere"))
     assert there() == []
     assert prepare(INT4, graphs) == [], "nothing is compiled"
-    assert there() == ["core", "quantized"]
+    assert there() == ["quantized", "core-bfloat16"]
 
 
 def test_nothing_is_built_that_is_not_called() -> None:

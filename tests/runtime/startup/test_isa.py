@@ -44,7 +44,7 @@ def test_one_that_the_machine_does_not_run_ends_the_start(monkeypatch: pytest.Mo
     monkeypatch.setattr(instruction_sets, "_cpu_features", lambda: features)
     config = tiny_config("device.isa=amx")
     with pytest.raises(StartupError) as refused:
-        prepare_kernels(config.model, config.device, config.graphs)
+        prepare_kernels(config.engine)
     assert str(refused.value) == (
         "device.isa=amx: amx does not run here (the processor reports no amx_tile); this machine "
         "runs avx2, portable; choose one of these or auto"

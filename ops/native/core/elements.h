@@ -1,0 +1,27 @@
+// The element types that a library has kernels for.
+//
+// A model has one type of activations, weights and cache. At a first start only the kernels for that type are compiled
+// (build.py). OSTINATO_ELEMENTS is the sum of the bits below. Without it, a library has the kernels for all types.
+#pragma once
+
+#define OSTINATO_FLOAT32 1
+#define OSTINATO_BFLOAT16 2
+#define OSTINATO_FLOAT16 4
+#define OSTINATO_BYTE_CACHE 8  // 8-bit keys and values
+
+#ifndef OSTINATO_ELEMENTS
+#define OSTINATO_ELEMENTS 15
+#endif
+
+#define OSTINATO_HAS(bits) ((OSTINATO_ELEMENTS & (bits)) == (bits))
+
+#include <stdexcept>
+
+namespace ostinato {
+
+// library.py loads a library that has the kernels of a model, so no step gets here.
+[[noreturn]] inline void throw_not_compiled() {
+  throw std::invalid_argument("the loaded kernels were compiled for another element type; load the library core");
+}
+
+}  // namespace ostinato
