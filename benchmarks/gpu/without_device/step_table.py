@@ -186,10 +186,10 @@ def section_of(records: Mapping[str, dict[str, Any]], versions: str) -> str:
     """
     first, *others = records
     lines = [
-        f"Lowered by {versions} with `python -m ostinato.benchmarks.gpu --without-device`; no part "
-        "of it has run on a GPU: not yet verified on hardware. The engine's own compiler lowers "
-        "the layers of a model in bfloat16 on fake CUDA tensors, and every Triton kernel is "
-        "compiled for the device.",
+        f"Lowered by {versions} with `python -m ostinato.benchmarks.gpu --without-device`. "
+        "The engine's own compiler lowers the layers of a model in bfloat16 on fake CUDA tensors, "
+        "and every Triton kernel is compiled for the device. Nothing runs. The [performance page]"
+        "(performance.md#on-a-gpu) compares predicted times with those of an H200.",
         "",
         "*Launches* counts the kernels of one layer; *outside* counts those before and after all "
         "layers. *Of ideal* divides the bytes by the least possible ones: weights, the cache's "
@@ -203,9 +203,8 @@ def section_of(records: Mapping[str, dict[str, Any]], versions: str) -> str:
         "",
         f"Steps of up to {most_rows(torch.bfloat16)} tokens run layers of fused kernels "
         "(models/few_rows.py). The rows *by Inductor* show the same step with the program that "
-        "larger steps run. The prediction assumes the same rates for our matrix kernels and for "
-        "those of cuBLAS, so for more than 64 tokens a measurement must confirm the choice. With "
-        "`int4` the matrices of the layers have integers of 4 bits; embedding and head are not "
+        "larger steps run. On an H200 the matrix kernels and cuBLAS take the same time for 64 "
+        "rows, and cuBLAS is faster for 128. With `int4` the matrices of the layers have integers of 4 bits; embedding and head are not "
         "quantised. Layers with int4 have one program for all steps.",
         "",
         f"### {records[first]['device']}",
