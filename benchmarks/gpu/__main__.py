@@ -183,7 +183,7 @@ def _run_apart(name: str, tiny: bool, limit_s: float) -> dict[str, Any]:
             # A process group of its own, so that its children end with it.
             process = subprocess.Popen(
                 command,
-                env=environment_with(**VLLM_ENVIRONMENT),
+                env=environment_with(**VLLM_ENVIRONMENT if name.startswith("vllm-") else {}),
                 stdout=stream,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,

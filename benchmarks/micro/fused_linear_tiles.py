@@ -30,9 +30,11 @@ from torch.nn import functional as F
 
 from ostinato.benchmarks.machine.gpu_rates import measure_machine
 from ostinato.conf.compose import load_config
+from ostinato.ops.fused.early_start import starts_early
 from ostinato.ops.fused.triton_fused_linear import (
     LinearTile,
     choose_tile,
+    device_limits,
     fused_linear_kernel,
     linear_constants,
 )
@@ -161,9 +163,9 @@ def candidates(matrix: Matrix) -> Iterator[LinearTile]:
 
 
 def _in_use(matrix: Matrix, block_m: int) -> LinearTile:
-    return choose_tile(
-        block_m, matrix.out_features, matrix.in_features, 2, is_gated=matrix.is_gated
-    )
+    sizes = (matrix.out_features, matrix.in_features)
+    limits = device_limits(torch.device("cuda", torch.cuda.current_device()))
+    return choose_tile(block_m, *sizes, 2, is_gated=matrix.is_gated, **limits)
 
 
 def _constants(matrix: Matrix, tile: LinearTile, *, early: bool) -> dict[str, Any]:
@@ -225,7 +227,8 @@ def _measure(matrix: Matrix, tiles: list[Any]) -> Iterator[dict[str, Any]]:
                 except Exception as error:  # as in `_compiles`
                     print(f"{matrix.name} {tile}: {error}"[:200], file=sys.stderr)
             cublas = _us(lambda weight, x=x: F.linear(x, weight), weights)
-            in_use = {**asdict(_in_use(matrix, block_m)), "early": False}
+            device = weights[0].device
+            in_use = {**asdict(_in_use(matrix, block_m)), "early": starts_early(device)}
             found.sort(key=lambda row: row["us"])
             yield {
                 "matrix": matrix.name,

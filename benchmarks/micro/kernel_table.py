@@ -217,7 +217,7 @@ def _experts() -> Iterator[Variant]:
     """The router and both expert kernels, for a small step and for one with larger tiles."""
     for model, size, inner, num_experts, top_k, rows in (
         ("Qwen3-30B-A3B", 2048, 768, 128, 8, 8),
-        ("Mixtral-8x7B", 4096, 14336, 8, 2, 256),
+        ("Mixtral-8x7B", 4096, 14336, 8, 2, 64),
     ):
         shared = {"SLOTS": top_k, "NUM_EXPERTS": num_experts}
         first, second = (

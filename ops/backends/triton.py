@@ -5,8 +5,8 @@ it also rotates the heads. The second attends for sequences with few query rows 
 of such a sequence are split into partitions. For each sequence and KV head, the program that writes
 the last partition joins them. The third attends for sequences with many query rows (prefill). The
 device decides which sequence belongs to which launch. So the launches depend on shapes alone, and a
-captured CUDA graph serves any mix of lengths. A row's result depends on its own sequence only, not
-on its batch.
+captured CUDA graph serves any mix of lengths. A row's result depends on its own sequence, and on
+the class of the step's number of sequences, which decides how contexts are divided.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ class TritonBackend:
             max_context=max_model_len,
             num_seqs=num_seqs,
         )
-        return shape.workspace_bytes(num_tokens, num_seqs)
+        return shape.workspace_bytes(num_tokens)
 
     def make_planner(
         self,
@@ -367,7 +367,7 @@ class _Launch:
         """Attend for the sequences whose query rows fit one tile."""
         shape, num_tokens = self.shape, self.q.shape[0]
         parts = shape.max_partitions
-        rows = shape.partial_rows(num_tokens, self.num_seqs) if parts > 1 else 0
+        rows = shape.partial_rows(num_tokens) if parts > 1 else 0
         partial_shape = (rows, shape.num_heads, parts)
         partial_lse = torch.empty(partial_shape, dtype=torch.float32, device=self.q.device)
         partial_out = torch.empty(

@@ -6,7 +6,7 @@ The module needs no device, so the programs of any model can be listed and compi
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 __all__ = (
     "FIRST_OF_CLASS",
@@ -55,7 +55,7 @@ class TileShape:
 
 @dataclass(frozen=True, slots=True)
 class KernelShape:
-    """Everything about a model that the kernels are specialised to.
+    """What the kernels are specialised to: a model, and the class of a step's number of sequences.
 
     Args:
         num_heads: query heads H.
@@ -152,15 +152,25 @@ class KernelShape:
         wanted = max(4, wanted * _PARTITIONS[0][1] // self.min_partition)
         return min(wanted, ceil_div(self.max_context, self.min_partition))
 
-    def partial_rows(self, num_tokens: int, num_seqs: int) -> int:
+    def partial_rows(self, num_tokens: int) -> int:
         """Query rows that may have several partitions in one step."""
-        return min(num_tokens, num_seqs * self.max_short_query)
+        return min(num_tokens, self.num_seqs * self.max_short_query)
 
-    def workspace_bytes(self, num_tokens: int, num_seqs: int) -> int:
-        """Bytes of partial results that one call allocates (and frees) at this step shape."""
+    def workspace_bytes(self, num_tokens: int) -> int:
+        """The most bytes of partial results that a call allocates (and frees).
+
+        Fewer sequences can need more, because their contexts have more partitions.
+
+        Args:
+            num_tokens: T; a step has up to T tokens and up to `num_seqs` sequences.
+        """
+        counts = {min(most, self.num_seqs) for most, _ in _PARTITIONS}
+        return max(replace(self, num_seqs=count)._partial_bytes(num_tokens) for count in counts)
+
+    def _partial_bytes(self, num_tokens: int) -> int:
         if self.max_partitions == 1:
             return 0
-        rows = self.partial_rows(num_tokens, num_seqs) * self.num_heads * self.max_partitions
+        rows = self.partial_rows(num_tokens) * self.num_heads * self.max_partitions
         return rows * (self.value_size + 1) * 4
 
 
@@ -175,8 +185,8 @@ def attention_constants(
     """The constants of one launch of `attention_kernel`, launch options included.
 
     Args:
-        shape: the model's.
-        sliding_window: of the layer, 0 = none.
+        shape: what the kernel is specialised to.
+        sliding_window: of the layer, as for `paged_attention`.
         soft_cap: of the layer, 0 = none.
         is_long: whether the launch is for sequences with many query rows.
         early: the kernel starts before the previous one has ended (ops/fused/early_start.py).

@@ -39,7 +39,7 @@ def first_tile(position, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
 def partition_size(
     first, seq_len, BLOCK_N: tl.constexpr, MAX_PARTS: tl.constexpr, MIN_PART_TILES: tl.constexpr
 ):
-    """Keys per partition. The sequence alone decides, so that no result depends on the batch."""
+    """Keys per partition. Of the batch, only the number of sequences counts, by its constants."""
     num_tiles = tl.cdiv(seq_len - first, BLOCK_N)
     return tl.maximum(tl.cdiv(num_tiles, MAX_PARTS), MIN_PART_TILES) * BLOCK_N
 

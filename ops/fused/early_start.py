@@ -7,7 +7,8 @@ results can be read. So the time to start a kernel is hidden, about a microsecon
 captured CUDA graph keeps this behaviour.
 
 A kernel that is launched with `launch_pdl` must call `wait_for_previous_kernel` before it reads
-what another kernel has written, and before it writes anything.
+what another kernel of a step has written, and before it writes anything. It may read weights before
+that, because no kernel of a step writes them.
 """
 
 from __future__ import annotations

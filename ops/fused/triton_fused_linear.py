@@ -1,13 +1,14 @@
 """The Triton kernels of `ostinato::fused_linear` and of its two companions, for few rows.
 
 A program computes BLOCK_N columns of the result for a tile of rows. It reads its rows of W once, so
-the launch reads little more than W. The RMS norm before a product takes no launch of its own. The
-scale of a row is a factor on the sums of that row:
+the launch reads little more than W. An RMS norm before a product is computed in two parts, because
+the scale of a row is a factor on the sums of that row:
 
     norm(x) @ W.T = ((x * norm_weight) @ W.T) / rms(x)
 
-The kernel that computes x also writes x * norm_weight and the sums of the squares of x, a sum for
-each of its tiles of columns. The kernel of the product adds these sums.
+The first kernel writes x * norm_weight and sums of the squares of x. It is the kernel of the
+product that computes x (`linear_and_scale`), or one of its own (`scale_rows`). The kernel of the
+product with W adds these sums, and divides by their root mean square.
 
 A column's sum runs over K in an order that depends on K, on the dtype and on the tile. There are
 two tiles: for up to 16 rows and for more. So the other rows of a step can change the bits of a row
@@ -29,6 +30,7 @@ from ostinato.ops.fused.early_start import prefetch, starts_early, wait_for_prev
 __all__ = (
     "LinearTile",
     "choose_tile",
+    "device_limits",
     "fused_linear_kernel",
     "gated",
     "launch",
@@ -363,7 +365,7 @@ def _launch(
         in_features,
         x.element_size(),
         is_gated=bool(activation),
-        **_limits(x.device),
+        **device_limits(x.device),
     )
     grid = (triton.cdiv(num_rows, tile.block_m), triton.cdiv(out_features, tile.block_n))
     out = torch.empty((num_rows, out_features), dtype=x.dtype, device=x.device)
@@ -423,7 +425,7 @@ def _check_rows(name: str, tensor: Tensor) -> None:
         )
 
 
-def _limits(device: torch.device) -> dict[str, int]:
+def device_limits(device: torch.device) -> dict[str, int]:
     """The arguments of `choose_tile` that depend on the device."""
     if device.type != "cuda":
         return {}  # Triton's interpreter, which has no limits

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from triton.runtime import interpreter
 
 from ostinato.ops.attention import AttentionMetadata
+from ostinato.ops.backends import triton_tiles
 from ostinato.ops.backends.reference import BACKEND as REFERENCE
 from ostinato.ops.backends.triton import BACKEND, write_kv
 from tests.ops.attention_steps import Shape, Step, check, make_step, run
@@ -22,6 +23,7 @@ from tests.ops.exact_fp8 import FP8, convert_exactly
 from tests.ops.widened_bfloat16 import widen_products_of_bfloat16
 
 FLOAT32, FLOAT16 = torch.float32, torch.float16
+PARTITIONS = triton_tiles._PARTITIONS
 
 # Decode, chunked prefill, whole prefill, the shortest sequence, absent rows: all in one step.
 MIXED = [(1, 530), (37, 37), (4, 300), (20, 90), (1, 1), (5, 5)]
@@ -86,6 +88,12 @@ def label(value: object) -> str | None:
             + "-sinks" * value.has_sinks
         )
     return "split" if value is MIXED else "whole"
+
+
+@pytest.fixture(autouse=True)
+def short_partitions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Divide contexts as in a step of few sequences, because long contexts take seconds here."""
+    monkeypatch.setattr(triton_tiles, "_PARTITIONS", ((1 << 30, 256),))
 
 
 @pytest.mark.parametrize(("lengths", "shape"), GRID, ids=label)
@@ -171,6 +179,18 @@ def test_more_rows_than_one_chunk_of_the_work_list() -> None:
     lengths += [(2, 290), (30, 50)]
     assert len(lengths) == 260
     check(BACKEND, lengths, Shape(num_heads=2, num_kv_heads=1, head_dim=16))
+
+
+@pytest.mark.parametrize(("most", "least"), PARTITIONS[:-1])
+def test_partitions_of_each_number_of_sequences(
+    most: int, least: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The largest step of a class, and the smallest of the next one, whose partitions are longer."""
+    monkeypatch.setattr(triton_tiles, "_PARTITIONS", PARTITIONS)
+    for num_seqs, shortest in ((most, least), (most + 1, 2 * least)):
+        lengths = [(2, shortest + 20), *[(0, 0)] * (num_seqs - 2), (1, 2 * shortest + 70)]
+        case = Shape(num_heads=2, num_kv_heads=1, head_dim=16, num_rows=num_seqs)
+        check(BACKEND, lengths, case)
 
 
 def alone(step: Step, row: int) -> Step:

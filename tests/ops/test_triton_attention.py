@@ -140,10 +140,25 @@ def test_tiles_shrink_with_shared_memory() -> None:
 
 
 def test_workspace_is_what_a_step_needs_at_most() -> None:
-    llama = kernel_shape(32, 8, 128)
-    # One row per token of a decode step: 64 rows, 32 heads, 16 partitions, 128 values and 1 sum.
-    assert llama.workspace_bytes(64, 64) == 64 * 32 * 16 * 129 * 4
+    llama = kernel_shape(32, 8, 128, num_seqs=64)
+    # 16 sequences of 4 tokens: 64 rows, 32 heads, 8 partitions, 128 values and 1 sum. A decode step
+    # of 64 sequences has 4 partitions.
+    assert llama.workspace_bytes(64) == 64 * 32 * 8 * 129 * 4
     # In a mixed step only sequences with at most 4 rows need it.
-    assert llama.workspace_bytes(2048, 64) == 4 * 64 * 32 * 16 * 129 * 4
+    assert llama.workspace_bytes(2048) == 4 * 64 * 32 * 4 * 129 * 4
+    # 4 sequences have 16 partitions each, which is more than 5 sequences with 8.
+    assert kernel_shape(32, 8, 128, num_seqs=5).workspace_bytes(2048) == 4 * 4 * 32 * 16 * 129 * 4
     # A context that fits one partition needs none.
-    assert kernel_shape(32, 8, 128, max_context=256).workspace_bytes(64, 64) == 0
+    assert kernel_shape(32, 8, 128, max_context=256, num_seqs=64).workspace_bytes(64) == 0
+
+
+def test_more_sequences_have_fewer_partitions() -> None:
+    found = {
+        count: (shape.min_partition, shape.max_partitions)
+        for count in (1, 4, 5, 16, 17, 64, 65, 256)
+        for shape in (kernel_shape(32, 8, 128, num_seqs=count),)
+    }
+    assert found[1] == found[4] == (256, 16)
+    assert found[5] == found[16] == (512, 8)
+    assert found[17] == found[64] == (1024, 4)
+    assert found[65] == found[256] == (2048, 4)

@@ -29,6 +29,7 @@ from ostinato.runtime.kv.kv_cache_manager import KVGroup
 from ostinato.runtime.memory.memory_plan import MemoryPlan
 from ostinato.runtime.startup.plan.model_source import ModelSource, model_skeleton, open_model
 from ostinato.runtime.startup.plan.planning import bucket_table, plan_engine
+from ostinato.runtime.startup.plan.warm_up import cpu_steps, gpu_steps
 from ostinato.runtime.types.engine_info import IsaTrial
 
 __all__ = ("EnginePlan", "check_determinism", "finish_plan", "make_plan")
@@ -57,25 +58,17 @@ class EnginePlan:
 
     @property
     def warm_up_steps(self) -> tuple[StepSizes, ...]:
-        """The uncaptured steps of a start. They run every kernel once.
-
-        The largest step is first, because GPU kernels are tuned for the first shape.
-        """
-        if self.is_cpu:
-            tokens = {64, 1}
-        else:
-            tokens = set(warm_up_tokens(self.source.dtype))
-            if self.source.weights.quantization != "none":
-                tokens |= set(GPU_TILE_TOKENS)
-            moe = self.source.config.moe
-            if moe is not None:
-                tokens |= set(tile_tokens(moe.route.num_experts, moe.route.top_k))
+        """The uncaptured steps of a start. They run every kernel once."""
         limits = self.source.limits
-        most = limits.max_num_batched_tokens
-        steps = [StepSizes(n, 1, 1) for n in sorted({min(n, most) for n in tokens}, reverse=True)]
-        seqs = load_backend(self.backend).warm_up_seqs if self.backend else (1,)
-        most_seqs = min(limits.max_num_seqs, most)
-        return (*steps, *(StepSizes(n, n, n) for n in seqs if 1 < n <= most_seqs))
+        most_tokens, most_seqs = limits.max_num_batched_tokens, limits.max_num_seqs
+        if self.is_cpu:
+            return cpu_steps(most_tokens)
+        moe = self.source.config.moe
+        tokens = {*warm_up_tokens(self.source.dtype), *GPU_TILE_TOKENS}
+        if moe is not None:
+            tokens |= set(tile_tokens(moe.route.num_experts, moe.route.top_k))
+        seqs = load_backend(self.backend).warm_up_seqs if self.backend else ()
+        return gpu_steps(tokens, {*seqs, *GPU_TILE_TOKENS}, most_tokens, most_seqs)
 
     @property
     def attention_spec(self) -> AttentionSpec:
