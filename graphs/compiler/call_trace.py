@@ -6,8 +6,10 @@ such a layer it is enough to call it with example tensors and to record these ca
 computed: an op's fake function returns tensors of the right shapes.
 
 A recorded call has the sizes of the example as numbers. So the function is recorded with two
-examples. All sizes that differ between steps differ between the examples too. If the two programs
-differ, a number in them depends on the step, and Dynamo must trace the function.
+examples. All sizes that differ between steps differ between the examples too, and those of the
+second are much larger (`example_batch`). If the two programs differ, a number or a branch in them
+depends on the step, and Dynamo must trace the function. A number or a branch that depends on a size
+and is the same in both examples is not noticed.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 
 from ostinato.graphs.compiler.compiled_piece import PieceCompiler
 from ostinato.graphs.compiler.dynamo_trace import Example
-from ostinato.graphs.compiler.fx_program import METHODS, FxProgram, lower_fx
+from ostinato.graphs.compiler.fx_program import METHODS, Lowered, lower_fx
 from ostinato.ops.register import fake_of
 
 __all__ = ("trace_calls",)
@@ -37,13 +39,13 @@ _QUERIES = {Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.__len__
 
 
 class _NotRecorded(Exception):
-    """The function made a call that cannot be recorded."""
+    """The function cannot be recorded; the text says why."""
 
 
 def trace_calls(
     function: Callable[..., Any], examples: Sequence[Example], pieces: PieceCompiler
-) -> FxProgram | None:
-    """`function` as an FX program, or None if it makes other calls or a number depends on the step.
+) -> Lowered:
+    """`function` as an FX program, or why Dynamo must trace it.
 
     Args:
         function: takes positional arguments and returns one tensor.
@@ -51,15 +53,19 @@ def trace_calls(
         pieces: not used, because a program without other calls has no pieces.
     """
     try:
-        first, second = (_program(function, each.arguments, pieces) for each in examples)
-    except _NotRecorded:
-        return None
-    return first if first == second else None
+        first, second = (_record(function, each.arguments, pieces) for each in examples)
+    # The code of a model can raise anything for tensors without values. Dynamo runs it again, and
+    # reports what is wrong with the model.
+    except Exception as error:
+        return Lowered(None, _reason(error))
+    if first.program != second.program:
+        return Lowered(None, "a number or a branch in it depends on the sizes of the step")
+    return first
 
 
-def _program(
+def _record(
     function: Callable[..., Any], arguments: tuple[Any, ...], pieces: PieceCompiler
-) -> FxProgram | None:
+) -> Lowered:
     recorder = _Recorder()
     named = zip(inspect.signature(function).parameters, arguments, strict=True)
     # A step tensor can also be an argument. The argument comes first, so it is the source.
@@ -68,7 +74,11 @@ def _program(
     with recorder:
         result = function(*arguments)
     graph = recorder.finish(result)
-    return lower_fx(graph, function, recorder.sources, pieces).program
+    return lower_fx(graph, function, recorder.sources, pieces)
+
+
+def _reason(error: Exception) -> str:
+    return str(error) if isinstance(error, _NotRecorded) else f"{type(error).__name__}: {error}"
 
 
 class _Recorder(TorchFunctionMode):
@@ -84,6 +94,7 @@ class _Recorder(TorchFunctionMode):
         self._graph = Graph()
         self._nodes: dict[int, Node] = {}  # by `id` of a tensor in `_kept`
         self._kept: list[Tensor] = []
+        self._refusal: str | None = None  # why the first call that failed is not recorded
 
     def add_inputs(self, source: str, value: Any) -> None:
         """Add the tensors in an argument: in lists, mappings, named tuples and dataclasses."""
@@ -100,10 +111,13 @@ class _Recorder(TorchFunctionMode):
         """The graph of a function that returned `result`.
 
         Raises:
-            _NotRecorded: the result is no tensor of a recorded call.
+            _NotRecorded: a call was not recorded, or the result is no tensor of a recorded call.
         """
+        # The function may have caught the error of the call.
+        if self._refusal is not None:
+            raise _NotRecorded(self._refusal)
         if not isinstance(result, Tensor):
-            raise _NotRecorded
+            raise _NotRecorded(f"its result is a {type(result).__name__}, not a tensor")
         self._graph.output((self._node(result),))
         for node in reversed(self._graph.find_nodes(op="call_function", target=operator.getitem)):
             if not node.users:
@@ -118,7 +132,15 @@ class _Recorder(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Handle one call. Computed results have undefined values."""
-        kwargs = dict(kwargs or {})
+        try:
+            return self._record(func, args, dict(kwargs or {}))
+        except Exception as error:  # also a TypeError for a keyword that `_embedding` lacks
+            self._refusal = self._refusal or _reason(error)
+            raise
+
+    def _record(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         if func in _QUERIES or getattr(func, "__name__", "") == "__get__":  # x.size(0), x.dtype
             return func(*args, **kwargs)
         if (name := _METHODS.get(func)) is not None:
@@ -129,7 +151,7 @@ class _Recorder(TorchFunctionMode):
             result = shape(*args, **kwargs)
             node = self._graph.call_function(func, *self._as_nodes(args, kwargs))
         else:
-            raise _NotRecorded
+            raise _NotRecorded(f"it calls {getattr(func, '__name__', func)}")
         self._keep_results(result, node)
         return result
 
@@ -143,7 +165,8 @@ class _Recorder(TorchFunctionMode):
 
     def _node(self, tensor: Tensor) -> Node:
         if id(tensor) not in self._nodes:  # a constant of the function
-            raise _NotRecorded
+            shape = tuple(tensor.shape)
+            raise _NotRecorded(f"it reads a tensor of shape {shape} that is not an argument")
         return self._nodes[id(tensor)]
 
     def _keep_results(self, result: Any, node: Node) -> None:

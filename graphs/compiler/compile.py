@@ -8,9 +8,8 @@ without Dynamo's guards: the tensors of a step always come from the same static 
 evaluating guards costs 0.3-2 ms a step.
 
 `call_trace` traces layers that call only ops of this package, `dynamo_trace` all others.
-`functions` compiles and stores the traces. `programs` binds
-functions to weights and runs them once a step. No other package changes settings of Dynamo or
-Inductor.
+`functions` compiles and stores the traces. `programs` binds functions to weights and runs them once
+a step. No other package changes settings of Dynamo or Inductor.
 """
 
 from __future__ import annotations

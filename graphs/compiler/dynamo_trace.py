@@ -27,8 +27,11 @@ __all__ = (
     "without_weights",
 )
 
-# Tokens and sequences by which the second example is larger than the first.
-_MORE_TOKENS, _MORE_SEQS = 5, 1
+# Tokens, sequences and rows by which the second example is larger than the first. They are large,
+# so that a threshold that a model compares a size with lies between the two examples. They are
+# primes, so that a size has other remainders in the second example. There are fewer rows than
+# tokens in the second example and more in the first, and R - T - S differs.
+_MORE_TOKENS, _MORE_SEQS, _MORE_ROWS = 1009, 61, 307
 
 # An input of a traced graph as Dynamo names it: an argument, then its fields, items and sizes.
 _SOURCE = re.compile(r"L\['(\w+)'\]((?:\.\w+|\[\d+\]|\['\w+'\]|\.size\(\)\[\d+\])*)")
@@ -64,10 +67,10 @@ def example_batch(batch: ForwardBatch, *, is_second: bool = False) -> ForwardBat
 
     Args:
         batch: of at least 2 tokens and 2 sequences.
-        is_second: make another example, in which T, S and R differ from those of the first.
+        is_second: make another example, in which T, S and R are much larger than in the first.
     """
     more_tokens, more_seqs = (_MORE_TOKENS, _MORE_SEQS) if is_second else (0, 0)
-    num_rows = len(batch.token_ids) + more_tokens + len(batch.seq_lens) + more_seqs + 2
+    num_rows = len(batch.token_ids) + len(batch.seq_lens) + 2 + (_MORE_ROWS if is_second else 0)
     table = type(batch)
     tensors: dict[str, Tensor] = {}
     for name, spec in tensor_specs(table).items():

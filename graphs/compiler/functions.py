@@ -92,7 +92,13 @@ def compile_function(
     """
     example = examples[0]
     on_cpu = example.arguments[0][0].device.type == "cpu"
-    program = trace_calls(function, examples, pieces) if on_cpu else None
+    program = None
+    # A layer for few rows on a GPU could be recorded too. But Dynamo traces the layer of larger
+    # steps there, so that a start would not save Dynamo's import.
+    if on_cpu:
+        program, reason = trace_calls(function, examples, pieces)
+        if program is None:
+            _LOG.info("Dynamo traces %s, because its calls cannot be recorded: %s", name, reason)
     if program is None and (on_cpu or calls_own_ops):
         program, reason = trace_fx(function, example, pieces)
         if program is None:

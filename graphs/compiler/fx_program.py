@@ -80,10 +80,12 @@ class FxFunction:
 
 
 class Lowered(NamedTuple):
-    """The result of `lower_fx`."""
+    """The result of a trace and of `lower_fx`."""
 
     program: FxProgram | None
-    reason: str | None  # why there is no program, so that Inductor compiles the whole graph
+    # Why there is no program. After `trace_calls` Dynamo traces the function, after `trace_fx`
+    # Inductor compiles the whole graph.
+    reason: str | None
 
 
 def resolve(path: str) -> Any:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ostinato.graphs.compiler.call_trace import trace_calls
@@ -22,9 +24,10 @@ from ostinato.graphs.compiler.dynamo_trace import (
     varying_in_layer,
     without_weights,
 )
+from ostinato.graphs.compiler.functions import compile_function
 from ostinato.graphs.compiler.fx_program import FxFunction, FxProgram
-from ostinato.models.base import CausalLM
-from ostinato.models.step_tensors import StepInputs, tensor_specs
+from ostinato.models.base import LanguageModel
+from ostinato.models.step_tensors import ForwardBatch, StepInputs, tensor_specs
 from ostinato.ops.norm import rms_norm
 from tests.graphs.compiler.test_cpu_capture import packed
 from tests.graphs.compiler.test_few_rows import EXPERTS, QWEN3
@@ -84,7 +87,9 @@ def calls_of(program: FxProgram, parameters: int, step: StepInputs, *, is_last: 
     return [*log, result.name]
 
 
-def layer_examples(model: CausalLM, caches: tuple[Tensor, Tensor], index: int) -> list[Example]:
+def layer_examples(
+    model: LanguageModel, caches: tuple[Tensor, Tensor], index: int
+) -> list[Example]:
     parameters = list(module_tensors(model.layers[index]).values())
     batch = make_buffers().batch(16, 3, 3)
     examples = []
@@ -111,7 +116,7 @@ def test_the_calls_are_those_that_dynamo_traces(values: dict[str, Any]) -> None:
         names = list(module_tensors(layer))
         function = _layer_call(without_weights(layer), names, is_last=is_last)
         examples = layer_examples(model, caches, index)
-        recorded = trace_calls(function, examples, PieceCompiler())
+        recorded = trace_calls(function, examples, PieceCompiler()).program
         traced = trace_fx(function, examples[0], PieceCompiler()).program
         assert recorded is not None
         assert traced is not None
@@ -149,13 +154,102 @@ def two_results(x: Tensor, weight: Tensor) -> Any:
     return rms_norm(x, weight, 1e-6), x
 
 
+def with_caught_refusal(x: Tensor, weight: Tensor) -> Tensor:
+    result = rms_norm(x, weight, 1e-6)
+    with contextlib.suppress(Exception):
+        result = result * 2
+    return result
+
+
+def with_caught_keyword(x: Tensor, weight: Tensor) -> Tensor:
+    result = rms_norm(x, weight, 1e-6)
+    with contextlib.suppress(Exception):
+        result = F.linear(input=result, weight=weight.view(1, 8))
+    return result
+
+
+def with_named_input(x: Tensor, weight: Tensor) -> Tensor:
+    return F.linear(input=rms_norm(x, weight, 1e-6), weight=weight.view(1, 8))
+
+
+def with_error(x: Tensor, weight: Tensor) -> Tensor:
+    raise LookupError("no such layer")
+
+
 @pytest.mark.parametrize(
-    "function",
-    [scaled_by_size, branching, with_torch_op, with_constant, with_value, two_results],
+    ("function", "reason"),
+    [
+        (scaled_by_size, "depends on the sizes"),
+        (branching, "depends on the sizes"),
+        (with_torch_op, "it calls mul"),
+        (with_constant, "it reads a tensor of shape (8,) that is not an argument"),
+        (with_value, "it calls"),
+        (two_results, "its result is a tuple, not a tensor"),
+        (with_caught_refusal, "it calls mul"),
+        (with_caught_keyword, "TypeError"),
+        (with_named_input, "TypeError"),
+        (with_error, "LookupError: no such layer"),
+    ],
 )
-def test_other_functions_are_not_recorded(function: Callable[..., Any]) -> None:
+def test_other_functions_are_not_recorded(function: Callable[..., Any], reason: str) -> None:
     examples = [Example((torch.empty(size, 8), torch.ones(8)), []) for size in (3, 5)]
-    assert trace_calls(function, examples, PieceCompiler()) is None
+    lowered = trace_calls(function, examples, PieceCompiler())
+    assert lowered.program is None
+    assert reason in str(lowered.reason)
+
+
+@pytest.mark.parametrize(
+    "number",
+    [
+        lambda tokens, seqs, rows: tokens > 1000,
+        lambda tokens, seqs, rows: seqs >= 32,
+        lambda tokens, seqs, rows: rows > 256,
+        lambda tokens, seqs, rows: rows > tokens,
+        lambda tokens, seqs, rows: tokens // 16,
+        lambda tokens, seqs, rows: -(-tokens // 32),
+        lambda tokens, seqs, rows: tokens % 16,
+        lambda tokens, seqs, rows: seqs % 2,
+        lambda tokens, seqs, rows: tokens // seqs,
+        lambda tokens, seqs, rows: rows - tokens - seqs,
+    ],
+)
+def test_a_number_that_follows_from_sizes_is_noticed(number: Callable[..., int]) -> None:
+    def function(x: Tensor, weight: Tensor, batch: ForwardBatch) -> Tensor:
+        sizes = len(batch.token_ids), len(batch.seq_lens), len(batch.logits_indices)
+        return rms_norm(x, weight, float(number(*sizes)))
+
+    batch = make_buffers().batch(16, 2, 2)
+    examples = []
+    for is_second in (False, True):
+        step = example_batch(batch, is_second=is_second)
+        hidden = torch.empty(len(step.token_ids), 8)
+        examples.append(Example((hidden, torch.ones(8), step), []))
+    lowered = trace_calls(function, examples, PieceCompiler())
+    assert lowered.program is None
+    assert "depends on the sizes" in str(lowered.reason)
+
+
+@torch.inference_mode()
+def test_dynamo_traces_what_is_not_recorded_and_the_log_says_why(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def function(parameters: list[Tensor], rows: Tensor) -> Tensor:
+        found = F.embedding(rows, parameters[0], padding_idx=0)
+        return rms_norm(found, parameters[1], 1e-6)
+
+    parameters = [torch.randn(4, 8), torch.ones(8)]
+    examples = []
+    for size in (3, 1000):
+        rows = torch.arange(size) % 4
+        examples.append(Example((parameters, rows), [rows]))
+    with caplog.at_level(logging.INFO):
+        compiled = compile_function(
+            function, examples, None, "layer-0", nn.Module(), PieceCompiler()
+        )
+    assert isinstance(compiled, FxFunction)
+    assert "Dynamo traces layer-0, because its calls cannot be recorded: TypeError" in caplog.text
+    rows = torch.tensor([3, 0, 2, 1, 0])
+    assert torch.equal(compiled(parameters, rows), function(parameters, rows))
 
 
 def test_views_lookups_and_products_are_recorded() -> None:
@@ -173,7 +267,7 @@ def test_views_lookups_and_products_are_recorded() -> None:
         return torch.randn(size, 16), {"up": [weight]}, torch.arange(rows)
 
     examples = [Example(arguments(3, 1), []), Example(arguments(6, 2), [])]
-    program = trace_calls(function, examples, PieceCompiler())
+    program = trace_calls(function, examples, PieceCompiler()).program
     assert program is not None
     assert program.obstacle == "torch.nn.functional.linear has no C++ kernel here"
     values = arguments(7, 5)
