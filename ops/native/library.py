@@ -57,7 +57,9 @@ class NativeLibrary(NamedTuple):
     functions: ctypes.CDLL  # its C functions (core/install.cpp)
 
 
-_loaded: dict[tuple[str, str], NativeLibrary] = {}  # key: name of the library, namespace
+# Key: name of the library, namespace. A loop goes over a copy, because another thread may load a
+# library meanwhile. It does not take `_loading`: a thread holds this lock while it compiles.
+_loaded: dict[tuple[str, str], NativeLibrary] = {}
 _chosen: dict[str, str] = {}  # the level chosen for the namespace "ostinato", the only key
 _loading = threading.Lock()
 _LOG = logging.getLogger(__name__)
@@ -85,7 +87,7 @@ def use_isa(isa: str) -> None:
 
 def loaded_isa() -> str | None:
     """The instruction set of the loaded kernels of `torch.ops.ostinato`; None = none is loaded."""
-    loaded = (each.isa for (_, namespace), each in _loaded.items() if namespace == "ostinato")
+    loaded = (each.isa for (_, space), each in _loaded.copy().items() if space == "ostinato")
     return next(loaded, None)
 
 
@@ -99,7 +101,8 @@ def load(name: str, isa: str | None = None) -> NativeLibrary:
     Later calls do nothing.
 
     Args:
-        name: one of LIBRARIES. Its kernels replace those of a part that was loaded before.
+        name: one of LIBRARIES or PARTS. The kernels of a whole library replace those of a part that
+            was loaded before.
         isa: None = the level of `use_isa` or of an earlier call, else the best level that can be
             built; the kernels become the CPU implementation of `torch.ops.ostinato`. A level of
             ISA_LEVELS or EMULATED = its kernels are installed as `torch.ops.ostinato_<isa>`, for
@@ -135,6 +138,9 @@ def load_part(part: str) -> NativeLibrary:
         isa = _default_isa() or runnable_levels()[0]
         if not is_loaded and loaded == [part]:
             return _loaded[part, "ostinato"]
+        # A thread may be building the whole library now, if the configuration did not show that the
+        # part suffices. Then both are compiled. That costs only time: each has a directory and a
+        # lock of its own, and their bits are the same. Later starts load the whole library.
         if not is_loaded and not loaded and not intact_libraries(whole, isa):
             _loaded[part, "ostinato"] = _load(part, None, "ostinato")
             return _loaded[part, "ostinato"]
@@ -151,14 +157,15 @@ def _parts_of(name: str, namespace: str) -> list[tuple[str, NativeLibrary]]:
     """The loaded parts of a library."""
     return [
         (part, loaded)
-        for (part, where), loaded in _loaded.items()
+        for (part, where), loaded in _loaded.copy().items()
         if where == namespace and part in PARTS and PARTS[part].library == name
     ]
 
 
 def _load(name: str, isa: str | None, namespace: str) -> NativeLibrary:
     if name not in LIBRARIES and name not in PARTS:
-        raise ValueError(f"name must be one of {', '.join(LIBRARIES)}, got {name!r}")
+        known = ", ".join((*LIBRARIES, *PARTS))
+        raise ValueError(f"name must be one of {known}, got {name!r}")
     runnable = runnable_levels()
     if isa is None:
         level, path, library = _open_default(name)
@@ -183,7 +190,7 @@ def _load(name: str, isa: str | None, namespace: str) -> NativeLibrary:
 
 def _first() -> NativeLibrary | None:
     """The library that was loaded first. All other libraries share its thread state."""
-    return next(iter(_loaded.values()), None)
+    return next(iter(_loaded.copy().values()), None)
 
 
 def set_pool_threads(count: int) -> None:
@@ -210,7 +217,7 @@ def core_library() -> ctypes.CDLL:
 
 def kernel_address(op: str) -> int | None:
     """The address of the C++ kernel of `ostinato::<op>`; None if no loaded library has one."""
-    for (_, namespace), loaded in _loaded.items():
+    for (_, namespace), loaded in _loaded.copy().items():
         find = loaded.functions.ostinato_kernel
         find.restype = ctypes.c_void_p
         if namespace == "ostinato" and (address := find(op.encode())):

@@ -70,13 +70,23 @@ def core_part(config: EngineConfig) -> str | None:
         dtype = settings.get("dtype") or settings.get("torch_dtype")
     part = f"core-{dtype}"
     is_plain_decoder = (
-        str((settings.get("architectures") or [""])[0]).endswith("ForCausalLM")
+        _architecture(settings).endswith("ForCausalLM")
         and not any("expert" in key for key in settings)
         and model.implementation is not ModelImplementation.transformers
     )
     runs_alone = config.parallel.num_ranks == 1 and not config.speculation.model
     is_wanted = is_plain_decoder and runs_alone and config.cache.dtype is CacheDType.auto
     return part if is_wanted and part in native.PARTS else None
+
+
+def _architecture(settings: dict[str, Any]) -> str:
+    """The first of the config's `architectures`; "" if they are not a list of names.
+
+    The plan checks the config and reports what is wrong with it.
+    """
+    names = settings.get("architectures")
+    is_list = isinstance(names, list) and all(isinstance(name, str) for name in names)
+    return names[0] if is_list and names else ""
 
 
 def _read_settings(model: ModelSection) -> dict[str, Any]:

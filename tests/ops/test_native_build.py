@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from ostinato.ops.native import abi, build
+from ostinato.ops.native import library as native
 from ostinato.ops.native.build import LIBRARIES, PARTS
 from ostinato.ops.native.instruction_sets import ISA_LEVELS, detect_isa
 from ostinato.ops.native.library import load
@@ -197,6 +198,38 @@ def test_levels_are_ordered_and_checked() -> None:
     assert list(ISA_LEVELS) == ["amx", "avx512bf16", "avx512", "avx2", "portable"]
     with pytest.raises(ValueError, match=r"isa must be one of .*portable on this processor"):
         load("core", "sse9")
+
+
+def test_a_name_that_is_neither_a_library_nor_a_part_is_refused() -> None:
+    known = ", ".join((*LIBRARIES, *PARTS))
+    with pytest.raises(ValueError, match=f"name must be one of {known}, got 'core-int8'"):
+        load("core-int8")
+
+
+def test_libraries_are_looked_up_while_a_thread_loads_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    core = load("core")
+
+    class Namespace(str):
+        """Each comparison adds a library, as another thread can do at this moment."""
+
+        __slots__ = ()
+        __hash__ = str.__hash__
+
+        def __eq__(self, other: object) -> bool:
+            loaded[f"other-{len(loaded)}", "elsewhere"] = core
+            return str.__eq__(self, other)
+
+    loaded: dict[tuple[str, str], native.NativeLibrary] = {
+        ("other", Namespace("elsewhere")): core,
+        ("core", "ostinato"): core,
+    }
+    monkeypatch.setattr(native, "_loaded", loaded)
+    assert native.core_library() is core.functions
+    assert native.kernel_address("rms_norm") is not None
+    assert native.loaded_isa() == core.isa
+    assert len(loaded) == 5
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc to count threads")

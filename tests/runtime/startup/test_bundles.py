@@ -94,6 +94,10 @@ def test_only_a_quantised_model_has_the_quantised_kernels_built() -> None:
         (EngineConfig(model=ModelSection(config={"dtype": "float32"})), "core-float32"),
         (EngineConfig(model=ModelSection(config={"num_experts": 8})), None),
         (EngineConfig(model=ModelSection(config={"architectures": ["BertModel"]})), None),
+        *(
+            (EngineConfig(model=ModelSection(config={"architectures": value})), None)
+            for value in (5, {"0": "LlamaForCausalLM"}, [5], ["LlamaForCausalLM", None], [], None)
+        ),
         (EngineConfig(model=ModelSection(path="a-hub/model", dtype=DType.float32)), None),
         (EngineConfig(cache=CacheConfig(dtype=CacheDType.int8)), None),
         (EngineConfig(parallel=ParallelConfig(tensor=2)), None),
