@@ -283,7 +283,8 @@ def _parse(overrides: Sequence[str]) -> list[Override]:
 def _checked(override: Override, groups: Mapping[str, Sequence[str]], trial: DictConfig) -> str:
     """Check an override; returns it in the form for Hydra. Our messages are clearer than Hydra's.
 
-    The value is set in `trial`, a copy of the schema, which refuses a wrong type or range.
+    The value is set in `trial`, a copy of the schema, which refuses a wrong type. Ranges are
+    checked when the sections are made.
     """
     key, text = override.key_or_group, override.input_line or ""
     keys = describe_keys()

@@ -151,8 +151,8 @@ def _variables(
     if isinstance(body, ChatCompletionRequest) and body.documents:
         if not found.knows_documents:
             raise InvalidRequestError(
-                "documents is not supported: the chat template of this model does not show them;"
-                " put them into a message",
+                "documents is not supported: the chat template does not show them; put them into"
+                " a message",
                 param="documents",
                 code="unsupported_parameter",
             )

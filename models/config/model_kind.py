@@ -1,6 +1,7 @@
 """The properties of generating and encoder models that the runtime needs.
 
-Callers read these properties, such as `needs_kv_cache`, and do not compare kinds.
+Callers read these properties, such as `needs_kv_cache`. Only the choice of kernel libraries
+compares kinds.
 """
 
 from __future__ import annotations

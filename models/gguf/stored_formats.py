@@ -38,7 +38,7 @@ super-block is the product of a float16 and an integer of 4 to 8 bits. So it nee
 """
 
 # Type -> what is added to its integers so that the least one becomes 0. With a larger number,
-# `integer * scale` of Q6_K and IQ4_XS would not be exact in float32.
+# `integer * scale` of Q6_K would not be exact in float32.
 _LEAST = {name: layout.least for name, layout in BLOCK_LAYOUTS.items()} | {"Q3_K": 4}
 _LEAST |= {"IQ4_NL": 127, "IQ4_XS": 127}
 

@@ -1,4 +1,7 @@
-"""The weight method `plain`: the matrix is not rearranged, and torch multiplies it."""
+"""The weight method `plain`: matrices are not rearranged.
+
+torch multiplies them. Matrices of experts are multiplied by `moe_linear`.
+"""
 
 from __future__ import annotations
 

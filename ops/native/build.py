@@ -1,6 +1,7 @@
 """Compiles the C++ kernels in ops/native/*/ into the libraries of `LIBRARIES` and caches them.
 
-Each library is compiled on its first use. How a C++ kernel becomes the CPU implementation of an op:
+Each library is compiled on its first use, unless a wheel has brought it. How a C++ kernel becomes
+the CPU implementation of an op:
 
 1. Python owns the schema: `register_op(name, {"CompositeExplicitAutograd": kernel}, fake=...)`.
    That Python kernel runs until the library is loaded. Afterwards the C++ kernel runs for CPU
@@ -128,8 +129,8 @@ _DENSE = (
     ("linear/linear", "linear/pack", "rows/elementwise", "rows/sampling"),
 )
 PARTS: dict[str, Part] = {
-    # By name. A decoder without experts that runs alone, and whose weights and cache have one
-    # dtype, calls no other kernels of `core`. Their bits are those of `core`.
+    # By name. A decoder with one dtype for weights and cache calls no other kernels of `core`,
+    # unless it has experts, several ranks or a draft model. Their bits are those of `core`.
     "core-bfloat16": Part("core", 2, _DENSE),
     "core-float32": Part("core", 1, _DENSE),
 }
@@ -152,7 +153,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class NativeBuildError(RuntimeError):
-    """The C++ kernels cannot be built here; the text names the command and the remedy."""
+    """The C++ kernels cannot be built or loaded here; the text names the remedy."""
 
 
 def build(library: str, isa: str) -> Path:

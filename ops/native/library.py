@@ -96,7 +96,7 @@ def _default_isa() -> str | None:
 
 
 def load(name: str, isa: str | None = None) -> NativeLibrary:
-    """Load a library and install its kernels. Build it first if the cache has no intact one.
+    """Load a library and install its kernels. Build it first if neither cache nor wheel has one.
 
     Later calls do nothing.
 
@@ -120,7 +120,7 @@ def load(name: str, isa: str | None = None) -> NativeLibrary:
 
 
 def load_part(part: str) -> NativeLibrary:
-    """Load a part of a library for `torch.ops.ostinato`, and build it if it is not in the cache.
+    """Load a part of a library for `torch.ops.ostinato`. Build it if it was never built here.
 
     The whole library is loaded in its place if that is loaded or compiled already, or if another
     part of it is loaded. So a process with several models has the kernels of all of them.
@@ -258,7 +258,7 @@ def _open_default(name: str) -> tuple[str, Path, ctypes.CDLL]:
 
 
 def _open(name: str, isa: str) -> tuple[Path, ctypes.CDLL]:
-    """The library `name` for `isa`: from the cache if it is intact and loads, else built."""
+    """The library `name` for `isa`: from cache or wheel if it is intact and loads, else built."""
     for path in intact_libraries(name, isa):
         try:
             return path, ctypes.CDLL(str(path))

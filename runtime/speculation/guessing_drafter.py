@@ -1,5 +1,7 @@
-"""The common part of drafters with a model. Drafts from text are preferred to the model's drafts.
+"""The common part of drafters with a model, which also get drafts from text.
 
+A predicted output goes before the model's drafts. Of other drafts from text and the model's, the
+planner takes the one from which it expects more tokens a second.
 A step is planned before the model draws its drafts. So the planner gets a draft of placeholders.
 The model's tokens replace the placeholders when they have been drawn.
 """

@@ -32,7 +32,7 @@ class Parameter(msgspec.Struct, frozen=True, kw_only=True):
     types: tuple[str, ...]  # JSON types that the schema allows; empty = any
     is_required: bool
     choices: tuple[str, ...] = ()  # of the parameter's own `enum` or `const`, if all are strings
-    is_free: bool = True  # any string is allowed, or any of `choices`, if a string is allowed
+    is_free: bool = True  # nothing but `types` and `choices` limits the parameter
 
     @property
     def may_be_text(self) -> bool:
@@ -50,7 +50,10 @@ def types_of_parameters(schema: dict[str, Any] | None) -> dict[str, tuple[str, .
 def parameters_of(
     function: str, schema: dict[str, Any] | None, *, strict: bool, limits_text: bool
 ) -> list[Parameter] | None:
-    """The parameters of a function; None if its schema lists none, so that any are allowed.
+    """The parameters of a function; None = any are allowed.
+
+    Any are allowed if the schema is not empty and has no `properties`. Without a schema, or with an
+    empty one, none are.
 
     Args:
         function: the function's name.
@@ -117,7 +120,7 @@ def _parameter(
 
 
 def _is_free(schema: Any, root: dict[str, Any]) -> bool:
-    """Whether a schema has no keyword that limits strings.
+    """Whether a schema has no keyword that may limit strings.
 
     The alternatives and the targets of references must not have one either.
     """

@@ -22,8 +22,9 @@ struct QuantizedRows {
 // together, the tile prefetches `per_group` bytes. They begin at `begin + column * per_column + group * per_group`,
 // where `column` is the first column of the range.
 struct GroupFetch {
-  // Divides `bytes` of the next weights, at `next`, among `blocks` blocks, and returns the part of block number `block`.
-  // The blocks prefetch them while they are multiplied by the `groups` groups of the present weights.
+  // All blocks of rows of activations are multiplied by the same weights, one block after another. Meanwhile each block
+  // prefetches a share of the weights that come afterwards. Returns the share of block number `block` of `blocks`.
+  // `next` and `bytes` are these weights. The weights that are multiplied now have `groups` groups.
   static GroupFetch share(const uint8_t* next, int64_t bytes, int64_t groups, int64_t block, int64_t blocks, int rows) {
     const int64_t share = bytes / blocks;
     const int64_t columns = quant_vectors(rows) * F32::width;
@@ -35,8 +36,8 @@ struct GroupFetch {
   int64_t per_column;
 };
 
-// sums[R][32] = x[groups][R] * w[groups][32] for the groups of `steps` steps. The last group may be shorter. When `added`
-// is set, the products are added to `sums` instead.
+// sums[R][32] = x[groups][R] * w[groups][32], where all groups together have `steps` steps. The last group may be shorter.
+// When `added` is set, the products are added to `sums` instead.
 template <Widening Bits, int R>
 void quantized_tile(const QuantizedRows& x, const uint8_t* w, int64_t steps, const QuantizedShape& shape, float* sums,
                     bool added, const GroupFetch& fetch) {
