@@ -66,16 +66,8 @@ def _tests(tiny: bool) -> dict[str, Any]:
     for kind, workers in (("not whole_device", 8), ("whole_device", 0)):
         with tempfile.TemporaryDirectory() as folder:
             report = Path(folder) / "report.xml"
-            command = [
-                sys.executable,
-                "-m",
-                "pytest",
-                "-q",
-                "-m",
-                f"gpu and not slow and {kind}",
-                "-n",
-                str(workers),
-            ]
+            marks = f"gpu and not slow and {kind}"
+            command = [sys.executable, "-m", "pytest", "-q", "-m", marks, "-n", str(workers)]
             command += ["--dist", "load", "--timeout", "900", "-p", "no:cacheprovider"]
             command += [f"--junitxml={report}", "tests/gpu"]
             done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)

@@ -202,7 +202,7 @@ def _products() -> Iterator[Variant]:
             ("gate and up", inner, size, "silu", ("squares",)),
             ("down", size, inner, "", ("residual",)),
         ):
-            for rows in TILE_ROWS[torch.bfloat16]:
+            for rows in TILE_ROWS:
                 gated = bool(activation)
                 tile = choose_tile(rows, out_features, in_features, 2, is_gated=gated)
                 constants = linear_constants(

@@ -1,7 +1,7 @@
 """Traces a function that calls only this package's ops: runs it and records its torch calls.
 
 Dynamo can trace any function, but its import and a trace take three to four seconds of CPU time.
-Most layers on a CPU call nothing but ops of this package, views, look-ups and matrix products. For
+Most layers on a CPU call only ops of this package, views, look-ups and matrix products. For
 such a layer it is enough to call it with example tensors and to record these calls. Nothing is
 computed: an op's fake function returns tensors of the right shapes.
 

@@ -30,22 +30,21 @@ __all__ = (
     "warm_up_tokens",
 )
 
-TILE_ROWS = {torch.bfloat16: (16, 64), torch.float32: (16, 64)}
-"""For each dtype of activations that the kernel takes, the most rows of each of its tiles.
+TILE_ROWS = (16, 64)
+"""The most rows of each tile of the kernel. Tensor cores take 16 rows at least.
 
 On an H200, 64 rows of bfloat16 take about as long as with cuBLAS: 0.96 to 1.09 of its time for the
 matrices of Llama-8B, 0.9 to 1.2 for those of Qwen3-0.6B. The fused kernels save launches. With 128
 rows, cuBLAS is faster by a factor of 1.5 and more (benchmarks/results/nvidia-h200).
-
-A product of x * norm_weight could overflow in float16.
 """
 
-FUSED_DTYPES = tuple(TILE_ROWS)
+FUSED_DTYPES = (torch.bfloat16, torch.float32)
+"""The dtypes of activations that the kernel takes. In float16, x * norm_weight could overflow."""
 
 
 def most_rows(dtype: torch.dtype) -> int:
     """The most tokens of a step that runs the fused kernels; 0 = the dtype has none."""
-    return TILE_ROWS.get(dtype, (0,))[-1]
+    return TILE_ROWS[-1] if dtype in FUSED_DTYPES else 0
 
 
 def warm_up_tokens(dtype: torch.dtype) -> tuple[int, ...]:
@@ -54,7 +53,7 @@ def warm_up_tokens(dtype: torch.dtype) -> tuple[int, ...]:
     The largest step is first, because GPU kernels are tuned for the first shape. It is too large
     for the fused kernels, so it runs the program for larger steps.
     """
-    tiles = TILE_ROWS.get(dtype, ())
+    tiles = TILE_ROWS if dtype in FUSED_DTYPES else ()
     return (2 * max(64, most_rows(dtype)), *reversed(tiles[1:]), 1)
 
 

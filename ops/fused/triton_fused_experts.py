@@ -18,7 +18,7 @@ from ostinato.ops.moe.triton_routing import num_pair_tiles
 __all__ = ("experts_constants", "launch_experts", "router_constants")
 
 _ROUTED = 16  # tokens of a program of the router; tensor cores take 16 at least
-_MOST_ROW_TILES = TILE_ROWS[torch.bfloat16][-1] // _ROUTED
+_MOST_ROW_TILES = TILE_ROWS[-1] // _ROUTED
 
 
 def router_constants(

@@ -26,6 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ostinato.ops.fused.early_start import prefetch, starts_early, wait_for_previous_kernel
+from ostinato.ops.fused.fused_linear import FUSED_DTYPES, TILE_ROWS
 
 __all__ = (
     "LinearTile",
@@ -40,7 +41,7 @@ __all__ = (
     "scale_rows_kernel",
 )
 
-_FEW, _MORE = 16, 64  # rows of the tiles; tensor cores take 16 at least
+_FEW, _MORE = TILE_ROWS
 _SHARED_MEMORY = 227 * 1024  # bytes that a program may use on compute capability 9.0
 _MULTIPROCESSORS = 132  # of an H200
 _SCALED = 1024  # columns of a program of `scale_rows_kernel`
@@ -404,7 +405,7 @@ def _launch(
 
 
 def _check(x: Tensor, weight: Tensor, residual: Tensor | None) -> None:
-    if x.dtype not in (torch.bfloat16, torch.float32) or weight.dtype != x.dtype:
+    if x.dtype not in FUSED_DTYPES or weight.dtype != x.dtype:
         raise ValueError(
             f"fused_linear: x is {x.dtype} and the weight {weight.dtype}; both must be bfloat16 or "
             "float32"

@@ -1,4 +1,7 @@
-"""The Triton kernels that round activations to 8 bits (ops/rounded/round_rows.py)."""
+"""The Triton kernels that round activations to 8 bits (ops/rounded/round_rows.py).
+
+Not yet verified on hardware.
+"""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class Parameter(msgspec.Struct, frozen=True, kw_only=True):
     types: tuple[str, ...]  # JSON types that the schema allows; empty = any
     is_required: bool
     choices: tuple[str, ...] = ()  # of the parameter's own `enum` or `const`, if all are strings
-    is_free: bool = True  # nothing but `types` and `choices` limits the parameter
+    is_free: bool = True  # only `types` and `choices` limit the parameter
 
     @property
     def may_be_text(self) -> bool:
