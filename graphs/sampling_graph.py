@@ -15,18 +15,22 @@ from torch import Tensor
 
 from ostinato.graphs.recorder import Recorder, is_out_of_memory
 from ostinato.ops.logprobs.row_logprobs import row_logprobs
-from ostinato.ops.sample_rows import RowSampling, SampleInputs, SamplePath, sample_each, sample_rows
+from ostinato.ops.sampling.sample_rows import (
+    RowSampling,
+    SampleInputs,
+    SamplePath,
+    sample_each,
+    sample_rows,
+)
 
 __all__ = ("EagerSampler", "GraphSampler", "SamplingKey", "TokenSampler", "num_sampling_graphs")
 
 _FULL, _NARROW, _WIDE = SamplePath.full, SamplePath.narrow, SamplePath.wide
 # The sets of paths that have a graph each, cheapest first. A step takes the first set that contains
-# all of its paths. The other paths of the set cost time and change no token.
+# all of its paths. The other paths of the set change no token. A full draw costs no more than a
+# greedy one.
 _MIXTURES: tuple[frozenset[SamplePath], ...] = tuple(
-    map(
-        frozenset,
-        ((), (_NARROW,), (_FULL,), (_FULL, _NARROW), (_WIDE,), (_FULL, _NARROW, _WIDE)),
-    )
+    map(frozenset, ((_FULL,), (_FULL, _NARROW), (_FULL, _NARROW, _WIDE)))
 )
 
 
@@ -124,8 +128,6 @@ class GraphSampler:
         self._num_rows = len(draws)
         present = {row.path for row in draws} - {SamplePath.greedy}
         self._paths = next(mixture for mixture in _MIXTURES if present <= mixture)
-        if not present:
-            return
         # The host memory is free: `BatchBuilder.build` has waited for the last step's upload, and
         # each round of a verification has waited for the tokens of the round before.
         self._host[:, : len(draws)] = np.array(draws, dtype=np.float64).T

@@ -32,7 +32,7 @@ from ostinato.conf.environment import with_own_caches
 from ostinato.conf.schema import DeviceName
 from ostinato.graphs.recorder import CudaRecorder
 from ostinato.graphs.sampling_graph import GraphSampler
-from ostinato.ops.sample_rows import RowSampling, SamplePath
+from ostinato.ops.sampling.sample_rows import RowSampling, SamplePath
 from ostinato.runtime.startup.plan.device import resolve_device
 
 __all__ = ("STAGES", "Stage", "StageFailedError", "default_stages", "start")

@@ -30,14 +30,14 @@ from ostinato.ops.backends.triton_tiles import (
     write_constants,
 )
 from ostinato.ops.fused.fused_linear import TILE_ROWS
+from ostinato.ops.fused.linear_tiles import (
+    choose_tile,
+    linear_constants,
+    prefetched_during_attention,
+)
 from ostinato.ops.fused.triton_expert_kernels import down_kernel, gate_up_kernel, router_kernel
 from ostinato.ops.fused.triton_fused_experts import experts_constants, router_constants
-from ostinato.ops.fused.triton_fused_linear import (
-    choose_tile,
-    fused_linear_kernel,
-    linear_constants,
-    scale_rows_kernel,
-)
+from ostinato.ops.fused.triton_fused_linear import fused_linear_kernel, scale_rows_kernel
 from ostinato.ops.rounded.round_rows import InputScales
 from ostinato.ops.rounded.triton_rounded_linear import (
     Operands,
@@ -62,6 +62,7 @@ _METADATA = {
     "seq_lens": "*i32",
     "block_table": "*i32",
     "slot_mapping": "*i64",
+    "taken": "*i32",
 }
 _COUNTS = ("members", "counters", "counts", "slots_done", "cleared", "arrivals")  # tensors of int32
 _SINGLE_RESULTS = (  # of float32
@@ -73,6 +74,7 @@ _SINGLE = ("alibi_slopes", "sinks", "cos", "sin")  # tensors of float32
 _WEIGHTS = ("q_weight", "k_weight", "bias", "norm_weight", "residual")
 _SUMS = ("scaled", "squares", "new_squares")
 _OPTIONAL = (*_SINGLE, *_WEIGHTS, *_SUMS, "cleared", "score_bias")
+_MANY = 64  # sequences of a step with the tile of many
 _TITLE = "# Triton kernels\n"
 _INTRODUCTION = """
 `python -m ostinato.benchmarks.micro.kernel_table` compiled these kernels ahead of time for compute
@@ -81,7 +83,8 @@ differently. `tests/ops/test_triton_aot.py` requires: no spills, at most 227 KiB
 and tensor-core instructions in every 16-bit kernel of attention and of matrix products.
 
 The column *kernel* has these names. *Short* is attention of sequences whose query rows fit one tile
-(decode), *long* is attention of other sequences (prefill). *Write* writes K and V into the cache.
+(decode), *few* is the same in steps of at most 4 sequences, *long* is attention of other sequences
+(prefill). *Write* writes K and V into the cache.
 *Rotate* rotates the heads and writes K and V. *Scale* is the norm before QKV. *Linear*
 is a matrix product with the operations that are fused with it, for steps of up to 16 and 64 rows.
 *Router* and *experts* are the kernels of a mixture of experts for these steps. *8 bits* is a matrix
@@ -101,7 +104,7 @@ class Variant:
     """One kernel, specialised to a model."""
 
     model: str
-    role: str  # short | long | write | rotate | scale | linear | router | experts | 8 bits
+    role: str  # few | short | long | write | rotate | scale | linear | router | experts | 8 bits
     dtype: str
     kernel: Any
     constants: Mapping[str, Any]
@@ -110,7 +113,7 @@ class Variant:
 
     @property
     def uses_tensor_cores(self) -> bool:
-        is_product = self.role in ("short", "long", "linear", "router", "experts", "8 bits")
+        is_product = self.role in ("few", "short", "long", "linear", "router", "experts", "8 bits")
         return is_product and self.dtype != "float32"
 
 
@@ -135,12 +138,14 @@ def variants() -> Iterator[Variant]:
     }
     for model, (shape, window, cap) in models.items():
         for cache_dtype in ("", "fp8_e4m3"):
-            converting = replace(shape, converts_cache=cache_dtype != "")
-            for is_long in (False, True):
+            converting = replace(shape, converts_cache=cache_dtype != "", num_seqs=_MANY)
+            launches = [("short", converting), ("long", converting)]
+            if not cache_dtype:
+                launches.insert(0, ("few", shape))
+            for role, used in launches:
                 constants = attention_constants(
-                    converting, window, cap, is_long=is_long, early=True
+                    used, window, cap, is_long=role == "long", early=True
                 )
-                role = "long" if is_long else "short"
                 yield Variant(model, role, "bfloat16", attention_kernel, constants, cache_dtype)
             write = write_constants(
                 shape.num_heads,
@@ -151,7 +156,7 @@ def variants() -> Iterator[Variant]:
             )
             yield Variant(model, "write", "bfloat16", write_kv_kernel, write, cache_dtype)
     for head_dim in (128, 256):
-        single = KernelShape(32, 8, head_dim, 16, 4, 1 << 17)
+        single = KernelShape(32, 8, head_dim, 16, 4, 1 << 17, _MANY)
         for is_long in (False, True):
             constants = attention_constants(single, 0, 0.0, is_long=is_long, early=True)
             role = "long" if is_long else "short"
@@ -162,7 +167,7 @@ def variants() -> Iterator[Variant]:
         "BLOOM-7B 32/32 heads, D128, ALiBi": (32, 32, 128, 0, "alibi_slopes"),
     }
     for model, (heads, kv_heads, head_dim, window, name) in per_head.items():
-        shape = KernelShape(heads, kv_heads, head_dim, 16, 2, 1 << 17)
+        shape = KernelShape(heads, kv_heads, head_dim, 16, 2, 1 << 17, _MANY)
         for is_long in (False, True):
             constants = attention_constants(shape, window, 0.0, is_long=is_long, early=True)
             role = "long" if is_long else "short"
@@ -202,12 +207,12 @@ def _products() -> Iterator[Variant]:
             ("gate and up", inner, size, "silu", ("squares",)),
             ("down", size, inner, "", ("residual",)),
         ):
-            for rows in TILE_ROWS:
-                gated = bool(activation)
-                tile = choose_tile(rows, out_features, in_features, 2, is_gated=gated)
-                constants = linear_constants(
-                    tile, out_features, in_features, activation, num_squares=128, early=True
-                )
+            for rows in (1, *TILE_ROWS) if part == "output" else TILE_ROWS:
+                sizes = (out_features, in_features)
+                tile = choose_tile(rows, *sizes, 2, is_gated=bool(activation))
+                prefetched = prefetched_during_attention(rows, *sizes, 2) if rows == 1 else 0
+                more = {"num_squares": 128, "prefetched": prefetched, "early": True}
+                constants = linear_constants(tile, *sizes, activation, **more)
                 model = f"{name} {part}, {rows} rows"
                 kernel = fused_linear_kernel
                 yield Variant(model, "linear", "bfloat16", kernel, constants, optional=optional)

@@ -25,7 +25,13 @@ from torch import Tensor
 
 from ostinato.benchmarks.machine.probes import LoadMeter
 from ostinato.ops.native.library import load
-from ostinato.ops.sample_rows import RowSampling, SampleInputs, SamplePath, sample_each, sample_rows
+from ostinato.ops.sampling.sample_rows import (
+    RowSampling,
+    SampleInputs,
+    SamplePath,
+    sample_each,
+    sample_rows,
+)
 from ostinato.runtime.machine_info import cpu_name
 
 __all__ = ("measure_sampling",)

@@ -31,11 +31,13 @@ from ostinato.ops.backends.triton_tiles import (
 )
 from ostinato.ops.fused.early_start import starts_early
 
-__all__ = ("BACKEND", "TritonBackend", "why_shape_unsupported", "write_kv")
+__all__ = (
+    "BACKEND",
+    "TritonBackend",
+    "why_shape_unsupported",
+    "write_kv",
+)
 
-# A multiprocessor runs this many programs of a decode launch at once. While one waits for memory,
-# another computes.
-_PROGRAMS_PER_PROCESSOR = 2
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -107,7 +109,7 @@ def write_kv(
         k_cache: [num_blocks, Hkv, block_size, D] contiguous.
         v_cache: like `k_cache`, of Dv elements.
         metadata: the step's; `query_start_loc` and `slot_mapping` are read.
-        arrivals: [T, Hkv] int32, which is zeroed for the attention kernel; None = nothing.
+        arrivals: [T * Hkv + 1] int32, which is zeroed for the attention kernel; None = nothing.
     """
     num_tokens, num_kv_heads, head_dim = k.shape
     sizes = (out.shape[1], num_kv_heads, head_dim, v.shape[2], k_cache.shape[2])
@@ -271,8 +273,8 @@ class TritonBackend:
 
 
 def _arrivals(q: Tensor, k_cache: Tensor) -> Tensor:
-    """One counter for each row of a step and each KV head."""
-    return torch.empty((q.shape[0], k_cache.shape[1]), dtype=torch.int32, device=q.device)
+    """One counter for each row of a step and each KV head, and one of the items that were taken."""
+    return torch.empty(q.shape[0] * k_cache.shape[1] + 1, dtype=torch.int32, device=q.device)
 
 
 def _attend(
@@ -374,7 +376,7 @@ class _Launch:
             (*partial_shape, shape.value_size), dtype=torch.float32, device=self.q.device
         )
         items = min(num_tokens, self.num_seqs) * shape.num_kv_heads * parts
-        programs = min(items, self._processors() * _PROGRAMS_PER_PROCESSOR)
+        programs = min(items, self._processors() * shape.programs_per_processor)
         self._attend(programs, partial_out, partial_lse, is_long=False)
 
     def long(self) -> None:
@@ -399,6 +401,7 @@ class _Launch:
             partial_out,
             partial_lse,
             self.arrivals,
+            self.arrivals[-1:],
             self.q,
             self.k_cache,
             self.v_cache,

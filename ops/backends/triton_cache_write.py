@@ -23,13 +23,22 @@ def _to_cache(tile, dtype: tl.constexpr):
     return tile.to(dtype)
 
 
+@triton.jit
+def _clear_counters(arrivals, token, head, NUM_KV_HEADS: tl.constexpr, BLOCK_H: tl.constexpr):
+    """Clear the token's counters of arrived partitions; one program clears that of taken items."""
+    zeros = tl.zeros([BLOCK_H], tl.int32)
+    tl.store(arrivals + token * NUM_KV_HEADS + head, zeros, mask=head < NUM_KV_HEADS)
+    if token + tl.program_id(1) == 0:
+        tl.store(arrivals + tl.num_programs(0) * NUM_KV_HEADS, 0)
+
+
 @triton.jit(
     do_not_specialize=["num_seqs"],
     do_not_specialize_on_alignment=["query_start_loc", "slot_mapping"],
 )
 def write_kv_kernel(
     out,  # [T, H, Dv] contiguous: its padding rows are zeroed
-    arrivals,  # [T, NUM_KV_HEADS] int32, cleared for the attention kernel, or None
+    arrivals,  # [T * NUM_KV_HEADS + 1] int32, cleared for the attention kernel, or None
     k,  # [T, NUM_KV_HEADS, D]
     v,  # [T, NUM_KV_HEADS, Dv]
     k_cache,  # [num_blocks, NUM_KV_HEADS, BLOCK_SIZE, D] contiguous
@@ -78,8 +87,7 @@ def write_kv_kernel(
     target = row[:, None] * VALUE_DIM + value_column[None, :]
     tl.store(v_cache + target, _to_cache(values, v_cache.dtype.element_ty), mask=value_ok)
     if arrivals is not None:
-        counter = arrivals + token * NUM_KV_HEADS + head
-        tl.store(counter, tl.zeros([BLOCK_H], tl.int32), mask=head < NUM_KV_HEADS)
+        _clear_counters(arrivals, token, head, NUM_KV_HEADS, BLOCK_H)
     if token >= num_tokens:
         zeros = tl.zeros([BLOCK_H, BLOCK_V], out.dtype.element_ty)
         for member in range(GROUP):
@@ -93,7 +101,7 @@ def write_kv_kernel(
 )
 def rotary_write_kernel(
     out,  # [T, NUM_HEADS, D] contiguous: its padding rows are zeroed
-    arrivals,  # [T, NUM_KV_HEADS] int32, cleared for the attention kernel
+    arrivals,  # [T * NUM_KV_HEADS + 1] int32, cleared for the attention kernel
     q,  # [T, NUM_HEADS, D] contiguous: the rotated queries
     qkv,  # [T, (NUM_HEADS + 2 NUM_KV_HEADS) D]
     cos,  # [T, HALF] float32 contiguous, or None
@@ -151,8 +159,7 @@ def rotary_write_kernel(
     is_key = (head >= NUM_HEADS) & (head < NUM_HEADS + NUM_KV_HEADS)
     tl.store(k_cache + target, entry, mask=ok & is_key[:, None])
     tl.store(v_cache + target, entry, mask=ok & is_value[:, None])
-    counter = arrivals + token * NUM_KV_HEADS + head
-    tl.store(counter, tl.zeros([BLOCK_H], tl.int32), mask=head < NUM_KV_HEADS)
+    _clear_counters(arrivals, token, head, NUM_KV_HEADS, BLOCK_H)
     if token >= tl.load(query_start_loc + num_seqs):
         zeros = tl.zeros([BLOCK_H, BLOCK_D], out.dtype.element_ty)
         tl.store(out + queries, zeros, mask=ok & is_query[:, None])

@@ -20,7 +20,7 @@ import triton.language as tl
 from ostinato.ops.backends.triton_work_list import (
     first_seen,
     first_tile,
-    next_item,
+    following_item,
     partition_size,
     work_items,
 )
@@ -34,7 +34,8 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 # partitions, multiplies them by exactly 0.
 _MASKED = tl.constexpr(-1.0e38)
 
-_METADATA = ["query_start_loc", "seq_lens", "block_table"]
+# These tensors may begin anywhere.
+_UNALIGNED = ["query_start_loc", "seq_lens", "block_table", "taken"]
 
 
 @triton.jit
@@ -299,12 +300,13 @@ def _attend_item(
             tl.store(out + target, joined.to(out.dtype.element_ty), mask=stored)
 
 
-@triton.jit(do_not_specialize=["num_seqs"], do_not_specialize_on_alignment=_METADATA)
+@triton.jit(do_not_specialize=["num_seqs"], do_not_specialize_on_alignment=_UNALIGNED)
 def attention_kernel(
     out,  # [T, H, Dv] contiguous
     partial_out,  # [split rows, H, P, Dv] float32, used where a sequence has several partitions
     partial_lse,  # [split rows, H, P] float32, log2 of the softmax denominator
     arrivals,  # [T, NUM_KV_HEADS] int32 zeros; at a sequence's first split row: partitions written
+    taken,  # [1] int32 zero: items that programs took after their first one, if TAKES
     q,  # [T, H, D]
     k_cache,  # [num_blocks, NUM_KV_HEADS, BLOCK_SIZE, D] contiguous
     v_cache,  # like k_cache, of Dv elements
@@ -335,6 +337,7 @@ def attention_kernel(
     MAX_PARTS: tl.constexpr,  # above 1 only where MAX_QUERY rows fit one tile
     MIN_PART_TILES: tl.constexpr,
     JOINED: tl.constexpr,  # partitions that are read at a time when they are joined
+    TAKES: tl.constexpr,  # programs take items from a shared counter; False = in turns
     EARLY: tl.constexpr,
 ):
     """Attention of every sequence with MIN_QUERY <= query rows <= MAX_QUERY.
@@ -344,6 +347,7 @@ def attention_kernel(
     wait_for_previous_kernel(EARLY)
     done = 0  # items and split rows of the sequences before this chunk
     split_done = 0
+    item = tl.program_id(0)
     for first_seq in range(0, num_seqs, BLOCK_S):
         items, split_rows = work_items(
             query_start_loc, seq_lens, first_seq, num_seqs,
@@ -352,7 +356,9 @@ def attention_kernel(
         )  # fmt: skip
         ends = tl.cumsum(items)
         chunk_end = done + tl.sum(items) * NUM_KV_HEADS
-        for item in range(next_item(done), chunk_end, tl.num_programs(0)):
+        while item < chunk_end:
+            # Taken before the work on this item, which hides the time of the atomic addition.
+            following = following_item(item, taken, TAKES)
             kv_head = (item - done) % NUM_KV_HEADS
             index = (item - done) // NUM_KV_HEADS
             before = ends <= index
@@ -374,5 +380,6 @@ def attention_kernel(
                 NUM_KV_HEADS, GROUP, HEAD_DIM, VALUE_DIM, BLOCK_SIZE, WINDOW, SOFT_CAP,
                 BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, MAX_PARTS, MIN_PART_TILES, JOINED,
             )  # fmt: skip
+            item = following
         done = chunk_end
         split_done += tl.sum(split_rows)

@@ -20,12 +20,12 @@ __all__ = (
 )
 
 MAX_TILE_ROWS = 128  # query rows of the largest tile, hence the most query heads per KV head
-# (most sequences of a step, least keys of a partition). A step of few sequences needs many
-# partitions to fill the GPU. In a step of many, each partition costs more than it saves: a program
-# takes about as long to begin and end one as to read 256 keys.
-_PARTITIONS = ((4, 256), (16, 512), (64, 1024), (1 << 30, 2048))
+# (most sequences of a step, least keys of a partition, divisor of the most partitions). A step of
+# few sequences needs many partitions to fill the GPU. In a step of many, each partition costs more
+# than it saves: a program takes about as long to begin and end one as to read 256 keys.
+_PARTITIONS = ((4, 128, 1), (16, 512, 2), (64, 1024, 4), (1 << 30, 2048, 8))
 _SEQUENCES_PER_CHUNK = 256  # a constant, so that no shape needs another program
-FIRST_OF_CLASS = (1, *(most + 1 for most, _ in _PARTITIONS[:-1]))
+FIRST_OF_CLASS = (1, *(most + 1 for most, _, _ in _PARTITIONS[:-1]))
 """The least number of sequences of each class, because a class has kernels of its own."""
 _ANY_QUERY = 1 << 30
 _JOINED_ELEMENTS = 32  # partial results that a thread holds while it joins partitions
@@ -101,11 +101,25 @@ class KernelShape:
     def short(self) -> TileShape:
         """The tile of the fewest rows, for sequences whose query rows fit one tile."""
         block_m = max(16, _power_of_two(self.group))
-        num_warps = 4 if block_m <= 64 else 8
         # Keys of 8 bits are widened in registers, which hold 64 keys at a time.
         most = 64 if self.converts_cache else 128
         block_n = 16 if self.itemsize == 4 else {128: 64, 256: 32}.get(self.block_d, most)
-        return self._deepest(TileShape(block_m, block_n, num_warps, stages) for stages in (3, 2))
+        if self.programs_per_processor == 1:
+            num_warps, depths = 8, (3, 2)
+        else:
+            num_warps, depths = (4 if block_m <= 64 else 8), (3, 2)
+        return self._deepest(TileShape(block_m, block_n, num_warps, stages) for stages in depths)
+
+    @property
+    def programs_per_processor(self) -> int:
+        """Programs of a launch of the short tile that run on a multiprocessor at the same time.
+
+        With two, one computes while the other waits for memory. A step of few sequences has fewer
+        programs than the device has multiprocessors. Its programs leave half of the registers and
+        of the shared memory to those of the next kernel (ops/fused/linear_tiles.py).
+        """
+        few = self.num_seqs <= _PARTITIONS[0][0]
+        return 1 if few and self.itemsize == 2 and not self.converts_cache else 2
 
     @property
     def long(self) -> TileShape:
@@ -143,14 +157,19 @@ class KernelShape:
     @property
     def min_partition(self) -> int:
         """The least keys of a partition. The class of `num_seqs` in `_PARTITIONS` decides."""
-        return next(least for most, least in _PARTITIONS if self.num_seqs <= most)
+        return self._partitioning[0]
+
+    @property
+    def _partitioning(self) -> tuple[int, int]:
+        """The row of `_PARTITIONS` for `num_seqs`, without its first entry."""
+        return next(tuple(rest) for most, *rest in _PARTITIONS if self.num_seqs <= most)
 
     @property
     def max_partitions(self) -> int:
         """The most KV partitions of a sequence: enough that one long sequence fills a GPU."""
         wanted = min(64, max(4, _power_of_two(128 // self.num_kv_heads)))
-        wanted = max(4, wanted * _PARTITIONS[0][1] // self.min_partition)
-        return min(wanted, ceil_div(self.max_context, self.min_partition))
+        least, divisor = self._partitioning
+        return min(max(4, wanted // divisor), ceil_div(self.max_context, least))
 
     def partial_rows(self, num_tokens: int) -> int:
         """Query rows that may have several partitions in one step."""
@@ -164,7 +183,7 @@ class KernelShape:
         Args:
             num_tokens: T; a step has up to T tokens and up to `num_seqs` sequences.
         """
-        counts = {min(most, self.num_seqs) for most, _ in _PARTITIONS}
+        counts = {min(most, self.num_seqs) for most, _, _ in _PARTITIONS}
         return max(replace(self, num_seqs=count)._partial_bytes(num_tokens) for count in counts)
 
     def _partial_bytes(self, num_tokens: int) -> int:
@@ -213,13 +232,16 @@ def attention_constants(
         "MAX_PARTS": 1 if is_long else shape.max_partitions,
         "MIN_PART_TILES": 1 if is_long else shape.min_partition // tile.block_n,
         "JOINED": max(1, _JOINED_ELEMENTS * 32 * tile.num_warps // (tile.block_m * shape.block_v)),
+        "TAKES": not is_long,
         "EARLY": early,
         "launch_pdl": early,
         "num_warps": tile.num_warps,
         "num_stages": num_stages,
         "enable_fp_fusion": True,
     }
-    if not is_long and tile.num_warps == 4 and shape.itemsize == 2:
+    if not is_long and shape.programs_per_processor == 1:
+        constants["maxnreg"] = 168
+    elif not is_long and tile.num_warps == 4 and shape.itemsize == 2:
         # Two programs share a multiprocessor. Without a limit of registers, the compiler may spill
         # so that three fit.
         constants["maxnreg"] = 255

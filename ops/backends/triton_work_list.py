@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ("first_seen", "first_tile", "next_item", "partition_size", "work_items")
+__all__ = ("first_seen", "first_tile", "following_item", "partition_size", "work_items")
 
 
 @triton.jit
@@ -39,9 +39,14 @@ def first_tile(position, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
 def partition_size(
     first, seq_len, BLOCK_N: tl.constexpr, MAX_PARTS: tl.constexpr, MIN_PART_TILES: tl.constexpr
 ):
-    """Keys per partition. Of the batch, only the number of sequences counts, by its constants."""
+    """Keys per partition. Of the batch, only the number of sequences counts, by its constants.
+
+    Partitions have at least MIN_PART_TILES tiles each, and differ by little. A short last partition
+    would cost as much as the others at its begin and end.
+    """
     num_tiles = tl.cdiv(seq_len - first, BLOCK_N)
-    return tl.maximum(tl.cdiv(num_tiles, MAX_PARTS), MIN_PART_TILES) * BLOCK_N
+    num_parts = tl.minimum(tl.maximum(num_tiles // MIN_PART_TILES, 1), MAX_PARTS)
+    return tl.cdiv(num_tiles, num_parts) * BLOCK_N
 
 
 @triton.jit
@@ -83,7 +88,15 @@ def work_items(
 
 
 @triton.jit
-def next_item(done):
-    """This program's first item at or after item `done`: programs take items in turn."""
+def following_item(item, taken, TAKES: tl.constexpr):
+    """The item that this program works on after `item`.
+
+    With TAKES, programs take items in the order in which they become free, so that items of
+    different lengths keep all programs busy. Without, they take items in turns.
+    """
     programs = tl.num_programs(0)
-    return done + (tl.program_id(0) - done % programs + programs) % programs
+    if TAKES:  # noqa: SIM108 - known when the kernel is compiled
+        following = programs + tl.atomic_add(taken, 1, sem="relaxed")
+    else:
+        following = item + programs
+    return following

@@ -17,124 +17,31 @@ only by their number, which chooses the tile.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ostinato.ops.fused.early_start import prefetch, starts_early, wait_for_previous_kernel
-from ostinato.ops.fused.fused_linear import FUSED_DTYPES, TILE_ROWS
+from ostinato.ops.fused.fused_linear import FUSED_DTYPES
+from ostinato.ops.fused.linear_tiles import (
+    choose_tile,
+    device_limits,
+    linear_constants,
+    prefetched_during_attention,
+)
 
 __all__ = (
-    "LinearTile",
-    "choose_tile",
-    "device_limits",
     "fused_linear_kernel",
     "gated",
     "launch",
     "launch_linear_and_scale",
     "launch_scale_rows",
-    "linear_constants",
     "scale_rows_kernel",
 )
 
-_FEW, _MORE = TILE_ROWS
-_SHARED_MEMORY = 227 * 1024  # bytes that a program may use on compute capability 9.0
-_MULTIPROCESSORS = 132  # of an H200
 _SCALED = 1024  # columns of a program of `scale_rows_kernel`
 _SQRT_HALF = tl.constexpr(0.7071067811865476)
-
-
-@dataclass(frozen=True, slots=True)
-class LinearTile:
-    """BLOCK_M rows of x and BLOCK_N rows of W, multiplied BLOCK_K elements at a time."""
-
-    block_m: int
-    block_n: int
-    block_k: int
-    num_warps: int
-    num_stages: int
-
-
-def choose_tile(
-    num_rows: int,
-    out_features: int,
-    in_features: int,
-    itemsize: int,
-    *,
-    is_gated: bool,
-    shared_memory: int = _SHARED_MEMORY,
-    multiprocessors: int = _MULTIPROCESSORS,
-) -> LinearTile:
-    """The tile of a launch.
-
-    Its stages take most of the shared memory, so that one program runs on a multiprocessor. If two
-    ran there, those of a kernel that starts early would gather on a few multiprocessors. On an
-    H200, the product of one row with 4096 x 14336 took 50 us in that way, and 32 us with one
-    program.
-
-    Args:
-        num_rows: T; only whether it is above 16 matters.
-        out_features: N, columns of the result.
-        in_features: K.
-        itemsize: bytes of an element of x and W.
-        is_gated: whether a column of the result needs two columns of products.
-        shared_memory: bytes that one program may use.
-        multiprocessors: of the device.
-    """
-    block_m = _FEW if num_rows <= _FEW else _MORE
-    # With more programs than multiprocessors, some would wait for the others to end.
-    is_wide = out_features > 32 * multiprocessors and not (is_gated and block_m == _FEW)
-    block_n = 64 if is_wide else 32
-    columns = block_n * (2 if is_gated else 1)
-    block_k = 256 if block_m == _FEW or columns == 32 else 128
-    block_k = min(block_k * 2 // itemsize, max(16, triton.next_power_of_2(in_features)))
-    while block_k > 16 and 3 * (block_m + columns) * block_k * itemsize > shared_memory:
-        block_k //= 2
-    stages = shared_memory // ((block_m + columns) * block_k * itemsize)
-    num_warps = 8 if block_m == _MORE and is_wide else 4
-    return LinearTile(block_m, block_n, block_k, num_warps, max(2, min(6, stages)))
-
-
-def linear_constants(
-    tile: LinearTile,
-    out_features: int,
-    in_features: int,
-    activation: str,
-    *,
-    num_squares: int = 1,
-    num_cleared: int = 0,
-    early: bool = False,
-) -> dict[str, Any]:
-    """The constants of `fused_linear_kernel`, launch options included.
-
-    Args:
-        tile: from `choose_tile`.
-        out_features: N.
-        in_features: K.
-        activation: its name in the kernel; empty = none.
-        num_squares: sums of squares of a row.
-        num_cleared: elements that are cleared; 0 or a power of two.
-        early: the kernel starts before the previous one has ended (ops/fused/early_start.py).
-    """
-    return {
-        "K": in_features,
-        "N": out_features,
-        "ACTIVATION": activation,
-        "BLOCK_M": tile.block_m,
-        "BLOCK_N": tile.block_n,
-        "BLOCK_K": tile.block_k,
-        "SQUARES": num_squares,
-        "BLOCK_S": triton.next_power_of_2(num_squares),
-        "CLEARED": num_cleared,
-        "EARLY": early,
-        "launch_pdl": early,
-        "num_warps": tile.num_warps,
-        "num_stages": tile.num_stages,
-    }
 
 
 @triton.jit
@@ -169,10 +76,10 @@ def _weights(weight, column, k, K: tl.constexpr, N: tl.constexpr, BLOCK_N: tl.co
 
 
 @triton.jit
-def _prefetch_tile(weight, column, K: tl.constexpr, N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Prefetch the first BLOCK_K elements of rows of W."""
+def _prefetch_rows(weight, column, K: tl.constexpr, N: tl.constexpr, PREFETCHED: tl.constexpr):
+    """Prefetch the first PREFETCHED elements of rows of W."""
     LINE: tl.constexpr = 1024 // weight.dtype.element_ty.primitive_bitwidth  # of 128 bytes
-    line = tl.arange(0, BLOCK_K // LINE if BLOCK_K > LINE else 1) * LINE % K
+    line = tl.arange(0, PREFETCHED // LINE if PREFETCHED > LINE else 1) * LINE % K
     prefetch(weight + (column % N)[:, None].to(tl.int64) * K + line[None, :])
 
 
@@ -214,6 +121,7 @@ def fused_linear_kernel(
     SQUARES: tl.constexpr,
     BLOCK_S: tl.constexpr,  # power of two, at least SQUARES
     CLEARED: tl.constexpr,  # 0 or a power of two
+    PREFETCHED: tl.constexpr,  # elements of each row of W, a power of two
     EARLY: tl.constexpr,
 ):
     """One program for each row tile and column tile of the result."""
@@ -221,9 +129,9 @@ def fused_linear_kernel(
     if EARLY:
         # The previous kernel does not write the weights, so their first tiles are loaded into the
         # device's cache while it ends.
-        _prefetch_tile(weight, column, K, N, BLOCK_K)
+        _prefetch_rows(weight, column, K, N, PREFETCHED)
         if ACTIVATION != "":
-            _prefetch_tile(weight + N * K, column, K, N, BLOCK_K)
+            _prefetch_rows(weight + N * K, column, K, N, PREFETCHED)
     wait_for_previous_kernel(EARLY)
     if CLEARED:  # noqa: SIM102 - known when the kernel is compiled
         if tl.program_id(0) + tl.program_id(1) == 0:
@@ -360,14 +268,9 @@ def _launch(
     _check(x, weight, residual)
     num_rows, in_features = x.shape
     out_features = weight.shape[0] // (2 if activation else 1)
-    tile = choose_tile(
-        num_rows,
-        out_features,
-        in_features,
-        x.element_size(),
-        is_gated=bool(activation),
-        **device_limits(x.device),
-    )
+    sizes = (out_features, in_features, x.element_size())
+    tile = choose_tile(num_rows, *sizes, is_gated=bool(activation), **device_limits(x.device))
+    prefetched = 0 if norm_weight is None else prefetched_during_attention(num_rows, *sizes)
     grid = (triton.cdiv(num_rows, tile.block_m), triton.cdiv(out_features, tile.block_n))
     out = torch.empty((num_rows, out_features), dtype=x.dtype, device=x.device)
     scales = norm_weight is not None
@@ -398,6 +301,7 @@ def _launch(
             activation,
             num_squares=1 if squares is None else squares.shape[1],
             num_cleared=0 if cleared is None else cleared.numel(),
+            prefetched=prefetched,
             early=starts_early(x.device),
         ),
     )
@@ -424,14 +328,3 @@ def _check_rows(name: str, tensor: Tensor) -> None:
             f"fused_linear: {name} has strides {tensor.stride()}, its rows must be contiguous; "
             "call .contiguous() on it"
         )
-
-
-def device_limits(device: torch.device) -> dict[str, int]:
-    """The arguments of `choose_tile` that depend on the device."""
-    if device.type != "cuda":
-        return {}  # Triton's interpreter, which has no limits
-    properties = torch.cuda.get_device_properties(device)
-    return {
-        "shared_memory": properties.shared_memory_per_block_optin,
-        "multiprocessors": properties.multi_processor_count,
-    }

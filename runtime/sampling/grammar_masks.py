@@ -22,8 +22,8 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from ostinato.ops.sample_rows import rows_at_once
-from ostinato.ops.sampling import apply_token_bitmask
+from ostinato.ops.sampling.plain_sampling import apply_token_bitmask
+from ostinato.ops.sampling.sample_rows import rows_at_once
 from ostinato.runtime.sampling.grammar_rows import COSTLY_S, SLOW_S, GrammarRow, MaskCost
 from ostinato.runtime.types.request import Request
 

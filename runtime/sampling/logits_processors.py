@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ostinato.ops.sampling import apply_penalties
+from ostinato.ops.sampling.plain_sampling import apply_penalties
 from ostinato.runtime.sampling.row_state import RowState
 from ostinato.runtime.sampling.to_device import to_device
 from ostinato.runtime.sampling.token_limits import TokenLimits

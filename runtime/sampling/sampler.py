@@ -19,8 +19,13 @@ import torch
 from torch import Tensor
 
 from ostinato.graphs.sampling_graph import EagerSampler, TokenSampler
-from ostinato.ops.sample_rows import RowSampling, SamplePath, sample_path, sampling_workspace_bytes
-from ostinato.ops.sampling import uniform_number
+from ostinato.ops.sampling.plain_sampling import uniform_number
+from ostinato.ops.sampling.sample_rows import (
+    RowSampling,
+    SamplePath,
+    sample_path,
+    sampling_workspace_bytes,
+)
 from ostinato.runtime.sampling.grammar_masks import MASKS_S, GrammarMasks, MatcherSource
 from ostinato.runtime.sampling.grammar_rows import GrammarRow, forced_tokens
 from ostinato.runtime.sampling.logits_processors import make_processors

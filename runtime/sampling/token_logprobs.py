@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ostinato.ops.logprobs.row_logprobs import RowLogprobs, row_logprobs
-from ostinato.ops.sample_rows import rows_at_once
+from ostinato.ops.sampling.sample_rows import rows_at_once
 from ostinato.runtime.sampling.to_device import to_device
 from ostinato.runtime.scheduling.sequences.beam_search import num_candidates
 from ostinato.runtime.types.outputs import TokenLogprobs

@@ -8,7 +8,9 @@ import torch
 from ostinato.graphs.recorder import CudaRecorder
 from ostinato.graphs.sampling_graph import GraphSampler
 from ostinato.graphs.timing import make_timer
-from ostinato.ops.sample_rows import sampling_workspace_bytes
+from ostinato.ops.sampling.plain_sampling import sample_full
+from ostinato.ops.sampling.sample_rows import sampling_workspace_bytes
+from ostinato.ops.sampling.triton_unsorted_draw import draw_unsorted
 from ostinato.runtime.memory.measured_memory import CudaMemory
 from tests.graphs.sampling_steps import MAX_SEQS, VOCAB, check_draws
 
@@ -26,6 +28,22 @@ def test_draws_are_those_of_the_cpu(captured: bool) -> None:
     before = torch.cuda.memory_allocated()
     check_draws(token_sampler, static, num_steps=100)
     assert torch.cuda.memory_allocated() == before
+
+
+@pytest.mark.parametrize("rows", [1, 3, 256])
+@torch.inference_mode()
+def test_full_draws_of_a_large_vocabulary_are_those_of_float64(rows: int) -> None:
+    generator = torch.Generator(CUDA).manual_seed(rows)
+    logits = torch.randn(rows, 151_936, device=CUDA, generator=generator) * 2.5
+    uniforms = torch.rand(rows, device=CUDA, dtype=torch.float64, generator=generator)
+    ones = torch.ones_like(uniforms)
+    drawn = draw_unsorted(logits, ones, ones * 0.6, uniforms)
+    expected = [
+        sample_full(row / 0.6, u)
+        for row, u in zip(logits.split(32), uniforms.split(32), strict=True)
+    ]
+    assert torch.equal(drawn, torch.cat(expected))
+    assert torch.equal(draw_unsorted(logits, ones * 0.0, ones, uniforms), logits.argmax(-1))
 
 
 @torch.inference_mode()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ostinato.graphs.sampling_graph import EagerSampler, GraphSampler
-from ostinato.ops.sample_rows import RowSampling, sample_path
+from ostinato.ops.sampling.sample_rows import RowSampling, sample_path
 
 VOCAB, MAX_SEQS = 1500, 12
 

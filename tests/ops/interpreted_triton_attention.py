@@ -93,7 +93,7 @@ def label(value: object) -> str | None:
 @pytest.fixture(autouse=True)
 def short_partitions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Divide contexts as in a step of few sequences, because long contexts take seconds here."""
-    monkeypatch.setattr(triton_tiles, "_PARTITIONS", ((1 << 30, 256),))
+    monkeypatch.setattr(triton_tiles, "_PARTITIONS", ((1 << 30, 256, 1),))
 
 
 @pytest.mark.parametrize(("lengths", "shape"), GRID, ids=label)
@@ -181,13 +181,14 @@ def test_more_rows_than_one_chunk_of_the_work_list() -> None:
     check(BACKEND, lengths, Shape(num_heads=2, num_kv_heads=1, head_dim=16))
 
 
-@pytest.mark.parametrize(("most", "least"), PARTITIONS[:-1])
+@pytest.mark.parametrize("index", range(len(PARTITIONS) - 1))
 def test_partitions_of_each_number_of_sequences(
-    most: int, least: int, monkeypatch: pytest.MonkeyPatch
+    index: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The largest step of a class, and the smallest of the next one, whose partitions are longer."""
     monkeypatch.setattr(triton_tiles, "_PARTITIONS", PARTITIONS)
-    for num_seqs, shortest in ((most, least), (most + 1, 2 * least)):
+    (most, least, _), (_, longer, _) = PARTITIONS[index : index + 2]
+    for num_seqs, shortest in ((most, least), (most + 1, longer)):
         lengths = [(2, shortest + 20), *[(0, 0)] * (num_seqs - 2), (1, 2 * shortest + 70)]
         case = Shape(num_heads=2, num_kv_heads=1, head_dim=16, num_rows=num_seqs)
         check(BACKEND, lengths, case)

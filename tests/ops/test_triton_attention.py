@@ -124,7 +124,10 @@ def kernel_shape(heads: int, kv_heads: int, dim: int, **more: int) -> KernelShap
 
 def test_tiles_of_the_usual_models() -> None:
     llama = kernel_shape(32, 8, 128)
-    assert llama.short == TileShape(block_m=16, block_n=64, num_warps=4, num_stages=3)
+    assert llama.short == TileShape(block_m=16, block_n=64, num_warps=8, num_stages=3)
+    many = kernel_shape(32, 8, 128, num_seqs=5)
+    assert many.short == TileShape(block_m=16, block_n=64, num_warps=4, num_stages=3)
+    assert (llama.programs_per_processor, many.programs_per_processor) == (1, 2)
     assert llama.long == TileShape(block_m=128, block_n=64, num_warps=8, num_stages=3)
     assert (llama.max_short_query, llama.max_partitions) == (4, 16)
     gpt2 = kernel_shape(12, 12, 64)
@@ -149,7 +152,7 @@ def test_workspace_is_what_a_step_needs_at_most() -> None:
     # 4 sequences have 16 partitions each, which is more than 5 sequences with 8.
     assert kernel_shape(32, 8, 128, num_seqs=5).workspace_bytes(2048) == 4 * 4 * 32 * 16 * 129 * 4
     # A context that fits one partition needs none.
-    assert kernel_shape(32, 8, 128, max_context=256, num_seqs=64).workspace_bytes(64) == 0
+    assert kernel_shape(32, 8, 128, max_context=128, num_seqs=64).workspace_bytes(64) == 0
 
 
 def test_more_sequences_have_fewer_partitions() -> None:
@@ -158,7 +161,7 @@ def test_more_sequences_have_fewer_partitions() -> None:
         for count in (1, 4, 5, 16, 17, 64, 65, 256)
         for shape in (kernel_shape(32, 8, 128, num_seqs=count),)
     }
-    assert found[1] == found[4] == (256, 16)
+    assert found[1] == found[4] == (128, 16)
     assert found[5] == found[16] == (512, 8)
     assert found[17] == found[64] == (1024, 4)
     assert found[65] == found[256] == (2048, 4)

@@ -310,8 +310,8 @@ def _parts(constants: Mapping[str, int], context: int) -> int:
     if constants["MAX_PARTS"] == 1:
         return 1
     tiles = ceil_div(context, constants["BLOCK_N"])
-    size = max(ceil_div(tiles, constants["MAX_PARTS"]), constants["MIN_PART_TILES"])
-    return ceil_div(tiles, size)
+    parts = min(max(tiles // constants["MIN_PART_TILES"], 1), constants["MAX_PARTS"])
+    return ceil_div(tiles, ceil_div(tiles, parts))
 
 
 def _attention_ideal(programs: ModelPrograms, step: Step) -> int:

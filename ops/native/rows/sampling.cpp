@@ -4,7 +4,7 @@
 //
 // Plain torch needs a sort and four passes in float64. This kernel makes one pass for the sum, and then looks at the
 // few candidates that can be drawn. If the filters leave many candidates, nucleus.h finds the token without a sort.
-// Tests compare the kernel with the plain torch in ops/sample_rows.py.
+// Tests compare the kernel with the plain torch in ops/sampling/sample_rows.py.
 #include "core/kernel.h"
 #include "rows/nucleus.h"
 #include "rows/row.h"
@@ -22,7 +22,7 @@ using logit_rows::Row;
 constexpr int64_t kFirstCandidates = 512;
 constexpr int64_t kLogitsPerWorker = 16 << 10;  // logits for which waking one more thread pays
 
-enum class Path { greedy = 0, full = 1, narrow = 2, wide = 3 };  // as in ops/sample_rows.py
+enum class Path { greedy = 0, full = 1, narrow = 2, wide = 3 };  // as in ops/sampling/sample_rows.py
 
 struct Parameters {
   Path path;

@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ostinato.ops import sample_rows as sampling
 from ostinato.ops.native import build
 from ostinato.ops.native.build import find_compiler
 from ostinato.ops.native.instruction_sets import instruction_set
-from ostinato.ops.sample_rows import RowSampling, SamplePath, sample_path, sample_rows
+from ostinato.ops.sampling import sample_rows as sampling
+from ostinato.ops.sampling.sample_rows import RowSampling, SamplePath, sample_path, sample_rows
 from tests.ops.kernel_checks import LEVELS, ops_of
 
 CHECK = Path(__file__).with_name("sampling_check.cpp")
@@ -147,7 +147,7 @@ def test_top_p_over_many_candidates_is_that_of_plain_torch(
 @pytest.fixture(scope="module")
 def check_sampling(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], list[int]]:
     """Compiles sampling_check.cpp for a level, runs it with a number of rows, reads the output."""
-    headers = Path(sampling.__file__).parent / "native"
+    headers = Path(build.__file__).parent
     root = Path(torch.__file__).parent
     folder = tmp_path_factory.mktemp("programs")
 

@@ -1,6 +1,6 @@
 """Times tiles of the fused linear kernel on a GPU, beside the tile in use and cuBLAS.
 
-    python -m ostinato.benchmarks.micro.fused_linear_tiles --models llama-8b --output FILE
+    python -m ostinato.benchmarks.micro.gpu_tiles.time_linear_tiles --models llama-8b --output FILE
 
 The matrices are those of a model's layers. A measurement replays a CUDA graph of launches that read
 different copies of a matrix, more bytes than the device's cache holds. So a launch reads its matrix
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -29,15 +28,17 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ostinato.benchmarks.machine.gpu_rates import measure_machine
+from ostinato.benchmarks.micro.gpu_tiles.graph_timing import graph_us
 from ostinato.conf.compose import load_config
 from ostinato.ops.fused.early_start import starts_early
-from ostinato.ops.fused.triton_fused_linear import (
+from ostinato.ops.fused.linear_tiles import (
+    PREFETCHED_TILES,
     LinearTile,
     choose_tile,
     device_limits,
-    fused_linear_kernel,
     linear_constants,
 )
+from ostinato.ops.fused.triton_fused_linear import fused_linear_kernel
 from ostinato.runtime.machine_info import gpu_names, package_versions
 
 __all__ = ("main",)
@@ -46,7 +47,6 @@ _SHARED_MEMORY = 227 * 1024
 _ROTATED_BYTES = 400 << 20  # several times the cache of any GPU at hand
 _LAUNCHES = 24
 _SQUARES = 128  # sums of squares of a row
-_REPEATS = 7
 # Columns, elements of K, and warps of a tile, by its rows.
 _FEW = [(16, 256, 4), (16, 512, 4), (32, 128, 4), (32, 256, 4), (32, 256, 8), (64, 128, 4),
         (64, 256, 4), (64, 256, 8)]  # fmt: skip
@@ -56,6 +56,8 @@ _MORE = [(32, 64, 4), (32, 128, 4), (32, 256, 4), (64, 64, 4), (64, 128, 4), (64
 _MORE_GATED = [(32, 64, 4), (32, 128, 4), (32, 128, 8), (64, 64, 4), (64, 64, 8), (64, 128, 8),
                (128, 64, 8)]  # fmt: skip
 _ROWS = {16: (1, 8), 64: (32, 64)}
+# Tiles of W that a program prefetches while the previous kernel ends; 0 = it starts after that.
+_DEPTHS = (0, PREFETCHED_TILES, 2, 4, 8, 16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +81,11 @@ class Matrix:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="fused_linear_tiles")
+    parser = argparse.ArgumentParser(prog="gpu_tiles.time_linear_tiles")
     parser.add_argument("--models", default="llama-8b,qwen3-0.6b")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--processes", type=int, default=8, help="that compile at the same time")
+    parser.add_argument("--in-use", action="store_true", help="only the tiles in use")
     parser.add_argument("--compile-only", action="store_true")
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
@@ -90,10 +93,10 @@ def main(arguments: list[str]) -> int:
         return 2
     matrices = [matrix for name in options.models.split(",") for matrix in matrices_of(name)]
     jobs = [
-        (matrix, tile, early)
+        (matrix, tile, prefetched)
         for matrix in matrices
-        for tile in candidates(matrix)
-        for early in (False, True)
+        for tile in (_tiles_in_use(matrix) if options.in_use else candidates(matrix))
+        for prefetched in (_DEPTHS if tile in _tiles_in_use(matrix) else _DEPTHS[:2])
     ]
     with ProcessPoolExecutor(options.processes, get_context("spawn")) as pool:
         works = list(pool.map(_compiles, jobs, chunksize=4))
@@ -168,15 +171,24 @@ def _in_use(matrix: Matrix, block_m: int) -> LinearTile:
     return choose_tile(block_m, *sizes, 2, is_gated=matrix.is_gated, **limits)
 
 
-def _constants(matrix: Matrix, tile: LinearTile, *, early: bool) -> dict[str, Any]:
+def _tiles_in_use(matrix: Matrix) -> list[LinearTile]:
+    return [_in_use(matrix, block_m) for block_m in _ROWS]
+
+
+def _constants(matrix: Matrix, tile: LinearTile, prefetched: int) -> dict[str, Any]:
     sizes = (matrix.out_features, matrix.in_features)
     squares = _SQUARES if matrix.has_norm else 1
-    return linear_constants(tile, *sizes, matrix.activation, num_squares=squares, early=early)
+    constants = linear_constants(
+        tile, *sizes, matrix.activation, num_squares=squares, early=prefetched > 0
+    )
+    if prefetched:
+        constants["PREFETCHED"] = tile.block_k * prefetched
+    return constants
 
 
-def _compiles(job: tuple[Matrix, LinearTile, bool]) -> bool:
+def _compiles(job: tuple[Matrix, LinearTile, int]) -> bool:
     """Compile the kernel into Triton's cache; False = the tile does not fit the device."""
-    matrix, tile, early = job
+    matrix, tile, prefetched = job
     dtype = torch.bfloat16
     try:
         fused_linear_kernel.warmup(
@@ -195,7 +207,7 @@ def _compiles(job: tuple[Matrix, LinearTile, bool]) -> bool:
             matrix.out_features,
             1e-5,
             grid=(1, 1),
-            **_constants(matrix, tile, early=early),
+            **_constants(matrix, tile, prefetched),
         )
     except Exception as error:  # Triton documents no type for a tile that is too large
         print(f"{matrix.name} {tile}: {type(error).__name__}: {error}"[:200], file=sys.stderr)
@@ -215,20 +227,26 @@ def _measure(matrix: Matrix, tiles: list[Any]) -> Iterator[dict[str, Any]]:
             x = torch.randn(count, matrix.in_features, device="cuda", dtype=torch.bfloat16)
             residual = torch.randn(count, matrix.out_features, device="cuda", dtype=torch.bfloat16)
             found = []
-            for tile, early in tiles:
+            for tile, prefetched in tiles:
                 if tile.block_m != block_m:
                     continue
                 out = torch.empty_like(residual)
-                constants = _constants(matrix, tile, early=early)
+                constants = _constants(matrix, tile, prefetched)
                 launch = _launcher(matrix, constants, out, x, residual)
                 try:
-                    us = _us(launch, weights)
-                    found.append({**asdict(tile), "early": early, "us": us})
+                    us = graph_us(
+                        lambda index, launch=launch: launch(weights[index % len(weights)]),
+                        _LAUNCHES,
+                    )
+                    found.append({**asdict(tile), "prefetched": prefetched, "us": us})
                 except Exception as error:  # as in `_compiles`
                     print(f"{matrix.name} {tile}: {error}"[:200], file=sys.stderr)
-            cublas = _us(lambda weight, x=x: F.linear(x, weight), weights)
+            cublas = graph_us(
+                lambda index, x=x: F.linear(x, weights[index % len(weights)]), _LAUNCHES
+            )
             device = weights[0].device
-            in_use = {**asdict(_in_use(matrix, block_m)), "early": starts_early(device)}
+            depth = PREFETCHED_TILES if starts_early(device) else 0
+            in_use = {**asdict(_in_use(matrix, block_m)), "prefetched": depth}
             found.sort(key=lambda row: row["us"])
             yield {
                 "matrix": matrix.name,
@@ -274,33 +292,10 @@ def _launcher(
     return launch
 
 
-def _us(call: Callable[[Tensor], object], weights: list[Tensor]) -> float:
-    """Median microseconds of a call in a CUDA graph of calls."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        call(weights[0])
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for index in range(_LAUNCHES):
-            call(weights[index % len(weights)])
-    graph.replay()
-    times = []
-    for _ in range(_REPEATS):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1000 / _LAUNCHES)
-    return statistics.median(times)
-
-
 def _text(tile: dict[str, Any]) -> str:
     return (
         f"{tile['block_m']}x{tile['block_n']}x{tile['block_k']} "
-        f"w{tile['num_warps']} s{tile['num_stages']}{' early' * tile['early']}"
+        f"w{tile['num_warps']} s{tile['num_stages']} prefetched {tile['prefetched']}"
     )
 
 

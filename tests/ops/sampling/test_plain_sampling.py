@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ostinato.ops.sampling import (
+from ostinato.ops.sampling.plain_sampling import (
     apply_penalties,
     apply_token_bitmask,
     sample_filtered,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ostinato.ops.register import register_op
-from ostinato.ops.sampling import (
+from ostinato.ops.sampling.plain_sampling import (
     MAX_CANDIDATES,
     sample_candidates,
     sample_filtered,
@@ -95,11 +95,17 @@ def sample_rows(logits: Tensor, inputs: SampleInputs, paths: Iterable[SamplePath
     Returns:
         [R] int64 token ids.
     """
-    token_ids = logits.argmax(-1)
-    for path in sorted(paths):
-        if path is not SamplePath.greedy:
-            drawn = _in_chunks(_STATIC[path], logits, inputs)
-            token_ids = torch.where(inputs.paths == float(path), drawn, token_ids)
+    if logits.is_cuda:
+        from ostinato.ops.sampling.triton_unsorted_draw import draw_unsorted
+
+        token_ids = draw_unsorted(logits, inputs.paths, inputs.temperatures, inputs.uniforms)
+        drawn_paths = {SamplePath.greedy, SamplePath.full}
+    else:
+        token_ids = logits.argmax(-1)
+        drawn_paths = {SamplePath.greedy}
+    for path in sorted(set(paths) - drawn_paths):
+        drawn = _in_chunks(_STATIC[path], logits, inputs)
+        token_ids = torch.where(inputs.paths == float(path), drawn, token_ids)
     return token_ids
 
 
