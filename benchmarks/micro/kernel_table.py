@@ -30,11 +30,7 @@ from ostinato.ops.backends.triton_tiles import (
     write_constants,
 )
 from ostinato.ops.fused.fused_linear import TILE_ROWS
-from ostinato.ops.fused.linear_tiles import (
-    choose_tile,
-    linear_constants,
-    prefetched_during_attention,
-)
+from ostinato.ops.fused.linear_tiles import choose_tile, linear_constants
 from ostinato.ops.fused.triton_expert_kernels import down_kernel, gate_up_kernel, router_kernel
 from ostinato.ops.fused.triton_fused_experts import experts_constants, router_constants
 from ostinato.ops.fused.triton_fused_linear import fused_linear_kernel, scale_rows_kernel
@@ -207,12 +203,10 @@ def _products() -> Iterator[Variant]:
             ("gate and up", inner, size, "silu", ("squares",)),
             ("down", size, inner, "", ("residual",)),
         ):
-            for rows in (1, *TILE_ROWS) if part == "output" else TILE_ROWS:
+            for rows in TILE_ROWS:
                 sizes = (out_features, in_features)
                 tile = choose_tile(rows, *sizes, 2, is_gated=bool(activation))
-                prefetched = prefetched_during_attention(rows, *sizes, 2) if rows == 1 else 0
-                more = {"num_squares": 128, "prefetched": prefetched, "early": True}
-                constants = linear_constants(tile, *sizes, activation, **more)
+                constants = linear_constants(tile, *sizes, activation, num_squares=128, early=True)
                 model = f"{name} {part}, {rows} rows"
                 kernel = fused_linear_kernel
                 yield Variant(model, "linear", "bfloat16", kernel, constants, optional=optional)

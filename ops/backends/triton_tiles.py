@@ -115,8 +115,8 @@ class KernelShape:
         """Programs of a launch of the short tile that run on a multiprocessor at the same time.
 
         With two, one computes while the other waits for memory. A step of few sequences has fewer
-        programs than the device has multiprocessors. Its programs leave half of the registers and
-        of the shared memory to those of the next kernel (ops/fused/linear_tiles.py).
+        programs than the device has multiprocessors. Its programs leave registers and shared
+        memory to those of the next kernel, which start early.
         """
         few = self.num_seqs <= _PARTITIONS[0][0]
         return 1 if few and self.itemsize == 2 and not self.converts_cache else 2

@@ -14,23 +14,15 @@ import triton
 from ostinato.ops.fused.fused_linear import TILE_ROWS
 
 __all__ = (
-    "PREFETCHED_TILES",
     "LinearTile",
     "choose_tile",
     "device_limits",
     "linear_constants",
-    "prefetched_during_attention",
 )
 
 _FEW, _MORE = TILE_ROWS
 _SHARED_MEMORY = 227 * 1024  # bytes that a program may use on compute capability 9.0
 _MULTIPROCESSORS = 132  # of an H200
-PREFETCHED_TILES = 1  # tiles of a program's part of W, loaded while the previous kernel ends
-# Attention of few sequences waits for memory most of the time, and uses little of its rate. The
-# programs of the product after it are resident at that time, and load the weights into the device's
-# cache, at most this many bytes.
-_FEW_SEQS = 4
-_CACHED_WEIGHTS = 32 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +84,6 @@ def linear_constants(
     *,
     num_squares: int = 1,
     num_cleared: int = 0,
-    prefetched: int = 0,
     early: bool = False,
 ) -> dict[str, Any]:
     """The constants of `fused_linear_kernel`, launch options included.
@@ -104,11 +95,8 @@ def linear_constants(
         activation: its name in the kernel; empty = none.
         num_squares: sums of squares of a row.
         num_cleared: elements that are cleared; 0 or a power of two.
-        prefetched: elements of each row of W that are prefetched, a power of two; 0 =
-            `PREFETCHED_TILES`.
         early: the kernel starts before the previous one has ended (ops/fused/early_start.py).
     """
-    tiles = min(tile.block_k * PREFETCHED_TILES, triton.next_power_of_2(in_features))
     return {
         "K": in_features,
         "N": out_features,
@@ -119,31 +107,12 @@ def linear_constants(
         "SQUARES": num_squares,
         "BLOCK_S": triton.next_power_of_2(num_squares),
         "CLEARED": num_cleared,
-        "PREFETCHED": prefetched or tiles,
+        "PREFETCHED": tile.block_k,
         "EARLY": early,
         "launch_pdl": early,
         "num_warps": tile.num_warps,
         "num_stages": tile.num_stages,
     }
-
-
-def prefetched_during_attention(
-    num_rows: int, out_features: int, in_features: int, itemsize: int
-) -> int:
-    """The argument `prefetched` of the product that follows attention.
-
-    Args:
-        num_rows: T; a step of few rows has few sequences.
-        out_features: N.
-        in_features: K.
-        itemsize: bytes of an element of W.
-    """
-    if num_rows > _FEW_SEQS:
-        return 0
-    elements = triton.next_power_of_2(in_features)
-    while elements > 128 and elements * out_features * itemsize > _CACHED_WEIGHTS:
-        elements //= 2
-    return elements
 
 
 def device_limits(device: torch.device) -> dict[str, int]:

@@ -24,12 +24,7 @@ from torch import Tensor
 
 from ostinato.ops.fused.early_start import prefetch, starts_early, wait_for_previous_kernel
 from ostinato.ops.fused.fused_linear import FUSED_DTYPES
-from ostinato.ops.fused.linear_tiles import (
-    choose_tile,
-    device_limits,
-    linear_constants,
-    prefetched_during_attention,
-)
+from ostinato.ops.fused.linear_tiles import choose_tile, device_limits, linear_constants
 
 __all__ = (
     "fused_linear_kernel",
@@ -270,7 +265,6 @@ def _launch(
     out_features = weight.shape[0] // (2 if activation else 1)
     sizes = (out_features, in_features, x.element_size())
     tile = choose_tile(num_rows, *sizes, is_gated=bool(activation), **device_limits(x.device))
-    prefetched = 0 if norm_weight is None else prefetched_during_attention(num_rows, *sizes)
     grid = (triton.cdiv(num_rows, tile.block_m), triton.cdiv(out_features, tile.block_n))
     out = torch.empty((num_rows, out_features), dtype=x.dtype, device=x.device)
     scales = norm_weight is not None
@@ -301,7 +295,6 @@ def _launch(
             activation,
             num_squares=1 if squares is None else squares.shape[1],
             num_cleared=0 if cleared is None else cleared.numel(),
-            prefetched=prefetched,
             early=starts_early(x.device),
         ),
     )

@@ -32,7 +32,6 @@ from ostinato.benchmarks.micro.gpu_tiles.graph_timing import graph_us
 from ostinato.conf.compose import load_config
 from ostinato.ops.fused.early_start import starts_early
 from ostinato.ops.fused.linear_tiles import (
-    PREFETCHED_TILES,
     LinearTile,
     choose_tile,
     device_limits,
@@ -57,7 +56,7 @@ _MORE_GATED = [(32, 64, 4), (32, 128, 4), (32, 128, 8), (64, 64, 4), (64, 64, 8)
                (128, 64, 8)]  # fmt: skip
 _ROWS = {16: (1, 8), 64: (32, 64)}
 # Tiles of W that a program prefetches while the previous kernel ends; 0 = it starts after that.
-_DEPTHS = (0, PREFETCHED_TILES, 2, 4, 8, 16)
+_DEPTHS = (0, 1, 2, 4, 8, 16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +244,7 @@ def _measure(matrix: Matrix, tiles: list[Any]) -> Iterator[dict[str, Any]]:
                 lambda index, x=x: F.linear(x, weights[index % len(weights)]), _LAUNCHES
             )
             device = weights[0].device
-            depth = PREFETCHED_TILES if starts_early(device) else 0
+            depth = 1 if starts_early(device) else 0
             in_use = {**asdict(_in_use(matrix, block_m)), "prefetched": depth}
             found.sort(key=lambda row: row["us"])
             yield {

@@ -23,7 +23,7 @@ from ostinato.models.step_tensors import ForwardBatch
 from ostinato.ops.activation import activate
 from ostinato.ops.backends.reference import BACKEND as REFERENCE
 from ostinato.ops.backends.triton import BACKEND
-from ostinato.ops.fused.linear_tiles import choose_tile, prefetched_during_attention
+from ostinato.ops.fused.linear_tiles import choose_tile
 from ostinato.ops.fused.triton_fused_experts import launch_experts
 from ostinato.ops.fused.triton_fused_linear import (
     launch,
@@ -168,9 +168,6 @@ def test_tiles() -> None:
     assert choose_tile(1, 4096, 4096, 2, is_gated=False).block_n == 32
     assert choose_tile(1, 6144, 4096, 2, is_gated=False).block_n == 64, "one program for each"
     assert choose_tile(65, 4096, 4096, 2, is_gated=False).block_m == 64
-    assert prefetched_during_attention(4, 4096, 4096, 2) == 4096, "the whole matrix"
-    assert prefetched_during_attention(1, 8192, 8192, 2) == 2048, "a part that fits the cache"
-    assert prefetched_during_attention(5, 4096, 4096, 2) == 0
 
 
 @pytest.mark.parametrize(
