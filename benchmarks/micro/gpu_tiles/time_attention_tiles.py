@@ -1,6 +1,6 @@
 """Times tiles and partitions of the Triton attention kernel on a GPU, beside those in use.
 
-    python -m ostinato.benchmarks.micro.gpu_tiles.time_attention_tiles --models llama-8b --output FILE
+    python -m ostinato.benchmarks.micro.gpu_tiles.time_attention_tiles --output FILE
 
 Decode rows: sequences of 2,090 tokens with one query row each. A measurement replays a CUDA graph
 of launches that read different caches, more bytes than the device's cache holds. The table shows
