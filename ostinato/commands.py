@@ -20,7 +20,8 @@ from ostinato.api.cli.main import run_command_line
 
 __all__ = ("COMMANDS", "main", "run")
 
-_ENGINE = ("model", "device", "cache", "scheduler", "graphs", "sampling")
+_MODEL = ("model", "device", "cache", "scheduler", "speculation", "graphs", "runtime")
+_ENGINE = (*_MODEL, "sampling")
 
 COMMANDS = {
     "serve": Command(
@@ -103,7 +104,7 @@ COMMANDS = {
     "compile": Command(
         target="ostinato.benchmarks.gpu.without_device.command:compile_bundle",
         summary="Compile a model ahead of time and save the bundle that run serve loads.",
-        sections=("compile", "model", "device", "cache", "scheduler", "graphs", "parallel"),
+        sections=("compile", *_MODEL, "parallel"),
         examples=(
             "run compile model.path=/some/dir",
             "run compile model=llama-8b model.load_format=dummy compile.gpu=h200",
@@ -113,7 +114,7 @@ COMMANDS = {
     "plan": Command(
         target="ostinato.api.cli.plan_command:plan",
         summary="Show how memory would be divided; loads no weights.",
-        sections=("plan", "model", "device", "cache", "scheduler", "graphs", "parallel"),
+        sections=("plan", *_MODEL, "parallel"),
         examples=(
             "run plan model=llama-8b",
             "run plan model=llama-8b device.name=cuda plan.free_gib=80",

@@ -133,6 +133,8 @@ def test_help_has_examples_keys_defaults_and_ranges(
     else:
         assert "cache.block_size=16 " in text
         assert "(one of 8, 16, 32, 64, 128)" in text
+        assert "speculation.max_tokens=7 " in text
+        assert "runtime.determinism=auto " in text
     assert "qwen3-0.6b" in text
 
 
