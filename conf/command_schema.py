@@ -108,7 +108,7 @@ class QuantizeSection(Section):
         "", "a text file; GPTQ rounds weights for its activations; empty = round to the nearest"
     )
     scaling: bool = setting(
-        True, "with a calibration text: scale the inputs of matrices before they are rounded (AWQ)"
+        True, "with a calibration text: scale inputs of matrices, then round the weights (AWQ)"
     )
     evaluation: str = setting("", "a text file whose perplexity is reported; empty = none")
     samples: int = setting(128, "largest number of rows of each text", at_least=1)

@@ -79,7 +79,8 @@ def expand_sweep(
         varies fastest.
 
     Raises:
-        ConfigError: see `load_config`; any point can cause it. Or no key lists several values.
+        ConfigError: see `load_config`; any point can cause it. Or no key lists several values, or a
+            key has values that are not listed, such as an interval.
     """
     fixed: list[str] = []
     swept: dict[str, list[str]] = {}

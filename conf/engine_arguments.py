@@ -34,7 +34,7 @@ class Argument:
     reason: str = ""  # why other values are refused, and the remedy
     is_flag: bool = False  # --name and --no-name on the command line
     is_list: bool = False  # one or more values on the command line
-    for_server: bool = False  # only `run serve` knows it
+    for_server: bool = False  # only `run serve` accepts it
 
 
 def argument_settings(
@@ -173,7 +173,7 @@ def _eager(value: object) -> object:
 
 
 _NO_EXPERT_PARALLEL = (
-    "experts are divided by tensor_parallel_size as all other weights; leave it out"
+    "experts are divided by tensor_parallel_size like all other weights; leave it out"
 )
 _NO_LORA = "LoRA adapters are not served yet; merge the adapter into the checkpoint"
 _SPECULATION = "it is a key of speculative_config"
@@ -358,7 +358,7 @@ ARGUMENTS: dict[str, Argument] = {
         default=(True,),
         is_flag=True,
         for_server=True,
-        reason='tool_choice "auto" is always offered; set server.tool_parser=none',
+        reason='tool_choice "auto" is always offered; to refuse tools, set server.tool_parser=none',
     ),
     "reasoning_parser": Argument(
         setting="server.reasoning_parser",
@@ -384,7 +384,9 @@ ARGUMENTS: dict[str, Argument] = {
         reason="every request is one line of the log; set server.log_level=warning",
     ),
     "config": Argument(
-        for_server=True, reason="options are files of --config-dir DIR, see run serve --help"
+        for_server=True,
+        reason="flags are not read from a file; put an option file into --config-dir DIR, see "
+        "run --help",
     ),
     "root_path": Argument(default=("",), for_server=True, reason="routes begin at /; leave it out"),
     "seed": Argument(

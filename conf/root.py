@@ -1,6 +1,7 @@
 """The whole configuration of a command.
 
-Only composition roots import this type. Every other component receives its own section.
+Only the modules that put an engine, a server or a command together import this type. Every other
+component receives its own section.
 """
 
 from __future__ import annotations

@@ -214,7 +214,7 @@ def _in_range(value: Any, metadata: Mapping[str, Any]) -> bool:
 
 
 def refuse(key: str, allowed: str, value: object) -> None:
-    """Raise the ValueError of a value that is not `allowed`, in words; `key` has its section."""
+    """Raise a ValueError with the dotted `key`, what is `allowed` (in words), and the `value`."""
     raise ValueError(f"{key} must be {allowed}, got {value!r}")
 
 
@@ -265,7 +265,7 @@ class ModelSection(Section):
     )
     implementation: ModelImplementation = setting(
         ModelImplementation.auto,
-        "native = our code; transformers = record its code; auto = native if it knows the model",
+        "native = our code; transformers = that library; auto = native if it supports the model",
     )
     quantization: Quantization = setting(
         Quantization.none,
@@ -281,7 +281,7 @@ class ModelSection(Section):
         HeadQuantization.auto, "method for token embeddings and output head; auto = int8"
     )
     round_activations: bool = setting(
-        True, "on CUDA, to 8 bits where the checkpoint states so; false = they keep model.dtype"
+        True, "on CUDA, 8-bit activations if the checkpoint states so; false = model.dtype"
     )
     max_model_len: int | None = setting(
         None, "tokens of prompt plus output; null = what the model states", at_least=1
@@ -345,7 +345,7 @@ class CacheConfig(Section):
     memory_gib: float | None = setting(
         None, "GiB for KV blocks; null = what the memory plan leaves", above=0
     )
-    enable_prefix_caching: bool = setting(True, "reuse the blocks of a common prompt beginning")
+    enable_prefix_caching: bool = setting(True, "reuse KV blocks of equal prompt prefixes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -368,11 +368,11 @@ class SchedulerConfig(Section):
     )
     itl_target_ms: float | None = setting(
         None,
-        "target for inter-token latency: limits prompt tokens beside decodes; null = no target",
+        "target for inter-token latency: limits prompt tokens of decode steps; null = no target",
         above=0,
     )
     max_slowdown: float | None = setting(
-        1.5, "factor by which a large request may lengthen a step; null = no limit", at_least=1
+        1.5, "factor by which a request's sequences may lengthen steps; null = no limit", at_least=1
     )
     policy: SchedulingPolicy = setting(
         SchedulingPolicy.fcfs, "fcfs = in order of arrival; priority = the request's priority first"
@@ -427,7 +427,7 @@ class GraphConfig(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuntimeSection(Section):
-    """The promises that the engine must keep."""
+    """Guarantees that are checked before the engine starts."""
 
     key = "runtime"
     determinism: Determinism = setting(

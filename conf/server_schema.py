@@ -134,19 +134,19 @@ class ServerConfig(Section):
     )
     max_requests_per_key: int | None = setting(
         None,
-        "POST requests of one key at a time, replies in the background too; more are refused with "
-        "429; null = no limit",
+        "POST requests that one key may have running, background replies included; more are "
+        "refused with 429; null = no limit",
         at_least=1,
     )
     max_queued_requests: int | None = setting(
         None,
-        "completions without a first token; more are refused with 429; null = no limit",
+        "completions that wait for their first token; more are refused with 429; null = no limit",
         at_least=1,
     )
     max_queued_tokens: int | None = setting(
         None,
-        "prompt tokens of completions without a first token; more are refused with 429; null = no "
-        "limit",
+        "prompt tokens of completions that wait for their first token; more are refused with 429; "
+        "null = no limit",
         at_least=1,
     )
     drain_timeout_s: float = setting(
@@ -279,13 +279,13 @@ class ParallelConfig(Section):
     executor: ExecutorName = setting(
         ExecutorName.auto,
         "where ranks run: inline = in the engine's process, which is for one rank; processes = "
-        "each rank after the first in a process of its own; ray = as processes, and Ray chooses "
+        "each rank after the first in a process of its own; ray = like processes, and Ray chooses "
         "the machine of each engine; auto = inline for one rank, else processes",
     )
     exchange: ExchangeName = setting(
         ExchangeName.auto,
         "how ranks exchange values: auto = shared memory between CPUs, NCCL between GPUs; gloo = "
-        "as NCCL, between CPUs of one machine, which is slower and for comparisons",
+        "the code for NCCL, with Gloo, between CPUs of one machine: slower, for tests",
     )
     rank_timeout_s: float = setting(
         1.0,
@@ -296,7 +296,7 @@ class ParallelConfig(Section):
     )
     data: int = setting(
         1,
-        "replicas; on a CPU they share cores and memory; with GPUs each replica has its own GPU",
+        "replicas; on a CPU they share cores and memory; with GPUs each replica has its own GPUs",
         at_least=1,
         at_most=1024,
     )

@@ -40,7 +40,7 @@ class SimulateSection(Section):
     )
     link: LinkName = setting(
         LinkName.nvlink,
-        "what connects the devices of parallel.tensor and parallel.pipeline, with simulate.device",
+        "what connects the devices of parallel.tensor and parallel.pipeline; needs simulate.device",
     )
     stage_link: LinkName | None = setting(
         None, "what connects the stages of parallel.pipeline; null = simulate.link"
@@ -62,7 +62,7 @@ class SimulateSection(Section):
     )
     processes: int | None = setting(
         None,
-        "processes that share the replicas of round_robin; null = one a core",
+        "with round_robin: processes that simulate the replicas in parallel; null = one a core",
         at_least=1,
         at_most=256,
     )

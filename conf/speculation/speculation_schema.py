@@ -64,7 +64,10 @@ class SpeculationConfig(Section):
         "choose by measured step costs how many drafts are verified; false = all drafts",
     )
     min_match: int = setting(
-        3, "tokens that must occur again for a draft of ngram or history", at_least=1, at_most=16
+        3,
+        "ngram and history: how many of the last tokens must occur in earlier text for a draft",
+        at_least=1,
+        at_most=16,
     )
     history_tokens: int = setting(
         1 << 20,
@@ -87,12 +90,12 @@ class SpeculationConfig(Section):
 
     @property
     def drafter(self) -> SpeculationMethod:
-        """The method that is set; `none` if it is not set. An engine's plan has it set."""
+        """`method`, or `none` if `method` is None. An engine's plan never has None."""
         return SpeculationMethod.none if self.method is None else self.method
 
     @property
     def uses_model(self) -> bool:
-        """Whether there is a draft model or a head."""
+        """Whether there is a draft model, an EAGLE-3 head or an MTP layer."""
         return bool(self.model) or self.method is SpeculationMethod.mtp
 
     @property

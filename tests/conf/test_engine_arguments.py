@@ -101,7 +101,7 @@ def test_arguments_become_settings(arguments: dict[str, object], settings: dict[
     [
         (
             {"enable_expert_parallel": True},
-            "enable_expert_parallel=True: experts are divided by tensor_parallel_size as all other "
+            "enable_expert_parallel=True: experts are divided by tensor_parallel_size like all other "
             "weights; leave it out",
         ),
         (

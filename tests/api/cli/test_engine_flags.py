@@ -49,7 +49,10 @@ def test_flags_are_settings_and_the_rest_stays_in_order():
         (["--port"], "--port needs a value"),
         (["--api-key", "--port", "1"], "--api-key needs a value"),
         (["--enforce-eager=1"], "--enforce-eager=1: this flag takes no value"),
-        (["--enable-expert-parallel"], "experts are divided by tensor_parallel_size as all other"),
+        (
+            ["--enable-expert-parallel"],
+            "experts are divided by tensor_parallel_size like all other",
+        ),
         (["--enable-lora"], "enable_lora=True: LoRA adapters are not served yet"),
         (["-O3"], "compilation_config=3: set graphs.mode"),
         (["--no-dtype"], "--no-dtype: there is no such argument"),
