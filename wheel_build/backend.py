@@ -5,9 +5,9 @@
     pip wheel . --config-settings=isa=none          # none: a wheel of sources
 
 A wheel holds one library per instruction set (`isa_levels()`, ops/native/instruction_sets.py) and
-per entry of `LIBRARIES` (ops/native/build.py). The machine that uses the wheel picks one
-instruction set, so its user needs no compiler. The libraries use torch's stable ABI and therefore
-fit every torch that the project allows.
+per entry of `LIBRARIES` (ops/native/build.py). A machine on which the wheel is installed loads the
+libraries of one instruction set, and needs no compiler. The libraries use torch's stable ABI and
+therefore fit every torch that the project allows.
 
 A wheel whose kernels cannot be compiled is not built: the error names the remedies. A wheel of
 sources, an editable install and a checkout compile the kernels on first use. Building a wheel of
@@ -72,7 +72,8 @@ def build_wheel(
         The file's name.
 
     Raises:
-        SystemExit: the kernels cannot be compiled; the text names the remedies.
+        SystemExit: the setting `isa` names an unknown instruction set, or the kernels cannot be
+            compiled; the text names the remedies.
     """
     settings = dict(config_settings or {})
     chosen = str(settings.pop("isa", ""))

@@ -17,8 +17,8 @@ __all__ = ("PlatformWheel", "platform_tag")
 
 _PREBUILT_DIR = Path(__file__).resolve().parents[1] / "ops" / "native" / "prebuilt"
 _OLDEST_GLIBC = 28  # torch's wheels need glibc 2.28
-# glibc 2.N -> the newest GLIBCXX_3.4.N and CXXABI_1.3.N that every distribution with this glibc has
-# (the policies of PEP 600, as in auditwheel's manylinux-policy.json).
+# N of glibc 2.N -> X and Y of the newest GLIBCXX_3.4.X and CXXABI_1.3.Y that every distribution
+# with this glibc has (the policies of PEP 600, as in auditwheel's manylinux-policy.json).
 _POLICIES = {28: (24, 11), 31: (28, 12), 34: (29, 13), 35: (30, 13), 39: (33, 15)}
 
 
@@ -42,8 +42,9 @@ def platform_tag(libraries: list[Path]) -> str:
     """The platforms on which these libraries load.
 
     Returns:
-        `manylinux_2_N_<machine>` (PEP 600) with the least N that the versioned symbols allow. On
-        other systems than Linux with glibc, the platform of this machine.
+        `manylinux_2_N_<machine>` (PEP 600) with the least N that the versioned symbols allow. If
+        the symbols are newer than `_POLICIES`, N is that of this machine's glibc. On other systems
+        than Linux with glibc, the platform of this machine.
     """
     platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
     if not platform.startswith("linux_") or "CS_GNU_LIBC_VERSION" not in os.confstr_names:
