@@ -52,6 +52,7 @@ from ostinato.runtime.types.outputs import FinishReason
 
 __all__ = ("block_events", "reply_blocks", "stop_of", "to_chat")
 
+# Field of a chat request -> the Anthropic field that it was made from. Errors name the latter.
 FIELD_NAMES = {
     "response_format": "output_config.format",
     "thinking_token_budget": "thinking",
@@ -219,7 +220,7 @@ def stop_of(finish_reason: str, stop_reason: int | str | None) -> tuple[str, str
 
 
 def reply_blocks(blocks: list[ContentBlock]) -> list[ReplyText | ReplyThinking | ReplyToolUse]:
-    """The content of a complete answer, without a call that was cut off: its input is not JSON."""
+    """The content of a complete answer. A call that was cut off is left out."""
     return [_reply_block(block, block.text) for block in blocks if not block.is_cut]
 
 
@@ -252,7 +253,7 @@ def _reply_block(block: ContentBlock, text: str) -> ReplyText | ReplyThinking | 
 
 
 def _input(text: str) -> dict[str, Any]:
-    """The arguments of a call; an empty object for a call that was cut off."""
+    """The arguments of a call; an empty object if the text is not a JSON object."""
     try:
         return msgspec.json.decode(text, type=dict[str, Any]) if text else {}
     except msgspec.MsgspecError:

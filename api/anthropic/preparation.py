@@ -39,7 +39,8 @@ def prepare_messages(preparation: Preparation, data: bytes, arrival: Arrival) ->
     """Prepare a request of `/v1/messages`.
 
     Raises:
-        InvalidRequestError: a parameter is out of range, or the prompt does not fit.
+        InvalidRequestError: the body is not valid, a parameter is out of range, or the prompt does
+            not fit.
     """
     body = preparation.decode(data, MessagesRequest, UNSUPPORTED)
     with renamed(FIELD_NAMES):

@@ -31,7 +31,7 @@ class MessagesReply:
     """The reply to one request. Call either `stream` or `whole`, once.
 
     Args:
-        prepared: the request, which `runner.prepare` has accepted.
+        prepared: the request, which `RequestRunner.prepare` has accepted.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Request fields of the OpenAI API and its usual extensions that this server does not support.
 
 A request with such a field gets a 400 that names the field, unless the value has no effect. Null
-never has an effect. When a field becomes supported, it moves from here to `schemas`.
+never has an effect. When a field becomes supported, it moves from here to `api/schemas`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ UNSUPPORTED: Mapping[str, Unsupported] = {
         "text without spaces between special tokens", (True,)
     ),
     "suffix": Unsupported("models that fill in the middle", ("",)),
-    "vllm_xargs": Unsupported("plugins for logits"),
+    "vllm_xargs": Unsupported("custom logits processors"),
     "web_search_options": Unsupported("web search"),
 }
 

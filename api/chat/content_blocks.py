@@ -38,8 +38,8 @@ class BlockDelta(msgspec.Struct, frozen=True):
 
     block: ContentBlock
     delta: str = ""
-    num_tokens: int = 0  # the output tokens of the change, see `parsing.events`
-    num_unseen: int = 0  # the first of these tokens, which have no part in `delta`
+    num_tokens: int = 0  # the output tokens of the change, see api/parsing/events.py
+    num_unseen: int = 0  # how many of the first of these tokens have no part in `delta`
     begins: bool = False
     ends: bool = False
 

@@ -64,7 +64,8 @@ def chat(config: RunConfig) -> int:
 
     Raises:
         StartupError: the engine cannot start.
-        InvalidRequestError: the first question cannot be served, for example without a template.
+        InvalidRequestError: the first question cannot be served. An example is a model without a
+            chat template.
     """
     llm = start_llm(config)
     console = Console(highlight=False)

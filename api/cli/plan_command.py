@@ -33,8 +33,8 @@ def plan(config: RunConfig) -> int:
     """Print the memory of weights, activations, graphs and KV cache, and how many tokens fit.
 
     Raises:
-        StartupError: the model does not exist, is not supported, or does not fit, or a setting is
-            one that the start would refuse.
+        StartupError: the model does not exist, is not supported, or does not fit, or the engine
+            would not start with a setting.
     """
     import torch
 

@@ -17,7 +17,7 @@ __all__ = ("rank",)
 
 
 def rank(config: RunConfig, address: str, token: str) -> int:
-    """Run engines for a server until it ends; returns the exit code.
+    """Run engines for a server until the server ends; returns the exit code.
 
     Args:
         config: has the settings of the log.

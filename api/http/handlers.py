@@ -42,7 +42,7 @@ __all__ = (
 
 T = TypeVar("T")
 _LARGE = 1 << 20  # answers of more bytes are encoded while they are sent
-_PIECE = 64 << 10  # bytes that are sent in one call
+_PIECE = 64 << 10  # least bytes that are sent in one call, except the last
 HttpRequest = Request[Any, Any, Any]
 SharedService = NamedDependency[Service]
 
@@ -205,7 +205,10 @@ def json_response(value: object) -> Response[bytes] | Stream:
 
 
 async def _pieces(first: bytes, parts: Iterator[bytes]) -> AsyncGenerator[bytes, None]:
-    """Join parts to pieces of at least `_PIECE` bytes. Other tasks run between the pieces."""
+    """Join parts to pieces. Other tasks run between the pieces.
+
+    Each piece has more than `_PIECE` bytes, except the last one.
+    """
     piece, size = [first], len(first)
     for part in parts:
         if size > _PIECE:

@@ -38,9 +38,9 @@ _LOOK_S = 0.5
 # Linux has POLLRDHUP. On other systems, a disconnect is seen when both directions are closed.
 _LEFT = getattr(select, "POLLRDHUP", 0) | select.POLLHUP | select.POLLERR
 # TCP keep-alive: after a minute without traffic, the system probes the other end of a connection,
-# then every 10 s. The connection ends after six probes without an answer, or if the other end does
-# not know it. This finds machines that were switched off. It also finds a client that left so many
-# unread bytes that its close does not arrive.
+# then every 10 s. The connection ends after six probes without an answer, or if the other end
+# answers that it has no such connection. This finds machines that were switched off. It also finds
+# a client that left so many unread bytes that its close does not arrive.
 _KEEP_ALIVE = {
     name: value
     for name, value in {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}.items()

@@ -1,7 +1,7 @@
 """Encodes an answer as JSON in parts of bounded size.
 
-An answer with many log-probabilities has hundreds of megabytes. Encoding it in one call would hold
-the interpreter's lock for a long time, and would need memory for all of it at once.
+An answer with many log-probabilities can have hundreds of megabytes. Encoding it in one call would
+hold the interpreter's lock (GIL) for a long time, and would need memory for all of it at once.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ class EngineCollector(Collector):
         else:
             for same in zip(*map(_families, replicas), strict=True):
                 yield _labelled(same)
-        yield InfoMetricFamily("ostinato_build", "What runs.", value={"version": __version__})
+        yield InfoMetricFamily("ostinato_build", "The version.", value={"version": __version__})
         if promise := self._engine.determinism:
             yield InfoMetricFamily(
                 "ostinato_determinism", "Whether answers depend on the batch.", value=promise
@@ -187,7 +187,7 @@ def _gauges(engine: EngineFigures) -> Iterator[Metric]:
     gauges = {
         "requests_running": ("Sequences in the running batch.", stats.num_running),
         "requests_waiting": (
-            "Sequences that wait for a row, blocks or a grammar.",
+            "Sequences that wait for a place in the batch, for blocks or for a grammar.",
             stats.num_waiting,
         ),
         "requests_waiting_for_grammar": (
@@ -205,7 +205,7 @@ def _gauges(engine: EngineFigures) -> Iterator[Metric]:
             stats.max_num_batched_tokens,
         ),
         "predicted_decode_step_seconds": (
-            "Predicted seconds of a decode of the running sequences; 0 = not measured.",
+            "Predicted seconds of a decode step of the running sequences; 0 = not measured.",
             stats.predicted_step_seconds,
         ),
         "predicted_ttft_seconds": (
@@ -229,7 +229,7 @@ def _counters(stats: EngineStats) -> Iterator[Metric]:
         "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", "prefix_queries"),
         "prefix_cache_hits": ("Prompt tokens found in the prefix cache.", "prefix_hits"),
         "preemptions": (
-            "Running sequences that lost their row and blocks and waited again.",
+            "Running sequences that lost their place in the batch and waited again.",
             "num_preemptions",
         ),
         "kv_cache_evictions": ("Cached blocks reused for other contents.", "num_evictions"),
@@ -293,7 +293,7 @@ def _drafts(speculation: SpeculationStats) -> Iterator[Metric]:
         "drafts": ("Drafts of one sequence that a step verified.", speculation.num_drafts),
         "draft_tokens": ("Draft tokens.", speculation.num_draft_tokens),
         "accepted_draft_tokens": (
-            "Draft tokens that plain decoding gave too.",
+            "Draft tokens that were accepted: decoding without drafts gives them too.",
             speculation.num_accepted_tokens,
         ),
         "drafting_seconds": (

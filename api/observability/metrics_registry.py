@@ -103,15 +103,15 @@ class Metrics:
         self.e2e = make("e2e_request_latency_seconds", text, _E2E_S)
         text = "Mean time between tokens of a completion, after its first token."
         self.tpot = make("time_per_output_token_seconds", text, _ITL_S)
-        text = "Time from a completion's arrival until it had a row."
+        text = "Time from a completion's arrival until it joined the batch."
         self.queue = make("request_queue_seconds", text, _PART_S)
-        text = "Time from when a completion had a row to its first token."
+        text = "Time from when a completion joined the batch to its first token."
         self.prefill = make("request_prefill_seconds", text, _PART_S)
         text = "Time from a completion's first token to its last."
         self.decode = make("request_decode_seconds", text, _E2E_S)
         text = "Time that a constrained request took until its grammar was checked."
         self.grammar = make("request_grammar_seconds", text, _PART_S)
-        text = "Time from when a completion had a row to its last token."
+        text = "Time from when a completion joined the batch to its last token."
         self.inference = make("request_inference_seconds", text, _E2E_S)
 
     def _make_sizes(self) -> None:

@@ -63,7 +63,8 @@ def prepare_chat_completion(
     """Prepare a request of `/v1/chat/completions`.
 
     Raises:
-        InvalidRequestError: a parameter is out of range, or the prompt does not fit.
+        InvalidRequestError: the body is not valid, a parameter is out of range, or the prompt does
+            not fit.
         ForkNeededError: the request has a template of its own, and this process also prepares other
             requests.
     """
@@ -138,7 +139,8 @@ def prepare_completion(
     """Prepare a request of `/v1/completions`.
 
     Raises:
-        InvalidRequestError: a parameter is out of range, or a prompt does not fit.
+        InvalidRequestError: the body is not valid, a parameter is out of range, or a prompt does
+            not fit.
     """
     body = preparation.decode(data, CompletionRequest)
     completions.check(body)

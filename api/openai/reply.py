@@ -44,7 +44,7 @@ class ChatReply:
     """The reply to one request of `/v1/chat/completions`. Call either `stream` or `whole`, once.
 
     Args:
-        prepared: the request, which `runner.prepare` has accepted.
+        prepared: the request, which `RequestRunner.prepare` has accepted.
     """
 
     def __init__(self, service: Service, prepared: PreparedChat, context: RequestContext) -> None:
@@ -99,7 +99,7 @@ class ChatReply:
                 delta = self._parser.feed(output)
                 self._tally.add(0, output, delta.num_reasoning_tokens)
                 collect_delta(answers, delta)
-        # This runs on a thread, because many log-probabilities take seconds.
+        # This runs on a thread, because converting many log-probabilities takes seconds.
         response = await asyncio.to_thread(
             chat.to_response,
             self._head,
@@ -125,7 +125,7 @@ class CompletionReply:
 
     Args:
         prepared: the request.
-        generations: the prompts of the request, which `runner.prepare` has accepted.
+        generations: the prompts of the request, which `RequestRunner.prepare` has accepted.
     """
 
     def __init__(

@@ -85,7 +85,7 @@ class AnswerParser:
 
     @property
     def held_length(self) -> int:
-        """Number of the last characters of the text so far that no event has shown or dropped."""
+        """Number of characters at the end of the text so far that are held back."""
         return sum(one.held_length for one in (self._reasoning, self._calls) if one)
 
     def feed(self, text: str) -> list[Event]:

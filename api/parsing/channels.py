@@ -47,7 +47,7 @@ class ChannelSplitter:
 
     @property
     def held_length(self) -> int:
-        """Number of the last characters of the text so far that no event has shown or dropped."""
+        """Number of characters at the end of the text so far that are held back."""
         return len(self._buffer)
 
     def feed(self, text: str) -> list[Event]:

@@ -2,7 +2,7 @@
 
 `num_tokens` of an event counts the output tokens of its own text, and the tokens without text
 between the previous event and this one. The first `num_unseen` of them have no part in the event's
-text, such as a marker between reasoning and content. The parsers know no tokens and leave both 0.
+text, such as a marker between reasoning and content. The parsers get no tokens and leave both at 0.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ class CallParser:
 
     @property
     def held_length(self) -> int:
-        """Number of the last characters of the text so far that no event has shown or dropped."""
+        """Number of characters at the end of the text so far that are held back."""
         num_opening = len(self._opening) if self._state == self._in_body else 0
         return num_opening + len(self._buffer)
 

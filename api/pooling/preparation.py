@@ -76,7 +76,8 @@ def prepare_embedding(preparation: Preparation, data: bytes, arrival: Arrival) -
     """Prepare a request of `/v1/embeddings`.
 
     Raises:
-        InvalidRequestError: a value is out of range, or an input does not fit.
+        InvalidRequestError: the body is not valid, a value is out of range, or an input does not
+            fit.
     """
     body = preparation.decode(data, EmbeddingRequest)
     model = preparation.model
@@ -103,7 +104,8 @@ def prepare_scores(preparation: Preparation, data: bytes, arrival: Arrival) -> P
     """Prepare a request of `/v1/score`.
 
     Raises:
-        InvalidRequestError: the texts do not form pairs, or a text is too long.
+        InvalidRequestError: the body is not valid, the texts do not form pairs, there are too many
+            pairs, or a text is too long.
     """
     body = preparation.decode(data, ScoreRequest)
     first_name, second_name = _names(body)
@@ -116,7 +118,8 @@ def prepare_ranking(preparation: Preparation, data: bytes, arrival: Arrival) -> 
     """Prepare a request of `/v1/rerank`.
 
     Raises:
-        InvalidRequestError: a document does not fit.
+        InvalidRequestError: the body is not valid, there are too many documents, or a document does
+            not fit.
     """
     body = preparation.decode(data, RerankRequest)
     pairs = [(body.query, document) for document in body.documents]

@@ -121,7 +121,8 @@ def make_generation(
         max_tokens: the limit that the request sets; None = `default_max_tokens`.
         reports: `logprobs` and `prompt_logprobs` -> number of alternatives per position; None = no
             log-probabilities.
-        field_names: the API's names of `prompt` and `max_tokens`, for error messages.
+        field_names: parameter of `SamplingParams`, or `prompt` -> the API's name of it, for error
+            messages. Other names are the same.
 
     Raises:
         InvalidRequestError: a value is out of range, or the prompt does not fit.

@@ -35,7 +35,8 @@ def prepare_response(preparation: Preparation, data: bytes, arrival: Arrival) ->
     """Prepare a request of `/v1/responses`. `arrival.request_id` is the id of the reply.
 
     Raises:
-        InvalidRequestError: a parameter is out of range, or the prompt does not fit.
+        InvalidRequestError: the body is not valid, a parameter is out of range, or the prompt does
+            not fit.
     """
     body = preparation.decode(data, ResponsesRequest, UNSUPPORTED)
     messages = _messages(body, arrival)

@@ -62,7 +62,7 @@ class ResponsesReply:
     """The reply to one request. Call either `stream` or `whole`, once.
 
     Args:
-        prepared: the request, which `runner.prepare` has accepted. The reply has its id.
+        prepared: the request, which `RequestRunner.prepare` has accepted. The reply has its id.
         stores: whether the reply is stored under this id.
 
     Attributes:

@@ -13,7 +13,7 @@ __all__ = ("TextLogprobs",)
 class TextLogprobs:
     """Assigns log-probabilities of tokens to the text of content blocks.
 
-    Text can be held back, so the entries of tokens wait for the change that ends their tokens.
+    Text can be held back. So an entry waits until the change with the text of its token arrives.
     Entries of reasoning, of calls and of markers between blocks are dropped. A token that also
     holds a part of a marker or of white space around the text keeps its entry.
 

@@ -1,8 +1,8 @@
 """Decodes a JSON body into a schema, with errors that name the field.
 
 A schema has exactly the supported fields. A known field that is not supported is refused with a 400
-that names the field. A value without effect (`tools: []`, any null) is accepted. Unknown keys of
-chat messages are passed to the chat template.
+that names the field. A value without effect (`functions: []`, any null) is accepted. Unknown keys
+of chat messages are passed to the chat template.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Types of fields that clients send by default, and that do not change this server's answers.
 
-The exception is `verbosity`, which a chat template can use. The fields are checked like OpenAI
-checks them, and returned where OpenAI returns them. docs/parameters.md lists them.
+The exception is `verbosity`, which a chat template can use. The fields are checked as OpenAI checks
+them, and returned where OpenAI returns them. docs/parameters.md lists them.
 """
 
 from __future__ import annotations

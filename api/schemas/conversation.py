@@ -92,8 +92,8 @@ class MessageToolCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    role: Role  # a role that the chat template knows
-    # Null only together with tool_calls or a refusal, and for roles that only the template knows.
+    role: Role  # a role that the chat template supports
+    # Null only together with tool_calls or a refusal, and for roles outside the OpenAI API.
     content: str | list[TextPart | RefusalPart] | None = None
     name: str | None = None  # for templates that use it
     tool_calls: list[MessageToolCall] | None = None  # role assistant
@@ -142,7 +142,7 @@ class FunctionTool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None  # a JSON schema; absent = no parameters
-    strict: bool | None = None  # the arguments always keep to the schema
+    strict: bool | None = None  # true = the arguments always match the schema
 
 
 class Tool(

@@ -16,7 +16,7 @@ __all__ = ("EngineSigns", "death", "engine_problem", "liveness_problem", "unread
 
 
 class EngineSigns(Protocol):
-    """The engine's state, as its client knows it."""
+    """The engine's state, as its client reports it."""
 
     @property
     def is_alive(self) -> bool: ...

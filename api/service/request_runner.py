@@ -50,7 +50,7 @@ Outputs = AsyncGenerator[RequestOutput, None]
 
 
 class Generator(Protocol):
-    """The part of `runtime.client.EngineClient` that requests need."""
+    """The part of `EngineClient` (runtime/client/client.py) that requests need."""
 
     @property
     def stats(self) -> EngineStats: ...

@@ -24,7 +24,7 @@ __all__ = ("Client", "Service")
 
 
 class Client(EngineView, EngineQueue, TextSource, Generator, Protocol):
-    """The part of `runtime.client.EngineClient` that the API needs."""
+    """The part of `EngineClient` (runtime/client/client.py) that the API needs."""
 
     model: ServedModel
 
@@ -54,7 +54,7 @@ class Service:
         sampling: defaults for parameters that a request leaves out.
 
     Attributes:
-        admission: accepts or refuses requests, and knows whether the server starts or ends.
+        admission: accepts or refuses requests, and has the phase of the server's start or end.
         preparer: decodes bodies, and makes prompts and parameters from them.
         encoder: has the tokenizer.
         runner: runs requests in the engine.

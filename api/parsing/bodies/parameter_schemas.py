@@ -52,8 +52,8 @@ def parameters_of(
 ) -> list[Parameter] | None:
     """The parameters of a function; None = any are allowed.
 
-    Any are allowed if the schema is not empty and has no `properties`. Without a schema, or with an
-    empty one, none are.
+    A schema that is not empty and has no `properties` allows any parameters, unless its
+    `additionalProperties` is false. A missing or empty schema allows none.
 
     Args:
         function: the function's name.
@@ -210,7 +210,7 @@ def listed(
     argument: Callable[[Parameter, str], dict[str, Any]],
     separator: str,
 ) -> dict[str, Any]:
-    """The xgrammar format of arguments with separators between them. Not all are required.
+    """The xgrammar format of arguments with separators between them. Optional ones can be missing.
 
     Args:
         parameters: the parameters. In the text, the required ones come first.

@@ -1,7 +1,7 @@
 """Reads and writes tool calls that look like XML: each parameter stands between tags.
 
 The text between the tags is either a string, written as it is, or the JSON of another value. The
-function's schema decides which.
+tag or the function's schema decides which.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class TagLayout(msgspec.Struct, frozen=True, kw_only=True):
     value_begin: str = ""
     value_end: str
     function_end: str
-    own_lines: bool = False  # there is a line end before and after a value; both are not part of it
+    own_lines: bool = False  # there is a line end before and after a value; neither is part of it
 
     def written(self, arguments: str) -> str:
         """Convert arguments from JSON to this layout."""
@@ -272,7 +272,7 @@ class TaggedBody:
         return None
 
     def _open_text(self, body: str) -> str:
-        """The certain part of the JSON of the parameter that is being read."""
+        """The part of the JSON of the present parameter that later text cannot change."""
         is_text = self._key is not None and self._types_of_key(self._key) == ("string",)
         if self._key is None or not is_text or self._key in self._keys:
             return ""
