@@ -133,8 +133,8 @@ class WorkloadSection(Section):
     length_spread: float = setting(
         0.0, "random lengths lie within mean * (1 +- this)", at_least=0, at_most=0.99
     )
-    num_prefixes: int = setting(4, "prefix: number of beginnings that prompts share", at_least=1)
-    prefix_len: int = setting(128, "prefix: tokens of a shared beginning", at_least=1)
+    num_prefixes: int = setting(4, "prefix: number of different shared prefixes", at_least=1)
+    prefix_len: int = setting(128, "prefix: tokens of a shared prefix", at_least=1)
     turns: int = setting(4, "conversations: turns of each one", at_least=1, at_most=1000)
     think_time_s: float = setting(
         0.0, "conversations: seconds between an answer and the next turn", at_least=0

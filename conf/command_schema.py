@@ -85,8 +85,8 @@ class CompileSection(Section):
     key = "compile"
     gpu: str = setting(
         "",
-        "a100, b200, h100, h200, l40s or rtx4090: compile for that GPU, which need not be here; "
-        "empty = for this machine",
+        "a100, b200, h100, h200, l40s or rtx4090: compile for that GPU, which this machine need "
+        "not have; empty = for this machine",
     )
 
 

@@ -176,7 +176,7 @@ _NO_EXPERT_PARALLEL = (
     "experts are divided by tensor_parallel_size like all other weights; leave it out"
 )
 _NO_LORA = "LoRA adapters are not served yet; merge the adapter into the checkpoint"
-_SPECULATION = "it is a key of speculative_config"
+_SPECULATION = "use speculative_config, which has the keys model and num_speculative_tokens"
 _NO_OFFLOAD = "weights are not offloaded to host memory; use model.quantization=int8 or int4"
 _NO_MEDIA = "images, video and audio are not served yet; leave it out"
 _TASKS = "the task follows from the checkpoint; leave it out"

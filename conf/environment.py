@@ -3,7 +3,7 @@
 | variable | meaning | default |
 |---|---|---|
 | `OSTINATO_CACHE_DIR` | where compiled kernels and graphs are kept | `~/.cache/ostinato` |
-| `CXX` | the C++ compiler for CPU kernels, also torch's | `g++`, `clang++` on macOS |
+| `CXX` | the C++ compiler for CPU kernels and torch's generated code | `g++`, `clang++` on macOS |
 | `CUDA_VISIBLE_DEVICES` | the GPUs that may be used, as for every CUDA program | all |
 
 If `XDG_CACHE_HOME` is set, the default cache directory is `ostinato` in it. `TMPDIR` has its usual

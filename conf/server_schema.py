@@ -154,8 +154,8 @@ class ServerConfig(Section):
     )
     health_timeout_s: float = setting(
         30.0,
-        "/health and /ready fail if the engine is silent for this much longer than predicted, and "
-        "/live if requests wait meanwhile",
+        "/health and /ready fail if the engine is silent for this long beyond the predicted step "
+        "time; /live fails then if requests wait",
         above=0,
     )
     hang_timeout_s: float | None = setting(

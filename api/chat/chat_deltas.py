@@ -121,8 +121,8 @@ def _num_unseen(
     """
     shown, *later = [one.text for one in events if isinstance(one, Content | Reasoning)]
     whole = "".join(held for held, _ in waiting) + new_text
-    # `shown` ends before the text of later events and before the text that is still held back. If a
-    # marker or white space was dropped after `shown`, its last occurrence before `end` is meant.
+    # `shown` ends before the text of later events and before the text that is still held back. A
+    # marker or white space can have been dropped after `shown`. So `shown` is searched backwards.
     end = len(whole) - held_length - sum(map(len, later))
     begin = max(whole.rfind(shown, 0, end), 0)
     num_unseen, at, num_partial = 0, 0, 0

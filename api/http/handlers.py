@@ -161,7 +161,7 @@ async def _while_connected(request: HttpRequest, work: Coroutine[Any, Any, T], p
 
 
 def _log_disconnect(request: HttpRequest, phase: str) -> None:
-    """Write the log line of a request whose client left before the engine got it."""
+    """Write the log line of a request whose client disconnected before the engine received it."""
     fields = {"phase": phase, "endpoint": request.url.path}
     log_request(request_id_of(request.scope), "disconnected", fields)
 

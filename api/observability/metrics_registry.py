@@ -79,7 +79,7 @@ class Metrics:
         self._refusals = self._counter(
             "refused_requests", "Requests answered with an error status.", ["status"]
         )
-        # The name that dashboards of web servers expect.
+        # Dashboards for web servers expect this name.
         self._replies = Counter(
             "http_requests",
             "Responses, by endpoint and class of status.",

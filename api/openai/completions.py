@@ -225,7 +225,7 @@ def to_chunk(
     text_offset: int = 0,
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET,
 ) -> Completion | None:
-    """The chunk for one output; None = its text is held back.
+    """The chunk for one output; None = its text is held back. See `echo_chunk` for other arguments.
 
     Args:
         choice: prompt index * n + completion index.

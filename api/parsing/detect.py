@@ -66,7 +66,7 @@ def _calls(
     source: str, knows_tools: bool, chosen: ToolParserName, architecture: str
 ) -> CallFormat | None:
     if chosen is ToolParserName.mistral and _has(FORMATS["mistral_args"], source):
-        chosen = ToolParserName.mistral_args  # it reads both layouts, and writes the template's
+        chosen = ToolParserName.mistral_args  # it reads both layouts and writes this one
     if chosen is not ToolParserName.auto:
         return FORMATS.get(chosen.value)
     if not knows_tools:

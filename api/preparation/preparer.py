@@ -139,6 +139,7 @@ class Preparer:
         Raises:
             InvalidRequestError: `prepare` refuses the request, or it takes too much time or memory.
             UnavailableError: no process could prepare the request.
+            RuntimeError: `prepare` raised an unexpected error. The text has its traceback.
         """
         size = _size(data, arrival)
         turns = self._large_turns

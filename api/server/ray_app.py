@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 __all__ = ("LiveApp", "build")
 
-# Requests of a replica at the same time: so many that only the server's own limits count.
+# The largest number of requests of a replica at a time: so large that only the server's own limits
+# apply.
 _MOST_REQUESTS = 10_000
 
 
