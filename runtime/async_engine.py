@@ -97,7 +97,13 @@ class AsyncEngine:
         priority: int = 0,
         cache_salt: str = "",
     ) -> AsyncIterator[RequestOutput]:
-        """Yield outputs for a text, token ids or a conversation; see `EngineClient.generate`."""
+        """Yield outputs for a text, token ids or a conversation; see `EngineClient.generate`.
+
+        Raises:
+            InvalidRequestError: the engine was not started, a text or conversation came without a
+                tokenizer, or the request cannot be served.
+            EngineDeadError: the engine ended and is not started again.
+        """
         if self.client is None:
             raise InvalidRequestError("the engine was not started; use `async with AsyncEngine()`")
         client = self.client

@@ -97,7 +97,7 @@ class JobError(Exception):
 
 
 class _Fork(NamedTuple):
-    """A fork that waits for a further job."""
+    """A fork that can do a job."""
 
     connection: socket.socket
     num_jobs: int  # jobs that the fork has done
@@ -353,7 +353,7 @@ def serve_forks(begin: Callable[[bytes], Job]) -> int:
 
 
 def _reap(connections: dict[int, socket.socket]) -> None:
-    """Reap the forks that have ended, and report those without an answer to the parent."""
+    """Reap the forks that have ended. Tell the parent which of them ended without an answer."""
     while connections:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if not pid:

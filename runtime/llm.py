@@ -153,6 +153,8 @@ class LLM:
 
         Raises:
             InvalidRequestError: a prompt or its parameters cannot be served; nothing was run.
+            HelperProcessError: no process could check a grammar; nothing was run.
+            RankFailedError: a rank of the engine has ended or hangs.
         """
         require_task(self.model, ServedTask.generate)
         many = prompt_list(prompts)
@@ -310,7 +312,11 @@ class LLM:
         prompt: Prompt | TextPrompt | TokensPrompt | Sequence[Message],
         sampling_params: SamplingParams | None = None,
     ) -> Iterator[RequestOutput]:
-        """Yields the outputs of a prompt or conversation. Closing the iterator ends the request."""
+        """Yield the outputs of a prompt or conversation. Closing the iterator ends the request.
+
+        Raises:
+            InvalidRequestError: the prompt or its parameters cannot be served.
+        """
         require_task(self.model, ServedTask.generate)
         is_chat = isinstance(prompt, Sequence) and bool(prompt) and isinstance(prompt[0], dict)
         if is_chat:
@@ -381,7 +387,7 @@ class LLM:
                     outputs = answers[index].process(engine_output)
                     for ended in set(before).difference(answers[index].unfinished_ids):
                         del which[ended]
-                        self._engine.abort(ended)  # the engine does not know stop strings
+                        self._engine.abort(ended)  # it does not look for stop strings
                     for output in outputs:
                         yield index, output
         finally:

@@ -81,7 +81,7 @@ def quantize_model(
         on_matrix: called after each matrix with the number of finished matrices and of all.
 
     Raises:
-        StartupError: the model, the format or a file is not supported, with the reason.
+        StartupError: the model, the format or a file is not supported; the text says why.
     """
     target = Path(section.output)
     if not section.output or (target.exists() and any(target.iterdir())):
@@ -325,7 +325,7 @@ class _Quantization:
         return sum(file.stat().st_size for file in target.glob("*.safetensors"))
 
     def _known(self, stored: str, known: Mapping[str, object]) -> str:
-        """The key of `known` for a stored name, whose prefix files may leave out; "" = none."""
+        """The key of `known` for a stored name; "" = none. Files may leave out a name's prefix."""
         prefixes = ("", *self._model.checkpoint_layout.prefixes)
         return next((f"{p}{stored}" for p in prefixes if f"{p}{stored}" in known), "")
 

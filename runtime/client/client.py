@@ -136,7 +136,7 @@ class EngineClient:
 
     @property
     def seconds_since_step(self) -> float:
-        """Seconds since a replica completed a step or an idle heartbeat."""
+        """Seconds since any of the replicas last completed a step or an idle heartbeat."""
         return min(replica.seconds_since_step for replica in self.replicas)
 
     @property
@@ -181,7 +181,7 @@ class EngineClient:
         # A request that one replica takes must fit into each of them.
         shortest = min(replica.model.max_model_len for replica in self.replicas)
         self.model = msgspec.structs.replace(self.replicas[0].model, max_model_len=shortest)
-        self._name_kernels()
+        self._set_determinism()
         begin = time.perf_counter()
         template = self._config.model.chat_template
         self.tokenizer = (
@@ -196,8 +196,7 @@ class EngineClient:
         """Wait until a replica serves. For replicas after the first, the start is one phase."""
         begin = time.perf_counter()
         try:
-            is_first = replica.number == 0  # only its phases are shown one by one
-            await replica.wait_until_ready(note if is_first else lambda name, seconds: None)
+            await replica.wait_until_ready((lambda *phase: None) if replica.number else note)
         except StartupError as error:
             if len(self.replicas) == 1:
                 raise
@@ -234,6 +233,7 @@ class EngineClient:
 
         Args:
             share: which part of an HTTP request the prompt is.
+            deadline: a time.monotonic(), at which the completions are ended; None = no deadline.
             prepared: None = computed here. Else prompt and parameters must be from `resolve`.
 
         Raises:
@@ -397,9 +397,9 @@ class EngineClient:
     async def reload_weights(self, timeout_s: float) -> None:
         """Let the replicas read the weights again, one after the other; see `ReplicaSet.reload`."""
         await self._set.reload(timeout_s)
-        self._name_kernels()
+        self._set_determinism()
 
-    def _name_kernels(self) -> None:
+    def _set_determinism(self) -> None:
         """Set `determinism` and the fingerprint of `model`. Reloaded weights change both."""
         fingerprint = self.replicas[0].model.system_fingerprint
         self.model = msgspec.structs.replace(self.model, system_fingerprint=fingerprint)
@@ -442,9 +442,9 @@ class EngineClient:
 
 
 def _alarm(reader: Reader, deadline: float | None) -> asyncio.TimerHandle | None:
-    """Puts a DeadlineError into the queue at the deadline."""
+    """Put a DeadlineError into the queue at the deadline; None without a deadline."""
     if deadline is None:
         return None
-    error = DeadlineError("the request's deadline was over before its first token")
+    error = DeadlineError("the request's deadline passed before its first token")
     delay = max(0.0, deadline - time.monotonic())
     return asyncio.get_running_loop().call_later(delay, reader.put_nowait, ("", error))

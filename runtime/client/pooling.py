@@ -63,7 +63,7 @@ def check_pooling(
         has_segments: the ids are from `pair_token_ids`, so `vocab_size` is added to some of them.
 
     Raises:
-        InvalidRequestError: a value cannot be served; names parameter, value, range and remedy.
+        InvalidRequestError: a value cannot be served; names parameter, value and range.
     """
     require_task(model, ServedTask.classify if params.classify else ServedTask.embed)
     length = len(prompt_token_ids)

@@ -116,7 +116,7 @@ def resolve_sampling(
     """Check a prompt and its parameters against the model; fill in `max_tokens`.
 
     Raises:
-        InvalidRequestError: a value cannot be served; names parameter, value, range and remedy.
+        InvalidRequestError: a value cannot be served; names parameter, value and range.
     """
     length = len(prompt_token_ids)
     if length == 0:
@@ -210,7 +210,7 @@ def make_requests(
     """
     seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
     has_grammar = sampling.structured_outputs is not None
-    assert has_grammar == bool(parts.grammar), "structured_outputs were not made a grammar"
+    assert has_grammar == bool(parts.grammar), "structured_outputs need their grammar in `parts`"
     count, each = (
         sampling.num_candidates,
         # `parts` has the grammar and the words' tokens, so the engine does not need these two.

@@ -50,7 +50,7 @@ _SCORED_TOKENS = 64  # prompt tokens of the step whose log-probabilities are tim
 _SCORED_RUNS = 3
 _VERIFY_SHARE = 0.25  # timing verification gets this share of the budget in addition
 _VERIFY_RUNS = 3
-_VERIFY_SEQS = (1, 4, 16, 64)  # numbers of sequences of measured verifications, at most
+_VERIFY_SEQS = (1, 4, 16, 64)  # verification is measured with these numbers of sequences
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,9 +145,9 @@ class _Prober:
                     sampling=sampling,
                 )
                 admitted.append(AdmittedSequence(row, request, []))
-                num_written = -(-(start + num_tokens) // space.block_size)
+                num_blocks = -(-(start + num_tokens) // space.block_size)
                 num_read = start // space.block_size  # a context consists of whole blocks
-                block_ids = [*islice(read, num_read), *[0] * (num_written - num_read)]
+                block_ids = [*islice(read, num_read), *[0] * (num_blocks - num_read)]
             # A decode has no token ids: its token is the row's last sampled token.
             token_ids = [] if num_tokens == 1 else chosen[:num_tokens]
             num_logits = num_tokens if verifies else 1

@@ -1,4 +1,4 @@
-"""Describes an engine's rows, queue, blocks and recent steps, for the page and `/debug`.
+"""Describes an engine's rows, queue, blocks and recent steps, for the web page and `/debug/state`.
 
 The description is made between two steps, when a client asks for it (`ipc.GetState`). It holds no
 text and no token ids.
@@ -88,7 +88,7 @@ def describe_engine(
 
     Args:
         requests: sequences that have not ended, in order of arrival.
-        cache: knows which blocks are held.
+        cache: the KV cache manager of these sequences.
         stats: the engine's counters.
         steps: the last steps.
         bucket_tokens: token counts of the captured programs.

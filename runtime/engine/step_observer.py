@@ -39,7 +39,7 @@ class StepObserver:
     """Follows the steps of one engine.
 
     Args:
-        step_log: a file that also gets every step; None = no file.
+        step_log: a flight recorder that also gets every step; None = no recorder.
         clock: the monotonic clock of `Request.arrival_time`, in seconds.
         on_step: called with each step that has ended and the seconds since its launch.
 

@@ -46,7 +46,7 @@ class _GroupTensor:
 
     def __init__(self, group: int, host: np.ndarray) -> None:
         self._group = group
-        self._host = host  # [S] numbers of encoder tokens, or [S, E] block ids
+        self._host = host  # [S] numbers of encoder tokens, or [S, blocks] block ids
         self._by_row = np.zeros_like(host)
 
     def write(self, output: SchedulerOutput) -> None:

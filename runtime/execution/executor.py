@@ -39,17 +39,17 @@ class Pending(NamedTuple):
 
 
 class ExecutorStats(msgspec.Struct, array_like=True, gc=False):
-    """Counters since the engine's start. With several ranks, they are the counters of rank 0."""
+    """Counters since the engine's start. With several ranks, most are the counters of rank 0."""
 
     steps_by_kind: dict[str, int]  # captured | compiled | eager
-    # Number of layers by what runs them in small steps: captured | fx | inductor | eager.
+    # Number of layers by how they run in small steps; see `LayerProgram`.
     layers_by_program: dict[str, int]
     num_padding_tokens: int  # tokens computed only to fill captured buckets
     model_seconds: float  # time in the model and the sampler, with waiting for the device
     device_seconds_by_kind: dict[str, float]  # seconds of finished steps on the device's clock
     grammar_seconds: float  # time for grammar masks, within steps
     grammar_build_seconds: float  # time of building grammars, in parallel with steps
-    late_compiles: list[LateCompile]  # late compiles of all ranks
+    late_compiles: list[LateCompile]  # compilations after the start, of all ranks
     decode_buckets: list[int]  # sequences of each captured decode bucket, ascending
     bucket_tokens: list[int]  # token counts of all captured buckets, ascending
 
@@ -61,7 +61,10 @@ class StartProfile(msgspec.Struct, frozen=True, tag=1):
 
 
 class StopProfile(msgspec.Struct, frozen=True, tag=2):
-    """End the recording; each rank answers with the path of its trace."""
+    """End the recording; each rank answers with the path of its trace.
+
+    Raises InvalidRequestError if no recording is running.
+    """
 
 
 class ResetCounters(msgspec.Struct, frozen=True, tag=3):

@@ -17,7 +17,7 @@ class _Waiting(NamedTuple):
     """Hidden states of consecutive positions of one row."""
 
     begin: int  # the first position
-    states: list[Tensor]  # each [n, size]
+    states: list[Tensor]  # each [n, D * number of layers]
 
     @property
     def end(self) -> int:
@@ -73,8 +73,8 @@ class HiddenStates:
         All these positions must be within `span`.
         """
         kept = self._rows[row]
-        assert kept is not None, f"hidden states of row {row} are kept"
-        assert kept.begin <= begin < end <= kept.end, f"{begin} to {end} of row {row} are kept"
+        assert kept is not None, f"no hidden states of row {row} are kept"
+        assert kept.begin <= begin < end <= kept.end, f"{begin} to {end} of row {row} are not kept"
         until = _cut(kept, end)
         taken = _after(_Waiting(kept.begin, until), begin)
         rest = _after(kept, end)

@@ -72,7 +72,7 @@ class InlineExecutor:
     def launch(self, output: SchedulerOutput) -> Pending:
         if output.transfers:
             raise NotImplementedError(
-                f"a step wants {len(output.transfers)} transfers of KV blocks, and this executor "
+                f"a step has {len(output.transfers)} transfers of KV blocks, and this executor "
                 "has no slower tier to copy them to or from"
             )
         if self._pages is not None:

@@ -72,7 +72,10 @@ class _Translator:
         return self._identity(char)
 
     def _named_class(self) -> str | None:
-        """Translate `\\d`, `\\w`, `\\s` and their negations, without brackets; None for others."""
+        """Translate `\\d`, `\\w`, `\\s`, `\\p{...}` and their negations, without brackets.
+
+        None for other escapes.
+        """
         char = self._take()
         if char.lower() in _CLASSES:
             inner = _CLASSES[char.lower()]

@@ -52,7 +52,7 @@ _SCHEMAS = (
     "unevaluatedItems",
     "unevaluatedProperties",
 )
-# Control characters without an escape of two characters such as \n.
+# Control characters that have no escape of two characters such as \n.
 _CONTROL = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
 _CONTROL_ESCAPE = re.compile(
     r"\\(?:x[01]|x7[fF]|u00[01]|u007[fF]|c|v|0|u\{0*(?:[01]?[0-9a-fA-F]|7[fF])\})"
@@ -238,8 +238,11 @@ class _Preparation:
             )
 
     def _check_fewest(self, schema: dict[str, Any], place: str) -> None:
-        """Check `minProperties`. Equal names count once, but a grammar cannot see that they are
-        equal."""
+        """Refuse a `minProperties` that needs two or more properties which are not required.
+
+        In an open object these can have the same name. Equal names count once, and a grammar does
+        not compare names.
+        """
         fewest = schema.get("minProperties", 0)
         is_open = schema.get("additionalProperties") is not False or "patternProperties" in schema
         if is_open and fewest > len(set(schema.get("required", ()))) + 1:

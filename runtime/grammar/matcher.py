@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ("build_matcher", "load_grammar_tokenizer", "problem", "read_tokenizer_json")
 
-# Limits of one mask, because a step waits for it. llguidance's defaults are 4 times as high. A
+# Limits of one mask, because a step waits for it. llguidance's defaults are 200,000 and 50,000. A
 # request whose grammar exceeds a limit ends with an error.
 _STEP_LEXER_FUEL = 50_000  # about 4 ms
 _STEP_ITEMS = 20_000  # about 1 ms

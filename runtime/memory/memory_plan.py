@@ -67,8 +67,8 @@ class ModelFootprint:
     workspace_bytes: int = 0  # workspace of the attention backend in the largest step
     measured: MeasuredMemory | None = None  # replaces estimates; None = plan with estimates
     draft: ModelFootprint | None = None  # the draft model; its cache has equally many blocks
-    # The part of a head's weights that is copies of its model's embedding and output head. They are
-    # needed because the model's part on this rank lacks rows of these tables.
+    # Bytes of a draft head's weights that are copies of its model's embedding and output head. The
+    # head needs copies because the model's part on this rank lacks rows of these tables.
     copied_bytes: int = 0
 
 
@@ -316,7 +316,7 @@ def _with_length(plan: MemoryPlan, *, is_asked: bool, room: int) -> MemoryPlan:
     remedies.append("use a smaller model or a higher device.memory_fraction")
     raise StartupError(
         f"not enough memory for one sequence of {length} tokens: its KV blocks need {_size(need)}, "
-        f"planned are {_size(plan.kv_bytes)}; {', or '.join(remedies)}"
+        f"and {_size(plan.kv_bytes)} are planned; {', or '.join(remedies)}"
     )
 
 

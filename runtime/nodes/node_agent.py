@@ -92,7 +92,7 @@ async def run_node(
                 if await session.run():
                     say(f"the server at {address} has ended")
                     return
-                say(f"the connection to {address} was lost; its engines here were ended")
+                say(f"the connection to {address} was lost; its engines here are ended")
                 lost_at = time.monotonic()
             except _ClosedError:  # after a loss, the network can need some time
                 if lost_at is None or time.monotonic() - lost_at > _JOIN_S:

@@ -181,7 +181,7 @@ class NodeHub:
             asyncio.get_running_loop().call_soon(self._ask)
 
     def _ask(self) -> None:
-        """Tell how to add the machines that are missing."""
+        """Log how to add the machines that are missing."""
         self._is_asking = False
         engines = len(self._waiting)
         machines = -(-engines // self._num_places)

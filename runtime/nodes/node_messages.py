@@ -95,7 +95,8 @@ class Spawn(msgspec.Struct, frozen=True, array_like=True, tag=3):
     """Start an engine process, or the ranks of an engine whose first rank is elsewhere."""
 
     engine: int  # the number of this process in later messages; no other process gets it
-    start: bytes  # `StartEngine` or `StartRankHost` as JSON, before the machine is divided
+    # `StartEngine` or `StartRankHost` as JSON. Its device settings are not yet those of the place.
+    start: bytes
     place: int  # the part of the machine that the process gets, 0 to num_places - 1
     num_places: int  # number of equal parts of the machine
     is_rank_host: bool  # `start` is a `StartRankHost`

@@ -56,7 +56,7 @@ class EngineProcess:
 
     @property
     def cpu_seconds(self) -> float:
-        """Seconds of processor time that all threads of the process have used; 0 without one."""
+        """Processor time of all threads of the process in seconds; 0 if there is no process."""
         return self._child.cpu_seconds
 
     @property

@@ -58,7 +58,7 @@ class StartEngine(msgspec.Struct, frozen=True, kw_only=True):
 class AddRequest(msgspec.Struct, frozen=True, array_like=True, tag=1, gc=False):
     """Queue a request.
 
-    A grammar can have megabytes, and all completions of a prompt have the same grammar. So only the
+    A grammar can take megabytes, and all completions of a prompt have the same grammar. So only the
     first request of a prompt is sent with the grammar.
     """
 
@@ -102,6 +102,8 @@ def with_repetition(message: ClientMessage, grammar: str) -> tuple[ClientMessage
 
 
 class AbortRequests(msgspec.Struct, frozen=True, array_like=True, tag=2, gc=False):
+    """End requests."""
+
     request_ids: list[str]
 
 
@@ -139,6 +141,8 @@ class Phase(msgspec.Struct, frozen=True, array_like=True, tag=1, gc=False):
 
 
 class EngineReady(msgspec.Struct, frozen=True, array_like=True, tag=2, gc=False):
+    """The engine has started and serves."""
+
     model: ServedModel
     stats: EngineStats
 
@@ -175,6 +179,8 @@ class StepStarted(msgspec.Struct, frozen=True, array_like=True, tag=5, gc=False)
 
 
 class State(msgspec.Struct, frozen=True, array_like=True, tag=20, gc=False):
+    """The answer to `GetState`."""
+
     state: EngineState
 
 

@@ -16,7 +16,7 @@ from ostinato.runtime.types.outputs import BeamOutput, SequenceOutput, TokenLogp
 
 __all__ = ("OutputParts",)
 
-_AT_ONCE = 2000  # entries of a part; the API process reads them in some 10 ms
+_AT_ONCE = 2000  # entries of a part; the API process reads them in about 10 ms
 
 
 class OutputParts:

@@ -265,4 +265,4 @@ def main(address: str) -> int:
 if __name__ == "__main__":
     code = main(sys.argv[1])
     sys.stderr.flush()
-    os._exit(code)  # no thread of a library keeps the process
+    os._exit(code)  # not `exit`: threads of libraries can keep the process running

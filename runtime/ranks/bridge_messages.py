@@ -39,11 +39,11 @@ _LENGTH_BYTES = 4  # as `Frames` reads
 class StartRankHost(msgspec.Struct, frozen=True, kw_only=True):
     """The configuration of the ranks that a machine runs for an engine, as one line of JSON."""
 
-    config: EngineConfig  # of the engine; `device` is this machine's part for it
+    config: EngineConfig  # the engine's; `device` is the engine's part of this machine
     machine: int  # 1 to machines - 1
-    address: str  # of the bridge of rank 0
+    address: str  # where the bridge of rank 0 listens
     token: str
-    name: str  # of the engine, in logs
+    name: str  # the engine's name in logs
     log_level: str
     log_format: str
 
@@ -90,7 +90,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=6):
 class OpenLinks(msgspec.Struct, frozen=True, array_like=True, tag=7):
     """Tells another machine to make the links of its ranks and to build the ranks."""
 
-    slot_bytes: int  # of a handoff
+    slot_bytes: int  # bytes of a slot of each handoff
 
 
 class ToRank(msgspec.Struct, frozen=True, array_like=True, tag=8, gc=False):
@@ -109,16 +109,16 @@ class Piece(msgspec.Struct, frozen=True, array_like=True, tag=10, gc=False):
     """The next values that a rank shares with its tensor-parallel group, in the second part."""
 
     stage: int
-    place: int  # of the rank in its group
-    machines: list[int]  # that it is for
+    place: int  # index of the rank in its group
+    machines: list[int]  # the machines that get the values
 
 
 class Hidden(msgspec.Struct, frozen=True, array_like=True, tag=11, gc=False):
     """The hidden states of the next step; the second part has their values."""
 
-    stage: int  # that computed them
-    place: int  # of the rank in its group
-    machines: list[int]  # that they are for; always one
+    stage: int  # the stage that computed them
+    place: int  # index of the rank in its group
+    machines: list[int]  # the machine that gets them; always one
 
 
 BridgeMessage = (

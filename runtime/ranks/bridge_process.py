@@ -112,7 +112,7 @@ class BridgeProcess:
             close_all([ends.descriptors()])
 
     def look(self, *, is_on: bool) -> None:
-        """Let the other machines say what their ranks do while steps run."""
+        """Let the other machines begin, or stop, to report what their ranks do."""
         self._tell(Look(is_on))
 
     def request_stacks(self) -> None:

@@ -82,8 +82,8 @@ class GroupEnd(msgspec.Struct, frozen=True, array_like=True):
 class SlotsEnd(msgspec.Struct, frozen=True, array_like=True):
     """The bridge's end of a handoff to or from a stage on another machine."""
 
-    stage: int  # that computes the values
-    place: int  # of both ranks in their groups
+    stage: int  # the stage that computes the values
+    place: int  # index of both ranks in their groups
     memory: int  # descriptor
     socket: int  # descriptor
     machine: int  # the other machine
@@ -92,10 +92,10 @@ class SlotsEnd(msgspec.Struct, frozen=True, array_like=True):
 class RelayEnds(msgspec.Struct, frozen=True, array_like=True):
     """All ends that the bridge of a machine holds."""
 
-    slot_bytes: int  # of a handoff
+    slot_bytes: int  # bytes of a slot of each handoff
     groups: list[GroupEnd]
-    leaving: list[SlotsEnd]  # values of stages of this machine
-    arriving: list[SlotsEnd]  # values for stages of this machine
+    leaving: list[SlotsEnd]  # carry values from stages of this machine
+    arriving: list[SlotsEnd]  # carry values to stages of this machine
 
     def descriptors(self) -> list[int]:
         """All of them, in the order in which `with_descriptors` reads them."""
@@ -125,8 +125,8 @@ class RelayEnds(msgspec.Struct, frozen=True, array_like=True):
 class MachineLinks(NamedTuple):
     """The descriptors of the links of one machine."""
 
-    ranks: list[list[int]]  # of each rank of the machine, for `RankLinks`
-    relay: RelayEnds  # for the bridge
+    ranks: list[list[int]]  # the descriptors of each rank of the machine, for `RankLinks`
+    relay: RelayEnds  # the ends for the bridge
 
 
 def create_links(

@@ -69,7 +69,7 @@ class Step(msgspec.Struct, frozen=True, array_like=True, tag=3, gc=False):
     """Run a step."""
 
     output: SchedulerOutput  # from `for_other_ranks`
-    # The last token of each entry without token ids, in order. Only the sampling rank knows it.
+    # The last token of each entry without token ids, in order. Only the sampling rank has it.
     last_tokens: list[int]
 
 
@@ -137,7 +137,7 @@ class RankEnded(msgspec.Struct, frozen=True, array_like=True, tag=7, gc=False):
     machine: str
     code: int | None  # its exit code, negative for a signal; None = its machine was lost
     pid: int = 0
-    stack: str = ""  # that it wrote when it crashed
+    stack: str = ""  # the stacks that it wrote when it crashed
 
 
 RankMessage = Arrived | Answer | LateCompiles | RankFailed | RankSeen | RankStack | RankEnded
@@ -249,7 +249,7 @@ class Channel:
             The numbers of all ranks, in rank order.
 
         Raises:
-            EOFError: rank 0 has ended.
+            EOFError, OSError: rank 0 has ended.
         """
         self.send(Arrived(name, numbers))
         message = self.receive()

@@ -34,7 +34,7 @@ __all__ = ("ProcessesExecutor",)
 class ProcessesExecutor:
     """Runs each step on all ranks.
 
-    `launch`, `read`, `idle` and `call` raise `RankFailedError` once a rank has ended.
+    `launch`, `read`, `idle` and `call` raise `RankFailedError` if a rank has ended or hangs.
     """
 
     def __init__(

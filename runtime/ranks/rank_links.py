@@ -67,8 +67,9 @@ class RankLinks:
                 self._group = DistributedGroup(left.pop(0), shard.rank, shard.size, exchange)
                 self._unconnected = self._group
             elif shard.size > 1:
-                # A waiting rank must not take the processor of what it waits for: another rank, or
-                # the bridge, whose network takes longer than a rank may spin.
+                # A waiting rank spins only if each rank has cores of its own. Otherwise it would
+                # take the processor of the rank that it waits for. It does not spin while it waits
+                # for another machine, because the network takes longer.
                 is_spread = layout.group_is_spread(shard)
                 has_cores = layout.ranks_per_machine * threads <= available_cores()
                 self._group = ParallelGroup(

@@ -55,7 +55,7 @@ class _Rank:
         self.socket = connection
         self.inbox: deque[Arrived | Answer] = deque()
         self.late_compiles: list[LateCompile] = []
-        self.last_words: RankFailed | None = None
+        self.error: RankFailed | None = None
         self._frames = Frames()
 
     def take(self, data: bytes) -> None:
@@ -67,7 +67,7 @@ class _Rank:
         if isinstance(message, LateCompiles):
             self.late_compiles = message.compiles
         elif isinstance(message, RankFailed):
-            self.last_words = message
+            self.error = message
         elif isinstance(message, Arrived | Answer):
             self.inbox.append(message)
 
@@ -170,7 +170,7 @@ class RemoteRank(_Rank):
 
     @property
     def has_ended(self) -> bool:
-        """Its machine has said that it ended, or its machine was lost."""
+        """Whether its machine has reported its end, or was lost."""
         return self._ended is not None
 
     def kill(self) -> None:
@@ -180,7 +180,7 @@ class RemoteRank(_Rank):
 
     def end(self, timeout_s: float) -> tuple[str, str]:
         """The reason for its end, and a text."""
-        del timeout_s  # it has ended, or nothing more will be known
+        del timeout_s  # there is nothing to wait for
         if self._ended is None:
             return "crash", "the bridge to its machine has ended"
         if self._ended.code is None:

@@ -308,12 +308,12 @@ class RankProcesses:
         return self._hang_rule.tick(elapsed_s, self._step, activities)
 
     def _on_end(self, rank: LocalRank | RemoteRank) -> None:
-        (reason, text), words, stack = rank.end(_CLOSE_S), rank.last_words, rank.stack
+        (reason, text), error, stack = rank.end(_CLOSE_S), rank.error, rank.stack
         where = self._where
-        if words is not None:
-            reason, text = "error", words.message
-            where = where if words.traceback else ""  # without a traceback the message is complete
-            stack = "\n".join(filter(None, (words.traceback.strip(), stack)))
+        if error is not None:
+            reason, text = "error", error.message
+            where = where if error.traceback else ""  # without a traceback the message is complete
+            stack = "\n".join(filter(None, (error.traceback.strip(), stack)))
         self._fail(f"rank {rank.number}: {text}{where}", reason, stack)
 
     def _on_hang(self, number: int | None, text: str) -> None:
@@ -330,8 +330,8 @@ class RankProcesses:
                     self._read(rank)
             time.sleep(0.01)
         stacks = [f"rank {rank.number}:\n{rank.stack or 'no stack'}" for rank in self._ranks]
-        who = "all ranks" if number is None else f"rank {number}"
-        self._fail(f"{who}: {text}{self._where}", "hang", "\n".join([*stacks, _own_stacks()]))
+        name = "all ranks" if number is None else f"rank {number}"
+        self._fail(f"{name}: {text}{self._where}", "hang", "\n".join([*stacks, _own_stacks()]))
 
     @property
     def _where(self) -> str:

@@ -1,4 +1,4 @@
-"""Asks the engine for its state, for `/debug` and the page. Concurrent callers share one answer."""
+"""Asks the engine for its state, for `/debug/state` and the web page."""
 
 from __future__ import annotations
 

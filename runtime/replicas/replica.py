@@ -212,7 +212,7 @@ class Replica:
         await self.submit_held()
 
     async def release(self) -> list[InFlightRequest[Reader]]:
-        """Give up all requests except suspects; returns them for other replicas."""
+        """Hand over all requests except suspects; returns them for other replicas."""
         submitted = self._requests.submitted_ids() if self.is_alive else []
         released = self._requests.release()
         gone = {one.request.request_id for one in released}

@@ -157,7 +157,8 @@ class GrammarMasks:
             num_free: number of further rows of the step, which need no mask.
 
         Returns:
-            [C, W] int32, and the indices of the rows whose masks were not made in time.
+            [C, W] int32, W = V / 32 rounded up, and the indices of the rows whose masks were not
+            made in time.
         """
         words = -(-self._vocab_size // 32)
         # New memory in every step, because the device can still be copying the last step's masks.
@@ -173,7 +174,7 @@ class GrammarMasks:
                 (costly if state.cost.is_costly else cheap).append(place)
         held = self._make_all(cheap, states, bits)
         if costly:
-            self._seconds_left = self._dear_seconds(
+            self._seconds_left = self._costly_seconds(
                 [states[place] for place in costly], num_free + len(states) - len(costly)
             )
             begin = time.perf_counter()
@@ -181,7 +182,7 @@ class GrammarMasks:
             self._credit_s -= time.perf_counter() - begin
         return bits, set(held)
 
-    def _dear_seconds(self, rows: Sequence[GrammarRow], num_others: int) -> float:
+    def _costly_seconds(self, rows: Sequence[GrammarRow], num_others: int) -> float:
         """Seconds that masks of costly grammars may take in this step.
 
         Args:

@@ -66,6 +66,7 @@ class GrammarRow:
         cost: the cost of the grammar's masks.
         group: `Request.group`.
         position: position in the sequence of the token that the next mask is for.
+        min_position: before this position, no end-of-sequence or stop token is allowed.
         is_slow: its last mask or token, or the batch with its last mask, took long.
         num_turns: number of steps that the row has waited for its mask.
         num_unread: tokens that were drawn for the row and have not been read yet.
@@ -139,7 +140,7 @@ class GrammarRow:
         if self._kept is not None:
             bits &= self._kept
         if position < self.min_position and (bits & self._early).any():
-            bits &= self._early  # skipped if no token were left; then min_tokens is not kept
+            bits &= self._early  # not done if it would leave no token
         if self._thinking is not None and self._thinking.is_spent:
             end = self._thinking.end_token_id
             word, bit = divmod(end, 32)

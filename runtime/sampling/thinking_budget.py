@@ -1,6 +1,6 @@
 """Thinking budgets: decide when the reasoning of an answer must end.
 
-When it must end, grammar_masks.py makes a mask that allows only the end token.
+When it must end, the row's mask (grammar_rows.py) allows only the end token.
 """
 
 from __future__ import annotations
