@@ -42,7 +42,7 @@ _LENGTH = struct.Struct("<I")
 class Limits(NamedTuple):
     """Limits of one job."""
 
-    cpu_s: int
+    cpu_s: int  # seconds of processor time
     wall_s: float  # much more than cpu_s, because a busy machine delays the process
     memory_bytes: int  # address space of the process
     answer_bytes: int

@@ -39,7 +39,7 @@ _OBSERVED_STRIDE = 8
 class _Place:
     """An entry of the step that gets drafts."""
 
-    index: int  # among the step's entries
+    index: int  # index of the entry in the step
     draft: Draft
     count: int  # draft tokens that fit into the step and the block table
     new_block_ids: list[int]
@@ -360,7 +360,7 @@ class DraftPlanner:
         """Put the draft tokens and blocks of a place into the step's entry."""
         entry, sequence = step.scheduled[place.index], step.sequences[place.index]
         count, new_block_ids = place.count, [*entry.new_block_ids, *place.new_block_ids]
-        token_ids: list[int] = []  # without drafts: the runner knows the row's last token
+        token_ids: list[int] = []  # without drafts: the runner has the row's last token
         if count:
             token_ids = [sequence.token_ids[-1], *place.draft.token_ids[:count]]
             sequence.num_computed_tokens += count

@@ -8,7 +8,7 @@ sequences that N ends. Their entries in N+1 are dropped when N+1 is read. Rows a
 step in flight uses are not reused.
 
 A step decodes a token of every decoding sequence that is not left out (`StepPlanner`). So a long
-prompt does not stall a stream. With a target for inter-token latency, it takes fewer prompt tokens.
+prompt does not stall a stream. A target for inter-token latency limits the prompt tokens of a step.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class Scheduler:
         if cache.num_blocks < needed:
             raise ValueError(
                 f"one sequence of max_model_len={max_model_len} tokens needs {needed} blocks of "
-                f"{cache.block_size} tokens, the KV cache has {cache.num_blocks}; lower "
+                f"{cache.block_size} tokens, but the KV cache has {cache.num_blocks}; lower "
                 f"model.max_model_len to at most {cache.num_blocks * cache.block_size} "
                 "or raise cache.memory_gib"
             )

@@ -160,7 +160,7 @@ class StepPlan:
         if not is_right or len(result.logprobs or result.token_ids) != num_tokens:
             raise ValueError(
                 f"the step samples {self.num_samples} tokens"
-                f"{f' and verifies {self.num_drafts} drafts' if self.num_drafts else ''}, its "
+                f"{f' and verifies {self.num_drafts} drafts' if self.num_drafts else ''}, but its "
                 f"result has {num_tokens} tokens and {len(result.logprobs or ())} log-probabilities"
             )
 

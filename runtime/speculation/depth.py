@@ -8,7 +8,7 @@ the first B of these tokens, where B maximises
     (S + s_1 + ... + s_B) / seconds(S, B)
 
 B is 0 if drafts do not pay. With a draft model the seconds of drafting are added. The model draws
-in rounds. A round draws one token for every sequence that still wants one. The seconds come from
+in rounds. A round draws one token for every sequence that still needs one. The seconds come from
 the step-cost tables, and are corrected by the observed steps. If steps with drafts are slower than
 steps without, drafts pause.
 """
@@ -167,7 +167,7 @@ class DepthChooser:
         return counts
 
     def is_better(self, model: Candidate, text: Candidate, context: float) -> bool:
-        """Whether the draft model's draft is expected to give more tokens a second than the text's.
+        """Whether the draft model's draft is expected to give more tokens a second than the other.
 
         Args:
             model: a draft whose tokens the draft model has not drawn yet.

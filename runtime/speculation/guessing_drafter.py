@@ -1,7 +1,8 @@
 """The common part of drafters with a model, which also get drafts from text.
 
-A predicted output goes before the model's drafts. Of other drafts from text and the model's, the
-planner takes the one from which it expects more tokens a second.
+A predicted output goes before the model's drafts. If there is another draft from text, the planner
+compares it with the model's draft. It takes the one that is expected to give more tokens a second.
+
 A step is planned before the model draws its drafts. So the planner gets a draft of placeholders.
 The model's tokens replace the placeholders when they have been drawn.
 """

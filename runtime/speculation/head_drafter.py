@@ -93,10 +93,10 @@ class _Row:
         # Index, in the sequence's block table, of the first block that the head has computed. The
         # head's position 0 is the first position of this block.
         self.base = base
-        self.end = begin  # the head has computed all positions from block `base` to before this one
+        self.end = begin  # one past the last position that the head has computed
         self.num_whole = begin // block_size  # blocks before this index are noted as computed
         self.num_sent_blocks = base
-        self.is_sent = False  # whether the head's sampler knows the sequence
+        self.is_sent = False  # whether the head's sampler has the sequence
 
 
 class HeadDrafter(GuessingDrafter):
@@ -252,8 +252,7 @@ class HeadDrafter(GuessingDrafter):
             if not row.is_sent:
                 row.is_sent = True
                 admitted.append(AdmittedSequence(job.row, draft_request(job.request), []))
-            wants = num_logits(job, end)
-            scheduled.append(self._entry(job, row, begin, end, wants))
+            scheduled.append(self._entry(job, row, begin, end, num_logits(job, end)))
             begins.append(begin)
             row.end = end
         num_tokens = self._max_num_tokens - room

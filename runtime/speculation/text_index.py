@@ -21,7 +21,7 @@ class Match(NamedTuple):
 
 
 class TextIndex:
-    """Finds the places in a text before which the same `min_match` tokens stand as in a sequence.
+    """Finds the places in a text that follow the last `min_match` or more tokens of a sequence.
 
     The text can grow. It is indexed piece by piece, so no call takes longer than a millisecond. The
     index takes about 150 bytes per token.

@@ -90,8 +90,10 @@ def _architecture(settings: dict[str, Any]) -> str:
 
 
 def _read_settings(model: ModelSection) -> dict[str, Any]:
-    """The model's config.json with the configured keys; of other models than the demo model and
-    local directories only the configured keys."""
+    """The config.json of the demo model or of a local directory, with the configured keys.
+
+    For other models the result has only the configured keys.
+    """
     path = expand_user(model.path) / "config.json" if model.path else _DEMO_CONFIG
     settings: dict[str, Any] = {}
     with contextlib.suppress(OSError, ValueError):  # the start reads the file again and reports it

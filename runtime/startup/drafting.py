@@ -1,4 +1,4 @@
-"""Builds a drafter that has weights: a draft model, or a draft head (EAGLE-3, next-token layer)."""
+"""Builds a drafter that has weights: a draft model, or a draft head (EAGLE-3, MTP)."""
 
 from __future__ import annotations
 
@@ -84,7 +84,11 @@ def make_drafter(
 
 
 def finish_rank(rank: RankParts, executor: Executor, phase: PhaseTimer) -> CostTable | None:
-    """Measure step costs, unless an earlier start measured them, and save the bundle."""
+    """Measure step costs, unless an earlier start measured them, and save the bundle.
+
+    Returns:
+        The step costs; None if they are not measured.
+    """
     plan, costs = rank.plan, rank.costs
     if costs is None and rank.cost_store.is_wanted and plan.source.config.kind.generates:
         with phase("cost table"):

@@ -29,7 +29,7 @@ class LoadedModelCache:
     def __init__(self) -> None:
         self._key: Hashable = None
         self._model: LoadedModel | None = None
-        self.num_reused = 0
+        self.num_reused = 0  # engines that got the stored model
 
     def get(self, key: Hashable) -> LoadedModel | None:
         """The model that was stored under this key, or None. Drops a model under another key."""

@@ -47,7 +47,7 @@ class _Group:
         else:
             place, self._num_places = self._num_places, self._num_places + 1
         rank, level, turn, *rest = self.order
-        if parent.request.group:  # it is of an HTTP request
+        if parent.request.group:  # it belongs to an HTTP request
             level += level_of(place)
         order = (rank, level, turn + place, *rest, self.num_forks)
         return parent.fork(order, self.max_model_len)

@@ -164,8 +164,8 @@ class BeamSearch:
             return True
         penalty = self._sampling.length_penalty
         # The best score that the best beam can reach. "never" assumes the best possible length.
-        hopes = self._sampling.early_stopping == "never" and penalty > 0.0
-        length = self._max_new_tokens if hopes else self._length
+        is_never = self._sampling.early_stopping == "never"
+        length = self._max_new_tokens if is_never and penalty > 0.0 else self._length
         return alive[0].cumulative_logprob / length**penalty > self._finished[-1].score
 
     def _finish(self, move: Move) -> BeamOutput:

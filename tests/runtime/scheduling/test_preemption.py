@@ -275,6 +275,6 @@ def test_results_come_in_order() -> None:
 def test_a_result_has_a_token_for_each_entry_that_samples() -> None:
     scheduler = make_scheduler(make_request("a", [10]), make_request("b", [11]))
     output = must_schedule(scheduler)
-    with pytest.raises(ValueError, match="samples 2 tokens, its result has 1 tokens"):
+    with pytest.raises(ValueError, match="samples 2 tokens, but its result has 1 tokens"):
         scheduler.update(output, StepResult([5]))
     assert len(scheduler.update(output, StepResult([5, 6]))) == 2
