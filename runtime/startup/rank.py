@@ -377,8 +377,8 @@ def _capture(graphs: GraphRunner, *, must_fit: bool) -> list[GraphKey]:
         if not must_fit or not is_out_of_memory(error):
             raise
         raise StartupError(
-            "a rank ran out of memory during capture; set cache.memory_gib or "
-            "scheduler.max_num_seqs to less"
+            "a rank ran out of memory during capture; lower cache.memory_gib or "
+            "scheduler.max_num_seqs"
         ) from error
 
 

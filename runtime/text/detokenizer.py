@@ -106,7 +106,7 @@ class IncrementalDetokenizer:
         return None if self._matcher is None else self._matcher.matched
 
     def append(self, token_ids: Sequence[int], *, ends_with_stop_token: bool = False) -> str:
-        """Takes new output tokens and returns the text that can be shown now.
+        """Take new output tokens; returns the text that can be shown now.
 
         Args:
             token_ids: the next output tokens.

@@ -42,7 +42,7 @@ class StopStringMatcher:
         self.matched: str | None = None
 
     def feed(self, text: str, *, may_stop: bool = True) -> str:
-        """Takes newly generated text and returns what can be shown now.
+        """Take newly generated text; returns the text that can be shown now.
 
         Args:
             text: the new text; it is ignored once a stop string has been found.

@@ -3,7 +3,7 @@
 Tokenising takes about a microsecond a character. With these bounds, a text that cannot fit into
 the context is refused by its length alone. If a text is to be truncated, only a part of it is
 tokenised. The results are the same as without the bounds. The bounds exist only for the kinds of
-tokenizers that this module knows.
+tokenizers that this module supports.
 
 - `max_token_characters` is the largest number of characters that one token stands for. It exists if
   the tokenizer drops no text and turns each unknown character into tokens of its own.

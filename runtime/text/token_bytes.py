@@ -67,7 +67,7 @@ class TokenPieces:
         return None
 
     def piece(self, token_id: int) -> bytes:
-        """The token's bytes; empty for an id that the tokenizer does not know."""
+        """The token's bytes; empty for an id that the tokenizer does not have."""
         piece = self._pieces.get(token_id)
         if piece is None:
             piece = self._pieces[token_id] = self._make(token_id)

@@ -86,7 +86,7 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids that the tokenizer knows, added tokens included."""
+        """Number of ids that the tokenizer has, added tokens included."""
         return self._backend.get_vocab_size(with_added_tokens=True)
 
     def token_id(self, token: str) -> int | None:
@@ -212,7 +212,7 @@ class Tokenizer:
         return self._backend.post_process(encoding, add_special_tokens=add_special_tokens).ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of a whole sequence; ids that the tokenizer does not know add nothing."""
+        """The text of a whole sequence; ids that the tokenizer does not have add nothing."""
         return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def token(self, token_id: int) -> str:

@@ -78,12 +78,11 @@ class TokenizerFiles:
     def eos_token_id(self) -> int | None:
         """The id of the end-of-sequence token that the directory names.
 
-        None if it names none, or if that token is not among the added tokens.
+        None if it names none, or if that token is not among the added tokens. None for a GGUF file
+        too, because the model's configuration has the id.
 
-            None for a GGUF file too, because the model's configuration has the id.
-
-            Raises:
-                StartupError: a file cannot be read.
+        Raises:
+            StartupError: a file cannot be read.
         """
         if self._gguf is not None:
             return None

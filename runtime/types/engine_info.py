@@ -49,7 +49,7 @@ class RankInfo(msgspec.Struct, frozen=True, kw_only=True):
     """One rank of an engine whose model is divided among several processes."""
 
     rank: int
-    machine: int = 0  # of the engine's machines, 0 = that of rank 0
+    machine: int = 0  # its machine's number among the engine's; 0 = the machine of rank 0
     pid: int
     threads: int  # threads that the model's kernels use
     weights_bytes: int
@@ -114,7 +114,7 @@ class EngineStats(msgspec.Struct, array_like=True, gc=False):
     num_admitted: int = 0  # sequences that left the queue for the first time
     queue_seconds: float = 0.0  # the sum of the queue times of the admitted sequences
     num_waiting_for_grammar: int = 0  # sequences of `num_waiting` that wait for a grammar
-    grammar_seconds: float = 0.0  # time of steps that grammar masks took
+    grammar_seconds: float = 0.0  # time for grammar masks, within steps
     grammar_build_seconds: float = 0.0  # time of building grammars, in parallel with steps
     num_padding_tokens: int = 0  # tokens computed only to fill captured buckets
     # Time in which the engine had work, but neither ran the model nor waited for it.
@@ -123,7 +123,7 @@ class EngineStats(msgspec.Struct, array_like=True, gc=False):
     # Histogram of tokens per step: one count for each bound of ITERATION_TOKENS, and one count for
     # larger steps.
     iteration_tokens: list[int] = []
-    # Number of layers by what runs them in a small step: captured | fx | inductor | eager.
+    # Number of layers by how they run in a small step; see `LayerProgram`.
     layers_by_program: dict[str, int] = {}
     speculation: SpeculationStats | None = None  # None = the engine has no drafter
 
@@ -144,7 +144,7 @@ class ReplicaState(StrEnum):
 
 
 class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One replica, for health checks and the page."""
+    """One replica, for health checks and the web page."""
 
     engine: int  # the replica's number, from 0
     state: ReplicaState

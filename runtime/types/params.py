@@ -134,7 +134,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     structured_outputs: StructuredOutputsParams | None = None
     thinking: ThinkingLimit | None = None  # set for chats with a model that reasons
     repetition_detection: RepetitionDetectionParams | None = None  # ends an output that repeats
-    speculation: bool = True  # false = no drafts; the output is the same
+    speculation: bool = True  # false = no drafts for this request
 
     def __post_init__(self) -> None:
         _check(1 <= self.n <= MAX_N, "n", f"in [1, {MAX_N}]", self.n)

@@ -45,7 +45,7 @@ class StructuredOutputsParams(
     json: dict[str, Any] | str | bool | None = None  # a JSON schema, as an object or as text
     regex: str | None = None  # matches the whole answer; no look-around, no back-references
     choice: tuple[str, ...] | None = None  # the answer is one of these texts
-    grammar: str | None = None  # Lark or GBNF (EBNF); the syntax tells which
+    grammar: str | None = None  # Lark or GBNF (EBNF), detected by the syntax
     json_object: bool | None = None  # any JSON object
     # Free text in which a trigger begins a constrained part, or xgrammar's `format`.
     structural_tag: dict[str, Any] | str | None = None
@@ -168,6 +168,9 @@ def arrange_calls(
 
     Args:
         tags: the tag of each tool, from `ToolCallFormat.tag`.
+
+    Raises:
+        ValueError: `tags` is empty, or the calls do not start with the trigger.
     """
     if not tags:
         raise ValueError("tools must have at least one tool, got none")

@@ -64,7 +64,7 @@ class ModelSource:
     pooling: PoolingFiles  # the pooling that the checkpoint states
     weights: WeightPolicy  # how each matrix is stored and multiplied
     shard: Shard = WHOLE  # the part of the model that this rank holds
-    exchange: Exchange = Exchange.shared_memory  # with the other ranks
+    exchange: Exchange = Exchange.shared_memory  # how the ranks exchange values
     # The draft model or the head of speculation.model. Only the leader has it, and holds all of it.
     draft: ModelSource | None = None
     # Set for a head, if the leader's part of the model lacks rows of the embedding or of the output
@@ -119,7 +119,7 @@ def open_model(
             configured.
         shard: the part of the model that this rank holds. This function sets the layers of its
             stage.
-        head_inputs: the `head_inputs` of the leader's source, on the other ranks.
+        head_inputs: on ranks after the first, the `head_inputs` of the leader's source.
 
     Raises:
         StartupError: there is no such model, it is not supported, or it cannot be divided among
@@ -390,7 +390,7 @@ def model_skeleton(
     """The model of this rank on the meta device: it shows the sizes of weights and has no memory.
 
     Raises:
-        ValueError: the kernels of experts do not support the model's.
+        ValueError: the kernels for experts do not support the model's experts.
         StartupError: a quantised matrix cannot be divided among this number of ranks.
     """
     try:

@@ -92,8 +92,9 @@ def _footprint(config: EngineConfig, source: ModelSource) -> ModelFootprint:
     model, limits = source.config, source.limits
     skeleton = model_skeleton(source)
     stage = source.shard.stage
-    # Each stage after the first has memory for the hidden states of the steps under way. On a GPU
-    # this is memory of the host, and a stage has a tensor for what comes and one for what it sends.
+    # Each stage after the first has memory for the hidden states of the steps in flight. On a GPU
+    # this is memory of the host. There a stage has one tensor for the states that it receives, and
+    # one for the states that it sends.
     num_slots = 0 if stage.is_first or source.device.type != "cpu" else stage.count
     if source.exchange.is_distributed:
         num_slots += (not stage.is_first) + (not stage.is_last)

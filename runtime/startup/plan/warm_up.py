@@ -13,7 +13,7 @@ def cpu_steps(most_tokens: int) -> tuple[StepSizes, ...]:
     """One step of several tokens, and one of a single token.
 
     Args:
-        most_tokens: of a step of the engine.
+        most_tokens: tokens of the engine's largest step.
     """
     return tuple(StepSizes(n, 1, 1) for n in sorted({min(64, most_tokens), 1}, reverse=True))
 
@@ -31,8 +31,8 @@ def gpu_steps(
     Args:
         tokens: numbers of tokens, one for each tile.
         seqs: numbers of sequences, and of rows of logits, one for each tile.
-        most_tokens: of a step of the engine.
-        most_seqs: of a step of the engine.
+        most_tokens: tokens of the engine's largest step.
+        most_seqs: the largest number of sequences of a step.
     """
     return (
         *(StepSizes(n, 1, 1) for n in sorted({min(n, most_tokens) for n in tokens}, reverse=True)),
