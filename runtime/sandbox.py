@@ -1,6 +1,6 @@
 """Runs a job on untrusted text in a child process with limits of time and memory.
 
-The child calls `serve`, the parent owns a `SandboxProcess`. They exchange frames over standard
+The child calls `serve`. The parent owns a `SandboxProcess`. They exchange frames over standard
 input and output. A frame is a length, then that many bytes. The child's first frame is empty and
 says that the child is ready. The child limits its own memory and processor time. Waiting on a
 busy machine costs no processor time, so it does not make a job fail. The parent also ends a job

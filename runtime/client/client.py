@@ -183,12 +183,8 @@ class EngineClient:
         self.model = msgspec.structs.replace(self.replicas[0].model, max_model_len=shortest)
         self._set_determinism()
         begin = time.perf_counter()
-        template = self._config.model.chat_template
-        self.tokenizer = (
-            Tokenizer.from_path(self.model.tokenizer, chat_template_file=template)
-            if self.model.tokenizer
-            else None
-        )
+        path, template = self.model.tokenizer, self._config.model.chat_template
+        self.tokenizer = Tokenizer.from_path(path, chat_template_file=template) if path else None
         self._grammars = GrammarCompiler(self.model)
         note("tokenizer", time.perf_counter() - begin)
 
@@ -209,6 +205,7 @@ class EngineClient:
 
         Raises:
             InvalidRequestError: the constraint is not valid, or takes too much time or memory.
+            HelperProcessError: no process could check the constraint.
         """
         assert self._grammars is not None, "called before wait_until_ready"
         return await self._grammars.compile_async(constraint)
@@ -233,12 +230,14 @@ class EngineClient:
 
         Args:
             share: which part of an HTTP request the prompt is.
+            trace: the outputs carry timeline events.
             deadline: a time.monotonic(), at which the completions are ended; None = no deadline.
             prepared: None = computed here. Else prompt and parameters must be from `resolve`.
 
         Raises:
             DeadlineError: the deadline passed before the first output.
             InvalidRequestError: the request cannot be served; raised before the first output.
+            HelperProcessError: no process could check the request's grammar.
             EngineDeadError: the engine ended and is not started again.
         """
         if prepared is None:

@@ -69,7 +69,7 @@ def check_pooling(
     length = len(prompt_token_ids)
     if not 1 <= length <= model.max_model_len:
         raise InvalidRequestError(
-            f"input has {length} tokens, {model.name} takes 1 to {model.max_model_len}; "
+            f"input has {length} tokens, but {model.name} takes 1 to {model.max_model_len}; "
             + ("shorten it, or set truncate_prompt_tokens=-1" if length else "send some text"),
             param="input",
             code="context_length_exceeded" if length else "invalid_value",
@@ -78,14 +78,14 @@ def check_pooling(
     if min(prompt_token_ids) < 0 or max(prompt_token_ids) >= num_ids:
         wrong = next(t for t in prompt_token_ids if not 0 <= t < num_ids)
         raise InvalidRequestError(
-            f"input has token id {wrong}, the vocabulary of {model.name} is "
+            f"input has token id {wrong}, but the vocabulary of {model.name} is "
             f"[0, {model.vocab_size})",
             param="input",
             code="invalid_value",
         )
     if params.dimensions is not None and not 1 <= params.dimensions <= model.embedding_size:
         raise InvalidRequestError(
-            f"dimensions={params.dimensions}, vectors of {model.name} have 1 to "
+            f"dimensions={params.dimensions}, but vectors of {model.name} have 1 to "
             f"{model.embedding_size}",
             param="dimensions",
             code="invalid_value",

@@ -101,8 +101,8 @@ def bad_words_token_ids(words: Sequence[str], tokenizer: TextEncoder | None) -> 
             token_ids = tuple(tokenizer.encode(form, add_special_tokens=False))
             if len(token_ids) > MAX_BAD_WORD_TOKENS:
                 raise InvalidRequestError(
-                    f"bad_words: {word[:40]!r} has {len(token_ids)} tokens, a word may have "
-                    f"{MAX_BAD_WORD_TOKENS}; shorten it",
+                    f"bad_words: {word[:40]!r} has {len(token_ids)} tokens, but a word may "
+                    f"have at most {MAX_BAD_WORD_TOKENS}; shorten it",
                     param="bad_words",
                 )
             if token_ids:
@@ -133,7 +133,7 @@ def resolve_sampling(
     if min(prompt_token_ids) < 0 or max(prompt_token_ids) >= model.vocab_size:
         wrong = next(t for t in prompt_token_ids if not 0 <= t < model.vocab_size)
         raise InvalidRequestError(
-            f"prompt has token id {wrong}, the vocabulary of {model.name} is "
+            f"prompt has token id {wrong}, but the vocabulary of {model.name} is "
             f"[0, {model.vocab_size})",
             param="prompt",
         )
@@ -146,7 +146,7 @@ def resolve_sampling(
         for token_id in token_ids:
             if not 0 <= token_id < model.vocab_size:
                 raise InvalidRequestError(
-                    f"{name} names token id {token_id}, the vocabulary of {model.name} is "
+                    f"{name} names token id {token_id}, but the vocabulary of {model.name} is "
                     f"[0, {model.vocab_size})",
                     param=name,
                 )

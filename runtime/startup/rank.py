@@ -2,8 +2,8 @@
 
     weights | compile -> cache -> warm-up -> capture
 
-One thread loads the weights while the main thread traces and compiles. Only the leader has a
-scheduler and measures step costs (build_engine.py).
+One thread loads the weights while the main thread traces and compiles. Only the leader, rank 0, has
+a scheduler and measures step costs (build_engine.py).
 """
 
 from __future__ import annotations

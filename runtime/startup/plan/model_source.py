@@ -65,7 +65,8 @@ class ModelSource:
     weights: WeightPolicy  # how each matrix is stored and multiplied
     shard: Shard = WHOLE  # the part of the model that this rank holds
     exchange: Exchange = Exchange.shared_memory  # how the ranks exchange values
-    # The draft model or the head of speculation.model. Only the leader has it, and holds all of it.
+    # The draft model or the head of speculation.model. Only rank 0, the leader, has it, and holds
+    # all of it.
     draft: ModelSource | None = None
     # Set for a head, if the leader's part of the model lacks rows of the embedding or of the output
     # head. The leader then holds copies of these tables. None = no copies.

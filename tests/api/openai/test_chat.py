@@ -138,7 +138,7 @@ class TestToGeneration:
             (
                 {"stop_token_ids": [100]},
                 "stop_token_ids",
-                "stop_token_ids names token id 100, the vocabulary of m is [0, 100)",
+                "stop_token_ids names token id 100, but the vocabulary of m is [0, 100)",
             ),
             (
                 {"logit_bias": {"5": 101}},

@@ -115,7 +115,7 @@ def test_it_does_not_generate(encoder):
 
 def test_the_context_may_be_full_and_not_more(encoder):
     assert len(encoder.embed([[101] * 256])[0].embedding) == 384
-    with pytest.raises(InvalidRequestError, match="input has 257 tokens, model takes 1 to 256"):
+    with pytest.raises(InvalidRequestError, match="input has 257 tokens, but model takes 1 to 256"):
         encoder.embed([[101] * 257])
 
 
@@ -283,9 +283,14 @@ MODEL = ServedModel(
 @pytest.mark.parametrize(
     ("token_ids", "params", "param", "message"),
     [
-        ([], PoolingParams(), "input", "input has 0 tokens, m takes 1 to 40; send some text"),
-        ([1] * 41, PoolingParams(), "input", "input has 41 tokens, m takes 1 to 40; shorten it"),
-        ([1, 50], PoolingParams(), "input", r"token id 50, the vocabulary of m is \[0, 50\)"),
+        ([], PoolingParams(), "input", "input has 0 tokens, but m takes 1 to 40; send some text"),
+        (
+            [1] * 41,
+            PoolingParams(),
+            "input",
+            "input has 41 tokens, but m takes 1 to 40; shorten it",
+        ),
+        ([1, 50], PoolingParams(), "input", r"token id 50, but the vocabulary of m is \[0, 50\)"),
         ([1], PoolingParams(dimensions=9), "dimensions", "vectors of m have 1 to 8"),
         ([1], PoolingParams(dimensions=0), "dimensions", "dimensions=0"),
         ([1], PoolingParams(classify=True), "model", "m does not classify; use /v1/c"),
