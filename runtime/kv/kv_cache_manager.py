@@ -127,7 +127,7 @@ class KVCacheManager:
     def match_prefix(
         self, table: BlockTable, token_ids: Sequence[int], max_tokens: int
     ) -> PrefixMatch:
-        """Find the longest known prefix of a sequence. Takes nothing.
+        """Find the longest known prefix of a sequence. No block is taken.
 
         Args:
             table: the sequence's empty block table.

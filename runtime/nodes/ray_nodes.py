@@ -1,9 +1,9 @@
 """`RayNodes`: Ray actors that run engines for a server (`parallel.executor=ray`).
 
 Ray chooses the machine of each engine, starts an actor there and reports its end. The actor does
-what `run rank` does on a machine without Ray (node_agent.py): messages of engines take our own
-connection, and no step passes through Ray. An engine whose ranks are divided among several machines
-has an actor on each. Ray is imported when it is used: it is an extra.
+what `run rank` does on a machine without Ray (node_agent.py). Messages of engines use the encrypted
+connection of `run rank`, so no step passes through Ray. An engine whose ranks are divided among
+several machines has an actor on each. Ray is an optional dependency and is imported at first use.
 """
 
 from __future__ import annotations

@@ -249,7 +249,8 @@ class Channel:
             The numbers of all ranks, in rank order.
 
         Raises:
-            EOFError, OSError: rank 0 has ended.
+            OSError: rank 0 has ended before this call.
+            EOFError: rank 0 ended during the wait.
         """
         self.send(Arrived(name, numbers))
         message = self.receive()

@@ -20,9 +20,9 @@ _LONGEST_DELAY_S = 30.0
 class DeathReason(StrEnum):
     """Why an engine process ended; a label of the restart metric."""
 
-    killed = "killed"  # by SIGKILL (an operator, or the system out of memory), or a lost machine
-    crash = "crash"  # by another signal: a fault in native code
-    error = "error"  # by an exception in a step
+    killed = "killed"  # SIGKILL: by an operator or because memory ran out. Or its machine was lost.
+    crash = "crash"  # another signal: a fault in native code
+    error = "error"  # an exception in a step
     exit = "exit"  # the process exited by itself
     hang = "hang"  # the watchdog killed it because it made no progress, or its ranks hung
     start = "start"  # a restart failed

@@ -5,8 +5,8 @@ Order: log-probabilities from the raw logits; logits processors (logit bias, pen
     by (seed, position).
 
 A sequence with k drafts has 1 + k rows of logits. Its tokens are drawn one after the other, each
-in the same way as without drafts, up to the first token that differs from its draft. So drafts
-change neither tokens nor log-probabilities.
+in the same way as without drafts, up to the first token that differs from its draft. So for equal
+logits, drafts change neither tokens nor log-probabilities.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ def build_other_rank(
     layout = layout_of(parallel)
     shape = source.handoff_shape
     links = RankLinks(layout, source.shard, shape, threads, descriptors, source.exchange)
-    undo.callback(links.close)  # the model has only handles of the links
+    undo.callback(links.close)  # the model does not close them
     plan, _ = agree(plan, meet)
     phase = PhaseTimer(lambda name, seconds: None)
     peers = peers_of(parallel, start.rank, links, meet)

@@ -107,7 +107,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     top_p: float = 1.0
     top_k: int = 0  # 0 or -1 = off
     min_p: float = 0.0
-    seed: int | None = None  # the same seed gives the same tokens; null = a random seed
+    # A token's random number depends only on the seed and the token's position. null = random seed.
+    seed: int | None = None
     max_tokens: int | None = 16  # null = up to the end of the context
     min_tokens: int = 0  # the output does not end before it has this many tokens
     stop: tuple[str, ...] = ()

@@ -93,8 +93,8 @@ def _footprint(config: EngineConfig, source: ModelSource) -> ModelFootprint:
     skeleton = model_skeleton(source)
     stage = source.shard.stage
     # Each stage after the first has memory for the hidden states of the steps in flight. On a GPU
-    # this is memory of the host. There a stage has one tensor for the states that it receives, and
-    # one for the states that it sends.
+    # this is memory of the host, so it is not counted. With NCCL or gloo a stage also has a tensor
+    # for the states that it receives, and one for those that it sends.
     num_slots = 0 if stage.is_first or source.device.type != "cpu" else stage.count
     if source.exchange.is_distributed:
         num_slots += (not stage.is_first) + (not stage.is_last)
