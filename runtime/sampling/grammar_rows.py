@@ -26,8 +26,8 @@ _MAX_S = 0.03
 COSTLY_S = 0.001
 _WEIGHT = 0.125  # weight of the last measurement in the moving average
 _NOTHING_LEFT = (
-    "the grammar allows no token that allowed_token_ids leave; allow more tokens or change the "
-    "grammar"
+    "allowed_token_ids has none of the tokens that the grammar allows here; allow more tokens or "
+    "change the grammar"
 )
 
 
