@@ -52,7 +52,10 @@ def default_decode_sizes(max_num_seqs: int, *, exact: bool) -> list[int]:
 
 
 def default_mixed_sizes(max_num_batched_tokens: int) -> list[int]:
-    """Token counts that get a bucket of mixed prefill and decode: powers of two, 32 to 1024."""
+    """Token counts that get a bucket of mixed prefill and decode.
+
+    They are the powers of two from 32 to 1024 that a step can have.
+    """
     sizes = []
     size = 32
     while size <= min(max_num_batched_tokens, 1024):
@@ -68,7 +71,7 @@ def verified_tokens(rows_per_seq: int) -> list[int]:
         rows_per_seq: the most tokens per sequence, 1 + drafts; 1 = no drafts.
 
     Returns:
-        The powers of two from 2 on, and `rows_per_seq`.
+        The powers of two from 2 to `rows_per_seq`, and `rows_per_seq`; empty without drafts.
     """
     sizes = {1 << power for power in range(1, rows_per_seq.bit_length())}
     return sorted({*sizes, rows_per_seq} - {1})

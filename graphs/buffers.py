@@ -65,7 +65,8 @@ class StaticBuffers:
             max_blocks_per_seq: B, blocks of the longest sequence.
             block_size: tokens of a block.
             device: where programs read.
-            max_num_rows: R, tokens of a step whose logits are wanted; None = one per sequence.
+            max_num_rows: R, the most tokens of a step whose logits are wanted; None = one per
+                sequence.
             max_encoder_blocks_per_seq: E, blocks of the longest encoder input.
             async_tokens: whether a step's tokens stay on the device as inputs of the next step,
                 which can then be launched before they are read; None = only on a GPU.

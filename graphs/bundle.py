@@ -1,8 +1,8 @@
 """The compiled bundle: a directory of compiled programs, step costs and kernels for later starts.
 
-The name of the directory has the model, the device, and a digest of all that a program depends on.
-The manifest has the sources and versions that made the bundle, and the digest of every file. A
-bundle can be copied to any place.
+The name of the directory has the model, the device, and a digest of the settings that a program
+depends on. The manifest has the sources and versions that made the bundle, and the digest of every
+file. A bundle can be copied to any place.
 
 A bundle is code. It is loaded only from a directory that belongs to the user or to root, and that
 no other user can write to. A bundle that is damaged, or that other sources or versions made, is set
@@ -204,7 +204,7 @@ class Bundle:
         for what, ours in self._made_by.items():
             theirs = body.made_by.get(what)
             if theirs != ours:
-                raise _Unfit(f"it was made by {what} {theirs}, and this is {ours}")
+                raise _Unfit(f"it was made with {what} {theirs}, not with {ours}")
         if body.identity != self._identity:
             raise _Unfit(f"it is for {body.identity}")
         files = {}
@@ -241,7 +241,7 @@ class Bundle:
     def _replace(self, new: Path, old: Path) -> None:
         """Move the directory to `old`, and `new` to its place.
 
-        If two processes do so at once, the last one wins.
+        If two processes do so at once, the directory of the last one stays.
         """
         for _ in range(10):
             with contextlib.suppress(FileNotFoundError):
@@ -276,7 +276,10 @@ def _why_not_trusted(directory: Path) -> str | None:
     for path in dict.fromkeys((directory.parent, directory.resolve().parent, directory)):
         status = path.stat()
         if status.st_uid not in (os.geteuid(), 0):
-            return f"{path} belongs to another user, and a bundle is code; copy it and own it"
+            return (
+                f"{path} belongs to another user, and a bundle is code; copy it to a directory "
+                "that you own"
+            )
         if status.st_mode & 0o022:
             return (
                 f"{path} can be written by others (mode {status.st_mode & 0o777:o}), and a bundle "

@@ -54,7 +54,7 @@ class StageBorder(Protocol):
         ...
 
     def leave(self, num_tokens: int) -> None:
-        """Pass the output of a launched step of `num_tokens`, padding included, on."""
+        """Pass on the output of a launched step of `num_tokens`, padding included."""
         ...
 
 
@@ -143,6 +143,10 @@ class GraphRunner:
         Returns:
             The buckets whose capture ran out of memory. The next larger bucket serves their steps,
             or the uncaptured program.
+
+        Raises:
+            RuntimeError, MemoryError: a capture failed for another reason, or with `must_fit` for
+                any reason.
         """
         left_out: list[GraphKey] = []
         if self._table is None or self._recorder is None:
@@ -167,7 +171,7 @@ class GraphRunner:
         return left_out
 
     def plan_buckets(self) -> None:
-        """Plan each bucket once, so that the attention planner allocates what it keeps for it."""
+        """Plan each bucket once, so that the planner allocates the memory that it keeps for it."""
         for key in [] if self._table is None else self._table.keys:
             self._buffers.wait_for_upload()
             self._fill_with_padding(key)
@@ -264,7 +268,7 @@ class GraphRunner:
     ) -> tuple[Tensor | None, Tensor]:
         """Like `run`, but never captured; returns the final hidden states too: (logits, [T, D]).
 
-        Logits are None if `num_rows` is 0, and in a stage before the last one.
+        Logits are None if `num_rows` is 0, for an encoder, and in a stage before the last one.
         """
         self._buffers.upload(num_seqs)
         self._buffers.scatter_last_tokens(num_tokens)

@@ -42,7 +42,7 @@ class CompileKind(StrEnum):
     dynamo = "dynamo"  # a traced graph
     inductor = "inductor"  # a module of generated code
     triton = "triton"  # a kernel, from Triton's disk cache or not
-    flashinfer = "flashinfer"  # any program that FlashInfer starts
+    flashinfer = "flashinfer"  # any compiler or build tool that FlashInfer starts
     cpp = "c++"
     cuda = "cuda"
     build = "build"  # a program that runs compilers
@@ -200,7 +200,7 @@ class _Process:
             if sighting is not None:
                 self.observe(*sighting)
         except Exception:  # an exception would end the code that caused the event
-            _LOG.exception("the audit event %s was not understood", event)
+            _LOG.exception("the audit event %s could not be read", event)
 
     def _chain_listener(self, section: Any) -> Callable[[], None]:
         previous = section.listener

@@ -67,7 +67,7 @@ class EagerSampler:
 
 
 class SamplingKey(NamedTuple):
-    """The shape that a captured sampling program serves."""
+    """What a captured sampling program serves: a number of rows, and a set of paths."""
 
     num_rows: int
     paths: frozenset[SamplePath]
@@ -109,6 +109,9 @@ class GraphSampler:
 
         Returns:
             The keys whose capture ran out of memory; they run uncaptured.
+
+        Raises:
+            RuntimeError: a capture failed for another reason.
         """
         left_out: list[SamplingKey] = []
         if self._recorder is None:
@@ -135,7 +138,7 @@ class GraphSampler:
             self._inputs.copy_(self._host_memory, non_blocking=True)
 
     def warm_up(self) -> None:
-        """Compute log-probabilities once. They are not captured, and their kernel is compiled."""
+        """Compute log-probabilities once, so that their kernel is compiled. It is not captured."""
         row_logprobs(self._logits[:1], self._logits.new_zeros((1, 1), dtype=torch.int64), 1)
 
     def run_largest(self) -> None:
@@ -165,6 +168,6 @@ def num_sampling_graphs(max_num_rows: int) -> int:
 
 
 def _row_sizes(max_num_rows: int) -> list[int]:
-    """Powers of two, and the largest: padded rows cost little beside a model's step."""
+    """Powers of two, and the largest number: padded rows cost little beside a model's step."""
     sizes = [1 << power for power in range(max_num_rows.bit_length()) if 1 << power < max_num_rows]
     return [*sizes, max_num_rows]

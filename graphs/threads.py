@@ -3,7 +3,7 @@
 An OpenMP loop ends in a barrier. The barrier costs microseconds on an idle machine and a
 scheduler's time slice on a busy one, and a decode step has several such loops per layer with hardly
 any work in them. So OpenMP loops run on one thread in small steps, and in every step of a program
-that has no loops worth several threads. The matrix and attention kernels then share their work
+that consists of this package's kernels only. The matrix and attention kernels then share their work
 through a thread pool, which does not wait for threads that have not started
 (ops/native/core/thread_pool.h).
 
@@ -49,7 +49,7 @@ class StepThreads:
         self._serial_logits = _SerialLogits(self._serial, _mkl_threads_setter())
 
     def for_step(self, num_tokens: int, *, has_loops: bool) -> AbstractContextManager[None]:
-        """Hold the choice during a step or a part of it. An inner context changes nothing.
+        """A context that sets the numbers of threads for a step or a part of it; can be nested.
 
         Args:
             num_tokens: tokens of the step.
@@ -58,7 +58,7 @@ class StepThreads:
         return self._free if has_loops and num_tokens > _SERIAL_TOKENS else self._serial
 
     def for_logits(self, num_numbers: int) -> AbstractContextManager[None]:
-        """Hold the choice during operations on logits, none of which is a matrix product.
+        """A context that sets them for operations on logits, none of which is a matrix product.
 
         Args:
             num_numbers: how many logits the step has.
@@ -69,8 +69,8 @@ class StepThreads:
 class _SerialLoops(AbstractContextManager[None]):
     """OpenMP loops on one thread, our kernels on all threads of the engine.
 
-    This is a class, because the context of a generator takes twice the time, and each step enters
-    one or two.
+    This is a class, because a context manager made of a generator takes twice the time, and each
+    step enters one or two. Inner ones of nested contexts change nothing.
     """
 
     __slots__ = ("_depth", "_set_openmp", "_set_pool", "_threads")
@@ -81,7 +81,7 @@ class _SerialLoops(AbstractContextManager[None]):
         self._set_openmp = set_openmp
         self._set_pool = set_pool
         self._threads = threads
-        self._depth = 0  # contexts inside of one another
+        self._depth = 0  # the number of nested contexts
 
     def __enter__(self) -> None:
         self._depth += 1
@@ -97,7 +97,7 @@ class _SerialLoops(AbstractContextManager[None]):
 
 
 class _SerialLogits(AbstractContextManager[None]):
-    """Enters `serial` and sets MKL to one thread; not reentrant."""
+    """Enters `serial` and sets MKL to one thread; cannot be nested in itself."""
 
     __slots__ = ("_before", "_serial", "_set_mkl")
 
@@ -120,7 +120,8 @@ class _SerialLogits(AbstractContextManager[None]):
 def _mkl_threads_setter() -> Callable[[int], int] | None:
     """A function that sets MKL's number of threads for the calling thread.
 
-    It returns the number that was set before; 0 = none. None if torch was built without MKL.
+    That function returns the number that was set before; 0 = none was set. The result is None if
+    torch was built without MKL.
     """
     library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     try:

@@ -45,7 +45,7 @@ from ostinato.models.step_tensors import ForwardBatch, StepInputs
 __all__ = ("Binder", "compile_model")
 
 Binder = Callable[[LanguageModel], Program]
-"""Gives a compiled program the weights of a model with the traced one's structure."""
+"""Gives a compiled program the weights of a model that has the structure of the traced model."""
 
 Parameters = list[Tensor]
 
@@ -158,12 +158,15 @@ def _example_batches(batch: ForwardBatch) -> list[ForwardBatch]:
 
 
 def _last_layer(model: LanguageModel) -> int | None:
-    """The index of the layer that gets the wanted rows. None: it belongs to a later stage."""
+    """The index of the layer that gets the wanted rows; None = it belongs to a later stage."""
     return len(model.layers) - 1 if model.stage.is_last else None
 
 
 def _first_layer(model: LanguageModel) -> int:
-    """The number of a stage's first layer in the whole model. On a GPU each stage is traced."""
+    """The number of a stage's first layer in the whole model.
+
+    On a GPU each stage traces its own layers. On a CPU the layers of all stages are traced.
+    """
     layers = model.stage.layers
     return 0 if layers is None else layers.start
 

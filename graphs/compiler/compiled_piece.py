@@ -45,6 +45,9 @@ class CompiledPiece:
         Args:
             data: the library file, from `PieceCompiler`.
             name: what torch's profiler shows.
+
+        Raises:
+            RuntimeError: the library does not load.
         """
         self.name = name
         # In the cache directory, because container engines mount /tmp without execution.

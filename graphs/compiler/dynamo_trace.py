@@ -94,7 +94,10 @@ def varying_in_batch(batch: ForwardBatch) -> list[Tensor]:
 
 
 def varying_in_layer(hidden: Tensor, step: StepInputs) -> list[Tensor]:
-    """The same for a layer's inputs: hidden [T, D], rotary tables [T, ...], step tensors."""
+    """The inputs of a layer whose first size differs between steps.
+
+    They are hidden [T, D], rotary tables [T, ...] and step tensors.
+    """
     return [*varying_in_batch(step.tensors), hidden, *chain.from_iterable(step.rope.values())]
 
 
@@ -116,7 +119,7 @@ def trace_fx(function: Callable[..., Any], example: Example, pieces: PieceCompil
     mark_varying(example)
     with get_metrics_context(), set_enable_dynamic(False):
         captured = fullgraph_capture(function, example.arguments)
-    assert captured.backend_input is not None, "the function computes something"
+    assert captured.backend_input is not None, "the function must call a torch op"
     graph = captured.backend_input.graph_module.graph
     sources = {node: _expression(node) for node in graph.find_nodes(op="placeholder")}
     return lower_fx(graph, function, sources, pieces)

@@ -94,7 +94,7 @@ def compile_function(
     on_cpu = example.arguments[0][0].device.type == "cpu"
     program = None
     # A layer for few rows on a GPU could be recorded too. But Dynamo traces the layer of larger
-    # steps there, so that a start would not save Dynamo's import.
+    # steps there, so recording would not save Dynamo's import.
     if on_cpu:
         program, reason = trace_calls(function, examples, pieces)
         if program is None:
@@ -130,11 +130,10 @@ def is_portable(data: bytes) -> bool:
 
 
 def stored_function(store: ProgramStore | None, name: str, skeleton: nn.Module) -> Function | None:
-    """The function that `compile_function` stored under this name, or None.
+    """The function that `compile_function` stored under this name.
 
-    It is None if the name is not there or its data does not load.
-
-    A store whose content does not load is rejected as a whole.
+    It is None if there is no store, the name is not in it, or its data does not load. A store whose
+    content does not load is rejected as a whole.
     """
     data = store.get(name) if store is not None else None
     if store is None or data is None:

@@ -1,9 +1,9 @@
 """Lowers the FX graph of a layer that calls this package's ops to Python source.
 
-On a CPU a layer of Llama is nine ops with C++ kernels and some views. A compiler could fuse nothing
-between them. So such a graph becomes a flat Python function without modules, attributes or
-branches. It is stored as text, because a warm start that imports Dynamo and Inductor takes two
-seconds longer.
+On a CPU a layer of Llama is nine calls of ops with C++ kernels, and some views. A compiler could
+fuse nothing between them. So such a graph becomes a flat Python function without modules,
+attributes or branches. It is stored as text, because a warm start that imports Dynamo and Inductor
+takes two seconds longer.
 
 Torch ops between our ops are compiled: each sequence of them becomes a library (compiled_piece.py)
 that the function calls.
@@ -251,7 +251,7 @@ def _is_own_op(node: Node) -> bool:
 
 
 def _is_plain(node: Node) -> bool:
-    """Whether the node needs no compiler: our ops, matrix products, lookups and views."""
+    """Whether the node needs no compiler: our ops, matrix products, look-ups and views."""
     if node.op in ("placeholder", "output"):
         return True
     if node.op == "call_method":
@@ -263,11 +263,11 @@ def _obstacle(node: Node) -> str | None:
     """Why a CPU graph cannot hold this node, or None; torch ops are compiled and not looked at."""
     match node.target:
         case "size":
-            return "it reads a size that each step decides"
+            return "it reads a size that differs between steps"
         case "view" | "reshape" if not all(isinstance(size, int) for size in node.args[1:]):
-            return f"{node.target} needs a size that each step decides"
+            return f"{node.target} needs a size that differs between steps"
         case "split_with_sizes" if _argument(node, 2, "dim") != 1:
-            return "split_with_sizes splits another dimension than 1"
+            return "split_with_sizes splits a dimension other than 1"
         case F.linear:
             return "torch.nn.functional.linear has no C++ kernel here"
         # By name, because the op is not registered in a process whose model does not use it.

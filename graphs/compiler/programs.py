@@ -252,7 +252,7 @@ class LayeredProgram:
                 )
             parts.append(_Part(first, stop, replay))
         for reason, found in reasons.items():
-            _LOG.info("layers %s are not captured: %s", _in_words(found), reason)
+            _LOG.info("%s not captured: %s", _in_words(found), reason)
         return parts
 
     def _is_capturable(self, index: int, reasons: dict[str, list[int]]) -> bool:
@@ -272,10 +272,10 @@ def _form_of(function: Function) -> LayerProgram:
 
 
 def _in_words(indices: Sequence[int]) -> str:
-    """ "3", "0 to 7" if the numbers are consecutive, or else "0, 2, 5"."""
+    """ "layer 3 is", "layers 0 to 7 are" for consecutive numbers, or "layers 0, 2, 5 are"."""
     first, last = indices[0], indices[-1]
     if len(indices) == 1:
-        return str(first)
+        return f"layer {first} is"
     if last - first + 1 == len(indices):
-        return f"{first} to {last}"
-    return ", ".join(map(str, indices))
+        return f"layers {first} to {last} are"
+    return f"layers {', '.join(map(str, indices))} are"

@@ -118,9 +118,9 @@ def rewrite(directory: Path, **changes: object) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"made_by": {"torch": "1.0"}}, "it was made by torch 1.0, and this is "),
-        ({"made_by": {"sources": "0123"}}, "it was made by sources 0123, and this is "),
-        ({"made_by": {"platform": "plan9 vax"}}, "it was made by platform plan9 vax, and this is "),
+        ({"made_by": {"torch": "1.0"}}, "it was made with torch 1.0, not with "),
+        ({"made_by": {"sources": "0123"}}, "it was made with sources 0123, not with "),
+        ({"made_by": {"platform": "plan9 vax"}}, "it was made with platform plan9 vax, not with "),
         ({"identity": {"dtype": "float16"}}, "it is for {"),
     ],
 )
