@@ -138,7 +138,8 @@ class LanguageModel(nn.Module):
 
         Args:
             hf_config: the parsed config.json.
-            generation_config: the parsed generation_config.json; its end-of-sequence ids win.
+            generation_config: the parsed generation_config.json; its end-of-sequence ids take
+                precedence.
 
         Raises:
             ValueError: a key is missing, or has a value that is not supported; the text names it.
@@ -188,7 +189,8 @@ class EncoderModel(LanguageModel):
     """
 
     def classify(self, pooled: Tensor) -> Tensor:
-        """[P, D] hidden states of first tokens -> [P, num_labels] float32 logits; with a
-        classification head only.
+        """[S, D] hidden states of S first tokens -> [S, num_labels] float32 logits.
+
+        Only models with a classification head implement it.
         """
         raise NotImplementedError

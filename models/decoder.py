@@ -199,7 +199,7 @@ class Decoder(CausalLM):
         if self._previous is not None:
             return self._receive(self._previous, len(batch.token_ids)), StepInputs(rope, batch)
         embed = self.embed_tokens
-        assert embed is not None, "a later stage was joined to the one before"
+        assert embed is not None, "a later stage must be joined to the previous one"
         hidden = embed(batch.token_ids)
         scale = self.config.embedding_scale
         if scale != 1.0:
@@ -216,7 +216,7 @@ class Decoder(CausalLM):
             self._next.send([hidden] if self._aux is None else [hidden, *self._aux.states])
         else:
             norm = self.final_norm
-            assert norm is not None, "a stage before the last was joined to the next"
+            assert norm is not None, "a stage before the last must be joined to the next one"
             hidden = norm(hidden)
         if self._previous is not None:
             self._previous.release()

@@ -1,11 +1,11 @@
 """A decoder block in few kernels, for steps of few tokens on a GPU.
 
-    1. norm: scale of the columns, squares
-    2. norm: root mean square; QKV projection
+    1. norm: multiplication by its weight, sums of squares
+    2. QKV projection; norm: division of the result by the root mean square
     3. norms and rotation of the heads, write of K and V
     4. attention
-    5. output projection, residual; norm: scale of the columns, squares
-    6. norm: root mean square; gate and up projection, activation
+    5. output projection, residual; norm: multiplication by its weight, sums of squares
+    6. gate and up projection; norm: division of the result by the root mean square; activation
     7. down projection, residual
 
 With a mixture of experts, these replace the last three:

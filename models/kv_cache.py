@@ -15,7 +15,7 @@ __all__ = ("KVCache", "KVCacheSpec")
 _SCALE_BYTES = 4
 
 KVCache = list[tuple[Tensor, Tensor]]
-"""For each layer (k_cache, v_cache), each [num_blocks, num_kv_heads, block_size, E], never a slice.
+"""For each layer (k_cache, v_cache), each [num_blocks, num_kv_heads, block_size, E] and contiguous.
 
 E is the size of a key or of a value. In int8 it is larger by 4 elements, for the float32 scale of
 each key and value. The backend chooses where in a block the scales are.

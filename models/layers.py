@@ -177,6 +177,10 @@ class Attention(nn.Module):
         held: for each parameter that is divided among ranks, the elements that this rank holds.
         cache_scales: [2] float32, the divisors of keys and of values when they are stored; None =
             no division.
+
+    Raises:
+        ValueError: the heads cannot be divided among the ranks, or a layer without rotary positions
+            has a norm of each head.
     """
 
     def __init__(
@@ -303,7 +307,7 @@ class Attention(nn.Module):
             return out.reshape(-1, self.num_heads * self.head_dim)
         q, k, v = self._split(qkv, step)
         if self.cache_scales is not None:
-            # (q * s) . (k / s) = q . k, so no backend has to know the scales.
+            # (q * s) . (k / s) = q . k, so no backend needs the scales.
             k_scale, v_scale = self.cache_scales.unbind()
             q, k, v = q * k_scale, k / k_scale, v / v_scale
         out = paged_attention(

@@ -50,10 +50,10 @@ class BuildOptions:
     attention_backend: str  # a name that ops.attention.select_backend returned
     max_model_len: int  # tokens of the longest context
     shard: Shard = WHOLE
-    exchange: Exchange = Exchange.shared_memory  # with the other ranks
+    exchange: Exchange = Exchange.shared_memory  # how values are exchanged with the other ranks
     has_cache_scales: bool = False  # the checkpoint's scales of keys and values are used
     experts: ExpertKernels = ExpertKernels.auto
-    memory: WeightMemory = field(default_factory=WeightMemory, compare=False)  # of a CPU's matrices
+    memory: WeightMemory = field(default_factory=WeightMemory, compare=False)  # only used on a CPU
 
     def empty(self, *shape: int) -> nn.Parameter:
         """Uninitialised memory for a weight. A CPU maps its pages when the weight is written."""
@@ -214,7 +214,8 @@ class LinearBase(nn.Module):
             part: the stored matrix that it belongs to.
 
         Raises:
-            ValueError: the tensor cannot be cut to what this rank holds.
+            ValueError: the tensor cannot be cut to what this rank holds, or the weight method does
+                not support its values.
             NativeBuildError: the kernels cannot be built on this machine.
         """
         if name == "bias":

@@ -80,7 +80,11 @@ class StepSizes(NamedTuple):
     num_rows: int  # R
 
     def number(self, size: Size) -> int:
-        """The number of a dynamic size."""
+        """The number of a dynamic size.
+
+        Raises:
+            ValueError: the size does not depend on the step.
+        """
         match size:
             case Size.tokens:
                 return self.num_tokens

@@ -28,7 +28,7 @@ class _VocabularyLinear(LinearBase):
             self._meet_others()
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[S, D] -> [S, vocab_size] float32: every rank gets logits of the whole vocabulary."""
+        """[R, D] -> [R, vocab_size] float32: every rank gets logits of the whole vocabulary."""
         part = self.multiply(hidden, float32_output=True)
         if self.group is None:
             return part
@@ -50,7 +50,8 @@ class OutputHead(_VocabularyLinear):
 class Embedding(_VocabularyLinear):
     """Rows of a table [num_rows, D].
 
-    With `is_head`, the output head reads the same table, and the table is divided among the ranks.
+    With `is_head`, the output head reads the same table, and the table is divided among the ranks
+    if its number of rows is divisible.
     """
 
     first_row: Tensor  # [1] int64; the first row of this rank

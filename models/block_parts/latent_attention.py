@@ -26,7 +26,7 @@ class LatentAttention(nn.Module):
     vectors would be smaller, but each step would need two more matrix products.
 
     Args:
-        config: the model's.
+        config: the model's configuration.
         options: dtype, device, attention backend and shard.
         sliding_window: as `paged_attention` takes it.
         rope_kind: the rotary table, a key of `StepInputs.rope`.
@@ -42,8 +42,8 @@ class LatentAttention(nn.Module):
     ) -> None:
         super().__init__()
         spec = config.latent
-        assert spec is not None, "the configuration describes latent attention"
-        assert rope_kind is not None, "latent attention has rotary positions"
+        assert spec is not None, "the configuration must describe latent attention"
+        assert rope_kind is not None, "latent attention must have rotary positions"
         heads = options.shard.span(config.num_heads, "num_attention_heads")
         self.num_heads = heads.size  # of this rank
         self.head_dim, self.value_dim = config.head_dim, config.value_dim

@@ -70,7 +70,10 @@ class Experts(nn.Module):
 
     @property
     def why_unsupported(self) -> str | None:
-        """Why the chosen kernels cannot compute these experts exactly, or None. After `use`."""
+        """Why the chosen kernels cannot compute these experts exactly, or None.
+
+        It can be read when the matrices have weight methods (`LinearBase.use`).
+        """
         if not self.by_flashinfer:
             return None
         for linear in (self.gate_up_proj, self.down_proj):
@@ -109,7 +112,11 @@ class Experts(nn.Module):
 
 
 class MoE(nn.Module):
-    """A router, its experts and, in some models, an MLP for all tokens (a shared expert)."""
+    """A router, its experts and, in some models, an MLP for all tokens (a shared expert).
+
+    Raises:
+        ValueError: the chosen kernels of experts cannot scale the inputs of experts.
+    """
 
     def __init__(self, config: ModelConfig, options: BuildOptions, spec: MoESpec) -> None:
         super().__init__()

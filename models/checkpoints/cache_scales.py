@@ -4,7 +4,7 @@ The names differ between the libraries that write them:
 
     <attention>.k_scale, .v_scale                  compressed-tensors
     <attention>.attn.k_scale, .v_scale             Quark
-    <attention>.k_proj.k_scale, v_proj.v_scale     ModelOpt
+    <attention>.k_proj.k_scale, .v_proj.v_scale    ModelOpt
     <attention>.qkv_proj.k_scale, .v_scale         stacked projections
     <attention>.kv_scale                           one scale for both
 

@@ -168,7 +168,7 @@ def resolve_path(
 
 
 def _laid_over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """Merge two objects key by key, nested objects too. For other values `above` wins."""
+    """Merge two objects key by key, nested objects too. Other values are taken from `above`."""
     merged = below | above
     for key in below.keys() & above.keys():
         if isinstance(below[key], dict) and isinstance(above[key], dict):

@@ -19,7 +19,7 @@ from ostinato.models.quantized_checkpoints.policy import TensorHeader
 
 __all__ = ("DTYPES", "read_headers")
 
-_MOST_BYTES = 100 << 20  # the largest header that safetensors allows
+_MOST_BYTES = 100_000_000  # the largest header that safetensors allows
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,

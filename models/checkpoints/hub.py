@@ -27,7 +27,7 @@ _MAX_NAMED = 12
 
 
 class HubError(ValueError):
-    """A model cannot be had from the hub; the message is one line."""
+    """A model cannot be downloaded from the hub; the message is one line."""
 
 
 class HubName(NamedTuple):

@@ -83,5 +83,5 @@ def _read(file: Path, kind: type) -> Any:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{file} is not readable as JSON: {error}") from error
     if not isinstance(value, kind):
-        raise CheckpointError(f"{file} must hold a JSON {kind.__name__}")
+        raise CheckpointError(f"{file} must hold a JSON {'array' if kind is list else 'object'}")
     return value

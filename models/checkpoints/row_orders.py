@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ("interleaved_rope", "per_group_qkv", "per_head_qkv")
+__all__ = ("interleaved_rope", "per_group_qkv", "per_head_pairs", "per_head_qkv", "rotated_last")
 
 
 def per_head_qkv(num_heads: int, head_dim: int) -> Tensor:

@@ -55,7 +55,7 @@ class SafetensorsFile:
     def tensor(self, name: str) -> Tensor:
         """A view of the mapped file. Its pages are read when it is used.
 
-        It is read only, though torch cannot tell: what is written to it is lost at `give_back`.
+        Do not write to it. torch allows this, but `give_back` drops what was written.
         """
         entry = self._entries[name]
         dtype, shape = DTYPES.get(entry["dtype"]), entry["shape"]

@@ -65,7 +65,8 @@ def load_weights(
             other stages are skipped. None = `model` is whole.
 
     Raises:
-        CheckpointError: a file cannot be read; a tensor is missing, unexpected or misshapen.
+        CheckpointError: a file cannot be read; a tensor is missing, unexpected, or has a wrong
+            dtype, shape or value.
         NativeBuildError: the kernels of a weight method cannot be built on this machine.
     """
     layout = model.checkpoint_layout

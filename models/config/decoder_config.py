@@ -73,6 +73,9 @@ def read_decoder_config(
         hf_config: the parsed config.json.
         generation_config: the parsed generation_config.json.
         keys: the names and defaults of the family.
+
+    Raises:
+        ValueError: a key is missing, or has a value that is not supported; the text names it.
     """
     refuse_other_values(hf_config, MUST_BE)
     hidden_size = read_integer(hf_config, *keys.hidden_size)

@@ -52,7 +52,7 @@ def refuse_other_values(hf_config: HFConfig, must_be: Mapping[str, Any]) -> None
 
 
 def read_first(hf_config: HFConfig, *keys: str, default: Any = None) -> Any:
-    """The value of the first of `keys` that is present and not null."""
+    """The value of the first of `keys` that is present and not null; else `default`."""
     for key in keys:
         if hf_config.get(key) is not None:
             return hf_config[key]
@@ -60,10 +60,10 @@ def read_first(hf_config: HFConfig, *keys: str, default: Any = None) -> Any:
 
 
 def read_integer(hf_config: HFConfig, *keys: str, default: int | None = None) -> int:
-    """The value of the first of `keys` that is present and not null.
+    """The value of the first of `keys` that is present and not null; else `default`.
 
     Raises:
-        ValueError: no key is present and there is no default, or the value is not an integer >= 1.
+        ValueError: no key is present and the default is None, or the value is not an integer >= 1.
     """
     value = read_first(hf_config, *keys, default=default)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:

@@ -25,7 +25,7 @@ def read_latent_config(
     Args:
         hf_config: the parsed config.json.
         generation_config: the parsed generation_config.json.
-        keys: the names and defaults of the family.
+        keys: the names and defaults of the family; None = those of Llama.
 
     Raises:
         ValueError: a key is missing, or has a value that is not supported; the text names it.

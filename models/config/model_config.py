@@ -234,5 +234,5 @@ _CACHE_DTYPES = {CacheDType.fp8_e4m3: torch.float8_e4m3fn, CacheDType.int8: torc
 
 
 def resolve_cache_dtype(choice: CacheDType, dtype: torch.dtype) -> torch.dtype:
-    """The dtype of keys and values in the cache; `auto` is the activations'."""
+    """The dtype of keys and values in the cache; `auto` = `dtype`, that of activations."""
     return dtype if choice is CacheDType.auto else _CACHE_DTYPES[choice]

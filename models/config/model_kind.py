@@ -1,7 +1,7 @@
 """The properties of generating and encoder models that the runtime needs.
 
-Callers read these properties, such as `needs_kv_cache`. Only the choice of kernel libraries
-compares kinds.
+Callers read these properties, such as `needs_kv_cache`. Only the code that chooses the kernel
+libraries to load (runtime/startup/loading.py) compares a model's kind with `DECODER`.
 """
 
 from __future__ import annotations

@@ -96,7 +96,8 @@ def read_deepseek_experts(
     Args:
         hf_config: the parsed config.json.
         num_layers: layers of the model.
-        scoring: sigmoid; DeepSeek-V2 has softmax, and no bias.
+        scoring: as in `RouteSpec`. DeepSeek-V2 has softmax. Only with sigmoid do the scores have a
+            bias.
         renormalize: as in `RouteSpec`; None = as the config says.
         group_top: as in `RouteSpec`.
 

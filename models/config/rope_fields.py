@@ -47,7 +47,7 @@ def read_rope(
         default_fraction: the part of each head that is rotated, where the config does not state it.
 
     Raises:
-        ValueError: its type or a key is unknown, or one of its parameters is missing.
+        ValueError: its type or a key is unknown, or a parameter is missing or not supported.
     """
     parameters = _rope_parameters(hf_config)
     kind = parameters.get("rope_type", "default")
@@ -67,7 +67,10 @@ def read_rope(
     )
     rotary_dim = int(head_dim * fraction)
     if kind == "default" and parameters.get("factor", 1) != 1:
-        raise ValueError(f"config.json: rope factor={parameters['factor']!r} without a rope_type")
+        raise ValueError(
+            f"config.json: rope_type='default' with factor={parameters['factor']!r} is not "
+            "supported; name the type of scaling"
+        )
     if rotary_dim % 2:
         raise ValueError(f"config.json: the rotary part of a head must be even, got {rotary_dim}")
 
@@ -207,8 +210,10 @@ def _longrope_attention(factor: float, original: float) -> float:
 
 
 def _yarn_attention(parameters: HFConfig, factor: float) -> float:
-    """YaRN's factor on cosines and sines when the config does not state it (section 3.4)."""
+    """YaRN's factor on cosines and sines when the config does not state it.
 
+    It is that of arXiv:2309.00071, section 3.4.
+    """
     one, all_dims = parameters.get("mscale"), parameters.get("mscale_all_dim")
     if one and all_dims:
         return _yarn_magnitude(one, factor) / _yarn_magnitude(all_dims, factor)

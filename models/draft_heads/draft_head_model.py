@@ -16,7 +16,7 @@ __all__ = ("DraftHeadModel", "shard_of_tables")
 
 
 class DraftHeadModel(CausalLM):
-    """A head as a model of its own. `attach` gives it the embedding and the head of its target.
+    """A head as a model of its own. `attach` gives it the target's embedding and output head.
 
     Steps of a head run on one rank, without the other ranks of its target. So the embedding and the
     output head must be whole on this rank: those of the target, or copies of them.
@@ -49,12 +49,12 @@ class DraftHeadModel(CausalLM):
                 the target has what the head needs.
 
         Raises:
-            ValueError: the head is for another vocabulary.
+            ValueError: the head can draft a token that the target does not have (see subclasses).
         """
         size = self.config.hidden_size
         embedding = None if tables is None else tables.embed_tokens
         embedding = embedding or target.embed_tokens
-        assert embedding is not None, "the plan has copies of what the target lacks"
+        assert embedding is not None, "the plan must have copies of what the target lacks"
         self._embeddings = [embedding]
         self._scorers = [target if tables is None or not tables.stage.is_last else tables]
         self._features = torch.zeros(max_num_tokens, size, dtype=self._dtype, device=self._device)
@@ -63,13 +63,14 @@ class DraftHeadModel(CausalLM):
         """Set the input of the next step's tokens.
 
         Args:
-            hidden: [T, size], the hidden states that the target gave to its `AuxStates`.
+            hidden: [T, n D], the n hidden states that the target gave to its `AuxStates`, side by
+                side. D is the target's hidden size.
         """
         raise NotImplementedError
 
     def read_features(self, features: Tensor) -> None:
         """Set the features of the next step's tokens: [T, D], such as rows of `outputs`."""
-        assert self._features is not None, "the head is attached to its target"
+        assert self._features is not None, "the head must be attached to its target"
         self._features[: len(features)] = features
 
     def _inputs(self, token_ids: Tensor) -> tuple[Tensor, Tensor]:

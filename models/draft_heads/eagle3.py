@@ -144,7 +144,7 @@ class Eagle3Head(DraftHeadModel):
         self._target_ids = ids
 
     def read_hidden(self, hidden: Tensor) -> None:
-        """hidden: [T, A * target hidden size], of all aux layers."""
+        """hidden: [T, n D], the states that enter the head's n `aux_layers` (`HeadSpec`)."""
         self.read_features(self.fc(hidden))
 
     def begin(self, batch: ForwardBatch) -> tuple[Tensor, StepInputs]:

@@ -37,7 +37,14 @@ class ArchitectureKeys:
         self._read |= set(keys)
 
     def integer(self, key: str) -> int | None:
-        """The whole number >= 0 under a key. An array is accepted if all its numbers are equal."""
+        """The whole number >= 0 under a key. An array is accepted if all its numbers are equal.
+
+        Returns:
+            None when the file does not state it.
+
+        Raises:
+            GGUFError: the value is of another type, too large, or differs between layers.
+        """
         self._read.add(key)
         value = self.file.metadata.get(self._prefix + key)
         if isinstance(value, np.ndarray) and value.dtype.kind in "iu":
@@ -51,7 +58,11 @@ class ArchitectureKeys:
         return value
 
     def size(self, key: str) -> int:
-        """A whole number of at least 1, which the file must state."""
+        """A whole number of at least 1.
+
+        Raises:
+            GGUFError: the file does not state it, or it is not such a number.
+        """
         value = self.integer(key)
         if not value:
             stated = "is not there" if value is None else f"is {value}"
@@ -59,16 +70,30 @@ class ArchitectureKeys:
         return value
 
     def number(self, key: str) -> float | None:
-        """The value of a key, or None if the file does not state it."""
+        """The number under a key, or None if the file does not state it.
+
+        Raises:
+            GGUFError: the value is not a finite number.
+        """
         self._read.add(key)
         return self.file.get(self._prefix + key, float)
 
     def flag(self, key: str, default: bool) -> bool:
+        """The value of a key: true or false.
+
+        Raises:
+            GGUFError: the value is of another type.
+        """
         self._read.add(key)
         value = self.file.get(self._prefix + key, bool)
         return default if value is None else value
 
     def text(self, key: str, default: str) -> str:
+        """The text under a key; `default` if it is missing or empty.
+
+        Raises:
+            GGUFError: the value is of another type.
+        """
         self._read.add(key)
         return self.file.get(self._prefix + key, str) or default
 
@@ -76,14 +101,18 @@ class ArchitectureKeys:
         """The error of a key, to be raised.
 
         Args:
-            key: Name without the architecture's prefix.
-            what: What is wrong with its value: the predicate of the sentence.
-            supported: The values that are supported, and "is" or "are".
+            key: its name without the architecture's prefix.
+            what: what is wrong with its value: the predicate of the sentence.
+            supported: the values that are supported, and "is" or "are".
         """
         return GGUFError(f"{self.file.path}: {self._prefix}{key} {what}; {supported} supported")
 
     def refuse_unread(self) -> None:
-        """Refuse keys that have not been read, and values that are not implemented."""
+        """Refuse keys that have not been read, and values that are not implemented.
+
+        Raises:
+            GGUFError: the file has such a key or value; the text names it.
+        """
         stated = {
             key.removeprefix(self._prefix): value
             for key, value in self.file.metadata.items()

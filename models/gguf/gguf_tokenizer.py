@@ -122,7 +122,8 @@ class _Vocabulary:
             left = text[:1] + left
             if not {left, right, left + right} <= known:
                 raise self.error(
-                    f"tokenizer.ggml.merges has {text!r}, which does not join two tokens to a third"
+                    f"tokenizer.ggml.merges has {text!r}, which does not join two tokens into a "
+                    "third"
                 )
             pairs.append((left, right))
         return pairs

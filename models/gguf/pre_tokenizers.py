@@ -59,7 +59,7 @@ class PreTokenizer(NamedTuple):
     expressions: tuple[str, ...] = ()  # applied one after the other
     then_gpt2: bool = False  # GPT-2's own expression after them
     ignore_merges: bool = False  # a word that is a token is not taken apart
-    add_bos: bool = False  # a text begins with the BOS token, if the file does not say
+    add_bos: bool = False  # a text begins with the BOS token, if the file does not state it
     nfc: bool = False  # characters are composed first
 
 

@@ -87,7 +87,7 @@ class Calibrator:
         """
         exact = states = [self._model.begin(self._batch(row)) for row in rows]
         for index, (layer, cache) in enumerate(zip(self._model.layers, self._cache, strict=True)):
-            assert isinstance(layer, DecoderLayer), "the layers of a CausalLM"
+            assert isinstance(layer, DecoderLayer), f"{type(layer).__name__} is not a DecoderLayer"
             prefix, matrices = f"layers.{index}", layer_matrices(layer)
             if not rows:
                 for name, module in matrices.items():
@@ -191,7 +191,7 @@ def _observe_experts(
     For some tokens, the unrounded layer chooses other experts. So the wanted results are not known.
     """
     module = layer.get_submodule(name)
-    assert isinstance(module, ExpertLinear), "the caller looked"
+    assert isinstance(module, ExpertLinear), f"{name} has no experts"
     size, columns = module.experts.size, module.in_features
     sums = torch.zeros(size, columns, columns)
     counts = [0] * size

@@ -65,7 +65,7 @@ def best_factors(
     *,
     symmetric: bool,
 ) -> Tensor:
-    """The factors [K] of the columns with which rounding costs least; ones if none helps.
+    """The factors [K] of the columns with which rounding has the least error; ones if none helps.
 
     Args:
         weights: [N, K] float32 each, the matrices that read the vector.

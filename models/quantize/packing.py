@@ -1,6 +1,6 @@
 """Packs rounded matrices as GPTQ, AWQ and compressed-tensors store them, with their settings.
 
-The formats are described in models/quantized_checkpoints/, whose readers are their counterparts.
+The modules of models/quantized_checkpoints/ describe these formats and read them.
 """
 
 from __future__ import annotations

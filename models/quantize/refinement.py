@@ -17,7 +17,7 @@ __all__ = ("refine",)
 
 _ROUNDS = 4
 # The system also keeps each scale near its previous value. This is the weight of that term, as a
-# part of the mean of the system's diagonal.
+# fraction of the mean of the system's diagonal.
 _PULL = 1e-4
 _MOST_CHANGE = 2.0  # a scale changes by at most this factor
 _SYSTEM_VALUES = 1 << 22  # values of the systems that are solved at once
@@ -56,7 +56,8 @@ def _solved(
 ) -> Tensor:
     """The scales s [R, groups] with the least error `s^T A s - 2 b^T s`.
 
-    A (`system`) is the products of the units with each other by the Hessian. b is `right`.
+    A (`system`) has `u_i H u_j^T` for the units u_i and u_j of each two groups, where H is the
+    Hessian. b (`right`) has the products of `wanted` and the units of each group.
 
     Args:
         units: [R, K] the integers without their zero points.
@@ -92,7 +93,7 @@ def _better_integers(rounded: Rounded, target: Tensor, hessian: Tensor) -> Round
     grid, columns = rounded.grid, target.shape[1]
     scales, zeros = grid.spread(columns)
     values = rounded.values.float()
-    left = (target - rounded.restored()) @ hessian  # the gradient, without its factor
+    left = (target - rounded.restored()) @ hessian  # half of the negative gradient of the error
     diagonal = hessian.diagonal()
     for begin in range(0, columns, BLOCK):
         block = slice(begin, min(begin + BLOCK, columns))

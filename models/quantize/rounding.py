@@ -26,8 +26,8 @@ __all__ = (
 BLOCK = 128
 """Number of columns that are rounded before the later columns are corrected, all at once."""
 
-_SHRUNK = tuple(1.0 - 0.04 * step for step in range(12))  # parts of a range that are tried
-_DAMPING = 0.01  # added to the Hessian's diagonal, as a part of its mean
+_SHRUNK = tuple(1.0 - 0.04 * step for step in range(12))  # fractions of a range that are tried
+_DAMPING = 0.01  # added to the Hessian's diagonal, as a fraction of its mean
 
 
 class Grid(NamedTuple):
@@ -71,9 +71,8 @@ def choose_grid(
 ) -> Grid:
     """The scales and zero points of a matrix.
 
-    Without `importance` a grid spans all values of its group, and zero. With
-    `importance` a few narrower grids are tried too, and the grid with the least weighted squared
-    error is taken.
+    Without `importance` a grid spans all values of its group, and zero. With `importance` a few
+    narrower grids are tried too, and the grid with the least weighted squared error is taken.
 
     Args:
         weight: [N, K] float32.

@@ -26,7 +26,7 @@ _PACKINGS = {
     "auto_round:gptqmodel": 2,
     "auto_round:auto_awq": None,
 }
-_FLOAT_BITS = 16  # a module of `extra_config` with this many bits or more is a float
+_FLOAT_BITS = 16  # a module of `extra_config` with this many bits or more is not quantised
 # Keys that say how the checkpoint was made, or how another library should run it.
 _MADE_WITH = (
     "amp",

@@ -5,7 +5,8 @@
     weight_scale      [] or [1], without `weight_block_size`
     input_scale       [] or [1], with `activation_scheme` static
 
-A weight is the stored float times its scale, also with the name `weight_scale_inv`.
+A weight is the stored float times its scale. This also holds for `weight_scale_inv`, which is not
+an inverse.
 """
 
 from __future__ import annotations

@@ -37,12 +37,14 @@ from ostinato.models.weight_methods.weight_method import (
 )
 from ostinato.ops.stored.stored_values import Packing, unpack_words
 
-__all__ = ("GPTQ_MADE_WITH", "Gptq", "from_checkpoint", "gptq_method")
+__all__ = ("GPTQ_GROUPS", "Gptq", "from_checkpoint", "gptq_method")
 
 _WORDS = (torch.int32,)
 GPTQ_GROUPS = (-1, 16, 32, 64, 128, 256, 512, 1024)
+"""The supported values of `group_size`; -1 = a row is one group."""
+
 # Keys that say how the checkpoint was made, or how another library should run it.
-GPTQ_MADE_WITH = (
+_MADE_WITH = (
     "act_group_aware",
     "backend",
     "batch_size",
@@ -132,8 +134,9 @@ class _GptqPolicy(CheckpointPolicy):
 
     method: Gptq
     only: tuple[str, ...]  # endings of the names of quantised modules; () = all modules
-    head: bool
-    overrides: tuple[tuple[str, Gptq | None], ...] = field(default=())  # None = a float
+    head: bool  # the output head is quantised
+    # (pattern of module names, their method; None = floats)
+    overrides: tuple[tuple[str, Gptq | None], ...] = field(default=())
 
     @property
     def quantization(self) -> str:
@@ -202,7 +205,7 @@ def from_checkpoint(
         head=head,
         overrides=_overrides(keys, method),
     )
-    keys.without_effect(*GPTQ_MADE_WITH)
+    keys.without_effect(*_MADE_WITH)
     keys.finish()
     return policy
 

@@ -93,7 +93,7 @@ class CheckpointPolicy(ABC):
         for name, method in zip(names, found, strict=True):
             if method != found[0]:
                 raise ValueError(
-                    f"{names[0]} and {name} are stacked to one matrix, and the checkpoint has "
+                    f"{names[0]} and {name} are stacked into one matrix, and the checkpoint has "
                     f"{_text(found[0])} of one and {_text(method)} of the other; quantise them "
                     "alike"
                 )

@@ -47,7 +47,7 @@ G_IDX = StoredTensor((IN,), dtypes=(torch.int32, torch.int64), converted=False)
 
 
 class InputsStated(NamedTuple):
-    """How a checkpoint wants activations to be rounded to 8 bits."""
+    """How activations are to be rounded to 8 bits, as a checkpoint states it."""
 
     scales: InputScales
     powers: bool = False  # the scales are powers of two

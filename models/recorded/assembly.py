@@ -33,7 +33,7 @@ from ostinato.models.recorded.rotations import Repeats
 from ostinato.models.step_tensors import RopeRows, TableRows
 from ostinato.models.vocabulary_layers import Embedding, OutputHead
 
-__all__ = ("Assembly", "Tables")
+__all__ = ("Assembly", "Tables", "rows_of_kind")
 
 _TABLE_DIMS = 2  # [positions, width]
 _FEW_POSITIONS = 9  # positions at which the columns of a table are compared
@@ -187,8 +187,8 @@ class Assembly:
         tensors = self._tensors(builder, prefix)
         graph = RecordedGraph(builder.graph, modules | tensors)
         shapes = tuple((name, tuple(value.shape), value.dtype) for name, value in tensors.items())
-        norms = tuple(leaf for leaf in leaves.values())
-        key = (graph.code, call.scale, call.sliding_window, call.soft_cap, shapes, norms, keys)
+        called = tuple(leaves.values())
+        key = (graph.code, call.scale, call.sliding_window, call.soft_cap, shapes, called, keys)
         for target, names in fused.merged.items():
             self.merged[target] = names
         return RecordedLayer(graph, keys, ("recorded layer", *key))

@@ -64,7 +64,7 @@ def find_source(hf_config: Mapping[str, Any]) -> HFModelSource:
 
     Raises:
         ValueError: there is no such code, it is for another kind of model, or the config has a key
-            that the code does not know.
+            that the code does not read.
     """
     stated = dict(hf_config)
     text = json.dumps(stated, sort_keys=True)
@@ -173,7 +173,7 @@ def _refuse_unknown_keys(stated: Mapping[str, Any], config: Any, files: list[Pat
     )
     if unknown:
         raise ValueError(
-            f"{type(config).__name__} of transformers {version('transformers')} does not know "
+            f"{type(config).__name__} of transformers {version('transformers')} does not read "
             f"{', '.join(unknown)} in config.json; if the results do not depend on it, set "
             f"model.config.{unknown[0]}=null"
         )

@@ -188,7 +188,7 @@ def _outer_inputs(nodes: Iterable[Node]) -> list[Node]:
 
 
 def _with_constants(nodes: list[Node], variable: set[Node]) -> list[Node]:
-    """The nodes, after the constant nodes of other parts that they need."""
+    """The constant nodes of other parts that these nodes need, then these nodes."""
     own = set(nodes)
     constant = [
         node for node in _outer_inputs(nodes) if node not in variable and node.op == "call_function"

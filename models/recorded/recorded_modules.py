@@ -44,7 +44,10 @@ __all__ = (
 
 
 class RecordedGraph(nn.Module):
-    """A graph as a module. A `GraphModule` would not do: a stored program cannot name its class.
+    """A graph as a module.
+
+    A `GraphModule` cannot be used. torch makes a class for each of them, which a stored program
+    cannot name.
 
     Args:
         graph: calls modules and reads tensors by their names.

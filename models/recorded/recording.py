@@ -89,7 +89,7 @@ class Recording:
 
 @dataclass(slots=True, eq=False)
 class _Run:
-    """The notes that the recording functions take while the model runs."""
+    """What the recording functions store while the model runs."""
 
     model: Any
     names: dict[int, str]  # id of a module -> its name

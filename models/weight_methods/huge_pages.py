@@ -27,7 +27,7 @@ _ALIGNMENT = 64  # bytes; a cache line
 class WeightMemory:
     """Shared memory for the matrices of one model, in chunks.
 
-    A chunk is freed with the last matrix in it. The newest one lives as long as the model.
+    A chunk is freed with the last matrix in it. The newest chunk is kept as long as the model.
 
     Pages are mapped when they are first written. So the end of a chunk that no matrix uses costs
     nothing.

@@ -215,7 +215,8 @@ class WeightMethod(ABC):
     ) -> None:
         """Keep a stored tensor until `finish`.
 
-        The tensors of a module's parts that have no `out` dimension are stacked: [parts, ...].
+        Tensors that have no `out` dimension are stacked, one for each part of the module:
+        [parts, ...].
 
         Args:
             tensors: the tensors of this matrix that were loaded so far, by stored name; filled
@@ -226,7 +227,7 @@ class WeightMethod(ABC):
             spec: the module's matrix.
 
         Raises:
-            ValueError: the value cannot be cut to `part`.
+            ValueError: the value cannot be cut to `part`, or the method does not support it.
         """
         self.place(tensors, name, value, self.stored[name], part, spec)
 
@@ -284,6 +285,7 @@ class WeightMethod(ABC):
         """The parameters of a matrix whose stored tensors have all been loaded.
 
         Raises:
+            ValueError: the stored tensors do not fit each other.
             NativeBuildError: the kernels cannot be built on this machine.
         """
 

@@ -24,7 +24,7 @@ __all__ = [
 END_OF_TEXT: Final = "<|endoftext|>"
 IM_START: Final = "<|im_start|>"
 IM_END: Final = "<|im_end|>"
-# Words with their leading space; every digit by itself, so that numbers are spelled the same everywhere.
+# Words with their leading space. Every digit is by itself, so a number always has the same tokens.
 SPLIT: Final = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 VOCAB_SIZE: Final = 3072
 MAX_POSITIONS: Final = 2048

@@ -208,7 +208,7 @@ def _loss(head: Head, model: Qwen3ForCausalLM, batch: Batch, token_ids: Tensor) 
 
 
 @torch.no_grad()
-def _tokens_per_step(
+def _all_right_by_length(
     head: Head, model: Qwen3ForCausalLM, tokenizer: Tokenizer, token_ids: Tensor
 ) -> list[float]:
     """Probability that the first n drafts are the model's likeliest tokens, for each n from 1."""
@@ -275,7 +275,7 @@ def train(*, num_tokens: int, lr: float, seed: int) -> tuple[Head, Tensor, dict[
                 f"{seen} tokens, loss {value:.3f}, {time.monotonic() - begin:.0f} s",
                 flush=True,
             )
-    places = _tokens_per_step(head, model, tokenizer, token_ids)
+    places = _all_right_by_length(head, model, tokenizer, token_ids)
     figures: dict[str, object] = {
         "num_parameters": sum(p.numel() for p in head.parameters()),
         "num_tokens": seen,

@@ -234,7 +234,7 @@ def test_some_modules_are_floats(floats, tmp_path: Path) -> None:
         load(tmp_path / "all")
     form = Form("gptq")
     write(floats("qwen2"), tmp_path / "half", form, floats=("self_attn.k_proj",))
-    with pytest.raises(ValueError, match=r"q_proj and .*k_proj are stacked to one matrix"):
+    with pytest.raises(ValueError, match=r"q_proj and .*k_proj are stacked into one matrix"):
         load(tmp_path / "half")
 
 

@@ -251,7 +251,7 @@ def test_native_alone_refuses_unknown_architectures(expected) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"logit_temperature": 0.5}, "HeliumConfig .* does not know logit_temperature"),
+        ({"logit_temperature": 0.5}, "HeliumConfig .* does not read logit_temperature"),
         ({"is_causal": False}, "not that of causal attention|is not causal"),
         (
             {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},

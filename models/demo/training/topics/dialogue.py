@@ -25,7 +25,7 @@ __all__ = [
 
 @dataclass
 class Turn:
-    """One question with its answer and, for some questions, a one-word form of the answer."""
+    """One question with its answer and, for some questions, a short form of the answer."""
 
     question: str
     answer: str

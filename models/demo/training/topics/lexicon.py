@@ -244,7 +244,7 @@ STORY_ADJECTIVES: Final = (
     "black|white|lost|shy|curious|friendly|giant|invisible|flying|talking|dancing|forgetful|kind|grumpy|quiet"
 ).split("|")
 
-# Words for "say X", "repeat X", spelling and unknown questions; also seeds the tokenizer with whole words.
+# Words for "say X", "repeat X", spelling and questions outside of the model's world.
 PLAIN_WORDS: Final = (
     "apple river window garden music paper yellow silver kitchen mountain winter morning bread cloud hammer bottle "
     "ticket castle forest candle orange purple monkey island bridge pencil basket button dragon engine feather ginger "
