@@ -127,7 +127,8 @@ class Bundle:
         """Wait while another process makes this bundle, and read the files that it has saved.
 
         If the bundle is still empty, this process makes it. Other processes wait until `save` or
-        `end_turn`. Does nothing if the bundle has files already, or where no file can be locked.
+        `end_turn`. Does nothing if the bundle has files already, if its directory may not be
+        loaded, or where no file can be locked.
         """
         if self._files or self._is_refused:
             return

@@ -247,7 +247,8 @@ def why_cut(columns: Span, unit: int) -> str | None:
     fitting = [str(n) for n in range(1, min(_MOST_NAMED, groups) + 1) if groups % n == 0]
     return (
         f"{columns.total} columns in groups of {unit} cannot be divided among "
-        f"{columns.total // columns.size} tensor-parallel ranks, but among {' or '.join(fitting)}"
+        f"{columns.total // columns.size} tensor-parallel ranks; set parallel.tensor to "
+        f"{' or '.join(fitting)}"
     )
 
 

@@ -50,7 +50,7 @@ class CompiledPiece:
             RuntimeError: the library does not load.
         """
         self.name = name
-        # In the cache directory, because container engines mount /tmp without execution.
+        # In the cache directory, because container engines can mount /tmp without execution.
         folder = cache_dir()
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(prefix="piece-", suffix=".so", dir=folder) as file:

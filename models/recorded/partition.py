@@ -111,7 +111,7 @@ def compute_table(recording: Recording, table: Node, num_positions: int) -> Tens
     """The rows of a table at positions 0 to num_positions - 1: [num_positions, ...].
 
     Raises:
-        ValueError: a row does not follow from its position alone.
+        ValueError: a row does not follow from its position alone, or is computed with weights.
     """
     whole = _run_table(recording, table, torch.arange(num_positions))
     few = torch.arange(min(_CHECKED_POSITIONS, num_positions))

@@ -278,7 +278,11 @@ def train(
     use_compile: bool,
     checkpoint: Path | None = None,
 ) -> tuple[Qwen3ForCausalLM, dict[str, float]]:
-    """Run all stages and return the model with the figures of the run."""
+    """Run all stages and return the model with the figures of the run.
+
+    Raises:
+        RuntimeError: the loss is not a finite number.
+    """
     torch.manual_seed(seed)
     run = _Run(lr, checkpoint)
     fast_loss = torch.compile(_loss, dynamic=False) if use_compile else _loss
@@ -334,12 +338,16 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--tokens", type=float, default=5e6, help="how many tokens to train on")
-    parser.add_argument("--lr", type=float, default=8e-3)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument(
+        "--lr", type=float, default=8e-3, help="learning rate of Muon at its height"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of weights and text")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads")
     parser.add_argument("--checkpoint", type=Path, help="file to save to and to resume from")
     parser.add_argument("--no-compile", action="store_true", help="skip torch.compile")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parents[1])
+    parser.add_argument(
+        "--out", type=Path, default=Path(__file__).parents[1], help="directory for the model"
+    )
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     tokenizer = build_tokenizer()

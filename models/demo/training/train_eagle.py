@@ -237,7 +237,11 @@ def _draft_vocabulary(tokenizer: Tokenizer, vocab_size: int, seed: int) -> Tenso
 
 
 def train(*, num_tokens: int, lr: float, seed: int) -> tuple[Head, Tensor, dict[str, object]]:
-    """Train a head; returns it, its draft vocabulary and the figures of the run."""
+    """Train a head; returns it, its draft vocabulary and the figures of the run.
+
+    Raises:
+        RuntimeError: the loss is not a finite number.
+    """
     torch.manual_seed(seed)
     tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
     model = Qwen3ForCausalLM.from_pretrained(DEMO, dtype=torch.float32).eval()
@@ -324,10 +328,12 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--tokens", type=float, default=1.5e6, help="how many tokens to train on")
-    parser.add_argument("--lr", type=float, default=6e-3)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=DEMO / "eagle3")
+    parser.add_argument(
+        "--lr", type=float, default=6e-3, help="learning rate of Muon at its height"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of weights and text")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads")
+    parser.add_argument("--out", type=Path, default=DEMO / "eagle3", help="directory for the head")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     head, token_ids, figures = train(num_tokens=int(args.tokens), lr=args.lr, seed=args.seed)
