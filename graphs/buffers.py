@@ -67,7 +67,7 @@ class StaticBuffers:
             device: where programs read.
             max_num_rows: R, the most tokens of a step whose logits are wanted; None = one per
                 sequence.
-            max_encoder_blocks_per_seq: E, blocks of the longest encoder input.
+            max_encoder_blocks_per_seq: E, blocks of the longest encoder output.
             async_tokens: whether a step's tokens stay on the device as inputs of the next step,
                 which can then be launched before they are read; None = only on a GPU.
             table: the step tensors.

@@ -84,7 +84,7 @@ class GraphRunner:
             table: the buckets to capture; None = nothing is captured.
             recorder: captures the buckets; required with a table.
             planner: plans steps on the host for the attention backend; None if it needs no plans.
-            timer: measures device time; None = by the clock.
+            timer: measures device time; None = the clock measures it.
             aux: gets hidden states of every step for a head that drafts; None = they are not kept.
             border: called before and after each step; None = the model exchanges hidden states
                 itself, or is not divided into stages.

@@ -139,7 +139,7 @@ class _Process:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # a collection of garbage may compile, too
+        self._lock = threading.RLock()  # a garbage collection under the lock may compile, too
         self._monitors: weakref.WeakSet[CompileMonitor] = weakref.WeakSet()
         self._is_hooked = False
         self._stop_listening: Callable[[], None] | None = None

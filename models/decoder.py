@@ -190,7 +190,7 @@ class Decoder(CausalLM):
                 stage.
             following: sends hidden states to the next stage; None = this is the last stage.
             aux: keeps the states that a draft head reads. It gets those of earlier stages in each
-                step, and the next stage gets all that it has. None = none are handed on.
+                step, and the next stage gets all that it has. None = only hidden states are sent.
         """
         self._previous, self._next, self._aux = previous, following, aux
 

@@ -153,7 +153,7 @@ class LinearBase(nn.Module):
 
         Args:
             order: [rows] int64: row i of the outputs, in their order, is row order[i] of the stored
-                matrix; None = i.
+                matrix; None = row i.
         """
         total = sum(span.total for span in self.outputs)
         is_in_order = order is None and self.stacking == tuple(range(len(self.outputs)))

@@ -175,7 +175,7 @@ def build_model(  # noqa: PLR0913 - what a model is built for
     Raises:
         ValueError: the architecture is unknown, `max_model_len` is above what the model states,
             the model's sizes cannot be divided among the ranks, matrices that the model stacks are
-            quantised differently, or the kernels of experts do not support the model's.
+            quantised differently, or the chosen kernels do not support the model's experts.
     """
     length = max_model_len or config.max_model_len
     if length > config.max_model_len:

@@ -95,7 +95,7 @@ class StepSizes(NamedTuple):
             case Size.rows:
                 return self.num_rows
             case Size.blocks | Size.encoder_blocks:
-                raise ValueError("the number of blocks is the engine's, not a step's")
+                raise ValueError(f"the size {size} is fixed for an engine; a step does not have it")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

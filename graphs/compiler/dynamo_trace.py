@@ -126,7 +126,7 @@ def trace_fx(function: Callable[..., Any], example: Example, pieces: PieceCompil
 
 
 def _expression(node: Node) -> str | None:
-    """How an input follows from the arguments: `step.attention.seq_lens`, `parameters[3]`."""
+    """How an input follows from the arguments: `step.tensors.seq_lens`, `parameters[3]`."""
     source = getattr(node, "_dynamo_source", None)
     if source is None:
         return None

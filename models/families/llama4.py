@@ -1,4 +1,4 @@
-"""Llama 4 without images (Meta 2025): experts with scaled inputs, layers without positions."""
+"""Llama 4 without images (Meta 2025): experts with scaled inputs, some layers without RoPE."""
 
 from __future__ import annotations
 

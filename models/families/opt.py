@@ -15,7 +15,7 @@ __all__ = ("OPTForCausalLM",)
 
 _KEYS = DecoderKeys(
     intermediate_size=("ffn_dim", "intermediate_size"),
-    norm_eps="layer_norm_eps",  # configs do not have it, so the default holds
+    norm_eps="layer_norm_eps",  # configs do not have it, so the default is used
     default_norm_eps=1e-5,
     activation="activation_function",
     default_activation="relu",

@@ -295,7 +295,7 @@ def _sentencepiece(vocabulary: _Vocabulary) -> dict[str, Any]:
 
 
 def _merges_of(vocab: Mapping[str, int], ranks: Mapping[str, float]) -> list[tuple[str, str]]:
-    """All pairs of tokens that join to a token, in the order of the joined token's score.
+    """All pairs of tokens that join into a token, in the order of the joined token's score.
 
     SentencePiece merges the pair whose result has the highest score. If scores are equal, it merges
     the leftmost pair.

@@ -56,14 +56,14 @@ def _solved(
 ) -> Tensor:
     """The scales s [R, groups] with the least error `s^T A s - 2 b^T s`.
 
-    A (`system`) has `u_i H u_j^T` for the units u_i and u_j of each two groups, where H is the
+    A (`system`) has `u_i H u_j^T` for the units u_i and u_j of any two groups, where H is the
     Hessian. b (`right`) has the products of `wanted` and the units of each group.
 
     Args:
         units: [R, K] the integers without their zero points.
         wanted: [R, K] target times Hessian.
         scales: [R, groups] the previous ones.
-        hessian: [K, K]
+        hessian: [K, K] float32.
         dtype: the dtype of stored scales.
     """
     num_rows, groups = scales.shape

@@ -145,7 +145,7 @@ def from_checkpoint(
     Args:
         stated: `types` of the matrices, by their modules' names in a Hugging Face checkpoint.
         unquantized: the method of float matrices.
-        headers: empty, as a GGUF file has none.
+        headers: empty, because they are read from safetensors files only.
     """
     is_invariant = unquantized.is_batch_invariant
     return _GGUFPolicy(

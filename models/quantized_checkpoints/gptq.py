@@ -100,7 +100,8 @@ class Gptq(StoredGroups):
         if name == "scales":
             if str(value.dtype) != f"torch.{self.scale_dtype}":
                 raise ValueError(
-                    f"scales are {value.dtype}, the checkpoint's first ones {self.scale_dtype}"
+                    f"scales are {value.dtype}; they must be {self.scale_dtype}, like the "
+                    "checkpoint's first scales"
                 )
             return "scales", value.T
         if name == "g_idx":

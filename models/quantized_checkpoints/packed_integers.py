@@ -86,7 +86,7 @@ class PackedIntegers(StoredGroups):
             return "values", value
         if name == "weight":
             if self.bits == 4 and bool(((value < -8) | (value > 7)).any()):
-                raise ValueError("an integer of the weight is not one of 4 bits")
+                raise ValueError("an integer of the weight does not fit into 4 bits")
             return "values", value
         if name == "weight_scale":
             return "scales", value.expand(rows, 1) if self.has_one_scale else value

@@ -158,7 +158,7 @@ def _register() -> None:
 
 
 def _layer_names(model: nn.Module, num_layers: int) -> tuple[str, ...]:
-    """The names of the decoder's layers: the one list of that many modules."""
+    """The names of the decoder's layers, which are the only list of `num_layers` modules."""
     lists = [
         name
         for name, module in model.named_modules()

@@ -282,7 +282,10 @@ def _paired_source(node: Node) -> Node | None:
 
 
 def _before(node: Node, steps: tuple[tuple[Any, tuple[int, ...]], ...]) -> Node | None:
-    """The value to which these operations, the last one first, were applied; None = others were."""
+    """The value from which these operations compute the node; None = other operations do.
+
+    `steps` has the last operation first.
+    """
     for target, arguments in steps:
         source = node.args[0] if node.target == target and node.args[1:] == arguments else None
         if not isinstance(source, Node):

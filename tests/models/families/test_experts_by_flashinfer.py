@@ -175,6 +175,6 @@ def test_what_the_kernels_cannot_do_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError,
         match="flashinfer has one input for all experts of a token, and this model scales it for "
-        "each of 2; leave it at auto",
+        "each of 2 experts; leave it at auto",
     ):
         build(saved("llama4-two-experts", tmp_path / "llama4"))

@@ -213,7 +213,7 @@ def test_integers_of_more_than_4_bits_are_refused() -> None:
     values = torch.tensor([[-8, 7]], dtype=torch.int8)
     assert method.checked("weight", values, part)[1] is values
     for wrong in (-128, -9, 8, 127):
-        with pytest.raises(ValueError, match="not one of 4 bits"):
+        with pytest.raises(ValueError, match="does not fit into 4 bits"):
             method.checked("weight", torch.tensor([[0, wrong]], dtype=torch.int8), part)
 
 
