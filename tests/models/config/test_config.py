@@ -257,7 +257,7 @@ def test_dtype(settings: dict[str, Any], choice: DType, dtype: torch.dtype) -> N
             ["4 numbers in long_factor", "got 3"],
         ),
         ({"rope_scaling": {"type": "linear"}}, ["'linear'", "factor"]),
-        ({"rope_scaling": {"factor": 2.0}}, ["factor=2.0 without a rope_type"]),
+        ({"rope_scaling": {"factor": 2.0}}, ["rope_type='default' with factor=2.0"]),
         (
             {"rope_theta": 1e4, "rope_parameters": {"rope_theta": 1e6}},
             [
