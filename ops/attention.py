@@ -67,9 +67,8 @@ class AttentionSpec:
     dtype: torch.dtype  # the dtype of queries, keys, values and output
     device: torch.device
     cache_dtype: torch.dtype | None = None  # the KV cache's dtype; None = `dtype`
-    sliding_window: int = (
-        0  # tokens that a row sees, itself included; 0 = all; -C = see `paged_attention`
-    )
+    # Tokens that a row sees, itself included; 0 = all; -C = see `paged_attention`.
+    sliding_window: int = 0
     soft_cap: float = 0.0  # `logits = cap * tanh(logits / cap)`; 0 = none
     has_alibi: bool = False  # heads have slopes (ALiBi)
     has_sinks: bool = False  # each head has an attention sink: one more logit, without a key
@@ -197,8 +196,8 @@ class PlannedBackend(AttentionBackend, Protocol):
 
 _NAMES = tuple(name.value for name in AttentionBackendName if name is not AttentionBackendName.auto)
 # The backends that `auto` tries, for each type of device. triton comes before flashinfer for three
-# reasons. It captures mixed batches as well as decode, and needs no host work in a step. It takes
-# more head sizes and dtypes. Its kernels build in seconds, without a CUDA toolkit.
+# reasons. It needs no host work in a step, so one captured graph serves prefills and decodes in any
+# mix. It takes more head sizes and dtypes. Its kernels build in seconds, without a CUDA toolkit.
 _PREFERENCE = {"cpu": ("cpu", "reference"), "cuda": ("triton", "flashinfer", "reference")}
 _loaded: dict[str, AttentionBackend] = {}
 
@@ -373,6 +372,10 @@ def paged_attention(
 
     Returns:
         [T, Hq, Dv] in q's dtype, contiguous. Padding rows hold finite values of no meaning.
+
+    Raises:
+        ValueError: the backend refused an argument. The CPU kernel checks all shapes, dtypes and
+            strides, and all numbers of the metadata.
     """
     return _op(
         q,

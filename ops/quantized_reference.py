@@ -21,8 +21,9 @@ __all__ = (
     "quantized_rows_reference",
 )
 
-# The grids that are tried for groups of 4 bits, as in native/quantized/pack.cpp: symmetric groups
-# have these steps from zero to their extreme, asymmetric groups keep these parts of their range.
+# The grids that are tried for groups of 4 bits, as in ops/native/quantized/pack.cpp. The scale of a
+# symmetric group is its value of largest magnitude divided by one of _SPANS. An asymmetric group
+# keeps one of _PARTS of its range.
 _SPANS = (8.0, 7.0, 7.5, 8.5, 9.0)
 _PARTS = (1.0, 0.95, 0.9, 0.85)
 _LEAST = 2.0**-100  # a group whose activations are all smaller becomes zeros
@@ -96,6 +97,7 @@ def quantized_rows_reference(
     scales: str,
     kind: str,
 ) -> Tensor:
+    """`quantized_rows` in plain torch."""
     if bool(((ids < 0) | (ids >= out_features)).any()):
         raise ValueError(f"ids must be rows of the weight, 0 to {out_features - 1}, got {ids}")
     form = QuantFormat(bits, group_size, symmetric, scales, kind)
@@ -248,6 +250,7 @@ def _quantize_group(values: Tensor, form: QuantFormat) -> tuple[Tensor, Tensor, 
 def quantize_linear_reference(
     weight: Tensor, bits: int, group_size: int, symmetric: bool, scales: str, kind: str
 ) -> Tensor:
+    """`quantize_linear_weight` in plain torch."""
     form = QuantFormat(bits, group_size, symmetric, scales, kind)
     padded = pad(weight.float(), (0, 0, 0, -weight.shape[0] % PANEL))
     quantized = [_quantize_group(group, form) for group in padded.split(group_size, 1)]
@@ -268,7 +271,7 @@ def pack_quantized_reference(
     scale_dtype: str,
     kind: str,
 ) -> Tensor:
-    """`pack_quantized` in plain torch, group by group."""
+    """`pack_quantized_weight` in plain torch, group by group."""
     form = QuantFormat(bits, group_size, symmetric, scale_dtype, kind)
     rows = -values.shape[0] % PANEL
     padded = pad(values, (0, 0, 0, rows))

@@ -188,7 +188,7 @@ def rotate_heads(
 
 
 def join_heads(shared: Tensor, heads: Tensor) -> Tensor:
-    """Join the rotated elements that all heads of keys share with the elements of each head.
+    """Put the rotated elements, which all key heads share, in front of each head's own elements.
 
     This is the layout of keys in DeepSeek-V2 (arXiv:2405.04434).
 

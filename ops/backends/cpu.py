@@ -29,7 +29,7 @@ class CpuBackend:
     warm_up_seqs = (1,)
 
     def why_unsupported(self, spec: AttentionSpec) -> str | None:
-        """The reason, or None. A library that cannot be built is reported later, by its loading."""
+        """The reason, or None. If the library cannot be built, only `load` reports it."""
         if spec.device.type != "cpu":
             return f"it runs on the CPU, not on {spec.device.type}"
         if spec.dtype not in _DTYPES:

@@ -31,7 +31,7 @@ _DTYPES = (torch.float16, torch.bfloat16)
 
 
 def load_library() -> Library:
-    """FlashInfer itself.
+    """The parts of the installed FlashInfer that the backend calls.
 
     Raises:
         ImportError: it is not installed.
@@ -154,7 +154,7 @@ class FlashInferBackend:
         if plan is None:
             raise RuntimeError(
                 f"paged_attention: flashinfer has no plan {int(metadata.plan[0])}; call plan() of "
-                f"the planner from make_planner before the step, and none after its close()"
+                "the planner before each step, and run no step after close() of the planner"
             )
         wrapper = plan.wrapper(sliding_window, soft_cap)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)

@@ -44,6 +44,7 @@ class ReferenceBackend:
         alibi_slopes: Tensor | None,
         sinks: Tensor | None,
     ) -> Tensor:
+        """Do what `rotary_attention` of ops/fused/rotary_attention.py describes."""
         num_kv = k_cache.shape[1]
         heads = qkv.unflatten(1, (num_heads + 2 * num_kv, -1))
         queries_keys, v = heads.split_with_sizes((num_heads + num_kv, num_kv), 1)

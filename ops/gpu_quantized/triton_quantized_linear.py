@@ -6,9 +6,9 @@ Their sum is multiplied by the group's scale and added to the result, also in fl
 
 `few_rows_kernel` is for steps of at most 4 rows. It does not use matrix units: every weight is read
 and widened once and multiplied by all rows. `many_rows_kernel` gives the weights to the matrix
-units as the left operand. The rows of x are the right operand, whose smallest size is smaller, so a
-step of few rows needs less padding. If the result has too few tiles to fill the GPU, programs also
-divide K, and `add_parts_kernel` adds their sums in ascending order.
+units as the left operand, and the rows of x as the right one. The right operand may be narrower
+than the left one, so a step of few rows needs less padding. If the result has too few tiles to fill
+the GPU, programs also divide K, and `add_parts_kernel` adds their sums in ascending order.
 """
 
 from __future__ import annotations

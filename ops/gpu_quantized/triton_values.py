@@ -63,7 +63,8 @@ def factors_of(
 ):  # fmt: skip
     """Scales, and the zero points or minimums, in float32.
 
-    A zero point includes the format's offset. In a symmetric group it is that offset.
+    A zero point includes the format's offset. In a symmetric group it is that offset. Floats (e2m1,
+    e4m3) have the zero point 0.
     """
     size: tl.constexpr = factors.dtype.element_ty.primitive_bitwidth // 8
     place = base // size + column % _PANEL

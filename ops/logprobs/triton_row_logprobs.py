@@ -18,7 +18,7 @@ _CONSTANTS: dict[str, Any] = {"BLOCK": 4096, "BLOCK_W": 16, "num_warps": 8}
 
 @triton.jit(
     do_not_specialize=["vocab_size", "num_tokens"],
-    # A part of the ids may begin anywhere.
+    # The ids may be a slice of a tensor, whose address has any alignment.
     do_not_specialize_on_alignment=["token_ids"],
 )
 def _score_kernel(
@@ -71,6 +71,9 @@ def score_rows(logits: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor, Tenso
 
     Returns:
         (logprobs [R, W] float32, ranks [R] int64, totals [R] float32).
+
+    Raises:
+        ValueError: the logits are not float32, or their rows are not contiguous.
     """
     if logits.dtype != torch.float32 or logits.stride(-1) != 1:
         raise ValueError(

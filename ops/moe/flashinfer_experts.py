@@ -56,7 +56,7 @@ class Library(NamedTuple):
 
 @cache
 def load_library() -> Library:
-    """FlashInfer itself.
+    """The parts of the installed FlashInfer that the op calls.
 
     Raises:
         ImportError: it is not installed.
@@ -112,7 +112,7 @@ def _numbers(version_text: str) -> list[int]:
 
 
 def why_shape_unsupported(hidden_size: int, intermediate_size: int, activation: str) -> str | None:
-    """The reason the kernels cannot compute experts of this rank exactly, or None.
+    """The reason the kernels cannot compute the experts of this rank, or None.
 
     Args:
         hidden_size: D.
@@ -163,7 +163,8 @@ def flashinfer_experts(
         [T, D] in x's dtype. The results of both products are rounded to it, and the sum too.
 
     Raises:
-        ValueError: a weight is not contiguous, or one bias of two or the constants are missing.
+        ValueError: a weight is not contiguous, or only one bias is given, or `activation` and
+            `gate_constants` do not fit each other.
     """
     return _op(
         x,
@@ -190,7 +191,17 @@ def launch_experts(
     gate_constants: Tensor | None,
     activation: str,
 ) -> Tensor:
-    """The op by `library`; `activation` is this project's name of the function, such as `silu`."""
+    """The op by `library`.
+
+    Args:
+        library: FlashInfer, or what a test puts in its place.
+        x, ids, routing_weights, up_gate, up_gate_bias, down, down_bias, gate_constants: as for
+            `flashinfer_experts`.
+        activation: a value of `ACTIVATIONS`, such as `silu`, or `swigluoai`.
+
+    Raises:
+        ValueError: as for `flashinfer_experts`.
+    """
     _check(up_gate, up_gate_bias, down, down_bias, gate_constants, activation)
     out = x.new_empty((x.shape[0], down.shape[1]))
     if not len(x):
@@ -226,7 +237,8 @@ def _check(
     gate_constants: Tensor | None,
     activation: str,
 ) -> None:
-    # FlashInfer reads weights without their strides, and the other biases without a check.
+    # FlashInfer ignores the strides of weights. If it gets one bias, it reads the other without a
+    # check.
     if not (up_gate.is_contiguous() and down.is_contiguous()):
         raise ValueError(
             f"flashinfer_experts: weights with strides {up_gate.stride()} and {down.stride()} must "
@@ -235,7 +247,11 @@ def _check(
     if (up_gate_bias is None) != (down_bias is None):
         raise ValueError("flashinfer_experts: both biases must be given, or neither")
     if (activation == "swigluoai") != (gate_constants is not None):
-        raise ValueError(f"flashinfer_experts: {activation} and its constants do not fit")
+        given = "without" if gate_constants is None else "with"
+        raise ValueError(
+            "flashinfer_experts: gate_constants are for swigluoai, which needs them; got "
+            f"{activation} {given} them"
+        )
 
 
 def _on_cuda(*arguments: Any) -> Tensor:

@@ -69,6 +69,10 @@ def moe_linear(
 
     Returns:
         Without routing weights [T * k, N] in x's dtype; with them [T, N].
+
+    Raises:
+        ValueError: on CUDA, the rows of x or the weight are not contiguous. On other devices, an id
+            is not an expert.
     """
     return _moe_linear(x, ids, weight, bias, routing_weights, residual)
 

@@ -139,7 +139,11 @@ def moe_linear_on_cuda(
     routing_weights: Tensor | None,
     residual: Tensor | None,
 ) -> Tensor:
-    """`moe_linear` (ops/moe/moe_linear.py). Ids must be experts; they are not checked."""
+    """`moe_linear` (ops/moe/moe_linear.py). Ids must be experts; they are not checked.
+
+    Raises:
+        ValueError: the rows of x or the weight are not contiguous.
+    """
     num_tokens, slots = ids.shape
     num_experts, width, depth = weight.shape
     if x.stride(-1) != 1 or not weight.is_contiguous():

@@ -122,7 +122,11 @@ def launch_route(
     renormalize: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """`route` (ops/moe/routing.py) without groups of experts."""
+    """`route` (ops/moe/routing.py) without groups of experts.
+
+    Raises:
+        ValueError: the rows of the logits are not contiguous.
+    """
     num_tokens, num_experts = logits.shape
     ids = logits.new_empty((num_tokens, top_k), dtype=torch.int32)
     weights = logits.new_empty((num_tokens, top_k), dtype=torch.float32)

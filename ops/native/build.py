@@ -130,13 +130,15 @@ _DENSE = (
 )
 PARTS: dict[str, Part] = {
     # By name. A decoder with one dtype for weights and cache calls no other kernels of `core`,
-    # unless it has experts, several ranks or a draft model. Their bits are those of `core`.
+    # unless it has experts, several ranks or a draft model. The kernels of a part compute the same
+    # bits as those of `core`.
     "core-bfloat16": Part("core", 2, _DENSE),
     "core-float32": Part("core", 1, _DENSE),
 }
 REMEDY = "install g++ or set graphs.attention=reference graphs.pack_weights=false"
-# -ffp-contract=off: a row's arithmetic must not depend on which loop the compiler fused. Kernels
-# that need a fused multiply-add call it by name.
+# -ffp-contract=off: the compiler must not turn products and sums into fused multiply-adds in some
+# loops and not in others, because a row's bits must not depend on the loop that computes it.
+# Kernels that need a fused multiply-add call it by name.
 _FLAGS = (
     "-std=c++20",
     "-O2",  # -O3 is not faster, and takes a third longer to compile at a first start
@@ -162,7 +164,8 @@ def build(library: str, isa: str) -> Path:
     Several processes and threads may call this at the same time: one builds, the others wait.
 
     Raises:
-        NativeBuildError: no compiler was found, or it failed, or the cache cannot be written.
+        NativeBuildError: no compiler was found, or it failed, or the cache cannot be written, or
+            compiled code must not run from its file system.
     """
     directory = _directory(library, isa)
     try:
@@ -304,7 +307,11 @@ def _torch_directory() -> Path:
 
 
 def find_compiler() -> str:
-    """The compiler that Inductor would use for its own C++."""
+    """The compiler that Inductor would use for its own C++.
+
+    Raises:
+        NativeBuildError: it is not installed.
+    """
     name = cxx()
     found = shutil.which(name)
     if found is None:

@@ -87,10 +87,9 @@ class CpuGraph:
         self._replay.restype = ctypes.c_char_p
         self._replay.argtypes = _REPLAY_ARGUMENTS
         self._graph = ctypes.c_void_p(self._library.ostinato_graph_new())
-        self._constants: dict[
-            int, tuple[Slot, Tensor]
-        ] = {}  # kept alive: the graph holds their addresses
-        self._libraries: list[CompiledLibrary] = []  # kept alive too
+        # Kept alive, because the graph holds addresses in them.
+        self._constants: dict[int, tuple[Slot, Tensor]] = {}
+        self._libraries: list[CompiledLibrary] = []
 
     def __del__(self) -> None:
         if hasattr(self, "_graph"):
@@ -125,7 +124,7 @@ class CpuGraph:
         )
 
     def call(self, op: torch._ops.OpOverload, arguments: Sequence[object]) -> list[Slot]:
-        """Call an op with a C++ kernel; returns its results.
+        """Record a call of an op with a C++ kernel; returns the slots of its results.
 
         The arguments are in the schema's order. Tensors among them are given as slots.
 
@@ -152,7 +151,7 @@ class CpuGraph:
         return list(range(first, first + num_results))
 
     def call_compiled(self, library: CompiledLibrary, inputs: Sequence[Slot]) -> list[Slot]:
-        """Call a compiled library; returns its outputs."""
+        """Record a call of a compiled library; returns the slots of its outputs."""
         self._libraries.append(library)
         first = self._library.ostinato_graph_compiled(
             self._graph,
@@ -213,7 +212,7 @@ class CpuGraph:
             out: contiguous, of the result's shape.
 
         Raises:
-            ValueError: a kernel refused its arguments.
+            ValueError: a call failed, for instance because a kernel refused its arguments.
         """
         failure = self._replay(
             self._graph,

@@ -111,6 +111,7 @@ def load(name: str, isa: str | None = None) -> NativeLibrary:
     Raises:
         ValueError: `name` is unknown, or `isa` is unknown or not supported by this processor.
         NativeBuildError: the library cannot be built, or does not load.
+        RuntimeError: the library does not fit this package (abi.py).
     """
     namespace = "ostinato" if isa is None else f"ostinato_{isa}"
     with _loading:
@@ -122,8 +123,8 @@ def load(name: str, isa: str | None = None) -> NativeLibrary:
 def load_part(part: str) -> NativeLibrary:
     """Load a part of a library for `torch.ops.ostinato`. Build it if it was never built here.
 
-    The whole library is loaded in its place if that is loaded or compiled already, or if another
-    part of it is loaded. So a process with several models has the kernels of all of them.
+    The whole library is loaded in its place if it is loaded or compiled already, or if another part
+    of it is loaded. So a process with several models has the kernels of all of them.
 
     Args:
         part: one of PARTS.
@@ -148,7 +149,11 @@ def load_part(part: str) -> NativeLibrary:
 
 
 def load_core(dtype: torch.dtype) -> None:
-    """Load the library "core", unless it or a part of it with kernels for this dtype is loaded."""
+    """Load the library "core", unless it or a part of it with kernels for this dtype is loaded.
+
+    Raises:
+        NativeBuildError: it cannot be built, or does not load.
+    """
     if (f"core-{str(dtype).removeprefix('torch.')}", "ostinato") not in _loaded:
         load("core")
 

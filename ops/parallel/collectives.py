@@ -5,10 +5,11 @@ result, all ranks of the group call one of these ops, with values of equal shape
 
 The group is an argument of the ops: [1] int64 on the CPU, the handle of a `ParallelGroup`
 (group.py) or of a `DistributedGroup` (distributed_group.py). So one compiled program serves every
-rank. The exchange is a constant of the program, because each exchange has ops of its own.
+rank. Shared memory and torch.distributed have ops of their own. So a program is compiled for one of
+the two.
 
 In shared memory the parts are added in the order of the ranks' numbers, whatever the timing and the
-size. So the bits of a token depend neither on other tokens nor on which rank came first, and they
+size. So the bits of a token depend neither on other tokens nor on which rank was first, and they
 are equal on all ranks. These kernels are ops/native/collectives/collectives.cpp, and run on CPUs
 only.
 

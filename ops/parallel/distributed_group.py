@@ -87,7 +87,7 @@ class DistributedGroup:
         """Connect to the other ranks, which call this too. It makes the communicator.
 
         Raises:
-            GroupEndedError: a rank has ended, or does not come.
+            GroupEndedError: a rank has ended, or does not connect in time.
         """
         with self._explained():
             store = _dist.FileStore(f"/proc/self/fd/{self._fd}", -1)

@@ -4,11 +4,11 @@ The values are in unnamed shared memory, in slots that are used in turn. Message
 which slots are full and which are free again. So a waiting stage uses no processor time, and it
 notices at once if the process of the neighbouring stage ends.
 
-Both ends know how many tokens each step has, because both build the same batch. The receiver reads
-the slot in place, without a copy.
+A message does not contain the step's number of tokens. Both stages build the same batch, so the
+receiver has this number. It reads the slot in place, without a copy.
 
-If a head drafts for the model, the hidden states that enter some of the layers go along, each as
-large as the hidden states of the stage. Both ends know their number.
+If the model has a draft head that reads the inputs of some layers, these hidden states are sent
+too. Each is as large as the hidden states of the stage. Both ends are set to the same number.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _PAGE = mmap.PAGESIZE
 
 
 class HandoffEndedError(ConnectionError):
-    """The process of the stage beside this one has ended, or one of the two was told to end."""
+    """The process of the stage beside this one has ended, or `abort` was called at one end."""
 
 
 class HiddenShape(NamedTuple):
@@ -47,7 +47,7 @@ class HiddenShape(NamedTuple):
     num_tokens: int
     size: int  # values of a token in each state
     dtype: torch.dtype
-    num_states: int = 1  # hidden states of a token: those of the stage, and those of a head
+    num_states: int = 1  # hidden states of a token: that of the stage, and those for a draft head
 
     @property
     def slot_bytes(self) -> int:

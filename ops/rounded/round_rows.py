@@ -20,7 +20,7 @@ __all__ = ("LARGEST", "LEAST", "InputScales", "round_rows")
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 """The 8-bit types and their largest numbers."""
 LEAST = 1e-10
-"""Largest magnitudes below this count as this number, so that no scale is zero."""
+"""A largest magnitude below this number counts as this number, so that no scale is zero."""
 
 
 class InputScales(StrEnum):

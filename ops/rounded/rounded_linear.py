@@ -84,7 +84,8 @@ def rounded_moe_linear(
     """`moe_linear` (ops/moe/moe_linear.py) with 8-bit weights and activations.
 
     Args:
-        x, ids, bias, routing_weights, residual: as for `moe_linear`; x is also float16.
+        x, ids, bias, routing_weights, residual: as for `moe_linear`; x is float32, bfloat16 or
+            float16.
         weight: [experts, N, K] float8_e4m3fn or int8.
         scales: [experts, groups, N] float32.
         input_scale: [experts, n] float32; with `static` the largest of these is the scale of x.

@@ -241,7 +241,7 @@ def check_operands(x: Tensor, weight: Tensor, scales: Tensor, operands: Operands
         raise ValueError(f"x has strides {x.stride()}; its rows must be contiguous")
     size = operands.group_size
     if operands.groups > 1 and (size < 32 or size & (size - 1)):
-        raise ValueError(f"groups have {size} columns; it must be a power of two of at least 32")
+        raise ValueError(f"groups have {size} columns, not a power of two of at least 32")
     expected = (operands.out_features, operands.in_features)
     if tuple(weight.shape[-2:]) != expected or not weight.is_contiguous():
         raise ValueError(
@@ -277,7 +277,10 @@ def rounded_linear_on_cuda(
     operands = Operands(len(weight), in_features, group_size, inputs, weight.dtype)
     check_operands(x, weight, scales, operands)
     if residual is not None and residual.stride(-1) != 1:
-        raise ValueError(f"rounded_linear: the residual has strides {residual.stride()}")
+        raise ValueError(
+            f"rounded_linear: the residual has strides {residual.stride()}; its rows must be "
+            "contiguous"
+        )
     dtype = torch.float32 if float32_output else x.dtype
     out = x.new_empty((num_rows, len(weight)), dtype=dtype)
     if num_rows == 0:

@@ -23,15 +23,13 @@ __all__ = (
     "uniform_number",
 )
 
-# For top-p, and for a top-k of at most this number, this many of the likeliest tokens are looked
-# at. If they do not suffice, the whole vocabulary is sorted.
+# For top-p, for min-p and for a top-k of at most this number, this many of the likeliest tokens are
+# looked at. If they do not suffice, the whole vocabulary is sorted.
 MAX_CANDIDATES = 512
 
 
 def uniform_number(seed: int, position: int) -> float:
-    """A number in [0, 1) that depends on the seed and the position only (a keyed counter
-    generator).
-    """
+    """A number in [0, 1) that depends on the seed and the position only, not on earlier calls."""
     digest = hashlib.blake2b(struct.pack("<qq", seed, position), digest_size=8).digest()
     return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
 
@@ -159,10 +157,14 @@ def _draw_ordered(
     top_p: Tensor,
     min_p: Tensor,
 ) -> Tensor:
-    """One id of each row of [R, W] candidates, likeliest first; overwrites `mass`, float64.
+    """Draw one id of each row.
 
-    `limited` [R] is true if top-k leaves less than the vocabulary. The remaining likelihoods are
-    then divided by their sum before top-p.
+    Args:
+        mass: [R, W] float64, the likelihoods of the candidates, greatest first; overwritten.
+        ids: [R, W] int64, the candidates.
+        limited: [R] bool, whether top-k leaves less than the vocabulary. The remaining likelihoods
+            are then divided by their sum before top-p.
+        uniforms, top_k, top_p, min_p: as for `sample_filtered`.
     """
     rank = torch.arange(mass.shape[-1], device=mass.device)
     mass.masked_fill_(rank >= top_k[:, None], 0.0)

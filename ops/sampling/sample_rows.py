@@ -136,7 +136,7 @@ def _plain_sample_tokens(logits: Tensor, inputs: Tensor) -> Tensor:
         where = (rows.paths == float(path)).nonzero().squeeze(-1)
         if len(where):
             chosen = SampleInputs(*(column[where] for column in rows))
-            token_ids[where] = _in_chunks(_ASKING[path], logits, chosen, where)
+            token_ids[where] = _in_chunks(_WAITING[path], logits, chosen, where)
     return token_ids
 
 
@@ -182,7 +182,7 @@ _STATIC: dict[SamplePath, _Draw] = {
     SamplePath.narrow: _narrow,
     SamplePath.wide: _sorted,
 }
-_ASKING = _STATIC | {SamplePath.wide: _filtered}
+_WAITING = _STATIC | {SamplePath.wide: _filtered}  # these may wait for the device
 
 
 def _in_chunks(

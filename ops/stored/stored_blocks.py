@@ -25,13 +25,15 @@ __all__ = ("BLOCK_LAYOUTS", "BlockLayout", "block_values", "pack_blocks")
 class BlockLayout(NamedTuple):
     """Where the integers of a block of a GGUF file lie."""
 
-    values: int  # in a block
-    low: int  # the byte where their low halves begin
-    chunk: int  # bytes that hold values in their low halves, the next in the high; 0 = whole bytes
-    high: int = 0  # the byte where further bits begin
-    high_bits: int = 0  # of a value
-    least: int = 0  # what is subtracted from an integer
-    is_e2m1: bool = False  # the halves are floats of 4 bits; the integers are twice their values
+    values: int  # the number of integers in a block
+    low: int  # the byte where the low 4 bits of the integers begin
+    # This many bytes hold this many integers in their low 4 bits, and the next integers in their
+    # high 4 bits. 0 = an integer is a whole byte.
+    chunk: int
+    high: int = 0  # the byte where the bits above the low 4 begin
+    high_bits: int = 0  # how many of these bits an integer has
+    least: int = 0  # what GGUF subtracts from an integer
+    is_e2m1: bool = False  # the 4 bits are a float; the integer is twice its value, plus 12
 
 
 BLOCK_LAYOUTS = {
@@ -72,10 +74,16 @@ def pack_blocks(
 ) -> Tensor:
     """`pack_quantized_weight` of the integers of blocks, which are never in memory as a whole.
 
+    Builds and loads the native library on first use.
+
     Args:
         blocks: [blocks, bytes] uint8, contiguous; each row of the matrix has equally many.
         type_name, added: as for `block_values`.
         scales, zeros, form: as for `pack_quantized_weight`.
+
+    Raises:
+        ValueError: a shape or dtype is not as above.
+        NativeBuildError: the kernels cannot be built here.
     """
     load("quantized")
     return _pack_blocks(blocks, type_name, added, scales, zeros, *form)
@@ -98,7 +106,7 @@ def _block_values_reference(blocks: Tensor, type_name: str, added: int) -> Tenso
 
 
 def _planes(packed: Tensor, layout: BlockLayout) -> Tensor:
-    """The further bits of each value."""
+    """The bits above the low 4 of each integer."""
     shifts = range(0, 8, layout.high_bits)
     pieces = packed.reshape(len(packed), -1, min(32, packed.shape[1]))
     planes = torch.stack([pieces >> s & ((1 << layout.high_bits) - 1) for s in shifts], 2)

@@ -33,7 +33,8 @@ __all__ = (
 )
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-"""For each position in a word of AWQ, from the lowest bits up: the output of its integer."""
+"""For each position in a word of AWQ, from the lowest bits up: the output to which its integer
+belongs."""
 
 
 class Packing(StrEnum):
@@ -67,8 +68,9 @@ def pack_stored(
 ) -> None:
     """Write rows of a quantised weight, as `pack_quantized_weight` would.
 
-    Columns of the weight's panels that follow the rows become zero. So the parts of a matrix must
-    be written in the order of their rows. After the last part the whole weight has been written.
+    A panel has 32 rows of the matrix. In the last panel, the rows after the written rows become
+    zero. So the parts of a matrix must be written in the order of their rows. After the last part
+    the whole weight has been written.
 
     Builds and loads the native library on first use.
 

@@ -95,8 +95,8 @@ def test_memory_of_the_call_before_has_no_effect() -> None:
     ("starts", "head_dim", "message"),
     [
         ([1, 3, 7], 16, "query_start_loc must begin with 0"),
-        ([0, 5, 3], 16, "must rise and stay within 7 tokens, sequence 1"),
-        ([0, 5, 9], 16, "must rise and stay within 7 tokens, sequence 1"),
+        ([0, 5, 3], 16, "must not fall, and must stay within 7 tokens, sequence 1"),
+        ([0, 5, 9], 16, "must not fall, and must stay within 7 tokens, sequence 1"),
         ([0, 3, 7], 264, "head_dim must be from 1 to 256, got 264"),
     ],
 )

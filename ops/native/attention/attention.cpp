@@ -29,7 +29,7 @@ void check_metadata(const Problem& p, int64_t table_width) {
     const int64_t queries = p.query_start_loc[seq + 1] - p.query_start_loc[seq];
     const int64_t length = p.seq_lens[seq];
     OSTINATO_CHECK(queries >= 0 && p.query_start_loc[seq + 1] <= p.num_tokens,
-                   "paged_attention: query_start_loc must rise and stay within " +
+                   "paged_attention: query_start_loc must not fall, and must stay within " +
                        std::to_string(p.num_tokens) + " tokens, sequence " + std::to_string(seq));
     if (queries == 0) continue;
     OSTINATO_CHECK(queries <= length && length <= table_width * p.block_size,

@@ -35,7 +35,7 @@ int64_t longest_of(const int32_t* starts, int64_t num_seqs, int64_t num_tokens) 
   int64_t longest = 0;
   for (int64_t seq = 0; seq < num_seqs; ++seq) {
     OSTINATO_CHECK(starts[seq] <= starts[seq + 1] && starts[seq + 1] <= num_tokens,
-                   "encoder_attention: query_start_loc must rise and stay within " + std::to_string(num_tokens) +
+                   "encoder_attention: query_start_loc must not fall, and must stay within " + std::to_string(num_tokens) +
                        " tokens, sequence " + std::to_string(seq));
     longest = std::max<int64_t>(longest, starts[seq + 1] - starts[seq]);
   }

@@ -18,7 +18,8 @@ constexpr int kRowsPerItem = 128;    // query rows that share a tile in cache
 constexpr double kTileCost = 2.0;    // fetching a key and a value costs as much as computing this many rows with them
 constexpr double kWorkerCost = 5e4;  // multiply-adds for which waking a thread pays
 constexpr int kScaleBytes = 4;       // the scale of a token in a cache of 8 bits
-constexpr int kItemsPerWorker = 4;   // an item is at most 1 / kItemsPerWorker of a worker's part
+// Tiles are cut into items of at most 1 / kItemsPerWorker of a worker's part, but not below one partition.
+constexpr int kItemsPerWorker = 4;
 
 struct Cache {  // within a head's part of a block: groups, see tile.h
   char* data;
@@ -32,7 +33,9 @@ struct Rows {
 
 struct Problem {
   int64_t num_tokens, num_seqs, num_blocks;
-  int num_heads, num_kv_heads, group, block_size, element_bytes;
+  int num_heads, num_kv_heads;
+  int group;  // query heads for each kv head
+  int block_size, element_bytes;
   int head_dim;         // elements of a head of queries and keys
   int value_dim;        // elements of a head of values and of the output
   bool has_byte_cache;  // keys and values of 8 bits with scales

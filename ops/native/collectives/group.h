@@ -36,7 +36,7 @@ namespace ostinato::collectives {
 constexpr int kMaxRanks = 32;
 constexpr int64_t kHeaderBytes = 4096;
 
-// The beginning of the segment. segment.py writes the first three fields, and knows where the others are.
+// The beginning of the segment. segment.py writes the first three fields, and has the offsets of the others.
 struct Header {
   uint32_t magic, world, slot_bytes;
   alignas(64) std::atomic<uint32_t> aborted;  // 1 = all waits of all ranks end with an error
@@ -54,7 +54,7 @@ class Group {
  public:
   using Clock = std::chrono::steady_clock;
 
-  // notify: an eventfd that is told of each piece of this rank; -1 = all ranks are on this machine.
+  // notify: an eventfd that is signalled after each piece of this rank; -1 = all ranks are on this machine.
   Group(void* memory, int64_t bytes, int rank, std::chrono::microseconds spin, std::chrono::milliseconds timeout,
         int notify)
       : header_(static_cast<Header*>(memory)), bytes_(bytes), rank_(rank), spin_(spin), timeout_(timeout),
@@ -110,7 +110,7 @@ class Group {
     if (own.num_sleeping.load() != 0) wake(own.published);
     if (notify_ < 0) return;
     const uint64_t one = 1;
-    if (::write(notify_, &one, sizeof one) != sizeof one) fail("the bridge to other machines cannot be told of a piece");
+    if (::write(notify_, &one, sizeof one) != sizeof one) fail("the eventfd of the bridge to other machines cannot be written");
   }
 
   void wait_for(int rank) {
@@ -133,7 +133,7 @@ class Group {
       if (header_->aborted.load() != 0) fail("the group of ranks was ended while rank " + std::to_string(rank) + " was awaited");
       if (Clock::now() - begin > timeout_) {
         abort();
-        fail("rank " + std::to_string(rank) + " of " + std::to_string(world()) + " did not come within " +
+        fail("rank " + std::to_string(rank) + " of " + std::to_string(world()) + " did not join the exchange within " +
              std::to_string(timeout_.count()) + " ms");
       }
       sleep_on(peer.published, seen);

@@ -1,4 +1,4 @@
-// Memory that its owner frees. The header <memory> would take a quarter of a second to parse.
+// Aligned memory that the destructor of its owner frees. The header <memory> would take a quarter of a second to parse.
 #pragma once
 
 #include <cstddef>

@@ -31,7 +31,7 @@ inline Registers& registers() {
 // fails here too.
 inline Tile& tile(int index) {
   Registers& all = registers();
-  if (!all.configured || all.tiles[index].rows == 0) throw std::logic_error("a tile register is used that has no shape");
+  if (!all.configured || all.tiles[index].rows == 0) throw std::logic_error("a tile register without a shape is used");
   return all.tiles[index];
 }
 
@@ -85,10 +85,10 @@ inline float widen(const unsigned char* bfloat16) {
   return flush(x);
 }
 
-// a * b + c with one rounding to nearest even. The result is zero if it is subnormal before it is rounded to the
-// spacing of subnormal numbers. That rounding can give the smallest normal number, and the result then does not show
-// whether the exact value was smaller. So the product is computed again with scaled arguments, of which none is
-// subnormal.
+// a * b + c with one rounding to nearest even. The processor rounds to 24 bits and returns zero if the rounded value is
+// below 2**-126, the smallest normal number. std::fma rounds such a value to the spacing of subnormal numbers, and can
+// return 2**-126. So if the result is 2**-126 or less, it is computed again with arguments scaled by powers of two. There
+// the values near 2**-126 are far from the subnormal numbers.
 inline float fused(float a, float b, float c) {
   const float x = std::fma(a, b, c);
   if (!(std::fabs(x) <= 0x1p-126f)) return x;

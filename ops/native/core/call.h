@@ -32,8 +32,7 @@ static_assert(sizeof(Argument) == 32 && offsetof(Argument, integer_value) == 8 &
 class Call {
  public:
   explicit Call(StableIValue* stack) : threads_(Threads::of_caller()), stack_(stack) {}
-  // `slots[i]` is the i-th tensor of the graph.
-  // Results go to the slots from `result` on.
+  // `slots[i]` is the i-th tensor of the graph. Results go to the slots from `result` on.
   Call(const Argument* arguments, std::deque<OwnedTensor>& slots, Arena& arena, int64_t result, const Threads& threads)
       : threads_(threads), arguments_(arguments), slots_(&slots), arena_(&arena), result_(result) {}
   Call(const Call&) = delete;

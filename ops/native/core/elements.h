@@ -1,7 +1,8 @@
 // The element types that a library has kernels for.
 //
-// A model has one type of activations, weights and cache. At a first start only the kernels for that type are compiled
-// (build.py). OSTINATO_ELEMENTS is the sum of the bits below. Without it, a library has the kernels for all types.
+// A dense decoder usually has one type of activations, weights and cache. At its first start only the kernels for that
+// type are compiled (PARTS in build.py). OSTINATO_ELEMENTS is the sum of the bits below. Without it, a library has the
+// kernels for all types.
 #pragma once
 
 #define OSTINATO_FLOAT32 1

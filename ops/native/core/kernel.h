@@ -27,7 +27,7 @@ struct Registration {
     ostinato::Call call(stack);                                          \
     registration_of_##name.kernel.load(std::memory_order_relaxed)(call); \
   }                                                                      \
-  static_assert(true)  // so that a semicolon follows
+  static_assert(true)  // needs a semicolon after the macro
 
 // The same, with a separate function for torch's dispatcher. It calls the kernel of `registration_of_<name>`.
 #define OSTINATO_BOXED_KERNEL(name, boxed, function) \

@@ -389,9 +389,9 @@ OSTINATO_INLINE F32 load_8(const T* p) {
 
 // ---- built from the above --------------------------------------------------------------------------------
 
-// 2 ** x for x <= 120, relative error below 2e-7, exactly 1 at 0 and exactly 0 at and below -127 with AVX2
-// and narrower, below -150 with AVX-512. The polynomial is the minimax one of degree 5 on [-0.5, 0.5] with
-// its constant term fixed to 1.
+// 2 ** x for x <= 120. The relative error is below 2e-7 from -126 on. The result is exactly 1 at 0. It is exactly 0 at
+// and below -150 with AVX-512, and at and below -127 with other vectors. The polynomial is the minimax one of degree 5
+// on [-0.5, 0.5] with its constant term fixed to 1.
 OSTINATO_INLINE F32 exp2(F32 x) {
 #if OSTINATO_ISA >= 2
   x = max(x, broadcast(-150.0f));

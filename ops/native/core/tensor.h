@@ -99,7 +99,7 @@ struct OwnedTensor {
   int64_t strides[kMaxRank];
 };
 
-// Address, sizes, strides and dtype of a tensor of torch's.
+// Address, sizes, strides and dtype of a torch tensor.
 inline Tensor describe(AtenTensorHandle handle) {
   Tensor tensor;
   int64_t* sizes;

@@ -2,8 +2,8 @@
 //
 // In memory, 16 steps of a panel (two values of K each) are two tiles B side by side, whose rows of 16 columns are 128
 // bytes apart. A tile A is 16 rows of activations with 32 values of K. One or two blocks of 16 rows are multiplied at a
-// time, and two or four tiles C hold their sums. If many blocks share a panel, K is walked in parts, each for all
-// blocks, so that the part of the panel stays in the first level cache.
+// time, and two or four tiles C hold their sums. If more than two blocks share a panel, K is cut into passes
+// (kPassTiles). A pass is computed for all blocks, so that its weights stay in the first level cache.
 //
 // Order of a sum: K is cut at multiples of 32. In each part, the products with even k are summed from zero in ascending
 // order, and so are those with odd k. The two sums are added, and their sum is added to the result. Every step is rounded to
@@ -18,10 +18,10 @@ namespace ostinato::linear {
 
 constexpr int kTileSteps = 16;  // steps of two values of K
 constexpr int64_t kTileValues = 2 * kTileSteps;
-constexpr int kTileSize = kTileSteps * kPanel;             // units of a panel's tiles B
+constexpr int kTileSize = kTileSteps * kPanel;             // four-byte units of a pair of tiles B
 constexpr int64_t kTileGroupBytes = 1 << 20;               // packed activations of a group of rows: half of a 2 MiB cache
 constexpr int64_t kPassTiles = 8;                          // tiles of K at a time if a panel serves many blocks: 16 KiB
-constexpr int kLines = kTileSize / 16;                     // cache lines of 64 bytes in a panel's tiles B
+constexpr int kLines = kTileSize / 16;                     // cache lines of 64 bytes in a pair of tiles B
 
 // The rows [0, rows) cut into blocks of one tile A each. All blocks except the last have the same height. Groups of
 // blocks have nearly equal sizes.

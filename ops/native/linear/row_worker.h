@@ -7,7 +7,8 @@
 
 namespace ostinato::linear {
 
-constexpr int64_t kStepsPerPass = 512;         // steps of K at a time, hence terms that one float sums
+// Steps of K in a pass. A pass is summed from zero, and then added to the sums of the earlier passes.
+constexpr int64_t kStepsPerPass = 512;
 
 // Copies `rows` rows into the order in which a tile reads them. If K is odd, its missing last value is zero.
 template <class Kind>

@@ -165,7 +165,8 @@ void route(Call& call) {
   const int64_t experts = logits.sizes[1];
   OSTINATO_CHECK(groups >= 1 && experts % groups == 0 && top_groups >= 1 && top_groups <= groups && group_top >= 1 &&
                      group_top <= experts / groups,
-                 "groups must divide the experts, and hold as many of them as are summed");
+                 "num_groups must divide the number of experts, top_groups must be 1 to num_groups, and group_top "
+                 "must be 1 to the number of experts of a group");
   OSTINATO_CHECK(top_k >= 1 && top_k <= top_groups * (experts / groups),
                  "top_k must be 1 to the number of experts of the chosen groups");
   OSTINATO_CHECK(!bias.exists() || (bias.dtype == DType::float32 && bias.dim == 1 && bias.sizes[0] == experts &&

@@ -10,10 +10,11 @@
 
 namespace ostinato::linear {
 
-// A block of kBytes with kValues integers. The low halves of the integers begin at byte kLow: kChunk bytes have those
-// of kChunk integers in their own low halves, and those of the next kChunk in their high halves. kChunk == 0: the
-// integers are bytes with a sign. Another kHighBits bits of each integer begin at byte kHigh. kIsE2m1: the integers are
-// floats of 4 bits, which become twice their value plus 12.
+// Unpacks blocks `begin` to `end`, and adds `added` to each integer. A block has kBytes bytes and kValues integers. The
+// low 4 bits of the integers begin at byte kLow: kChunk bytes hold kChunk integers in their low 4 bits, and the next
+// kChunk integers in their high 4 bits. If kChunk is 0, the integers are bytes with a sign, to which 128 is added.
+// Another kHighBits bits of each integer begin at byte kHigh. If kIsE2m1 is set, the 4 bits are floats, which become
+// twice their value plus 12.
 template <int kBytes, int kValues, int kLow, int kChunk, int kHigh, int kHighBits, bool kIsE2m1 = false>
 void unpack(const uint8_t* blocks, int64_t begin, int64_t end, uint8_t added, uint8_t* out) {
   for (int64_t block = begin; block < end; ++block) {
@@ -79,6 +80,5 @@ inline const BlockType& block_type(const std::string& name, const Tensor& blocks
                  "blocks must be a contiguous matrix of bytes, one block a row");
   return *type;
 }
-
 
 }  // namespace ostinato::linear

@@ -1,8 +1,8 @@
 // The op quantize_linear, which quantises a matrix into the layout of layout.h.
 //
 // A grid maps the values of a group to integers. For each group a few grids are tried, which clip its extremes more or
-// less. The grid with the least squared error is taken. Scales are rounded to bfloat16 away from zero, so that they
-// clip no value. Sums run over a row's values in order, so that every instruction set, and the reference in
+// less. The grid with the least squared error is taken. Scales are rounded to bfloat16 away from zero, so that this
+// rounding clips no value. Sums run over a row's values in order, so that every instruction set, and the reference in
 // ops/quantized_reference.py, choose the same grid.
 #include "linear/tasks.h"
 #include "linear/transpose.h"

@@ -19,13 +19,14 @@ enum class StoredPacking { bytes, rows, columns, awq };
 
 // The arguments of pack_stored that describe what is stored.
 struct StoredPart {
-  Tensor values;  // the sizes below are those of the weight's rows
+  Tensor values;  // words or bytes, in a shape that depends on the packing
   Tensor scales;  // [rows, stored groups]
   Tensor zeros;   // [rows, stored groups] int32, or none
   const int32_t* order;
   StoredPacking packing;
   uint32_t flipped;  // bits that are inverted in each word: an integer with a sign becomes one without
-  int64_t first_row, rows, in_features, group_columns;
+  int64_t first_row, rows, in_features;  // of the weight
+  int64_t group_columns;                 // columns of a stored group
   int bits;  // of a stored value: 8 for the packing `bytes`, otherwise those of the format
 
   int64_t per_word() const { return 32 / bits; }
@@ -235,7 +236,8 @@ int64_t begin_unit(const StoredPart& part, const PanelRows& rows, const Quantize
   return offset + shape.format.header_bytes() + unit % group_units * 2 * shape.format.step_bytes();
 }
 
-// Calls action(begin, size) for each run of bytes of a panel that belong to its 32 columns, one after the other.
+// Calls action(begin, size) for each run of bytes of a panel. A run has equally many bytes of each of the 32 columns,
+// one column after the other.
 template <class Action>
 void for_each_run(const QuantizedShape& shape, const Action& action) {
   const QuantFormat& format = shape.format;

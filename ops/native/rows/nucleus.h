@@ -140,10 +140,11 @@ class Nucleus {
     for (int bucket = 0; bucket < Buckets::kCount; ++bucket) total_ += buckets_.mass(bucket);
   }
 
-  // Whether no likelihood is so near to `least` that a rounding error decides if it counts.
+  // False if the buckets are not valid, or if a likelihood is so near to `least` that a rounding error decides whether
+  // it counts.
   bool is_certain() const { return is_certain_; }
   double total() const { return total_; }
-  // More than twice the rounding of a sum of the row in any order.
+  // More than twice the rounding error of a sum of the row in any order.
   double margin() const { return total_ * static_cast<double>(count_ + Buckets::kCount) * 4e-16; }
 
   // The token with which the running sum passes the border. Nothing if the sum never passes it, or if rounding could

@@ -123,7 +123,7 @@ class Row {
       const float* from = chunk(c);
       const int64_t size = std::min<int64_t>(kChunk, count_ - first);
       for (int64_t i = 0; i < size; ++i) {
-        // Several values may equal the threshold; only the first of them are wanted.
+        // Several values may equal the threshold; only the first of them are taken.
         if (from[i] > threshold || (from[i] == threshold && num_equal++ < wanted)) {
           found.push_back({from[i], static_cast<int32_t>(first + i)});
         }

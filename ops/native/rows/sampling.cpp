@@ -31,7 +31,8 @@ struct Parameters {
   double top_p, min_p, uniform;
 };
 
-// Puts into `kept` the likelihoods, relative to the first, of the leading candidates that pass the filters.
+// Puts into `kept` the likelihoods, relative to the first, of the leading candidates that pass the filters. `total` is
+// the sum of the likelihoods of all tokens that top-k leaves.
 //
 // Returns true if a filter decided which candidate is the last, and false if the candidates ended first.
 bool filter(const std::vector<Candidate>& candidates, const Parameters& p, double total, std::vector<double>& kept) {
@@ -50,7 +51,7 @@ bool filter(const std::vector<Candidate>& candidates, const Parameters& p, doubl
 // Finds the token of draw_filtered without a sort, for rows without top-k. Returns nothing if the order of a floating
 // point sum could change the token.
 //
-// `total`: the sum of the row's likelihoods, as for `filter`.
+// `total` is the sum of the row's likelihoods, as for `filter`.
 std::optional<int64_t> draw_selected(const Row& row, const Parameters& p, double total) {
   constexpr double kLeast = 1e-290;  // smaller likelihoods change no sum, because the largest likelihood is 1
   const Nucleus nucleus(row.logits(), row.count(), row.most(), p.temperature, std::max(p.min_p, kLeast));

@@ -113,7 +113,7 @@ def test_a_rank_that_does_not_come_is_named() -> None:
     ranks.send(SUM, [0, 1])
     errors = {error for _, error, _ in ranks.answers([0, 1])}
     # The first rank that gives up ends the wait of the other.
-    assert any("rank 2 of 3 did not come within 300 ms" in error for error in errors)
+    assert any("rank 2 of 3 did not join the exchange within 300 ms" in error for error in errors)
     assert all("rank 2" in error for error in errors)
     ranks.close()
 
