@@ -59,8 +59,8 @@ def quantize_linear_weight(weight: Tensor, form: QuantFormat) -> Tensor:
     Builds and loads the native library on first use.
 
     Raises:
-        ValueError: `why_unpackable(weight)` gives a reason, or `form` is not one of integers with
-            bfloat16 scales, or has a value that `QuantFormat` does not list.
+        ValueError: `why_unpackable(weight)` gives a reason, or `form` has a value that
+            `QuantFormat` does not list, a kind other than `steps`, or scales other than bfloat16.
         NativeBuildError: the kernels cannot be built here.
     """
     reason = why_unpackable(weight)

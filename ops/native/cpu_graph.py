@@ -20,7 +20,7 @@ from ostinato.ops.native.library import core_library, kernel_address
 __all__ = ("CompiledLibrary", "CpuGraph", "Slot", "why_not_callable", "why_not_constant")
 
 Slot = int
-"""A tensor of a graph: an input, a constant, or the result of a call."""
+"""The number of a tensor of a graph: of an input, a constant, or a result of a call."""
 
 # Arguments: graph, T, S, R, whether a profiler is on, addresses of inputs, address of output.
 _REPLAY_ARGUMENTS = (

@@ -25,7 +25,7 @@ __all__ = (
 _COLUMNS = 8192  # columns that a program of `round_whole_rows_kernel` holds at once
 _GROUPED = 2048  # columns of a program of `round_groups_kernel`
 _INFINITY = tl.constexpr(float("inf"))
-_HALF = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding it rounds a float32 to a whole number
+_TO_WHOLE = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding it rounds a float32 to a whole number
 
 
 @triton.jit
@@ -50,7 +50,7 @@ def _rounded(x, scale, finite, MOST: tl.constexpr, IS_FLOAT: tl.constexpr):
     value = tl.div_rn(x, tl.zeros_like(x) + scale)
     value = tl.minimum(tl.maximum(value, -MOST), MOST)
     value = tl.where(finite, value, 0.0)
-    return value.to(tl.float8e4nv) if IS_FLOAT else (value + _HALF - _HALF).to(tl.int8)
+    return value.to(tl.float8e4nv) if IS_FLOAT else (value + _TO_WHOLE - _TO_WHOLE).to(tl.int8)
 
 
 @triton.jit

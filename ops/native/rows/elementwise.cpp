@@ -203,9 +203,9 @@ void rotate_head(const T* x, const Weight* weight, float eps, int64_t head_dim, 
   columns(
       half,
       [&](int64_t c) {
-        const F32 a = load(head + c), b = load(second + c), turn = load(cos + c), lift = load(sin + c);
-        store(out + c, a * turn - b * lift);
-        store(out + half + c, b * turn + a * lift);
+        const F32 a = load(head + c), b = load(second + c), cosine = load(cos + c), sine = load(sin + c);
+        store(out + c, a * cosine - b * sine);
+        store(out + half + c, b * cosine + a * sine);
       },
       [&](int64_t c) {
         from_float(head[c] * cos[c] - second[c] * sin[c], out + c);
