@@ -41,7 +41,9 @@ _KINDS = {
 
 
 def bench(config: RunConfig, overrides: Sequence[str] = (), config_dir: str | None = None) -> int:
-    """Run the measurement of `bench.kind`; returns 1 if no point was measured, else 0.
+    """Run the measurement of `bench.kind`; returns 0 if a point has results, else 1.
+
+    A point has no results if all its requests failed.
 
     Args:
         config: the configuration.
@@ -60,7 +62,11 @@ def bench(config: RunConfig, overrides: Sequence[str] = (), config_dir: str | No
 
 
 def measure_kind(config: RunConfig, context: BenchContext) -> Record:
-    """Run the measurement of one kind; returns its record."""
+    """Run the measurement of `bench.kind`; returns its record.
+
+    Raises:
+        ConfigError, StartupError: as `bench`.
+    """
     module, _, name = _KINDS[config.bench.kind].partition(":")
     function = getattr(import_module(f"ostinato.benchmarks.bench.{module}"), name)
     try:

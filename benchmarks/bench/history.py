@@ -35,7 +35,7 @@ def history(config: RunConfig, context: BenchContext) -> Record:
     """Every point of every result with its commit and time; comparable points oldest first.
 
     Raises:
-        ConfigError: a file does not exist or is not a result.
+        ConfigError: `bench.files` is empty, or a file does not exist or is not a result.
     """
     paths = [
         Path(found)

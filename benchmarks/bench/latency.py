@@ -33,6 +33,7 @@ def latency(config: RunConfig, context: BenchContext) -> Record:
     Raises:
         ConfigError: no point fits.
         StartupError: the engine cannot start.
+        EngineError: a request gave another number of tokens than it asked for.
     """
     section = config.bench
     engine = start_engine(config, context)

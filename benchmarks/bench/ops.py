@@ -2,8 +2,10 @@
 
     run bench ops model=qwen3-0.6b model.load_format=dummy bench.batch_sizes=[1,8,64]
 
-Linear and attention kernels run on several copies of their data. The copies together exceed the
-caches, as the layers of a model do.
+Calls of a linear or attention kernel use copies of its data in turns, so that they read memory and
+not the processor's caches, as the layers of a model do. The copies of small data can fit the
+caches, because there are at most 512 copies of a weight and 16 of a KV cache.
+
 A kernel's share of the roofline is the least possible time divided by the median time of its calls.
 The least time is the larger of bytes / measured read bandwidth and operations / measured matrix
 rate.
@@ -52,7 +54,9 @@ class _Case(NamedTuple):
 
 
 def ops(config: RunConfig, context: BenchContext) -> Record:
-    """Time every kernel of one decoder layer and the output layer.
+    """Time the linear, norm, activation and attention kernels of a layer, and the output layer.
+
+    Attention is left out if its backend plans its steps (FlashInfer).
 
     Raises:
         StartupError: the model cannot be opened, or the kernels cannot be loaded.

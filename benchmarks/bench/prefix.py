@@ -35,6 +35,7 @@ def prefix(config: RunConfig, context: BenchContext) -> Record:
     Raises:
         ConfigError: the prompts do not fit the context.
         StartupError: the engine cannot start.
+        EngineError: a request gave another number of tokens than it asked for.
     """
     section, work = config.bench, config.workload
     engine = start_engine(config, context)

@@ -3,10 +3,10 @@
     run bench startup bench.repeats=5
     run bench startup model=qwen3-0.6b model.load_format=dummy bench.repeats=5
 
-It starts real server processes. A cold start has an empty cache directory, so it builds kernels and
-traces and compiles programs. A warm start uses the bundle of the cold one. Both are measured until
-the first token of a request, in turns. In both, the files are already in the operating system's
-file cache. The first import of torch after a boot takes longer.
+It starts real server processes. A cold start has an empty cache directory, so it compiles kernels
+and makes the model's programs. A warm start uses the bundle of the cold one. Both are measured
+until the first token of a request, in turns. In both, the files are already in the operating
+system's file cache. The first import of torch after a boot takes longer.
 
 `cpu` is the CPU time of all processes of the server until the first token, compilers included.
 Other programs on the machine change it less than the wall times.
@@ -55,7 +55,7 @@ def startup(config: RunConfig, context: BenchContext) -> Record:
         Point(label=state, parameters={"state": state}, metrics=_metrics(found))
         for state, found in starts.items()
     ]
-    notes = ["phases overlap: weights and kernels beside imports and tracing"]
+    notes = ["phases overlap: weights load and kernels compile during imports and tracing"]
     return Record(
         kind=config.bench.kind.value, conditions=conditions_of(config), points=points, notes=notes
     )

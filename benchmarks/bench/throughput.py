@@ -61,6 +61,7 @@ def throughput(config: RunConfig, context: BenchContext) -> Record:
     Raises:
         ConfigError: the workload is missing, malformed, or not for this model.
         StartupError: the engine cannot start.
+        EngineError: a request gave another number of tokens than it asked for.
     """
     section = config.bench
     if config.workload.path or config.workload.kind == "standard":
@@ -107,7 +108,7 @@ def throughput(config: RunConfig, context: BenchContext) -> Record:
 
 @dataclasses.dataclass(slots=True)
 class EngineUnderTest:
-    """An engine, and the rates of the machine, measured before the engine was built."""
+    """An engine with its meters. `log` has the machine's rates, measured before the start."""
 
     llm: LLM
     log: StepLog
@@ -157,7 +158,7 @@ def measure(engine: EngineUnderTest, part: Part, *, reset: bool = True) -> Measu
     """Measure one repetition, with an empty prefix cache unless `reset` is off.
 
     Raises:
-        EngineError: a request ended early or with an error.
+        EngineError: a request gave another number of tokens than it asked for.
     """
     llm = engine.llm
     if reset:

@@ -7,7 +7,7 @@
 
 Each check times its work and a reference in turns. The stored values are the ratios of the two, one
 set for each kind of machine (ratios.json). `--against` needs no stored values and detects smaller
-losses (benchmarks/gate/versions.py). Both take less than a minute.
+losses (benchmarks/gate/versions.py). Both take less than a minute on an idle machine.
 """
 
 from __future__ import annotations
@@ -93,12 +93,12 @@ def _against(revision: str, words: list[str]) -> int:
             print(f"gate: {error}", file=sys.stderr)
             return 2
     if not found:
-        print(f"gate: no work has one of {words} in its name", file=sys.stderr)
+        print(f"gate: no step has one of {words} in its name", file=sys.stderr)
         return 2
     table = Table(
         box=box.SIMPLE_HEAD, pad_edge=False, title=f"against {name}", title_justify="left"
     )
-    table.add_column("work")
+    table.add_column("step")
     for heading in ("ours, ms", "ours / theirs", "lower bound", "pairs"):
         table.add_column(heading, justify="right")
     table.add_column("")
@@ -114,7 +114,7 @@ def _against(revision: str, words: list[str]) -> int:
             f"confidence the ratio is above {one.at_least:.3f} ({1 + ALLOWED:.2f} is allowed)"
         )
     if not slower:
-        print(f"gate: {len(found)} works are as fast as in {name}")
+        print(f"gate: {len(found)} kinds of steps are as fast as in {name}")
     return 1 if slower else 0
 
 
@@ -132,8 +132,8 @@ def _verdict(machine: str, findings: list[Finding]) -> int:
     missing = [one.name for one in findings if one.stored is None]
     if missing:
         print(
-            f"gate: nothing stored for {machine}: {', '.join(missing)}; --store on a version that "
-            "is known to be good"
+            f"gate: nothing stored for {machine}: {', '.join(missing)}; run with --store on a "
+            "version whose speed is right"
         )
     if slower:
         return 1

@@ -1,4 +1,7 @@
-"""Gate checks of the host's work in each step; the reference is a fixed loop in Python."""
+"""Gate checks of the host's work in each step.
+
+The references are a fixed loop in Python, plain BLAKE2b, and plain msgpack.
+"""
 
 from __future__ import annotations
 

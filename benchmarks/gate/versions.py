@@ -29,17 +29,17 @@ from ostinato.runtime.errors import EngineError
 
 __all__ = ("ALLOWED", "Comparison", "Worker", "compare_works", "extract", "lower_bound")
 
-# two processes of the same version differ by less than this, because of their memory layout
+# A margin, because the memory of two processes of the same version is laid out differently.
 ALLOWED = 0.03
 _MISTAKE = 0.01  # probability that the lower bound is wrong
 _MIN_PAIRS, _MAX_PAIRS = 15, 120
-_WORK_S = 3.5  # seconds of one work, both versions together
+_WORK_S = 3.5  # seconds for one kind of step, both versions together
 _WORKER = Path(__file__).parent / "worker.py"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """One work in both versions."""
+    """The times of one kind of step in both versions."""
 
     name: str
     ratio: float  # this version's seconds over the other's, median of the pairs
@@ -103,7 +103,7 @@ class Worker:
         _pipe(self._process.stdout).close()
 
     def names(self) -> list[str]:
-        """The names of its works. Waits until the process is ready.
+        """The names of the kinds of steps that it runs. Waits until the process is ready.
 
         Raises:
             EngineError: the process ended.
@@ -111,7 +111,7 @@ class Worker:
         return self._read()
 
     def seconds(self, name: str) -> float:
-        """Processor seconds of one turn of a work.
+        """Processor seconds of one turn of steps of a kind.
 
         Raises:
             EngineError: the process ended.
@@ -143,7 +143,7 @@ def extract(revision: str, root: Path, to: Path) -> str:
     """Write a commit's files to a directory; returns the commit's short name.
 
     Raises:
-        EngineError: git does not know the commit, or `root` is not a checkout.
+        EngineError: there is no such commit, or `root` is not a checkout.
     """
     try:
         name = _git(root, "rev-parse", "--short", f"{revision}^{{commit}}").decode().strip()
@@ -168,13 +168,13 @@ def _git(root: Path, *arguments: str) -> bytes:
 def compare_works(
     ours: Worker, other: Worker, words: Sequence[str], show: Callable[[str], None]
 ) -> list[Comparison]:
-    """Measure every work in both versions, in turns.
+    """Measure every kind of step in both versions, in turns.
 
     Args:
         ours: this version.
         other: the version to compare with.
-        words: measure only works whose names contain one of these; empty = all.
-        show: called with the name of the work that is measured.
+        words: measure only kinds whose names contain one of these; empty = all.
+        show: called with the name of the kind that is measured.
 
     Raises:
         EngineError: a process ended.

@@ -2,7 +2,7 @@
 
 The process is started by path, with the tree of the version that it measures. It imports only
 modules of the engine that old versions have too, and none of the gate. For each line with the name
-of a task, it runs the task on one thread and answers with the seconds of processor time.
+of a kind of step, it runs such steps on one thread and answers with the seconds of processor time.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Compares llguidance and xgrammar: coverage, compile time, mask time.
 
-python -m ostinato.benchmarks.grammars.grammar_libraries VOCABULARY [OUT.json]
+    python -m ostinato.benchmarks.grammars.grammar_libraries VOCABULARY [OUT.jsonl]
 
 VOCABULARY is a `tekken.json` of Mistral (131,072 tokens as bytes). The program compiles each schema
-of `grammar_schemas`. It measures the seconds of each compilation, the microseconds of a mask at
-every token of the schema's documents (tokenized greedily), and whether valid documents are accepted
-and invalid ones refused. A schema that the library does not support counts as refused, not as
-wrong. xgrammar is not a dependency and must be installed.
+of `grammar_schemas`. It measures the time of each compilation with the first mask, and the time of
+a mask at every token of the schema's documents (tokenized greedily). It also checks whether valid
+documents are accepted and invalid ones refused. A schema that the library does not support counts
+as refused, not as wrong. xgrammar is not a dependency and must be installed.
 """
 
 from __future__ import annotations

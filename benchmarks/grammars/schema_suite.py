@@ -48,7 +48,7 @@ COUNTS = ("schemas", "accepted", "valid", "produced", "invalid", "written")
 
 
 def demo_builder() -> GrammarBuilder:
-    """Makes grammars for the bundled model."""
+    """A builder of grammars for the bundled model."""
     directory = Path(ostinato.__file__).parents[1] / "models" / "demo"
     return GrammarBuilder(
         GrammarModel(tokenizer=str(directory), vocab_size=3072, eos_token_ids=(0, 2))

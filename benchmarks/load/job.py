@@ -28,7 +28,7 @@ class LoadJob(msgspec.Struct, kw_only=True, omit_defaults=True):
     chat: bool = False  # /v1/chat/completions instead of /v1/completions
     concurrency: int | None = None  # closed loop: requests in progress
     max_concurrency: int | None = None  # open loop: requests in progress at most; others wait
-    stop_after_s: float | None = None  # closed loop: no request is sent after this
+    stop_after_s: float | None = None  # closed loop: no conversation begins after this
     return_token_ids: bool = False  # ask the server for token ids, to count tokens exactly
     body: dict[str, Any] = {}  # further fields of every request
     headers: dict[str, str] = {}
@@ -66,7 +66,7 @@ class LoadReport(msgspec.Struct, tag="report", kw_only=True):
 
     requests: list[RequestTimes]
     began_at: float  # unix seconds
-    duration_s: float  # from the first intended sending to the last answer
+    duration_s: float  # from the start of the measurement to the last answer
     loop_lag_ms: dict[str, float]  # lateness of a timer in the client: p50, p99, max
     send_lag_ms: dict[str, float]  # lateness of sending, without waits for max_concurrency
     cpu_share: float  # of one core, used by the client

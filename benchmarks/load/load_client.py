@@ -127,7 +127,10 @@ class _Answer:
         return has_output
 
     def close(self) -> None:
-        """Determine the number of tokens of the complete answer."""
+        """Set the number of tokens of the complete answer.
+
+        Raises _AnswerError if the answer is incomplete or empty.
+        """
         times = self.times
         # Without usage and token ids, each piece of output counts as one token.
         times.num_output_tokens = (

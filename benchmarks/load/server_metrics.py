@@ -119,8 +119,8 @@ class ServerWatch:
     def steps_since(self, began_at: float) -> dict[str, list[float]]:
         """The steps that began after `began_at` (unix seconds), as columns.
 
-        The recorder keeps the last `server.flight_recorder_steps` steps, so some very short steps
-        are overwritten before they are read.
+        The recorder keeps the last `server.flight_recorder_steps` steps, so very short steps can be
+        overwritten before they are read.
         """
         found = [s for _, s in sorted(self._steps.items()) if s["began_at"] >= began_at]
         return {

@@ -2,7 +2,7 @@
 
 TTFT is the time from the intended sending to the first output. E2E is the time from the intended
 sending to the end of the answer. TPOT is the time from the first to the last output, divided by the
-number of output tokens after the first. ITL are the gaps between pieces of output as they arrive;
+number of output tokens after the first. ITL is the gap between two pieces of output as they arrive;
 one piece may hold several tokens. Client queue time is the actual minus the intended time of
 sending.
 """

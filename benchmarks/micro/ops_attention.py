@@ -205,7 +205,12 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--levels", help="comma-separated instruction sets; default the best two")
     parser.add_argument("--threads", type=int, help="default torch's own")
     parser.add_argument("--seconds", type=float, default=1.0, help="for each case")
-    parser.add_argument("--cold-mib", type=int, default=96, help="size of all caches together")
+    parser.add_argument(
+        "--cold-mib",
+        type=int,
+        default=96,
+        help="MiB of copies of a KV cache; calls use them in turns",
+    )
     parser.add_argument(
         "--save", action="store_true", help=f"write {_FILE} in the processor's folder"
     )

@@ -139,7 +139,7 @@ def measure_rows(
 
     Args:
         weights: the copies that calls use in turns.
-        rows: T.
+        rows: rows of the input.
         seconds: duration of the measurement; at least three calls of each candidate are made.
         levels: instruction sets whose libraries are loaded.
         kinds: kinds of this project's ops, among _KINDS.

@@ -10,7 +10,7 @@ engine works: after an answer an engine maps pages for 0.2 s, which made the nex
 slower. Then the engine answers a short request that is not timed, because a process is slower after
 a pause. No two rounds have the same prompts.
 
-    free         tokens drawn at temperature 1, which nothing predicts; with 1 and with 32 streams
+    free         tokens drawn at temperature 1, which no drafter predicts; 1 and 32 streams
     chat         the demo model answers questions at temperature 0.7; with 1 and with 32 streams
     replay       a prediction of which each token is wrong with probability 0.3, drafts of 3 tokens
     repeating    one token again and again, which is the only one that the requests allow

@@ -6,7 +6,7 @@ For each format a checkpoint with random numbers is written to a temporary direc
 several times in bfloat16 on a CPU. GGUF files are of qwen3 models only. "GB/s" counts bytes of the
 files. "peak" is the most resident memory during the loading, minus the memory before; mapped pages
 of the files count. The table also has the bytes of the finished weights, and of the largest matrix
-before it is packed. Linux only.
+with one byte for each weight. Linux only.
 """
 
 from __future__ import annotations

@@ -151,8 +151,7 @@ def main() -> int:
         "cores": os.cpu_count(),
         "ranks": arguments.ranks,
         "load_average": os.getloadavg()[0],
-        # The meter counts the other ranks as other programs.
-        "cpu_besides_rank_0": round(meter.stop(), 3),
+        "other_cpu": round(meter.stop(), 3),  # share of all cores, without the ranks
         "versions": package_versions(),
     }
     table = Table(title="microseconds of a sum", box=box.SIMPLE)

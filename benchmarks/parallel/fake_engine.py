@@ -1,7 +1,7 @@
 """An engine process without a model, for benchmarks/parallel/api_ceiling.py.
 
-It speaks the protocol of runtime/process/ipc.py: every request gets one token in each step, and a
-step takes a fixed time. Token ids are those of words in the demo model's vocabulary.
+It implements the protocol of runtime/process/ipc.py: every request gets one token in each step, and
+a step takes a fixed time. Token ids are those of words in the demo model's vocabulary.
 """
 
 from __future__ import annotations

@@ -304,7 +304,7 @@ def _draw(results: dict[str, Any], file: Path) -> None:
 
 def main() -> int:
     """Predict all cases, or read them, and write the tables and the figure."""
-    parser = argparse.ArgumentParser(description="Predicts what GPUs serve.")
+    parser = argparse.ArgumentParser(description="Predicts the speed of serving on GPUs.")
     parser.add_argument("--again", action="store_true", help="predict all cases again")
     again = parser.parse_args().again or not RESULTS.exists()
     results: dict[str, Any] = {} if again else json.loads(RESULTS.read_text())

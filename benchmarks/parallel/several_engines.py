@@ -350,7 +350,7 @@ def _rows(results: dict[str, Any]) -> list[tuple[str, str, str]]:
 def main() -> int:
     """Measure the parts that the command line names, and print or write them."""
     parser = argparse.ArgumentParser(description="Measures several engines, and several ranks.")
-    parser.add_argument("--parts", default=",".join(PARTS), help="some of the parts")
+    parser.add_argument("--parts", default=",".join(PARTS), help="comma-separated parts to measure")
     parser.add_argument("--model", default="demo", help="a preset; its weights are random")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path, help="file for the results")

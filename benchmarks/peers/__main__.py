@@ -381,7 +381,7 @@ def main(arguments: list[str]) -> None:
         default=[],
         help="also run this engine with model.quantization=VALUE; VALUE:KEY=VALUE,... sets more",
     )
-    parser.add_argument("--stored", action="append", default=[], help="NAME=PATH; repeatable")
+    parser.add_argument("--stored", action="append", default=[], help="NAME=CHECKPOINT; repeatable")
     parser.add_argument(
         "--only-quantized", action="store_true", help="leave out this engine without quantization"
     )

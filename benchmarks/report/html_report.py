@@ -44,7 +44,7 @@ def write_report(record: Record, path: Path) -> list[Path]:
 
 
 def render(record: Record, plots: Sequence[Plot]) -> str:
-    """The page."""
+    """The page as HTML."""
     template = _templates().get_template("report.html.jinja")
     conditions: dict[str, Any] = dict(record.conditions)
     config = conditions.pop("config")

@@ -58,6 +58,7 @@ def bootstrap_ratio(
         ours: one figure of each round.
         reference: the reference's figures of the same rounds. Effects of the machine's state in a
             round cancel in the ratio.
+        seed: seed of the resamples.
         level: share of the resamples within the interval.
 
     Raises:

@@ -50,7 +50,9 @@ __all__ = ("simulate", "simulated_job", "simulated_record")
 
 
 def simulate(config: RunConfig) -> int:
-    """Predict every point of `load`.
+    """Predict every point of `load`; returns the exit code.
+
+    With `simulate.validate`, predict and measure instead; the exit code is then that of `validate`.
 
     Raises:
         ConfigError: the workload, the load or the fleet is not valid.

@@ -52,7 +52,8 @@ def engine_spec(config: RunConfig) -> EngineSpec:
     """The engine that the configuration describes, on the device that `simulate` names.
 
     Raises:
-        ConfigError: there is no such device, or the table cannot be read.
+        ConfigError: there is no such device, the table cannot be read, or the drafts cannot be
+            simulated.
         StartupError: an engine with this configuration could not start.
     """
     section = config.simulate
@@ -116,7 +117,8 @@ def planned_spec(
         draft_costs: the step-cost table of the draft model, if there is one.
 
     Raises:
-        ConfigError: there is no such device.
+        ConfigError: there is no such device, there are drafts of several stages, or a draft model
+            has no step costs.
         StartupError: the model does not exist or does not fit.
     """
     accelerator = None

@@ -6,9 +6,10 @@
     python -m ostinato.benchmarks.soak --minutes 60 --seed 1 device.threads=1
 
 Good clients send prompts of random lengths with random options, several completions and prompts at
-once, and bad requests. Some of them disconnect in the middle of an answer. Client libraries send
-requests of their own. Hostile connections send broken, slow and huge requests (`soak.hostile`). The
-engine process is killed now and then.
+once, and bad requests. Some of them disconnect in the middle of an answer. Client libraries that
+are installed send requests of their own. With `--hostile`, hostile connections send broken, slow
+and huge requests (`soak.hostile`). With `--kill-every`, the engine process is killed again and
+again.
 
 The checks:
 

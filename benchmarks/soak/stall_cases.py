@@ -27,8 +27,8 @@ class StallCase:
 
     Attributes:
         name: the name in the table.
-        requests: makes the case's requests; called just before they are sent, because they are
-            large.
+        requests: makes the case's requests. They are large, so they are made when they are
+            needed.
         num_at_once: clients that send the same requests at the same time.
         group: the kind of attack; set by `generation_cases`.
     """

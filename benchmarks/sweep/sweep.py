@@ -64,8 +64,10 @@ class _Task:
 def sweep(points: Sequence[SweepPoint], config_dir: str | None = None) -> int:
     """Measure every point that has no result yet; then print and write one report of all.
 
+    Returns 1 if a point failed or no point has results, else 0.
+
     Raises:
-        ConfigError: `bench.output` is a file.
+        ConfigError: a point's overrides are wrong, or `bench.output` is a file.
     """
     configs = [load_config(words, config_dir=config_dir) for _, words in points]
     folder = _folder(points, configs[0])

@@ -3,10 +3,11 @@
     run tune workload=random load.rates=[3] slo.ttft_ms=1500 slo.itl_ms=40
     run tune model=llama-45m workload=trace workload.path=trace.jsonl slo.itl_ms=30 tune.name=chat
 
-First, the given configuration runs on a real server. This run shows which goals it misses, and it
-calibrates the serving overheads. Then the step costs of every variant are measured, and an Optuna
-study searches with the simulator. Finally, the best few candidates run on a real server. Each
-measurement corrects the predictions by which the next candidate is chosen.
+First, the step costs of the given configuration are measured, and it runs on a real server. This
+run shows which goals it misses, and it calibrates the serving overheads. Then the step costs of the
+other variants are measured, and an Optuna study searches with the simulator. Finally, the best few
+candidates run on a real server. Each measurement corrects the predictions by which the next
+candidate is chosen.
 """
 
 from __future__ import annotations
@@ -88,8 +89,8 @@ class _Tuning:
         points = load_points(config.load)
         if len(points) != 1:
             raise ConfigError(
-                f"run tune has one traffic, load.rates and load.concurrency give {len(points)}; "
-                "name one"
+                f"run tune needs one point of load; load.rates and load.concurrency give "
+                f"{len(points)}; name one"
             )
         if config.load.url:
             raise ConfigError(f"load.url={config.load.url}: run tune starts servers of its own")

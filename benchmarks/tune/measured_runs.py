@@ -76,6 +76,7 @@ class RealRuns:
         Raises:
             StartupError: the server cannot start.
             EngineError: the load client ended without a report.
+            ValueError: with `spec`: the calibration had too few steps or requests.
         """
         percentile = self.config.tune.percentile
         with Server(recording_server(config) if spec else config) as server:

@@ -27,7 +27,7 @@ _SEQS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 _TOKENS = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 _DRAFT_TOKENS = (1, 3, 7)
 _MEMORY_SHARES = (0.25, 0.5, 1.0)
-_ALIKE = 0.1  # targets whose relative difference is smaller count as equal
+_ALIKE = 0.1  # targets whose relative difference is at most this count as equal
 
 
 class Variant(NamedTuple):
@@ -154,7 +154,7 @@ def apply_values(config: RunConfig, values: Mapping[str, Value]) -> RunConfig:
 def is_alike(values: Mapping[str, Value], others: Mapping[str, Value]) -> bool:
     """Whether two configurations are too similar for a real run to distinguish them.
 
-    All values are equal, and ITL targets differ by less than a tenth.
+    All values are equal, and ITL targets differ by at most a tenth.
     """
     one, other = (dict(its) for its in (values, others))
     targets = [its.pop("scheduler.itl_target_ms", None) for its in (one, other)]

@@ -37,7 +37,8 @@ def load_points(load: LoadSection) -> list[LoadPoint]:
     """The points of a load section; one without rate and concurrency if it has neither.
 
     Raises:
-        ConfigError: there is a ramp, but no rate to begin or to end with.
+        ConfigError: there is a ramp without a rate to begin or to end with, or a rate to end with
+            without a ramp.
     """
     points = [LoadPoint(rate=rate) for rate in load.rates]
     points += [LoadPoint(concurrency=count) for count in load.concurrency]

@@ -40,8 +40,8 @@ def read_parts(
         parts: the wanted parts of the standard kind, or of a file of token ids.
 
     Raises:
-        ConfigError: the file is missing, malformed or empty, or has texts and there is no
-            tokenizer.
+        ConfigError: the file is missing, malformed or empty; it has texts and there is no
+            tokenizer; this kind reads no file; or no part is left.
     """
     kind = section.kind
     if section.path and kind not in _FROM_FILE:

@@ -327,7 +327,7 @@ def test_the_plot_is_a_png(tmp_path: Path):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["load.rates=[1,2]"], "run tune has one traffic, load.rates and load.concurrency give 2"),
+        (["load.rates=[1,2]"], "run tune needs one point of load"),
         (["load.url=http://127.0.0.1:1"], "run tune starts servers of its own"),
         (
             ["parallel.pipeline=2", "speculation.method=ngram"],

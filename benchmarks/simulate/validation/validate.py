@@ -141,6 +141,7 @@ def validate(config: RunConfig) -> int:
     Raises:
         StartupError: the engine cannot start.
         EngineError: the load client or the server ended early.
+        ValueError: the calibration had too few steps or requests.
     """
     config = without_default_drafts(config)
     section, context = config.simulate, BenchContext()

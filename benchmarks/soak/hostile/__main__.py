@@ -2,12 +2,12 @@
 
     python -m ostinato.benchmarks.soak.hostile URL --connections 250 --seconds 60
 
-Every connection "drips": it sends a byte of an unfinished request now and then. At random times it
-performs an act instead. Light acts are the `STAGES` of faults.py, and requests with huge numbers.
-Heavy acts are hard constraints, hard templates and the cases of `stall_cases`. The groups of heavy
-acts take turns, so each group gets equally many acts. The process builds the requests of the stall
-cases and writes `ready`. It starts to send when it gets a line on stdin. At the end it writes its
-counts as one line of JSON.
+Every connection "drips": it sends one byte of an unfinished request every two seconds. At random
+times it performs an act instead. Light acts are the `STAGES` of faults.py, and requests with huge
+numbers. Heavy acts are hard constraints, hard templates and the cases of `stall_cases`. The groups
+of heavy acts take turns, so each group gets equally many acts. The process builds the requests of
+the stall cases and writes `ready`. It starts to send when it gets a line on stdin. At the end it
+writes its counts as one line of JSON.
 """
 
 from __future__ import annotations

@@ -48,7 +48,12 @@ def post(path: str, body: bytes, length: int | None = None) -> bytes:
 
 
 async def read_answer(reader: asyncio.StreamReader) -> Answer | None:
-    """The beginning of the next answer; None when the connection ends without one."""
+    """The beginning of the next answer; None when the connection ends without one.
+
+    Raises:
+        RuntimeError: the answer is not HTTP/1.1.
+        TimeoutError: the answer does not begin within two minutes.
+    """
     async with asyncio.timeout(_ANSWER_S):
         try:
             head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")

@@ -101,7 +101,7 @@ def _openai(url: str) -> Iterator[Call]:
         except openai.BadRequestError as error:
             _check(error.param == "temperature", str(error))
             return
-        raise AssertionError("temperature=9 was taken")
+        raise AssertionError("temperature=9 was accepted")
 
     yield from (whole, stream, tool, response, events, refused)
 
