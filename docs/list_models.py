@@ -92,7 +92,7 @@ REFUSED: dict[str, tuple[Refused, ...]] = {
     ),
     "OPTForCausalLM": (
         Refused("do_layer_norm_before", False, "OPT-350M alone normalises afterwards"),
-        Refused("_remove_final_layer_norm", True, "it is for checkpoints of before 2022"),
+        Refused("_remove_final_layer_norm", True, "it is for checkpoints from before 2022"),
         Refused(
             "layer_norm_elementwise_affine", False, "norms without weights are not implemented"
         ),

@@ -61,7 +61,7 @@ class BenchContext:
         observer: StepObserver | None = None,
         proposer: Proposer | None = None,
     ) -> LLM:
-        """An engine in this process, whose steps `observer` sees.
+        """An engine in this process, whose steps are reported to `observer`.
 
         Args:
             config: its configuration.

@@ -134,7 +134,7 @@ def failures(report: LoadReport) -> dict[str, dict[str, Any]]:
 
 
 def client_warnings(report: LoadReport) -> list[str]:
-    """Warnings if the client was too slow, so that the figures are not the server's alone."""
+    """Warnings if the client was so slow that the figures do not show the server alone."""
     warnings: list[str] = []
     gaps = sorted(gap for one in report.requests for gap in _gaps(one))
     limit = max(_MAX_LAG_MS, 200 * percentile(gaps, 50) if gaps else 0.0)

@@ -336,6 +336,7 @@ def replace_section(document: str, title: str, body: str) -> str:
 
 
 def main() -> None:
+    """Compile all variants, print the table, and write it to docs/kernels.md."""
     rows = [(variant, compile_variant(variant)) for variant in variants()]
     table = render(rows)
     print(table)

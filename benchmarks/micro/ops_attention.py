@@ -57,7 +57,7 @@ class _Case(NamedTuple):
 
     @property
     def pairs(self) -> int:
-        """The number of pairs of a query and a key that it sees."""
+        """The number of pairs of a query row and a key that it attends to."""
         return self.rows * self.context - self.rows * (self.rows - 1) // 2
 
 

@@ -130,6 +130,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main() -> int:
+    """Measure on every rank, and print or write the figures of rank 0; returns the exit code."""
     arguments = _parser().parse_args()
     torch.set_num_threads(1)
     load("core")

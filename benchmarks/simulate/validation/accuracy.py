@@ -90,7 +90,7 @@ def accuracy_notes(points: Sequence[Point], tolerance: float) -> list[str]:
     if unknown := found[Accuracy.unknown]:
         lines.append(
             f"unknown: {', '.join(unknown)}; the rounds of the real server differ too much on this "
-            f"machine to know their median to within {tolerance:.0%}"
+            f"machine to determine their median to within {tolerance:.0%}"
         )
     lines.append(
         "measured: median of the rounds; known to: 90 % confidence interval of that median; "
