@@ -387,6 +387,23 @@ OSTINATO_INLINE F32 load_8(const T* p) {
 }
 #endif
 
+// ---- memory ----------------------------------------------------------------------------------------------
+
+// Writes a cache line (64 bytes at a multiple of 64) to memory, without reading it first.
+OSTINATO_INLINE void stream_line(void* place, const void* line) {
+#if OSTINATO_ISA >= 2
+  _mm512_stream_si512(static_cast<__m512i*>(place), _mm512_load_si512(line));
+#else
+  std::memcpy(place, line, 64);
+#endif
+}
+// Orders the lines written by `stream_line` before all later writes of this thread.
+OSTINATO_INLINE void fence_lines() {
+#if OSTINATO_ISA >= 2
+  _mm_sfence();
+#endif
+}
+
 // ---- built from the above --------------------------------------------------------------------------------
 
 // 2 ** x for x <= 120. The relative error is below 2e-7 from -126 on. The result is exactly 1 at 0. It is exactly 0 at

@@ -122,6 +122,7 @@ class TileWorker {
  public:
   TileWorker(const Problem& problem, const PackedWeight& weight, const TileBlocks& blocks)
       : p_(problem), weight_(weight), blocks_(blocks), registers_(shapes(blocks.height)) {}
+  ~TileWorker() { fence_lines(); }
 
   void operator()(int64_t task) {
     const int64_t group = task / weight_.panels;
@@ -229,6 +230,7 @@ class TileWorker {
   // Prefetches the lines of the result that this block will write. They are one row apart, so the hardware does not
   // prefetch them.
   void fetch_output(int64_t row, int64_t rows, int64_t column) const {
+    if (p_.streams) return;
     const auto* out = static_cast<const Out*>(p_.out) + column;
     for (int64_t r = row; r < row + rows; ++r) {
       const Out* place = out + p_.out_row(r) * p_.out_features;
@@ -253,8 +255,9 @@ template <class Out>
 void run_tiles(const Problem& problem, const PackedWeight& weight) {
   if (problem.rows == 0) return;
   const TileBlocks blocks(problem.rows, weight.steps);
-  for_each_panel(problem.threads, blocks.groups * weight.panels, weight.bytes(), blocks.count,
-                 [&] { return TileWorker<Out>(problem, weight, blocks); });
+  const Problem call = streamed<Out>(problem);
+  for_each_panel(call.threads, blocks.groups * weight.panels, weight.bytes(), blocks.count,
+                 [&] { return TileWorker<Out>(call, weight, blocks); });
 }
 
 }  // namespace ostinato::linear

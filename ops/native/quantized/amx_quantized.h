@@ -35,6 +35,7 @@ class QuantizedTileWorker {
         chunks_(weight.group_steps / chunk_),
         steps_(weight.groups * weight.group_steps),
         registers_(shapes(blocks.height, static_cast<int>(chunk_))) {}
+  ~QuantizedTileWorker() { fence_lines(); }
 
   void operator()(int64_t task) {
     const int64_t group = task / weight_.panels;
@@ -237,8 +238,9 @@ class QuantizedTileWorker {
 template <Widening Bits, class In, class Out>
 void run_quantized_tiles(const Problem& problem, const QuantizedWeight& weight) {
   const TileBlocks blocks(problem.rows, weight.groups * weight.group_steps);
-  for_each_panel(problem.threads, blocks.groups * weight.panels, weight.bytes(), blocks.count,
-                 [&] { return QuantizedTileWorker<Bits, In, Out>(problem, weight, blocks); });
+  const Problem call = streamed<Out>(problem);
+  for_each_panel(call.threads, blocks.groups * weight.panels, weight.bytes(), blocks.count,
+                 [&] { return QuantizedTileWorker<Bits, In, Out>(call, weight, blocks); });
 }
 
 }  // namespace ostinato::linear
