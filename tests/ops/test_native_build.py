@@ -28,7 +28,7 @@ BUILD = (  # imports no torch
     + "print(build.build('small', detect_isa()))"
 )
 LOAD = f"""
-from ostinato.ops import sample_rows
+from ostinato.ops.sampling import sample_rows
 from ostinato.ops.native import library
 {SMALL}
 print(library.load("small").path)
@@ -269,7 +269,8 @@ def test_declarations_of_torchs_functions_are_torchs(tmp_path: Path) -> None:
 REPLACE = """
 import torch
 from ostinato.ops.backends import cpu
-from ostinato.ops import linear, norm, sample_rows
+from ostinato.ops import linear, norm
+from ostinato.ops.sampling import sample_rows
 from ostinato.ops.attention import AttentionMetadata, paged_attention
 from ostinato.ops.moe import routing
 from ostinato.ops.native import library

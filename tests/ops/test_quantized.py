@@ -120,6 +120,17 @@ def test_every_number_of_rows_gives_the_same_bits_within_the_error_bound(
         _assert_close(plain, x[:9], quantized, form, [])
 
 
+@pytest.mark.parametrize("form", [_FORMATS[0], _FORMATS[3]], ids=_name)
+def test_a_result_larger_than_a_cache_has_the_bits_of_its_parts(
+    kernels: SimpleNamespace, form: QuantFormat
+) -> None:
+    x, weight, bias = linear_problem(600, 2048, 128, torch.bfloat16)
+    arguments = (kernels.quantize(weight, *form), bias, 2048, False, None, None, *form)
+    whole = kernels.linear(x, *arguments)
+    parts = [kernels.linear(part, *arguments) for part in x.split(60)]
+    assert torch.equal(whole, torch.cat(parts))
+
+
 @pytest.mark.parametrize("form", _FORMATS, ids=_name)
 @pytest.mark.parametrize("rows", [1, 150])
 def test_the_number_of_threads_does_not_show(
