@@ -88,7 +88,8 @@ class _Answer:
     def feed(self, data: bytes) -> None:
         """Process bytes that have just arrived. Raises _AnswerError if they are an error."""
         now = self._now()
-        self._buffer += data.replace(b"\r\n", b"\n")
+        # Not `data` alone: "\r" can be the last byte of one part, and "\n" the first of the next.
+        self._buffer = (self._buffer + data).replace(b"\r\n", b"\n")
         *events, self._buffer = self._buffer.split(b"\n\n")
         has_output = False
         for payload in _payloads(events):

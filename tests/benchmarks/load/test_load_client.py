@@ -12,8 +12,8 @@ import msgspec
 import psutil
 import pytest
 
-from ostinato.benchmarks.load.job import JobRequest, LoadJob, LoadReport
-from ostinato.benchmarks.load.load_client import run_job
+from ostinato.benchmarks.load.job import JobRequest, LoadJob, LoadReport, RequestTimes
+from ostinato.benchmarks.load.load_client import _Answer, run_job
 from ostinato.benchmarks.load.run import run_client
 from ostinato.benchmarks.load.serving_metrics import client_warnings
 from tests.benchmarks.load.answering import Answering, answer, break_off, stall, status
@@ -43,6 +43,22 @@ def test_tokens_and_times_of_good_answers():
     assert body["prompt"] == [7, 0]
     assert body["stream_options"] == {"include_usage": True}
     assert (body["model"], body["max_tokens"], body["temperature"]) == ("m", 3, 0.0)
+
+
+@pytest.mark.parametrize("line_end", [b"\n", b"\r\n"], ids=["LF", "CRLF"])
+@pytest.mark.parametrize("cut", [1, 2, 3, 4, 9])
+def test_an_event_counts_when_its_last_byte_arrives(line_end: bytes, cut: int):
+    """Each event arrives in two parts. The second part has `cut` bytes."""
+    times = RequestTimes(status="")
+    answer = _Answer(times, lambda: 0.0)
+    for number in range(3):
+        event = b'data: {"choices": [{"text": "%d"}]}' % number + 2 * line_end
+        answer.feed(event[:-cut])
+        assert len(times.chunk_s) == number
+        answer.feed(event[-cut:])
+        assert len(times.chunk_s) == number + 1
+    answer.feed(b"data: [DONE]" + 2 * line_end)
+    assert ("".join(answer.text), answer.ended) == ("012", True)
 
 
 def test_a_closed_loop_holds_its_number():
