@@ -45,6 +45,11 @@ class Conversation:
         head = [{"role": "system", "content": self.system}] if self.system else []
         return head + self._turns
 
+    @property
+    def is_at_first_question(self) -> bool:
+        """Whether its last message is its first question."""
+        return len(self._turns) == 1
+
     def ask(self, text: str) -> None:
         self._turns.append({"role": "user", "content": text})
 
@@ -92,7 +97,7 @@ def _answer(
         stream = llm.stream(conversation.messages, choose_sampling(llm, config.chat))
         text, stopped = write_stream(stream)
     except InvalidRequestError as error:
-        if len(conversation.messages) == 1:
+        if conversation.is_at_first_question:
             raise  # a reset does not help if the first question cannot be served
         conversation.take_back()
         console.print(f"{error}\n/reset forgets the conversation", markup=False)

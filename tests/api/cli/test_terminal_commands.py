@@ -3,12 +3,14 @@
 import io
 import json
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+import ostinato
 from ostinato.api.cli.chat_command import Conversation
 from ostinato.api.cli.terminal import write_stream
 from ostinato.benchmarks.report.record import read_records
@@ -18,6 +20,7 @@ from ostinato.runtime.host_resources import available_cores
 from ostinato.runtime.types.outputs import RequestOutput
 from tests.runtime.tiny import MODEL
 
+DEMO = Path(ostinato.__file__).parents[1] / "models" / "demo"
 # Eager, with the reference kernel: the engine starts at once, and the tests are about the commands.
 FAST = ["graphs.mode=eager", "graphs.attention=reference", "graphs.pack_weights=false"]
 TINY = [
@@ -109,6 +112,23 @@ def test_a_question_too_long_for_the_context_can_be_taken_back(
     assert run(["chat", "chat.max_tokens=4", *TINY, *FAST]) == 0
     text = capsys.readouterr().out
     assert text.count("/reset forgets the conversation") == 1
+
+
+@pytest.mark.parametrize("system", ["", "Be brief."])
+def test_a_model_that_cannot_chat_ends_the_conversation_at_its_first_question(
+    system: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    shutil.copy(DEMO / "tokenizer.json", tmp_path)  # a tokenizer without a chat template
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hello\nHello?\n"))
+    words = [f"model.tokenizer={tmp_path}", f"chat.system='{system}'", *TINY, *FAST]
+    assert run(["chat", *words]) == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    line = printed.err.splitlines()[-1]
+    assert line.startswith("run: this model has no chat template, so it cannot chat")
 
 
 def test_a_conversation_keeps_its_system_message_first():
