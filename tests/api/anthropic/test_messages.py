@@ -6,13 +6,13 @@ import json
 from typing import Any
 
 import pytest
-from anthropic.types import Message
+from anthropic.types import ErrorResponse, Message
 
 from ostinato.api.anthropic.convert import to_chat
 from ostinato.api.anthropic.schemas import UNSUPPORTED, MessagesRequest
 from ostinato.api.schemas.body_decoding import decode
 from ostinato.api.schemas.conversation import NamedToolChoice
-from ostinato.runtime.errors import InvalidRequestError
+from ostinato.runtime.errors import DeadlineError, InvalidRequestError
 from ostinato.runtime.text.chat_template import ChatTemplate
 from ostinato.runtime.text.tokenizer import Tokenizer
 from ostinato.runtime.types.outputs import FinishReason
@@ -281,6 +281,13 @@ class TestErrors:
         response = app.http.get("/v1/messages")
         assert response.status_code == 405
         assert response.json()["type"] == "error"
+
+    def test_a_deadline_without_a_token(self, make_app):
+        response = post(make_app([DeadlineError("too late")]), max_tokens=5)
+        assert response.status_code == 504
+        error = ErrorResponse.model_validate(response.json()).error
+        assert (error.type, error.message) == ("timeout_error", "too late")
+        assert response.headers["x-should-retry"] == "false"
 
     def test_a_failure_within_a_stream(self, make_app):
         app = make_app([scripted("a", [5]), RuntimeError("secret")])

@@ -228,6 +228,7 @@ class TestDeadline:
         app = make_app([DeadlineError("over")])
         response = app.complete(deadline_ms=5)
         assert response.status_code == 504
+        assert error_of(response)["type"] == "server_error"
         assert error_of(response)["code"] == "deadline_exceeded"
         assert response.headers["x-should-retry"] == "false"
 
