@@ -27,6 +27,7 @@ __all__ = (
     "GraphForm",
     "GraphMode",
     "HeadQuantization",
+    "InstructionSetName",
     "LoadFormat",
     "ModelImplementation",
     "ModelSection",
@@ -268,8 +269,7 @@ class ModelSection(Section):
         "native = our code; transformers = that library; auto = native if it supports the model",
     )
     quantization: Quantization = setting(
-        Quantization.none,
-        "quantise weights while they are loaded; none = keep them in dtype",
+        Quantization.none, "quantise weights while they are loaded; none = keep them in dtype"
     )
     quantization_group_size: int | None = setting(
         None,

@@ -50,7 +50,7 @@ from ostinato.api.schemas.response_format import JsonSchemaFormat, NamedSchema
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.types.outputs import FinishReason
 
-__all__ = ("block_events", "reply_blocks", "stop_of", "to_chat")
+__all__ = ("FIELD_NAMES", "block_events", "reply_blocks", "stop_of", "to_chat")
 
 # Field of a chat request -> the Anthropic field that it was made from. Errors name the latter.
 FIELD_NAMES = {

@@ -30,6 +30,7 @@ __all__ = (
     "ErrorBody",
     "ErrorDetail",
     "OverloadedError",
+    "TypedErrorBody",
     "UnavailableError",
     "error_body",
     "error_response",

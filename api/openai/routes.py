@@ -32,7 +32,7 @@ from ostinato.api.schemas.tokenize import (
     TokenizeResponse,
 )
 
-__all__ = ("HANDLERS",)
+__all__ = ("HANDLERS", "chat_completions", "plain_completions")
 
 
 @post_endpoint(

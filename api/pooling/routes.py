@@ -19,7 +19,7 @@ from ostinato.api.pooling.schemas import (
     ScoreResponse,
 )
 
-__all__ = ("HANDLERS",)
+__all__ = ("HANDLERS", "embeddings", "rerank", "score")
 
 
 @post_endpoint("/v1/embeddings", body=EmbeddingRequest, answer=EmbeddingResponse)

@@ -14,6 +14,7 @@ __all__ = (
     "EmbeddingData",
     "EmbeddingRequest",
     "EmbeddingResponse",
+    "PoolingFields",
     "PoolingUsage",
     "RerankDocument",
     "RerankRequest",

@@ -18,7 +18,7 @@ from ostinato.api.preparation.generation import check_model
 from ostinato.api.service.service import Service
 from ostinato.runtime.types.engine_info import RankInfo
 
-__all__ = ("HANDLERS",)
+__all__ = ("HANDLERS", "ping")
 
 
 class Version(msgspec.Struct, frozen=True):

@@ -34,7 +34,15 @@ from ostinato.runtime.startup.plan.device import resolve_device
 from ostinato.runtime.types.engine_info import EngineStats
 from ostinato.runtime.types.params import SamplingParams
 
-__all__ = ("Measurement", "engine_notes", "measure", "metrics_of", "start_engine", "throughput")
+__all__ = (
+    "EngineUnderTest",
+    "Measurement",
+    "engine_notes",
+    "measure",
+    "metrics_of",
+    "start_engine",
+    "throughput",
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

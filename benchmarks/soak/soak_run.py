@@ -21,7 +21,7 @@ from ostinato.benchmarks.soak.side_process import SideProcess
 from ostinato.benchmarks.soak.soak_server import Resources, SoakServer
 from ostinato.runtime.file_limit import raise_file_limit
 
-__all__ = ("OVERRIDES", "Observations", "SoakPlan", "measure")
+__all__ = ("ALLOWED_GROWTH", "OVERRIDES", "Observations", "SoakPlan", "measure")
 
 # The KV cache is so small that sequences wait and are preempted. The store of replies is so small
 # that it is full before the growth of memory is measured.

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ("OPTIONS", "Exchange", "Traffic")
+__all__ = ("OPTIONS", "TEXT", "Exchange", "Traffic")
 
 TEXT = (
     "A melody that is learned once can be repeated under everything that is played over it. The "

@@ -21,7 +21,7 @@ from ostinato.runtime.kv.kv_cache_manager import KVCacheManager
 from ostinato.runtime.scheduling.sequences.beam_groups import is_parked
 from ostinato.runtime.scheduling.sequences.sequence import Sequence, SequenceStatus
 
-__all__ = ("SequenceQueues", "by_order")
+__all__ = ("SequenceQueues", "by_order", "check")
 
 by_order = attrgetter("order")
 _RUNNING = SequenceStatus.running

@@ -16,6 +16,7 @@ from ostinato.runtime.types.speculation import SpeculationStats, sum_speculation
 __all__ = (
     "ITERATION_TOKENS",
     "EngineStats",
+    "IsaTrial",
     "RankInfo",
     "ReplicaState",
     "ReplicaStatus",

@@ -125,6 +125,34 @@ def test_a_module_says_what_it_is_and_what_it_offers():
     assert (without_docstring, without_names) == ([], [])
 
 
+def test_a_module_offers_the_names_that_other_modules_import():
+    modules = {module_of(file): parse(file) for file in package_files()}
+    missing = {
+        f"{node.module}.{alias.name}"
+        for importer in modules.values()
+        for node in ast.walk(importer)
+        if isinstance(node, ast.ImportFrom) and (module := modules.get(node.module or ""))
+        for alias in node.names
+        if "__all__" in assigned(module) and alias.name not in offered(module)
+    }
+    assert sorted(missing) == []
+
+
+def module_of(file: Path) -> str:
+    parts = file.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts if parts[0] == "ostinato" else ("ostinato", *parts))
+
+
+def offered(module: ast.Module) -> tuple[str, ...]:
+    """The names in `__all__`."""
+    (value,) = (
+        node.value
+        for node in module.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    )
+    return ast.literal_eval(value)
+
+
 def assigned(module: ast.Module) -> set[str]:
     """Names that are assigned at the top level."""
     return {
