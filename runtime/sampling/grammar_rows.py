@@ -25,9 +25,18 @@ _MAX_S = 0.03
 # A grammar is costly if its masks take more processor time than this.
 COSTLY_S = 0.001
 _WEIGHT = 0.125  # weight of the last measurement in the moving average
-_NOTHING_LEFT = (
+_NOTHING_LEFT = "the grammar allows no token here; change the grammar"
+_NONE_ALLOWED = (
     "allowed_token_ids has none of the tokens that the grammar allows here; allow more tokens or "
     "change the grammar"
+)
+_ONLY_EOS = (
+    "ignore_eos=true excludes the end-of-sequence tokens, and the grammar allows no other token "
+    "here; set ignore_eos=false or change the grammar"
+)
+_ONLY_EOS_ALLOWED = (
+    "ignore_eos=true excludes the end-of-sequence tokens, and no other token of allowed_token_ids "
+    "can follow here; set ignore_eos=false or allow more tokens"
 )
 
 
@@ -74,10 +83,9 @@ class GrammarRow:
     """
 
     __slots__ = (
-        "_banned",
         "_early",
         "_is_drafted",
-        "_kept",
+        "_limits",
         "_thinking",
         "cost",
         "ending",
@@ -107,11 +115,14 @@ class GrammarRow:
         self.num_turns = 0
         self.num_unread = 0
         self.ending: str | None = None
-        self._kept = None
-        if params.allowed_token_ids is not None:
-            self._kept = _bits(params.allowed_token_ids, vocab_size)
-        # With ignore_eos the answer continues until the grammar is complete.
-        self._banned = ~_bits(request.eos_token_ids if params.ignore_eos else (), vocab_size)
+        # Masks of the request's parameters, each with the error if it leaves no token.
+        self._limits: list[tuple[np.ndarray, str]] = []
+        allowed = params.allowed_token_ids
+        if allowed is not None:
+            self._limits.append((_bits(allowed, vocab_size), _NONE_ALLOWED))
+        if params.ignore_eos:  # the answer continues until the grammar is complete
+            error = _ONLY_EOS if allowed is None else _ONLY_EOS_ALLOWED
+            self._limits.append((~_bits(request.eos_token_ids, vocab_size), error))
         self.min_position = len(request.prompt_token_ids) + params.min_tokens
         eos_token_ids = () if params.ignore_eos else request.eos_token_ids
         self._early = ~_bits((*eos_token_ids, *params.stop_token_ids), vocab_size)
@@ -136,9 +147,12 @@ class GrammarRow:
         error = None if self.matcher is None else problem(self.matcher)
         if error is not None and self.ending is None:
             self.ending = f"structured_outputs cannot go on: {error}"
-        bits &= self._banned
-        if self._kept is not None:
-            bits &= self._kept
+        if self.ending is None and not bits.any():
+            self.ending = _NOTHING_LEFT
+        for mask, error in self._limits:
+            bits &= mask
+            if self.ending is None and not bits.any():
+                self.ending = error
         if position < self.min_position and (bits & self._early).any():
             bits &= self._early  # not done if it would leave no token
         if self._thinking is not None and self._thinking.is_spent:
@@ -147,8 +161,6 @@ class GrammarRow:
             if bits[word] >> bit & 1:  # 0 = another limit forbids the end token
                 bits[:] = 0
                 bits[word] = np.uint32(1 << bit).view(np.int32)
-        if self.ending is None and not bits.any():
-            self.ending = _NOTHING_LEFT
         if self.ending is not None:
             bits[:] = -1  # allow all; the drawn token is dropped
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from tests.runtime.tiny import MODEL, tiny_config
 DEMO = str(Path(ostinato.__file__).parents[1] / "models" / "demo")
 VOCAB_SIZE, EOS = 3077, 2  # five ids more than the tokenizer has
 WORDS = StructuredOutputsParams(regex="([a-z]{1,9} ){2,30}")
+DEFAULTS = SamplingParams()
 CPU = torch.device("cpu")
 
 
@@ -36,6 +38,7 @@ class Rows:
         count: int,
         at_once: int,
         constraint: StructuredOutputsParams = WORDS,
+        sampling: SamplingParams = DEFAULTS,
     ) -> None:
         tokenizer = load_grammar_tokenizer(DEMO, VOCAB_SIZE, (EOS,))
         matcher = build_matcher(tokenizer, grammar_text(constraint, {}))
@@ -46,7 +49,7 @@ class Rows:
         request = Request(
             request_id="r",
             prompt_token_ids=[5, 6, 7],
-            sampling=SamplingParams(),
+            sampling=sampling,
             eos_token_ids=(EOS,),
             grammar="words",
         )
@@ -121,6 +124,42 @@ def test_an_ambiguous_grammar_ends_its_request(monkeypatch: pytest.MonkeyPatch) 
     assert was_slow
     for row in rows.rows:
         assert "at most 5 ms are allowed; make it simpler" in (row.ending or "")
+
+
+@pytest.mark.parametrize(
+    ("params", "words"),
+    [
+        ({"ignore_eos": True}, ("ignore_eos=true excludes", "the grammar allows no other token")),
+        (
+            {"ignore_eos": True, "allowed_token_ids": (EOS, 5)},
+            ("ignore_eos=true excludes", "no other token of allowed_token_ids"),
+        ),
+        ({"allowed_token_ids": (5, 6)}, ("allowed_token_ids has none of the tokens that the",)),
+        (
+            {"allowed_token_ids": (5, 6), "ignore_eos": True},
+            ("allowed_token_ids has none of the tokens that the",),
+        ),
+        ({"allowed_token_ids": (EOS, 5)}, None),
+        ({}, None),
+    ],
+)
+def test_the_error_names_the_parameter_that_leaves_no_token(
+    params: dict[str, Any], words: tuple[str, ...] | None
+) -> None:
+    """The grammar allows only the end-of-sequence token."""
+    constraint = StructuredOutputsParams(grammar=f"start: <[{EOS}]>")
+    rows = Rows(1, 1, constraint, SamplingParams(**params))
+    [row] = rows.rows
+    logits = torch.zeros(1, VOCAB_SIZE)
+    rows.masks.begin_step()
+    rows.masks.apply(logits, rows.rows, [row.position])
+    if words is None:
+        assert row.ending is None
+        assert logits.isfinite().nonzero().tolist() == [[0, EOS]]
+    else:
+        assert row.ending is not None
+        assert [word for word in words if word not in row.ending] == []
+        assert row.take(int(logits.argmax())) == row.ending
 
 
 def test_a_row_is_slow_for_as_long_as_its_masks_are() -> None:
