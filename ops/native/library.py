@@ -28,10 +28,7 @@ from ostinato.ops.native.build import (
     discard,
     intact_libraries,
 )
-from ostinato.ops.native.instruction_sets import (
-    check_runnable,
-    runnable_levels,
-)
+from ostinato.ops.native.instruction_sets import EMULATED, check_runnable, runnable_levels
 from ostinato.ops.register import define_alias
 
 __all__ = (
@@ -172,12 +169,13 @@ def _load(name: str, isa: str | None, namespace: str) -> NativeLibrary:
         known = ", ".join((*LIBRARIES, *PARTS))
         raise ValueError(f"name must be one of {known}, got {name!r}")
     runnable = runnable_levels()
+    known = [*runnable, *(f"amx_on_{each}" for each in runnable if f"amx_on_{each}" in EMULATED)]
     if isa is None:
         level, path, library = _open_default(name)
-    elif isa in runnable or isa in [f"amx_on_{each}" for each in runnable]:
+    elif isa in known:
         level, (path, library) = isa, _open(name, isa)
     else:
-        raise ValueError(f"isa must be one of {', '.join(runnable)} on this processor, got {isa!r}")
+        raise ValueError(f"isa must be one of {', '.join(known)} on this processor, got {isa!r}")
     check_abi(library, str(path))
     if isa is not None:
         _define_aliases(library, namespace)

@@ -13,7 +13,7 @@ import torch
 from ostinato.ops.native import abi, build
 from ostinato.ops.native import library as native
 from ostinato.ops.native.build import LIBRARIES, PARTS
-from ostinato.ops.native.instruction_sets import ISA_LEVELS, detect_isa
+from ostinato.ops.native.instruction_sets import ISA_LEVELS, detect_isa, runnable_levels
 from ostinato.ops.native.library import load
 from tests.confinement import no_execution
 
@@ -194,10 +194,17 @@ def test_numbers_that_differ_from_pythons_are_named_with_both_values(
     assert "most dimensions is 5 in the library and 6 in Python" in text
 
 
-def test_levels_are_ordered_and_checked() -> None:
+def test_levels_are_ordered() -> None:
     assert list(ISA_LEVELS) == ["amx", "avx512bf16", "avx512", "avx2", "portable"]
-    with pytest.raises(ValueError, match=r"isa must be one of .*portable on this processor"):
-        load("core", "sse9")
+
+
+@pytest.mark.parametrize("isa", ["sse9", "amx_on_sse9", "amx_on_amx"])
+def test_levels_are_checked(isa: str) -> None:
+    runnable = runnable_levels()
+    known = ", ".join([*runnable, *(f"amx_on_{each}" for each in runnable if each != "amx")])
+    words = f"isa must be one of {known} on this processor, got '{isa}'"
+    with pytest.raises(ValueError, match=words):
+        load("core", isa)
 
 
 def test_a_name_that_is_neither_a_library_nor_a_part_is_refused() -> None:
