@@ -7,6 +7,7 @@ its folder. `sentence_bert_config.json` has the length that the model was traine
 from __future__ import annotations
 
 import json
+import reprlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,13 @@ def read_pooling_files(directory: Path | None) -> PoolingFiles:
     if directory is None or not (directory / "modules.json").is_file():
         return PoolingFiles()
     mode, unsupported, normalize = None, None, False
-    for module in _read(directory / "modules.json", list):
+    modules = _read(directory / "modules.json", list)
+    if not all(isinstance(module, dict) for module in modules):
+        raise CheckpointError(
+            f"{directory / 'modules.json'} must hold an array of JSON objects, got "
+            f"{reprlib.repr(modules)}; take the file of the original checkpoint"
+        )
+    for module in modules:
         kind = str(module.get("type", "")).rpartition(".")[2]
         path = str(module.get("path", ""))
         if kind == "Pooling":
@@ -53,8 +60,13 @@ def read_pooling_files(directory: Path | None) -> PoolingFiles:
         elif kind != "Transformer":
             unsupported = f"modules.json has a {kind} module, which is not supported"
     length = None
-    if (directory / "sentence_bert_config.json").is_file():
-        length = _read(directory / "sentence_bert_config.json", dict).get("max_seq_length")
+    file = directory / "sentence_bert_config.json"
+    if file.is_file():
+        length = _read(file, dict).get("max_seq_length")
+        if not isinstance(length, int | None):
+            raise CheckpointError(
+                f"{file}: max_seq_length must be null or an integer, got {length!r}; correct it"
+            )
     return PoolingFiles(
         mode=mode, normalize=normalize, max_seq_length=length, unsupported=unsupported
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 from pathlib import Path
 
 import msgspec
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from ostinato import LLM, SamplingParams
 from ostinato.conf.compose import load_config
 from ostinato.conf.schema import SchedulerConfig
+from ostinato.models.checkpoints.checkpoint import CheckpointError
 from ostinato.models.checkpoints.pooling_files import PoolingFiles, read_pooling_files
 from ostinato.runtime.client.pooling import make_pooling_request, numbers
 from ostinato.runtime.errors import InvalidRequestError, StartupError
@@ -263,10 +265,36 @@ def test_a_cross_encoder_scores_pairs_as_transformers_does(tmp_path):
     ],
 )
 def test_what_a_checkpoint_says_of_embeddings(tmp_path, files, expected):
-    for name, content in files.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_bytes(msgspec.json.encode(content))
+    write_files(tmp_path, files)
     assert read_pooling_files(tmp_path) == expected
+
+
+@pytest.mark.parametrize(
+    ("files", "text"),
+    [
+        ({"modules.json": {}}, "modules.json must hold a JSON array"),
+        ({"modules.json": ["x"]}, "modules.json must hold an array of JSON objects, got ['x']"),
+        ({"modules.json": [{"type": "x.Transformer"}, None]}, ", None]"),
+        (
+            {"modules.json": [{"type": "x.Pooling", "path": "p"}], "p/config.json": []},
+            "p/config.json must hold a JSON object",
+        ),
+        (
+            {"modules.json": [], "sentence_bert_config.json": {"max_seq_length": "99"}},
+            "sentence_bert_config.json: max_seq_length must be null or an integer, got '99'",
+        ),
+    ],
+)
+def test_broken_files_of_embeddings_are_refused(tmp_path, files, text):
+    write_files(tmp_path, files)
+    with pytest.raises(CheckpointError, match=re.escape(text)):
+        read_pooling_files(tmp_path)
+
+
+def write_files(directory, files):
+    for name, content in files.items():
+        (directory / name).parent.mkdir(exist_ok=True)
+        (directory / name).write_bytes(msgspec.json.encode(content))
 
 
 MODEL = ServedModel(
