@@ -14,7 +14,6 @@ import os
 import zipfile
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 from ostinato.conf.environment import triton_cache
 from ostinato.graphs.bundle import Bundle
@@ -24,7 +23,7 @@ __all__ = ("adopt_triton_kernels", "pack_triton_kernels", "triton_entry", "unpac
 _LOG = logging.getLogger(__name__)
 
 _GROUP = "__grp__"  # files that name the files of a kernel by their paths
-_PATHS = "child_paths"
+_MOST_SHOWN = 200  # bytes of such a file in an error
 # What a start reads; the intermediate texts of the compiler are left out.
 _KEPT = (".cubin", ".json")
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # the date of all files, so that equal kernels are equal bytes
@@ -43,6 +42,9 @@ def pack_triton_kernels(cache: Path) -> bytes:
 
     Args:
         cache: a directory that has only finished kernels.
+
+    Raises:
+        OSError, ValueError: a file cannot be read, or is not one of Triton's.
     """
     data = io.BytesIO()
     with zipfile.ZipFile(data, "w", zipfile.ZIP_DEFLATED) as archive:
@@ -97,10 +99,21 @@ def _with_paths(group: bytes, folder: Path | None) -> bytes:
     """The content of a group's file, with paths in `folder`; None = names without a folder.
 
     Files that an archive leaves out are not named.
+
+    Raises:
+        ValueError: it is not the content of such a file.
     """
-    content: dict[str, Any] = json.loads(group)
-    names = [name for name in content[_PATHS] if name.endswith(_KEPT)]
-    content[_PATHS] = {name: name if folder is None else str(folder / name) for name in names}
+    match json.loads(group):
+        case {"child_paths": dict(paths)} as content:
+            names = [name for name in paths if name.endswith(_KEPT)]
+        case _:
+            text = group[:_MOST_SHOWN].decode(errors="replace")
+            raise ValueError(
+                f"a kernel's file of paths must hold an object with child_paths, got {text}"
+            )
+    content["child_paths"] = {
+        name: name if folder is None else str(folder / name) for name in names
+    }
     return json.dumps(content).encode()
 
 

@@ -9,7 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from ostinato.graphs.kernel_archive import pack_triton_kernels, unpack_triton_kernels
+from ostinato.graphs.bundle import Bundle
+from ostinato.graphs.kernel_archive import (
+    adopt_triton_kernels,
+    pack_triton_kernels,
+    triton_entry,
+    unpack_triton_kernels,
+)
 
 
 def add_kernel(cache: Path, key: str, name: str) -> None:
@@ -58,3 +64,25 @@ def test_files_outside_of_the_cache_are_refused(tmp_path: Path, name: str) -> No
     with pytest.raises(ValueError, match="is not a file of a kernel's folder"):
         unpack_triton_kernels(data.getvalue(), tmp_path / "cache")
     assert not (tmp_path / "x.cubin").exists()
+
+
+@pytest.mark.parametrize("group", [{}, [], 7, {"child_paths": None}])
+def test_kernels_without_paths_are_left_out_with_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, group: object
+) -> None:
+    name = triton_entry()
+    if name is None:
+        pytest.skip("Triton is not installed")
+    data = BytesIO()
+    with zipfile.ZipFile(data, "w") as archive:
+        archive.writestr("AAA/__grp__first.json", json.dumps(group))
+    bundle = Bundle(tmp_path, "tiny", {})
+    bundle.put(name, data.getvalue())
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    adopt_triton_kernels(bundle)
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "the bundle's kernels are not used: a kernel's file of paths must hold an object with "
+        f"child_paths, got {json.dumps(group)}"
+    )
+    assert list((tmp_path / "cache").glob("*/*")) == []
