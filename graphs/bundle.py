@@ -35,6 +35,7 @@ _LOG = logging.getLogger(__name__)
 _MANIFEST = "manifest.json"
 _FORMAT = "1"
 _LONGEST_TURN_S = 600.0  # a start that takes longer is not waited for
+_MOST_RACES = 10  # attempts to replace a directory that other processes replace too
 _PACKAGE = Path(__file__).parent.parent
 
 
@@ -165,7 +166,7 @@ class Bundle:
             with tempfile.TemporaryDirectory(dir=root, prefix=".new-") as scratch:
                 new = Path(scratch) / "bundle"
                 self._write(new)
-                self._replace(new, Path(scratch) / "old")
+                is_replaced = self._replace(new, Path(scratch) / "old")
         except OSError as error:
             _LOG.warning(
                 "the compiled bundle is not kept, the next start compiles again: %s cannot be "
@@ -174,7 +175,15 @@ class Bundle:
                 error.strerror or error,
             )
             return
-        self._is_changed = False
+        if is_replaced:
+            self._is_changed = False
+            return
+        _LOG.warning(
+            "the compiled bundle is not kept: other processes replaced %s %d times while it was "
+            "written; the next start loads theirs",
+            self.directory,
+            _MOST_RACES,
+        )
 
     def _open(self) -> None:
         if not self.directory.exists():
@@ -239,12 +248,18 @@ class Bundle:
         text = msgspec.json.format(msgspec.json.encode(_Manifest(body, digest)))
         (directory / _MANIFEST).write_bytes(text + b"\n")
 
-    def _replace(self, new: Path, old: Path) -> None:
+    def _replace(self, new: Path, old: Path) -> bool:
         """Move the directory to `old`, and `new` to its place.
 
         If two processes do so at once, the directory of the last one stays.
+
+        Returns:
+            Whether `new` is in its place. False if another process was faster `_MOST_RACES` times.
+
+        Raises:
+            OSError: a directory cannot be moved.
         """
-        for _ in range(10):
+        for _ in range(_MOST_RACES):
             with contextlib.suppress(FileNotFoundError):
                 self.directory.rename(old)
             try:
@@ -254,7 +269,8 @@ class Bundle:
                     raise
                 shutil.rmtree(old, ignore_errors=True)
                 continue
-            return
+            return True
+        return False
 
 
 def trusted_directories(root: Path) -> Iterator[Path]:

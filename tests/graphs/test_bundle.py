@@ -216,6 +216,36 @@ def test_two_processes_that_save_at_once_leave_a_whole_one(tmp_path: Path) -> No
     assert [name for name in leftovers if not name.endswith(".set-aside")] == []
 
 
+def test_a_process_that_is_always_too_late_does_not_count_its_bundle_as_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    make(tmp_path)
+    bundle = Bundle(tmp_path, "tiny on a CPU", IDENTITY)
+    rename = Path.rename
+
+    def too_late(source: Path, target: Path) -> Path:
+        if target == bundle.directory:  # another process saves its bundle just before
+            shutil.copytree(saved, target)
+        return rename(source, target)
+
+    saved = shutil.copytree(bundle.directory, tmp_path / "elsewhere")
+    monkeypatch.setattr(Path, "rename", too_late)
+    bundle.put("layer-0", b"new")
+    bundle.save()
+    assert not bundle.is_saved
+    (line,) = warnings_of(caplog)
+    assert line == (
+        f"the compiled bundle is not kept: other processes replaced {bundle.directory} 10 times "
+        "while it was written; the next start loads theirs"
+    )
+    monkeypatch.setattr(Path, "rename", rename)
+    assert contents(Bundle(tmp_path, "tiny on a CPU", IDENTITY)) == FILES
+    assert {path.name for path in tmp_path.iterdir()} == {bundle.directory.name, "elsewhere"}
+    bundle.save()
+    assert bundle.is_saved
+    assert Bundle(tmp_path, "tiny on a CPU", IDENTITY).get("layer-0") == b"new"
+
+
 def test_the_second_of_two_starts_waits_for_what_the_first_one_saves(tmp_path: Path) -> None:
     first = Bundle(tmp_path, "tiny", {})
     first.take_turn()
