@@ -37,7 +37,7 @@ def to_text(body: DetokenizeRequest, tokenizer: Tokenizer, model: ServedModel) -
     for token_id in body.tokens:
         if not 0 <= token_id < model.vocab_size:
             raise InvalidRequestError(
-                f"tokens has id {token_id}, the vocabulary of {model.name} is"
+                f"tokens has id {token_id}, but the vocabulary of {model.name} is"
                 f" [0, {model.vocab_size})",
                 param="tokens",
                 code="invalid_value",

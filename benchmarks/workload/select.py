@@ -98,8 +98,8 @@ def fit_parts(
         if kept.max_id >= vocab_size:
             if not kept.shifts:
                 raise ConfigError(
-                    f"workload.path: {part.name} has token id {kept.max_id}, the vocabulary of "
-                    f"{model} is [0, {vocab_size})"
+                    f"workload.path: {part.name} has token id {kept.max_id}, but the vocabulary "
+                    f"of {model} is [0, {vocab_size})"
                 )
             notes.append(f"{part.name}: ids modulo the vocabulary of {vocab_size}")
         fitting.append(kept)

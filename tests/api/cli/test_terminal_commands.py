@@ -370,4 +370,4 @@ def test_bench_refuses_ids_outside_the_vocabulary(
     work.write_text('[{"prompt": [3072], "max_tokens": 1}]')
     assert run(["bench", "workload=tokens", f"workload.path={work}", *TINY, *FAST]) == 2
     line = capsys.readouterr().err.splitlines()[-1]
-    assert line.startswith("run: workload.path: list has token id 3072, the vocabulary of ")
+    assert line.startswith("run: workload.path: list has token id 3072, but the vocabulary of ")

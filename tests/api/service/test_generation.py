@@ -126,5 +126,7 @@ class TestTokenization:
             tokenization.check(body)
 
     def test_ids_outside_of_the_vocabulary(self, tokenizer):
-        with pytest.raises(InvalidRequestError, match=r"tokens has id 100, .* \[0, 100\)"):
+        with pytest.raises(
+            InvalidRequestError, match=r"tokens has id 100, but the vocabulary of .* is \[0, 100\)"
+        ):
             tokenization.to_text(DetokenizeRequest(tokens=[1, 100]), tokenizer, MODEL)
