@@ -298,7 +298,7 @@ async def _all_in_time(
                 tasks.append(task)
             return await asyncio.gather(*tasks)
     except TimeoutError as error:
-        raise DeadlineError("the request's deadline was over before its answer") from error
+        raise DeadlineError("the request's deadline passed before its answer") from error
     finally:
         await _cancel(tasks)
         for one in work[len(tasks) :]:

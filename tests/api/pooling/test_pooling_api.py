@@ -252,6 +252,7 @@ def test_the_servers_limits_hold_here_too(make_app):
     headers = {"x-request-timeout-ms": "50"}
     response = waiting.http.post("/v1/embeddings", json={"input": [1]}, headers=headers)
     assert (response.status_code, response.json()["error"]["code"]) == (504, "deadline_exceeded")
+    assert "deadline passed before its answer" in response.json()["error"]["message"]
     assert len(waiting.engine.aborted) == 1
     headers = {"x-request-timeout-ms": "soon"}
     response = waiting.http.post("/v1/embeddings", json={"input": [1]}, headers=headers)
