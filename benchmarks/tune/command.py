@@ -407,8 +407,8 @@ class _Tuning:
         prompt = part.num_prompt_tokens / len(part.items)
         output = part.num_output_tokens / len(part.items)
         return (
-            f"{workload.kind.value}, {len(part.items)} requests of {prompt:.0f} + {output:.0f} "
-            f"tokens on average, {self.point.label}"
+            f"{workload.kind.value}, {len(part.items)} requests of {prompt:.0f} prompt + "
+            f"{output:.0f} output tokens on average, {self.point.label}"
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import subprocess
 import sys
 import time
@@ -368,6 +369,8 @@ def test_tune_on_a_real_server(tmp_path: Path):
     done = invoke("slo.ttft_ms=20000", "slo.itl_ms=5000")
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"run serve --config-dir {tmp_path} tuned=tuned" in done.stdout
+    traffic_line = r"traffic: random, 12 requests of \d+ prompt \+ 16 output tokens on average, "
+    assert re.search(traffic_line, " ".join(done.stdout.split()))
     loaded = load_config(["tuned=tuned"], config_dir=str(tmp_path))
     assert dataclasses.asdict(loaded)["model"]["max_model_len"] == 512
     assert (tmp_path / "tuned" / "tuned.png").read_bytes().startswith(b"\x89PNG")
