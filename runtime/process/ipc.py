@@ -170,8 +170,8 @@ class EngineFailed(msgspec.Struct, frozen=True, array_like=True, tag=4, gc=False
 class StepStarted(msgspec.Struct, frozen=True, array_like=True, tag=5, gc=False):
     """Sent before a step that admits requests, or is predicted to take more than 0.25 s.
 
-    If the engine dies in that step, the client knows which requests were running. The watchdog
-    gives the step more time if `seconds` is large. It is also sent before a utility call.
+    If the engine dies in that step, the client has the ids of the requests that were running. The
+    watchdog gives the step more time if `seconds` is large. It is also sent before a utility call.
     """
 
     request_ids: list[str]  # requests that take part for the first time

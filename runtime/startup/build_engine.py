@@ -1,4 +1,4 @@
-"""Builds an engine from a configuration. This is the composition root of rank 0, the leader.
+"""Builds an engine from a configuration. It connects the parts of rank 0, the leader.
 
     plan -> rank (rank.py) -> step costs -> scheduler -> engine
 
