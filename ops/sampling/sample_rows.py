@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
+from importlib import import_module
 from typing import NamedTuple
 
 import numpy as np
@@ -95,15 +96,8 @@ def sample_rows(logits: Tensor, inputs: SampleInputs, paths: Iterable[SamplePath
     Returns:
         [R] int64 token ids.
     """
-    if logits.is_cuda:
-        from ostinato.ops.sampling.triton_unsorted_draw import draw_unsorted
-
-        token_ids = draw_unsorted(logits, inputs.paths, inputs.temperatures, inputs.uniforms)
-        drawn_paths = {SamplePath.greedy, SamplePath.full}
-    else:
-        token_ids = logits.argmax(-1)
-        drawn_paths = {SamplePath.greedy}
-    for path in sorted(set(paths) - drawn_paths):
+    token_ids = _draw_unsorted(logits, inputs.paths, inputs.temperatures, inputs.uniforms)
+    for path in sorted(set(paths) & _STATIC.keys()):
         drawn = _in_chunks(_STATIC[path], logits, inputs)
         token_ids = torch.where(inputs.paths == float(path), drawn, token_ids)
     return token_ids
@@ -177,12 +171,9 @@ def _filtered(logits: Tensor, inputs: SampleInputs) -> Tensor:
     return sample_filtered(logits, *_filter_arguments(inputs))
 
 
-_STATIC: dict[SamplePath, _Draw] = {
-    SamplePath.full: _full,
-    SamplePath.narrow: _narrow,
-    SamplePath.wide: _sorted,
-}
-_WAITING = _STATIC | {SamplePath.wide: _filtered}  # these may wait for the device
+_STATIC: dict[SamplePath, _Draw] = {SamplePath.narrow: _narrow, SamplePath.wide: _sorted}
+# These may wait for the device.
+_WAITING = {**_STATIC, SamplePath.full: _full, SamplePath.wide: _filtered}
 
 
 def _in_chunks(
@@ -199,6 +190,43 @@ def _in_chunks(
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
+def _plain_draw_unsorted(
+    logits: Tensor, paths: Tensor, temperatures: Tensor, uniforms: Tensor
+) -> Tensor:
+    """The likeliest token of each greedy row, and a token of the whole vocabulary for other rows.
+
+    Args:
+        logits: [R, V] float32.
+        paths: [R] float64; other paths than greedy and full are drawn as full.
+        temperatures: [R] float64 above 0.
+        uniforms: [R] float64 in [0, 1).
+
+    Returns:
+        [R] int64 token ids.
+    """
+    off = torch.zeros_like(paths)
+    drawn = _in_chunks(_full, logits, SampleInputs(paths, temperatures, off, off, off, uniforms))
+    return torch.where(paths == float(SamplePath.greedy), logits.argmax(-1), drawn)
+
+
+def _draw_unsorted_on_cuda(
+    logits: Tensor, paths: Tensor, temperatures: Tensor, uniforms: Tensor
+) -> Tensor:
+    kernel = import_module("ostinato.ops.sampling.triton_unsorted_draw")
+    return kernel.draw_unsorted(logits, paths, temperatures, uniforms)
+
+
+def _draw_unsorted_fake(
+    logits: Tensor, paths: Tensor, temperatures: Tensor, uniforms: Tensor
+) -> Tensor:
+    return logits.new_empty(logits.shape[:1], dtype=torch.int64)
+
+
+_draw_unsorted = register_op(
+    "draw_unsorted",
+    {"CompositeExplicitAutograd": _plain_draw_unsorted, "CUDA": _draw_unsorted_on_cuda},
+    fake=_draw_unsorted_fake,
+)
 _sample_tokens = register_op(
     "sample_tokens", {"CompositeExplicitAutograd": _plain_sample_tokens}, fake=_sample_tokens_fake
 )

@@ -65,7 +65,7 @@ def test_version_and_page_show_each_rank(server: ServerProcess) -> None:
 @pytest.mark.parametrize(
     ("number", "words", "traces"),
     [
-        (signal.SIGSTOP, "it has been stopped for", ["rank_main.py", "processes_executor.py"]),
+        (signal.SIGSTOP, "it has been stopped for", ["rank_main.py", "engine_main.py"]),
         pytest.param(
             signal.SIGSEGV,
             "died of SIGSEGV",

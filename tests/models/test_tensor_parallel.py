@@ -343,5 +343,7 @@ def test_groups_of_quantised_weights_are_not_cut(tmp_path: Path) -> None:
     wide = WeightsByRole(
         layers=Int4(32, True), router=PLAIN.router, head=PLAIN.head, embedding=PLAIN.embedding
     )
-    with pytest.raises(ValueError, match=r"64 columns in groups of 32 .* 4 .* tensor to 1 or 2$"):
+    with pytest.raises(
+        ValueError, match=r"64 columns in groups of 32 .* 4 .* parallel.tensor to 1 or 2$"
+    ):
         Together(tmp_path, 4, weights=wide)

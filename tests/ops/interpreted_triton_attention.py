@@ -181,7 +181,7 @@ def test_more_rows_than_one_chunk_of_the_work_list() -> None:
     check(BACKEND, lengths, Shape(num_heads=2, num_kv_heads=1, head_dim=16))
 
 
-@pytest.mark.parametrize("index", range(len(PARTITIONS) - 1))
+@pytest.mark.parametrize("index", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in (1, 2))])
 def test_partitions_of_each_number_of_sequences(
     index: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

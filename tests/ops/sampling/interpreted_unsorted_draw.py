@@ -24,11 +24,11 @@ def drawn(logits: torch.Tensor, temperature: float, uniforms: torch.Tensor) -> l
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("temperature", [0.6, 1.0, 3.0])
-@pytest.mark.parametrize("vocabulary", [1, 5, 4096, 4097, 12_500])
+@pytest.mark.parametrize("temperature", [0.6, 3.0])
+@pytest.mark.parametrize("vocabulary", [1, 5, 4097, 12_500])
 def test_draws_are_those_of_plain_torch(vocabulary: int, temperature: float, form: str) -> None:
-    logits = make_rows(3, 24, vocabulary, form)
-    uniforms = torch.rand(24, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    logits = make_rows(3, 9, vocabulary, form)
+    uniforms = torch.rand(9, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     uniforms[:2] = torch.tensor([0.0, 0.9999])
     if vocabulary == 1:
         logits = torch.zeros_like(logits)
@@ -45,9 +45,9 @@ def test_greedy_rows_have_the_first_of_the_likeliest(form: str) -> None:
 
 
 def test_a_distribution_that_is_flat_has_every_token() -> None:
-    logits = torch.zeros(1, 300).expand(300, -1)
-    uniforms = (torch.arange(300, dtype=torch.float64) + 0.5) / 300
-    assert drawn(logits, 1.0, uniforms) == list(range(300))
+    logits = torch.zeros(1, 60).expand(60, -1)
+    uniforms = (torch.arange(60, dtype=torch.float64) + 0.5) / 60
+    assert drawn(logits, 1.0, uniforms) == list(range(60))
 
 
 def test_tokens_without_mass_are_never_drawn() -> None:

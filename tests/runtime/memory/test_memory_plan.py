@@ -139,9 +139,9 @@ def test_asked_length_that_does_not_fit_is_refused_with_numbers_and_remedies():
     with pytest.raises(StartupError) as caught:
         plan(QWEN, memory_gib=1, max_model_len=20_000)
     assert str(caught.value) == (
-        "not enough memory for one sequence of 20000 tokens: its KV blocks need 2.14 GiB, planned "
-        "are 1.00 GiB; lower model.max_model_len to at most 9344, or set cache.memory_gib=2.138, "
-        "or use a smaller model or a higher device.memory_fraction"
+        "not enough memory for one sequence of 20000 tokens: its KV blocks need 2.14 GiB, and "
+        "1.00 GiB are planned; lower model.max_model_len to at most 9344, or set "
+        "cache.memory_gib=2.138, or use a smaller model or a higher device.memory_fraction"
     )
     assert plan(QWEN, memory_gib=2.138, max_model_len=20_000).max_model_len == 20_000
 

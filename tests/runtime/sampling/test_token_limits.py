@@ -119,7 +119,7 @@ class Letters:
 def test_a_bad_word_is_forbidden_with_and_without_a_space() -> None:
     assert bad_words_token_ids(["ab", " c"], Letters()) == [[97, 98], [32, 97, 98], [32, 99], [99]]
     with pytest.raises(
-        InvalidRequestError, match=r"bad_words: 'aaaa.* has 33 tokens.* may have 32"
+        InvalidRequestError, match=r"bad_words: 'aaaa.* has 33 tokens.* may have at most 32"
     ):
         bad_words_token_ids(["a" * 33], Letters())
     with pytest.raises(InvalidRequestError, match="bad_words needs a tokenizer"):
