@@ -74,6 +74,9 @@ def compile_model(
         layer by layer). The bound program gives the results of that model's `forward`. It reads the
         weights at every call and never copies them; they must be in their final place when it is
         bound.
+
+    Raises:
+        SizeGuardError: the model compares a size that differs between steps.
     """
     prepare_compiler(kernel_pool=example.token_ids.device.type != "cpu")
     if form is GraphForm.model:

@@ -80,7 +80,7 @@ def compile_function(
     Args:
         function: takes positional arguments and returns one tensor. The first argument is the list
             of parameters. The function runs on their device.
-        examples: two, as `trace_calls` takes them. Dynamo traces with the first.
+        examples: two, as `trace_calls` and `trace_fx` take them. Dynamo traces with the first.
         store: keeps the result; None = it is not kept.
         name: the name of the result in the store.
         skeleton: the module that `function` calls; the store does not keep it.
@@ -89,6 +89,10 @@ def compile_function(
 
     Returns:
         A function that runs without Dynamo's guards.
+
+    Raises:
+        SizeGuardError: the function would be wrong for steps of other sizes. This is not noticed
+            on a GPU if `calls_own_ops` is false.
     """
     example = examples[0]
     on_cpu = example.arguments[0][0].device.type == "cpu"
@@ -100,7 +104,7 @@ def compile_function(
         if program is None:
             _LOG.info("Dynamo traces %s, because its calls cannot be recorded: %s", name, reason)
     if program is None and (on_cpu or calls_own_ops):
-        program, reason = trace_fx(function, example, pieces)
+        program, reason = trace_fx(function, examples, pieces)
         if program is None:
             _LOG.info("Inductor compiles %s as a whole: %s", name, reason)
     if program is not None:

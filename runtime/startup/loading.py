@@ -19,6 +19,7 @@ from ostinato.conf.schema import GraphMode, LoadFormat, Quantization
 from ostinato.graphs.buffers import StaticBuffers
 from ostinato.graphs.bundle import Bundle
 from ostinato.graphs.compiler.compile import Binder, compile_model
+from ostinato.graphs.compiler.dynamo_trace import SizeGuardError
 from ostinato.graphs.kernel_archive import adopt_triton_kernels
 from ostinato.models.base import LanguageModel
 from ostinato.models.checkpoints.checkpoint import CheckpointError
@@ -216,7 +217,11 @@ def _compile(
     bundle: Bundle | None,
     phase: PhaseTimer,
 ) -> Binder | None:
-    """The compiled program. The contents of the prototype's weights do not matter."""
+    """The compiled program. The contents of the prototype's weights do not matter.
+
+    Raises:
+        StartupError: the model compares a size that differs between steps.
+    """
     if config.graphs.mode is GraphMode.eager:
         return None
     with phase("load programs" if bundle is not None and bundle.entries else "compile"):
@@ -224,7 +229,10 @@ def _compile(
         tokens = min(16, buffers.host.token_ids.size)
         seqs = min(2, buffers.host.seq_lens.size)
         example = buffers.batch(tokens, seqs, seqs)
-        return compile_model(prototype, config.graphs.form, example, kv_cache, bundle)
+        try:
+            return compile_model(prototype, config.graphs.form, example, kv_cache, bundle)
+        except SizeGuardError as error:
+            raise StartupError(str(error)) from error
 
 
 def _describe_ranks(source: ModelSource) -> str:

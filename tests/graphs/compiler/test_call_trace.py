@@ -117,7 +117,7 @@ def test_the_calls_are_those_that_dynamo_traces(values: dict[str, Any]) -> None:
         function = _layer_call(without_weights(layer), names, is_last=is_last)
         examples = layer_examples(model, caches, index)
         recorded = trace_calls(function, examples, PieceCompiler()).program
-        traced = trace_fx(function, examples[0], PieceCompiler()).program
+        traced = trace_fx(function, examples, PieceCompiler()).program
         assert recorded is not None
         assert traced is not None
         step = examples[0].arguments[2]
