@@ -71,6 +71,14 @@ _WEIGHTS = ("q_weight", "k_weight", "bias", "norm_weight", "residual")
 _SUMS = ("scaled", "squares", "new_squares")
 _OPTIONAL = (*_SINGLE, *_WEIGHTS, *_SUMS, "cleared", "score_bias")
 _MANY = 64  # sequences of a step with the tile of many
+# These have nearly the kernel of Llama-8B for few sequences.
+_LIKE_LLAMA = {
+    "Qwen3-0.6B 16/8 heads, D128",
+    "Llama-8B, block 64",
+    "GPT-2 12/12 heads, D64",
+    "32/32 heads, D80",
+    "Llama 4 40/8 heads, D128, chunks",
+}
 _TITLE = "# Triton kernels\n"
 _INTRODUCTION = """
 `python -m ostinato.benchmarks.micro.kernel_table` compiled these kernels ahead of time for compute
@@ -136,7 +144,7 @@ def variants() -> Iterator[Variant]:
         for cache_dtype in ("", "fp8_e4m3"):
             converting = replace(shape, converts_cache=cache_dtype != "", num_seqs=_MANY)
             launches = [("short", converting), ("long", converting)]
-            if not cache_dtype:
+            if not cache_dtype and model not in _LIKE_LLAMA:
                 launches.insert(0, ("few", shape))
             for role, used in launches:
                 constants = attention_constants(
