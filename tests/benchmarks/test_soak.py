@@ -6,6 +6,8 @@ import random
 from collections import Counter
 from pathlib import Path
 
+import pytest
+
 from ostinato.benchmarks.soak.__main__ import run_soak
 from ostinato.benchmarks.soak.hostile.hostile_requests import (
     hostile_constraint,
@@ -58,6 +60,7 @@ def test_prompts_leave_room_for_the_answer() -> None:
     assert max(totals) <= 256
 
 
+@pytest.mark.slow
 def test_a_soak_of_seconds() -> None:
     """The server has compiled and captured steps. The servers of `tests/e2e` run in eager mode."""
     plan = SoakPlan(

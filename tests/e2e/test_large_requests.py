@@ -83,6 +83,7 @@ def test_a_large_request_is_answered_as_a_small_one(server):
     assert large["usage"]["prompt_tokens"] == small["usage"]["prompt_tokens"]
 
 
+@pytest.mark.slow
 def test_what_it_has_allocated_goes_back(server):
     """After large bodies and answers the API process has little more memory than before."""
     process = psutil.Process(server.pid)
@@ -231,7 +232,7 @@ def test_a_client_that_leaves_before_the_end_of_its_body(server):
     assert server.log_of("half ") == line
 
 
-@pytest.mark.parametrize("content", ["Hi", "Hi" * 4000])
+@pytest.mark.parametrize("content", ["Hi", pytest.param("Hi" * 4000, marks=pytest.mark.slow)])
 def test_a_template_without_end_is_ended(server, content):
     template = "{% for a in range(100000) %}{% for b in range(100000) %}{% endfor %}{% endfor %}"
     body = {"messages": [{"role": "user", "content": content}], "chat_template": template}

@@ -153,7 +153,7 @@ def test_places_are_divided_equally(sizes, data):
 
 
 @given(st.lists(st.integers(1, 12), min_size=2, max_size=5))
-@settings(max_examples=40)
+@settings(max_examples=20)
 def test_every_sequence_advances(sizes):
     run = Run(*sizes, max_slowdown=1.1)
     steps = 3 * sum(sizes)
