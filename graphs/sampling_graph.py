@@ -27,10 +27,10 @@ __all__ = ("EagerSampler", "GraphSampler", "SamplingKey", "TokenSampler", "num_s
 
 _FULL, _NARROW, _WIDE = SamplePath.full, SamplePath.narrow, SamplePath.wide
 # The sets of paths that have a graph each, cheapest first. A step takes the first set that contains
-# all of its paths. The other paths of the set change no token. A full draw costs no more than a
-# greedy one.
+# all of its paths. The other paths of the set cost time, except full ones beside greedy ones, and
+# change no token.
 _MIXTURES: tuple[frozenset[SamplePath], ...] = tuple(
-    map(frozenset, ((_FULL,), (_FULL, _NARROW), (_FULL, _NARROW, _WIDE)))
+    map(frozenset, ((_FULL,), (_FULL, _NARROW), (_FULL, _WIDE), (_FULL, _NARROW, _WIDE)))
 )
 
 

@@ -229,12 +229,10 @@ def offline(config: RunConfig, *, tiny: bool) -> dict[str, Any]:
     """
     tested = EngineUnderTest(config, tiny=tiny)
     lengths = offline_lengths(tiny=tiny)
-    for _ in range(2):
-        for length, max_tokens in lengths:
-            tested.add(length, max_tokens, 0.6)
-        before = tested.engine.stats()
-        seconds = tested.run()
-        after = tested.engine.stats()
+    _run_workload(tested, lengths)
+    before = tested.engine.stats()
+    seconds = _run_workload(tested, lengths)
+    after = tested.engine.stats()
     outputs = sum(max_tokens for _, max_tokens in lengths)
     produced = after.num_output_tokens - before.num_output_tokens
     if produced != outputs:
@@ -249,6 +247,13 @@ def offline(config: RunConfig, *, tiny: bool) -> dict[str, Any]:
         "preemptions": after.num_preemptions - before.num_preemptions,
         **tested.conditions(),
     }
+
+
+def _run_workload(tested: EngineUnderTest, lengths: list[tuple[int, int]]) -> float:
+    """Seconds for requests with these numbers of prompt and output tokens, all sent at once."""
+    for length, max_tokens in lengths:
+        tested.add(length, max_tokens, 0.6)
+    return tested.run()
 
 
 def startup_once(config: RunConfig) -> dict[str, Any]:

@@ -25,7 +25,7 @@ MAX_TILE_ROWS = 128  # query rows of the largest tile, hence the most query head
 # than it saves: a program takes about as long to begin and end one as to read 256 keys.
 _PARTITIONS = ((4, 128, 1), (16, 512, 2), (64, 1024, 4), (1 << 30, 2048, 8))
 _SEQUENCES_PER_CHUNK = 256  # a constant, so that no shape needs another program
-FIRST_OF_CLASS = (1, *(most + 1 for most, _, _ in _PARTITIONS[:-1]))
+FIRST_OF_CLASS: tuple[int, ...] = (1, *(most + 1 for most, _, _ in _PARTITIONS[:-1]))
 """The least number of sequences of each class, because a class has kernels of its own."""
 _ANY_QUERY = 1 << 30
 _JOINED_ELEMENTS = 32  # partial results that a thread holds while it joins partitions
@@ -104,19 +104,16 @@ class KernelShape:
         # Keys of 8 bits are widened in registers, which hold 64 keys at a time.
         most = 64 if self.converts_cache else 128
         block_n = 16 if self.itemsize == 4 else {128: 64, 256: 32}.get(self.block_d, most)
-        if self.programs_per_processor == 1:
-            num_warps, depths = 8, (3, 2)
-        else:
-            num_warps, depths = (4 if block_m <= 64 else 8), (3, 2)
-        return self._deepest(TileShape(block_m, block_n, num_warps, stages) for stages in depths)
+        num_warps = 4 if block_m <= 64 and self.programs_per_processor == 2 else 8
+        return self._deepest(TileShape(block_m, block_n, num_warps, stages) for stages in (3, 2))
 
     @property
     def programs_per_processor(self) -> int:
         """Programs of a launch of the short tile that run on a multiprocessor at the same time.
 
-        With two, one computes while the other waits for memory. A step of few sequences has fewer
-        programs than the device has multiprocessors. Its programs leave registers and shared
-        memory to those of the next kernel, which start early.
+        With two, one computes while the other waits for memory. In a step of few sequences a
+        program with more warps is faster, and leaves registers and shared memory to a program of
+        the next kernel, which starts early.
         """
         few = self.num_seqs <= _PARTITIONS[0][0]
         return 1 if few and self.itemsize == 2 and not self.converts_cache else 2
@@ -162,7 +159,7 @@ class KernelShape:
     @property
     def _partitioning(self) -> tuple[int, int]:
         """The row of `_PARTITIONS` for `num_seqs`, without its first entry."""
-        return next(tuple(rest) for most, *rest in _PARTITIONS if self.num_seqs <= most)
+        return next((least, by) for most, least, by in _PARTITIONS if self.num_seqs <= most)
 
     @property
     def max_partitions(self) -> int:

@@ -41,12 +41,14 @@ def partition_size(
 ):
     """Keys per partition. Of the batch, only the number of sequences counts, by its constants.
 
-    Partitions have at least MIN_PART_TILES tiles each, and differ by little. A short last partition
-    would cost as much as the others at its begin and end.
+    There are as many partitions as have MIN_PART_TILES tiles, at most MAX_PARTS. They have equal
+    lengths, rounded up to tiles. So the last one can be shorter, and some can be left out. With
+    MIN_PART_TILES as their length, the last one would often have a single tile, and would cost as
+    much as the others at its begin and end.
     """
     num_tiles = tl.cdiv(seq_len - first, BLOCK_N)
     num_parts = tl.minimum(tl.maximum(num_tiles // MIN_PART_TILES, 1), MAX_PARTS)
-    return tl.cdiv(num_tiles, num_parts) * BLOCK_N
+    return tl.maximum(tl.cdiv(num_tiles, num_parts), 1) * BLOCK_N  # 1 for an absent sequence
 
 
 @triton.jit

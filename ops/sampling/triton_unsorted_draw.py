@@ -9,6 +9,8 @@ part again to find the token.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -16,8 +18,7 @@ from torch import Tensor
 
 __all__ = ("draw_kernel", "draw_unsorted", "parts_kernel")
 
-_PART = 4096  # tokens of a part
-_WARPS = 8
+_CONSTANTS: dict[str, Any] = {"PART": 4096, "num_warps": 8}  # a part has PART tokens
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _UNITS = tl.constexpr(1099511627776.0)  # 2**40
 _NEVER = tl.constexpr(float("-inf"))
@@ -92,15 +93,16 @@ def draw_kernel(
         masses = counts.to(tl.float64) * factors
         cumulative = tl.cumsum(masses, 0)
         drawn_mass = tl.load(uniforms + row) * tl.sum(masses, 0)
-        # A part without mass cannot be chosen, although rounding may have made the sum too small.
+        # A part without mass is not chosen, although prefix sums are rounded.
         last = tl.max(tl.where(masses > 0.0, part, 0), 0)
-        chosen = tl.minimum(tl.sum((cumulative <= drawn_mass).to(tl.int32), 0), last)
+        beyond = (masses > 0.0) & (cumulative > drawn_mass)
+        chosen = tl.minimum(tl.min(tl.where(beyond, part, PARTS), 0), last)
         is_chosen = part == chosen
         before = tl.sum(tl.where(is_chosen, cumulative - masses, 0.0), 0)
         factor = tl.sum(tl.where(is_chosen, factors, 0.0), 0)
-        count = tl.sum(tl.where(is_chosen, counts, 0), 0)
-        rest = ((drawn_mass - before) / tl.where(factor > 0.0, factor, 1.0)).to(tl.int64)
-        rest = tl.maximum(tl.minimum(rest, count - 1), 0)
+        most_units = tl.sum(tl.where(is_chosen, counts - 1, 0), 0)
+        rest = ((drawn_mass - before) / tl.maximum(factor, 1e-300)).to(tl.int64)
+        rest = tl.maximum(tl.minimum(rest, most_units), 0)
         token = chosen * PART + tl.arange(0, PART)
         values = _load_logits(logits + row * row_stride, token, vocab_size)
         peak = tl.sum(tl.where(is_chosen & known, tl.where(mosts > _NEVER, mosts, 0.0), 0.0), 0)
@@ -128,7 +130,7 @@ def draw_unsorted(logits: Tensor, paths: Tensor, temperatures: Tensor, uniforms:
             f"strides {logits.stride()}"
         )
     num_rows, vocab_size = logits.shape
-    num_parts = triton.cdiv(vocab_size, _PART)
+    num_parts = triton.cdiv(vocab_size, _CONSTANTS["PART"])
     token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     highest = logits.new_empty(num_rows, num_parts)
     likeliest = token_ids.new_empty((num_rows, num_parts), dtype=torch.int32)
@@ -137,12 +139,21 @@ def draw_unsorted(logits: Tensor, paths: Tensor, temperatures: Tensor, uniforms:
         return token_ids
     stride = logits.stride(0)
     parts_kernel[(num_rows, num_parts)](
-        highest, likeliest, sums, logits, temperatures, stride, vocab_size, PART=_PART,
-        num_warps=_WARPS,
-    )  # fmt: skip
+        highest, likeliest, sums, logits, temperatures, stride, vocab_size, **_CONSTANTS
+    )
     draw_kernel[(num_rows,)](
-        token_ids, highest, likeliest, sums, logits, paths, temperatures, uniforms,
-        stride, vocab_size, num_parts, PART=_PART, PARTS=triton.next_power_of_2(num_parts),
-        num_warps=_WARPS,
-    )  # fmt: skip
+        token_ids,
+        highest,
+        likeliest,
+        sums,
+        logits,
+        paths,
+        temperatures,
+        uniforms,
+        stride,
+        vocab_size,
+        num_parts,
+        PARTS=triton.next_power_of_2(num_parts),
+        **_CONSTANTS,
+    )
     return token_ids

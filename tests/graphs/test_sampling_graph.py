@@ -54,7 +54,7 @@ def test_sizes_and_mixtures_that_are_captured() -> None:
     token_sampler = GraphSampler(torch.zeros(6, 10), recorder=recorder)
     assert token_sampler.capture() == []
     full, narrow, wide = SamplePath.full, SamplePath.narrow, SamplePath.wide
-    mixtures = [{full, narrow, wide}, {full, narrow}, {full}]
+    mixtures = [{full, narrow, wide}, {full, wide}, {full, narrow}, {full}]
     assert token_sampler.captured_keys == [
         SamplingKey(size, frozenset(mixture)) for size in (6, 4, 2, 1) for mixture in mixtures
     ]

@@ -127,11 +127,12 @@ struct Problem {
   int64_t out_row(int64_t row) const { return out_rows == nullptr ? row : out_rows[row]; }
 };
 
-// `problem`, whose result is streamed if it is large and is not added to a residual, which has to be read.
+// `problem`, whose result is streamed if it is large, its rows begin at cache lines, and it is not added to a residual,
+// which has to be read.
 template <class Out>
 Problem streamed(Problem problem) {
-  const int64_t bytes = problem.rows * problem.out_features * static_cast<int64_t>(sizeof(Out));
-  problem.streams = problem.residual == nullptr && bytes > kStreamedBytes;
+  const int64_t row_bytes = problem.out_features * static_cast<int64_t>(sizeof(Out));
+  problem.streams = problem.residual == nullptr && row_bytes % 64 == 0 && problem.rows * row_bytes > kStreamedBytes;
   return problem;
 }
 

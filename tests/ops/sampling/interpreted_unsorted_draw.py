@@ -24,12 +24,12 @@ def drawn(logits: torch.Tensor, temperature: float, uniforms: torch.Tensor) -> l
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("temperature", [0.6, 3.0])
+@pytest.mark.parametrize("temperature", [1e-3, 0.6])
 @pytest.mark.parametrize("vocabulary", [1, 5, 4097, 12_500])
 def test_draws_are_those_of_plain_torch(vocabulary: int, temperature: float, form: str) -> None:
     logits = make_rows(3, 9, vocabulary, form)
     uniforms = torch.rand(9, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    uniforms[:2] = torch.tensor([0.0, 0.9999])
+    uniforms[:2] = torch.tensor([1e-6, 0.9999])
     if vocabulary == 1:
         logits = torch.zeros_like(logits)
     expected = sample_full(logits / temperature, uniforms)

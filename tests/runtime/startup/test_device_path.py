@@ -117,7 +117,7 @@ def test_captures_that_lack_memory_are_one_warning_and_change_no_token(
         record for record in caplog.records if record.name == "ostinato.runtime.startup.rank"
     ]
     assert [record.getMessage() for record in records if record.levelname == "WARNING"] == [
-        "out of memory during capture, buckets left out: decode of 8, 4, 3 sequences; 6 "
+        "out of memory during capture, buckets left out: decode of 8, 4, 3 sequences; 8 "
         "buckets of the sampler. Their steps run in larger buckets or uncaptured, and take longer; lower "
         "cache.memory_gib, device.memory_fraction or scheduler.max_num_seqs, or shorten "
         "graphs.capture_sizes"
