@@ -153,7 +153,7 @@ def draw_unsorted(logits: Tensor, paths: Tensor, temperatures: Tensor, uniforms:
         stride,
         vocab_size,
         num_parts,
-        PARTS=triton.next_power_of_2(num_parts),
         **_CONSTANTS,
+        **{"PARTS": triton.next_power_of_2(num_parts)},
     )
     return token_ids
