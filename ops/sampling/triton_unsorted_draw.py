@@ -138,6 +138,7 @@ def draw_unsorted(logits: Tensor, paths: Tensor, temperatures: Tensor, uniforms:
     if num_rows == 0:
         return token_ids
     stride = logits.stride(0)
+    constants: dict[str, Any] = {**_CONSTANTS, "PARTS": triton.next_power_of_2(num_parts)}
     parts_kernel[(num_rows, num_parts)](
         highest, likeliest, sums, logits, temperatures, stride, vocab_size, **_CONSTANTS
     )
@@ -153,7 +154,6 @@ def draw_unsorted(logits: Tensor, paths: Tensor, temperatures: Tensor, uniforms:
         stride,
         vocab_size,
         num_parts,
-        **_CONSTANTS,
-        **{"PARTS": triton.next_power_of_2(num_parts)},
+        **constants,
     )
     return token_ids
