@@ -2,9 +2,11 @@
 
 The head's input at position p is the target's hidden states of position p at a few depths, and the
 embedding of the token at p + 1. It predicts the token at p + 2. Further tokens are drafted from the
-head's own output in place of the target's hidden states. Layout and names are those of checkpoints
-with `LlamaForCausalLMEagle3` in their config.json, as SafeAILab/EAGLE, SpecForge, SGLang and vLLM
-write and read them.
+head's own output in place of the target's hidden states.
+
+The layout and the names of the tensors are those of SafeAILab/EAGLE. config.json must name the
+architecture `LlamaForCausalLMEagle3`, as SpecForge writes it and SGLang reads it. The heads that
+SafeAILab publishes name `LlamaForCausalLM` there, and are refused.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ _PAIR = "pair"  # the key in `StepInputs.rope` under which the layer finds its [
 class Eagle3Layer(DecoderLayer):
     """The head's layer: attention over the normalised pair [embedding, features], then an MLP.
 
-    The features are the residual stream. The pair is computed before the layer.
+    The pair is computed before the layer. The residual stream begins with the features, normalised
+    if `norm_before_residual` is set.
     """
 
     def __init__(self, config: ModelConfig, options: BuildOptions) -> None:

@@ -1,8 +1,13 @@
 """Messages of the bridges: the processes that connect the ranks of an engine on several machines.
 
-Between two machines, the messages travel as msgpack over an encrypted ZeroMQ connection
-(runtime/secure_connection.py), with the values of a piece or a step as a second part. Rank 0 and
-its own bridge use the same messages over a Unix socket, where each has its length before it.
+Messages are msgpack. There are two ways on which they travel:
+
+- Between rank 0 and the bridge on its machine, over a Unix socket, with its length before each
+  message: `StartBridge`, `Listening`, `UseEnds`, `Look` and `DumpStacks`.
+- Between two machines, over an encrypted ZeroMQ connection (runtime/secure_connection.py):
+  `Look` and `DumpStacks`, which the bridge passes on, and all others. `ToRank` and `FromRank` have
+  a rank's message as their second part, `Piece` the values of a tensor-parallel group, and `Hidden`
+  hidden states.
 
 Imports no torch.
 """
@@ -71,7 +76,10 @@ class UseEnds(msgspec.Struct, frozen=True, array_like=True, tag=3):
 
 
 class Look(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """Says whether steps run from now on. While they run, the state of all ranks is reported."""
+    """Says whether steps run from now on.
+
+    While they run, the other machines report the state of their ranks.
+    """
 
     is_on: bool
 

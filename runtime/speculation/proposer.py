@@ -3,7 +3,7 @@
 A step computes the last token and the guesses after it together. The sampler draws a token for each
 position, as decoding without drafts does. It keeps the tokens up to and including the first that
 differs from its draft. So a drafter can guess anything: drafts do not change the distribution
-of the output. docs/speculation.md says where they change no bit of it either.
+of the output. On some devices they do not change the output at all (docs/speculation.md).
 """
 
 from __future__ import annotations
@@ -70,7 +70,10 @@ class Proposer(Protocol):
         ...
 
     def learn(self, request: Request, token_ids: Sequence[int]) -> None:
-        """Learn from the prompt and output of a request that ended without an error or abort."""
+        """Learn from the prompt and output of a request that ended without an error or abort.
+
+        A stop string ends a request by an abort.
+        """
         ...
 
     def forget(self, request_id: str) -> None:
@@ -84,14 +87,14 @@ class Proposer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DraftJob:
-    """A sequence for which a model is to draw drafts.
+    """A sequence that `follow` or `draw` gets.
 
     Attributes:
         row: its row in the runner's persistent buffers.
         request: its request.
         token_ids: its prompt and the output so far; must not be changed.
-        table: its block table, with room for the drafts.
-        count: number of draft tokens to draw, at least 1.
+        table: its block table; for `draw` with room for the drafts.
+        count: for `draw` the number of draft tokens, at least 1; `follow` ignores it.
     """
 
     row: int
@@ -123,10 +126,10 @@ class BatchProposer(Proposer, Protocol):
         ...
 
     def follow(self, jobs: Sequence[DraftJob]) -> None:
-        """Called in every step, before drafts are chosen, with all sequences of the step.
+        """Called while a step is planned, before drafts are chosen, with all sequences of the step.
 
-        A draft head computes positions here, because the target's hidden states of them exist only
-        in this step. A draft model does nothing.
+        A draft head computes the sequences with many waiting positions here. The target's hidden
+        states of these positions are kept until then. A draft model does nothing.
         """
         ...
 
@@ -139,9 +142,9 @@ class BatchProposer(Proposer, Protocol):
 
         Args:
             jobs: sequences in different rows.
-            most_tokens: a budget of tokens for this call. Sequences that lack only a few tokens go
-                first and may exceed it. Sequences that lack many, such as a whole prompt, get
-                what is left.
+            most_tokens: a budget of tokens for this call. Sequences of which the drafter's cache
+                lacks only a few tokens go first and may exceed it. Sequences of which it lacks
+                many, such as a whole prompt, get what is left.
 
         Returns:
             The draft of each job, with at most `count` tokens.
