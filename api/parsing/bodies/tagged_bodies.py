@@ -1,7 +1,7 @@
 """Reads and writes tool calls that look like XML: each parameter stands between tags.
 
-The text between the tags is either a string, written as it is, or the JSON of another value. The
-tag or the function's schema decides which.
+The text between the tags is either a string, written as it is, or the JSON of a value. The tag and
+the function's schema decide which.
 """
 
 from __future__ import annotations
@@ -36,10 +36,12 @@ class TagLayout(msgspec.Struct, frozen=True, kw_only=True):
 
     A call is `function_begin` NAME `name_end`, then for each parameter `key_begin` KEY `key_end`
     `value_begin` VALUE `value_end`, then `function_end`. There may be white space between the
-    parts. White space next to a value is part of the value.
+    parts, but not between NAME and `name_end`. White space next to a value is part of the value.
 
     If the layout has `json_key_end`, the tag of a key tells the type of its value: a string follows
-    `key_end`, and JSON follows `json_key_end`. Otherwise the function's schema tells the type.
+    `key_end`, and JSON follows `json_key_end`. If the function's schema allows only a string, text
+    after `json_key_end` is that string. In a layout without `json_key_end`, the schema tells the
+    type.
     """
 
     before: tuple[str, ...] = ()  # optional texts before `function_begin`
