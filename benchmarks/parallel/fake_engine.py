@@ -1,7 +1,8 @@
 """An engine process without a model, for benchmarks/parallel/api_ceiling.py.
 
-It implements the protocol of runtime/process/ipc.py: every request gets one token in each step, and
-a step takes a fixed time. Token ids are those of words in the demo model's vocabulary.
+Of the messages of runtime/process/ipc.py it handles `AddRequest`, `AbortRequests` and `Shutdown`.
+Every request gets one token in each step. A step takes 20 ms. The token ids are those of words and
+of parts of words in the demo model's vocabulary.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ __all__ = ("main",)
 
 _STEP_S = 0.02
 _TOKENIZER = Path(__file__).parents[2] / "models" / "demo"
-_FIRST_TOKEN, _NUM_TOKENS = 300, 1500  # ids of whole words
+_FIRST_TOKEN, _NUM_TOKENS = 300, 1500  # ids of words and of parts of words
 
 
 class _FakeEngine:

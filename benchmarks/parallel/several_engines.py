@@ -3,8 +3,9 @@
     python -m ostinato.benchmarks.parallel.several_engines
     python -m ostinato.benchmarks.parallel.several_engines --parts throughput,death --json FILE
 
-The engines are real processes with one thread for each rank. Requests go through `EngineClient`,
-without HTTP. The machine should have two cores and no other work.
+The engines are real processes with one thread for each rank. Only `ranks` also has an engine of one
+rank with two threads. Requests go through `EngineClient`, without HTTP. The machine should have two
+cores and no other work.
 
 throughput  output tokens a second of one and of two engines, in turns
 ranks       output tokens a second of one process with two threads, of two ranks and of two stages,
@@ -12,9 +13,9 @@ ranks       output tokens a second of one process with two threads, of two ranks
 prefixes    share of prompt tokens found in the cache, for two routers: measured, simulated (with
             the same requests, cache sizes and router code), and ideal (each prefix is computed
             once)
-death       the longest pause of a stream after SIGKILL of its engine, while another engine runs
-rank_death  the longest pause of a stream after SIGKILL of a rank of the only engine, for two ranks
-            and for two stages, beside the time of a start
+death       the longest pause of any stream after SIGKILL of one of two engines
+rank_death  the longest pause of any stream after SIGKILL of a rank of the only engine, for two
+            ranks and for two stages, beside the time of a start
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ _PREFIX = 16 * _BLOCK  # tokens that prompts share
 _OWN = 32  # tokens of each prompt after its prefix
 _OUTPUT = 8  # tokens of the answers to prompts with a prefix
 _STREAMS = 32  # requests in progress
-_TOKENS = 96  # tokens of each stream
+_TOKENS = 96  # output tokens of a request of `throughput` and `ranks`
 _COUNTS = (1, 8, 32)  # requests in progress for `ranks`
 # Settings of engines that have two cores each.
 _DIVISIONS = {
@@ -226,7 +227,10 @@ async def prefixes(model: str, rounds: int) -> dict[str, Any]:
 
 
 def longest_gap(times: Sequence[float], begin: float, end: float) -> float:
-    """The longest time between two tokens, among those that overlap `begin` to `end`."""
+    """The longest pause between two consecutive tokens, in seconds.
+
+    Only pauses that overlap the time from `begin` to `end` count.
+    """
     gaps = [
         after - before
         for before, after in itertools.pairwise(times)
@@ -236,7 +240,10 @@ def longest_gap(times: Sequence[float], begin: float, end: float) -> float:
 
 
 async def death(model: str, rounds: int) -> dict[str, Any]:
-    """The longest pause of a stream within two seconds after SIGKILL of one of two engines."""
+    """The longest pause of any stream after SIGKILL of one of two engines.
+
+    Only pauses that overlap the two seconds after the signal count.
+    """
     config = _config(model, 2, "server.max_restarts=1000", "server.restart_backoff_s=0")
     async with _started(config) as client:
 
@@ -250,9 +257,10 @@ async def death(model: str, rounds: int) -> dict[str, Any]:
 
 
 async def rank_death(model: str, rounds: int) -> dict[str, Any]:
-    """The longest pause of a stream after SIGKILL of the last rank of the only engine.
+    """The longest pause of any stream after SIGKILL of the last rank of the only engine.
 
-    `start_s` has the times of starts of all ranks with saved programs.
+    `start_s` has the seconds of complete starts of the engine that load the compiled programs from
+    the bundle.
     """
     found: dict[str, Any] = {}
     for name, overrides in _DIVISIONS.items():
@@ -283,7 +291,7 @@ async def rank_death(model: str, rounds: int) -> dict[str, Any]:
 async def _gap_after_kill(
     client: EngineClient, victim: Callable[[], int], within_s: float
 ) -> float:
-    """The longest time without a token of one of eight streams, after SIGKILL of a process.
+    """The longest pause of any of eight streams, after SIGKILL of a process.
 
     Args:
         client: its engines have no other requests. When this returns, they serve again.
@@ -348,7 +356,10 @@ def _rows(results: dict[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def main() -> int:
-    """Measure the parts that the command line names, and print or write them."""
+    """Measure the parts that the command line names, and print a table.
+
+    The results are also written to a file if `--json` names one.
+    """
     parser = argparse.ArgumentParser(description="Measures several engines, and several ranks.")
     parser.add_argument("--parts", default=",".join(PARTS), help="comma-separated parts to measure")
     parser.add_argument("--model", default="demo", help="a preset; its weights are random")
