@@ -43,7 +43,10 @@ class StepTimer(Protocol):
 
 
 class ClockTimer:
-    """The timer of devices that finish their work during the call."""
+    """The timer of devices that run synchronously (CPUs).
+
+    When `end` is called, the step's work is done.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock

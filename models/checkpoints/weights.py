@@ -1,8 +1,9 @@
 """Loads a model's weights: streamed from a checkpoint's files, or random numbers for benchmarks.
 
 Tensors are read one after the other. A matrix takes its final form as soon as its last tensor has
-been read, so at most one matrix exists twice. Names, dtypes and shapes must fit exactly: a tensor
-that is missing or left over is an error that names it.
+been read, so at most one matrix exists twice. A tensor must have the shape of the slot with its
+name, and a dtype that the slot accepts. An error names a tensor that is missing, or that is left
+over and not in `CheckpointLayout.ignored`.
 """
 
 from __future__ import annotations
@@ -55,13 +56,14 @@ def load_weights(
     """Load a checkpoint's tensors into the model.
 
     Each matrix takes its final form as soon as its last tensor has been read. So the whole model is
-    never in memory in its stored form.
+    never in memory in its stored form. Files from before torch 1.6 are an exception: each is loaded
+    whole.
 
     Args:
         model: as `build_model` made it, on its device.
         checkpoint: the checkpoint, which must have a path.
         progress: the label of a progress bar on stderr; empty = no bar.
-        whole: for a stage, the model with the layers of all stages, without memory. Tensors of
+        whole: for a stage, the model with the layers of all stages, on the meta device. Tensors of
             other stages are skipped. None = `model` is whole.
 
     Raises:
@@ -145,7 +147,7 @@ def _load_dummy(shown: LinearBase, module: LinearBase | None, numbers: _Numbers)
     """Load stored tensors of random content, as from a checkpoint.
 
     Args:
-        shown: the module, or one like it without memory.
+        shown: the module, or one like it on the meta device.
         module: gets the numbers; None = numbers are only drawn, because another stage gets them.
         numbers: the random numbers.
     """
@@ -180,7 +182,7 @@ class _Numbers:
     def fill(self, value: Tensor) -> None:
         """Fill a tensor with the next numbers. A tensor of integers gets random bits.
 
-        For a tensor without memory, the numbers are drawn and dropped.
+        For a tensor on the meta device, the numbers are skipped.
         """
         if not value.dtype.is_floating_point:
             drawn = torch.empty_like(value, device="cpu") if value.is_meta else value
@@ -218,7 +220,11 @@ class _Part(NamedTuple):
 def _stored_tensors(
     model: LanguageModel, checkpoint: Checkpoint, files: list[Path], slots: Mapping[str, Slot]
 ) -> Iterator[tuple[str, Tensor, _Part]]:
-    """Names and tensors. A stack of matrices is yielded in parts, one after the other."""
+    """Names and tensors. Each tensor is yielded once, with one exception.
+
+    A stack of matrices in a safetensors file is yielded several times, each time with the range of
+    the matrices to take.
+    """
     if checkpoint.gguf is not None:
         for name, tensor, num_bytes in _gguf(checkpoint.gguf, model, slots):
             yield name, tensor, _Part(num_bytes)
@@ -260,13 +266,25 @@ def _gguf(
 
 
 def file_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
-    """Names and tensors of one file; the tensors are views of the mapped file where possible."""
+    """Names and tensors of one file.
+
+    The tensors are views of the mapped file. Files from before torch 1.6 are loaded whole.
+
+    Raises:
+        CheckpointError: the file is truncated, or is not a weights file.
+    """
     for name, tensor, _ in _file_parts(file, lambda name: False):
         yield name, tensor
 
 
 def _file_parts(file: Path, is_stack: Callable[[str], bool]) -> Iterator[tuple[str, Tensor, _Part]]:
-    """Like `file_tensors`, but stacks of matrices are yielded in parts, to map fewer pages."""
+    """Like `file_tensors`, but a stack in a safetensors file is yielded several times.
+
+    Each time it comes with the range of the matrices to take. So fewer pages are mapped at once.
+
+    Raises:
+        CheckpointError: as `file_tensors`.
+    """
     try:
         if file.suffix == ".safetensors":
             yield from _safetensors(file, is_stack)

@@ -99,7 +99,7 @@ def read_deepseek_experts(
         scoring: as in `RouteSpec`. DeepSeek-V2 has softmax. Only with sigmoid do the scores have a
             bias.
         renormalize: as in `RouteSpec`; None = as the config says.
-        group_top: as in `RouteSpec`.
+        group_top: as in `read_route`.
 
     Raises:
         ValueError: a number is missing or does not fit the others; the text names its key.

@@ -37,8 +37,11 @@ class Seen:
 
 
 RoundMatrices = Callable[[str, LinearBase, Sequence[Seen | None]], None]
-"""Called with a module's name in the model, the module, and what the text showed of its matrices:
-one, or one for each expert. None = nothing."""
+"""Called with a module's name in the model, the module, and a list with one entry for each matrix.
+
+A module with experts has one matrix for each expert. An entry is None if the text did not reach the
+matrix, or if there is no text.
+"""
 
 ScaleLayer = Callable[[str, DecoderLayer, Callable[[str], Tensor | None]], None]
 """Called with a layer's name, the layer, and a function that gives the Hessian of one of its
@@ -51,7 +54,7 @@ BLOCK_SIZE = 16
 
 
 def layer_matrices(layer: nn.Module) -> dict[str, LinearBase]:
-    """The modules of a layer whose matrices are quantised, by their names in it."""
+    """The modules of a layer with matrices other than a router's, by their names in the layer."""
     found = {name: m for name, m in layer.named_modules() if isinstance(m, LinearBase)}
     return {name: module for name, module in found.items() if module.role is MatrixRole.layer}
 
@@ -108,7 +111,7 @@ class Calibrator:
 
     @torch.inference_mode()
     def perplexity(self, rows: Sequence[list[int]]) -> float:
-        """exp of the mean negative log-likelihood of each row's tokens after its first."""
+        """exp of the mean negative log-likelihood of all tokens except the first of each row."""
         total, count = 0.0, 0
         for row in rows:
             batch = self._batch(row)
