@@ -36,7 +36,7 @@ def choose_isa(config: DeviceConfig, *, is_cpu: bool) -> None:
     try:
         use_isa(config.isa.value)
     except ValueError as error:
-        raise StartupError(f"{setting}: {error}; or leave device.isa at auto") from error
+        raise StartupError(f"{setting}: {error}; device.isa=auto works here") from error
 
 
 def resolve_device(name: DeviceName) -> torch.device:
@@ -62,7 +62,8 @@ def choose_gpu(config: EngineConfig, rank: int) -> None:
     An engine of one rank keeps the current device.
 
     Raises:
-        StartupError: there are fewer GPUs than ranks, or this build of torch has no NCCL.
+        StartupError: there are fewer GPUs than ranks; or parallel.tensor is above 1 and this build
+            of torch has no NCCL; or device.name=cuda and torch sees no CUDA device.
     """
     parallel = config.parallel
     if parallel.num_ranks == 1 or resolve_device(config.device.name).type == "cpu":

@@ -35,7 +35,7 @@ def test_another_one_in_the_same_process_is_refused() -> None:
             LLM(config=tiny_config(f"device.isa={other}"))
         assert str(refused.value) == (
             f"device.isa={other}: this process uses {used} already; choose {other} in another "
-            "process; or leave device.isa at auto"
+            "process; device.isa=auto works here"
         )
 
 
