@@ -1,10 +1,11 @@
 """The flight recorder: writes the last steps of an engine to a file that outlives its process.
 
 The file is a memory-mapped ring of slots. A step is written to its slot when it begins, again when
-its program has been started, and again when its tokens have arrived. A record without its `seconds`
-is of a step that was running when the process died. The kernel writes the pages even if the process
-is killed. Another process can read the file while the engine hangs. Writing a record takes a few
-microseconds.
+the executor's `launch` has returned, and again when its tokens have arrived. On a CPU, the model
+has run when `launch` returns. On a GPU, or with several pipeline stages, it may still be running or
+waiting. A record whose `seconds` is 0 is of a step that had not ended when the process died. The
+operating system writes the pages to the file even if the process is killed. Another process can
+read the file while the engine hangs. Writing a record takes a few microseconds.
 
     header  magic, number of slots, bytes a slot       16 bytes
     slot    length of the record (uint32), the record in msgpack, rest unused
@@ -55,7 +56,7 @@ class StepRecord(msgspec.Struct, array_like=True, gc=False):
     num_free_blocks: int
     num_decodes: int  # sequences that decode, with or without drafts
     entries: list[tuple[str, int, int]]  # (request id, start, tokens) of the first sequences
-    kind: str = ""  # captured | compiled | eager; empty = its program was not started
+    kind: str = ""  # captured | compiled | eager; empty = `launch` had not returned
     num_padded_tokens: int = 0  # tokens that the program computed, padding included
     seconds: float = 0.0  # from the launch until the tokens arrived; 0 = not arrived
 
@@ -107,7 +108,11 @@ class FlightRecorder:
 
     @staticmethod
     def entries(entries: Sequence[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
-        """The first entries (request id, start, tokens) of a step, which fit into a slot."""
+        """The first entries (request id, start, tokens) of a step, with ids cut to 72 characters.
+
+        Ids that are not ASCII can still be too long for a slot. Then `write` leaves the entries
+        out.
+        """
         return [(name[:_MAX_ID], start, num) for name, start, num in entries[:_MAX_ENTRIES]]
 
 
@@ -119,8 +124,8 @@ def flight_path(socket: str | Path) -> Path:
 def read_flight(path: Path) -> list[StepRecord]:
     """Read the steps from a recorder's file, oldest first.
 
-    The recorder's process can still run. Then a slot that is being written can be missing from the
-    result. The result is empty if the file cannot be read or is not a recorder's.
+    The recorder's process may still be running. Then a slot that is being written can be missing
+    from the result. The result is empty if the file cannot be read or is not a recorder's.
     """
     try:
         data = path.read_bytes()
@@ -188,7 +193,7 @@ def keep_flight(path: Path, directory: str, reason: str) -> Path | None:
     try:
         kept = dump_flight(records, target, reason)
     except OSError as error:
-        _LOG.warning("the flight recorder could not be written: %s", error)
+        _LOG.warning("the last steps of the flight recorder could not be saved: %s", error)
         return None
     _LOG.error(
         "flight recorder: the last steps are in %s (recorded: %d, under way: %d)",
@@ -200,7 +205,11 @@ def keep_flight(path: Path, directory: str, reason: str) -> Path | None:
 
 
 def as_json(records: Sequence[StepRecord], reason: str | None = None) -> dict[str, object]:
-    """Convert steps to JSON objects with named fields, oldest first."""
+    """One JSON object with the steps.
+
+    Its keys are `reason` (None = none), `written_at` in unix seconds, and `steps`. Each step has
+    named fields and `state`. The steps are in the order of `records`.
+    """
     steps = [
         {name: getattr(record, name) for name in StepRecord.__struct_fields__}
         | {"state": "done" if record.is_done else "under way"}
