@@ -1,13 +1,13 @@
 """Messages of the bridges: the processes that connect the ranks of an engine on several machines.
 
-Messages are msgpack. There are two ways on which they travel:
+Each `BridgeMessage` is msgpack.
 
-- Between rank 0 and the bridge on its machine, over a Unix socket, with its length before each
-  message: `StartBridge`, `Listening`, `UseEnds`, `Look` and `DumpStacks`.
-- Between two machines, over an encrypted ZeroMQ connection (runtime/secure_connection.py):
-  `Look` and `DumpStacks`, which the bridge passes on, and all others. `ToRank` and `FromRank` have
-  a rank's message as their second part, `Piece` the values of a tensor-parallel group, and `Hidden`
-  hidden states.
+- Rank 0 and the bridge on its machine exchange `StartBridge`, `Listening`, `UseEnds`, `Look` and
+  `DumpStacks` over a Unix socket. Each message has its length before it.
+- Two machines exchange `Hello`, `OpenLinks`, `ToRank`, `FromRank`, `Piece` and `Hidden`, and `Look`
+  and `DumpStacks` that the bridge passes on. The ZeroMQ connection is encrypted
+  (runtime/secure_connection.py). The second part of `ToRank` and `FromRank` is a rank's message,
+  that of `Piece` the values of a tensor-parallel group, and that of `Hidden` hidden states.
 
 Imports no torch.
 """
