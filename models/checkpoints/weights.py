@@ -185,8 +185,11 @@ class _Numbers:
         For a tensor on the meta device, the numbers are skipped.
         """
         if not value.dtype.is_floating_point:
-            drawn = torch.empty_like(value, device="cpu") if value.is_meta else value
+            # The generator is that of a CPU, so that every device gets the same numbers.
+            drawn = value if value.is_cpu else torch.empty_like(value, device="cpu")
             drawn.random_(generator=self._generator)
+            if not value.is_cpu and not value.is_meta:
+                value.copy_(drawn)
             return
         if value.is_meta:
             self._start = (self._start + value.numel()) % _POOL_SIZE
