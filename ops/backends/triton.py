@@ -31,12 +31,7 @@ from ostinato.ops.backends.triton_tiles import (
 )
 from ostinato.ops.fused.early_start import starts_early
 
-__all__ = (
-    "BACKEND",
-    "TritonBackend",
-    "why_shape_unsupported",
-    "write_kv",
-)
+__all__ = ("BACKEND", "TritonBackend", "why_shape_unsupported", "write_kv")
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 

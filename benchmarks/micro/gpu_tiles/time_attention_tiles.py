@@ -13,14 +13,9 @@ shows the same times, those of `scaled_dot_product_attention` on dense tensors, 
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
-from multiprocessing import get_context
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,12 +23,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ostinato.benchmarks.machine.gpu_rates import measure_machine
-from ostinato.benchmarks.micro.gpu_tiles.graph_timing import graph_us
+from ostinato.benchmarks.micro.gpu_tiles.tile_runs import (
+    finish,
+    graph_us,
+    make_parser,
+    usable_jobs,
+)
 from ostinato.conf.compose import load_config
 from ostinato.ops.backends.triton_kernels import attention_kernel
 from ostinato.ops.backends.triton_tiles import KernelShape, attention_constants
 from ostinato.ops.fused.early_start import starts_early
-from ostinato.runtime.machine_info import gpu_names, package_versions
 
 __all__ = ("main",)
 
@@ -113,19 +112,14 @@ class Variant:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="gpu_tiles.time_attention_tiles")
-    parser.add_argument("--models", default="llama-8b,qwen3-0.6b")
-    parser.add_argument("--output", type=Path)
-    parser.add_argument("--processes", type=int, default=8, help="that compile at the same time")
+    parser = make_parser("time_attention_tiles")
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         print("no GPU is visible, and tiles are timed on one", file=sys.stderr)
         return 2
     models = [_heads_of(name) for name in options.models.split(",")]
     jobs = [(heads, variant) for heads in models for variant in _variants()]
-    with ProcessPoolExecutor(options.processes, get_context("spawn")) as pool:
-        works = list(pool.map(_compiles, jobs, chunksize=2))
-    usable = [job for job, compiled in zip(jobs, works, strict=True) if compiled]
+    usable = usable_jobs(jobs, _compiles, options.processes)
     machine = measure_machine(torch.device("cuda"), torch.bfloat16, tiny=False)
     torch.cuda.empty_cache()
     rows: list[dict[str, Any]] = []
@@ -139,15 +133,7 @@ def main(arguments: list[str]) -> int:
         for row in _measure_prefill(heads, variants):
             rows.append(row)
             _print(row)
-    print(f"a copy moves {machine.copy_bytes_s / 1e12:.2f} TB/s")
-    if options.output:
-        record = {
-            "gpus": gpu_names(),
-            "versions": package_versions(),
-            "machine": asdict(machine),
-            "rows": rows,
-        }
-        options.output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    finish(machine, rows, options.output)
     return 0
 
 

@@ -13,14 +13,9 @@ returns and of `F.linear`, and the rate at which the matrix is read.
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
-from multiprocessing import get_context
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +23,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ostinato.benchmarks.machine.gpu_rates import measure_machine
-from ostinato.benchmarks.micro.gpu_tiles.graph_timing import graph_us
+from ostinato.benchmarks.micro.gpu_tiles.tile_runs import (
+    finish,
+    graph_us,
+    make_parser,
+    usable_jobs,
+)
 from ostinato.conf.compose import load_config
 from ostinato.ops.fused.early_start import starts_early
 from ostinato.ops.fused.linear_tiles import (
@@ -38,7 +38,6 @@ from ostinato.ops.fused.linear_tiles import (
     linear_constants,
 )
 from ostinato.ops.fused.triton_fused_linear import fused_linear_kernel
-from ostinato.runtime.machine_info import gpu_names, package_versions
 
 __all__ = ("main",)
 
@@ -80,10 +79,7 @@ class Matrix:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="gpu_tiles.time_linear_tiles")
-    parser.add_argument("--models", default="llama-8b,qwen3-0.6b")
-    parser.add_argument("--output", type=Path)
-    parser.add_argument("--processes", type=int, default=8, help="that compile at the same time")
+    parser = make_parser("time_linear_tiles")
     parser.add_argument("--in-use", action="store_true", help="only the tiles in use")
     parser.add_argument("--compile-only", action="store_true")
     options = parser.parse_args(arguments)
@@ -97,11 +93,9 @@ def main(arguments: list[str]) -> int:
         for tile in (_tiles_in_use(matrix) if options.in_use else candidates(matrix))
         for prefetched in (_DEPTHS if tile in _tiles_in_use(matrix) else _DEPTHS[:2])
     ]
-    with ProcessPoolExecutor(options.processes, get_context("spawn")) as pool:
-        works = list(pool.map(_compiles, jobs, chunksize=4))
+    usable = usable_jobs(jobs, _compiles, options.processes)
     if options.compile_only:
         return 0
-    usable = [job for job, compiled in zip(jobs, works, strict=True) if compiled]
     machine = measure_machine(torch.device("cuda"), torch.bfloat16, tiny=False)
     torch.cuda.empty_cache()
     rows = [
@@ -116,15 +110,7 @@ def main(arguments: list[str]) -> int:
             f"{_text(best)}  in use {row['in_use_us']:7.1f}  cuBLAS {row['cublas_us']:7.1f}  "
             f"{row['bytes'] / best['us'] / 1e6:.2f} TB/s"
         )
-    print(f"a copy moves {machine.copy_bytes_s / 1e12:.2f} TB/s")
-    if options.output:
-        record = {
-            "gpus": gpu_names(),
-            "versions": package_versions(),
-            "machine": asdict(machine),
-            "rows": rows,
-        }
-        options.output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    finish(machine, rows, options.output)
     return 0
 
 
