@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,7 +17,6 @@ from ostinato.ops.logprobs.row_logprobs import RowLogprobs
 from tests.ops.kernel_checks import LEVELS, ops_of
 from tests.ops.logprobs.logit_rows import check, make_rows
 
-ROOT = Path(__file__).parents[3]
 Score = Callable[[Tensor, Tensor, int], RowLogprobs]
 
 
@@ -90,21 +85,6 @@ def test_a_token_that_is_not_a_number_is_impossible(isa: str) -> None:
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton has wheels for Linux x86-64 only")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the kernel itself here")
 def test_the_triton_kernel_under_the_interpreter() -> None:
-    """It runs in a process of its own: the interpreter is chosen before a kernel is decorated."""
-    options = ["-x", "-q", "-n", "0", "-p", "no:cacheprovider"]
-    run = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pytest",
-            *options,
-            "tests/ops/logprobs/interpreted_row_logprobs.py",
-        ],
-        cwd=ROOT,
-        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert " passed" in run.stdout
+    from tests.ops.triton_checks import interpreted  # imports triton
+
+    interpreted("tests/ops/logprobs/interpreted_row_logprobs.py")
