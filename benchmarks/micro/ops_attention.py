@@ -3,9 +3,12 @@
     python -m ostinato.benchmarks.micro.ops_attention --threads 1 --save
     python -m ostinato.benchmarks.micro.ops_attention --dtype bfloat16 --cases 1:8192,512:512
 
-A case is `query rows:context` of one sequence: 1:8192 is a decode step, 512:512 a prompt. Heads are
-those of Qwen3-0.6B unless `--heads` says otherwise. Kernels take turns. Each call reads another of
-several KV caches. Together they exceed the processor's caches, as the layers of a model do.
+A case is `query rows:context` of one sequence: 1:8192 is a decode step, 512:512 a prompt. It can
+go on with `:sequences:shared tokens`: 1:1120:16:1024 is a decode step of 16 sequences with 1,120
+tokens each, of which the first 1,024 lie in the same blocks. It is measured beside the same step
+without shared blocks. Heads are those of Qwen3-0.6B unless `--heads` says otherwise. Kernels take
+turns. Each call reads another of several KV caches. Together they exceed the processor's caches, as
+the layers of a model do.
 torch's `scaled_dot_product_attention` reads keys and values that lie one after the other. Each of
 our kernels also runs on a cache in int8 (`cache.dtype=int8`).
 
@@ -22,6 +25,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -52,13 +56,20 @@ class _Heads(NamedTuple):
 
 
 class _Case(NamedTuple):
-    rows: int
-    context: int
+    rows: int  # of a sequence
+    context: int  # tokens of a sequence
+    sequences: int = 1
+    shared: int = 0  # leading tokens whose blocks all sequences name
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of a sequence."""
+        return -(-self.context // _BLOCK_SIZE)
 
     @property
     def pairs(self) -> int:
         """The number of pairs of a query row and a key that it attends to."""
-        return self.rows * self.context - self.rows * (self.rows - 1) // 2
+        return self.sequences * (self.rows * self.context - self.rows * (self.rows - 1) // 2)
 
 
 # caches of keys and of values: [blocks, Hkv, block size, elements of a token] each
@@ -67,7 +78,7 @@ _Sides = tuple[Tensor, ...]
 
 def _caches(heads: _Heads, case: _Case, dtype: torch.dtype, cold_bytes: int) -> list[_Sides]:
     """Keys and values of one layer, in enough copies to fill `cold_bytes`."""
-    blocks = -(-case.context // _BLOCK_SIZE) + 1
+    blocks = case.sequences * case.blocks + 1
     spec = KVCacheSpec(
         num_layers=1,
         num_kv_heads=heads.keys,
@@ -88,20 +99,23 @@ def _caches(heads: _Heads, case: _Case, dtype: torch.dtype, cold_bytes: int) -> 
 
 
 def _num_read(sides: _Sides, case: _Case) -> int:
-    """Bytes of the context's keys and values."""
-    return sum(side.nbytes // (len(side) * _BLOCK_SIZE) for side in sides) * case.context
+    """Bytes of the contexts' keys and values."""
+    per_token = sum(side.nbytes // (len(side) * _BLOCK_SIZE) for side in sides)
+    return per_token * case.context * case.sequences
 
 
 def _metadata(case: _Case) -> AttentionMetadata:
-    blocks = -(-case.context // _BLOCK_SIZE)
-    table = torch.randperm(blocks, dtype=torch.int32) + 1
+    table = torch.randperm(case.sequences * case.blocks, dtype=torch.int32) + 1
+    table = table.view(case.sequences, case.blocks)
     positions = torch.arange(case.context - case.rows, case.context)
-    slots = table[positions // _BLOCK_SIZE].long() * _BLOCK_SIZE + positions % _BLOCK_SIZE
+    slots = table[:, positions // _BLOCK_SIZE].long() * _BLOCK_SIZE + positions % _BLOCK_SIZE
+    shared = case.shared // _BLOCK_SIZE
+    table[:, :shared] = table[0, :shared].clone()
     return AttentionMetadata(
-        torch.tensor([0, case.rows], dtype=torch.int32),
-        torch.tensor([case.context], dtype=torch.int32),
-        table[None],
-        slots,
+        torch.arange(case.sequences + 1, dtype=torch.int32) * case.rows,
+        torch.full((case.sequences,), case.context, dtype=torch.int32),
+        table,
+        slots.flatten(),
         torch.zeros(1, dtype=torch.int64),
     )
 
@@ -111,13 +125,13 @@ def measure_case(
 ) -> dict[str, dict[str, float]]:
     """Figures by kernel: median_us, gbytes_per_s of the cache, gflops."""
     caches = _caches(heads, case, dtype, options.cold_mib << 20)
-    metadata, scale = _metadata(case), heads.size**-0.5
-    q = torch.randn(case.rows, heads.queries, heads.size).to(dtype)
+    scale, rows = heads.size**-0.5, case.sequences * case.rows
+    q = torch.randn(rows, heads.queries, heads.size).to(dtype)
     sizes = (heads.size, heads.value_size or heads.size)
-    k, v = (torch.randn(case.rows, heads.keys, size).to(dtype) for size in sizes)
+    k, v = (torch.randn(rows, heads.keys, size).to(dtype) for size in sizes)
     dense = [
         [
-            side.flatten(0, 2).view(1, heads.keys, -1, size)
+            side[1:].reshape(case.sequences, heads.keys, -1, size)
             for side, size in zip(sides, sizes, strict=True)
         ]
         for sides in caches
@@ -127,27 +141,36 @@ def measure_case(
 
     def stock(copy: int) -> Tensor:
         keys, values = (side[:, :, : case.context] for side in dense[copy % len(dense)])
-        rows = q.transpose(0, 1)[None]
-        return scaled_dot_product_attention(rows, keys, values, mask, scale=scale, enable_gqa=True)
+        queries = q.view(case.sequences, case.rows, heads.queries, heads.size).transpose(1, 2)
+        return scaled_dot_product_attention(
+            queries, keys, values, mask, scale=scale, enable_gqa=True
+        )
 
     calls: dict[str, Callable[[int], Tensor]] = {"torch": stock}
     num_bytes = {"torch": _num_read(caches[0], case)}
-    kinds = {"": (caches, v)}
-    kinds[", int8 cache"] = (_caches(heads, case, torch.int8, options.cold_mib << 20), v)
+    own = _metadata(case._replace(shared=0))
+    kinds = {"": (caches, v, own)}
+    if case.shared > 0:
+        kinds[", shared blocks"] = (caches, v, _metadata(case))
+    kinds[", int8 cache"] = (_caches(heads, case, torch.int8, options.cold_mib << 20), v, own)
     if sizes[0] > sizes[1]:
         padded = heads._replace(value_size=0)
         wide = torch.nn.functional.pad(v, (0, sizes[0] - sizes[1]))
-        kinds[", padded values"] = (_caches(padded, case, dtype, options.cold_mib << 20), wide)
+        kinds[", padded values"] = (_caches(padded, case, dtype, options.cold_mib << 20), wide, own)
     for place, level in enumerate(levels, 1):
         op = getattr(torch.ops, f"ostinato_{level}").paged_attention.default
-        for kind, (some, values) in kinds.items():
+        for kind, (some, values, metadata) in kinds.items():
             num_bytes[name := level + kind] = _num_read(some[0], case)
             # Each kernel begins at another copy. Otherwise the second kernel of a turn would find
             # the data in the processor's caches.
             first = place * len(some) // (len(levels) + 1)
-            calls[name] = lambda copy, op=op, some=some, values=values, first=first: op(
-                *(q, k, values, *some[(copy + first) % len(some)], *metadata),
-                *(scale, 0, 0.0, None, None, "cpu"),
+            calls[name] = partial(
+                _call,
+                op,
+                (q, k, values),
+                some,
+                first,
+                (*metadata, scale, 0, 0.0, None, None, "cpu"),
             )
     times = _in_turns(calls, options.seconds)
     flop = 2 * case.pairs * heads.queries * sum(sizes)
@@ -159,6 +182,12 @@ def measure_case(
         }
         for name, median in times.items()
     }
+
+
+def _call(
+    op: Any, rows: _Sides, caches: list[_Sides], first: int, rest: tuple[Any, ...], copy: int
+) -> Tensor:
+    return op(*rows, *caches[(copy + first) % len(caches)], *rest)
 
 
 def _in_turns(calls: dict[str, Callable[[int], Tensor]], seconds: float) -> dict[str, float]:
@@ -179,13 +208,15 @@ def _in_turns(calls: dict[str, Callable[[int], Tensor]], seconds: float) -> dict
 
 
 def _table(results: list[dict[str, Any]], figure: str) -> str:
-    names = list(results[0]["figures"])
-    header = ["dtype", "rows", "context", *names]
+    names = list({name: None for result in results for name in result["figures"]})
+    keys = ("dtype", "sequences", "rows", "context", "shared")
+    header = [*keys, *names]
     lines = [f"| {' | '.join(header)} |", "|---" * len(header) + "|"]
     for result in results:
-        cells = [str(result[key]) for key in ("dtype", "rows", "context")]
+        cells = [str(result[key]) for key in keys]
+        digits = 0 if figure != "gbytes_per_s" else 1
         cells += [
-            f"{result['figures'][name][figure]:.{0 if figure != 'gbytes_per_s' else 1}f}"
+            f"{result['figures'][name][figure]:.{digits}f}" if name in result["figures"] else ""
             for name in names
         ]
         lines.append(f"| {' | '.join(cells)} |")
@@ -196,7 +227,9 @@ def main(arguments: list[str]) -> None:
     """Measure what the command line names; see --help."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--dtype", default="bfloat16,float32", help="comma-separated")
-    parser.add_argument("--cases", default=_CASES, help="comma-separated rows:context")
+    parser.add_argument(
+        "--cases", default=_CASES, help="comma-separated rows:context[:sequences:shared]"
+    )
     parser.add_argument(
         "--heads",
         default="16,8,128",
@@ -212,7 +245,11 @@ def main(arguments: list[str]) -> None:
         help="MiB of copies of a KV cache; calls use them in turns",
     )
     parser.add_argument(
-        "--save", action="store_true", help=f"write {_FILE} in the processor's folder"
+        "--save",
+        nargs="?",
+        const=_FILE,
+        metavar="FILE",
+        help=f"write FILE ({_FILE}) in the processor's folder",
     )
     options = parser.parse_args(arguments)
     levels = options.levels.split(",") if options.levels else runnable_levels()[:2]
@@ -248,7 +285,7 @@ def main(arguments: list[str]) -> None:
     ):
         print(f"\n{title}\n\n{_table(results, figure)}")
     if options.save:
-        path = RESULTS / processor_class() / _FILE
+        path = RESULTS / processor_class() / options.save
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps({"conditions": conditions, "results": results}, indent=1) + "\n")
 

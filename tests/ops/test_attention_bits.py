@@ -60,6 +60,57 @@ def test_a_sequence_alone_and_in_a_batch(
         assert torch.equal(alone, out[begin:end])
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("case", ["float32", "bfloat16", "float16", "int8", "options", "blocks"])
+def test_sequences_that_share_blocks(
+    level: LevelBackend, set_threads: Callable[[int], None], case: str, threads: int
+) -> None:
+    # The kernel reads the blocks of a common prefix once for all rows that share them.
+    set_threads(threads)
+    dtype = torch.bfloat16 if case not in ("float32", "float16") else getattr(torch, case)
+    shape = Shape(
+        dtype=dtype,
+        cache_dtype=torch.int8 if case == "int8" else None,
+        block_size=24 if case == "blocks" else 16,
+        head_dim=40 if case == "blocks" else 64,
+        soft_cap=4.0 if case == "options" else 0.0,
+        has_alibi=case == "options",
+        has_sinks=case == "options",
+    )
+    # Rows of one token, of a verify step and of prompts. Contexts end within a shared partition, at its
+    # end and after it.
+    lengths = [
+        (1, 900),
+        (1, 256),
+        (3, 800),
+        (1, 512),
+        (50, 700),
+        (1, 513),
+        (1, 1100),
+        (1, 40),
+        (2, 770),
+    ]
+    lengths += [(1, 600)] * 40
+    step = make_step(lengths, shape)
+    table = step.metadata.block_table
+    size = shape.block_size
+    for rows, tokens in [
+        (range(len(lengths)), 272),
+        ([0, 2, 6, 8], 760),
+        ([3, 5], 511),
+        (range(9, 49), 530),
+    ]:
+        for row in rows:
+            count = min(tokens, lengths[row][1] - lengths[row][0]) // size
+            table[row, :count] = table[rows[0], :count]
+    out, _, _ = run(level, step, shape)
+    assert out.isfinite().all()
+    for row in (*range(10), 48):
+        begin, end = step.metadata.query_start_loc[row : row + 2].tolist()
+        alone, _, _ = run(level, part_of(step, row), shape)
+        assert torch.equal(alone, out[begin:end])
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("chunks", [[1] * 5 + [495], [499, 1], [33, 167, 3, 297], [128, 372]])
 @pytest.mark.parametrize(

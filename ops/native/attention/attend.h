@@ -9,11 +9,30 @@
 
 namespace ostinato::attention {
 
-// The partial states of tiles that are split into several items, and the number of items that have not finished.
+// The states of tiles whose partitions are computed apart, and the number of items that have not finished.
 struct SplitState {
-  std::vector<size_t> offsets;  // per tile, into states; unused for whole tiles
+  std::vector<size_t> offsets;  // per tile, into states; unused for other tiles
   std::vector<std::atomic<int>> remaining;
   std::vector<float> states;
+
+  void prepare(const Problem& p, const Plan& plan) {
+    size_t floats = 0;
+    for (size_t i = 0; i < plan.tiles.size(); ++i) {
+      const QueryTile& tile = plan.tiles[i];
+      if (!tile.has_parts()) continue;
+      if (floats == 0) {
+        offsets.assign(plan.tiles.size(), 0);
+        remaining = std::vector<std::atomic<int>>(plan.tiles.size());
+      }
+      remaining[i] = tile.num_items;
+      offsets[i] = floats;
+      floats += (tile.last_partition - tile.first_partition) *
+                state_floats(tile.num_tokens * p.group, padded_dim(p.value_dim));
+    }
+    if (states.size() < floats) states.resize(floats);
+  }
+
+  float* of(int tile) { return states.data() + offsets[tile]; }
 };
 
 template <class Layout>
@@ -25,38 +44,26 @@ void attend(const Problem& p) {
     max_rows = tile.num_tokens * p.group > max_rows ? tile.num_tokens * p.group : max_rows;
   }
   thread_local SplitState split;
-  if (plan.items.size() > plan.tiles.size()) {
-    split.offsets.assign(plan.tiles.size(), 0);
-    split.remaining = std::vector<std::atomic<int>>(plan.tiles.size());  // zeros
-    size_t floats = 0;
-    for (const Item& item : plan.items) {
-      const QueryTile& tile = plan.tiles[item.tile];
-      if (split.remaining[item.tile]++ == 0) {
-        split.offsets[item.tile] = floats;
-      }
-      floats += (item.last_partition - item.first_partition) *
-                state_floats(tile.num_tokens * p.group, padded_dim(p.value_dim));
-    }
-    if (split.states.size() < floats) split.states.resize(floats);
-  }
+  split.prepare(p, plan);
   const Plan& work = plan;
   SplitState& parts = split;
   std::atomic<size_t> next{0};
   p.threads.run(work.num_workers, [&](int) {
     thread_local Scratch scratch;
-    Worker<Layout> worker(p, scratch, max_rows);
+    Worker<Layout> worker(p, work, scratch, max_rows);
     for (size_t i = next.fetch_add(1); i < work.items.size(); i = next.fetch_add(1)) {
       const Item& item = work.items[i];
       const QueryTile& tile = work.tiles[item.tile];
       const size_t following = next.load(std::memory_order_relaxed);
       worker.expect(following < work.items.size() ? &work.tiles[work.items[following].tile] : nullptr);
-      if (item.last_partition - item.first_partition == tile.last_partition - tile.first_partition) {
+      if (!tile.is_joined() && !tile.has_parts()) {
         worker.run_whole(tile);
         continue;
       }
-      float* states = parts.states.data() + parts.offsets[item.tile];
-      worker.run_part(tile, item.first_partition, item.last_partition, states);
-      if (parts.remaining[item.tile].fetch_sub(1) == 1) worker.combine(tile, states);
+      worker.run_part(item, [&](int part) { return parts.of(part); });
+      for_tiles_of(work, item, [&](int part) {
+        if (parts.remaining[part].fetch_sub(1) == 1) worker.combine(work.tiles[part], parts.of(part));
+      });
     }
   });
 }

@@ -1,122 +1,32 @@
 // How one call of paged attention is cut into items for the threads.
 //
 // An item is a sequence, a kv head, a tile of its query tokens (with all query heads of the group, so that
-// keys and values are read once), and a range of KV partitions. The division into items depends on the batch
-// and on the number of threads. The results do not (see attention.cpp).
+// keys and values are read once), and a range of KV partitions. Sequences with a common prefix share the items of its
+// partitions. The division into items depends on the batch and on the number of threads. The results do not
+// (see attention.cpp).
 #pragma once
 
-#include "attention/softmax.h"
-#include "attention/tile.h"
-#include "core/threads.h"
-
-#include <vector>
+#include "attention/query_tiles.h"
+#include "attention/shared_keys.h"
 
 namespace ostinato::attention {
 
-constexpr int kPartition = 256;      // keys per partition, a multiple of kTile
-constexpr int kRowsPerItem = 128;    // query rows that share a tile in cache
-constexpr double kTileCost = 2.0;    // fetching a key and a value costs as much as computing this many rows with them
-constexpr double kWorkerCost = 5e4;  // multiply-adds for which waking a thread pays
-constexpr int kScaleBytes = 4;       // the scale of a token in a cache of 8 bits
-// Tiles are cut into items of at most 1 / kItemsPerWorker of a worker's part, but not below one partition.
-constexpr int kItemsPerWorker = 4;
-
-struct Cache {  // within a head's part of a block: groups, see tile.h
-  char* data;
-  int64_t block_stride, head_stride;  // bytes
-};
-
-struct Rows {
-  const char* data;
-  int64_t token_stride, head_stride;  // elements
-};
-
-struct Problem {
-  int64_t num_tokens, num_seqs, num_blocks;
-  int num_heads, num_kv_heads;
-  int group;  // query heads for each kv head
-  int block_size, element_bytes;
-  int head_dim;         // elements of a head of queries and keys
-  int value_dim;        // elements of a head of values and of the output
-  bool has_byte_cache;  // keys and values of 8 bits with scales
-  int key_bytes, value_bytes;  // of a token's key, and of its value, of one head in the cache
-  Rows q, k, v;
-  Cache k_cache, v_cache;
-  char* out;
-  const int32_t* query_start_loc;
-  const int32_t* seq_lens;
-  const int32_t* block_table;
-  int64_t block_table_stride;
-  const int64_t* slot_mapping;
-  LogitScaling scaling;
-  bool is_bidirectional;  // every row sees all keys of its sequence; then there is no window
-  int window;  // keys that a row sees, its own included; -C = keys of its own chunk of C tokens; 0 = all
-  const float* alibi_slopes;  // [num_heads] or null
-  const float* sinks;         // [num_heads] or null
-  Threads threads;
-};
-
-// A tile of query tokens of one sequence and kv head, and the range of keys that its rows see.
-struct QueryTile {
-  int seq, kv_head;
-  int64_t first_token;  // row of q
-  int num_tokens;
-  int first_position;   // the position of first_token in its sequence
-  int first_key, last_key;
-  int first_partition, last_partition;
-};
-
-struct Item {
-  int tile;
-  int first_partition, last_partition;
-};
-
-struct Plan {
-  std::vector<QueryTile> tiles;
-  std::vector<Item> items;
-  int num_workers = 1;
-};
-
-// The first key that the row at `position` sees.
-inline int first_seen_from(const Problem& p, int position) {
-  if (p.window < 0) return position - position % -p.window;
-  return p.window == 0 || position < p.window ? 0 : position + 1 - p.window;
-}
-
-inline double cost_of(const Problem& p, const QueryTile& tile) {
-  return (tile.num_tokens * p.group + kTileCost) * (tile.last_key - tile.first_key);
-}
-
-// KV heads are the outer loop, so that one head's keys and values stay in cache from tile to tile. The last tokens
-// come first, because they see the most keys and the shortest items should run last.
-inline void add_tiles(const Problem& p, int seq, Plan& plan) {
-  const int begin = p.query_start_loc[seq];
-  const int num_queries = p.query_start_loc[seq + 1] - begin;
-  const int length = p.seq_lens[seq];
-  const int per_tile = p.group >= kRowsPerItem ? 1 : kRowsPerItem / p.group;
-  for (int kv_head = 0; kv_head < p.num_kv_heads; ++kv_head) {
-    for (int first = (num_queries - 1) / per_tile * per_tile; first >= 0; first -= per_tile) {
-      QueryTile tile;
-      tile.seq = seq;
-      tile.kv_head = kv_head;
-      tile.first_token = begin + first;
-      tile.num_tokens = num_queries - first < per_tile ? num_queries - first : per_tile;
-      tile.first_position = length - num_queries + first;
-      tile.last_key = p.is_bidirectional ? length : tile.first_position + tile.num_tokens;
-      tile.first_key = first_seen_from(p, tile.first_position);
-      tile.first_partition = tile.first_key / kPartition;
-      tile.last_partition = (tile.last_key + kPartition - 1) / kPartition;
-      plan.tiles.push_back(tile);
-    }
-  }
+// Calls run(tile) for each tile to whose rows the item contributes.
+template <class Run>
+void for_tiles_of(const Plan& plan, const Item& item, const Run& run) {
+  const QueryTile& tile = plan.tiles[item.tile];
+  if (!tile.is_joined()) return run(item.tile);
+  for (int i = 0; i < tile.num_members; ++i) run(plan.members[tile.first_member + i]);
 }
 
 inline void make_plan(const Problem& p, int threads, Plan& plan) {
   plan.tiles.clear();
+  plan.members.clear();
   plan.items.clear();
   for (int seq = 0; seq < p.num_seqs; ++seq) {
     if (p.query_start_loc[seq + 1] > p.query_start_loc[seq]) add_tiles(p, seq, plan);
   }
+  TileJoiner(p, plan).run();
   double total = 0.0;
   for (const QueryTile& tile : plan.tiles) total += cost_of(p, tile);
   const double workers = total * (p.head_dim + p.value_dim) / 2 / kWorkerCost;
@@ -124,13 +34,16 @@ inline void make_plan(const Problem& p, int threads, Plan& plan) {
   const double limit = plan.num_workers == 1 ? total : total / (plan.num_workers * kItemsPerWorker);
   for (int i = 0; i < static_cast<int>(plan.tiles.size()); ++i) {
     const QueryTile& tile = plan.tiles[i];
-    const int partitions = tile.last_partition - tile.first_partition;
+    const int first = tile.own_partition, partitions = tile.last_partition - first;
+    if (partitions == 0) continue;
     int pieces = static_cast<int>(cost_of(p, tile) / limit + 0.99);
     pieces = pieces < 1 ? 1 : pieces > partitions ? partitions : pieces;
     for (int piece = 0; piece < pieces; ++piece) {
-      plan.items.push_back({i, tile.first_partition + partitions * piece / pieces,
-                            tile.first_partition + partitions * (piece + 1) / pieces});
+      plan.items.push_back({i, first + partitions * piece / pieces, first + partitions * (piece + 1) / pieces});
     }
+  }
+  for (const Item& item : plan.items) {
+    for_tiles_of(plan, item, [&](int tile) { ++plan.tiles[tile].num_items; });
   }
 }
 

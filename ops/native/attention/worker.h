@@ -6,6 +6,7 @@
 
 #include "attention/plan.h"
 #include "attention/softmax.h"
+#include "attention/softmax_state.h"
 #include "attention/tile.h"
 #include "core/aligned_memory.h"
 
@@ -49,42 +50,6 @@ class Scratch {
   bool is_measuring_ = false;
 };
 
-// Softmax state of rows over some keys: the output is accumulator / total.
-struct State {
-  float* maximum;      // [rows]
-  float* total;        // [rows]
-  float* accumulator;  // [rows][padded_dim]
-};
-
-inline size_t state_floats(int rows, int padded_dim) { return static_cast<size_t>(rows) * (padded_dim + 2); }
-
-inline State state_at(float* memory, int rows) { return {memory, memory + rows, memory + 2 * rows}; }
-
-inline void clear(State state, int rows, int padded_dim) {
-  for (int r = 0; r < rows; ++r) state.maximum[r] = kLowest;
-  std::memset(state.total, 0, rows * sizeof(float));
-  std::memset(state.accumulator, 0, static_cast<size_t>(rows) * padded_dim * sizeof(float));
-}
-
-// Adds the keys of `part` to `state`.
-inline void merge(State state, State part, int rows, int padded_dim) {
-  for (int r = 0; r < rows; ++r) {
-    const float highest =
-        state.maximum[r] > part.maximum[r] ? state.maximum[r] : part.maximum[r];
-    alignas(64) float factors[kWidth] = {state.maximum[r] - highest, part.maximum[r] - highest};
-    store(factors, exp2(load(factors)));
-    const F32 keep = broadcast(factors[0]);
-    const F32 add = broadcast(factors[1]);
-    state.maximum[r] = highest;
-    state.total[r] = state.total[r] * factors[0] + part.total[r] * factors[1];
-    float* into = state.accumulator + static_cast<size_t>(r) * padded_dim;
-    const float* from = part.accumulator + static_cast<size_t>(r) * padded_dim;
-    for (int d = 0; d < padded_dim; d += kWidth) {
-      store(into + d, fma(load(from + d), add, load(into + d) * keep));
-    }
-  }
-}
-
 // ---- one worker ------------------------------------------------------------------------------------------
 
 template <class Layout>
@@ -97,14 +62,16 @@ class Worker {
   static constexpr bool kHasScales = std::is_same_v<Unit, int8_t>;
 
  public:
-  Worker(const Problem& problem, Scratch& scratch, int max_rows)
+  Worker(const Problem& problem, const Plan& plan, Scratch& scratch, int max_rows)
       : p_(problem),
+        plan_(plan),
         tokens_(group_tokens(problem.block_size)),
         padded_dim_(padded_dim(problem.value_dim)),
         num_steps_(problem.head_dim / Multiply::elements),
         num_factors_(num_factors<Multiply>(problem.head_dim)) {
     scratch.lay_out([&] {
       queries_ = scratch.take<Factor>(static_cast<size_t>(max_rows) * num_factors_);
+      positions_ = scratch.take<int>(max_rows);
       scores_ = scratch.take<float>(Layout::kRows * kTile);
       weights_ = scratch.take<Factor>(Layout::kRows * kTile);
       totals_ = scratch.take<float>(static_cast<size_t>(max_rows) * kWidth);
@@ -140,11 +107,26 @@ class Worker {
     write_output(tile, whole);
   }
 
-  // Runs some partitions of a tile, each into its own state. `states` has a state for each partition of the tile.
-  void run_part(const QueryTile& tile, int first_partition, int last_partition, float* states) {
+  // Runs the partitions of an item, each into a state of its own. `states_of(tile)` has a state for each partition of a
+  // tile. The states of a joined tile go to its members.
+  template <class States>
+  void run_part(const Item& item, const States& states_of) {
+    const QueryTile& tile = plan_.tiles[item.tile];
     load_queries(tile);
-    for (int partition = first_partition; partition < last_partition; ++partition) {
-      run_partition(tile, partition, state_of(states, tile, partition));
+    const State local = state_at(local_, tile.num_tokens * p_.group);
+    for (int partition = item.first_partition; partition < item.last_partition; ++partition) {
+      if (!tile.is_joined()) {
+        run_partition(tile, partition, state_of(states_of(item.tile), tile, partition));
+        continue;
+      }
+      run_partition(tile, partition, local);
+      int row = 0;
+      for_tiles_of(plan_, item, [&](int index) {
+        const QueryTile& member = plan_.tiles[index];
+        const int rows = member.num_tokens * p_.group;
+        copy_rows(local, row, rows, padded_dim_, state_of(states_of(index), member, partition));
+        row += rows;
+      });
     }
   }
 
@@ -164,8 +146,18 @@ class Worker {
   }
 
   void load_queries(const QueryTile& tile) {
-    Factor* out = queries_;
+    int token = 0;
+    if (!tile.is_joined()) return append_queries(tile, token);
+    for (int i = 0; i < tile.num_members; ++i) {
+      append_queries(plan_.tiles[plan_.members[tile.first_member + i]], token);
+    }
+  }
+
+  // Loads the queries of a tile after those of `token` tokens.
+  void append_queries(const QueryTile& tile, int& token) {
+    Factor* out = queries_ + static_cast<size_t>(token) * p_.group * num_factors_;
     for (int t = 0; t < tile.num_tokens; ++t) {
+      positions_[token++] = tile.first_position + t;
       for (int g = 0; g < p_.group; ++g, out += num_factors_) {
         const int64_t head = static_cast<int64_t>(tile.kv_head) * p_.group + g;
         const int64_t offset = (tile.first_token + t) * p_.q.token_stride + head * p_.q.head_stride;
@@ -315,7 +307,7 @@ class Worker {
     int last_seen = 0;
     int first_seen = kTile;
     for (int r = 0; r < count; ++r) {
-      const int position = tile.first_position + (row + r) / p_.group;
+      const int position = positions_[(row + r) / p_.group];
       const int last = (p_.is_bidirectional ? tile.last_key : position + 1) - first_key;
       const int first = first_seen_from(p_, position) - first_key;
       visible[r] = {first > 0 ? first : 0, last < kTile ? last : kTile};
@@ -371,11 +363,13 @@ class Worker {
   }
 
   const Problem& p_;
+  const Plan& plan_;
   const int tokens_;  // tokens of a group
   const int padded_dim_;
   const int num_steps_;
   const int num_factors_;
   Factor* queries_;          // [rows][num_factors]
+  int* positions_;           // of the query tokens in their sequences
   float* scores_;            // [kRows][kTile]
   Factor* weights_;          // [kRows][num_factors(kTile)]
   float* totals_;            // [rows][kWidth]

@@ -1,0 +1,123 @@
+// The arguments of one call of paged attention, and the tiles of query rows that it computes.
+#pragma once
+
+#include "attention/softmax.h"
+#include "attention/tile.h"
+#include "core/threads.h"
+
+#include <algorithm>
+#include <vector>
+
+namespace ostinato::attention {
+
+constexpr int kPartition = 256;      // keys per partition, a multiple of kTile
+constexpr int kRowsPerItem = 128;    // query rows that share a tile in cache
+constexpr double kTileCost = 2.0;    // fetching a key and a value costs as much as computing this many rows with them
+constexpr double kWorkerCost = 5e4;  // multiply-adds for which waking a thread pays
+constexpr int kScaleBytes = 4;       // the scale of a token in a cache of 8 bits
+// Tiles are cut into items of at most 1 / kItemsPerWorker of a worker's part, but not below one partition.
+constexpr int kItemsPerWorker = 4;
+
+struct Cache {  // within a head's part of a block: groups, see tile.h
+  char* data;
+  int64_t block_stride, head_stride;  // bytes
+};
+
+struct Rows {
+  const char* data;
+  int64_t token_stride, head_stride;  // elements
+};
+
+struct Problem {
+  int64_t num_tokens, num_seqs, num_blocks;
+  int num_heads, num_kv_heads;
+  int group;  // query heads for each kv head
+  int block_size, element_bytes;
+  int head_dim;         // elements of a head of queries and keys
+  int value_dim;        // elements of a head of values and of the output
+  bool has_byte_cache;  // keys and values of 8 bits with scales
+  int key_bytes, value_bytes;  // of a token's key, and of its value, of one head in the cache
+  Rows q, k, v;
+  Cache k_cache, v_cache;
+  char* out;
+  const int32_t* query_start_loc;
+  const int32_t* seq_lens;
+  const int32_t* block_table;
+  int64_t block_table_stride;
+  const int64_t* slot_mapping;
+  LogitScaling scaling;
+  bool is_bidirectional;  // every row sees all keys of its sequence; then there is no window
+  int window;  // keys that a row sees, its own included; -C = keys of its own chunk of C tokens; 0 = all
+  const float* alibi_slopes;  // [num_heads] or null
+  const float* sinks;         // [num_heads] or null
+  Threads threads;
+};
+
+// A tile of query tokens of one sequence and kv head, and the range of keys that its rows see. Or a joined tile: the rows of
+// several such tiles, its members, against partitions of keys that the members share (shared_keys.h).
+struct QueryTile {
+  int seq, kv_head;     // of a joined tile: the first member's
+  int64_t first_token;  // row of q
+  int num_tokens;
+  int first_position;   // the position of first_token in its sequence
+  int first_key, last_key;
+  int first_partition, last_partition;
+  int own_partition;    // partitions before it are computed by joined tiles
+  int num_items;        // items that compute a part of this tile
+  int first_member, num_members;  // in Plan::members; num_members is 0 except in a joined tile
+
+  bool is_joined() const { return num_members > 0; }
+  // Whether its partitions are computed apart, each into a state of its own.
+  bool has_parts() const { return num_items > 1 || own_partition > first_partition; }
+};
+
+struct Item {
+  int tile;
+  int first_partition, last_partition;
+};
+
+struct Plan {
+  std::vector<QueryTile> tiles;
+  std::vector<int> members;  // tiles of each joined tile
+  std::vector<Item> items;
+  int num_workers = 1;
+};
+
+// The first key that the row at `position` sees.
+inline int first_seen_from(const Problem& p, int position) {
+  if (p.window < 0) return position - position % -p.window;
+  return p.window == 0 || position < p.window ? 0 : position + 1 - p.window;
+}
+
+// The cost of the partitions that the tile's own items compute.
+inline double cost_of(const Problem& p, const QueryTile& tile) {
+  const int first_key = std::max(tile.first_key, tile.own_partition * kPartition);
+  return (tile.num_tokens * p.group + kTileCost) * (tile.last_key - first_key);
+}
+
+// KV heads are the outer loop, so that one head's keys and values stay in cache from tile to tile. The last tokens
+// come first, because they see the most keys and the shortest items should run last.
+inline void add_tiles(const Problem& p, int seq, Plan& plan) {
+  const int begin = p.query_start_loc[seq];
+  const int num_queries = p.query_start_loc[seq + 1] - begin;
+  const int length = p.seq_lens[seq];
+  const int per_tile = p.group >= kRowsPerItem ? 1 : kRowsPerItem / p.group;
+  for (int kv_head = 0; kv_head < p.num_kv_heads; ++kv_head) {
+    for (int first = (num_queries - 1) / per_tile * per_tile; first >= 0; first -= per_tile) {
+      QueryTile tile{};
+      tile.seq = seq;
+      tile.kv_head = kv_head;
+      tile.first_token = begin + first;
+      tile.num_tokens = num_queries - first < per_tile ? num_queries - first : per_tile;
+      tile.first_position = length - num_queries + first;
+      tile.last_key = p.is_bidirectional ? length : tile.first_position + tile.num_tokens;
+      tile.first_key = first_seen_from(p, tile.first_position);
+      tile.first_partition = tile.first_key / kPartition;
+      tile.last_partition = (tile.last_key + kPartition - 1) / kPartition;
+      tile.own_partition = tile.first_partition;
+      plan.tiles.push_back(tile);
+    }
+  }
+}
+
+}  // namespace ostinato::attention
