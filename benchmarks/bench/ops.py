@@ -7,8 +7,8 @@ not the processor's caches, as the layers of a model do. The copies of small dat
 caches, because there are at most 512 copies of a weight and 16 of a KV cache.
 
 A kernel's share of the roofline is the least possible time divided by the median time of its calls.
-The least time is the larger of bytes / measured read bandwidth and operations / measured matrix
-rate.
+The least time is the larger of bytes / measured memory bandwidth and operations / measured matrix
+rate. The memory bandwidth is that of reads on a CPU, and that of a copy on CUDA.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def ops(config: RunConfig, context: BenchContext) -> Record:
         matmul_flop_s=max(before.matmul_flop_s, after.matmul_flop_s),
     )
     points = [_point(case, times, machine) for case, times in timed]
-    more = {"rates": {"read_bytes_s": machine.copy_bytes_s, "matmul_flop_s": machine.matmul_flop_s}}
+    more = {"rates": {"bytes_s": machine.copy_bytes_s, "matmul_flop_s": machine.matmul_flop_s}}
     return Record(
         kind=config.bench.kind.value,
         conditions=conditions_of(config, dtype=str(source.dtype), **more),
@@ -279,7 +279,11 @@ def _attention_case(
 
 
 def _made_up(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A cache filled with numbers. int8: ones, because four of them are a finite float32 scale."""
+    """A cache filled with numbers.
+
+    In an int8 cache, four bytes at the end of each row are a float32 scale. All bytes are 1, so
+    that the scales are finite.
+    """
     if dtype is torch.int8:
         return torch.ones(shape, dtype=dtype, device=device)
     return torch.randn(shape, device=device).to(dtype)
