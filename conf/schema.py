@@ -414,7 +414,7 @@ class GraphConfig(Section):
     bundle: bool = setting(True, "load what an earlier start compiled, and store the rest")
     bundle_dir: str = setting("", "where bundles are; empty = in the cache directory")
     capture_sizes: list[int] = setting(
-        [], "token counts to capture; empty = chosen from max_num_seqs", at_least=1, at_most=8192
+        [], "decode batches to capture; empty = chosen from max_num_seqs", at_least=1, at_most=8192
     )
     cost_table_budget_s: float | None = setting(
         None,

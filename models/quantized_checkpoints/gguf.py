@@ -1,4 +1,4 @@
-"""The weight methods of GGUF files, whose integers and scales are multiplied as they are stored.
+"""The weight methods of GGUF files, whose weights stay integers with scales.
 
 A quantised matrix is laid out for the kernels of ops/quantized.py without rounding
 (models/gguf/stored_formats.py), on a CPU and on CUDA. If a matrix stacks quantised and float
