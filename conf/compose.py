@@ -181,7 +181,7 @@ def _completion_plugin(shell: str) -> CompletionPlugin:
     if shell not in plugins:
         raise ConfigError(f"shell completion is for {', '.join(sorted(plugins))}, got {shell!r}")
     plugin = plugins[shell](hydra.config_loader)
-    # The plugin for zsh delegates to the plugin for bash. The query needs the latter.
+    # The plugin for zsh delegates to the plugin for bash, which the query needs.
     return getattr(plugin, "delegate", plugin)
 
 

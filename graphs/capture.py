@@ -77,7 +77,7 @@ class GraphRunner:
     ) -> None:
         """
         Args:
-            model: the eager model. Its head computes the logits for compiled programs, too.
+            model: the eager model. Its output head computes the logits for compiled programs, too.
             kv_cache: every step writes it.
             buffers: the inputs of every step.
             program: the compiled model; None = steps run eagerly.
@@ -328,7 +328,7 @@ class GraphRunner:
         return F.embedding(batch.logits_indices, hidden)
 
     def _result(self, batch: ForwardBatch, num_rows: int | None = None) -> Tensor:
-        """Logits of the batch's first `num_rows` rows; hidden states where there is no head."""
+        """Logits of the batch's first `num_rows` rows; hidden states if the stage has no logits."""
         hidden = self._hidden(batch)
         if num_rows is not None:
             hidden = hidden[:num_rows]

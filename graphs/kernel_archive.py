@@ -1,8 +1,8 @@
 """Carries compiled Triton kernels in a bundle, from Triton's cache to that of another machine.
 
-Triton keeps a folder for each kernel. Its name is a digest of the kernel's source, its constants,
-the compute capability, and of Triton and its assembler. A start that needs a kernel finds it there
-and compiles nothing.
+Triton's cache has a folder for each kernel. The folder's name is a digest of the kernel's source
+and constants, of the compute capability, and of Triton and its assembler. A start that needs a
+kernel finds it there and compiles nothing.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def _with_paths(group: bytes, folder: Path | None) -> bytes:
 
 
 def adopt_triton_kernels(bundle: Bundle) -> None:
-    """Give this process's Triton the kernels of a bundle that was compiled elsewhere."""
+    """Give this process's Triton the kernels of a bundle that another machine compiled."""
     name, cache = triton_entry(), triton_cache()
     data = None if name is None else bundle.get(name)
     if data is None or cache is None:

@@ -1,6 +1,7 @@
 """Activation functions by the names that model configurations use.
 
-On a CPU they run as the op `ostinato::activation`, elsewhere as plain torch (see ops/norm.py).
+On a CPU they run as the op `ostinato::activation`, on other devices as plain torch (see
+ops/norm.py).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Normalisation: `ostinato::rms_norm` and `layer_norm` on CPUs, plain torch elsewhere.
+"""Normalisation: `ostinato::rms_norm` and `layer_norm` on CPUs, plain torch on other devices.
 
 On a GPU, plain torch is fastest, because Inductor fuses it with its neighbours. On a CPU, each
 function is one op with a C++ kernel (ops/native/rows/elementwise.cpp). So a first start does not

@@ -1,6 +1,7 @@
 """Rotary position embedding (Su et al., arXiv:2104.09864): the tables and the rotation.
 
-The rotation is the op `ostinato::rotate_heads` on CPUs and plain torch elsewhere (see ops/norm.py).
+The rotation is the op `ostinato::rotate_heads` on CPUs, and plain torch on other devices (see
+ops/norm.py).
 
 The tables hold one entry per rotated *pair* of elements. A pair is the elements `i` and
 `i + rotary_dim / 2` of a head, as in Hugging Face checkpoints.

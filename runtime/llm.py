@@ -387,7 +387,7 @@ class LLM:
                     outputs = answers[index].process(engine_output)
                     for ended in set(before).difference(answers[index].unfinished_ids):
                         del which[ended]
-                        self._engine.abort(ended)  # it does not look for stop strings
+                        self._engine.abort(ended)  # the engine does not look for stop strings
                     for output in outputs:
                         yield index, output
         finally:

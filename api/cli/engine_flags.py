@@ -27,11 +27,11 @@ _SECRET = ("server.api_keys",)
 
 @dataclass(slots=True)
 class EngineFlags:
-    """The settings from the flags of a command line, and the words that are not flags."""
+    """The settings from the flags of `vllm serve` in a command line, and all other words."""
 
     settings: dict[str, object] = field(default_factory=dict)  # key -> value
     written: dict[str, str] = field(default_factory=dict)  # key -> the flag that set it
-    rest: list[str] = field(default_factory=list)  # words that are not flags, in order
+    rest: list[str] = field(default_factory=list)  # other words and the flags in `own`, in order
 
     def explain(self) -> str:
         """One line that names the override for each flag; "" = no flags. API keys are hidden."""
@@ -43,11 +43,12 @@ class EngineFlags:
 
 
 def read_flags(words: Sequence[str], own: Mapping[str, int]) -> EngineFlags:
-    """Separate the flags from the other words.
+    """Separate the flags of `vllm serve` from the other words.
 
     Args:
         words: the words after the command.
-        own: {flag: number of its values} for the flags that every command has.
+        own: {flag: number of its values} for the flags that every command has. They and their
+            values go to `rest`.
 
     Raises:
         ConfigError: a flag is unknown or not supported, has no value, or sets the same key as an

@@ -1,6 +1,6 @@
 """`/v1/chat/completions`: checks the body, and converts parsed outputs to chunks.
 
-These are pure functions. `reply` calls them.
+These are pure functions. `preparation` calls those that read the body, `reply` the others.
 """
 
 from __future__ import annotations
@@ -104,7 +104,10 @@ def to_chunks(
     first_usage: Usage | msgspec.UnsetType | None = msgspec.UNSET,
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET,
 ) -> list[ChatChunk]:
-    """The chunks for one delta. There are none while its text is held back.
+    """The chunks for one delta.
+
+    The first delta of a choice begins with a chunk that has the role. While text is held back,
+    there is a chunk only if it has log-probabilities or token ids to show.
 
     Args:
         head: the fields that every chunk repeats.

@@ -1,6 +1,6 @@
 """`/v1/completions`: converts the body to engine requests, and outputs to chunks.
 
-These are pure functions. `reply` calls them.
+These are pure functions. `preparation` calls those that read the body, `reply` the others.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ def slowest(
     """The requests that took longest, with the phases that the server has logged.
 
     Up to `count` requests that were under way during a restart of the engine are chosen, and up to
-    `count` others. So the former do not hide the latter.
+    `count` others. So the requests during restarts do not hide the others.
 
     Args:
         requests: the requests of all good clients.

@@ -2,8 +2,8 @@
 
 A decode step of a few sequences spends as much time on launches as on the experts' weights. On
 CUDA, four Triton kernels compute what is one op here (triton_expert_kernels.py). The output
-projection is one of them because its launch clears the counters of the next. Elsewhere the op runs
-as plain torch, with which tests compare the kernels.
+projection is one of them because its launch clears the counters of the next kernel. On other
+devices the op runs as plain torch. Tests compare the kernels with this.
 """
 
 from __future__ import annotations

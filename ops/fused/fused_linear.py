@@ -4,8 +4,8 @@ A decode step of a few sequences reads every weight for a few rows. Its kernels 
 so each launch and each intermediate result counts. On CUDA, a Triton kernel computes a product with
 its bias, gated activation and residual (triton_fused_linear.py). An RMS norm before a product is
 computed in two parts: `linear_and_scale` or `scale_rows` scale each column of x and sum the squares
-of x, and `fused_linear` divides the products by the root mean square. Elsewhere the ops run as
-plain torch, with which tests compare the kernels.
+of x, and `fused_linear` divides the products by the root mean square. On other devices the ops run
+as plain torch. Tests compare the kernels with this.
 """
 
 from __future__ import annotations

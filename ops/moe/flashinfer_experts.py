@@ -4,8 +4,9 @@ One call of FlashInfer's `cutlass_fused_moe` sorts the pairs of a token and an e
 gate and up, applies the activation, multiplies by down, and adds a token's experts. It takes the
 result of `route`, so every way of routing works. FlashInfer is an optional dependency
 (`pip install ostinato[flashinfer]`). It builds its kernels with nvcc when they are first called,
-unless its prebuilt package is installed. Elsewhere the op runs as plain torch, with which tests
-compare the call. Not yet verified on hardware.
+unless its prebuilt package is installed. On other devices than CUDA the op runs as plain torch.
+Tests compare this with the call of FlashInfer, which a stand-in computes. The call is not yet
+verified on hardware.
 
 FlashInfer's own sum over experts in the second product is switched off: it adds with atomics, so
 the bits of a result would change from run to run. Its tuner is not started

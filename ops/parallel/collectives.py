@@ -5,8 +5,8 @@ result, all ranks of the group call one of these ops, with values of equal shape
 
 The group is an argument of the ops: [1] int64 on the CPU, the handle of a `ParallelGroup`
 (group.py) or of a `DistributedGroup` (distributed_group.py). So one compiled program serves every
-rank. Shared memory and torch.distributed have ops of their own. So a program is compiled for one of
-the two.
+rank. There are ops for shared memory and other ops for torch.distributed, so a compiled program
+works with one kind of group.
 
 In shared memory the parts are added in the order of the ranks' numbers, whatever the timing and the
 size. So the bits of a token depend neither on other tokens nor on which rank was first, and they

@@ -3,8 +3,8 @@
 The ops are `ostinato::rounded_linear` and `rounded_moe_linear`. A weight is stored as float8_e4m3fn
 or int8 [N, K] with float32 scales [groups, N]. Activations are rounded to the weight's type
 (round_rows.py) and multiplied by the GPU's matrix units for 8 bits. On CUDA the kernels are those
-of triton_rounded_linear.py and triton_rounded_moe.py. Elsewhere plain torch computes the same
-formula.
+of triton_rounded_linear.py and triton_rounded_moe.py. On other devices plain torch computes the
+same formula.
 """
 
 from __future__ import annotations

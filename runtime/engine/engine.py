@@ -127,7 +127,7 @@ class Engine:
     def step(self, announce: Announce | None = None) -> list[SequenceOutput]:
         """Launch the next step, and read the oldest launched step.
 
-        A step is read only if none was launched, or if `max_in_flight` steps are in flight.
+        A step is read only if this call launched none, or if `max_in_flight` steps are in flight.
 
         Args:
             announce: called before a step that admits requests, or computes more than one token of

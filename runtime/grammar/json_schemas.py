@@ -1,8 +1,8 @@
 """Prepares the JSON schema of a request for llguidance.
 
-llguidance does not enforce some keywords as the standard says. This module rewrites these keywords,
-or refuses them with an error that names them: inexact numbers, ECMA-262 patterns, formats,
-character codes in the names of properties, and keywords beside `$ref` in old drafts.
+llguidance does not enforce some parts of a schema as the standard says: inexact numbers, ECMA-262
+patterns, formats, character codes in the names of properties, and keywords beside `$ref` in old
+drafts. This module rewrites these parts, or refuses the schema with an error that names the part.
 """
 
 from __future__ import annotations
@@ -240,8 +240,8 @@ class _Preparation:
     def _check_fewest(self, schema: dict[str, Any], place: str) -> None:
         """Refuse a `minProperties` that needs two or more properties which are not required.
 
-        In an open object these can have the same name. Equal names count once, and a grammar does
-        not compare names.
+        In an open object a model could write one such property twice. Equal names count once, and a
+        grammar does not compare names.
         """
         fewest = schema.get("minProperties", 0)
         is_open = schema.get("additionalProperties") is not False or "patternProperties" in schema

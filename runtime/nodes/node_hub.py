@@ -125,7 +125,7 @@ class NodeHub:
 
         Args:
             path: the flight recorder's file is written beside this path when the engine has ended.
-            is_rank_host: the process has ranks of an engine whose first rank is elsewhere.
+            is_rank_host: the process has ranks of an engine whose first rank is on another machine.
         """
         return RemoteChild(next(self._numbers), path, self._place, is_rank_host=is_rank_host)
 

@@ -92,7 +92,7 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, tag=2):
 
 
 class Spawn(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """Start an engine process, or the ranks of an engine whose first rank is elsewhere."""
+    """Start an engine process, or ranks of an engine whose first rank is on another machine."""
 
     engine: int  # the number of this process in later messages; no other process gets it
     # `StartEngine` or `StartRankHost` as JSON. Its device settings are not yet those of the place.

@@ -38,7 +38,7 @@ class RemoteChild:
             number: the number of the engine in messages.
             path: the flight recorder's file is written beside this path when the engine has ended.
             place: queues the process for a machine. `begin` is called when it has one.
-            is_rank_host: the process has ranks of an engine whose first rank is elsewhere.
+            is_rank_host: the process has ranks of an engine whose first rank is on another machine.
         """
         self.number = number
         self.path = path

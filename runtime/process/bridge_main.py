@@ -1,8 +1,8 @@
 """The bridge of rank 0's machine: `python -m ostinato.runtime.process.bridge_main ...`.
 
 `BridgeProcess` starts it. The other machines of the engine join it (rank_host_main.py). It passes
-on the messages between rank 0 and the ranks there, and the values that ranks exchange. It ends when
-rank 0 closes the sockets to it, or has ended. Imports no torch.
+on the messages between rank 0 and the ranks on these machines, and the values that ranks exchange.
+It ends when rank 0 closes the sockets to it, or has ended. Imports no torch.
 """
 
 from __future__ import annotations

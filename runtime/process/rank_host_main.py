@@ -1,8 +1,9 @@
 """The ranks of an engine on a further machine: `python -m ...rank_host_main ADDRESS < start.json`.
 
-`run rank` starts it when an engine elsewhere has ranks for this machine. It starts these ranks,
-joins the bridge of rank 0 (bridge_main.py) and passes on what the ranks send and exchange. When the
-connection or the standard input closes, the ranks and this process end. Imports no torch.
+`run rank` starts it when the ranks of an engine are divided among machines. It starts the ranks of
+this machine, joins the bridge of rank 0 (bridge_main.py) and passes on what the ranks send and
+exchange. When the connection or the standard input closes, the ranks and this process end. Imports
+no torch.
 """
 
 from __future__ import annotations

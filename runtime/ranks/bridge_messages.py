@@ -6,8 +6,9 @@ Each `BridgeMessage` is msgpack.
   `DumpStacks` over a Unix socket. Each message has its length before it.
 - Two machines exchange `Hello`, `OpenLinks`, `ToRank`, `FromRank`, `Piece` and `Hidden`, and `Look`
   and `DumpStacks` that the bridge passes on. The ZeroMQ connection is encrypted
-  (runtime/secure_connection.py). The second part of `ToRank` and `FromRank` is a rank's message,
-  that of `Piece` the values of a tensor-parallel group, and that of `Hidden` hidden states.
+  (runtime/secure_connection.py). Four of these messages have a second part. In `ToRank` and
+  `FromRank` it is a rank's message, in `Piece` it is values of a tensor-parallel group, and in
+  `Hidden` it is hidden states.
 
 Imports no torch.
 """

@@ -174,7 +174,7 @@ class RemoteRank(_Rank):
         return self._ended is not None
 
     def kill(self) -> None:
-        """Close the stream to the bridge. The bridge then ends, and the ranks elsewhere with it."""
+        """Close the stream to the bridge. Then the bridge and the ranks on other machines end."""
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
 

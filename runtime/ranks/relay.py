@@ -159,7 +159,7 @@ class Relay:
 
     def put_hidden(self, message: Hidden, values: bytes) -> None:
         """Let a rank of this machine go on with hidden states from another machine."""
-        with contextlib.suppress(ConnectionError):  # the end of the rank is noticed elsewhere
+        with contextlib.suppress(ConnectionError):  # the rank has ended; its own socket shows that
             self._fillers[message.stage, message.place].put(values)
 
     def _watch_rank(self, stage: int, place: int, notice: int, machines: list[int]) -> None:

@@ -47,9 +47,8 @@ __all__ = ("Scheduler",)
 _RUNNING = SequenceStatus.running
 _FINISHED = SequenceStatus.finished
 
-# The function of a policy computes the first part of a sequence's order. The second part is the
-# sequence's level (`RequestLevels`). The third part comes from the order of arrival
-# (`Scheduler.add`).
+# A sequence's order is (rank, level, turn + place, arrival). The function of a policy computes the
+# rank. `RequestLevels` computes the level. `Scheduler.add` describes the other two.
 _POLICY_RANKS = {
     SchedulingPolicy.fcfs: lambda request: 0,
     SchedulingPolicy.priority: lambda request: request.priority,
@@ -67,8 +66,9 @@ class Scheduler:
         config: row and token limits, policy.
         cache: the KV cache manager; not shared with another scheduler.
         max_model_len: tokens of prompt plus output that one sequence may have.
-        limits: the largest step; None = the configured limits, or their upper bounds. A sequence
-            gets at most `limits.rows_per_seq - 1` draft tokens in one step.
+        limits: the largest step. None = the configured limits; a limit that is not configured is
+            the upper bound for a CPU (`upper_limits`). A sequence gets at most
+            `limits.rows_per_seq - 1` draft tokens in one step.
         bound: limits the prompt tokens of steps with decodes; None = no limit.
         whole_prompts: compute each prompt in one step, as encoders need it.
         max_in_flight: steps that may be scheduled before `update` is called for the oldest.
@@ -131,7 +131,7 @@ class Scheduler:
         self._rank = _POLICY_RANKS[config.policy]
         self._num_turns = 0  # requests so far; several sequences of one request count once
         self._num_arrivals = 0
-        self._num_ended = 0  # sequences that ended without an abort
+        self._num_ended = 0  # sequences that ended with a sampled token
         self._num_ended_tokens = 0  # output tokens of the sequences in `_num_ended`
         self._levels = RequestLevels()
         self._sequences: dict[str, Sequence] = {}  # sequences without a terminal output, by id
@@ -191,18 +191,21 @@ class Scheduler:
         )
 
     def requests(self) -> dict[str, Sequence]:
-        """The sequences of unfinished requests by id, by arrival; the first of each beam search."""
+        """The unfinished sequences by request id, in order of arrival.
+
+        A beam search has one entry: the sequence with which it began.
+        """
         return dict(self._sequences)
 
     def add(self, request: Request) -> None:
         """Queue a request.
 
-        An HTTP request may have several sequences. The first one (`place` 0) is queued in the order
-        of arrival. The sequence with `place` k is queued like the k-th request that arrives later.
+        An HTTP request may have several sequences, each with its `place`: 0, 1, 2, ... A sequence
+        is queued first by the rank of its policy, then by its level (`RequestLevels`). Within a
+        level, the sequence with `place` k is queued like the k-th HTTP request that arrives later.
         So a request of many sequences uses free rows, and loses one row to each new request. This
         is fair queueing (Demers, Keshav and Shenker, 1989) with the number of arrivals as the
-        virtual time. Sequences with a high `place` come after the sequences of all other requests
-        (`RequestLevels`).
+        virtual time.
 
         Raises:
             InvalidRequestError: the request's id is in use, or its prompt is empty or leaves no

@@ -32,7 +32,7 @@ _FEW = 16  # a sequence with this many waiting positions is computed even withou
 class DraftHead(Protocol):
     """A head with its KV cache.
 
-    Positions in its steps are counted from the first block of a sequence that the head has.
+    Positions in its steps are counted from the first block that the head has of a sequence.
     """
 
     def watch(self, row: int) -> None:
@@ -232,7 +232,7 @@ class HeadDrafter(GuessingDrafter):
         """Compute sequences up to given positions, until the step is full.
 
         Args:
-            due: sequences and the positions up to which they are computed, at least one each.
+            due: sequences, and the position up to which each is computed.
             num_logits: called with a sequence and a position. Returns 1 if a token is drawn when
                 the sequence is computed up to this position, else 0.
 

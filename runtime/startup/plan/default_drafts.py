@@ -23,8 +23,8 @@ def with_default_drafts(
 ) -> EngineConfig:
     """The configuration with a `speculation.method`, if it has none.
 
-    The method is `auto` where drafts change no bit of an answer, and where measured step costs
-    choose their number, so that they do not slow an engine down. Elsewhere it is `none`.
+    The method is `auto` if drafts change no bit of an answer and measured step costs choose their
+    number, so that they do not slow the engine down. Otherwise it is `none`.
 
     Args:
         config: the engine's configuration.
