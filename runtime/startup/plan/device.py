@@ -6,6 +6,7 @@ import torch
 
 from ostinato.conf.engine_config import EngineConfig
 from ostinato.conf.schema import DeviceConfig, DeviceName, InstructionSetName
+from ostinato.conf.server_schema import ParallelConfig
 from ostinato.ops.native.library import use_isa
 from ostinato.ops.parallel.distributed_group import has_nccl
 from ostinato.runtime.errors import StartupError
@@ -73,25 +74,53 @@ def choose_gpu(config: EngineConfig, rank: int) -> None:
             f"parallel.tensor={parallel.tensor}: this build of torch has no NCCL, by which GPUs "
             "exchange values; install one that has it, or set device.name=cpu"
         )
-    place = rank % parallel.ranks_per_machine
-    torch.cuda.set_device(gpu_of_rank(place, parallel.ranks_per_machine, torch.cuda.device_count()))
+    torch.cuda.set_device(gpu_of_rank(parallel, rank, torch.cuda.device_count()))
 
 
-def gpu_of_rank(place: int, num_ranks: int, num_gpus: int) -> int:
-    """The index of a rank's GPU. No two ranks of an engine have the same one.
+def gpu_of_rank(parallel: ParallelConfig, rank: int, num_gpus: int) -> int:
+    """The index of a rank's GPU on its machine. No two ranks of an engine there have the same one.
 
     Args:
-        place: number of the rank among those of its engine on this machine.
-        num_ranks: ranks of the engine on this machine.
+        parallel: the ranks of the engine, and its machines.
+        rank: number of the rank among those of its engine.
         num_gpus: GPUs that this process sees.
 
     Raises:
-        StartupError: there are fewer GPUs than ranks.
+        StartupError: there are fewer GPUs than ranks of the engine on this machine.
     """
-    if num_gpus < num_ranks:
-        raise StartupError(
-            f"an engine of {num_ranks} ranks needs {num_ranks} GPUs, one for each rank, and this "
-            f"process sees {num_gpus}; set parallel.tensor x parallel.pipeline to "
-            f"{max(1, num_gpus)} or less, or device.name=cpu"
+    here = parallel.ranks_per_machine
+    if num_gpus < here:
+        raise StartupError(_why_too_few_gpus(parallel, rank // here, num_gpus))
+    return rank % here
+
+
+def _why_too_few_gpus(parallel: ParallelConfig, machine: int, num_gpus: int) -> str:
+    """The error of a machine with too few GPUs: all ranks with their machines, and the remedies."""
+    num_ranks, machines = parallel.num_ranks, parallel.machines_per_engine
+    here, fitting = parallel.ranks_per_machine, max(1, num_gpus)
+    subject = f"an engine of {num_ranks} ranks"
+    fewer_ranks = f"parallel.tensor x parallel.pipeline to {fitting * machines} or less"
+    if machines == 1:
+        return (
+            f"{subject} needs {num_ranks} GPUs, one for each rank, and this process sees "
+            f"{num_gpus}; set {fewer_ranks}, or device.name=cpu"
         )
-    return place
+    places = (_ranks_on(one, here) for one in range(machines))
+    # With as many machines as ranks, one GPU on each is enough.
+    more = next(
+        count
+        for count in range(machines, num_ranks + 1)
+        if num_ranks % count == 0 and num_ranks // count <= fitting
+    )
+    each = "a GPU" if here == 1 else f"{here} GPUs"
+    return (
+        f"{subject} needs {each} on each of its {machines} machines, one for each rank "
+        f"({'; '.join(places)}), and on machine {machine} this process sees {num_gpus}; set "
+        f"parallel.nodes to {parallel.data * more}, {fewer_ranks}, or device.name=cpu"
+    )
+
+
+def _ranks_on(machine: int, count: int) -> str:
+    first = machine * count
+    ranks = f"rank {first}" if count == 1 else f"ranks {first} to {first + count - 1}"
+    return f"machine {machine}: {ranks}"

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from ostinato.conf.compose import load_config
+from ostinato.conf.server_schema import ParallelConfig
 from ostinato.models.sharding import WHOLE, Shard, Stage
 from ostinato.ops.parallel.exchange import Exchange
 from ostinato.runtime.errors import StartupError
@@ -96,9 +97,28 @@ def test_gloo_does_not_reach_other_machines() -> None:
 
 
 def test_no_two_ranks_have_the_same_gpu() -> None:
-    assert [gpu_of_rank(place, 3, 4) for place in range(3)] == [0, 1, 2]
-    with pytest.raises(StartupError, match=r"needs 3 GPUs, one for each rank, .* sees 2; set "):
-        gpu_of_rank(0, 3, 2)
+    parallel = ParallelConfig(tensor=3)
+    assert [gpu_of_rank(parallel, rank, 4) for rank in range(3)] == [0, 1, 2]
+    with pytest.raises(StartupError) as raised:
+        gpu_of_rank(parallel, 0, 2)
+    assert str(raised.value) == (
+        "an engine of 3 ranks needs 3 GPUs, one for each rank, and this process sees 2; set "
+        "parallel.tensor x parallel.pipeline to 2 or less, or device.name=cpu"
+    )
+
+
+def test_a_machine_with_too_few_gpus_names_the_ranks_of_all_machines_and_sizes_that_work() -> None:
+    parallel = ParallelConfig(tensor=4, pipeline=2, data=2, nodes=4)
+    assert [gpu_of_rank(parallel, rank, 4) for rank in range(8)] == [0, 1, 2, 3] * 2
+    with pytest.raises(StartupError) as raised:
+        gpu_of_rank(parallel, 5, 3)
+    assert str(raised.value) == (
+        "an engine of 8 ranks needs 4 GPUs on each of its 2 machines, one for each rank (machine "
+        "0: ranks 0 to 3; machine 1: ranks 4 to 7), and on machine 1 this process sees 3; set "
+        "parallel.nodes to 8, parallel.tensor x parallel.pipeline to 6 or less, or device.name=cpu"
+    )
+    named = ParallelConfig(tensor=4, pipeline=2, data=2, nodes=8)
+    assert [gpu_of_rank(named, rank, 3) for rank in range(8)] == [0, 1] * 4
 
 
 def test_sizes_that_can_not_be_divided_end_the_start() -> None:
