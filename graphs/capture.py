@@ -212,8 +212,8 @@ class GraphRunner:
                 logits of all tokens are wanted, in their order; else 0.
 
         Returns:
-            [num_rows, vocab_size] float32 logits, valid until the next run. An encoder, or a stage
-            before the last one, gives hidden states.
+            [num_rows, vocab_size] float32 logits, valid until the next run. An encoder gives hidden
+            states, and a stage before the last one no rows.
         """
         key = self._bucket(num_tokens, num_seqs, num_rows, tokens_per_seq)
         replay = self._replays.get(key) if key is not None else None
@@ -328,8 +328,13 @@ class GraphRunner:
         return F.embedding(batch.logits_indices, hidden)
 
     def _result(self, batch: ForwardBatch, num_rows: int | None = None) -> Tensor:
-        """Logits of the batch's first `num_rows` rows; hidden states if the stage has no logits."""
+        """Logits of the batch's first `num_rows` rows; hidden states where there is no head.
+
+        A stage before the last one has handed its hidden states on, so no row of them is kept.
+        """
         hidden = self._hidden(batch)
+        if not self.is_last_stage:
+            return hidden[:0]
         if num_rows is not None:
             hidden = hidden[:num_rows]
         return self.compute_logits(hidden) if self._has_logits else hidden

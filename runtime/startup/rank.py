@@ -133,7 +133,7 @@ def build_rank(
         buffers = _make_buffers(plan, model)
         planner = _make_planner(plan, buffers, undo)
         cuda_recorder, token_sampler = _make_cuda_recorder(plan)
-        if token_sampler is not None:
+        if cuda_recorder is not None:
             with phase("measure"):
                 plan = _with_measured_memory(plan, model, buffers, planner, token_sampler)
             plan = _with_fewest_blocks(plan, peers.meet)
@@ -164,7 +164,8 @@ def build_rank(
             border=peers.links,
         )
         peers.meet("weights", [])
-        _prepare_graphs(plan, graphs, token_sampler, phase)
+        memory = None if cuda_recorder is None else CudaMemory()
+        _prepare_graphs(plan, graphs, token_sampler, memory, phase)
         _LOG.info("layers: %s", _count_layers(graphs))
         isa = (loaded_isa() or "") if plan.is_cpu else ""
         times = {} if plan.isa_trial is None else plan.isa_trial.microseconds
@@ -196,7 +197,7 @@ def _with_measured_memory(
     model: LanguageModel,
     buffers: StaticBuffers,
     planner: AttentionPlanner | None,
-    token_sampler: GraphSampler,
+    token_sampler: GraphSampler | None,
 ) -> EnginePlan:
     """The plan with the measured memory of a CUDA device."""
     memory = plan_measured(
@@ -298,15 +299,19 @@ def _make_planner(
 def _make_cuda_recorder(plan: EnginePlan) -> tuple[CudaRecorder | None, GraphSampler | None]:
     """The recorder of CUDA graphs, and the sampler that reads the captured programs' outputs.
 
-    Both are None on a CPU, and for an encoder, whose steps are not captured.
+    Both are None on a CPU, and for an encoder, whose steps are not captured. Only rank 0 samples,
+    so other ranks have no sampler. Stages before the last have no logits either.
     """
     source = plan.source
     if plan.is_cpu or not source.config.kind.generates:
         return None, None
+    if not source.shard.stage.is_last:
+        return CudaRecorder(), None
     rows, vocab_size = source.limits.max_num_rows, source.config.vocab_size
     logits = torch.zeros(rows, vocab_size, dtype=torch.float32, device=source.device)
-    # The programs of a stage before the last one return hidden states, which have another width.
-    recorder = CudaRecorder(logits if source.shard.stage.is_last else None)
+    recorder = CudaRecorder(logits)
+    if not source.shard.is_leader:
+        return recorder, None
     captured = plan.config.graphs.mode is GraphMode.captured
     return recorder, GraphSampler(logits, recorder=recorder.sharing_pool() if captured else None)
 
@@ -341,9 +346,16 @@ def _make_runner(
 
 
 def _prepare_graphs(
-    plan: EnginePlan, graphs: GraphRunner, token_sampler: GraphSampler | None, phase: PhaseTimer
+    plan: EnginePlan,
+    graphs: GraphRunner,
+    token_sampler: GraphSampler | None,
+    memory: CudaMemory | None,
+    phase: PhaseTimer,
 ) -> None:
-    """Run every kind of step once, and capture the buckets that fit into the memory."""
+    """Run every kind of step once, and capture the buckets that fit into the memory.
+
+    `memory` is that of the GPU; None on a CPU, and for an encoder.
+    """
     config, limits = plan.config.graphs, plan.source.limits
     with phase("warm-up"):
         graphs.warm_up(plan.warm_up_steps)
@@ -354,7 +366,6 @@ def _prepare_graphs(
     if gaps := why_incomplete(config.capture_sizes, limits.max_num_seqs):
         _LOG.warning("%s", gaps)
     with phase("capture"):
-        memory = None if token_sampler is None else CudaMemory()
         free = 0 if memory is None else memory.free()
         left_out = _capture(graphs, must_fit=plan.source.shard.num_ranks > 1)
         draws = [] if token_sampler is None else token_sampler.capture()

@@ -62,6 +62,9 @@ def plan_engine(
     keys = bucket_table(config, source).keys
     limits = source.limits
     draft = None if source.draft is None else _draft_footprint(config, source.draft)
+    num_graphs = len(keys)
+    if keys and source.shard.is_leader:  # the other ranks do not sample
+        num_graphs += num_sampling_graphs(limits.max_num_rows)
     return plan_memory(
         dataclasses.replace(_footprint(config, source), measured=measured, draft=draft),
         free_bytes=_free_bytes(config, is_cpu=is_cpu) if free_bytes is None else free_bytes,
@@ -71,7 +74,7 @@ def plan_engine(
         scheduler=limits,
         max_model_len=config.model.max_model_len or source.pooling.max_seq_length,
         graphs=GraphFootprint(
-            num_graphs=len(keys) + num_sampling_graphs(limits.max_num_rows) if keys else 0,
+            num_graphs=num_graphs,
             max_tokens=max((key.num_tokens for key in keys), default=0),
         ),
     )
@@ -179,7 +182,7 @@ def plan_measured(
     model: LanguageModel,
     buffers: StaticBuffers,
     planner: AttentionPlanner | None,
-    token_sampler: GraphSampler,
+    token_sampler: GraphSampler | None,
 ) -> MemoryPlan:
     """The memory plan with measured sizes. Called when all but the KV cache is allocated.
 
@@ -193,7 +196,7 @@ def plan_measured(
         model: the model, with its memory allocated.
         buffers: the static buffers of the steps.
         planner: the planner of the attention backend; None if it needs none.
-        token_sampler: samples on the device.
+        token_sampler: samples on the device; None = this rank does not sample.
 
     Raises:
         StartupError: the engine does not fit into the memory.
@@ -208,7 +211,8 @@ def plan_measured(
         runner.warm_up(
             [StepSizes(limits.max_num_batched_tokens, limits.max_num_seqs, limits.max_num_rows)]
         )
-        token_sampler.run_largest()
+        if token_sampler is not None:
+            token_sampler.run_largest()
 
     measured = measure(CudaMemory(), largest_step, free_before=plan.free_bytes)
     again = plan_engine(config, source, free_bytes=plan.free_bytes, measured=measured)

@@ -7,19 +7,30 @@ and replay, preemption, masks of reasoning limits, staged draws, beams, log-prob
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 
 from ostinato import LLM, SamplingParams
 from ostinato.graphs.buffers import StaticBuffers
+from ostinato.graphs.compile_monitor import CompileMonitor
+from ostinato.graphs.sampling_graph import GraphSampler
+from ostinato.models.sharding import shard_of_rank
+from ostinato.ops.parallel.exchange import Exchange
+from ostinato.runtime.ranks.link_ends import RankLayout, create_links
+from ostinato.runtime.ranks.rank_links import RankLinks
 from ostinato.runtime.sampling.sampler import PendingTokens
 from ostinato.runtime.startup import loading
+from ostinato.runtime.startup.phases import PhaseTimer
+from ostinato.runtime.startup.plan.engine_plan import make_plan
+from ostinato.runtime.startup.rank import Peers, build_rank
 from tests.runtime.drafters import ReplayDrafter, make_llm
 from tests.runtime.engine.test_engine import generate, make_prompts
 from tests.runtime.engine.test_overlap import SAMPLING, flat
-from tests.runtime.late_device import DeviceRaceError, LateDevice, Timing
+from tests.runtime.late_device import DeviceRaceError, LateDevice, LateTensor, Timing
 from tests.runtime.tiny import VOCAB_SIZE, tiny_config
 
 PROMPTS = [prompt[:12] for prompt in make_prompts(9, seed=5)]
@@ -41,16 +52,21 @@ def on(
     **values: object,
 ) -> LLM:
     """An engine on the device, which must be installed. Its steps are captured without Inductor."""
+    load_there(device, monkeypatch)
+    words = ["device.name=cuda", "graphs.mode=captured", "graphs.attention=triton"]
+    return make_llm(tiny_config(*words, *overrides, **values), drafter)
+
+
+def load_there(device: LateDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the thread that loads weights use the device, and compile nothing."""
     load: Callable[..., None] = loading._load
 
-    def load_there(*arguments: Any) -> None:
+    def load_on_device(*arguments: Any) -> None:
         with device.entered():
             load(*arguments)
 
-    monkeypatch.setattr(loading, "_load", load_there)
+    monkeypatch.setattr(loading, "_load", load_on_device)
     monkeypatch.setattr(loading, "_compile", lambda *arguments: None)
-    words = ["device.name=cuda", "graphs.mode=captured", "graphs.attention=triton"]
-    return make_llm(tiny_config(*words, *overrides, **values), drafter)
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +118,42 @@ def test_several_tokens_a_step(
         drafts = llm.stats().speculation
     assert drafts is not None
     assert drafts.num_accepted_tokens > 0
+
+
+def test_only_the_last_stage_of_a_pipeline_has_logits_and_a_sampler(
+    device: LateDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny_config("device.name=cuda", "graphs.mode=captured", "parallel.pipeline=2").engine
+    layout, found = RankLayout(1, 2), dict[int, tuple[int, int]]()
+    with device.installed(monkeypatch), ExitStack() as undo:
+        load_there(device, monkeypatch)
+        plans = [make_plan(config, 1, shard=shard_of_rank(rank, 1, 2)) for rank in range(2)]
+        shape = plans[0].source.handoff_shape
+        made = create_links(layout, 0, shape.slot_bytes, Exchange.nccl)
+        for rank in (1, 0):  # rank 0 belongs to the last stage
+            plan, source = plans[rank], plans[rank].source
+            links = RankLinks(layout, source.shard, shape, 1, made.ranks[rank], source.exchange)
+            undo.callback(links.close)
+            peers = Peers(links=links, meet=lambda name, numbers: [numbers], turn=0, num_turns=1)
+            monitor = CompileMonitor()
+            parts = build_rank(plan, PhaseTimer(print), monitor, undo, None, peers)
+            assert parts.runner.graphs.captured_keys, "steps of every stage are captured"
+            sizes = (source.limits.max_num_rows, VOCAB_SIZE)
+            there = [one for one in gc.get_objects() if type(one) in (LateTensor, GraphSampler)]
+            samplers = [one for one in there if isinstance(one, GraphSampler)]
+            found[rank] = (
+                sum(one.shape == sizes for one in there if of(one, device)),
+                sum(of(one._logits, device) for one in samplers),
+            )
+            parts.executor.close()
+    assert found[1] == (0, 0)
+    assert found[0][0] > 0
+    assert found[0][1] == 1
+
+
+def of(one: object, device: LateDevice) -> bool:
+    """Whether it is a tensor of this device; earlier tests had others."""
+    return isinstance(one, LateTensor) and one.owner is device
 
 
 @pytest.mark.slow

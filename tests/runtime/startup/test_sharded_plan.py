@@ -9,9 +9,12 @@ import torch
 
 from ostinato.conf.compose import load_config
 from ostinato.conf.server_schema import ParallelConfig
-from ostinato.models.sharding import WHOLE, Shard, Stage
+from ostinato.graphs.sampling_graph import num_sampling_graphs
+from ostinato.models.sharding import WHOLE, Shard, Stage, shard_of_rank
 from ostinato.ops.parallel.exchange import Exchange
 from ostinato.runtime.errors import StartupError
+from ostinato.runtime.memory.memory_plan import CUDA_GRAPH_BYTES
+from ostinato.runtime.sampling.sampler import sampling_bytes
 from ostinato.runtime.startup.loading import open_bundle
 from ostinato.runtime.startup.plan.device import gpu_of_rank
 from ostinato.runtime.startup.plan.engine_plan import make_plan
@@ -87,6 +90,28 @@ def test_a_stage_on_a_gpu_is_planned_with_its_tensors_for_hidden_states(number: 
         plan_engine(config, one, free_bytes=1 << 32).activation_bytes for one in (source, without)
     ]
     assert bytes_of[0] - bytes_of[1] == source.handoff_shape.slot_bytes
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_only_the_last_stage_plans_memory_for_logits_and_only_rank_0_graphs_of_the_sampler(
+    device: str,
+) -> None:
+    words = ["model.load_format=dummy", "parallel.tensor=2", "parallel.pipeline=2"]
+    config = load_config(["model=llama-45m", "graphs.mode=captured", *words]).engine
+    shards = [shard_of_rank(rank, 2, 2) for rank in range(4)]
+    sources = [open_model(config, torch.device(device), shard=shard) for shard in shards]
+    leader, second, *first_stage = (plan_engine(config, one, free_bytes=1 << 32) for one in sources)
+    limits, model = sources[0].limits, sources[0].config
+    logits = sampling_bytes(limits.max_num_rows, limits.max_num_seqs, model.vocab_size)
+    # On a CPU the last stage has the memory of the handoff; on GPUs each of two stages has a tensor.
+    handoff = 2 * sources[0].handoff_shape.slot_bytes if device == "cpu" else 0
+    for plan in first_stage:
+        assert second.activation_bytes - plan.activation_bytes == logits + handoff
+        if device == "cuda":
+            assert second.graph_bytes - plan.graph_bytes == logits
+    graphs = num_sampling_graphs(limits.max_num_rows) * CUDA_GRAPH_BYTES
+    assert leader.graph_bytes - second.graph_bytes == (graphs if device == "cuda" else 0)
+    assert leader.activation_bytes == second.activation_bytes
 
 
 def test_gloo_does_not_reach_other_machines() -> None:
