@@ -5,6 +5,7 @@
 | `OSTINATO_CACHE_DIR` | where compiled kernels and graphs are kept | `~/.cache/ostinato` |
 | `CXX` | the C++ compiler for CPU kernels and torch's generated code | `g++`, `clang++` on macOS |
 | `CUDA_VISIBLE_DEVICES` | the GPUs that may be used, as for every CUDA program | all |
+| `NCCL_SOCKET_IFNAME` | the network interface of NCCL between machines | that of `parallel.host` |
 
 If `XDG_CACHE_HOME` is set, the default cache directory is `ostinato` in it. `TMPDIR` has its usual
 meaning. Shells that complete a command line pass it in `COMP_LINE`. The caches of torch, Triton and
@@ -27,6 +28,7 @@ from ostinato.conf.errors import ConfigError
 
 __all__ = (
     "cache_dir",
+    "choose_nccl_interface",
     "completion_line",
     "cxx",
     "environment_with",
@@ -213,6 +215,15 @@ def triton_cache_in(folder: Path) -> Generator[None]:
             del os.environ["TRITON_CACHE_DIR"]
         else:
             os.environ["TRITON_CACHE_DIR"] = before
+
+
+def choose_nccl_interface(name: str | None) -> None:
+    """Let NCCL use this network interface in this process, unless the user has chosen one.
+
+    Call this before NCCL connects for the first time. None = the choice is NCCL's.
+    """
+    if name is not None:
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # `=`: the whole name, no prefix
 
 
 def visible_gpus() -> list[str] | None:

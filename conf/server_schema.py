@@ -285,7 +285,7 @@ class ParallelConfig(Section):
     exchange: ExchangeName = setting(
         ExchangeName.auto,
         "how ranks exchange values: auto = shared memory between CPUs, NCCL between GPUs; gloo = "
-        "the code for NCCL, with Gloo, between CPUs of one machine: slower, for tests",
+        "the code for NCCL, with Gloo, between CPUs: slower and not encrypted, for tests",
     )
     rank_timeout_s: float = setting(
         1.0,

@@ -20,6 +20,7 @@ __all__ = (
     "SILENCE_S",
     "KeyPair",
     "configure_client",
+    "interface_of",
     "leader_keys",
     "listen",
     "new_token",
@@ -31,7 +32,7 @@ __all__ = (
 SILENCE_S = 3.0  # a side that is silent for longer counts as lost
 _TOKEN_BYTES = 20
 _PINGS = 6  # pings within `silence_s`
-_ANY = ("0.0.0.0", "::", "*")  # all addresses of this machine
+_ANY = ("", "0.0.0.0", "::", "*")  # not one address of this machine
 
 
 class KeyPair(NamedTuple):
@@ -126,8 +127,18 @@ def _configure(connection: zmq.Socket[Any], keys: KeyPair, silence_s: float) -> 
 
 
 def reached_at(host: str) -> str:
-    """The address at which others reach a server that listens at `host`."""
+    """The address at which others reach a machine whose `parallel.host` is `host`."""
     return own_address() if host in _ANY else host
+
+
+def interface_of(address: str) -> str | None:
+    """The name of the network interface that has an address; None if no interface has it."""
+    import psutil  # only machines with ranks need it
+
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(one.address.partition("%")[0] == address for one in addresses):
+            return name
+    return None
 
 
 def own_address(towards: str = "192.0.2.1") -> str:

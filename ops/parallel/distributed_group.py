@@ -2,35 +2,38 @@
 
 Both run the same code here. So the tests of gloo check everything but NCCL itself.
 
-The ranks find each other through a file without a name, which a parent process makes and passes to
-them (`create_rendezvous`). So no port has to be chosen, and no other user can join. All ranks are
-on one machine.
+To connect, ranks need what the others wrote into a store of torch: NCCL's unique id, which the
+first rank of the group makes, or the addresses of gloo. Here each rank has a store of its own, and
+the stores are made equal through the channel between the ranks (`Share`). On several machines this
+channel is encrypted and authenticated. So no port has to be chosen, no further server listens, and
+nothing is unpickled.
+
+The values themselves go through NCCL's or gloo's own connections, which are not encrypted.
 """
 
 from __future__ import annotations
 
 import ctypes
-import fcntl
-import os
-import resource
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed
 from torch import Tensor
 
-from ostinato.ops.parallel.exchange import Exchange
+from ostinato.ops.parallel.exchange import Exchange, Share
 
 __all__ = ("DistributedGroup", "GroupEndedError", "group_at", "has_nccl")
 
 _dist: Any = torch.distributed  # its classes differ from build to build of torch
-_CONNECT_S = 60.0  # all ranks connect at the same time, so this is only for a rank that hangs
+_CONNECT_S = 60.0  # all ranks connect at the same time, so this is for a rank that hangs
+_ROUND_S = 0.005  # between two rounds in which the ranks make their stores equal
 _CLOSE_S = 2.0
-_MANY_FILES = 1 << 16  # more than a process opens; the system's limit may be higher
 
 
 class GroupEndedError(ConnectionError):
@@ -54,24 +57,29 @@ class DistributedGroup:
     """
 
     def __init__(
-        self, fd: int, rank: int, world: int, exchange: Exchange, *, timeout_s: float = 1800.0
+        self,
+        rank: int,
+        world: int,
+        exchange: Exchange,
+        *,
+        host: str = "127.0.0.1",
+        timeout_s: float = 1800.0,
     ) -> None:
         """
         Args:
-            fd: from `create_rendezvous`; closed with this object. -1 = for a group of one.
             rank: the rank of this process.
             world: ranks of the group.
             exchange: nccl or gloo.
+            host: the address at which gloo listens. NCCL chooses a network interface itself.
             timeout_s: a wait of gloo that takes longer ends with an error.
-
-        Raises:
-            OSError: the system gives no descriptor.
         """
         assert exchange.is_distributed, f"{exchange} is not carried by torch.distributed"
         self.rank, self.world = rank, world
-        self._fd = _out_of_the_way(fd) if fd >= 0 else -1
         self._exchange = exchange
+        self._host = host
         self._timeout_s = timeout_s
+        # The GPU of this rank, which is the current one of the thread that makes the group.
+        self._device = torch.cuda.current_device() if exchange is Exchange.nccl else -1
         self._backend: Any = None
         self._is_aborted = False
 
@@ -83,25 +91,63 @@ class DistributedGroup:
         """
         return id(self)
 
-    def connect(self) -> None:
+    def connect(self, share: Share, name: str = "") -> None:
         """Connect to the other ranks, which call this too. It makes the communicator.
 
+        Args:
+            share: the channel between all ranks that connect now. They can be of several groups.
+            name: the group, if there are several.
+
         Raises:
-            GroupEndedError: a rank has ended, or does not connect in time.
+            GroupEndedError: a rank cannot connect, or not in time, or `abort` was called. All ranks
+                of all groups raise it.
         """
-        with self._explained():
-            store = _dist.FileStore(f"/proc/self/fd/{self._fd}", -1)
-            store.set_timeout(timedelta(seconds=_CONNECT_S))
-            if self._exchange is Exchange.nccl:
-                self._backend = _nccl(store, self.rank, self.world, self._timeout_s)
-            else:
-                self._backend = _gloo(store, self.rank, self.world, self._timeout_s)
-            on_gpu = self._exchange is Exchange.nccl
-            device = torch.device("cuda" if on_gpu else "cpu")
-            first = torch.ones(1, device=device)
+        store = _dist.HashStore()
+        store.set_timeout(timedelta(seconds=_CONNECT_S))
+        errors: list[str] = []
+        # A connection is made by code that cannot be interrupted, so this thread does not wait for
+        # it. After an error the other thread may remain until the process ends.
+        connecting = threading.Thread(
+            target=self._make_backend, args=(store, errors), name="connect-ranks", daemon=True
+        )
+        connecting.start()
+        deadline = time.monotonic() + _CONNECT_S
+        known: set[str] = set()
+        while not self._is_aborted:
+            connecting.join(_ROUND_S)
+            is_connected = not connecting.is_alive()  # read before the keys: it writes no more then
+            own = [key for key in store.list_keys() if key not in known]
+            known.update(own)
+            if not is_connected and time.monotonic() > deadline:
+                errors.append(f"it has not connected within {_CONNECT_S:g} s")
+            error = errors[0] if errors else ""
+            message = _Introduction(
+                name, {key: store.get(key) for key in own}, is_connected and not error, error
+            )
+            rows = [_decoder.decode(row) for row in share(_encode(message))]
+            for number, row in enumerate(rows):
+                if row.error:
+                    raise GroupEndedError(f"rank {number}: {row.error}")
+                if row.group == name:
+                    _copy(row.values, store, known)
+            if all(row.is_connected for row in rows):
+                return
+        raise GroupEndedError(f"rank {self.rank}: the group of ranks was ended")
+
+    def _make_backend(self, store: Any, errors: list[str]) -> None:
+        """Connect, and compute a first sum, which makes the communicator. Runs on a thread."""
+        on_gpu = self._exchange is Exchange.nccl
+        make = _nccl if on_gpu else _gloo
+        try:
+            if on_gpu:
+                torch.cuda.set_device(self._device)  # threads do not share the current device
+            self._backend = make(store, self.rank, self.world, self._host, self._timeout_s)
+            first = torch.ones(1, device="cuda" if on_gpu else "cpu")
             self._sum(first)
             if first.item() != self.world:
-                raise GroupEndedError(f"{first.item():g} of {self.world} ranks have joined")
+                errors.append(f"{first.item():g} of {self.world} ranks have joined")
+        except RuntimeError as error:  # torch.distributed has no narrower class for all backends
+            errors.append(str(error).partition("\n")[0])
 
     def all_reduce(self, partial: Tensor, residual: Tensor | None, dtype: torch.dtype) -> Tensor:
         """As `all_reduce` (collectives.py). Parts are added in the dtype of `partial`.
@@ -146,9 +192,6 @@ class DistributedGroup:
             thread = threading.Thread(target=backend.abort, name="close-nccl", daemon=True)
             thread.start()
             thread.join(_CLOSE_S)
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
 
     def _sum(self, values: Tensor) -> None:
         if self.world == 1:
@@ -185,17 +228,25 @@ def group_at(handle: Tensor) -> DistributedGroup:
     return ctypes.cast(address, ctypes.py_object).value
 
 
-def _out_of_the_way(fd: int) -> int:
-    """Move a descriptor to a number that no later file gets; returns it.
+class _Introduction(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank tells the others in one round while they connect."""
 
-    torch opens the file once more when it frees its store, perhaps long after the descriptor was
-    closed. If it finds another file, it ends the process. If it finds none, it does nothing.
-    """
-    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    least = most // 2 if 0 < most < _MANY_FILES else _MANY_FILES // 2
-    moved = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, least)
-    os.close(fd)
-    return moved
+    group: str  # the name of its group
+    values: dict[str, bytes]  # entries of its store that are new since the last round
+    is_connected: bool
+    error: str  # why it cannot connect; empty = no error yet
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decoder = msgspec.msgpack.Decoder(_Introduction)
+
+
+def _copy(values: dict[str, bytes], store: Any, known: set[str]) -> None:
+    """Write the entries of another rank into the store of this one."""
+    for key, value in values.items():
+        if key not in known:
+            known.add(key)
+            store.set(key, value)
 
 
 def _wait(work: Any) -> None:
@@ -203,14 +254,15 @@ def _wait(work: Any) -> None:
         work.wait()
 
 
-def _gloo(store: Any, rank: int, world: int, timeout_s: float) -> Any:
+def _gloo(store: Any, rank: int, world: int, host: str, timeout_s: float) -> Any:
     options = _dist.ProcessGroupGloo._Options()
-    options._devices = [_dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    options._devices = [_dist.ProcessGroupGloo.create_device(hostname=host)]
     options._timeout = timedelta(seconds=timeout_s)
     return _dist.ProcessGroupGloo(store, rank, world, options)
 
 
-def _nccl(store: Any, rank: int, world: int, timeout_s: float) -> Any:
+def _nccl(store: Any, rank: int, world: int, host: str, timeout_s: float) -> Any:
+    del host  # NCCL chooses the network interface itself, or by NCCL_SOCKET_IFNAME
     options = _dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=timeout_s)
     return _dist.ProcessGroupNCCL(store, rank, world, options)

@@ -5,11 +5,18 @@ Imports no torch.
 
 from __future__ import annotations
 
-import os
+from collections.abc import Callable
 from enum import StrEnum
 from typing import Protocol
 
-__all__ = ("Exchange", "RankGroup", "create_rendezvous")
+__all__ = ("Exchange", "RankGroup", "Share")
+
+Share = Callable[[bytes], list[bytes]]
+"""Gives bytes of this rank to all ranks that connect to each other at the same time.
+
+Waits for the bytes of the others. Returns those of every rank, this one included, in the order of
+their numbers. All ranks call it equally often.
+"""
 
 
 class Exchange(StrEnum):
@@ -40,16 +47,3 @@ class RankGroup(Protocol):
     def close(self) -> None:
         """Leave the group. No collective may follow."""
         ...
-
-
-def create_rendezvous() -> int:
-    """Make the file through which the ranks of a `DistributedGroup` find each other.
-
-    Returns:
-        A file descriptor that a new process does not inherit unless it is passed. The file has no
-        name, and disappears with its last descriptor.
-
-    Raises:
-        OSError: the system gives no descriptor.
-    """
-    return os.memfd_create("ostinato-rendezvous", os.MFD_CLOEXEC)

@@ -94,7 +94,7 @@ class _Bridge:
                 ends = message.ends.with_descriptors(self._descriptors)
                 self._descriptors = []
                 self._relay = Relay(ends, self._events, self._send_values)
-                self._opening = OpenLinks(ends.slot_bytes)
+                self._opening = OpenLinks(ends.slot_bytes, ends.exchange)
                 for machine in self._peers:
                     self._send(machine, self._opening)
                 self._open_streams()

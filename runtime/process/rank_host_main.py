@@ -20,6 +20,7 @@ from dataclasses import replace
 import msgspec
 import zmq
 
+from ostinato.ops.parallel.exchange import Exchange
 from ostinato.runtime.host_resources import available_cores, free_host_memory
 from ostinato.runtime.process.ipc import EngineFailed
 from ostinato.runtime.process.log_format import configure_logging
@@ -79,12 +80,8 @@ class _Host:
         self._layout = RankLayout(parallel.tensor, parallel.pipeline, parallel.machines_per_engine)
         self._name = socket.gethostname()
         # Free memory is read once, before the ranks take any of it.
-        self._device = divide_device(
-            start.config.device,
-            self._layout.ranks_per_machine,
-            cores=available_cores(),
-            free_bytes=free_host_memory().free_bytes,
-        )
+        self._free_bytes = free_host_memory().free_bytes
+        self._device = start.config.device  # the part of each rank, once the links are opened
         level = "warning" if start.log_level == "info" else start.log_level
         log = RankLog(level, start.log_format, f"{start.name} ")
         here = self._layout.ranks_of(start.machine)
@@ -171,7 +168,14 @@ class _Host:
             self._has_joined = True
 
     def _open_links(self, message: OpenLinks) -> None:
-        links = create_links(self._layout, self._start.machine, message.slot_bytes)
+        exchange, num_here = message.exchange, self._layout.ranks_per_machine
+        self._device = divide_device(
+            self._start.config.device,
+            num_here,
+            cores=available_cores(),
+            free_bytes=None if exchange is Exchange.nccl else self._free_bytes,
+        )
+        links = create_links(self._layout, self._start.machine, message.slot_bytes, exchange)
         self._relay = Relay(links.relay, self._events, self._send_values)
         for rank, passed in zip(self._ranks.values(), links.ranks, strict=True):
             with contextlib.suppress(ConnectionError):  # it has ended, which is noticed below
@@ -189,12 +193,14 @@ class _Host:
         close_all(links.ranks)
 
     def _to_rank(self, rank: int, data: bytes) -> None:
-        if rank not in self._started:  # put this machine's cores and memory into `StartRank`
+        if rank not in self._started:  # put this machine's resources and address into `StartRank`
             self._started.add(rank)
             message = leader_decoder.decode(data)
             assert isinstance(message, StartRank), f"{message} came first"
-            device = replace(self._device, isa=message.config.device.isa)
-            config = replace(message.config, device=device)
+            first = message.config
+            device = replace(self._device, isa=first.device.isa, name=first.device.name)
+            parallel = replace(first.parallel, host=self._start.config.parallel.host)
+            config = replace(first, device=device, parallel=parallel)
             data = encode_frame(msgspec.structs.replace(message, config=config))[4:]
         self._ends[rank].send(len(data).to_bytes(4, "little") + data)
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import msgspec
 
 from ostinato.conf.engine_config import EngineConfig
+from ostinato.ops.parallel.exchange import Exchange
 from ostinato.runtime.ranks.link_ends import RankLayout, RelayEnds
 
 __all__ = (
@@ -100,6 +101,7 @@ class OpenLinks(msgspec.Struct, frozen=True, array_like=True, tag=7):
     """Tells another machine to make the links of its ranks and to build the ranks."""
 
     slot_bytes: int  # bytes of a slot of each handoff
+    exchange: Exchange  # nccl = each rank has a GPU
 
 
 class ToRank(msgspec.Struct, frozen=True, array_like=True, tag=8, gc=False):

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import msgspec
 
 from ostinato.models.sharding import Shard, shard_of_rank
-from ostinato.ops.parallel.exchange import Exchange, create_rendezvous
+from ostinato.ops.parallel.exchange import Exchange
 from ostinato.ops.parallel.handoff_ends import create_handoff
 from ostinato.ops.parallel.segment import create_segment
 
@@ -64,6 +64,12 @@ class RankLayout(NamedTuple):
         """The machines with ranks of a stage."""
         return sorted({self.machine_of(rank) for rank in self.members(stage)})
 
+    @property
+    def has_spread_groups(self) -> bool:
+        """Whether the group of any rank has members on several machines."""
+        stages = range(self.pipeline) if self.tensor > 1 else ()
+        return any(len(self.machines_of(stage)) > 1 for stage in stages)
+
     def group_is_spread(self, shard: Shard) -> bool:
         """Whether the group of a rank has members on several machines."""
         return shard.size > 1 and len(self.machines_of(shard.stage.number)) > 1
@@ -93,7 +99,8 @@ class RelayEnds(msgspec.Struct, frozen=True, array_like=True):
     """All ends that the bridge of a machine holds."""
 
     slot_bytes: int  # bytes of a slot of each handoff
-    groups: list[GroupEnd]
+    exchange: Exchange  # how the ranks of a group exchange values
+    groups: list[GroupEnd]  # empty if torch.distributed carries their values
     leaving: list[SlotsEnd]  # carry values from stages of this machine
     arriving: list[SlotsEnd]  # carry values to stages of this machine
 
@@ -111,6 +118,7 @@ class RelayEnds(msgspec.Struct, frozen=True, array_like=True):
         left = iter(descriptors)
         return RelayEnds(
             self.slot_bytes,
+            self.exchange,
             [
                 msgspec.structs.replace(
                     group, segment=next(left), notices={one: next(left) for one in group.notices}
@@ -141,18 +149,16 @@ def create_links(
         layout: the ranks of the engine.
         machine: 0 to layout.machines - 1.
         slot_bytes: bytes of a slot of each handoff.
-        exchange: how ranks exchange values. It is shared memory if there are several machines.
+        exchange: how ranks exchange values. Only shared memory needs links for it.
 
     Raises:
         OSError: the system has no memory or no descriptors for them.
     """
     here = layout.ranks_of(machine)
     held: dict[int, list[int]] = {rank: [] for rank in here}
-    relay = RelayEnds(slot_bytes, [], [], [])
+    relay = RelayEnds(slot_bytes, exchange, [], [], [])
     try:
-        if layout.tensor > 1 and exchange.is_distributed:
-            _introduce(layout, held)
-        elif layout.tensor > 1:
+        if layout.tensor > 1 and not exchange.is_distributed:
             for stage in range(layout.pipeline):
                 _link_group(layout, machine, stage, held, relay)
         for stage in range(layout.pipeline - 1):  # the receiver of a rank comes before its sender
@@ -161,17 +167,6 @@ def create_links(
         close_all([*held.values(), relay.descriptors()])
         raise
     return MachineLinks(list(held.values()), relay)
-
-
-def _introduce(layout: RankLayout, held: dict[int, list[int]]) -> None:
-    """Make a rendezvous for each group."""
-    for members in (layout.members(stage) for stage in range(layout.pipeline)):
-        file = create_rendezvous()
-        try:
-            for rank in members:
-                held[rank].append(os.dup(file))
-        finally:
-            os.close(file)
 
 
 def _link_group(

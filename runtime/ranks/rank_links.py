@@ -1,21 +1,23 @@
 """The links of a rank: to its tensor-parallel group, to the stage before and to the stage after.
 
-link_ends.py makes their memory and sockets, or the files through which the ranks find each other.
-Each rank is passed the descriptors of its own links.
+link_ends.py makes their memory and sockets, and each rank is passed the descriptors of its own
+links. Ranks whose values torch.distributed carries find each other through the meetings of the
+start, so their group needs no descriptor.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
+from ostinato.conf.environment import choose_nccl_interface
 from ostinato.models.base import AuxStates, LanguageModel
 from ostinato.models.decoder import Decoder
 from ostinato.models.linear_layers import join_group
 from ostinato.models.sharding import Shard
-from ostinato.ops.parallel.distributed_group import DistributedGroup
+from ostinato.ops.parallel.distributed_group import DistributedGroup, GroupEndedError
 from ostinato.ops.parallel.exchange import Exchange
 from ostinato.ops.parallel.group import ParallelGroup
 from ostinato.ops.parallel.handoff import HiddenReceiver, HiddenSender, HiddenShape
@@ -24,12 +26,17 @@ from ostinato.ops.parallel.staged_handoff import StagedReceiver, StagedSender
 from ostinato.runtime.errors import StartupError
 from ostinato.runtime.host_resources import available_cores
 from ostinato.runtime.ranks.link_ends import RankLayout, close_all
+from ostinato.runtime.secure_connection import interface_of
 
 __all__ = ("RankLinks",)
 
 # The processes are watched, so a wait hardly needs a limit. This limit is for a stop that the watch
 # does not notice. It is longer than any step.
 _LONGEST_WAIT_S = 1800.0
+_REMEDY = (
+    "; check that firewalls let the machines connect to each other at every port, and that "
+    "parallel.host, or NCCL_SOCKET_IFNAME, is of the network between them"
+)
 
 
 class RankLinks:
@@ -43,6 +50,7 @@ class RankLinks:
         threads: int,
         descriptors: Sequence[int],
         exchange: Exchange = Exchange.shared_memory,
+        host: str = "127.0.0.1",
     ) -> None:
         """Open the links, and close the descriptors.
 
@@ -53,10 +61,14 @@ class RankLinks:
             threads: the model's threads in each rank.
             descriptors: from `create_links`.
             exchange: as in `create_links`.
+            host: the address at which the ranks of other machines reach this machine.
 
         Raises:
             StartupError: a link cannot be opened.
         """
+        self._shard = shard
+        self._has_spread_groups = layout.has_spread_groups
+        is_spread = layout.group_is_spread(shard)
         self._group: ParallelGroup | DistributedGroup | None = None
         self._previous: HiddenReceiver | StagedReceiver | None = None
         self._next: HiddenSender | StagedSender | None = None
@@ -64,13 +76,15 @@ class RankLinks:
         left = list(descriptors)
         try:
             if exchange.is_distributed and shard.size > 1:
-                self._group = DistributedGroup(left.pop(0), shard.rank, shard.size, exchange)
+                if is_spread and exchange is Exchange.nccl:
+                    choose_nccl_interface(interface_of(host))
+                address = host if is_spread else "127.0.0.1"
+                self._group = DistributedGroup(shard.rank, shard.size, exchange, host=address)
                 self._unconnected = self._group
             elif shard.size > 1:
                 # A waiting rank spins only if each rank has cores of its own. Otherwise it would
                 # take the processor of the rank that it waits for. It does not spin while it waits
                 # for another machine, because the network takes longer.
-                is_spread = layout.group_is_spread(shard)
                 has_cores = layout.ranks_per_machine * threads <= available_cores()
                 self._group = ParallelGroup(
                     left[0],
@@ -101,15 +115,29 @@ class RankLinks:
         if isinstance(self._next, HiddenSender):
             self._next = StagedSender(self._next, shape, device)
 
-    def connect(self) -> None:
+    def connect(self, meet: Callable[[str, list[int]], list[list[int]]]) -> None:
         """Connect to the other ranks, which do the same now. Shared memory needs no connection.
 
+        Args:
+            meet: exchanges numbers with all other ranks of the engine.
+
         Raises:
-            GroupEndedError: another rank has ended, or does not connect in time.
+            StartupError: on rank 0, a rank cannot connect, or not in time.
+            GroupEndedError: on another rank, for the same reason.
         """
         group, self._unconnected = self._unconnected, None
-        if group is not None:
-            group.connect()
+        if group is None:
+            return
+        try:
+            group.connect(
+                lambda data: [bytes(row) for row in meet("connect", list(data))],
+                str(self._shard.stage.number),
+            )
+        except GroupEndedError as error:
+            if not self._shard.is_leader:
+                raise  # rank 0 reports it
+            remedy = _REMEDY if self._has_spread_groups else ""
+            raise StartupError(f"ranks cannot exchange values: {error}{remedy}") from error
 
     def arrive(self, num_tokens: int) -> None:
         """Before a step: bring the hidden states of the stage before to the device.
@@ -121,7 +149,7 @@ class RankLinks:
             self._previous.arrive(num_tokens)
 
     def leave(self, num_tokens: int) -> None:
-        """After the launch of a step: pass its hidden states to the stage after.
+        """After the launch of a step: let its hidden states be passed to the stage after.
 
         Raises:
             HandoffEndedError: the rank of the stage after has ended.

@@ -226,7 +226,8 @@ def _build_first_rank(
 ) -> tuple[RankParts, Executor]:
     """Build the first rank in this process, while the other ranks build theirs."""
     parallel = plan.config.parallel
-    if parallel.machines_per_engine > 1 and plan.config.device.isa is InstructionSetName.auto:
+    has_isa = not plan.is_cpu or plan.config.device.isa is not InstructionSetName.auto
+    if parallel.machines_per_engine > 1 and not has_isa:
         core_library()  # loads the kernels: the other machines must run the same instruction set
         isa = InstructionSetName(loaded_isa() or "auto")
         device = dataclasses.replace(plan.config.device, isa=isa)

@@ -121,7 +121,7 @@ def _prototype(plan: EnginePlan, model: LanguageModel, undo: ExitStack) -> Langu
 def _group_of_one(exchange: Exchange) -> RankGroup:
     """A group in which this rank is alone."""
     if exchange.is_distributed:
-        return DistributedGroup(-1, 0, 1, exchange)
+        return DistributedGroup(0, 1, exchange)
     segment = create_segment(1)
     try:
         return ParallelGroup(segment, 0, 1)

@@ -128,7 +128,7 @@ def build_rank(
         aux = plan.make_aux_states()
         if peers.links is not None:
             peers.meet("links", [])
-            peers.links.connect()
+            peers.links.connect(peers.meet)
             peers.links.join(model, aux)
         buffers = _make_buffers(plan, model)
         planner = _make_planner(plan, buffers, undo)

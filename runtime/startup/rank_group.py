@@ -11,9 +11,11 @@ and saves them.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 from contextlib import ExitStack, closing
 
+from ostinato.conf.schema import DeviceName
 from ostinato.conf.server_schema import ParallelConfig
 from ostinato.graphs.compile_monitor import CompileMonitor
 from ostinato.models.sharding import shard_of_rank
@@ -23,6 +25,7 @@ from ostinato.runtime.ranks.link_ends import RankLayout, close_all, create_links
 from ostinato.runtime.ranks.messages import StartRank
 from ostinato.runtime.ranks.rank_links import RankLinks
 from ostinato.runtime.ranks.rank_processes import RankProcesses
+from ostinato.runtime.secure_connection import reached_at
 from ostinato.runtime.startup.phases import PhaseTimer
 from ostinato.runtime.startup.plan.device import choose_gpu, choose_isa, set_threads
 from ostinato.runtime.startup.plan.engine_plan import EnginePlan, make_plan
@@ -30,6 +33,8 @@ from ostinato.runtime.startup.rank import Meet, Peers, RankParts, build_rank
 from ostinato.runtime.types.engine_info import RankInfo
 
 __all__ = ("agree", "build_other_rank", "join", "layout_of", "peers_of")
+
+_LOG = logging.getLogger(__name__)
 
 
 def join(plan: EnginePlan, ranks: RankProcesses, undo: ExitStack) -> RankLinks:
@@ -49,14 +54,23 @@ def join(plan: EnginePlan, ranks: RankProcesses, undo: ExitStack) -> RankLinks:
     shape = source.handoff_shape
     layout = layout_of(config.parallel)
     exchange = source.exchange
+    if exchange.is_distributed and layout.has_spread_groups:
+        _LOG.warning(
+            "the ranks of this engine exchange values between machines by %s, which does not "
+            "encrypt them: the machines need a network that no others use",
+            exchange.value,
+        )
     made = create_links(layout, 0, shape.slot_bytes, exchange)
     try:
-        links = RankLinks(layout, source.shard, shape, plan.threads, made.ranks[0], exchange)
+        links = _open_links(plan, made.ranks[0])
     except StartupError:
         close_all([*made.ranks[1:], made.relay.descriptors()])
         raise
     undo.callback(links.close)
     undo.callback(ranks.close)  # before the links are closed
+    # The other machines must use the same kind of device as this one.
+    device = dataclasses.replace(config.device, name=DeviceName(source.device.type))
+    config = dataclasses.replace(config, device=device)
     max_drafts = source.limits.rows_per_seq - 1
     ranks.start(
         [StartRank(config, rank, max_drafts, source.head_inputs) for rank in range(1, ranks.size)],
@@ -65,6 +79,18 @@ def join(plan: EnginePlan, ranks: RankProcesses, undo: ExitStack) -> RankLinks:
         on_failure=links.abort,
     )
     return links
+
+
+def _open_links(plan: EnginePlan, descriptors: list[int]) -> RankLinks:
+    """The links of a rank, from its descriptors.
+
+    Raises:
+        StartupError: a link cannot be opened.
+    """
+    parallel, source = plan.config.parallel, plan.source
+    layout, shape = layout_of(parallel), source.handoff_shape
+    host = reached_at(parallel.host) if layout.machines > 1 else "127.0.0.1"
+    return RankLinks(layout, source.shard, shape, plan.threads, descriptors, source.exchange, host)
 
 
 def layout_of(parallel: ParallelConfig) -> RankLayout:
@@ -110,10 +136,7 @@ def build_other_rank(
         head_inputs=start.head_inputs,
     )
     choose_isa(config.device, is_cpu=plan.is_cpu)
-    source = plan.source
-    layout = layout_of(parallel)
-    shape = source.handoff_shape
-    links = RankLinks(layout, source.shard, shape, threads, descriptors, source.exchange)
+    links = _open_links(plan, descriptors)
     undo.callback(links.close)  # the model does not close them
     plan, _ = agree(plan, meet)
     phase = PhaseTimer(lambda name, seconds: None)

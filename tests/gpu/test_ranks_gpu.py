@@ -5,6 +5,7 @@ tests/runtime/ranks/test_distributed_ranks.py tests the same code between CPUs.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 
@@ -15,6 +16,8 @@ from ostinato import LLM
 from ostinato.runtime.errors import RankFailedError, StartupError
 from tests.gpu.test_engine_gpu import GREEDY, generate, make_prompts
 from tests.gpu.tiny_llama import cuda_config
+from tests.runtime.ranks.test_rank_deaths import together
+from tests.runtime.ranks.test_ranks_on_machines import Site, tokens_on_one_machine
 
 pytestmark = [
     pytest.mark.gpu,
@@ -57,6 +60,27 @@ def test_two_ranks_start_again_from_the_bundle_that_the_first_has_saved() -> Non
         with LLM(config=cuda_config("parallel.tensor=2", "graphs.bundle=true")) as llm:
             found.append(generate(llm, prompts))
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("division", ["parallel.tensor=2", "parallel.pipeline=2"])
+def test_two_machines_with_a_gpu_each_have_the_tokens_of_one(
+    division: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second machine is a `run rank` process on this one, which sees the second GPU."""
+    settings = ("device.name=cuda", "graphs.mode=captured", division, "parallel.rank_timeout_s=100")
+
+    async def scenario() -> None:
+        expected = await tokens_on_one_machine(*settings)
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+        site = Site(*settings, CUDA_VISIBLE_DEVICES="1")
+        try:
+            await site.start()
+            assert [one.machine for one in site.ranks] == [0, 1]
+            assert await together(site.client) == expected
+        finally:
+            await site.close()
+
+    asyncio.run(scenario())
 
 
 @pytest.mark.whole_device

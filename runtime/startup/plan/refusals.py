@@ -44,24 +44,11 @@ def check_division(config: EngineConfig, device: torch.device, shard: Shard) -> 
         StartupError: the device or a setting does not support ranks or stages.
     """
     parallel = config.parallel
-    is_gloo = parallel.exchange is ExchangeName.gloo
-    if is_gloo and device.type != "cpu":
+    if parallel.exchange is ExchangeName.gloo and device.type != "cpu":
         raise StartupError(
             f"parallel.exchange=gloo is for CPUs, and the model runs on {device.type}; leave it at "
             "auto, which is NCCL there"
         )
-    if shard.num_ranks > 1 and parallel.machines_per_engine > 1:
-        if device.type != "cpu":
-            raise StartupError(
-                f"parallel.nodes={parallel.nodes} divides the ranks of an engine among machines, "
-                f"which is for CPUs, and the model runs on {device.type}; set parallel.nodes to at "
-                f"most parallel.data={parallel.data}, or device.name=cpu"
-            )
-        if is_gloo:
-            raise StartupError(
-                f"parallel.exchange=gloo is for ranks of one machine, and parallel.nodes="
-                f"{parallel.nodes} divides them among several; leave it at auto"
-            )
     if shard.stage.count == 1:
         return
     key = f"parallel.pipeline={shard.stage.count}"

@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import socket
 import subprocess
 import sys
 import time
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from torch import Tensor
 from ostinato.ops.native.library import load
 from ostinato.ops.parallel.collectives import all_reduce, gather_vocab
 from ostinato.ops.parallel.distributed_group import DistributedGroup, GroupEndedError
-from ostinato.ops.parallel.exchange import Exchange, create_rendezvous
+from ostinato.ops.parallel.exchange import Exchange, Share
 from ostinato.ops.parallel.group import ParallelGroup
 from ostinato.ops.parallel.segment import create_segment
 
@@ -111,10 +112,30 @@ def serve(group: ParallelGroup | DistributedGroup, channel: Connection, exchange
         channel.send((result, error, time.process_time() - begin))
 
 
+def share_through(hub: Connection) -> Share:
+    """The channel of a rank to the other ranks, through the process that `pass_on` runs in."""
+
+    def share(data: bytes) -> list[bytes]:
+        hub.send(data)
+        return hub.recv()
+
+    return share
+
+
+def pass_on(hubs: list[Connection]) -> None:
+    """Give each rank what all ranks have sent, until they have connected or one has ended."""
+    with contextlib.suppress(EOFError, ConnectionError):
+        while True:
+            rows = [hub.recv() for hub in hubs]
+            for hub in hubs:
+                hub.send(rows)
+
+
 def main() -> None:
     """The arguments are EXCHANGE FILE SPIN_US TIMEOUT_S CHANNEL..., a channel for each rank."""
     name, file, spin_us, timeout_s, *channels = sys.argv[1:]
     exchange, world = Exchange(name), len(channels)
+    hubs = [Pipe() for _ in channels]
     torch.set_num_threads(1)
     load("core")
     for rank, channel in enumerate(channels):
@@ -122,11 +143,13 @@ def main() -> None:
             for other in channels:
                 if other != channel:
                     os.close(int(other))
+            for ours, _ in hubs:
+                ours.close()
             if exchange is Exchange.gloo:
-                group = DistributedGroup(
-                    int(file), rank, world, exchange, timeout_s=float(timeout_s)
-                )
-                group.connect()
+                group = DistributedGroup(rank, world, exchange, timeout_s=float(timeout_s))
+                group.connect(share_through(hubs[rank][1]))
+                for _, theirs in hubs:
+                    theirs.close()
             else:
                 group = ParallelGroup(
                     int(file), rank, world, spin_us=int(spin_us), timeout_s=float(timeout_s)
@@ -135,6 +158,10 @@ def main() -> None:
             os._exit(0)
     for channel in channels:
         os.close(int(channel))
+    for _, theirs in hubs:
+        theirs.close()
+    if exchange is Exchange.gloo:
+        pass_on([ours for ours, _ in hubs])
     for _ in channels:
         os.wait()
 
@@ -151,8 +178,7 @@ class Ranks:
         timeout_s: float = 60.0,
     ) -> None:
         self.world = world
-        is_gloo = exchange is Exchange.gloo
-        self.segment = create_rendezvous() if is_gloo else create_segment(world)
+        self.segment = create_segment(world)
         pairs = [socket.socketpair() for _ in range(world)]
         theirs = [pair[1].fileno() for pair in pairs]
         settings = [exchange.value, self.segment, spin_us, timeout_s, *theirs]

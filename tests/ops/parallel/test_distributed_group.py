@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from ostinato.ops.parallel.collectives import all_reduce, gather_vocab
 from ostinato.ops.parallel.distributed_group import DistributedGroup, GroupEndedError, group_at
-from ostinato.ops.parallel.exchange import Exchange, create_rendezvous
+from ostinato.ops.parallel.exchange import Exchange, Share
 from tests.ops.parallel.ranks import Gather, Ranks, Reduce, Rounds
 
 SHAPES = st.one_of(
@@ -104,7 +109,7 @@ def test_a_wait_ends_when_the_process_of_another_rank_ends() -> None:
 
 
 def test_a_group_of_one_has_its_own_values() -> None:
-    group = DistributedGroup(-1, 0, 1, Exchange.gloo)
+    group = DistributedGroup(0, 1, Exchange.gloo)
     handle = torch.tensor([group.handle])
     assert group_at(handle) is group
     x, residual = torch.randn(3, 4), torch.randn(3, 4)
@@ -130,10 +135,71 @@ def test_what_is_no_group_is_refused() -> None:
         )
 
 
-def test_a_rendezvous_leaves_nothing_open() -> None:
+class Meeting:
+    """The channel between ranks that are threads of this process."""
+
+    def __init__(self, count: int) -> None:
+        self._rows: list[bytes] = [b""] * count
+        self._barrier = threading.Barrier(count)
+
+    def share_of(self, number: int) -> Share:
+        def share(data: bytes) -> list[bytes]:
+            self._rows[number] = data
+            self._barrier.wait(60)
+            rows = list(self._rows)
+            self._barrier.wait(60)
+            return rows
+
+        return share
+
+
+def test_two_groups_of_two_ranks_connect_through_one_channel_and_leave_nothing_open() -> None:
+    """Both groups write the same keys into their stores."""
+
+    def run(number: int) -> Tensor:
+        group = DistributedGroup(number % 2, 2, Exchange.gloo)
+        group.connect(meeting.share_of(number), f"group {number // 2}")
+        total = group.all_reduce(torch.tensor([[10.0**number]]), None, torch.float32)
+        group.close()
+        return total
+
     before = len(os.listdir("/proc/self/fd"))
-    file = create_rendezvous()
-    group = DistributedGroup(file, 0, 1, Exchange.gloo)
-    group.connect()
-    group.close()
+    meeting = Meeting(4)
+    with ThreadPoolExecutor(4) as pool:
+        assert [one.item() for one in pool.map(run, range(4))] == [11, 11, 1100, 1100]
+    gc.collect()
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_if_one_rank_cannot_connect_all_ranks_of_all_groups_name_it() -> None:
+    """192.0.2.1 is an address that no machine has."""
+
+    def run(number: int) -> str:
+        host = "192.0.2.1" if number == 1 else "127.0.0.1"
+        group = DistributedGroup(number % 2, 2, Exchange.gloo, host=host)
+        with pytest.raises(GroupEndedError) as raised:
+            group.connect(meeting.share_of(number), f"group {number // 2}")
+        return str(raised.value)
+
+    meeting = Meeting(4)
+    with ThreadPoolExecutor(4) as pool:
+        texts = set(pool.map(run, range(4)))
+    assert len(texts) == 1
+    assert texts.pop().startswith("rank 1: ")
+
+
+def test_abort_ends_a_connection_that_another_rank_never_makes() -> None:
+    """The other rank takes part in the rounds, but does not connect."""
+    group = DistributedGroup(0, 2, Exchange.gloo)
+    rounds: list[bytes] = []
+
+    def share(data: bytes) -> list[bytes]:
+        rounds.append(data)
+        if len(rounds) == 3:
+            group.abort()
+        silent = msgspec.msgpack.encode(["", {}, False, ""])
+        return [data, silent]
+
+    with pytest.raises(GroupEndedError, match="rank 0: the group of ranks was ended"):
+        group.connect(share)
+    assert len(rounds) == 3

@@ -21,6 +21,7 @@ import zmq
 import zmq.asyncio
 
 from ostinato import SamplingParams
+from ostinato.conf.environment import choose_nccl_interface
 from ostinato.runtime.client.client import EngineClient
 from ostinato.runtime.errors import StartupError
 from ostinato.runtime.nodes import node_agent
@@ -28,6 +29,7 @@ from ostinato.runtime.nodes.node_agent import run_node
 from ostinato.runtime.nodes.node_hub import NodeHub
 from ostinato.runtime.nodes.node_messages import Join, Refused, encode, order_decoder, software
 from ostinato.runtime.secure_connection import (
+    interface_of,
     leader_keys,
     new_token,
     node_keys,
@@ -75,10 +77,11 @@ class Wire:
 
 
 class Machine:
-    """A `run rank` process."""
+    """A `run rank` process, with these variables in its environment."""
 
-    def __init__(self, address: str, token: str) -> None:
+    def __init__(self, address: str, token: str, **variables: str) -> None:
         self.address, self.token = address, token
+        self._variables = variables
         self.directory = tempfile.mkdtemp(prefix="ost-")  # short, because sockets lie in it
         self.process: asyncio.subprocess.Process | None = None
 
@@ -87,7 +90,7 @@ class Machine:
         self.process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "ostinato", "rank", self.address, "-"),
             stdin=asyncio.subprocess.PIPE,
-            env={**os.environ, "TMPDIR": self.directory},
+            env={**os.environ, **self._variables, "TMPDIR": self.directory},
         )
         assert self.process.stdin is not None
         self.process.stdin.write(f"{self.token}\n".encode())
@@ -310,7 +313,21 @@ def test_a_server_listens_at_one_address_of_its_machine() -> None:
 
 def test_a_server_that_listens_at_all_addresses_names_that_of_its_default_route() -> None:
     assert reached_at("0.0.0.0") == reached_at("::") == own_address()
+    assert reached_at("") == own_address()
     assert reached_at("10.0.0.1") == "10.0.0.1"
+
+
+def test_nccl_uses_the_interface_of_an_address_unless_the_user_has_chosen_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
+    choose_nccl_interface(interface_of("192.0.2.1"))  # no machine has this address
+    assert "NCCL_SOCKET_IFNAME" not in os.environ
+    choose_nccl_interface(interface_of("127.0.0.1"))
+    assert os.environ["NCCL_SOCKET_IFNAME"] == "=lo"
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")
+    choose_nccl_interface(interface_of("127.0.0.1"))
+    assert os.environ["NCCL_SOCKET_IFNAME"] == "ib0"
 
 
 def test_an_address_of_another_machine_is_refused() -> None:

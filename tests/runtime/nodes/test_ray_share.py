@@ -37,6 +37,13 @@ def test_an_engine_on_gpus_has_one() -> None:
     assert share.config.device == config.device
 
 
+def test_a_part_of_an_engine_has_a_gpu_for_each_of_its_ranks() -> None:
+    divided = ["parallel.executor=ray", "parallel.tensor=4", "parallel.nodes=2"]
+    config = load_config([*divided, "device.name=cuda"]).engine
+    share = share_cluster(config, [{"CPU": 8.0, "GPU": 2.0}, {"CPU": 8.0, "GPU": 2.0}])
+    assert share.demand == {"CPU": 2, "GPU": 2}
+
+
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
+from ostinato.ops.parallel.exchange import Exchange
 from ostinato.runtime.errors import StartupError
 from ostinato.runtime.ranks.bridge_messages import (
     BridgeMessage,
@@ -77,7 +78,7 @@ def test_messages_and_pieces_pass_in_both_directions_until_the_machine_is_lost(
     try:
         assert peer.receive() == (Hello(0, ""), [])
         bridge.use(links.relay)
-        assert peer.receive() == (OpenLinks(SLOT_BYTES), [])
+        assert peer.receive() == (OpenLinks(SLOT_BYTES, Exchange.shared_memory), [])
         rank.socket.sendall(encode_frame(Idle()))
         assert peer.receive() == (ToRank(1), [encode_frame(Idle())[4:]])
         bridge.look(is_on=True)

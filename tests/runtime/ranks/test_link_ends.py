@@ -7,6 +7,7 @@ import os
 import pytest
 
 from ostinato.models.sharding import shard_of_rank
+from ostinato.ops.parallel.exchange import Exchange
 from ostinato.runtime.ranks.link_ends import RankLayout, close_all, create_links
 
 SLOT_BYTES = 4096
@@ -19,17 +20,22 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.parametrize("exchange", [Exchange.shared_memory, Exchange.nccl])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_every_rank_has_its_links_and_each_link_between_machines_two_bridges(
-    layout: RankLayout,
+    layout: RankLayout, exchange: Exchange
 ) -> None:
-    made = [create_links(layout, machine, SLOT_BYTES) for machine in range(layout.machines)]
+    """With NCCL the groups have no link, and the stages have the same links as between CPUs."""
+    has_groups = not exchange.is_distributed
+    made = [
+        create_links(layout, machine, SLOT_BYTES, exchange) for machine in range(layout.machines)
+    ]
     try:
         counts = [len(held) for links in made for held in links.ranks]
         for rank, count in enumerate(counts):
             shard = shard_of_rank(rank, layout.tensor, layout.pipeline)
             neighbours = (not shard.stage.is_first) + (not shard.stage.is_last)
-            own = (shard.size > 1) + layout.group_is_spread(shard)
+            own = has_groups * ((shard.size > 1) + layout.group_is_spread(shard))
             assert count == own + 2 * neighbours
         leaving = [
             (one.stage, one.place, number, one.machine)
@@ -43,6 +49,8 @@ def test_every_rank_has_its_links_and_each_link_between_machines_two_bridges(
         ]
         assert sorted(leaving) == sorted(arriving)
         for number, links in enumerate(made):
+            assert links.relay.exchange is exchange
+            assert has_groups or not links.relay.groups
             for group in links.relay.groups:
                 assert sorted([number, *group.machines]) == layout.machines_of(group.stage)
         if layout.machines == 1:
@@ -58,6 +66,11 @@ def test_a_stage_is_on_one_machine_where_that_is_possible() -> None:
     assert layout.machines_of(1) == [0]
     assert layout.machines_of(0) == [1]
     assert not layout.group_is_spread(shard_of_rank(0, 2, 2))
+    assert not layout.has_spread_groups
+    # Stages 0 and 2 are on one machine each, and stage 1 is on both.
+    layout = RankLayout(tensor=4, pipeline=3, machines=2)
+    assert not layout.group_is_spread(shard_of_rank(0, 4, 3))
+    assert layout.has_spread_groups
 
 
 def test_ends_keep_their_order_in_another_process() -> None:

@@ -28,18 +28,20 @@ RESTARTS = ("server.restart_backoff_s=0.1", "server.max_restarts=50")
 class Site:
     """A client whose engine has ranks on several machines, and these machines."""
 
-    def __init__(self, *overrides: str, num_machines: int = 2) -> None:
+    def __init__(self, *overrides: str, num_machines: int = 2, **variables: str) -> None:
+        """`variables` are in the environment of the other machines."""
         nodes = (f"parallel.nodes={num_machines}", "parallel.host=127.0.0.1")
         self.client = EngineClient(tiny_config(*nodes, *RESTARTS, *overrides))
         self.machines: list[Machine] = []
         self._num_others = num_machines - 1
+        self._variables = variables
 
     async def start(self) -> None:
         await self.client.spawn()
         hub = self.client._hosts._hub
         assert hub is not None
         for _ in range(self._num_others):
-            machine = Machine(hub.address, hub.token)
+            machine = Machine(hub.address, hub.token, **self._variables)
             self.machines.append(machine)
             await machine.start()
         await self.client.wait_until_ready()
@@ -160,11 +162,17 @@ def test_streams_go_on_after_the_kill_of_a_process_between_ranks(run: Run, which
         ("parallel.pipeline=2",),
         ("parallel.tensor=2", "parallel.pipeline=2"),
         ("parallel.tensor=4", "model.dtype=bfloat16"),
+        ("parallel.tensor=2", "parallel.exchange=gloo"),
+        ("parallel.tensor=2", "parallel.pipeline=2", "parallel.exchange=gloo"),
     ],
 )
 def test_stages_and_more_ranks_on_two_machines(overrides: tuple[str, ...]) -> None:
+    """With gloo, ranks connect and stages send as on GPUs. Two ranks have the bits of a sum here."""
+
     async def scenario() -> None:
-        expected = await tokens_on_one_machine(*overrides)
+        expected = await tokens_on_one_machine(
+            *(one for one in overrides if one != "parallel.exchange=gloo")
+        )
         site = Site(*overrides, "parallel.rank_timeout_s=100")
         try:
             await site.start()
@@ -186,6 +194,25 @@ def test_ranks_on_four_machines_exchange_their_parts_through_the_first() -> None
             await site.start()
             assert [one.machine for one in site.ranks] == [0, 1, 2, 3]
             assert await together(site.client) == expected
+        finally:
+            await site.close()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.slow
+def test_groups_of_gloo_that_are_divided_among_machines_connect_through_the_bridge() -> None:
+    """Four machines of one rank: each of the two groups is on two machines."""
+
+    async def scenario() -> None:
+        divided = ("parallel.tensor=2", "parallel.pipeline=2")
+        expected = await tokens_on_one_machine(*divided)
+        gloo = (*divided, "parallel.exchange=gloo", "parallel.rank_timeout_s=100")
+        site = Site(*gloo, num_machines=4)
+        try:
+            await site.start()
+            assert await together(site.client) == expected
+            await disturb(site, 3, signal.SIGKILL)
         finally:
             await site.close()
 

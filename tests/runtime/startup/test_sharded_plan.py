@@ -60,7 +60,6 @@ def test_ranks_that_exchange_values_otherwise_have_another_bundle() -> None:
     ("settings", "shard", "message"),
     [
         (["parallel.exchange=gloo"], Shard(0, 2), "parallel.exchange=gloo is for CPUs"),
-        (["parallel.tensor=2", "parallel.nodes=2"], Shard(0, 2), "set parallel.nodes to at most"),
     ],
 )
 def test_what_gpus_do_not_divide_is_refused(
@@ -71,8 +70,10 @@ def test_what_gpus_do_not_divide_is_refused(
         open_model(config, torch.device("cuda"), shard=shard)
 
 
-def test_ranks_on_gpus_are_planned_and_exchange_values_by_nccl() -> None:
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_ranks_on_gpus_are_planned_and_exchange_values_by_nccl(nodes: int) -> None:
     settings = ["model=llama-45m", "model.load_format=dummy", "parallel.tensor=2"]
+    settings += [f"parallel.nodes={nodes}"]
     config = load_config(settings).engine
     source = open_model(config, torch.device("cuda"), shard=Shard(1, 2))
     assert source.exchange is Exchange.nccl
@@ -112,13 +113,6 @@ def test_only_the_last_stage_plans_memory_for_logits_and_only_rank_0_graphs_of_t
     graphs = num_sampling_graphs(limits.max_num_rows) * CUDA_GRAPH_BYTES
     assert leader.graph_bytes - second.graph_bytes == (graphs if device == "cuda" else 0)
     assert leader.activation_bytes == second.activation_bytes
-
-
-def test_gloo_does_not_reach_other_machines() -> None:
-    settings = ["parallel.tensor=2", "parallel.nodes=2", "parallel.exchange=gloo"]
-    config = load_config(["model=llama-45m", *settings]).engine
-    with pytest.raises(StartupError, match=r"parallel\.exchange=gloo is for ranks of one machine"):
-        open_model(config, torch.device("cpu"), shard=Shard(0, 2))
 
 
 def test_no_two_ranks_have_the_same_gpu() -> None:
