@@ -334,6 +334,7 @@ class LateDevice:
             "_lazy_init": lambda: None,
             "device_count": lambda: 1,
             "current_device": lambda: 0,
+            "set_device": lambda *a: None,
             "get_device_name": lambda *a: "late",
             "get_device_capability": lambda *a: (9, 0),
             "get_device_properties": lambda *a: properties,

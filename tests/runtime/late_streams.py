@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -25,6 +26,7 @@ class Stream:
     def __init__(self, device: LateDevice) -> None:
         self._device = device
         self._work: deque[Callable[[], None]] = deque()
+        self._lock = threading.RLock()  # two threads can wait for the stream
         self.num_run = 0
 
     @property
@@ -35,11 +37,12 @@ class Stream:
         self._work.append(work)
 
     def run_until(self, number: int) -> None:
-        while self.num_run < number:
-            work = self._work.popleft()
-            self.num_run += 1
-            with torch.inference_mode(), _disable_current_modes():
-                work()
+        with self._lock:
+            while self.num_run < number:
+                work = self._work.popleft()
+                with torch.inference_mode(), _disable_current_modes():
+                    work()
+                self.num_run += 1
 
     def synchronize(self) -> None:
         self._device.check_not_capturing("a stream is waited for")

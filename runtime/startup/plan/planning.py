@@ -22,6 +22,7 @@ from ostinato.models.base import LanguageModel
 from ostinato.models.stage_layers import num_bytes
 from ostinato.models.step_tensors import StepSizes, num_kv_groups
 from ostinato.ops.attention import AttentionPlanner, workspace_bytes
+from ostinato.ops.parallel.staged_handoff import NUM_SENDING
 from ostinato.runtime.costs.cost_table import CostTable
 from ostinato.runtime.costs.step_limits import redundant_sizes
 from ostinato.runtime.memory.measured_memory import CudaMemory, measure
@@ -97,10 +98,12 @@ def _footprint(config: EngineConfig, source: ModelSource) -> ModelFootprint:
     stage = source.shard.stage
     # Each stage after the first has memory for the hidden states of the steps in flight. On a GPU
     # this is memory of the host, so it is not counted. With NCCL or gloo a stage also has a tensor
-    # for the states that it receives, and one for those that it sends.
+    # for the states that it receives, and one for those that it sends. With gloo, memory of the
+    # machine also holds the steps that wait to be sent.
     num_slots = 0 if stage.is_first or source.device.type != "cpu" else stage.count
     if source.exchange.is_distributed:
         num_slots += (not stage.is_first) + (not stage.is_last)
+        num_slots += NUM_SENDING * (not stage.is_last) * (source.device.type == "cpu")
     handoff = num_slots * source.handoff_shape.slot_bytes
     return ModelFootprint(
         weights_bytes=num_bytes(skeleton),

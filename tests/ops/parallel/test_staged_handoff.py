@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from ostinato.ops.parallel.handoff import HiddenReceiver, HiddenSender, HiddenShape
-from ostinato.ops.parallel.handoff_ends import create_handoff
-from ostinato.ops.parallel.staged_handoff import StagedReceiver, StagedSender
-from tests.runtime import late_streams
+from ostinato.ops.parallel import staged_handoff
+from ostinato.ops.parallel.exchange import Exchange
+from ostinato.ops.parallel.handoff import (
+    HandoffEndedError,
+    HiddenReceiver,
+    HiddenSender,
+    HiddenShape,
+)
+from ostinato.ops.parallel.handoff_ends import HandoffEnd, create_handoff
+from ostinato.ops.parallel.staged_handoff import NUM_SENDING, StagedReceiver, StagedSender
+from ostinato.runtime.ranks.bridge_messages import Hidden, Piece
+from ostinato.runtime.ranks.link_ends import RankLayout, create_links
+from ostinato.runtime.ranks.relay import Events, Relay
 from tests.runtime.late_device import DeviceRaceError, LateDevice, Timing
 
 SHAPE = HiddenShape(8, 5, torch.float32, 2)
@@ -19,10 +29,35 @@ CUDA = torch.device("cuda")
 SIZES = [8, 3, 1, 8, 5, 2]
 
 
+class Bridges:
+    """The relays of two machines, of which each has one stage. Their connection is a call."""
+
+    def __init__(self) -> None:
+        layout = RankLayout(tensor=1, pipeline=2, machines=2)
+        made = [create_links(layout, one, SHAPE.slot_bytes, Exchange.nccl) for one in range(2)]
+        self.ends = HandoffEnd(*made[1].ranks[0]), HandoffEnd(*made[0].ranks[0])
+        self.events = Events()
+        self.num_crossed = 0
+        self._last = Relay(made[0].relay, self.events, self._cross)
+        self._first = Relay(made[1].relay, self.events, self._cross)
+
+    def _cross(self, message: Piece | Hidden, values: bytes) -> None:
+        assert isinstance(message, Hidden)
+        assert message.machines == [0]
+        self.num_crossed += 1
+        self._last.put_hidden(message, values)
+
+    def pass_on(self) -> None:
+        """Carry the hidden states that were sent to the other machine."""
+        before = self.num_crossed
+        while self.num_crossed == before:
+            self.events.wait(60)
+
+
 @torch.inference_mode()
-def run_steps() -> list[Tensor]:
+def run_steps(bridges: Bridges | None = None) -> list[Tensor]:
     """What a second stage gets from a first one: two states, tripled, in one captured graph."""
-    ends = create_handoff(SHAPE.slot_bytes, 2)
+    ends = create_handoff(SHAPE.slot_bytes, 2) if bridges is None else bridges.ends
     sender = StagedSender(HiddenSender(ends[0], SHAPE), SHAPE, CUDA)
     receiver = StagedReceiver(HiddenReceiver(ends[1], SHAPE), SHAPE, CUDA)
     sender.num_states = receiver.num_states = 2
@@ -40,6 +75,8 @@ def run_steps() -> list[Tensor]:
     for size in SIZES:
         first.replay()
         sender.leave(size)
+        if bridges is not None:
+            bridges.pass_on()
         receiver.arrive(size)
         second.replay()
         found.append(result[:, :size].clone())
@@ -49,40 +86,92 @@ def run_steps() -> list[Tensor]:
     return host
 
 
+@pytest.mark.parametrize("crosses", [False, True], ids=["one machine", "two machines"])
 @pytest.mark.parametrize("timing", list(Timing))
 def test_captured_stages_get_the_values_of_their_own_step(
-    timing: Timing, monkeypatch: pytest.MonkeyPatch
+    timing: Timing, crosses: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    bridges = Bridges() if crosses else None
     with LateDevice(timing).installed(monkeypatch):
-        found = run_steps()
+        found = run_steps(bridges)
     for index, (size, states) in enumerate(zip(SIZES, found, strict=True), 1):
         assert torch.equal(states[0], torch.full((size, 5), 3.0 * index))
         assert torch.equal(states[1], torch.full((size, 5), 30.0 * index))
 
 
-class Hasty(late_streams.Event):
-    """An event that the host does not wait for."""
+class Held:
+    """Holds the thread that sends until `release` is set. It waits for the device afterwards."""
 
-    def synchronize(self) -> None:
-        pass
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.release = threading.Event()
+        wait = staged_handoff._HostBuffer.wait
+
+        def held(buffer: Any) -> None:
+            if is_sending_thread():
+                assert self.release.wait(60)
+            wait(buffer)
+
+        monkeypatch.setattr(staged_handoff._HostBuffer, "wait", held)
 
 
-@pytest.mark.parametrize("end", ["StagedSender", "StagedReceiver"])
+def is_sending_thread() -> bool:
+    return threading.current_thread() is not threading.main_thread()
+
+
+@torch.inference_mode()
+def test_a_stage_launches_its_next_step_before_the_last_one_is_computed_and_sent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    held, device = Held(monkeypatch), LateDevice(Timing.late)
+    ends = create_handoff(SHAPE.slot_bytes, 2)
+    with device.installed(monkeypatch):
+        sender = StagedSender(HiddenSender(ends[0], SHAPE), SHAPE, CUDA)
+        number = torch.zeros(1, device=CUDA)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            number.add_(1)
+            sender.send([number.expand(8, 5) * 1.0])
+        for size in (8, 3):
+            graph.replay()
+            sender.leave(size)
+        assert device.current.num_run < device.current.num_added - 4, "two steps are not computed"
+        held.release.set()
+        receiver = HiddenReceiver(ends[1], SHAPE)
+        for index, size in enumerate((8, 3), 1):
+            assert torch.equal(receiver.receive(size, 1)[0], torch.full((size, 5), 1.0 * index))
+            receiver.release()
+        sender.close()
+        receiver.close()
+
+
+def test_the_end_of_the_next_stage_ends_a_stage_that_goes_on_sending() -> None:
+    ends = create_handoff(SHAPE.slot_bytes, 2)
+    sender = StagedSender(HiddenSender(ends[0], SHAPE), SHAPE, torch.device("cpu"))
+    HiddenReceiver(ends[1], SHAPE).close()
+
+    def leave_until_a_buffer_is_used_again() -> None:
+        for _ in range(NUM_SENDING + 1):  # the error of the first step is known then
+            sender.leave(2)
+
+    with pytest.raises(HandoffEndedError, match="the rank of the stage beside this one has ended"):
+        leave_until_a_buffer_is_used_again()
+    sender.close()
+
+
+@pytest.mark.parametrize("end", ["sender", "receiver"])
 def test_an_end_that_does_not_wait_for_its_copy_is_found(
     end: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device = LateDevice(Timing.late)
-    planted: dict[str, Any] = {"StagedSender": StagedSender, "StagedReceiver": StagedReceiver}
-    chosen = planted[end]
-    make = chosen.__init__
+    wait = staged_handoff._HostBuffer.wait
 
-    def without_wait(self: Any, *arguments: Any) -> None:
-        make(self, *arguments)
-        self._copied = Hasty(device)
+    def hasty(buffer: Any) -> None:
+        if is_sending_thread() != (end == "sender"):
+            wait(buffer)
 
-    monkeypatch.setattr(chosen, "__init__", without_wait)
+    monkeypatch.setattr(staged_handoff._HostBuffer, "wait", hasty)
     with device.installed(monkeypatch):
-        if chosen is StagedSender:
+        if end == "sender":
             assert any(states.isnan().any() for states in run_steps())
         else:
             monkeypatch.setattr(StagedSender, "leave", leave_without_device)

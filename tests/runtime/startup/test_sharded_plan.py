@@ -12,6 +12,7 @@ from ostinato.conf.server_schema import ParallelConfig
 from ostinato.graphs.sampling_graph import num_sampling_graphs
 from ostinato.models.sharding import WHOLE, Shard, Stage, shard_of_rank
 from ostinato.ops.parallel.exchange import Exchange
+from ostinato.ops.parallel.staged_handoff import NUM_SENDING
 from ostinato.runtime.errors import StartupError
 from ostinato.runtime.memory.memory_plan import CUDA_GRAPH_BYTES
 from ostinato.runtime.sampling.sampler import sampling_bytes
@@ -80,17 +81,24 @@ def test_ranks_on_gpus_are_planned_and_exchange_values_by_nccl(nodes: int) -> No
     assert plan_engine(config, source, free_bytes=1 << 32).num_blocks > 0
 
 
-@pytest.mark.parametrize("number", [0, 1])
-def test_a_stage_on_a_gpu_is_planned_with_its_tensors_for_hidden_states(number: int) -> None:
+@pytest.mark.parametrize(
+    ("device", "number", "num_slots"),
+    [("cuda", 0, 1), ("cuda", 1, 1), ("cpu", 0, 1 + NUM_SENDING), ("cpu", 1, 1)],
+)
+def test_a_stage_by_torch_distributed_is_planned_with_its_tensors_for_hidden_states(
+    device: str, number: int, num_slots: int
+) -> None:
+    """What waits to be sent is in memory of the host, which the plan of a GPU does not count."""
     settings = ["model=llama-45m", "model.load_format=dummy", "parallel.pipeline=2"]
+    settings += ["parallel.exchange=gloo"] * (device == "cpu")
     config = load_config(settings).engine
-    source = open_model(config, torch.device("cuda"), shard=Shard(0, 1, Stage(number, 2)))
-    assert source.exchange is Exchange.nccl
+    source = open_model(config, torch.device(device), shard=Shard(0, 1, Stage(number, 2)))
+    assert source.exchange is (Exchange.nccl if device == "cuda" else Exchange.gloo)
     without = replace(source, exchange=Exchange.shared_memory)
     bytes_of = [
         plan_engine(config, one, free_bytes=1 << 32).activation_bytes for one in (source, without)
     ]
-    assert bytes_of[0] - bytes_of[1] == source.handoff_shape.slot_bytes
+    assert bytes_of[0] - bytes_of[1] == num_slots * source.handoff_shape.slot_bytes
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
