@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from collections import deque
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -34,13 +35,21 @@ HostBuffers = StepTensors[np.ndarray]
 _ALIGNMENT = 64  # bytes; for aligned vector loads, and FlashInfer asks for 16
 
 
+class _HostMemory(NamedTuple):
+    """One piece of host memory."""
+
+    memory: Tensor
+    views: HostBuffers
+    padded: dict[Size, list[tuple[np.ndarray, Any]]]
+    copied: torch.cuda.Event | None  # recorded after an upload; None on a CPU
+
+
 class StaticBuffers:
     """The step tensors of an engine, host side and device side.
 
     Slices of the device side keep their addresses for the engine's life, as captured programs need.
 
     Attributes:
-        host: the arrays to fill.
         plan: [1] int64 on the CPU, the handle of a planned attention kernel.
         last_tokens: [max_num_seqs] int64 on the device, the last token of each row.
     """
@@ -57,6 +66,8 @@ class StaticBuffers:
         max_encoder_blocks_per_seq: int = 0,
         async_tokens: bool | None = None,
         table: type[StepTensors[Any]] = StepTensors,
+        max_drafts: int = 0,
+        num_host_copies: int = 1,
     ) -> None:
         """
         Args:
@@ -71,6 +82,9 @@ class StaticBuffers:
             async_tokens: whether a step's tokens stay on the device as inputs of the next step,
                 which can then be launched before they are read; None = only on a GPU.
             table: the step tensors.
+            max_drafts: K, draft tokens of a sequence that can stay on the device.
+            num_host_copies: pieces of host memory, which steps use in turn. So this many steps can
+                be launched before the first of them has left its host memory.
         """
         self.block_size = block_size
         self.max_num_rows = max_num_seqs if max_num_rows is None else max_num_rows
@@ -80,24 +94,25 @@ class StaticBuffers:
         self._sizes = [spec.dynamic_size for spec in self._specs.values()]
         largest = StepSizes(max_num_tokens, max_num_seqs, self.max_num_rows)
         fixed = {Size.blocks: max_blocks_per_seq, Size.encoder_blocks: max_encoder_blocks_per_seq}
-        self._allocate(
-            {name: spec.shape(largest, fixed) for name, spec in self._specs.items()}, device
-        )
-        self.host = table(**self._host)
+        shapes = {name: spec.shape(largest, fixed) for name, spec in self._specs.items()}
+        self._allocate(shapes, device, num_host_copies)
         self.plan = self._device["plan"]
-        self.last_tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
+        # the last token of each row, then the K drafts of each row
+        self._known_tokens = torch.zeros(
+            max_num_seqs * (1 + max_drafts), dtype=torch.int64, device=device
+        )
+        self.last_tokens = self._known_tokens[:max_num_seqs]
+        self._drafts = self._known_tokens[max_num_seqs:].view(max_num_seqs, max_drafts)
         self._all_tokens = torch.arange(max_num_tokens, device=device)
-        self._padded = {
-            size: [
-                (self._host[name], spec.padding)
-                for name, spec in self._specs.items()
-                if spec.dynamic_size is size
-            ]
-            for size in Size
-            if size.is_dynamic
-        }
 
-    def _allocate(self, shapes: dict[str, tuple[int, ...]], device: torch.device) -> None:
+    @property
+    def host(self) -> HostBuffers:
+        """The arrays to fill. `wait_for_upload` can replace them."""
+        return self._current.views
+
+    def _allocate(
+        self, shapes: dict[str, tuple[int, ...]], device: torch.device, num_host_copies: int
+    ) -> None:
         """Make the memory of both sides and the views of each tensor.
 
         Tensors that are uploaded whole come first, so that one copy takes them all. Then come the
@@ -116,25 +131,49 @@ class StaticBuffers:
             places[name] = slice(end, end + num_bytes[name])
             end += -(-num_bytes[name] // _ALIGNMENT) * _ALIGNMENT
         cuda = device.type == "cuda"
-        self._host_memory = torch.zeros(end, dtype=torch.uint8, pin_memory=cuda)
-        self._device_memory = self._host_memory.to(device) if cuda else self._host_memory
-        self._copied = torch.cuda.Event() if cuda else None
+        memories = [
+            torch.zeros(end, dtype=torch.uint8, pin_memory=cuda)
+            for _ in range(num_host_copies if cuda else 1)
+        ]
+        self._device_memory = memories[0].to(device) if cuda else memories[0]
         # For each copy: its first byte, the end of the part that is always copied, and the number
         # of further bytes for each sequence.
         starts = [(places[name].start, num_bytes[name] // shapes[name][0]) for name in large]
         self._copies = [(start, start, bytes_per_seq) for start, bytes_per_seq in starts]
         self._copies[:1] = [(0, *starts[0])] if starts else [(0, end, 0)]
-        self._host: dict[str, np.ndarray] = {}
-        self._device: dict[str, Tensor] = {}
-        for name, spec in self._specs.items():
-            if name in places:
-                host, tensor = (
-                    memory[places[name]].view(spec.dtype).view(shapes[name])
-                    for memory in (self._host_memory, self._device_memory)
-                )
-            else:
-                host = tensor = torch.zeros(shapes[name], dtype=spec.dtype)
-            self._host[name], self._device[name] = host.numpy(), tensor
+
+        def view(memory: Tensor, name: str) -> Tensor:
+            return memory[places[name]].view(self._specs[name].dtype).view(shapes[name])
+
+        self._device = {
+            name: view(self._device_memory, name)
+            if name in places
+            else torch.zeros(shapes[name], dtype=spec.dtype)
+            for name, spec in self._specs.items()
+        }
+        self._host_copies = deque[_HostMemory]()
+        for memory in memories:
+            arrays = {
+                name: (view(memory, name) if name in places else tensor).numpy()
+                for name, tensor in self._device.items()
+            }
+            copied = torch.cuda.Event() if cuda else None
+            self._host_copies.append(
+                _HostMemory(memory, self._table(**arrays), self._paddings(arrays), copied)
+            )
+        self._current = self._host_copies[0]
+
+    def _paddings(self, arrays: dict[str, np.ndarray]) -> dict[Size, list[tuple[np.ndarray, Any]]]:
+        """By dynamic size, the host arrays of this size and their padding."""
+        return {
+            size: [
+                (arrays[name], spec.padding)
+                for name, spec in self._specs.items()
+                if spec.dynamic_size is size
+            ]
+            for size in Size
+            if size.is_dynamic
+        }
 
     def pad(self, num_tokens: int, num_seqs: int, num_rows: int, key: GraphKey) -> None:
         """Write padding values past the step's own entries, up to the bucket's shape.
@@ -146,7 +185,7 @@ class StaticBuffers:
         padded = StepSizes(key.num_tokens, key.num_seqs, key.num_rows)
         if real == padded:
             return
-        for size, arrays in self._padded.items():
+        for size, arrays in self._current.padded.items():
             begin, end = real.number(size), padded.number(size)
             if begin >= end:
                 continue
@@ -154,9 +193,15 @@ class StaticBuffers:
                 array[begin:end] = array[begin - 1] if padding == "edge" else padding
 
     def wait_for_upload(self) -> None:
-        """Block until the last upload has left the host memory; call before writing to `host`."""
-        if self._copied is not None:
-            self._copied.synchronize()
+        """Call before writing a step to `host`.
+
+        Takes the next piece of host memory, and blocks until its last upload has left it.
+        """
+        if self._current.copied is not None:
+            self._host_copies.rotate(-1)
+            self._current = self._host_copies[0]
+            assert self._current.copied is not None, "all pieces have an event"
+            self._current.copied.synchronize()
 
     def upload(self, num_seqs: int) -> None:
         """Start the copy of a step, host to device.
@@ -164,27 +209,57 @@ class StaticBuffers:
         Tensors with `Upload.used_rows`, such as the block table, are large for long contexts. So
         only their entries of the first `num_seqs` sequences are copied.
         """
-        if self._copied is None:
+        memory, _, _, copied = self._current
+        if copied is None:
             return
         for begin, fixed_end, bytes_per_seq in self._copies:
             end = fixed_end + num_seqs * bytes_per_seq
-            self._device_memory[begin:end].copy_(self._host_memory[begin:end], non_blocking=True)
-        self._copied.record()
+            self._device_memory[begin:end].copy_(memory[begin:end], non_blocking=True)
+        copied.record()
 
-    def scatter_last_tokens(self, num_tokens: int) -> None:
-        """Replace each id `-1 - row` with the last token of that row.
+    def scatter_known_tokens(self, num_tokens: int) -> None:
+        """Replace each id `-1 - row` with the last token of that row, and each `draft_mark` with
+        its draft.
 
         Does nothing unless `async_tokens` is set.
         """
         if self.async_tokens:
             ids = self._device["token_ids"][:num_tokens]
-            last = self.last_tokens[(-1 - ids).clamp_min_(0)]
-            ids.copy_(torch.where(ids < 0, last, ids))
+            known = self._known_tokens[(-1 - ids).clamp_min_(0)]
+            ids.copy_(torch.where(ids < 0, known, ids))
 
     def store_last_tokens(self, token_ids: Tensor) -> None:
         """Store `token_ids`, the last tokens of the rows in `sampled_rows`, in the same order."""
         rows = self._device["sampled_rows"][: token_ids.shape[0]]
         self.last_tokens.index_copy_(0, rows, token_ids)
+
+    def sampled_rows(self, num_seqs: int) -> Tensor:
+        """[num_seqs] int64: the first rows of the uploaded step that sample."""
+        return self._device["sampled_rows"][:num_seqs]
+
+    def draft_mark(self, row: int, place: int) -> int:
+        """The negative id that stands for a row's draft token number `place`, counted from 0."""
+        num_rows, max_drafts = self._drafts.shape
+        return -1 - (num_rows + row * max_drafts + place)
+
+    def store_drafts(self, place: int, rows: Tensor, token_ids: Tensor) -> None:
+        """Store draft tokens, which `draft_mark` stands for.
+
+        Args:
+            place: the number of the draft token in its draft, counted from 0.
+            rows: [N] int64, on the device.
+            token_ids: [N] int64, on the device.
+        """
+        self._drafts[:, place].index_copy_(0, rows, token_ids)
+
+    def following_tokens(self, num_rows: int) -> Tensor:
+        """[num_rows] int64: for each wanted token of the uploaded step, the token after it.
+
+        That is its draft. After the last token of a sequence it is any token.
+        """
+        token_ids = self._device["token_ids"]
+        places = self._device["logits_indices"][:num_rows] + 1
+        return token_ids[places.clamp_max_(len(token_ids) - 1)]
 
     def batch(self, num_tokens: int, num_seqs: int, num_rows: int | None) -> ForwardBatch:
         """The device tensors cut to a shape; the same shape gives the same addresses.

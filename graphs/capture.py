@@ -102,6 +102,9 @@ class GraphRunner:
         self._planner = planner
         self.timer = timer or ClockTimer()
         self._replays: dict[GraphKey, Callable[[], Tensor]] = {}
+        # Hidden states of captured steps on a GPU, outside of the graphs' memory, which the next
+        # replay overwrites. As large as the largest bucket.
+        self._kept_states: list[Tensor] = []
         self.steps_by_kind: dict[str, int] = {kind.value: 0 for kind in StepKind}
         self.num_padding_tokens = 0  # computed only because a bucket is larger than its step
         self.last_step = RunStep(StepKind.eager, 0, 0)
@@ -220,18 +223,20 @@ class GraphRunner:
         if key is not None and replay is not None:
             self._buffers.pad(num_tokens, num_seqs, num_rows, key)
             self._buffers.upload(key.num_seqs)
-            self._buffers.scatter_last_tokens(num_tokens)
+            self._buffers.scatter_known_tokens(num_tokens)
             self._plan(key)
             self.num_padding_tokens += key.num_tokens - num_tokens
             self._begin(StepKind.captured, key.num_tokens, key.num_seqs)
             logits = replay()
+            if self.aux is not None and self._kept_states:
+                self.aux.states = [kept[: key.num_tokens] for kept in self._kept_states]
             self._leave(key.num_tokens)
             return logits if key.num_rows == num_rows else logits[:num_rows]
         if num_rows == 0:
             # Programs are traced for at least one row; its result is dropped.
             self._buffers.host.logits_indices[0] = 0
         self._buffers.upload(num_seqs)
-        self._buffers.scatter_last_tokens(num_tokens)
+        self._buffers.scatter_known_tokens(num_tokens)
         self._plan(GraphKey(num_tokens, num_seqs, tokens_per_seq))
         batch = self._buffers.batch(num_tokens, num_seqs, max(num_rows, 1))
         self._begin(self._uncaptured, num_tokens, num_seqs)
@@ -271,7 +276,7 @@ class GraphRunner:
         Logits are None if `num_rows` is 0, for an encoder, and in a stage before the last one.
         """
         self._buffers.upload(num_seqs)
-        self._buffers.scatter_last_tokens(num_tokens)
+        self._buffers.scatter_known_tokens(num_tokens)
         self._plan(GraphKey(num_tokens, num_seqs, 0))
         sampled = self._buffers.batch(num_tokens, num_seqs, num_rows).logits_indices
         batch = self._buffers.batch(num_tokens, num_seqs, None)
@@ -342,7 +347,26 @@ class GraphRunner:
     def _bind(self, key: GraphKey) -> Callable[[], Tensor]:
         batch = self._buffers.batch(key.num_tokens, key.num_seqs, key.num_rows)
         self._plan(key)
-        return lambda: self._result(batch)
+        if self.aux is None or self._kv_cache[0][0].device.type != "cuda":
+            return lambda: self._result(batch)
+
+        def run() -> Tensor:
+            result = self._result(batch)
+            self._keep_states(key.num_tokens)
+            return result
+
+        return run
+
+    def _keep_states(self, num_tokens: int) -> None:
+        """Copy the hidden states of a captured step out of the graphs' memory.
+
+        The largest bucket is captured first. It allocates the copies, in the runs before its
+        capture.
+        """
+        assert self.aux is not None, "only a model with a head keeps states"
+        self._kept_states = self._kept_states or list(map(torch.empty_like, self.aux.states))
+        for kept, states in zip(self._kept_states, self.aux.states, strict=True):
+            kept[:num_tokens].copy_(states)
 
     def _plan(self, key: GraphKey) -> None:
         if self._planner is not None:

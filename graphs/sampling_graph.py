@@ -6,6 +6,7 @@ samples from the logits afterwards. No method waits for the device's results.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
@@ -80,21 +81,26 @@ class GraphSampler:
     first.
     """
 
-    def __init__(self, logits: Tensor, *, recorder: Recorder | None = None) -> None:
+    def __init__(
+        self, logits: Tensor, *, recorder: Recorder | None = None, num_host_copies: int = 1
+    ) -> None:
         """
         Args:
             logits: [rows of the largest step, V] float32, where captured models put theirs.
             recorder: captures the programs; None = they run uncaptured.
+            num_host_copies: as that of the step's `StaticBuffers`.
         """
         max_num_rows, device = len(logits), logits.device
         cuda = device.type == "cuda"
         self._recorder = recorder
         self._logits = logits
-        self._host_memory = torch.ones(
-            len(SampleInputs._fields), max_num_rows, dtype=torch.float64, pin_memory=cuda
+        self._host_copies = deque(
+            torch.ones(
+                len(SampleInputs._fields), max_num_rows, dtype=torch.float64, pin_memory=cuda
+            )
+            for _ in range(num_host_copies if cuda else 1)
         )
-        self._host: np.ndarray = self._host_memory.numpy()
-        self._inputs = self._host_memory.to(device) if cuda else self._host_memory
+        self._inputs = self._host_copies[0].to(device) if cuda else self._host_copies[0]
         self._sizes = _row_sizes(max_num_rows)
         self._num_rows = 0
         self._paths: frozenset[SamplePath] = frozenset()
@@ -131,11 +137,14 @@ class GraphSampler:
         self._num_rows = len(draws)
         present = {row.path for row in draws} - {SamplePath.greedy}
         self._paths = next(mixture for mixture in _MIXTURES if present <= mixture)
-        # The host memory is free: `BatchBuilder.build` has waited for the last step's upload, and
-        # each round of a verification has waited for the tokens of the round before.
-        self._host[:, : len(draws)] = np.array(draws, dtype=np.float64).T
-        if self._inputs is not self._host_memory:
-            self._inputs.copy_(self._host_memory, non_blocking=True)
+        # The host memory is free: `BatchBuilder.build` has waited for the upload of the step that
+        # used it last, and each round of a verification has waited for the tokens of the round
+        # before.
+        self._host_copies.rotate(-1)
+        memory = self._host_copies[0]
+        memory.numpy()[:, : len(draws)] = np.array(draws, dtype=np.float64).T
+        if self._inputs is not memory:
+            self._inputs.copy_(memory, non_blocking=True)
 
     def warm_up(self) -> None:
         """Compute log-probabilities once, so that their kernel is compiled. It is not captured."""

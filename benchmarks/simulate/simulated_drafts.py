@@ -72,6 +72,8 @@ class SimulatedProposer:
 class SimulatedDraftModel(SimulatedProposer):
     """Implements `BatchProposer`: a draft model with the same acceptance, which takes time."""
 
+    is_queued = False
+
     def __init__(self, spec: DraftSpec, costs: CostTable) -> None:
         super().__init__(spec)
         self.costs: CostTable | None = costs
@@ -108,6 +110,9 @@ class SimulatedDraftModel(SimulatedProposer):
             else:
                 self._seconds += self._table.step_seconds(missing, num_seqs, context)
         return [self._guess(job.request, len(job.token_ids), job.count) for job in jobs]
+
+    def settle(self, row: int, num_right: int) -> None:
+        pass
 
     def idle(self) -> None:
         pass

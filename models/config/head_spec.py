@@ -14,6 +14,10 @@ class HeadInputs(NamedTuple):
     layers: tuple[int, ...] = ()  # ascending; the hidden states that enter these layers are read
     has_final: bool = False  # the hidden state after the final norm is read
 
+    def width(self, hidden_size: int) -> int:
+        """The numbers that are read at each position of a model with this hidden size."""
+        return (len(self.layers) + self.has_final) * hidden_size
+
 
 NO_INPUTS = HeadInputs()
 """The inputs of a head that reads no hidden states, and of a model without a head."""

@@ -25,7 +25,8 @@ class DraftHeadModel(CausalLM):
     the target, or the head's own output.
 
     Attributes:
-        outputs: [R, D] of the rows of the last step. The next tokens are drafted from them.
+        outputs: [R, D] of the rows of the last step, or more. The next tokens are drafted from the
+            first R. A captured step on a GPU writes them to the same memory as all other steps.
     """
 
     outputs: Tensor
@@ -38,6 +39,7 @@ class DraftHeadModel(CausalLM):
         self._embeddings: list[Embedding] = []
         self._scorers: list[Decoder] = []
         self._features: Tensor | None = None
+        self._kept_outputs: Tensor | None = None  # only on a GPU
 
     def attach(self, target: Decoder, max_num_tokens: int, tables: Decoder | None = None) -> None:
         """Take the target's embedding and output head, and allocate the input of a step.
@@ -58,6 +60,8 @@ class DraftHeadModel(CausalLM):
         self._embeddings = [embedding]
         self._scorers = [target if tables is None or not tables.stage.is_last else tables]
         self._features = torch.zeros(max_num_tokens, size, dtype=self._dtype, device=self._device)
+        if self._device.type != "cpu":
+            self._kept_outputs = self.outputs = torch.zeros_like(self._features)
 
     def read_hidden(self, hidden: Tensor) -> None:
         """Set the input of the next step's tokens.
@@ -73,6 +77,16 @@ class DraftHeadModel(CausalLM):
         assert self._features is not None, "the head must be attached to its target"
         self._features[: len(features)] = features
 
+    def _keep_outputs(self, hidden: Tensor) -> None:
+        """Set `outputs` to [R, D].
+
+        On a GPU they are copied: the next replay of any graph overwrites the memory of `hidden`.
+        """
+        if self._kept_outputs is None:
+            self.outputs = hidden
+        else:
+            self._kept_outputs[: len(hidden)].copy_(hidden)
+
     def _inputs(self, token_ids: Tensor) -> tuple[Tensor, Tensor]:
         """[T] token ids -> their embeddings and features, each [T, D]; zeros if not attached.
 
@@ -81,7 +95,7 @@ class DraftHeadModel(CausalLM):
         count = len(token_ids)
         if not self._embeddings or self._features is None:
             size = self.config.hidden_size
-            zeros = torch.zeros(count, size, dtype=self._dtype, device=self._device)
+            zeros = token_ids.new_zeros((count, size), dtype=self._dtype)
             return zeros, zeros
         return self._embeddings[0](token_ids), self._features[:count]
 

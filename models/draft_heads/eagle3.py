@@ -166,7 +166,7 @@ class Eagle3Head(DraftHeadModel):
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """[R, D] -> [R, vocab_size] float32: -inf for tokens that the head cannot draw."""
-        self.outputs = hidden
+        self._keep_outputs(hidden)
         logits = self.lm_head.logits(self.final_norm(hidden))
         if self.vocabulary is None:
             return logits

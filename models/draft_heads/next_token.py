@@ -72,7 +72,7 @@ class NextTokenHead(DraftHeadModel):
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """[R, D] -> [R, vocab_size] float32, by the target's output head."""
-        self.outputs = hidden
+        self._keep_outputs(hidden)
         return self._target_logits(hidden)
 
 

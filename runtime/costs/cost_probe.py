@@ -210,7 +210,9 @@ def measure_costs(
             del prompts[context]
             break
         decodes[context] = line
-        growth = _CONTEXTS[1] / _CONTEXTS[0] * max(1.0, line[1] / one)
+        smallest = min(line)  # 1, unless graphs.capture_sizes lacks it
+        factor = max(1.0, line[smallest] / decodes[0][smallest])
+        growth = _CONTEXTS[1] / _CONTEXTS[0] * factor
     scored = _scored_seconds(prober, prompts[0], space, until(1.0))
     verify = _verify_surcharges(prober, decodes[0], space, clock() + _VERIFY_SHARE * budget_s)
     return _tabulate(prompts, decodes, scored, verify)

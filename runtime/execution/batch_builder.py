@@ -44,10 +44,12 @@ class _GroupTensor:
     The values do not change after a sequence's admission.
     """
 
-    def __init__(self, group: int, host: np.ndarray) -> None:
+    def __init__(self, group: int, name: str, buffers: StaticBuffers) -> None:
         self._group = group
-        self._host = host  # [S] numbers of encoder tokens, or [S, blocks] block ids
-        self._by_row = np.zeros_like(host)
+        self._name = name
+        self._buffers = buffers
+        # [S] numbers of encoder tokens, or [S, blocks] block ids
+        self._by_row = np.zeros_like(getattr(buffers.host, name))
 
     def write(self, output: SchedulerOutput) -> None:
         """Store the values of the admitted sequences, and write the entries of the step."""
@@ -60,7 +62,8 @@ class _GroupTensor:
             self._by_row[admitted.row] = 0
             self._by_row[admitted.row, : len(block_ids)] = block_ids
         rows = [entry.row for entry in output.scheduled]
-        np.take(self._by_row, rows, axis=0, out=self._host[: len(rows)])
+        host = getattr(self._buffers.host, self._name)
+        np.take(self._by_row, rows, axis=0, out=host[: len(rows)])
 
 
 class BatchBuilder:
@@ -77,7 +80,7 @@ class BatchBuilder:
         self.last_token = buffers.last_tokens.cpu().numpy()
         self._counting = np.arange(max_num_seqs + 1, dtype=np.int32)
         self._group_tensors = [
-            _GroupTensor(spec.kv_group, getattr(buffers.host, name))
+            _GroupTensor(spec.kv_group, name, buffers)
             for name, spec in tensor_specs(type(buffers.host)).items()
             if spec.kv_group
         ]

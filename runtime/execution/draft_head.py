@@ -6,15 +6,16 @@ second input: hidden states of the target, or the head's own outputs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from ostinato.models.draft_heads.draft_head_model import DraftHeadModel
-from ostinato.runtime.execution.hidden_states import HiddenStates
+from ostinato.runtime.execution.hidden_states import KeptStates, Span
 from ostinato.runtime.execution.inline_executor import InlineExecutor
 from ostinato.runtime.execution.model_runner import ModelRunner
-from ostinato.runtime.types.step import SchedulerOutput
+from ostinato.runtime.sampling.to_device import to_device
+from ostinato.runtime.types.step import SchedulerOutput, StepResult
 
 __all__ = ("HeadRunner",)
 
@@ -24,8 +25,10 @@ class HeadRunner:
 
     Args:
         model: the head.
-        executor: runs the head's steps.
+        executor: the head's executor.
         runner: the executor's runner.
+        execute: runs a step of the executor; its result has the drawn tokens, or numbers that stand
+            for them.
         hidden_states: the hidden states of the target's steps.
     """
 
@@ -34,11 +37,14 @@ class HeadRunner:
         model: DraftHeadModel,
         executor: InlineExecutor,
         runner: ModelRunner,
-        hidden_states: HiddenStates,
+        execute: Callable[[SchedulerOutput], StepResult],
+        hidden_states: KeptStates,
     ) -> None:
         self._model = model
         self._executor = executor
+        self._execute = execute
         self._states = hidden_states
+        self._num_outputs = 0  # rows of `outputs` that the last step has written
         self._offsets = runner.draw_offsets = {}
 
     def watch(self, row: int) -> None:
@@ -52,19 +58,19 @@ class HeadRunner:
 
     @torch.inference_mode()
     def compute(self, output: SchedulerOutput, begins: Sequence[int]) -> list[int]:
-        parts: list[torch.Tensor] = []
+        spans: list[Span] = []
         for entry, begin in zip(output.scheduled, begins, strict=True):
-            parts += self._states.take(entry.row, begin, begin + entry.num_new_tokens)
+            spans.append(Span(entry.row, begin, begin + entry.num_new_tokens))
             # The head's input at position p is the sequence's token at p + 1.
             self._offsets[entry.row] = begin - entry.start + 1
-        self._model.read_hidden(torch.cat(parts))
+        self._model.read_hidden(self._states.take(spans))
         return self._run(output)
 
     @torch.inference_mode()
     def extend(self, output: SchedulerOutput, kept: Sequence[int]) -> list[int]:
-        outputs = self._model.outputs
+        outputs = self._model.outputs[: self._num_outputs]
         if len(kept) != len(outputs):
-            outputs = outputs[list(kept)]
+            outputs = outputs[to_device(kept, outputs.device)]
         self._model.read_features(outputs)
         return self._run(output)
 
@@ -75,4 +81,6 @@ class HeadRunner:
         self._executor.close()
 
     def _run(self, output: SchedulerOutput) -> list[int]:
-        return self._executor.read(self._executor.launch(output)).token_ids
+        token_ids = self._execute(output).token_ids
+        self._num_outputs = len(token_ids)
+        return token_ids

@@ -3,14 +3,58 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from ostinato.runtime.types.step import ScheduledSequence
 
-__all__ = ("HiddenStates",)
+__all__ = ("HiddenStates", "KeptStates", "Span")
+
+
+class Span(NamedTuple):
+    """Consecutive positions of one row: [begin, end)."""
+
+    row: int
+    begin: int
+    end: int
+
+
+class KeptStates(Protocol):
+    """The hidden states of watched rows, by position, until they are taken."""
+
+    def watch(self, row: int) -> None:
+        """Keep the states of a row's next steps. Earlier states of the row are dropped."""
+        ...
+
+    def unwatch(self, row: int) -> None:
+        """Drop the states of a row, and keep no further ones."""
+        ...
+
+    def store(self, scheduled: Sequence[ScheduledSequence], states: Sequence[Tensor]) -> None:
+        """Keep the states that a step has computed. They replace states of the same positions.
+
+        Args:
+            scheduled: the step's entries.
+            states: for each layer that the head reads, its hidden states [T, D]. T can include
+                padding at the end.
+        """
+        ...
+
+    def span(self, row: int) -> tuple[int, int]:
+        """The positions of a row that are kept: the first, and one past the last; (0, 0) = none."""
+        ...
+
+    def take(self, spans: Sequence[Span]) -> Tensor:
+        """Take the states of some positions. Drops all states of these rows before `end`.
+
+        All these positions must be kept.
+
+        Returns:
+            [N, D * number of layers], in the order of the spans.
+        """
+        ...
 
 
 class _Waiting(NamedTuple):
@@ -25,27 +69,18 @@ class _Waiting(NamedTuple):
 
 
 class HiddenStates:
-    """Keeps the hidden states of watched rows, by position, until they are taken."""
+    """Implements `KeptStates`, on a CPU: the states stay in the tensors that the steps gave."""
 
     def __init__(self) -> None:
         self._rows: dict[int, _Waiting | None] = {}  # the watched rows
 
     def watch(self, row: int) -> None:
-        """Keep the states of a row's next steps. Earlier states of the row are dropped."""
         self._rows[row] = None
 
     def unwatch(self, row: int) -> None:
-        """Drop the states of a row, and keep no further ones."""
         self._rows.pop(row, None)
 
     def store(self, scheduled: Sequence[ScheduledSequence], states: Sequence[Tensor]) -> None:
-        """Keep the states that a step has computed. They replace states of the same positions.
-
-        Args:
-            scheduled: the step's entries.
-            states: for each layer that the head reads, its hidden states [T, D]. T can include
-                padding at the end.
-        """
         if not any(entry.row in self._rows for entry in scheduled):
             return
         joined = torch.cat(list(states), 1)
@@ -63,15 +98,14 @@ class HiddenStates:
             self._rows[entry.row] = _Waiting(kept.begin, [*before, new])
 
     def span(self, row: int) -> tuple[int, int]:
-        """The positions of a row that are kept: the first, and one past the last; (0, 0) = none."""
         kept = self._rows.get(row)
         return (0, 0) if kept is None else (kept.begin, kept.end)
 
-    def take(self, row: int, begin: int, end: int) -> list[Tensor]:
-        """Take the states of positions [begin, end), in parts. Drops all states before `end`.
+    def take(self, spans: Sequence[Span]) -> Tensor:
+        return torch.cat([part for span in spans for part in self._take(*span)])
 
-        All these positions must be within `span`.
-        """
+    def _take(self, row: int, begin: int, end: int) -> list[Tensor]:
+        """The states of a span, in parts."""
         kept = self._rows[row]
         assert kept is not None, f"no hidden states of row {row} are kept"
         assert kept.begin <= begin < end <= kept.end, f"{begin} to {end} of row {row} are not kept"

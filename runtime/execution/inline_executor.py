@@ -70,6 +70,19 @@ class InlineExecutor:
         return False
 
     def launch(self, output: SchedulerOutput) -> Pending:
+        step = self._launch(output)
+        self._num_steps += 1
+        self._launched.append((self._num_steps, output, step))
+        ran = self._runner.graphs.last_step
+        return Pending(self._num_steps, ran.kind.value, ran.num_tokens)
+
+    def queue(self, output: SchedulerOutput) -> PendingStep:
+        """Start a step that is not read: its tokens stay on the device."""
+        step = self._launch(output)
+        self._monitor.end_step()
+        return step
+
+    def _launch(self, output: SchedulerOutput) -> PendingStep:
         if output.transfers:
             raise NotImplementedError(
                 f"a step has {len(output.transfers)} transfers of KV blocks, and this executor "
@@ -78,11 +91,7 @@ class InlineExecutor:
         if self._pages is not None:
             self._map_pages(self._pages, output)
         self._monitor.begin_step(output.num_tokens, output.num_seqs)
-        self._num_steps += 1
-        step = self._runner.launch(output)
-        self._launched.append((self._num_steps, output, step))
-        ran = self._runner.graphs.last_step
-        return Pending(self._num_steps, ran.kind.value, ran.num_tokens)
+        return self._runner.launch(output)
 
     def read(self, pending: Pending) -> StepResult:
         number, output, step = self._launched.popleft()

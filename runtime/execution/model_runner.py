@@ -12,12 +12,17 @@ from ostinato.graphs.buffers import StaticBuffers
 from ostinato.graphs.capture import GraphRunner, RunStep
 from ostinato.graphs.threads import StepThreads
 from ostinato.runtime.execution.batch_builder import BatchBuilder, StepShape, tokens_per_seq
-from ostinato.runtime.execution.hidden_states import HiddenStates
+from ostinato.runtime.execution.hidden_states import KeptStates
 from ostinato.runtime.execution.pooler import PendingVectors, Pooler
 from ostinato.runtime.execution.prompt_logprobs import PromptScorer
 from ostinato.runtime.sampling.grammar_masks import MASKS_S
+from ostinato.runtime.sampling.pending_tokens import (
+    PendingTokens,
+    PendingVerification,
+    VerifiedTokens,
+)
 from ostinato.runtime.sampling.row_state import RowState
-from ostinato.runtime.sampling.sampler import PendingTokens, Sampler, VerifiedTokens
+from ostinato.runtime.sampling.sampler import Sampler
 from ostinato.runtime.types.outputs import TokenLogprobs
 from ostinato.runtime.types.step import SchedulerOutput, StepResult
 
@@ -44,7 +49,8 @@ class PendingStep:
         self.launched_at = launched_at  # seconds, time.perf_counter()
         self.prompt_logprobs = prompt_logprobs
         self.vectors = vectors  # None = no prompt is pooled
-        self.tokens: PendingTokens | VerifiedTokens | None = None  # None = no sequence samples
+        # None = no sequence samples
+        self.tokens: PendingTokens | PendingVerification | VerifiedTokens | None = None
         self.logits: Tensor | None = None  # set while sampling waits for the previous step
 
 
@@ -63,7 +69,7 @@ class ModelRunner:
         sampler: Sampler | None,
         threads: StepThreads | None = None,
         pooler: Pooler | None = None,
-        hidden_states: HiddenStates | None = None,
+        hidden_states: KeptStates | None = None,
     ) -> None:
         """
         Args:
@@ -246,8 +252,11 @@ class ModelRunner:
     ) -> None:
         # The sampling op uses no threads of OpenMP or MKL; torch's operations do.
         reports = sampler.reports_logprobs
+        following = None
+        if sampler.has_drafts and logits.device.type == "cuda":
+            following = self._buffers.following_tokens(len(logits))
         with self._hold_for_logits(logits.numel()) if reports else nullcontext():
-            pending.tokens = sampler.launch(logits, masks_s, model_s)
+            pending.tokens = sampler.launch(logits, masks_s, model_s, following)
         self._buffers.store_last_tokens(pending.tokens.last_tokens)
 
     def _hold_threads(

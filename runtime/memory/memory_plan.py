@@ -28,6 +28,7 @@ from ostinato.runtime.errors import StartupError
 from ostinato.runtime.host_resources import FreeMemory, free_host_memory
 
 __all__ = (
+    "CUDA_GRAPH_BYTES",
     "GIB",
     "GraphFootprint",
     "MeasuredMemory",
@@ -189,20 +190,10 @@ def plan_memory(
         free_bytes=free_bytes,
         budget_bytes=int(free_bytes * device.memory_fraction),
         weights_bytes=(
-            model.weights_bytes + (draft.weights_bytes if draft else 0)
-            if measured is None
-            else measured.used_bytes
+            (model.weights_bytes if measured is None else measured.used_bytes)
+            + (draft.weights_bytes if draft else 0)
         ),
-        activation_bytes=(
-            # The two models run one after the other.
-            max(
-                _activation_bytes(one, scheduler.max_num_batched_tokens)
-                for one in (model, draft)
-                if one is not None
-            )
-            if measured is None
-            else measured.step_bytes
-        ),
+        activation_bytes=_step_bytes(model, scheduler.max_num_batched_tokens, is_cpu=is_cpu),
         graph_bytes=0 if graphs is None or is_cpu else _graph_bytes(model, graphs),
         kv_bytes=0,
         block_size=cache.block_size,
@@ -326,8 +317,24 @@ def _blocks(num_tokens: int, block_size: int) -> int:
 
 def _graph_bytes(model: ModelFootprint, graphs: GraphFootprint) -> int:
     """Bytes of the pool that all captured graphs share, and of the driver's state of each graph."""
-    pool = _activation_bytes(model, graphs.max_tokens)
+    models = (model,) if model.draft is None else (model, model.draft)
+    pool = max(_activation_bytes(one, graphs.max_tokens) for one in models)
     return pool + graphs.num_graphs * CUDA_GRAPH_BYTES
+
+
+def _step_bytes(model: ModelFootprint, num_tokens: int, *, is_cpu: bool) -> int:
+    """Peak of the memory of the largest step, of the model or of its draft model.
+
+    The two run one after the other, so they share the memory of intermediate tensors. On a GPU the
+    draft model keeps its logits, its sampling state and its workspace beside those of the model.
+    Its memory is not measured there: it is loaded after the KV cache was allocated.
+    """
+    measured, draft = model.measured, model.draft
+    own = _activation_bytes(model, num_tokens) if measured is None else measured.step_bytes
+    if draft is None:
+        return own
+    kept = 0 if is_cpu else draft.sampling_bytes + draft.workspace_bytes
+    return max(own, _activation_bytes(draft, num_tokens) - kept) + kept
 
 
 def _activation_bytes(model: ModelFootprint, num_tokens: int) -> int:

@@ -6,14 +6,13 @@ Order: log-probabilities from the raw logits; logits processors (logit bias, pen
 
 A sequence with k drafts has 1 + k rows of logits. Its tokens are drawn one after the other, each
 in the same way as without drafts, up to the first token that differs from its draft. So for equal
-logits, drafts change neither tokens nor log-probabilities.
+logits, drafts change neither tokens nor log-probabilities. On a GPU all tokens of a step are drawn
+at once, unless a draw depends on the tokens before it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
-from itertools import compress
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,16 +28,17 @@ from ostinato.ops.sampling.sample_rows import (
 from ostinato.runtime.sampling.grammar_masks import MASKS_S, GrammarMasks, MatcherSource
 from ostinato.runtime.sampling.grammar_rows import GrammarRow, forced_tokens
 from ostinato.runtime.sampling.logits_processors import make_processors
-from ostinato.runtime.sampling.to_device import to_device
-from ostinato.runtime.sampling.token_logprobs import (
-    LogprobRequest,
-    PendingLogprobs,
-    start_logprobs,
+from ostinato.runtime.sampling.pending_tokens import (
+    PendingTokens,
+    PendingVerification,
+    VerifiedTokens,
 )
+from ostinato.runtime.sampling.to_device import to_device
+from ostinato.runtime.sampling.token_logprobs import LogprobRequest, start_logprobs
 from ostinato.runtime.types.request import Request
 from ostinato.runtime.types.step import StepResult
 
-__all__ = ("PendingTokens", "Sampler", "VerifiedTokens", "sampling_bytes")
+__all__ = ("Sampler", "sampling_bytes")
 
 
 class _Row:
@@ -82,92 +82,6 @@ class _Row:
         return RowSampling(self.path, temperature, self.top_k, params.top_p, params.min_p, uniform)
 
 
-class PendingTokens:
-    """A step's tokens, which the device can still be computing.
-
-    `last_tokens` [R] int64 lies on the device. The next launch overwrites it. The copy to the host
-    starts at once.
-    """
-
-    def __init__(
-        self,
-        token_ids: Tensor,
-        logprobs: PendingLogprobs | None,
-        grammars: Sequence[GrammarRow | None] = (),
-        held: Set[int] = frozenset(),
-        *,
-        reports_forced: bool = False,
-    ) -> None:
-        self.last_tokens = token_ids
-        self._held = held  # rows whose tokens are void
-        self._reports_forced = reports_forced
-        self._logprobs = logprobs
-        self._grammars = grammars  # mask state of each row of the step; empty = no row has one
-        self._copied: torch.cuda.Event | None = None
-        if token_ids.device.type == "cpu":
-            self._host = token_ids.clone()
-        else:
-            self._host = torch.empty_like(token_ids, device="cpu", pin_memory=True)
-            self._host.copy_(token_ids, non_blocking=True)
-            self._copied = torch.cuda.Event()
-            self._copied.record()
-
-    def read(self) -> StepResult:
-        """Wait for the device, pass the tokens to the rows' grammars, and return the tokens."""
-        if self._copied is not None:
-            self._copied.synchronize()
-        token_ids: list[int] = self._host.tolist()
-        logprobs = None if self._logprobs is None else self._logprobs.read()
-        counts = None
-        if self._held:
-            counts = [int(index not in self._held) for index in range(len(token_ids))]
-            token_ids = list(compress(token_ids, counts))
-            logprobs = None if logprobs is None else list(compress(logprobs, counts))
-        result = StepResult(token_ids, logprobs, counts=counts)
-        place = 0  # index of the row's token in the result
-        for index, grammar in enumerate(self._grammars):
-            if index in self._held:
-                continue
-            ending = None if grammar is None else grammar.take(token_ids[place])
-            if ending is not None:
-                result.endings[place] = ending
-            place += 1
-        if self._reports_forced:
-            result.forced_token_ids = forced_tokens(self._grammars)
-        return result
-
-
-class VerifiedTokens(NamedTuple):
-    """The tokens of a step that verifies drafts. They are on the host already.
-
-    Attributes:
-        last_tokens: [N] int64 on the device, the last token of each sequence that samples.
-        token_ids: the tokens of all sequences, flat.
-        counts: the number of tokens of each sequence.
-        endings: see `StepResult`.
-        logprobs: log-probabilities of the tokens; None = no row reports any.
-        forced_token_ids: see `StepResult`.
-    """
-
-    last_tokens: Tensor
-    token_ids: list[int]
-    counts: list[int]
-    endings: dict[int, str]
-    logprobs: PendingLogprobs | None
-    forced_token_ids: dict[int, list[int]]
-
-    def read(self) -> StepResult:
-        """Wait for the log-probabilities; returns the step's result."""
-        logprobs = None if self.logprobs is None else self.logprobs.read()
-        return StepResult(
-            self.token_ids,
-            logprobs,
-            endings=self.endings,
-            counts=self.counts,
-            forced_token_ids=self.forced_token_ids,
-        )
-
-
 class Sampler:
     """Owns the sampling state of every row.
 
@@ -208,6 +122,7 @@ class Sampler:
         self._rows: list[int] = []
         self._positions: list[int] = []
         self._drafts: list[list[int]] | None = None
+        self._verifies_on_device = False  # whether the device compares the staged rows with drafts
 
     def admit(self, row: int, request: Request, output_token_ids: list[int]) -> None:
         """Note that a sequence takes the row; `output_token_ids` is not empty if it resumes."""
@@ -226,7 +141,8 @@ class Sampler:
         Args:
             rows: [R], for each row of logits the row of its sequence.
             positions: [R], the position of each drawn token in its sequence.
-            drafts: the draft tokens of each sequence that samples; None = no sequence has any.
+            drafts: the draft tokens of each sequence that samples; None = no sequence has any. A
+                negative number stands for a token that only the device has.
         """
         self._staged = states = [self._state(row) for row in rows]
         self._has_grammars = any(state.grammar is not None for state in states)
@@ -236,13 +152,23 @@ class Sampler:
         self._rows = rows
         self._positions = positions
         self._drafts = drafts
-        if drafts is None:
+        self._verifies_on_device = (
+            drafts is not None
+            and self._device.type == "cuda"
+            and not any(map(self._depends_on_output, range(len(rows))))
+        )
+        if drafts is None or self._verifies_on_device:
             self._stage_draws(states, positions)
 
     @property
     def reports_logprobs(self) -> bool:
         """Whether `launch` computes log-probabilities of the staged rows."""
         return bool(self._reporting)
+
+    @property
+    def has_drafts(self) -> bool:
+        """Whether `launch` verifies drafts of the staged rows."""
+        return self._drafts is not None
 
     @property
     def waits_for_tokens(self) -> bool:
@@ -253,19 +179,29 @@ class Sampler:
         return any(grammar is not None and grammar.num_unread for grammar in grammars)
 
     def launch(
-        self, logits: Tensor, masks_s: float = MASKS_S, model_s: float = MASKS_S
-    ) -> PendingTokens | VerifiedTokens:
-        """Draw the tokens of the staged rows. Without drafts it does not wait for the device.
+        self,
+        logits: Tensor,
+        masks_s: float = MASKS_S,
+        model_s: float = MASKS_S,
+        following: Tensor | None = None,
+    ) -> PendingTokens | PendingVerification | VerifiedTokens:
+        """Draw the tokens of the staged rows.
+
+        It waits for the device only if there are drafts, and draws of the step depend on tokens
+        before them.
 
         Args:
             logits: [R, V] float32; changed in place.
             masks_s: seconds after which no further grammar masks are begun. Rows without a mask get
                 no token (`StepResult.counts`).
             model_s: seconds that the model has taken for the step.
+            following: [R] int64 on a GPU, for each row the draft of the token that it draws, if it
+                has one. Not read without drafts.
         """
         self.grammars.begin_step(masks_s, model_s)
-        if self._drafts is not None:
-            return self._verify(logits, self._drafts)
+        drafts = self._drafts
+        if drafts is not None and not self._verifies_on_device:
+            return self._verify(logits, _on_host(drafts, following))
         states = self._staged
         raw = logits.clone() if any(map(self._reports_before, self._reporting)) else logits
         token_ids, masks, held = self._pick(logits, self._rows, states, self._positions)
@@ -277,6 +213,9 @@ class Sampler:
         logprobs = None
         if self._reporting:
             logprobs = start_logprobs(raw, token_ids, [state.reported for state in states])
+        if drafts is not None:
+            assert following is not None, "the device has the drafts"
+            return PendingVerification(token_ids, following, list(map(len, drafts)), logprobs)
         return PendingTokens(token_ids, logprobs, masks, held, reports_forced=self._reports_forced)
 
     def sample(self, logits: Tensor, rows: list[int], positions: list[int]) -> StepResult:
@@ -291,6 +230,9 @@ class Sampler:
         depend on its output draws all its tokens in the first round. If there is no time for a
         sequence's next mask, it keeps the tokens that it has.
         """
+        if self._device.type == "cuda":
+            # The token sampler copies the rows of each round to the memory of the captured logits.
+            logits = logits.clone()
         starts = [0]
         for guesses in drafts:
             starts.append(starts[-1] + 1 + len(guesses))
@@ -426,6 +368,19 @@ class Sampler:
         state = self._states[row]
         assert state is not None, f"row {row} is sampled before it was admitted"
         return state
+
+
+def _on_host(drafts: list[list[int]], following: Tensor | None) -> list[list[int]]:
+    """The draft tokens of each sequence. Waits for the device if only the device has some."""
+    if all(not draft or draft[-1] >= 0 for draft in drafts):
+        return drafts
+    assert following is not None, "the device has the drafts"
+    token_ids: list[int] = following.tolist()
+    begin, found = 0, list[list[int]]()
+    for draft in drafts:
+        found.append(token_ids[begin : begin + len(draft)])
+        begin += 1 + len(draft)
+    return found
 
 
 def sampling_bytes(max_num_rows: int, max_num_seqs: int, vocab_size: int) -> int:

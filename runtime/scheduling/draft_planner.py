@@ -231,6 +231,8 @@ class DraftPlanner:
         assert draft is not None, "a sequence with drafts keeps the draft that they come from"
         assert record is not None, "a sequence with drafts has a record of them"
         self._depth.verified(Candidate(draft, record), num_drafts, num_right)
+        if self._model is not None and draft.source is DraftSource.model:
+            self._model.settle(sequence.row, num_right)
         return VerifiedDraft(num_drafts, num_right, draft.source is DraftSource.prediction)
 
     def report(
@@ -343,7 +345,10 @@ class DraftPlanner:
         drawn = iter(model.draw(jobs, step.chunk_limit(0, longest, 0)))
         seconds = time.perf_counter() - begin
         self.stats.drafting_seconds += seconds
-        if step.load is not None:
+        if step.load is not None and model.is_queued:
+            predicted = self._depth.predicted_drafting
+            step.load = step.load._replace(drafting_seconds=predicted, has_queued_drafts=True)
+        elif step.load is not None:
             step.load = step.load._replace(drafting_seconds=seconds)
         places: list[_Place] = []
         for place in taken:

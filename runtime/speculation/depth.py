@@ -75,7 +75,10 @@ class StepLoad(NamedTuple):
     num_decodes: int
     context: float  # mean number of cached tokens of the decodes
     prompt_seconds: float = 0.0  # predicted seconds of the prompts in the step
-    drafting_seconds: float = 0.0  # time that a draft model took before the step
+    # Time that a draft model took before the step. If its work was queued on a GPU, the predicted
+    # time of this work, which the step's own time includes.
+    drafting_seconds: float = 0.0
+    has_queued_drafts: bool = False
     lookup_seconds: float = 0.0  # time of looking for drafts and of choosing their number
 
 
@@ -213,6 +216,11 @@ class DepthChooser:
         """Whether drafts pause, because steps with them were slower."""
         return self._num_paused > 0
 
+    @property
+    def predicted_drafting(self) -> float:
+        """Predicted seconds of drafting for the last choice."""
+        return self._predicted_drafting * self._plain
+
     def seconds(self, load: StepLoad, num_drafts: int) -> float:
         """Predicted seconds of the step with `num_drafts` draft tokens, with the corrections."""
         plain = self._plain_prediction(load)
@@ -256,13 +264,16 @@ class DepthChooser:
             load: the step.
             num_drafts: the draft tokens of the step.
             num_accepted: how many draft tokens were right.
-            seconds: from the step's launch until its tokens were read, without the drafting.
+            seconds: from the step's launch until its tokens were read. It includes only drafting
+                that was queued.
         """
         if self._costs is None:
             return
         self._seconds += load.lookup_seconds  # steps that got no drafts take this time too
-        if load.drafting_seconds and self._predicted_drafting:
-            ratio = load.drafting_seconds / (self._predicted_drafting * self._plain)
+        if load.has_queued_drafts:
+            seconds = max(0.0, seconds - load.drafting_seconds)
+        elif load.drafting_seconds and self._predicted_drafting:
+            ratio = load.drafting_seconds / self.predicted_drafting
             self._drafting *= min(2.0, max(0.5, ratio)) ** _CORRECTION
         ratio = seconds / self.seconds(load, num_drafts)
         # A single slow step says little about the next ones.

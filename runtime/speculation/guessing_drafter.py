@@ -25,9 +25,11 @@ class GuessingDrafter(ABC):
     Args:
         max_drafts: draft tokens of one sequence in one step, at most.
         texts: a drafter whose drafts go first, such as that of predicted outputs.
+        is_queued: steps of the model are only queued, and its tokens stay on the device.
     """
 
-    def __init__(self, max_drafts: int, texts: Proposer) -> None:
+    def __init__(self, max_drafts: int, texts: Proposer, *, is_queued: bool = False) -> None:
+        self.is_queued = is_queued
         self._max_drafts = max_drafts
         self._texts = texts
         self._placeholders = [0] * max_drafts

@@ -24,9 +24,9 @@ from ostinato.runtime.speculation.proposer import DraftJob, Proposer
 from ostinato.runtime.types.request import Request
 from ostinato.runtime.types.step import AdmittedSequence, ScheduledSequence, SchedulerOutput
 
-__all__ = ("DraftHead", "HeadDrafter")
+__all__ = ("MOST_WAITING", "DraftHead", "HeadDrafter")
 
-_FEW = 16  # a sequence with this many waiting positions is computed even without a draft
+MOST_WAITING = 16  # a sequence with this many waiting positions is computed without a draft too
 
 
 class DraftHead(Protocol):
@@ -55,7 +55,7 @@ class DraftHead(Protocol):
             begins: for each entry, its first position, counted from the sequence's beginning.
 
         Returns:
-            The drawn tokens.
+            The drawn tokens, or negative numbers that stand for them.
         """
         ...
 
@@ -110,6 +110,7 @@ class HeadDrafter(GuessingDrafter):
         max_model_len: positions of a sequence that the head can have.
         texts: a drafter whose drafts go first, such as that of predicted outputs.
         costs: the head's step-cost table; None = not measured.
+        is_queued: the head's steps are queued, and their tokens stay on the device.
     """
 
     def __init__(
@@ -122,8 +123,9 @@ class HeadDrafter(GuessingDrafter):
         max_model_len: int,
         texts: Proposer,
         costs: CostTable | None = None,
+        is_queued: bool = False,
     ) -> None:
-        super().__init__(max_drafts, texts)
+        super().__init__(max_drafts, texts, is_queued=is_queued)
         self._head = head
         self._block_size = block_size
         self._max_num_tokens = max_num_tokens
@@ -157,6 +159,9 @@ class HeadDrafter(GuessingDrafter):
         else:
             self._head.unwatch(row)
 
+    def settle(self, row: int, num_right: int) -> None:
+        """Does nothing. The head computes accepted drafts again, with the target's states."""
+
     def idle(self) -> None:
         self._head.idle()
 
@@ -172,7 +177,7 @@ class HeadDrafter(GuessingDrafter):
             row = self._row_of(job)
             computed = self._head.span(job.row)[1]  # of a prompt: the chunks so far
             stop = min(computed, len(job.token_ids) - 2, self._context_end(row))
-            if stop - row.end >= _FEW:
+            if stop - row.end >= MOST_WAITING:
                 due.append((job, stop))
         while due:
             self._compute(due, lambda job, end: 0)

@@ -38,40 +38,33 @@ __all__ = ("ModelDrafter",)
 class _Row:
     """The part of a row's sequence that the draft model's cache holds."""
 
-    __slots__ = ("guesses", "num_computed", "num_sent_blocks", "num_whole")
+    __slots__ = ("num_computed", "num_guesses", "num_sent_blocks", "num_whole")
 
     def __init__(self, num_whole: int, block_size: int) -> None:
         self.num_whole = num_whole  # number of first blocks that are full and noted as computed
         self.num_computed = num_whole * block_size  # computed positions with tokens of the sequence
-        self.guesses: Sequence[int] = ()  # draft tokens that were computed after these positions
+        self.num_guesses = 0  # draft tokens that were computed after these positions
         self.num_sent_blocks = 0  # blocks of the table that are in the draft model's step buffers
 
-    def settle(self, token_ids: Sequence[int]) -> int:
-        """Keep the guesses that were right; returns the first position to be computed.
-
-        The last token is always computed, because the first draft needs its logits.
-        """
-        following = token_ids[self.num_computed : self.num_computed + len(self.guesses)]
-        for guess, token in zip(self.guesses, following, strict=False):
-            if guess != token:
-                break
-            self.num_computed += 1
-        self.guesses = ()
-        return min(self.num_computed, len(token_ids) - 1)
+    def settle(self, num_right: int) -> None:
+        """Keep the first `num_right` of the guesses, at most."""
+        self.num_computed += min(num_right, self.num_guesses)
+        self.num_guesses = 0
 
 
 class ModelDrafter(GuessingDrafter):
     """Implements `BatchProposer`.
 
     Args:
-        execute: runs a step of the draft model until its tokens are on the host. Its KV cache has
-            the target's number of blocks.
+        execute: runs a step of the draft model, whose KV cache has the target's number of blocks.
+            The result has the drawn tokens, or negative numbers that stand for them.
         block_size: tokens of a block.
         max_drafts: draft tokens of one sequence in one step, at most.
         max_num_tokens: tokens of the draft model's largest step.
         max_model_len: tokens of a sequence that the draft model can have.
         texts: a drafter whose drafts go first, such as that of predicted outputs.
         costs: the draft model's step-cost table; None = not measured.
+        is_queued: `execute` does not wait for the tokens.
         idle: called when the engine has no work.
         close: frees the draft model.
     """
@@ -86,10 +79,11 @@ class ModelDrafter(GuessingDrafter):
         max_model_len: int,
         texts: Proposer,
         costs: CostTable | None = None,
+        is_queued: bool = False,
         idle: Callable[[], object] = lambda: None,
         close: Callable[[], object] = lambda: None,
     ) -> None:
-        super().__init__(max_drafts, texts)
+        super().__init__(max_drafts, texts, is_queued=is_queued)
         self._execute = execute
         self._block_size = block_size
         self._max_num_tokens = max_num_tokens
@@ -107,6 +101,10 @@ class ModelDrafter(GuessingDrafter):
 
     def admit(self, row: int, request: Request) -> None:
         self._rows.pop(row, None)
+
+    def settle(self, row: int, num_right: int) -> None:
+        if row in self._rows:
+            self._rows[row].settle(num_right)
 
     def follow(self, jobs: Sequence[DraftJob]) -> None:
         """Does nothing. A draft model computes a sequence only when drafts for it are wanted."""
@@ -138,7 +136,7 @@ class ModelDrafter(GuessingDrafter):
             self._run(scheduled, [], drawing, drafts)
         for job, draft in zip(jobs, drafts, strict=True):
             if draft:  # the last draft token was drawn, but not computed
-                self._rows[job.row].guesses = draft[:-1]
+                self._rows[job.row].num_guesses = len(draft) - 1
         return drafts
 
     def _catch_up(
@@ -157,7 +155,9 @@ class ModelDrafter(GuessingDrafter):
                 num_whole = self._count_whole(job.table)
                 row = self._rows[job.row] = _Row(num_whole, self._block_size)
                 admitted.append(AdmittedSequence(job.row, draft_request(job.request), []))
-            starts.append(row.settle(job.token_ids))
+            row.settle(0)  # drafts that were not verified are not kept
+            # The last token is always computed, because the first draft needs its logits.
+            starts.append(min(row.num_computed, len(job.token_ids) - 1))
         limits = self._chunk_limits(jobs, starts, most_tokens)
         scheduled: list[ScheduledSequence] = []
         drawing: list[int] = []

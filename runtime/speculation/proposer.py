@@ -114,6 +114,11 @@ class BatchProposer(Proposer, Protocol):
     """
 
     @property
+    def is_queued(self) -> bool:
+        """Whether `draw` only queues the work, so that a step's time includes its drafts."""
+        ...
+
+    @property
     def costs(self) -> CostTable | None:
         """The step costs of the draft model or of the draft head; None = not measured.
 
@@ -147,7 +152,17 @@ class BatchProposer(Proposer, Protocol):
                 many, such as a whole prompt, get what is left.
 
         Returns:
-            The draft of each job, with at most `count` tokens.
+            The draft of each job, with at most `count` tokens. A negative number stands for a token
+            that only the device has.
+        """
+        ...
+
+    def settle(self, row: int, num_right: int) -> None:
+        """Note that the last draft that was drawn for a row has been verified.
+
+        Args:
+            row: the row of the sequence.
+            num_right: how many of its tokens were right, counted from the first.
         """
         ...
 

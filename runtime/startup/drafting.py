@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+from collections.abc import Callable
 from contextlib import ExitStack
 
+import torch
+
 from ostinato.graphs.compile_monitor import CompileMonitor
+from ostinato.models.base import LanguageModel
 from ostinato.models.decoder import Decoder
 from ostinato.models.draft_heads.draft_head_model import DraftHeadModel
 from ostinato.ops.native.library import loaded_isa
 from ostinato.runtime.costs.cost_table import CostTable
 from ostinato.runtime.errors import StartupError
+from ostinato.runtime.execution.device_drafts import DeviceDrafts
 from ostinato.runtime.execution.draft_head import HeadRunner
 from ostinato.runtime.execution.executor import Executor
 from ostinato.runtime.speculation.head_drafter import HeadDrafter
@@ -21,11 +27,14 @@ from ostinato.runtime.startup.calibrate import calibrate
 from ostinato.runtime.startup.loading import load_tables
 from ostinato.runtime.startup.phases import PhaseTimer
 from ostinato.runtime.startup.plan.engine_plan import EnginePlan
-from ostinato.runtime.startup.rank import RankParts, build_rank
+from ostinato.runtime.startup.rank import DraftSetup, RankParts, build_rank
+from ostinato.runtime.types.step import SchedulerOutput, StepResult
 
 __all__ = ("finish_rank", "make_drafter")
 
 _LOG = logging.getLogger(__name__)
+
+_MOST_HOST_COPIES = 16  # a copy has the block table of a step: megabytes for long contexts
 
 
 def make_drafter(
@@ -44,43 +53,101 @@ def make_drafter(
         StartupError: a weight is missing, or the head is for another vocabulary.
     """
     assert plan.draft is not None, "the engine has a draft model"
+    # On one GPU drafts stay on the device. Several ranks get them from the host.
+    is_queued = not plan.is_cpu and plan.source.shard.num_ranks == 1
+    max_drafts = plan.config.speculation.max_drafts
     timer = PhaseTimer(lambda name, seconds: _LOG.info("draft model: %s %.2f s", name, seconds))
-    rank = build_rank(plan.draft, timer, monitor, undo, None, has_grammars=False)
+    own = plan.draft.memory.limited(plan.memory.num_blocks, plan.draft_model_len)
+    rank = build_rank(
+        dataclasses.replace(plan.draft, memory=own),
+        timer,
+        monitor,
+        undo,
+        None,
+        draft=DraftSetup(
+            recorder=target.recorder,
+            attach=lambda network: _attach(plan, network, target.network, timer),
+            num_host_copies=_num_host_copies(plan) if is_queued else 1,
+        ),
+    )
     executor, limits = rank.executor, plan.draft.source.limits
-    block_size, max_drafts = plan.config.cache.block_size, plan.config.speculation.max_drafts
-    max_model_len = plan.draft.memory.max_model_len
-    if target.runner.hidden_states is None:
+    execute = _reading(executor)
+    if is_queued:
+        execute = DeviceDrafts(executor, rank.buffers, target.buffers).execute
+    block_size = plan.config.cache.block_size
+    states, head = target.runner.hidden_states, rank.network
+    if states is None:
         return ModelDrafter(
-            lambda output: executor.read(executor.launch(output)),
+            execute,
             block_size=block_size,
             max_drafts=max_drafts,
             max_num_tokens=limits.max_num_batched_tokens,
-            max_model_len=max_model_len,
+            max_model_len=own.max_model_len,
             texts=texts,
             costs=finish_rank(rank, executor, timer),
+            is_queued=is_queued,
             idle=executor.idle,
             close=executor.close,
         )
-    head, model = rank.network, target.network
     assert isinstance(head, DraftHeadModel), "only a head reads hidden states"
+    return HeadDrafter(
+        HeadRunner(head, executor, rank.runner, execute, states),
+        block_size=block_size,
+        max_drafts=max_drafts,
+        max_num_tokens=limits.max_num_batched_tokens,
+        max_model_len=own.max_model_len,
+        texts=texts,
+        costs=finish_rank(rank, executor, timer),
+        is_queued=is_queued,
+    )
+
+
+def _num_host_copies(plan: EnginePlan) -> int:
+    """How many steps of a drafter are queued at once: the drafts of each step in flight.
+
+    A head also has a step that follows a prompt. With more queued steps, the host waits for one.
+    """
+    num_in_flight = 2 if plan.overlap else 1
+    return min(_MOST_HOST_COPIES, num_in_flight * (1 + plan.config.speculation.max_drafts))
+
+
+def _reading(executor: Executor) -> Callable[[SchedulerOutput], StepResult]:
+    """Runs steps until their tokens are on the host."""
+    return lambda output: executor.read(executor.launch(output))
+
+
+def _attach(
+    plan: EnginePlan, network: LanguageModel, model: LanguageModel, timer: PhaseTimer
+) -> None:
+    """Give a head the tables of its model. A draft model needs nothing.
+
+    Args:
+        plan: the plan of the model.
+        network: the draft model or the head.
+        model: the model that is drafted for.
+        timer: times the phases.
+
+    Raises:
+        StartupError: a weight is missing, or the head is for another vocabulary.
+    """
+    if not isinstance(network, DraftHeadModel):
+        return
     assert isinstance(model, Decoder), "the plan refuses a head for other models"
-    copied = plan.draft.source.tables
-    tables = None if copied is None else load_tables(plan, copied, timer)
+    assert plan.draft is not None, "the head has a plan"
+    source = plan.draft.source
+    tables = None if source.tables is None else load_tables(plan, source.tables, timer)
+    most = source.limits.max_num_batched_tokens
     try:
-        head.attach(model, limits.max_num_batched_tokens, tables)
+        network.attach(model, most, tables)
     except ValueError as error:
         raise StartupError(
             f"speculation.model={plan.config.speculation.model} cannot be the head: {error}"
         ) from error
-    return HeadDrafter(
-        HeadRunner(head, executor, rank.runner, target.runner.hidden_states),
-        block_size=block_size,
-        max_drafts=max_drafts,
-        max_num_tokens=limits.max_num_batched_tokens,
-        max_model_len=max_model_len,
-        texts=texts,
-        costs=finish_rank(rank, executor, timer),
-    )
+    if not plan.is_cpu:  # every tile of the kernels that a step calls outside of its programs
+        width = plan.source.head_inputs.width(plan.source.config.hidden_size)
+        hidden = torch.zeros(most, width, dtype=source.dtype, device=source.device)
+        for num_tokens in sorted({shape.num_tokens for shape in plan.draft.warm_up_steps}):
+            network.read_hidden(hidden[:num_tokens])
 
 
 def finish_rank(rank: RankParts, executor: Executor, phase: PhaseTimer) -> CostTable | None:

@@ -34,7 +34,8 @@ from ostinato.ops.attention import AttentionPlanner, PlannedBackend, load_backen
 from ostinato.ops.native.library import loaded_isa
 from ostinato.runtime.costs.cost_table import CostTable
 from ostinato.runtime.errors import StartupError
-from ostinato.runtime.execution.hidden_states import HiddenStates
+from ostinato.runtime.execution.hidden_state_pool import HiddenStatePool, num_pool_slots
+from ostinato.runtime.execution.hidden_states import HiddenStates, KeptStates
 from ostinato.runtime.execution.inline_executor import InlineExecutor
 from ostinato.runtime.execution.model_runner import ModelRunner
 from ostinato.runtime.execution.pooler import Pooler
@@ -53,7 +54,7 @@ from ostinato.runtime.startup.plan.planning import bucket_table, plan_measured
 from ostinato.runtime.startup.served_model import describe_model, tokenizer_and_ends
 from ostinato.runtime.types.engine_info import ServedModel
 
-__all__ = ("Meet", "Peers", "RankParts", "build_rank")
+__all__ = ("DraftSetup", "Meet", "Peers", "RankParts", "build_rank")
 
 _LOG = logging.getLogger(__name__)
 
@@ -83,6 +84,18 @@ _ALONE = Peers(links=None, meet=lambda name, numbers: [numbers], turn=0, num_tur
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DraftSetup:
+    """What the model of a drafter needs from the rank that it drafts for.
+
+    The plan of the drafter has the measured memory of that rank, so it is not measured again.
+    """
+
+    recorder: CudaRecorder | None  # the drafter's graphs share its memory; None = on a CPU
+    attach: Callable[[LanguageModel], None]  # called with the loaded model, before its first step
+    num_host_copies: int  # steps of the drafter that are queued at once
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RankParts:
     """A rank that is ready to run steps."""
 
@@ -90,6 +103,8 @@ class RankParts:
     network: LanguageModel
     executor: InlineExecutor
     runner: ModelRunner
+    buffers: StaticBuffers
+    recorder: CudaRecorder | None  # of CUDA graphs; None = on a CPU, or an encoder
     monitor: CompileMonitor
     model: ServedModel
     bundle: Bundle | None  # the compiled programs, not saved yet; None = they are not saved
@@ -104,8 +119,7 @@ def build_rank(
     undo: ExitStack,
     model_cache: LoadedModelCache | None,
     peers: Peers = _ALONE,
-    *,
-    has_grammars: bool = True,
+    draft: DraftSetup | None = None,
 ) -> RankParts:
     """Load the model, compile and capture its programs.
 
@@ -116,13 +130,14 @@ def build_rank(
         undo: gets the callbacks that release resources if the start fails.
         model_cache: keeps the loaded model for later engines; None = load the model.
         peers: the ranks that compute the model together; by default, this one alone.
-        has_grammars: requests can have grammars.
+        draft: set for the model of a drafter, whose requests have no grammars.
 
     Raises:
         StartupError: the weights cannot be loaded, or do not fit into the memory.
     """
     config, source = plan.config, plan.source
-    grammars = _make_grammars(plan, undo, is_needed=has_grammars)
+    name = "" if draft is None else "draft model: "  # in the log
+    grammars = _make_grammars(plan, undo, is_needed=draft is None)
     with torch.inference_mode(), ThreadPoolExecutor(1, "load") as loader:
         model, finish = begin_model(plan, loader, phase, model_cache)
         aux = plan.make_aux_states()
@@ -130,10 +145,11 @@ def build_rank(
             peers.meet("links", [])
             peers.links.connect(peers.meet)
             peers.links.join(model, aux)
-        buffers = _make_buffers(plan, model)
+        num_copies = 1 if draft is None else draft.num_host_copies
+        buffers = _make_buffers(plan, model, num_copies)
         planner = _make_planner(plan, buffers, undo)
-        cuda_recorder, token_sampler = _make_cuda_recorder(plan)
-        if cuda_recorder is not None:
+        cuda_recorder, token_sampler = _make_cuda_recorder(plan, draft, num_copies)
+        if cuda_recorder is not None and draft is None:
             with phase("measure"):
                 plan = _with_measured_memory(plan, model, buffers, planner, token_sampler)
             plan = _with_fewest_blocks(plan, peers.meet)
@@ -141,14 +157,11 @@ def build_rank(
         pages = map_ahead(kv_cache, plan.kv_cache_spec)
         if pages is not None:
             undo.callback(pages.close)
-        bundle, bind = _open_programs(
-            plan, undo, peers, lambda bundle: finish(kv_cache, buffers, bundle)
-        )
+        bundle, bind = _open_programs(plan, undo, peers, lambda one: finish(kv_cache, buffers, one))
         if peers.links is not None:
             peers.links.join(model, aux)  # on a GPU this model was traced, in a group of its own
-        cost_store = CostStore(
-            config.graphs, source.limits, plan.threads, source.shard.stage.count, bundle
-        )
+        num_stages = source.shard.stage.count
+        cost_store = CostStore(config.graphs, source.limits, plan.threads, num_stages, bundle)
         costs = cost_store.load()
         program = None if bind is None else bind(model)
         graphs = GraphRunner(
@@ -164,9 +177,11 @@ def build_rank(
             border=peers.links,
         )
         peers.meet("weights", [])
+        if draft is not None:
+            draft.attach(model)
         memory = None if cuda_recorder is None else CudaMemory()
-        _prepare_graphs(plan, graphs, token_sampler, memory, phase)
-        _LOG.info("layers: %s", _count_layers(graphs))
+        _prepare_graphs(plan, graphs, token_sampler, memory, phase, name)
+        _LOG.info("%slayers: %s", name, _count_layers(graphs))
         isa = (loaded_isa() or "") if plan.is_cpu else ""
         times = {} if plan.isa_trial is None else plan.isa_trial.microseconds
         if isa:
@@ -184,6 +199,8 @@ def build_rank(
         network=model,
         executor=executor,
         runner=runner,
+        buffers=buffers,
+        recorder=cuda_recorder,
         monitor=monitor,
         model=served,
         bundle=bundle,
@@ -262,7 +279,7 @@ def _make_grammars(plan: EnginePlan, undo: ExitStack, *, is_needed: bool) -> Gra
     return grammars
 
 
-def _make_buffers(plan: EnginePlan, model: LanguageModel) -> StaticBuffers:
+def _make_buffers(plan: EnginePlan, model: LanguageModel, num_copies: int) -> StaticBuffers:
     limits, block_size = plan.source.limits, plan.config.cache.block_size
     return StaticBuffers(
         max_num_tokens=limits.max_num_batched_tokens,
@@ -274,6 +291,8 @@ def _make_buffers(plan: EnginePlan, model: LanguageModel) -> StaticBuffers:
         device=plan.source.device,
         async_tokens=plan.overlap or None,
         table=model.step_tensors,
+        max_drafts=limits.rows_per_seq - 1,
+        num_host_copies=num_copies,
     )
 
 
@@ -296,7 +315,9 @@ def _make_planner(
     return planner
 
 
-def _make_cuda_recorder(plan: EnginePlan) -> tuple[CudaRecorder | None, GraphSampler | None]:
+def _make_cuda_recorder(
+    plan: EnginePlan, draft: DraftSetup | None, num_copies: int
+) -> tuple[CudaRecorder | None, GraphSampler | None]:
     """The recorder of CUDA graphs, and the sampler that reads the captured programs' outputs.
 
     Both are None on a CPU, and for an encoder, whose steps are not captured. Only rank 0 samples,
@@ -309,11 +330,16 @@ def _make_cuda_recorder(plan: EnginePlan) -> tuple[CudaRecorder | None, GraphSam
         return CudaRecorder(), None
     rows, vocab_size = source.limits.max_num_rows, source.config.vocab_size
     logits = torch.zeros(rows, vocab_size, dtype=torch.float32, device=source.device)
-    recorder = CudaRecorder(logits)
+    shared = None if draft is None else draft.recorder
+    recorder = CudaRecorder(logits) if shared is None else shared.sharing_pool(logits)
     if not source.shard.is_leader:
         return recorder, None
     captured = plan.config.graphs.mode is GraphMode.captured
-    return recorder, GraphSampler(logits, recorder=recorder.sharing_pool() if captured else None)
+    return recorder, GraphSampler(
+        logits,
+        recorder=recorder.sharing_pool() if captured else None,
+        num_host_copies=num_copies,
+    )
 
 
 def _make_runner(
@@ -340,9 +366,18 @@ def _make_runner(
     switches = plan.is_cpu and source.weights.uses_cpu_kernels and not is_eager
     threads = StepThreads(plan.threads) if switches else None
     pooler = Pooler(model.classify if isinstance(model, EncoderModel) else None)
-    has_head = graphs.aux is not None and source.shard.is_leader
-    hidden_states = HiddenStates() if has_head else None
+    hidden_states: KeptStates | None = None
+    if graphs.aux is not None and source.shard.is_leader:
+        hidden_states = _keep_hidden_states(plan)
     return ModelRunner(graphs, buffers, sampler, threads, pooler, hidden_states)
+
+
+def _keep_hidden_states(plan: EnginePlan) -> KeptStates:
+    source = plan.source
+    if plan.is_cpu:
+        return HiddenStates()
+    width = source.head_inputs.width(source.config.hidden_size)
+    return HiddenStatePool(num_pool_slots(source.limits), width, source.dtype, source.device)
 
 
 def _prepare_graphs(
@@ -351,10 +386,12 @@ def _prepare_graphs(
     token_sampler: GraphSampler | None,
     memory: CudaMemory | None,
     phase: PhaseTimer,
+    name: str,
 ) -> None:
     """Run every kind of step once, and capture the buckets that fit into the memory.
 
-    `memory` is that of the GPU; None on a CPU, and for an encoder.
+    `memory` is that of the GPU; None on a CPU, and for an encoder. The lines of the log begin with
+    `name`.
     """
     config, limits = plan.config.graphs, plan.source.limits
     with phase("warm-up"):
@@ -370,10 +407,12 @@ def _prepare_graphs(
         left_out = _capture(graphs, must_fit=plan.source.shard.num_ranks > 1)
         draws = [] if token_sampler is None else token_sampler.capture()
     if left_out or draws:
-        _LOG.warning("%s", _capture_warning(left_out, len(draws)))
+        _LOG.warning("%s%s", name, _capture_warning(left_out, len(draws)))
     if memory is not None:
-        now = memory.free()
-        _LOG.info("%s", compare_with_plan(plan.memory, free_before_capture=free, free_now=now))
+        num_graphs = len(graphs.captured_keys)
+        num_graphs += 0 if token_sampler is None else len(token_sampler.captured_keys)
+        text = compare_with_plan(plan.memory, free_before_capture=free, free_now=memory.free())
+        _LOG.info("%s%d graphs captured; %s", name, num_graphs, text)
 
 
 def _capture(graphs: GraphRunner, *, must_fit: bool) -> list[GraphKey]:

@@ -150,6 +150,29 @@ def test_programs_read_a_further_tensor_of_each_step(monkeypatch: pytest.MonkeyP
         assert torch.equal(one, three)
 
 
+def test_marks_stand_for_tokens_that_only_the_device_has() -> None:
+    buffers = StaticBuffers(
+        max_num_tokens=MAX_TOKENS,
+        max_num_seqs=MAX_SEQS,
+        max_blocks_per_seq=MAX_BLOCKS,
+        block_size=BLOCK_SIZE,
+        device=CPU,
+        async_tokens=True,
+        max_drafts=3,
+    )
+    buffers.last_tokens[2] = 50
+    buffers.store_drafts(0, torch.tensor([2]), torch.tensor([60]))
+    buffers.store_drafts(2, torch.tensor([1, 2]), torch.tensor([70, 71]))
+    marks = [buffers.draft_mark(row, place) for row in range(MAX_SEQS) for place in range(3)]
+    assert len({*marks, *(-1 - row for row in range(MAX_SEQS))}) == 4 * MAX_SEQS
+    ids = [-1 - 2, buffers.draft_mark(2, 0), 7, buffers.draft_mark(1, 2)]
+    buffers.host.token_ids[:4] = ids
+    buffers.host.logits_indices[:3] = [0, 2, 3]
+    buffers.scatter_known_tokens(4)
+    assert buffers.batch(4, 1, 3).token_ids.tolist() == [50, 60, 7, 70]
+    assert buffers.following_tokens(2).tolist() == [60, 70]
+
+
 class NoEvent:
     def record(self) -> None:
         pass
@@ -161,8 +184,8 @@ class NoEvent:
 def test_an_upload_takes_small_tensors_whole_and_large_ones_by_used_rows() -> None:
     buffers = make_buffers()
     buffers._device_memory.fill_(9)
-    buffers._host_memory = torch.full_like(buffers._device_memory, 7)
-    buffers._copied = NoEvent()  # type: ignore[assignment]
+    memory = torch.full_like(buffers._device_memory, 7)
+    buffers._current = buffers._current._replace(memory=memory, copied=NoEvent())  # type: ignore[arg-type]
     buffers.upload(2)
     device = buffers.batch(MAX_TOKENS, MAX_SEQS, MAX_SEQS)
     for name, spec in tensor_specs(FurtherTensors).items():

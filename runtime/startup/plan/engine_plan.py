@@ -26,9 +26,9 @@ from ostinato.ops.moe.moe_linear import tile_tokens
 from ostinato.ops.quantized import GPU_TILE_TOKENS
 from ostinato.runtime.errors import StartupError
 from ostinato.runtime.kv.kv_cache_manager import KVGroup
-from ostinato.runtime.memory.memory_plan import MemoryPlan
+from ostinato.runtime.memory.memory_plan import CUDA_GRAPH_BYTES, MemoryPlan
 from ostinato.runtime.startup.plan.model_source import ModelSource, model_skeleton, open_model
-from ostinato.runtime.startup.plan.planning import bucket_table, plan_engine
+from ostinato.runtime.startup.plan.planning import bucket_table, count_graphs, plan_engine
 from ostinato.runtime.startup.plan.warm_up import cpu_steps, gpu_steps
 from ostinato.runtime.types.engine_info import IsaTrial
 
@@ -55,6 +55,12 @@ class EnginePlan:
     def is_cpu(self) -> bool:
         """Whether the model runs on a CPU."""
         return self.source.device.type == "cpu"
+
+    @property
+    def draft_model_len(self) -> int:
+        """Tokens of a sequence that the draft model or the head can have."""
+        assert self.draft is not None, "there is a draft model"
+        return min(self.memory.max_model_len, self.draft.source.config.max_model_len)
 
     @property
     def warm_up_steps(self) -> tuple[StepSizes, ...]:
@@ -198,10 +204,12 @@ def finish_plan(
         threads=threads,
     )
     check_determinism(plan)
-    return plan if source.draft is None else dataclasses.replace(plan, draft=_draft_plan(plan))
+    if source.draft is None:
+        return plan
+    return dataclasses.replace(plan, draft=_draft_plan(plan, is_here=is_here))
 
 
-def _draft_plan(plan: EnginePlan) -> EnginePlan:
+def _draft_plan(plan: EnginePlan, *, is_here: bool) -> EnginePlan:
     """The plan of the draft model, which runs steps of decodes and prompts like any model.
 
     Raises:
@@ -215,13 +223,17 @@ def _draft_plan(plan: EnginePlan) -> EnginePlan:
         plan.memory,
         max_model_len=min(plan.memory.max_model_len, source.config.max_model_len),
         bytes_per_block=spec.bytes_per_block,
+        # The draft model's graphs share the memory pool of the model's graphs.
+        graph_bytes=0 if plan.is_cpu else count_graphs(config, source) * CUDA_GRAPH_BYTES,
     )
     return EnginePlan(
         config=config,
         source=source,
         memory=memory,
-        backend=_select_backend(config, source),
-        experts=_select_experts(config, source) if has_experts else ExpertKernels.auto,
+        backend=_select_backend(config, source, is_here=is_here),
+        experts=_select_experts(config, source, is_here=is_here)
+        if has_experts
+        else ExpertKernels.auto,
         buckets=bucket_table(config, source),
         overlap=False,
         threads=plan.threads,

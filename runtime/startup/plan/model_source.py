@@ -216,13 +216,6 @@ def _open_draft(config: EngineConfig, target: ModelSource) -> ModelSource:
     """
     path, method = config.speculation.model, config.speculation.drafter
     key = f"speculation.model={path}" if path else f"speculation.method={method}"
-    remedy = "set speculation.method=auto"
-    if path:
-        remedy += " and leave speculation.model out"
-    if target.device.type != "cpu":
-        raise StartupError(
-            f"{key} needs a CPU, and the model runs on {target.device.type}; {remedy}"
-        )
     if method is SpeculationMethod.mtp:
         return _open_next_token_layer(config, target)
     own, is_head = draft_config(config), method is SpeculationMethod.eagle3
@@ -267,7 +260,7 @@ def _open_head(config: EngineConfig, target: ModelSource) -> ModelSource:
         device=target.device,
         dtype=target.dtype,
         cache_dtype=target.cache_dtype,
-        limits=upper_limits(config.scheduler, is_cpu=True, max_drafts=0),
+        limits=_limits_of_head(config, target),
         pooling=pooling,
         weights=_choose_weights(config, checkpoint, target.device, target.dtype),
     )
@@ -286,8 +279,12 @@ def _open_next_token_layer(config: EngineConfig, target: ModelSource) -> ModelSo
         raise StartupError(f"{key}: {error}") from error
     if (reason := _why_hidden(config)) is not None:
         raise StartupError(f"{key}: {reason}")
-    limits = upper_limits(config.scheduler, is_cpu=True, max_drafts=0)
+    limits = _limits_of_head(config, target)
     return dataclasses.replace(target, config=layer, limits=limits, shard=WHOLE)
+
+
+def _limits_of_head(config: EngineConfig, target: ModelSource) -> StepLimits:
+    return upper_limits(config.scheduler, is_cpu=target.device.type == "cpu", max_drafts=0)
 
 
 def _why_hidden(config: EngineConfig) -> str | None:

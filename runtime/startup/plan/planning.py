@@ -25,6 +25,7 @@ from ostinato.ops.attention import AttentionPlanner, workspace_bytes
 from ostinato.ops.parallel.staged_handoff import NUM_SENDING
 from ostinato.runtime.costs.cost_table import CostTable
 from ostinato.runtime.costs.step_limits import redundant_sizes
+from ostinato.runtime.execution.hidden_state_pool import num_pool_slots
 from ostinato.runtime.memory.measured_memory import CudaMemory, measure
 from ostinato.runtime.memory.memory_plan import (
     GIB,
@@ -38,7 +39,7 @@ from ostinato.runtime.memory.memory_plan import (
 from ostinato.runtime.sampling.sampler import sampling_bytes
 from ostinato.runtime.startup.plan.model_source import ModelSource, model_skeleton
 
-__all__ = ("bucket_table", "plan_engine", "plan_measured")
+__all__ = ("bucket_table", "count_graphs", "plan_engine", "plan_measured")
 
 
 def plan_engine(
@@ -60,12 +61,11 @@ def plan_engine(
         StartupError: the engine does not fit into the memory.
     """
     is_cpu = source.device.type == "cpu"
-    keys = bucket_table(config, source).keys
+    keys, num_graphs = bucket_table(config, source).keys, count_graphs(config, source)
     limits = source.limits
-    draft = None if source.draft is None else _draft_footprint(config, source.draft)
-    num_graphs = len(keys)
-    if keys and source.shard.is_leader:  # the other ranks do not sample
-        num_graphs += num_sampling_graphs(limits.max_num_rows)
+    if source.draft is not None:
+        num_graphs += count_graphs(draft_config(config), source.draft)
+    draft = None if source.draft is None else _draft_footprint(config, source, source.draft)
     return plan_memory(
         dataclasses.replace(_footprint(config, source), measured=measured, draft=draft),
         free_bytes=_free_bytes(config, is_cpu=is_cpu) if free_bytes is None else free_bytes,
@@ -81,9 +81,31 @@ def plan_engine(
     )
 
 
-def _draft_footprint(config: EngineConfig, draft: ModelSource) -> ModelFootprint:
+def count_graphs(config: EngineConfig, source: ModelSource) -> int:
+    """The number of graphs that a rank captures on a GPU, with those of its sampler if it samples."""
+    count = len(bucket_table(config, source).keys)
+    if count and source.shard.is_leader:
+        count += num_sampling_graphs(source.limits.max_num_rows)
+    return count
+
+
+def _draft_footprint(
+    config: EngineConfig, source: ModelSource, draft: ModelSource
+) -> ModelFootprint:
     """The sizes of the draft model or the head, with the tables of the model that are copied."""
     footprint = _footprint(draft_config(config), draft)
+    if draft.config.head is not None and source.device.type != "cpu":
+        # Hidden states that wait for the head, and those of the largest captured step. The head's
+        # features and outputs, which have a row for each token of a step.
+        keys = bucket_table(config, source).keys
+        num_states = num_pool_slots(source.limits) + max(
+            (key.num_tokens for key in keys), default=0
+        )
+        width = source.head_inputs.width(source.config.hidden_size)
+        rows = 2 * draft.limits.max_num_batched_tokens * draft.config.hidden_size
+        num_kept = (num_states * width + rows) * source.dtype.itemsize
+        workspace = footprint.workspace_bytes + num_kept
+        footprint = dataclasses.replace(footprint, workspace_bytes=workspace)
     if draft.tables is None:
         return footprint
     num_copied = num_bytes(model_skeleton(draft.tables))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -84,3 +85,14 @@ def check(found: dict[str, Any]) -> None:
 def test_a_layer_on_a_described_gpu(tmp_path: Path) -> None:
     """The engine's compiler lowers the layer; its Triton kernels are for capability 9.0."""
     check(describe("h200", tmp_path))
+
+
+@pytest.mark.slow
+def test_the_layer_of_a_head_on_a_described_gpu() -> None:
+    """An EAGLE-3 head is compiled like any layer: four products, attention and three kernels."""
+    command = [sys.executable, str(Path(__file__).with_name("head_layer.py")), "h200"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert Counter(found["by"]) == {"cuBLAS": 4, "ours": 1, "Inductor": 3}
+    assert found["waits"] == [] == found["copies"]

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from ostinato.conf.speculation.speculation_schema import SpeculationConfig, SpeculationMethod
-from ostinato.runtime.execution.hidden_states import HiddenStates
+from ostinato.runtime.execution.hidden_states import KeptStates, Span
 from ostinato.runtime.speculation.head_drafter import HeadDrafter
 from ostinato.runtime.speculation.proposer import Draft
 from ostinato.runtime.speculation.text_drafter import TextDrafter
@@ -54,11 +54,11 @@ class TappedDevice(SimulatedDevice):
 
 
 class SimulatedHead:
-    """Implements `DraftHead`. The tensors of `HiddenStates` hold indices into `_known`."""
+    """Implements `DraftHead`. The tensors of `states` hold indices into `_known`."""
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, states: KeptStates) -> None:
         self._block_size = block_size
-        self._states = HiddenStates()
+        self._states = states
         self._known: list[_Hidden] = []
         self._memory: dict[int, _Entry] = {}
         self._tables: dict[int, list[int]] = {}
@@ -84,7 +84,8 @@ class SimulatedHead:
     def compute(self, output: SchedulerOutput, begins: Sequence[int]) -> list[int]:
         given: list[list[_Hidden]] = []
         for entry, begin in zip(output.scheduled, begins, strict=True):
-            numbers = torch.cat(self._states.take(entry.row, begin, begin + entry.num_new_tokens))
+            span = Span(entry.row, begin, begin + entry.num_new_tokens)
+            numbers = self._states.take([span])
             hidden = [self._known[number] for number in numbers.flatten().tolist()]
             assert [len(one) for one in hidden] == list(
                 range(begin + 1, begin + 1 + entry.num_new_tokens)
@@ -151,8 +152,10 @@ class SimulatedHeadDrafter(HeadDrafter):
         outputs: not read; `SimulatedEngine` sets the outputs of other drafters.
     """
 
-    def __init__(self, *, block_size: int, max_model_len: int, max_num_tokens: int) -> None:
-        self.simulated = SimulatedHead(block_size)
+    def __init__(
+        self, *, block_size: int, max_model_len: int, max_num_tokens: int, states: KeptStates
+    ) -> None:
+        self.simulated = SimulatedHead(block_size, states)
         self.live: set[str] = set()
         self.outputs: dict[str, list[int]] = {}
         method = SpeculationMethod.eagle3

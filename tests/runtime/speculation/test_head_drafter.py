@@ -5,7 +5,10 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
 
+from ostinato.runtime.execution.hidden_state_pool import HiddenStatePool
+from ostinato.runtime.execution.hidden_states import HiddenStates, KeptStates
 from ostinato.runtime.types.params import SamplingParams
 from ostinato.runtime.types.request import Request
 from tests.runtime.simulated_device import EOS, VOCAB_SIZE
@@ -24,11 +27,15 @@ def run_workload(
     head_model_len: int = MAX_MODEL_LEN,
     head_num_tokens: int = 64,
     seed: int = 5,
+    states: KeptStates | None = None,
 ) -> tuple[SimulatedEngine, SimulatedHeadDrafter]:
     """Sixty requests that share beginnings; a third of them go on with an earlier text."""
     generator = random.Random(seed)
     drafter = SimulatedHeadDrafter(
-        block_size=4, max_model_len=head_model_len, max_num_tokens=head_num_tokens
+        block_size=4,
+        max_model_len=head_model_len,
+        max_num_tokens=head_num_tokens,
+        states=states or HiddenStates(),
     )
     engine = SimulatedEngine(
         total_blocks=total_blocks,
@@ -92,6 +99,22 @@ def test_a_perfect_head_is_always_right(
     assert engine.num_right_drafts == stats.num_draft_tokens
     if total_blocks == 25:
         assert engine.scheduler.num_preemptions > 5
+
+
+@pytest.mark.parametrize("lookahead", [False, True])
+@pytest.mark.parametrize(("num_slots", "least"), [(8 * 24 + 19, 300), (60, 100)])
+def test_a_pool_of_hidden_states_gives_right_ones_or_none(
+    num_slots: int, least: int, lookahead: bool
+) -> None:
+    """With few slots, states are dropped and the head begins later, with less context."""
+    pool = HiddenStatePool(num_slots, 1, torch.int64, torch.device("cpu"))
+    engine, drafter = run_workload(total_blocks=60, lookahead=lookahead, states=pool)
+    assert engine.scheduler.drafts is not None
+    stats = engine.scheduler.drafts.stats
+    assert least < stats.num_draft_tokens == engine.num_right_drafts
+    for row in range(8):
+        drafter.simulated.unwatch(row)
+    assert sorted(pool._free) == list(range(num_slots))
 
 
 @pytest.mark.parametrize("head_num_tokens", [8, 16])

@@ -18,6 +18,8 @@ from ostinato.conf.speculation.speculation_schema import NO_DRAFTS
 from ostinato.models.sharding import WHOLE, Shard, Stage
 from ostinato.models.stage_layers import num_bytes
 from ostinato.runtime.errors import StartupError
+from ostinato.runtime.execution.hidden_state_pool import num_pool_slots
+from ostinato.runtime.memory.memory_plan import CUDA_GRAPH_BYTES, MeasuredMemory, MemoryPlan
 from ostinato.runtime.startup.plan.engine_plan import make_plan
 from ostinato.runtime.startup.plan.model_source import model_skeleton, open_model, part_of
 from ostinato.runtime.startup.plan.planning import plan_engine
@@ -62,9 +64,9 @@ def test_a_shorter_context_of_the_draft_model_does_not_shorten_the_models(tmp_pa
     assert (plan.memory.max_model_len, plan.draft.memory.max_model_len) == (256, 64)
 
 
-def refusal(config: RunConfig, device: torch.device | None = None) -> str:
+def refusal(config: RunConfig) -> str:
     with pytest.raises(StartupError) as error:
-        plan_engine(config.engine, open_model(config.engine, device))
+        plan_engine(config.engine, open_model(config.engine))
     text = str(error.value)
     assert "\n" not in text
     return text
@@ -89,11 +91,47 @@ def test_a_directory_that_is_missing_is_named(tmp_path: Path) -> None:
     assert refusal(config) == f"speculation.model='{tmp_path}/no such': no such directory"
 
 
-def test_a_gpu_has_no_draft_model_yet(tmp_path: Path) -> None:
-    assert refusal(drafting(tmp_path), torch.device("cuda")) == (
-        f"speculation.model={tmp_path} needs a CPU, and the model runs on cuda; set "
-        "speculation.method=auto and leave speculation.model out"
-    )
+GIB = 1 << 30
+
+
+def on_gpu(config: EngineConfig, measured: MeasuredMemory | None = None) -> MemoryPlan:
+    source = open_model(config, torch.device("cuda"))
+    return plan_engine(config, source, free_bytes=64 * GIB, measured=measured)
+
+
+def test_a_gpu_has_the_memory_and_the_graphs_of_both_models(tmp_path: Path) -> None:
+    words = ("graphs.mode=captured", "cache.memory_gib=null")
+    config = drafting(tmp_path, *words, num_hidden_layers=1).engine
+    plain = dataclasses.replace(config, speculation=NO_DRAFTS)
+    source = open_model(config, torch.device("cuda"))
+    assert source.draft is not None
+    both, alone = on_gpu(config), on_gpu(plain)
+    added = num_bytes(model_skeleton(source.draft))
+    assert both.weights_bytes == alone.weights_bytes + added
+    assert both.graph_bytes > alone.graph_bytes + CUDA_GRAPH_BYTES
+    # The draft model's logits and sampling state stay beside those of the model.
+    rows = source.draft.limits.max_num_rows
+    assert both.activation_bytes > alone.activation_bytes + 16 * rows * MODEL["vocab_size"]
+    # The model's memory is measured before the draft model is loaded.
+    measured = MeasuredMemory(used_bytes=GIB, step_bytes=GIB)
+    again = on_gpu(config, measured)
+    assert again.weights_bytes == GIB + added
+    assert GIB < again.activation_bytes < GIB + both.activation_bytes
+    assert again.num_blocks < on_gpu(plain, measured).num_blocks
+
+
+def test_a_gpu_has_the_hidden_states_that_wait_for_a_head() -> None:
+    words = [
+        *("speculation.method=eagle3", f"speculation.model={DEMO / 'eagle3'}"),
+        "speculation.max_tokens=7",
+    ]
+    config = load_config(words).engine
+    source = open_model(config, torch.device("cuda"))
+    alone = on_gpu(dataclasses.replace(config, speculation=NO_DRAFTS))
+    positions = num_pool_slots(source.limits)
+    assert positions == 8192 + 256 * (16 + 2 * 8)
+    least = positions * 3 * source.config.hidden_size * source.dtype.itemsize
+    assert on_gpu(config).activation_bytes > alone.activation_bytes + least
 
 
 @pytest.mark.parametrize(
@@ -224,16 +262,12 @@ def test_a_next_token_layer_is_planned_on_the_leader(
     assert (other is not None and other.has_final) == shards[1].stage.is_last
 
 
-def test_a_next_token_layer_drafts_on_a_cpu() -> None:
+def test_a_next_token_layer_is_planned() -> None:
     config = tiny_config("speculation=mtp", model__config=GLM)
     alone = make_plan(tiny_config(model__config=GLM).engine, 1)
     both = make_plan(config.engine, 1)
     assert both.draft is not None
     assert both.memory.weights_bytes > alone.memory.weights_bytes
-    assert refusal(config, torch.device("cuda")) == (
-        "speculation.method=mtp needs a CPU, and the model runs on cuda; set "
-        "speculation.method=auto"
-    )
     with pytest.raises(ConfigError, match="must be left out unless"):
         load_config(["speculation=mtp", "speculation.model=x"])
 
