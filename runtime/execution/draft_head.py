@@ -42,6 +42,7 @@ class HeadRunner:
     ) -> None:
         self._model = model
         self._executor = executor
+        self._runner = runner
         self._execute = execute
         self._states = hidden_states
         self._num_outputs = 0  # rows of `outputs` that the last step has written
@@ -63,15 +64,19 @@ class HeadRunner:
             spans.append(Span(entry.row, begin, begin + entry.num_new_tokens))
             # The head's input at position p is the sequence's token at p + 1.
             self._offsets[entry.row] = begin - entry.start + 1
-        self._model.read_hidden(self._states.take(spans))
+        # Outside of a step, small operations would wait for OpenMP threads that have no core: the
+        # workers of the kernels' thread pool are still awake.
+        with self._runner.hold_threads(output.num_tokens):
+            self._model.read_hidden(self._states.take(spans))
         return self._run(output)
 
     @torch.inference_mode()
     def extend(self, output: SchedulerOutput, kept: Sequence[int]) -> list[int]:
-        outputs = self._model.outputs[: self._num_outputs]
-        if len(kept) != len(outputs):
-            outputs = outputs[to_device(kept, outputs.device)]
-        self._model.read_features(outputs)
+        with self._runner.hold_threads(output.num_tokens):
+            outputs = self._model.outputs[: self._num_outputs]
+            if len(kept) != len(outputs):
+                outputs = outputs[to_device(kept, outputs.device)]
+            self._model.read_features(outputs)
         return self._run(output)
 
     def idle(self) -> None:

@@ -172,7 +172,7 @@ class ModelRunner:
             self.graphs.copy_blocks(output.block_copies)
         step = self._batch.build(output)
         begin = time.perf_counter()
-        with self._hold_threads(step.num_tokens, pools=output.num_pooled > 0):
+        with self.hold_threads(step.num_tokens, pools=output.num_pooled > 0):
             pending = self._launch(output, step)
         self.graphs.timer.end()
         self.model_seconds += time.perf_counter() - begin
@@ -235,7 +235,7 @@ class ModelRunner:
             result.pooled = pending.vectors.read()
         undrawn, self._undrawn = self._undrawn, None
         if undrawn is not None and undrawn.logits is not None and self._sampler is not None:
-            with torch.inference_mode(), self._hold_threads(0):
+            with torch.inference_mode(), self.hold_threads(0):
                 seconds = time.perf_counter() - undrawn.launched_at
                 self._draw(self._sampler, undrawn, undrawn.logits, seconds)
             undrawn.logits = None
@@ -259,9 +259,8 @@ class ModelRunner:
             pending.tokens = sampler.launch(logits, masks_s, model_s, following)
         self._buffers.store_last_tokens(pending.tokens.last_tokens)
 
-    def _hold_threads(
-        self, num_tokens: int, *, pools: bool = False
-    ) -> AbstractContextManager[None]:
+    def hold_threads(self, num_tokens: int, *, pools: bool = False) -> AbstractContextManager[None]:
+        """A context that sets the numbers of CPU threads for a step or a part of it."""
         has_loops = self.graphs.has_loops
         # Compiled loops divide a pooled sum of hidden states among the threads, and another number
         # of threads gives other bits. `StepThreads` chooses the number by the size of the step. So
