@@ -15,6 +15,9 @@ The checks:
 
 - Nothing is compiled after the start. The log has no error.
 - Every KV block is free at the end, and block accounting is consistent.
+- Half of the requests that are neither streamed nor left by their client are sent again with
+  `"speculation": false`. Both answers are equal, and the server has verified drafts. It has the
+  default `speculation.method`, which is `auto` on a CPU.
 - Every answer is as expected. None has a 5xx status other than a 503 with Retry-After, except
   answers of `/health` while a killed engine starts again.
 - Files, threads, processes and temporary files do not grow.
@@ -88,6 +91,7 @@ def _print(record: dict[str, Any]) -> None:
             for name, one in record["health"].items()
         ),
         f"{_counted(record['exchanges'])}; {len(record['wrong'])} wrong",
+        ", ".join(f"{name} {value:g}" for name, value in record["drafts"].items()),
         _counted(record["hostile"]["groups"]) or "none",
         f"{len(record['errors'])} errors, exit code {record['exit_code']}",
     )

@@ -25,7 +25,8 @@ REPLY_S = 120.0  # the longest wait for a response
 class ClientCounts:
     """How the clients' requests ended."""
 
-    # answered, refused, hung up (by the client), told to come again (a 503 with Retry-After)
+    # answered, refused, hung up (by the client), told to come again (a 503 with Retry-After),
+    # equal without drafts, different without drafts
     exchanges: Counter[str] = field(default_factory=Counter)
     statuses: Counter[int] = field(default_factory=Counter)
     options: Counter[str] = field(default_factory=Counter)
@@ -42,6 +43,7 @@ async def _exchange(
     counts.options.update(exchange.body.keys())
     sent, begin = time.time(), time.perf_counter()
     is_whole = False
+    choices: list[dict[str, Any]] = []
     try:
         async with asyncio.timeout(exchange.patience_s):
             headers = {"X-Request-Id": request_id}
@@ -61,7 +63,8 @@ async def _exchange(
                 else:
                     await response.aread()
                     is_whole = True
-                    _check_choices(response.json()["choices"], exchange, counts)
+                    choices = response.json()["choices"]
+                    _check_choices(choices, exchange, counts)
     except TimeoutError:
         counts.exchanges["hung up"] += 1
     except httpx.HTTPError as error:
@@ -69,6 +72,33 @@ async def _exchange(
     if is_whole:
         seconds = time.perf_counter() - begin
         counts.answered.append(GoodRequest(request_id, "good", exchange.kind, sent, seconds))
+        if exchange.is_compared:
+            await _compare(client, exchange, choices, counts)
+
+
+async def _compare(
+    client: httpx.AsyncClient,
+    exchange: Exchange,
+    choices: list[dict[str, Any]],
+    counts: ClientCounts,
+) -> None:
+    """Send a request again, without drafts. Its choices must be equal, log-probabilities too."""
+    try:
+        body = {**exchange.body, "speculation": False}
+        response = await client.post(exchange.path, json=body)
+    except httpx.HTTPError as error:
+        counts.add_wrong(exchange, f"broke without drafts: {type(error).__name__}: {error}")
+        return
+    counts.statuses[response.status_code] += 1
+    if response.status_code == 503 and "retry-after" in response.headers:
+        counts.exchanges["told to come again"] += 1
+    elif response.status_code != 200:
+        counts.add_wrong(exchange, f"gave {response.status_code} without drafts: {response.text}")
+    elif (plain := response.json()["choices"]) == choices:
+        counts.exchanges["equal without drafts"] += 1
+    else:
+        counts.exchanges["different without drafts"] += 1
+        counts.add_wrong(exchange, f"differs: {choices} with drafts, {plain} without")
 
 
 async def _read_stream(response: httpx.Response, exchange: Exchange, counts: ClientCounts) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import statistics
 from collections.abc import Sequence
@@ -26,6 +27,7 @@ _LONG_S = 100.0  # in shorter runs times and the growth of memory are not checke
 _MOST_SLOWER = 2.0  # allowed p99 of good requests: with hostile clients / without
 _HEALTH_S = 0.1  # the longest allowed answer of /health
 _YOUNG_S = 15.0  # after a kill: the start of the next engine, and its first requests
+_DRAFTS = re.compile(r" drafted=(\d+) accepted=(\d+)")  # of a request, in the log
 # Errors in the log that are expected when the test kills an engine.
 _ERRORS_OF_KILLS = (
     f"ended: {death_of(-signal.SIGKILL).text}",
@@ -74,6 +76,7 @@ def record_of(plan: SoakPlan, seen: Observations) -> dict[str, Any]:
             or latency["storm"]["p99_s"] <= _MOST_SLOWER * latency["calm"]["p99_s"],
             "/health in time": not is_long or health["storm"]["max_ms"] <= 1e3 * _HEALTH_S,
             "every answer as expected": not wrong,
+            "drafts were verified and changed no answer": _are_drafts_right(plan, seen),
             "every kind of attack was made": not is_long
             or min(seen.hostile.get("groups", {}).values(), default=1) > 0,
             # The engine checks its block accounting when it ends, and logs errors in it.
@@ -95,6 +98,7 @@ def record_of(plan: SoakPlan, seen: Observations) -> dict[str, Any]:
         "kills": [round(at - seen.begin, 1) for at in seen.kills],
         "restarts_s": [round(end - begin, 2) for begin, end in seen.restarts],
         "engine": _engine_figures(seen.metrics),
+        "drafts": _draft_figures(seen),
         "requests_by_field": dict(sorted(counts.options.items())),
         "memory": growth,
         "latency": latency,
@@ -250,6 +254,34 @@ def _engine_figures(metrics: dict[str, float]) -> dict[str, float]:
         name: value
         for name, value in short.items()
         if name.startswith(("steps", "completions_total")) or name in counters
+    }
+
+
+def _are_drafts_right(plan: SoakPlan, seen: Observations) -> bool:
+    figures = _draft_figures(seen)
+    if figures["different_answers"]:
+        return False
+    if plan.seconds < _LONG_S / 2 or any("speculation" in one for one in plan.overrides):
+        return True
+    return min(figures["draft_tokens"], figures["equal_answers"]) > 0
+
+
+def _draft_figures(seen: Observations) -> dict[str, float]:
+    """Draft tokens of all requests by the log, and answers that were compared with those without
+    drafts.
+
+    The counters of `/metrics` begin again when an engine restarts.
+    """
+    found = [match for line in seen.lines if (match := _DRAFTS.search(line))]
+    tokens, accepted = (sum(int(match[number]) for match in found) for number in (1, 2))
+    exchanges = seen.counts.exchanges
+    return {
+        "requests_with_drafts": len(found),
+        "draft_tokens": tokens,
+        "accepted_tokens": accepted,
+        "acceptance": round(accepted / tokens, 3) if tokens else 0.0,
+        "equal_answers": exchanges["equal without drafts"],
+        "different_answers": exchanges["different without drafts"],
     }
 
 

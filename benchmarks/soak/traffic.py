@@ -24,6 +24,7 @@ _SHARE_OF_LONG_OUTPUTS = 0.2
 _SHARE_OF_OPTION = 0.15
 _SHARE_INVALID = 0.03
 _SHARE_OF_HANG_UPS = 0.25
+_SHARE_OF_COMPARED = 0.5  # of the requests that are neither streamed, invalid nor left
 _MARGIN = 40  # tokens that a chat template and a tokenizer may add
 
 Numbers = random.Random
@@ -39,6 +40,9 @@ class Exchange:
     num_choices: int
     chunks_read: int | None = None  # chunks after which the client disconnects; None = all
     patience_s: float | None = None  # seconds after which the client disconnects; None = never
+    # The request is sent again without drafts, and both answers must be equal. It is not streamed
+    # and has a seed.
+    is_compared: bool = False
 
     @property
     def kind(self) -> str:
@@ -142,6 +146,8 @@ class Traffic:
         self, seed: int, client: int, token_ids: Sequence[int], max_model_len: int
     ) -> None:
         self._numbers = random.Random(f"{seed}/{client}")
+        # of its own, so that comparisons change no other request
+        self._comparisons = random.Random(f"{seed}/{client}/compared")
         self._token_ids = token_ids
         self._longest_output = max(_SHORT_OUTPUT, max_model_len // 3)
         self._max_prompt = max_model_len - self._longest_output - _MARGIN
@@ -186,6 +192,11 @@ class Traffic:
                 chunks = numbers.randint(0, 8)
             else:
                 patience = numbers.uniform(0.001, 0.2)
+        is_compared = self._comparisons.random() < _SHARE_OF_COMPARED
+        is_compared = is_compared and not stream and status == 200 and patience is None
+        if is_compared:
+            body.setdefault("seed", self._comparisons.randrange(1 << 63))
+            body.pop("speculation", None)
         return Exchange(
             path="/v1/chat/completions" if is_chat else "/v1/completions",
             body=body,
@@ -193,6 +204,7 @@ class Traffic:
             num_choices=num_prompts * body.get("n", 1),
             chunks_read=chunks,
             patience_s=patience,
+            is_compared=is_compared,
         )
 
     def _add_prompts(self, body: dict[str, Any]) -> int:

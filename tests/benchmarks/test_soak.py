@@ -46,6 +46,16 @@ def test_every_sampling_parameter_is_sent() -> None:
     assert {name for name in (*OPTIONS, *OTHER_FIELDS) if sent[name] < 20} == set()
 
 
+def test_compared_requests_are_repeatable() -> None:
+    traffic = Traffic(4, 0, range(500), 256)
+    compared = [one for one in (traffic.next() for _ in range(400)) if one.is_compared]
+    assert len(compared) > 40
+    for exchange in compared:
+        assert "seed" in exchange.body
+        assert "speculation" not in exchange.body
+        assert not exchange.body["stream"]
+
+
 def test_prompts_leave_room_for_the_answer() -> None:
     traffic = Traffic(3, 0, range(500), 256)
     lengths, totals = [], []
@@ -93,6 +103,9 @@ def test_a_soak_of_seconds() -> None:
     assert any("first token" in row["phases"] for row in record["slowest"])
     assert record["health"]["storm"]["polls"] > 0
     assert record["engine"]["steps_total kind=captured"] > 0
+    assert record["drafts"]["draft_tokens"] >= record["drafts"]["accepted_tokens"]
+    assert record["drafts"]["equal_answers"] > 0
+    assert record["drafts"]["different_answers"] == 0
     assert record["engine"]["steps_total kind=compiled"] > 0
     assert record["memory_mib"][0].keys() == {"at", "api", "engine"}
 
