@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -18,8 +19,9 @@ from tests.runtime.drafters import DraftRecorder
 from tests.runtime.engine.test_engine import generate, make_prompts
 from tests.runtime.late_device import LateDevice, Timing
 from tests.runtime.speculation.eagle_reference import write_head
+from tests.runtime.speculation.test_equality import GLM
 from tests.runtime.startup.test_late_device import TIGHT_GIB, device, on
-from tests.runtime.tiny import MODEL, tiny_config
+from tests.runtime.tiny import MODEL, VOCAB_SIZE, tiny_config
 
 __all__ = ("device",)  # a fixture
 
@@ -37,20 +39,26 @@ SAMPLING = [
 PLAIN = SAMPLING[:3] * 2  # no draw depends on the tokens before it
 
 
-def drafter(name: str, directory: Path) -> list[str]:
-    """The settings of a drafter. The first model has the target's weights, its norms differ."""
+class Drafter(NamedTuple):
+    """The settings of a drafter, and the config of the model that it drafts for."""
+
+    words: list[str]
+    model: dict[str, object]
+
+
+def drafter(name: str, directory: Path) -> Drafter:
+    """The draft model has the weights of its target, and another epsilon of the norms."""
+    common = ["speculation.max_tokens=3", "speculation.adaptive=false"]
+    if name == "next token":
+        return Drafter(["speculation.method=mtp", *common], {**GLM, "vocab_size": VOCAB_SIZE})
     if name == "head":
         write_head(directory, MODEL, eagle_aux_hidden_state_layer_ids=[0, 1])
         method = "eagle3"
     else:
         (directory / "config.json").write_text(json.dumps({**MODEL, "rms_norm_eps": 1e-4}))
         method = "draft"
-    return [
-        f"speculation.method={method}",
-        f"speculation.model={directory}",
-        "speculation.max_tokens=3",
-        "speculation.adaptive=false",
-    ]
+    words = [f"speculation.method={method}", f"speculation.model={directory}"]
+    return Drafter([*words, *common], MODEL)
 
 
 class DeviceRecorder(DraftRecorder):
@@ -73,19 +81,19 @@ def by_context(drawn: list[tuple[list[int], list[int]]]) -> dict[tuple[int, ...]
     return {tuple(token_ids): draft for token_ids, draft in drawn}
 
 
-@pytest.mark.parametrize("name", ["model", "head"])
+@pytest.mark.parametrize("name", ["model", "head", "next token"])
 def test_drafts_and_answers_are_those_of_a_cpu(
     name: str, device: LateDevice, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    words = drafter(name, tmp_path)
-    with LLM(config=tiny_config()) as plain:
+    words, model = drafter(name, tmp_path)
+    with LLM(config=tiny_config(model__config=model)) as plain:
         answers = plain.generate(PROMPTS, SAMPLING, use_progress=False)
-    with LLM(config=tiny_config(*words)) as cpu:
+    with LLM(config=tiny_config(*words, model__config=model)) as cpu:
         recorder = DraftRecorder(cpu)
         assert cpu.generate(PROMPTS, SAMPLING, use_progress=False) == answers
         expected = by_context(recorder.drawn)
     with device.installed(monkeypatch):
-        llm = on(device, monkeypatch, *words, "graphs.capture_sizes=[2,8]")
+        llm = on(device, monkeypatch, *words, "graphs.capture_sizes=[2,8]", model__config=model)
         there = DeviceRecorder(llm)
         found = llm.generate(PROMPTS, SAMPLING, use_progress=False)
         llm._engine.check_integrity()
@@ -111,7 +119,7 @@ def test_the_host_waits_only_for_the_tokens_of_whole_steps(
     with LLM(config=tiny_config()) as plain:
         expected = generate(plain, PROMPTS, PLAIN)
     device = LateDevice(Timing.late)
-    words = [*drafter(name, tmp_path), f"scheduler.overlap={overlap}"]
+    words = [*drafter(name, tmp_path).words, f"scheduler.overlap={overlap}"]
     with device.installed(monkeypatch):
         llm = on(device, monkeypatch, *words)
         drafts = llm._engine._scheduler.drafts
@@ -146,7 +154,7 @@ def test_preemption_changes_no_token(
         llm = on(
             device,
             monkeypatch,
-            *drafter(name, tmp_path),
+            *drafter(name, tmp_path).words,
             model__max_model_len=112,
             cache__memory_gib=TIGHT_GIB * share,
         )
