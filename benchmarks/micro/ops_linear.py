@@ -6,8 +6,9 @@
     python -m ostinato.benchmarks.micro.ops_linear --show FILE
 
 The candidates are, for each instruction set (`--levels`), the packed op and the quantised op with 8
-and 4 bits; `torch.nn.functional.linear`; and oneDNN with weights in its own packed form, if this
-torch and this processor support that for the dtype. A sum over the bytes of the weights measures
+and 4 bits, in the default groups (`int8`, `int4`) or others (`int8-32`);
+`torch.nn.functional.linear`; and oneDNN with weights in its own packed form, if this torch and this
+processor support that for the dtype. A sum over the bytes of the weights measures
 the bandwidth of the memory. Calls of all candidates alternate, so that a change of the machine's
 state affects all. Each call uses another copy of the weights. All copies together exceed the
 processor's caches, like the layers of a model.
@@ -49,7 +50,7 @@ from ostinato.runtime.machine_info import cpu_name
 
 __all__ = ("measure_rows",)
 
-_FORMATS = (QuantFormat(8, 128, True), QuantFormat(4, 32, True))  # the defaults of int8 and int4
+_GROUPS = {"int8": 128, "int4": 32}  # the default group sizes
 _SHAPES = "3072x1024,1024x3072,6144x1024,1024x1024"
 _ROWS = "1,4,16,32,64,128,512"
 _KINDS = ("packed", "int8", "int4")
@@ -63,17 +64,31 @@ class _Weights(NamedTuple):
 
     stock: list[Tensor]  # [N, K] each
     packed: list[Tensor]
-    int8: list[Tensor]
-    int4: list[Tensor]
+    quantized: dict[str, tuple[QuantFormat, list[Tensor]]]  # by kind
     reordered: list[Tensor]  # in oneDNN's form; empty if this torch has none
 
     @classmethod
-    def make(cls, weight: Tensor, cold_bytes: int) -> Self:
+    def make(cls, weight: Tensor, cold_bytes: int, kinds: list[str]) -> Self:
         count = max(1, -(-cold_bytes // weight.nbytes))
         stock = [weight, *(weight.clone() for _ in range(count - 1))]
         packed = [pack_linear_weight(each) for each in stock]
-        int8, int4 = (_copies(quantize_linear_weight(weight, f), cold_bytes) for f in _FORMATS)
-        return cls(stock, packed, int8, int4, _reordered(stock))
+        quantized = {
+            kind: (form, _copies(quantize_linear_weight(weight, form), cold_bytes))
+            for kind, form in ((kind, _form(kind)) for kind in kinds if kind != "packed")
+        }
+        return cls(stock, packed, quantized, _reordered(stock))
+
+
+def _form(kind: str) -> QuantFormat:
+    """The symmetric format of a kind: `int8` or `int4`, and `-32` for groups of 32.
+
+    Raises:
+        ValueError: the text is not of this form.
+    """
+    name, _, size = kind.partition("-")
+    if name not in _GROUPS or (size and not size.isdecimal()):
+        raise ValueError(f"--kinds has packed, int8, int4, int8-SIZE and int4-SIZE, not {kind!r}")
+    return QuantFormat(int(name[3:]), int(size or _GROUPS[name]), True)
 
 
 def _reordered(weights: list[Tensor]) -> list[Tensor]:
@@ -111,14 +126,10 @@ def _candidates(
             candidates[f"{level} packed"] = lambda copy, op=ops.packed_linear, of=of: op(
                 x, of(weights.packed, copy), None, out_features, False
             )
-        for name, copies, form in (
-            ("int8", weights.int8, _FORMATS[0]),
-            ("int4", weights.int4, _FORMATS[1]),
-        ):
-            if name in kinds:
-                candidates[f"{level} {name}"] = lambda copy, op=ops, w=copies, f=form, of=of: (
-                    op.quantized_linear(x, of(w, copy), None, out_features, False, None, None, *f)
-                )
+        for name, (form, copies) in weights.quantized.items():
+            candidates[f"{level} {name}"] = lambda copy, op=ops, w=copies, f=form, of=of: (
+                op.quantized_linear(x, of(w, copy), None, out_features, False, None, None, *f)
+            )
     candidates["stock"] = lambda copy: torch.nn.functional.linear(
         x, weights.stock[copy % len(weights.stock)]
     )
@@ -142,7 +153,7 @@ def measure_rows(
         rows: rows of the input.
         seconds: duration of the measurement; at least three calls of each candidate are made.
         levels: instruction sets whose libraries are loaded.
-        kinds: kinds of this project's ops, among _KINDS.
+        kinds: kinds of this project's ops; the quantised ones are those of `weights`.
 
     Returns:
         Figures by candidate: best_us, median_us, gbytes_per_s, gflops.
@@ -163,7 +174,7 @@ def measure_rows(
             times[name].append(clock() - begin)
         count += 1
     figures: dict[str, dict[str, float]] = {}
-    sizes = {"int8": weights.int8[0].nbytes, "int4": weights.int4[0].nbytes}
+    sizes = {kind: copies[0].nbytes for kind, (_, copies) in weights.quantized.items()}
     for name, values in times.items():
         median = statistics.median(values)
         figures[name] = {
@@ -223,9 +234,9 @@ def _measure(options: argparse.Namespace, levels: list[str]) -> list[_Result]:
         for shape in options.shapes.split(","):
             out_features, in_features = (int(size) for size in shape.split("x"))
             weight = torch.randn(out_features, in_features).to(getattr(torch, dtype_name))
-            weights = _Weights.make(weight, options.cold_mib << 20)
+            kinds = options.kinds.split(",")
+            weights = _Weights.make(weight, options.cold_mib << 20, kinds)
             for rows in (int(count) for count in options.rows.split(",")):
-                kinds = options.kinds.split(",")
                 figures = measure_rows(weights, rows, options.seconds, levels, kinds)
                 results.append(_Result(dtype_name, out_features, in_features, rows, figures))
             del weight, weights
@@ -243,7 +254,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument(
         "--kinds",
         default=",".join(_KINDS),
-        help="comma-separated ops of this project: packed, int8, int4",
+        help="comma-separated ops of this project: packed, int8, int4, int8-32, int4-128, ...",
     )
     parser.add_argument("--threads", type=int, help="default torch's own")
     parser.add_argument("--seconds", type=float, default=1.0, help="for each shape and rows")
