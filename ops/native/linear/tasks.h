@@ -28,7 +28,7 @@ namespace ostinato::linear {
 constexpr int64_t kGroupBytes = 384 << 10;     // packed activations of a group
 constexpr int64_t kMaxGroupRows = 256;
 constexpr int64_t kBytesPerWorker = 96 << 10;  // cache traffic for which waking one more thread pays
-constexpr int64_t kStreamedBytes = 1 << 20;    // results above this size are streamed, see Problem::streams
+constexpr int64_t kStreamedBytes = 512 << 10;  // results of this size and above are streamed, see Problem::streams
 
 // While several row blocks are multiplied by one part of the weights, each prefetches a share of the next part.
 // Otherwise the first block would wait for the memory. With AVX2, this raises 126 rows of float32 from 83 % to 96 % of
@@ -132,7 +132,7 @@ struct Problem {
 template <class Out>
 Problem streamed(Problem problem) {
   const int64_t row_bytes = problem.out_features * static_cast<int64_t>(sizeof(Out));
-  problem.streams = problem.residual == nullptr && row_bytes % 64 == 0 && problem.rows * row_bytes > kStreamedBytes;
+  problem.streams = problem.residual == nullptr && row_bytes % 64 == 0 && problem.rows * row_bytes >= kStreamedBytes;
   return problem;
 }
 
