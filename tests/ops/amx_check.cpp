@@ -1,7 +1,7 @@
 // Multiplies tiles that it reads from stdin and writes the results to stdout. test_amx.py compiles it for the processor
 // and for the emulation.
 //
-// stdin: int32 kind (0 bfloat16, 1 bytes), rows M, steps K; then A [16][64], B [16][64], C [16][64] bytes; repeated.
+// stdin: int32 kind (0 bfloat16, 1 int8 times uint8, 2 int8 times int8), rows M, steps K; then A [16][64], B [16][64], C [16][64] bytes; repeated.
 // stdout: C [16][64] bytes of each.
 #include "core/amx.h"
 
@@ -33,7 +33,11 @@ int main() {
       load<0>(problem.c, 64);
       load<1>(problem.a, 64);
       load<2>(problem.b, 64);
-      problem.kind == 0 ? multiply_bfloat16<0, 1, 2>() : multiply_bytes<0, 1, 2>();
+      switch (problem.kind) {
+        case 0: multiply_bfloat16<0, 1, 2>(); break;
+        case 1: multiply_bytes<0, 1, 2>(); break;
+        case 2: multiply_signed_bytes<0, 1, 2>(); break;
+      }
       store<0>(problem.c, 64);
     }
     std::fwrite(problem.c, sizeof problem.c, 1, stdout);

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from ostinato.ops import quantized
 from ostinato.ops.native.build import find_compiler
@@ -27,7 +28,7 @@ from ostinato.ops.native.instruction_sets import (
     runnable_levels,
     why_no_tiles,
 )
-from ostinato.ops.quantized_reference import QuantFormat
+from ostinato.ops.quantized_reference import QuantFormat, pack_quantized_reference
 from tests.ops.attention_steps import Shape, make_step
 from tests.ops.kernel_checks import LEVELS, linear_problem, ops_of
 
@@ -116,9 +117,12 @@ def test_bfloat16_products_are_the_processors(
 
 
 @needs_amx
-def test_products_of_bytes_are_the_processors(multiply: Callable[[int, bytes], bytes]) -> None:
+@pytest.mark.parametrize("kind", [1, 2], ids=["unsigned", "signed"])
+def test_products_of_bytes_are_the_processors(
+    multiply: Callable[[int, bytes], bytes], kind: int
+) -> None:
     rng = np.random.default_rng(1)
-    headers = [np.array([1, *rng.integers(1, 17, 2)], np.int32).tobytes() for _ in range(300)]
+    headers = [np.array([kind, *rng.integers(1, 17, 2)], np.int32).tobytes() for _ in range(300)]
     problems = b"".join(header + rng.bytes(3072) for header in headers)
     assert multiply(1, problems) == multiply(2, problems)
 
@@ -203,26 +207,57 @@ def test_attention_has_the_emulations_bits(head_dim: int, block_size: int) -> No
     assert not bool(results[0].isnan().any())
 
 
-@pytest.mark.parametrize(
-    "form",
-    [QuantFormat(8, 128, True), QuantFormat(8, 64, False), QuantFormat(4, 128, False)],
-    ids=str,
-)
+_TILED_FORMS = [
+    QuantFormat(4, 32, True),
+    QuantFormat(4, 32, False),
+    QuantFormat(8, 32, True),
+    QuantFormat(8, 32, False),
+    QuantFormat(4, 16, True),
+    QuantFormat(8, 128, True),
+    QuantFormat(8, 64, False),
+    QuantFormat(4, 256, False),
+    QuantFormat(4, 32, False, "float16", "minimums"),
+    QuantFormat(4, 32, True, "float32", "e2m1"),
+]
+
+
+def _packed(form: QuantFormat, out_features: int, in_features: int) -> Tensor:
+    """Random integers of the form, with scales and zero points or minimums."""
+    generator = torch.Generator().manual_seed(out_features + in_features)
+    groups = -(-in_features // form.group_size)
+    values = torch.randint(0, 1 << form.bits, (out_features, in_features), generator=generator)
+    scales = torch.randn(out_features, groups, generator=generator)
+    zeros = None
+    if not form.symmetric:
+        zeros = torch.randint(
+            0, 1 << form.bits, (out_features, groups), generator=generator
+        ).float()
+    return pack_quantized_reference(values.to(torch.uint8), scales, zeros, *form)
+
+
+@pytest.mark.parametrize("form", _TILED_FORMS, ids=str)
 @pytest.mark.parametrize("shape", [(96, 1024), (100, 1000), (33, 70)], ids=str)
 def test_tiles_of_bytes_have_the_bits_of_the_level_below(
     form: QuantFormat, shape: tuple[int, int]
 ) -> None:
-    names = {"pack": "quantize_linear", "linear": "quantized_linear"}
+    """From few rows, which no level multiplies by tiles, to more than two groups of blocks."""
     below = EMULATION.removeprefix("amx_on_")
-    tiled = [ops_of("quantized", level, **names) for level in LEVELS if level.startswith("amx")]
-    other = ops_of("quantized", below, **names)
-    for rows in (7, 8, 33, 48, 100):
-        x, weight, bias = linear_problem(rows, *shape, torch.bfloat16)
-        packed = other.pack(weight, *form)
+    tiled = [
+        ops_of("quantized", level, linear="quantized_linear").linear
+        for level in LEVELS
+        if level.startswith("amx")
+    ]
+    other = ops_of("quantized", below, linear="quantized_linear").linear
+    packed = _packed(form, *shape)
+    for rows in (1, 7, 8, 16, 33, 100):
+        x, _, bias = linear_problem(rows, *shape, torch.bfloat16)
+        x[rows // 2] = 0
+        if rows > 1:
+            x[1, 3] = torch.inf
         arguments = (packed, bias, shape[0], False, None, None, *form)
-        expected = other.linear(x, *arguments)
-        for ops in tiled:
-            assert torch.equal(ops.linear(x, *arguments), expected)
+        expected = other(x, *arguments)
+        for linear in tiled:
+            assert torch.equal(linear(x, *arguments).view(torch.int16), expected.view(torch.int16))
 
 
 def test_the_levels_that_run_here_are_named(record_property: Callable[[str, object], None]) -> None:

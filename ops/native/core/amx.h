@@ -72,6 +72,11 @@ template <int C, int A, int B>
 OSTINATO_INLINE void multiply_bytes() {
   asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(C), "i"(A), "i"(B));
 }
+// The same, where B is int8
+template <int C, int A, int B>
+OSTINATO_INLINE void multiply_signed_bytes() {
+  asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(C), "i"(A), "i"(B));
+}
 
 #else
 
@@ -95,7 +100,11 @@ void multiply_bfloat16() {
 }
 template <int C, int A, int B>
 void multiply_bytes() {
-  emulation::multiply_bytes(C, A, B);
+  emulation::multiply_bytes<uint8_t>(C, A, B);
+}
+template <int C, int A, int B>
+void multiply_signed_bytes() {
+  emulation::multiply_bytes<int8_t>(C, A, B);
 }
 
 #endif

@@ -1,5 +1,5 @@
 // The tile instructions of AMX in plain C++, bit for bit: Intel 64 and IA-32 Architectures Software Developer's Manual,
-// volume 2, TDPBF16PS, TDPBSUD, TILELOADD, TILESTORED, TILEZERO, LDTILECFG.
+// volume 2, TDPBF16PS, TDPBSUD, TDPBSSD, TILELOADD, TILESTORED, TILEZERO, LDTILECFG.
 //
 // The payload of a NaN may differ from the processor's.
 #pragma once
@@ -128,8 +128,9 @@ inline void multiply_bfloat16(int c_index, int a_index, int b_index) {
   }
 }
 
-// C[m][n] += sum of int8 A times uint8 B, in int32 that wraps around.
-inline void multiply_bytes(int c_index, int a_index, int b_index) {
+// C[m][n] += sum of int8 A times B of type Byte (uint8 or int8), in int32 that wraps around.
+template <class Byte>
+void multiply_bytes(int c_index, int a_index, int b_index) {
   Tile& c = tile(c_index);
   const Tile& a = tile(a_index);
   const Tile& b = tile(b_index);
@@ -140,7 +141,7 @@ inline void multiply_bytes(int c_index, int a_index, int b_index) {
       std::memcpy(&total, c.data[m] + 4 * n, 4);
       for (int k = 0; k < 4 * b.rows; ++k) {
         const int x = static_cast<int8_t>(a.data[m][k]);
-        const int w = b.data[k / 4][4 * n + k % 4];
+        const int w = static_cast<Byte>(b.data[k / 4][4 * n + k % 4]);
         total += static_cast<uint32_t>(x * w);
       }
       std::memcpy(c.data[m] + 4 * n, &total, 4);

@@ -117,6 +117,22 @@ void multiply_blocks(const TileRows& x, const uint32_t* w, int64_t first, int64_
   }
 }
 
+// Prefetches the lines of the result that a block will write. They are one row apart, so the hardware does not prefetch
+// them.
+template <class Out>
+void fetch_output(const Problem& p, int64_t row, int64_t rows, int64_t column) {
+  if (p.streams) return;
+  const auto* out = static_cast<const Out*>(p.out) + column;
+  for (int64_t r = row; r < row + rows; ++r) {
+    const Out* place = out + p.out_row(r) * p.out_features;
+    __builtin_prefetch(place, 1);
+    if constexpr (sizeof(Out) == 4) __builtin_prefetch(place + 16, 1);
+  }
+  if (p.residual == nullptr) return;
+  const auto* residual = static_cast<const Out*>(p.residual) + column;
+  for (int64_t r = row; r < row + rows; ++r) __builtin_prefetch(residual + r * p.residual_stride);
+}
+
 template <class Out>
 class TileWorker {
  public:
@@ -215,7 +231,7 @@ class TileWorker {
       const int64_t end = std::min(block + 2, blocks.last);
       const int64_t row = blocks_.row(block);
       const int64_t rows = blocks_.row(end) - row;
-      if (is_last) fetch_output(row, rows, column);
+      if (is_last) fetch_output<Out>(p_, row, rows, column);
       upcoming.first = kLines * pair / pairs;
       upcoming.last = kLines * (pair + 1) / pairs;
       if (end - block == 2) {
@@ -225,21 +241,6 @@ class TileWorker {
       }
       if (is_last) write_rows<Out>(p_, sums, static_cast<int>(rows), bias, row, column);
     }
-  }
-
-  // Prefetches the lines of the result that this block will write. They are one row apart, so the hardware does not
-  // prefetch them.
-  void fetch_output(int64_t row, int64_t rows, int64_t column) const {
-    if (p_.streams) return;
-    const auto* out = static_cast<const Out*>(p_.out) + column;
-    for (int64_t r = row; r < row + rows; ++r) {
-      const Out* place = out + p_.out_row(r) * p_.out_features;
-      __builtin_prefetch(place, 1);
-      if constexpr (sizeof(Out) == 4) __builtin_prefetch(place + 16, 1);
-    }
-    if (p_.residual == nullptr) return;
-    const auto* residual = static_cast<const Out*>(p_.residual) + column;
-    for (int64_t r = row; r < row + rows; ++r) __builtin_prefetch(residual + r * p_.residual_stride);
   }
 
   const Problem& p_;

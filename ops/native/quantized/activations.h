@@ -5,6 +5,7 @@
 #include "linear/tasks.h"
 
 #include <cstring>
+#include <type_traits>
 
 namespace ostinato::linear {
 
@@ -21,24 +22,54 @@ OSTINATO_INLINE void store_bytes(int8_t* p, F32 x) {
 #endif
 }
 
+#if OSTINATO_ISA >= 2
+// Sets `most` to the largest magnitude of x. Returns false if x has an infinity or a NaN.
+OSTINATO_INLINE bool largest_magnitude(const BFloat16* x, int64_t count, float* most) {
+  __m512i largest = _mm512_setzero_si512();  // magnitudes have the order of their bits
+  for (int64_t k = 0; k < count; k += 32) {
+    const __mmask32 present = count - k >= 32 ? ~__mmask32{0} : (__mmask32{1} << (count - k)) - 1;
+    const __m512i magnitude = _mm512_and_si512(_mm512_maskz_loadu_epi16(present, x + k), _mm512_set1_epi16(0x7fff));
+    largest = _mm512_max_epu16(largest, magnitude);
+  }
+  const __m256i half = _mm256_max_epu16(_mm512_castsi512_si256(largest), _mm512_extracti64x4_epi64(largest, 1));
+  const __m128i quarter = _mm_max_epu16(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
+  const __m128i ones = _mm_set1_epi16(-1);  // the only instruction that compares across lanes finds a minimum
+  const auto least = static_cast<uint16_t>(_mm_extract_epi16(_mm_minpos_epu16(_mm_xor_si128(quarter, ones)), 0));
+  const uint32_t bits = 0xffffu - least;
+  *most = bit_cast<float>(bits << 16);
+  return bits < 0x7f80;
+}
+#endif
+
 // Quantises one group of a row: writes values / scale, whole numbers in [-127, 127], and returns their sum. `padded`
 // numbers are written; those past `count` are zero.
 // A group with an infinity or a NaN gets the scale NaN.
 template <class T>
 float quantize_group(const T* x, int64_t count, int64_t padded, int8_t* out, float* scale) {
-  T tail[F32::width] = {};
+  T tail[F32::width];
   const int64_t whole = count / F32::width * F32::width;
-  if (whole < count) std::memcpy(tail, x + whole, (count - whole) * sizeof(T));
-  const auto at = [&](int64_t k) { return load(k < whole ? x + k : tail); };
-  F32 largest = broadcast(0.0f);
-  F32 wrong = broadcast(0.0f);
-  for (int64_t k = 0; k < count; k += F32::width) {
-    const F32 value = at(k);
-    largest = max(largest, max(value, broadcast(0.0f) - value));
-    wrong = fma(value, broadcast(0.0f), wrong);
+  if (whole < count) {
+    std::memset(tail, 0, sizeof tail);
+    std::memcpy(tail, x + whole, (count - whole) * sizeof(T));
   }
-  const float most = reduce_max(largest);
-  const float zero_or_nan = reduce_sum(wrong);
+  const auto at = [&](int64_t k) { return load(k < whole ? x + k : tail); };
+  float most = 0.0f;
+  float zero_or_nan = 0.0f;
+  bool finite = false;
+#if OSTINATO_ISA >= 2
+  if constexpr (std::is_same_v<T, BFloat16>) finite = largest_magnitude(x, count, &most);
+#endif
+  if (!finite) {
+    F32 largest = broadcast(0.0f);
+    F32 wrong = broadcast(0.0f);
+    for (int64_t k = 0; k < count; k += F32::width) {
+      const F32 value = at(k);
+      largest = max(largest, max(value, broadcast(0.0f) - value));
+      wrong = fma(value, broadcast(0.0f), wrong);
+    }
+    most = reduce_max(largest);
+    zero_or_nan = reduce_sum(wrong);
+  }
   const bool usable = most >= 0x1p-100f && zero_or_nan == 0.0f;
   *scale = usable ? most / 127.0f : zero_or_nan;
   const F32 factor = broadcast(usable ? 127.0f / most : 0.0f);

@@ -84,6 +84,7 @@ OSTINATO_INLINE F32 load_factors(const QuantFormat& format, const uint8_t* heade
 
 // The scales and zero points of a group, for one vector of columns.
 struct Factors {
+  OSTINATO_INLINE Factors(F32 scales, F32 zeros) : scale(scales), zero(zeros) {}
   // The factors of the columns from index `column` on.
   OSTINATO_INLINE Factors(const QuantFormat& format, const uint8_t* header, int64_t column)
       : scale(load_factors(format, header, column)), zero(broadcast(static_cast<float>(format.offset()))) {
