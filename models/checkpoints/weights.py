@@ -28,7 +28,8 @@ from ostinato.models.checkpoints.cache_scales import CacheScales
 from ostinato.models.checkpoints.checkpoint import Checkpoint, CheckpointError
 from ostinato.models.checkpoints.safetensors_file import SafetensorsFile
 from ostinato.models.checkpoints.slots import MatrixSlot, Slot, find_slots
-from ostinato.models.gguf.gguf_file import GGUFError, GGUFFile
+from ostinato.models.gguf.gguf_file import GGUFFile
+from ostinato.models.gguf.gguf_paths import GGUFError
 from ostinato.models.gguf.gguf_tensors import read_tensors
 from ostinato.models.layers import LayerNorm, RMSNorm
 from ostinato.models.linear_layers import BIAS, ExpertLinear, LinearBase

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from ostinato.models.gguf.gguf_file import GGUFError, GGUFFile
+from ostinato.models.gguf.gguf_file import GGUFFile
+from ostinato.models.gguf.gguf_paths import GGUFError
 
 __all__ = ("ArchitectureKeys",)
 

@@ -14,7 +14,8 @@ import numpy as np
 
 from ostinato.models.gguf.architecture_keys import ArchitectureKeys
 from ostinato.models.gguf.block_types import GROUPED_TYPES, why_unsupported
-from ostinato.models.gguf.gguf_file import GGUFError, GGUFFile, GGUFTensor
+from ostinato.models.gguf.gguf_file import GGUFFile, GGUFTensor
+from ostinato.models.gguf.gguf_paths import GGUFError
 from ostinato.models.gguf.gguf_tensors import module_types
 
 __all__ = ("ARCHITECTURES", "read_gguf_config", "read_gguf_generation_config")

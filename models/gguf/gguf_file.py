@@ -24,20 +24,16 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
+from ostinato.models.gguf.gguf_paths import GGUFError
+
 __all__ = (
-    "GGUF_ENDING",
     "TENSOR_TYPES",
-    "GGUFError",
     "GGUFFile",
     "GGUFTensor",
     "find_gguf",
-    "is_gguf_path",
     "open_gguf",
     "split_files",
 )
-
-GGUF_ENDING = re.compile(r"(-\d{5}-of-\d{5})?\.gguf$")
-"""The end of a file's name that does not belong to the name of its model."""
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -108,10 +104,6 @@ TENSOR_TYPES: dict[int, tuple[str, int, int]] = {
 
 
 _Value = TypeVar("_Value", str, bool, list[str], int, float)
-
-
-class GGUFError(ValueError):
-    """A GGUF file cannot be read or is not supported; the message is one line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,11 +180,6 @@ def _is_finite(value: object, kind: type) -> bool:
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         return False
     return not isinstance(value, float) or math.isfinite(value)
-
-
-def is_gguf_path(path: str | Path) -> bool:
-    """Whether a path names a GGUF file."""
-    return str(path).endswith(".gguf")
 
 
 def find_gguf(directory: Path) -> Path | None:

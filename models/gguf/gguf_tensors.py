@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from ostinato.models.gguf.block_types import FLOAT_TYPES, dequantize
-from ostinato.models.gguf.gguf_file import TENSOR_TYPES, GGUFError, GGUFFile, GGUFTensor
+from ostinato.models.gguf.gguf_file import TENSOR_TYPES, GGUFFile, GGUFTensor
+from ostinato.models.gguf.gguf_paths import GGUFError
 from ostinato.models.gguf.stored_formats import FORMATS, common_format, in_format
 from ostinato.ops.quantized_reference import QuantFormat
 from ostinato.ops.stored.stored_blocks import BLOCK_LAYOUTS

@@ -8,13 +8,14 @@ or for Gemma from their order. Imports neither torch nor transformers.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
 import numpy as np
 
-from ostinato.models.gguf.gguf_file import GGUFError, GGUFFile
+from ostinato.models.gguf.gguf_file import GGUFFile
+from ostinato.models.gguf.gguf_paths import GGUFError
 from ostinato.models.gguf.pre_tokenizers import PRE_TOKENIZERS
 
 __all__ = ("gguf_tokenizer_config", "gguf_tokenizer_json")
@@ -36,7 +37,7 @@ def gguf_tokenizer_json(file: GGUFFile) -> str:
     vocabulary = _Vocabulary(file)
     made = _byte_level(vocabulary) if vocabulary.model == "gpt2" else _sentencepiece(vocabulary)
     made |= {"version": "1.0", "truncation": None, "padding": None}
-    return json.dumps(made, ensure_ascii=False)
+    return msgspec.json.encode(made).decode()  # json.dumps takes ten times as long
 
 
 def gguf_tokenizer_config(file: GGUFFile) -> dict[str, Any]:
@@ -118,9 +119,10 @@ class _Vocabulary:
         known = set(self.tokens)
         pairs: list[tuple[str, str]] = []
         for text in stated:
-            left, _, right = text[1:].partition(" ")
-            left = text[:1] + left
-            if not {left, right, left + right} <= known:
+            place = text.find(" ", 1)  # a token can begin with a space
+            left, right = (text, "") if place < 0 else (text[:place], text[place + 1 :])
+            # A file has 100,000 merges, and a set for each would take twice as long.
+            if left not in known or right not in known or left + right not in known:
                 raise self.error(
                     f"tokenizer.ggml.merges has {text!r}, which does not join two tokens into a "
                     "third"

@@ -26,7 +26,7 @@ from ostinato.conf.schema import (
     Quantization,
 )
 from ostinato.graphs.bundle import Bundle, trusted_directories
-from ostinato.models.gguf.gguf_file import is_gguf_path
+from ostinato.models.gguf.gguf_paths import is_gguf_path
 from ostinato.ops.native import build as native
 from ostinato.ops.native.instruction_sets import check_runnable, detect_isa
 from ostinato.runtime.directories import ensure_cache

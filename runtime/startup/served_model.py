@@ -11,7 +11,7 @@ import torch
 import ostinato
 from ostinato.conf.schema import LoadFormat, ModelSection, PoolingChoice
 from ostinato.models.checkpoints.checkpoint import resolve_path
-from ostinato.models.gguf.gguf_file import GGUF_ENDING, is_gguf_path
+from ostinato.models.gguf.gguf_paths import GGUF_ENDING, is_gguf_path
 from ostinato.ops.native.build import content_key
 from ostinato.runtime.startup.bundles import kernel_libraries
 from ostinato.runtime.startup.plan.engine_plan import EnginePlan

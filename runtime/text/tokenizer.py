@@ -13,7 +13,7 @@ from typing import Any, Literal, Self
 
 import tokenizers
 
-from ostinato.models.gguf.gguf_file import is_gguf_path
+from ostinato.models.gguf.gguf_paths import is_gguf_path
 from ostinato.runtime.errors import InvalidRequestError, StartupError
 from ostinato.runtime.text.chat_template import ChatTemplate
 from ostinato.runtime.text.text_bounds import TextCutter, max_token_characters

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ostinato.models.gguf.gguf_file import GGUFError, GGUFFile, is_gguf_path, open_gguf
-from ostinato.models.gguf.gguf_tokenizer import gguf_tokenizer_config, gguf_tokenizer_json
+from ostinato.models.gguf.gguf_paths import GGUFError, is_gguf_path
 from ostinato.runtime.errors import StartupError
+
+if TYPE_CHECKING:  # the API process imports these, and NumPy, for a GGUF file only
+    from ostinato.models.gguf.gguf_file import GGUFFile
 
 __all__ = ("TokenizerFiles",)
 
@@ -47,6 +49,8 @@ class TokenizerFiles:
         """
         if self._gguf is None:
             return _read_text(self.path / "tokenizer.json")
+        from ostinato.models.gguf.gguf_tokenizer import gguf_tokenizer_json
+
         try:
             return gguf_tokenizer_json(self._gguf)
         except GGUFError as error:
@@ -61,6 +65,8 @@ class TokenizerFiles:
         """
         if self._gguf is None:
             return _read_json(self.path / "tokenizer_config.json")
+        from ostinato.models.gguf.gguf_tokenizer import gguf_tokenizer_config
+
         try:
             return gguf_tokenizer_config(self._gguf)
         except GGUFError as error:
@@ -126,6 +132,8 @@ class TokenizerFiles:
     def _gguf(self) -> GGUFFile | None:
         if not is_gguf_path(self.path):
             return None
+        from ostinato.models.gguf.gguf_file import open_gguf
+
         try:
             return open_gguf(self.path)
         except GGUFError as error:

@@ -17,7 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ostinato.models.gguf.gguf_config import read_gguf_config, read_gguf_generation_config
-from ostinato.models.gguf.gguf_file import TENSOR_TYPES, GGUFError, GGUFFile, find_gguf, open_gguf
+from ostinato.models.gguf.gguf_file import TENSOR_TYPES, GGUFFile, find_gguf, open_gguf
+from ostinato.models.gguf.gguf_paths import GGUFError
 from ostinato.models.gguf.gguf_tensors import read_tensors
 from ostinato.models.gguf.gguf_tokenizer import gguf_tokenizer_config, gguf_tokenizer_json
 

@@ -20,7 +20,8 @@ from transformers.integrations.gguf.gguf_tokenizer_mapping import (
     convert_gguf_tokenizer,
 )
 
-from ostinato.models.gguf.gguf_file import GGUFError, open_gguf
+from ostinato.models.gguf.gguf_file import open_gguf
+from ostinato.models.gguf.gguf_paths import GGUFError
 from ostinato.models.gguf.gguf_tokenizer import gguf_tokenizer_json
 from ostinato.models.gguf.pre_tokenizers import PRE_TOKENIZERS
 from ostinato.runtime.errors import StartupError
