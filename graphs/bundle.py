@@ -23,6 +23,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
@@ -62,16 +63,24 @@ class _Unfit(Exception):
     """The reason why a bundle is not used, in one line."""
 
 
-def made_by() -> dict[str, str]:
-    """The sources and versions that programs and kernels depend on."""
+@cache
+def _sources() -> str:
+    """A digest of the sources. This process imported them, so it computes the digest once."""
     digest = hashlib.sha256()
     for folder in ("graphs", "models", "ops"):
-        for source in sorted((_PACKAGE / folder).rglob("*")):
-            if source.suffix in (".py", ".cpp", ".h"):
-                digest.update(source.name.encode() + b"\0" + source.read_bytes())
+        for directory, _, names in sorted(os.walk(_PACKAGE / folder)):
+            for name in sorted(names):
+                if name.endswith((".py", ".cpp", ".h")):
+                    data = Path(directory, name).read_bytes()
+                    digest.update(name.encode() + b"\0" + data)
+    return digest.hexdigest()[:20]
+
+
+def made_by() -> dict[str, str]:
+    """The sources and versions that programs and kernels depend on."""
     return {
         "format": _FORMAT,
-        "sources": digest.hexdigest()[:20],
+        "sources": _sources(),
         "torch": version("torch").partition("+")[0],  # without the build: cpu, cu130
         "python": platform.python_version(),
         "platform": f"{sys.platform} {platform.machine()}",

@@ -42,6 +42,7 @@ import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
@@ -242,11 +243,35 @@ def _key(library: str, isa: str, torch: str) -> str:
     flags = (*instruction_set(isa).flags, *_defines(library), *_FLAGS)
     parts = (isa, *flags, torch, sys.platform, platform.machine())
     digest.update("\0".join(parts).encode())
-    sources = [_SOURCE_DIR / f"{name}.cpp" for unit in _units(library) for name in unit]
-    for source in (*sources, *sorted(_SOURCE_DIR.rglob("*.h"))):
-        name = source.relative_to(_SOURCE_DIR).as_posix()
-        digest.update(name.encode() + b"\0" + source.read_bytes())
+    digest.update(_source_digest(library, _source_times(_SOURCE_DIR), _SOURCE_DIR))
     return f"{library}-{isa}-{digest.hexdigest()[:20]}"
+
+
+def _source_times(directory: Path) -> tuple[tuple[str, int, int], ...]:
+    """Path below `directory`, time of the last change in ns, and bytes of each source."""
+    found: list[tuple[str, int, int]] = []
+    for folder in os.scandir(directory):
+        for file in os.scandir(folder) if folder.is_dir() else ():
+            if file.name.endswith((".h", ".cpp")):
+                stat = file.stat()
+                found.append((f"{folder.name}/{file.name}", stat.st_mtime_ns, stat.st_size))
+    return tuple(sorted(found))
+
+
+@cache
+def _source_digest(library: str, times: tuple[tuple[str, int, int], ...], directory: Path) -> bytes:
+    """A digest of a library's sources and of all headers. A start asks for it about ten times.
+
+    Args:
+        library: one of LIBRARIES or PARTS.
+        times: from `_source_times`; the sources are read again after a change.
+        directory: the directory of the sources.
+    """
+    digest = hashlib.sha256()
+    sources = [f"{name}.cpp" for unit in _units(library) for name in unit]
+    for name in (*sources, *(name for name, *_ in times if name.endswith(".h"))):
+        digest.update(name.encode() + b"\0" + (directory / name).read_bytes())
+    return digest.digest()
 
 
 def _units(library: str) -> tuple[tuple[str, ...], ...]:
