@@ -38,6 +38,7 @@ COMMANDS = {
             "run serve some/model --max-model-len 4096 --dtype bfloat16 --port 9000",
         ),
         takes_engine_flags=True,
+        starts_engine=True,
     ),
     "generate": Command(
         target="ostinato.api.cli.generate_command:generate",

@@ -12,7 +12,8 @@ class Command:
     """One sub-command. `ostinato/commands.py` has the table of all sub-commands.
 
     `target` is "module:function". The function takes the `RunConfig`, then the prompt (if
-    `takes_prompt`) or the `files`. It returns the exit code.
+    `takes_prompt`), the `files`, or an `EarlyEngine` (if `starts_engine`). It returns the exit
+    code.
     """
 
     target: str
@@ -31,5 +32,7 @@ class Command:
     sweep_target: str = ""
     # The first word can be a model, and the flags of `vllm serve` are accepted.
     takes_engine_flags: bool = False
+    # An engine process is started before the configuration is read.
+    starts_engine: bool = False
     # Flags that are short for an override: (flag, override).
     flags: tuple[tuple[str, str], ...] = ()

@@ -12,13 +12,15 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from ostinato.api.cli.command_spec import Command
-from ostinato.api.cli.engine_flags import read_flags
 from ostinato.conf.environment import completion_line
 from ostinato.conf.errors import ConfigError
 from ostinato.runtime.errors import EngineError
+
+if TYPE_CHECKING:
+    from ostinato.runtime.early.early_engine import EarlyEngine
 
 __all__ = ("run_command_line",)
 
@@ -29,6 +31,8 @@ _OWN_FLAGS = {
     **dict.fromkeys(("-h", "--help", "-m", "--multirun", "--"), 0),
     **dict.fromkeys(("-c", "--cfg", "--config-dir"), 1),
 }
+# Beginnings of the flags with which a command prints something and does not run.
+_PRINTING = ("-h", "--help", "-c", "--cfg", "-m", "--multirun")
 _BENCH_PACKAGES = ("aiohttp", "jsonschema", "matplotlib", "optuna")  # the extra `bench`
 
 
@@ -91,8 +95,20 @@ def _dispatch(arguments: list[str], commands: Commands) -> int:
 
 
 def _run_command(name: str, command: Command, arguments: list[str]) -> int:
+    if not command.starts_engine or any(word.startswith(_PRINTING) for word in arguments):
+        return _run_words(name, command, arguments, None)
+    from ostinato.runtime.early.early_engine import EarlyEngine
+
+    # The engine process imports torch while this process imports Hydra and the server.
+    with EarlyEngine() as early:
+        return _run_words(name, command, arguments, early)
+
+
+def _run_words(name: str, command: Command, arguments: list[str], early: EarlyEngine | None) -> int:
     settings: dict[str, object] = {}
     if command.takes_engine_flags:
+        from ostinato.api.cli.engine_flags import read_flags
+
         flags = read_flags(arguments, _OWN_FLAGS)
         settings, arguments = flags.settings, flags.rest
         if flags.settings:
@@ -141,6 +157,8 @@ def _run_command(name: str, command: Command, arguments: list[str]) -> int:
             f"run {name} takes one prompt, got {len(prompts)}: "
             f'run {name} "Once upon a time" [key=value ...]; - reads it from standard input'
         )
+    if early is not None:
+        return _load(command.target)(config, early)
     return _load(command.target)(config, *prompts)
 
 

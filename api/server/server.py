@@ -33,6 +33,8 @@ from ostinato.api.server.heap_memory import return_free_memory, return_large_blo
 from ostinato.conf.root import RunConfig
 from ostinato.conf.server_schema import ServerConfig
 from ostinato.runtime.client.client import EngineClient
+from ostinato.runtime.directories import ensure_cache
+from ostinato.runtime.early.early_engine import EarlyEngine
 from ostinato.runtime.errors import StartupError
 from ostinato.runtime.file_limit import reserve_files
 from ostinato.runtime.process.log_format import configure_logging
@@ -51,8 +53,12 @@ _FLUSH_S = 3  # time for connections to receive their last bytes
 _KEEP_ALIVE_S = 60
 
 
-def serve(config: RunConfig) -> int:
+def serve(config: RunConfig, early: EarlyEngine | None = None) -> int:
     """Serve until a signal; returns the exit code.
+
+    Args:
+        config: the configuration of the server and its engines.
+        early: an engine process that has been started; None = this function starts all of them.
 
     Raises:
         StartupError: the port is taken, a file of the configuration is wrong, or the engine
@@ -68,15 +74,21 @@ def serve(config: RunConfig) -> int:
     if config.server.record_trace:
         trace = TraceRecorder(config.server.record_trace, config.cache.block_size)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        return runner.run(_serve(config, listener, trace, num_connections))
+        return runner.run(_serve(config, early, listener, trace, num_connections))
 
 
 async def _serve(
-    config: RunConfig, listener: socket.socket, trace: TraceRecorder | None, num_connections: int
+    config: RunConfig,
+    early: EarlyEngine | None,
+    listener: socket.socket,
+    trace: TraceRecorder | None,
+    num_connections: int,
 ) -> int:
     began = time.monotonic() - _age_s()
     with _Signals() as signals:
-        client = EngineClient(config)
+        if ensure_cache() and early is not None:
+            early.close()  # it has the cache directory that cannot be written
+        client = EngineClient(config, early)
         try:
             await client.spawn()
             client.startup_seconds["launch"] = time.monotonic() - began
@@ -195,15 +207,18 @@ class _Server:
         self._say(f"ostinato {__version__}: {self._url} answers 503 until the model is ready\n")
         self._on_phase("launch", self._client.startup_seconds["launch"])
         self._service.admission.phase = "loading"
-        await self._client.wait_until_ready(self._on_phase)
-        self._service.preparer.start()
-        self._service.admission.phase = None
+        # Objects of the start-up are never freed, so collections skip them. Nearly all of them
+        # exist by now, and this process waits for the engine.
         gc.collect()
-        gc.freeze()  # objects of the start-up are never freed, so collections skip them
+        gc.freeze()
+        await self._client.wait_until_ready(self._on_phase)
+        gc.freeze()
+        self._service.admission.phase = None
         seconds = time.monotonic() - self._began
         self._client.startup_seconds["ready"] = seconds
         self._say(self._hints(seconds))
         sys.stdout.flush()
+        self._service.preparer.start()
 
     def _on_phase(self, name: str, seconds: float) -> None:
         self._service.admission.phase = f"{name} is done"

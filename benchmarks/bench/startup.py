@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 import tempfile
 import time
 import urllib.request
@@ -56,6 +57,8 @@ def startup(config: RunConfig, context: BenchContext) -> Record:
         for state, found in starts.items()
     ]
     notes = ["phases overlap: weights load and kernels compile during imports and tracing"]
+    if sys.dont_write_bytecode:
+        notes.append("Python keeps no bytecode (PYTHONDONTWRITEBYTECODE): modules may be compiled")
     return Record(
         kind=config.bench.kind.value, conditions=conditions_of(config), points=points, notes=notes
     )

@@ -24,6 +24,7 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from ostinato.conf.root import RunConfig
+from ostinato.runtime.early.early_engine import EarlyEngine
 from ostinato.runtime.errors import StartupError
 
 __all__ = ("Server",)
@@ -139,15 +140,16 @@ def _end_with_parent() -> None:
 
 def main() -> int:
     """Serve the configuration on standard input."""
-    from ostinato.api.server.server import serve
+    with EarlyEngine() as early:
+        from ostinato.api.server.server import serve
 
-    config = msgspec.json.decode(sys.stdin.buffer.readline(), type=RunConfig)
-    threading.Thread(target=_end_with_parent, name="parent-watch", daemon=True).start()
-    try:
-        return serve(config)
-    except StartupError as error:
-        print(error, file=sys.stderr)
-        return 1
+        config = msgspec.json.decode(sys.stdin.buffer.readline(), type=RunConfig)
+        threading.Thread(target=_end_with_parent, name="parent-watch", daemon=True).start()
+        try:
+            return serve(config, early)
+        except StartupError as error:
+            print(error, file=sys.stderr)
+            return 1
 
 
 if __name__ == "__main__":

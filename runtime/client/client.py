@@ -1,7 +1,6 @@
 """`EngineClient`: sends requests to one or more engine processes and streams text back.
 
-It runs in the API process and imports no torch. Detokenisation and stop strings happen here, so
-that they never delay a step.
+It runs in the API process. Detokenisation and stop strings happen here, so they delay no step.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ import msgspec
 
 from ostinato.conf.root import RunConfig
 from ostinato.runtime.client.completion import PromptCompletions
+from ostinato.runtime.client.early_tokenizer import EarlyTokenizer
 from ostinato.runtime.client.pooling import make_pooling_request
 from ostinato.runtime.client.requests import (
     ALONE,
@@ -28,6 +28,7 @@ from ostinato.runtime.client.requests import (
     resolve,
 )
 from ostinato.runtime.directories import ensure_cache, make_socket_directory
+from ostinato.runtime.early.early_engine import EarlyEngine
 from ostinato.runtime.engine.engine_state import EngineState
 from ostinato.runtime.engine.flight_recorder import StepRecord
 from ostinato.runtime.errors import DeadlineError, EngineDeadError, StartupError
@@ -55,6 +56,7 @@ class EngineClient:
 
     Args:
         config: the configuration of the server and of every replica's engine.
+        early: an engine process that has been started, or None.
 
     Attributes:
         replicas: the engine processes with their requests.
@@ -67,15 +69,16 @@ class EngineClient:
     model: ServedModel
     tokenizer: Tokenizer | None
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, early: EarlyEngine | None = None) -> None:
         self._config = config
         ensure_cache()
+        self._early_tokenizer = EarlyTokenizer(config.model)
         self._directory = make_socket_directory()
         # The directory is also removed when the program ends before `close`.
         self._remove_directory = weakref.finalize(
             self, shutil.rmtree, self._directory, ignore_errors=True
         )
-        self._hosts = EngineHosts(config.engine, config.server, self._directory)
+        self._hosts = EngineHosts(config.engine, config.server, self._directory, early)
         self._set = ReplicaSet(
             self._hosts.launchers, config.server, config.parallel, config.cache.block_size
         )
@@ -160,6 +163,7 @@ class EngineClient:
         await self._hosts.start()
         for replica in self.replicas:
             await replica.spawn()
+        self._early_tokenizer.begin()
 
     async def wait_until_ready(
         self, on_phase: Callable[[str, float], None] = lambda name, seconds: None
@@ -183,8 +187,7 @@ class EngineClient:
         self.model = msgspec.structs.replace(self.replicas[0].model, max_model_len=shortest)
         self._set_determinism()
         begin = time.perf_counter()
-        path, template = self.model.tokenizer, self._config.model.chat_template
-        self.tokenizer = Tokenizer.from_path(path, chat_template_file=template) if path else None
+        self.tokenizer = await self._early_tokenizer.get(self.model.tokenizer)
         self._grammars = GrammarCompiler(self.model)
         note("tokenizer", time.perf_counter() - begin)
 
@@ -257,7 +260,7 @@ class EngineClient:
             requests = [msgspec.structs.replace(one, trace=True) for one in requests]
         reader: Reader = FairQueue()
         completions = PromptCompletions(requests, sampling, self.tokenizer)
-        timer = _alarm(reader, deadline)
+        timer = None if deadline is None else _alarm(reader, deadline)
         has_outputs = False
         try:
             await self._set.replica_for(requests[0]).submit(requests, reader)
@@ -338,8 +341,8 @@ class EngineClient:
     async def abort(self, request_id: str) -> None:
         """End all completions of a request. Does nothing if the request has ended."""
         for replica in self.replicas:
-            ids = replica.requests.ids()
-            await replica.abort([one for one in ids if one.rsplit("#", 1)[0] == request_id])
+            ids = [one for one in replica.requests.ids() if one.rsplit("#", 1)[0] == request_id]
+            await replica.abort(ids)
 
     async def reset_prefix_cache(self) -> None:
         """Forget the cached blocks of all replicas.
@@ -440,10 +443,8 @@ class EngineClient:
         return await asyncio.gather(*(one.call(name) for one in replicas or self.replicas))
 
 
-def _alarm(reader: Reader, deadline: float | None) -> asyncio.TimerHandle | None:
-    """Put a DeadlineError into the queue at the deadline; None without a deadline."""
-    if deadline is None:
-        return None
+def _alarm(reader: Reader, deadline: float) -> asyncio.TimerHandle:
+    """Put a DeadlineError into the queue at the deadline."""
     error = DeadlineError("the request's deadline passed before its first token")
     delay = max(0.0, deadline - time.monotonic())
     return asyncio.get_running_loop().call_later(delay, reader.put_nowait, ("", error))

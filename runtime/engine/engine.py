@@ -2,7 +2,7 @@
 
     schedule -> launch -> read -> update
 
-runtime/process/engine_main.py runs it in a process of its own, runtime/llm.py in the caller's. The
+runtime/process/engine_loop.py runs it in a process of its own, runtime/llm.py in the caller's. The
 model runs behind an `Executor` (runtime/execution/executor.py), so this module imports no torch.
 """
 

@@ -19,6 +19,7 @@ import zmq.asyncio
 
 from ostinato.conf.engine_config import EngineConfig
 from ostinato.conf.server_schema import ExecutorName, ServerConfig
+from ostinato.runtime.early.early_engine import EarlyEngine
 from ostinato.runtime.nodes.node_hub import NodeHub
 from ostinato.runtime.nodes.ray_nodes import RayNodes
 from ostinato.runtime.nodes.spanning_child import SpanningChild
@@ -36,6 +37,8 @@ class EngineHosts:
         config: the configuration of every replica's engine.
         server: the settings for logs and profiles.
         directory: the directory of the sockets' files.
+        early: an engine process that has been started; it is ended if no replica can take it.
+            None = there is none.
 
     Attributes:
         launchers: one for each replica. The first launchers start engines on this machine. Use them
@@ -46,7 +49,13 @@ class EngineHosts:
             or does not have the cores or GPUs that the engines need.
     """
 
-    def __init__(self, config: EngineConfig, server: ServerConfig, directory: Path) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        server: ServerConfig,
+        directory: Path,
+        early: EarlyEngine | None = None,
+    ) -> None:
         parallel = config.parallel
         self._ray = RayNodes(config) if parallel.executor is ExecutorName.ray else None
         if self._ray is not None:
@@ -59,8 +68,13 @@ class EngineHosts:
         makers: list[tuple[EngineConfig, Callable[[Path], EngineChild]]] = []
         if num_here:
             for placement in place_replicas(config, num_here):
-                child = functools.partial(LocalChild, self._context, gpus=placement.gpus)
+                gpus = placement.gpus
+                if gpus is not None and early is not None:
+                    early.close()  # it sees all GPUs
+                child = functools.partial(LocalChild, self._context, gpus=gpus, early=early)
                 makers.append((placement.config, child))
+        elif early is not None:
+            early.close()
         if num_here < parallel.data * num_parts:
             self._hub = NodeHub(parallel.host, num_places, asks=self._ray is None)
             makers += [(config, self._hub.child)] * (parallel.data - num_here)

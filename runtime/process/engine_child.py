@@ -16,6 +16,7 @@ import zmq
 import zmq.asyncio
 
 from ostinato.conf.environment import with_visible_gpus
+from ostinato.runtime.early.early_engine import AdoptedProcess, EarlyEngine
 from ostinato.runtime.engine.flight_recorder import flight_path
 from ostinato.runtime.errors import EngineDeadError
 
@@ -111,6 +112,7 @@ class LocalChild:
         path: Path,
         gpus: str | None = None,
         module: str | None = None,
+        early: EarlyEngine | None = None,
     ) -> None:
         """
         Args:
@@ -118,12 +120,14 @@ class LocalChild:
             path: the path of the socket's file, which does not exist yet.
             gpus: the only GPUs that the process sees; None = those of this process.
             module: the module that the process runs; None = ENGINE_MODULE.
+            early: its process is taken, if there is one; None = a new process is started.
         """
         self.path = path
         self._socket = context.socket(zmq.PAIR)
         self._gpus = gpus
         self._module = module
-        self._process: asyncio.subprocess.Process | None = None
+        self._early = early
+        self._process: asyncio.subprocess.Process | AdoptedProcess | None = None
         self._ended: asyncio.Task[int] | None = None
 
     @property
@@ -160,7 +164,14 @@ class LocalChild:
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.bind(address)
-        self._process = await asyncio.create_subprocess_exec(
+        adopted = None if self._early is None else self._early.take()
+        if adopted is not None:
+            self._process = adopted
+            self._ended = asyncio.create_task(adopted.wait())
+            with contextlib.suppress(ConnectionError):  # `receive` reports a process that ended
+                adopted.write(f"{address}\n".encode() + start + b"\n")
+            return
+        process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
             self._module or ENGINE_MODULE,
@@ -168,11 +179,12 @@ class LocalChild:
             stdin=asyncio.subprocess.PIPE,
             env=with_visible_gpus(self._gpus),
         )
-        self._ended = asyncio.create_task(self._process.wait())
-        assert self._process.stdin is not None, "stdin=PIPE"
+        self._process = process
+        self._ended = asyncio.create_task(process.wait())
+        assert process.stdin is not None, "stdin=PIPE"
         with contextlib.suppress(ConnectionError):  # `receive` reports a process that ended
-            self._process.stdin.write(start + b"\n")
-            await self._process.stdin.drain()
+            process.stdin.write(start + b"\n")
+            await process.stdin.drain()
 
     async def send(self, data: bytes) -> None:
         # The queue has no limit, so a send waits only if the other side is gone. It would then wait
@@ -201,8 +213,8 @@ class LocalChild:
             self._process.kill()
 
     async def wait(self) -> None:
-        if self._process is not None:
-            await self._process.wait()
+        if self._ended is not None:
+            await asyncio.shield(self._ended)
 
     def close(self) -> None:
         if not self._socket.closed:

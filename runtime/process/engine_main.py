@@ -1,293 +1,36 @@
-"""The engine process: `python -m ostinato.runtime.process.engine_main ADDRESS < config.json`.
+"""The entry of an engine process: `python -m ostinato.runtime.process.engine_main [ADDRESS]`.
 
-It reads the configuration from standard input, connects to the client's ZeroMQ socket at ADDRESS,
-builds the engine and runs its loop. Standard input stays open while the client's process runs. When
-standard input closes, this process removes the socket's directory and exits.
+It ignores the signals that its client handles, lets a thread read torch's library, and calls
+`run_engine`. It imports little before that, so that the thread begins early.
 """
 
 from __future__ import annotations
 
-import gc
-import logging
-import os
 import signal
 import sys
-import time
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
-import msgspec
-import zmq
+from ostinato.runtime.early.torch_import import begin_reading
 
-from ostinato.runtime.engine.flight_recorder import FlightRecorder, flight_path
-from ostinato.runtime.errors import InvalidRequestError, RankFailedError, StartupError
-from ostinato.runtime.process.ipc import (
-    AbortRequests,
-    AddRequest,
-    ClientMessage,
-    EngineFailed,
-    EngineMessage,
-    EngineOutputs,
-    EngineReady,
-    GetState,
-    Phase,
-    RanksWanted,
-    StartEngine,
-    State,
-    StepStarted,
-    UtilityCall,
-    client_decoder,
-    encoder,
-    with_repetition,
-)
-from ostinato.runtime.process.log_format import configure_logging
-from ostinato.runtime.process.output_parts import OutputParts
-from ostinato.runtime.process.parent_death import end_with_standard_input, remove_files
-from ostinato.runtime.process.utility_calls import UtilityCalls
-from ostinato.runtime.ranks.link_ends import RankLayout
-from ostinato.runtime.ranks.rank_process import RankLog
-from ostinato.runtime.ranks.rank_processes import RankProcesses
-from ostinato.runtime.startup.bundles import prepare_kernels
-from ostinato.runtime.types.outputs import FinishReason, SequenceOutput
-from ostinato.runtime.types.request import Request
-
-if TYPE_CHECKING:
-    from ostinato.runtime.engine.engine import Engine
-
-__all__ = ("main", "run_loop")
-
-_LOG = logging.getLogger(__name__)
-_BEAT_S = 0.5  # seconds between the heartbeats of an idle engine
-# Number of idle heartbeats before the integrity check. The check would delay a request.
-_BEATS_BEFORE_CHECK = 4
-_LONG_CALL_S = 60.0  # the watchdog allows this for a utility call; writing a trace takes long
-_LONG_STEP_S = 0.25  # a step is announced to the client if it is predicted to take longer
-# Limits of the time for reading messages between two steps. Messages that are left are read after
-# the next step.
-_RECEIVE_S = 0.005
-_MOST_RECEIVE_S = 0.01
-_STATS_S = 0.05  # least time between two statistics in the outputs of steps
+__all__ = ("main",)
 
 
-class _Connection:
-    """The ZeroMQ socket to the client.
+def main(arguments: Sequence[str]) -> int:
+    """Run the engine; returns the exit code.
 
     Args:
-        address: the socket's address.
-        clock_offset_s: `StartEngine.clock_offset_s`. Messages have the times of the client's clock.
-            This class converts them from and to the times of this machine's clock.
-    """
-
-    def __init__(self, address: str, clock_offset_s: float = 0.0) -> None:
-        self._clock_offset_s = clock_offset_s
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.PAIR)
-        self._socket.setsockopt(zmq.SNDHWM, 0)  # a slow client must not stop the engine
-        self._socket.setsockopt(zmq.RCVHWM, 0)
-        self._socket.connect(address)
-        self._encoder = encoder()
-        self._grammar = ""  # the grammar that was received last
-
-    def send(self, message: EngineMessage | RanksWanted) -> None:
-        if self._clock_offset_s and isinstance(message, EngineOutputs):
-            for output in message.outputs:
-                output.shift_times(self._clock_offset_s)
-        self._socket.send(self._encoder.encode(message), copy=True)
-
-    def receive(self, timeout_s: float, step_s: float = 0.0) -> Iterator[ClientMessage]:
-        """Yield the messages that have arrived; stop after 5 to 10 ms.
-
-        Args:
-            timeout_s: how long to wait for the first message.
-            step_s: seconds of the last step. Reading may take half of that, but at least 5 and at
-                most 10 ms.
-        """
-        if timeout_s and not self._socket.poll(int(timeout_s * 1000)):
-            return
-        end = time.monotonic() + min(max(_RECEIVE_S, step_s / 2), _MOST_RECEIVE_S)
-        while True:
-            try:
-                message = self._socket.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            decoded, self._grammar = with_repetition(client_decoder.decode(message), self._grammar)
-            if self._clock_offset_s and isinstance(decoded, AddRequest):
-                request = decoded.request
-                arrival = request.arrival_time - self._clock_offset_s
-                decoded = AddRequest(msgspec.structs.replace(request, arrival_time=arrival))
-            yield decoded
-            if time.monotonic() > end:
-                return
-
-    def close(self) -> None:
-        self._socket.close(linger=2000)
-        self._context.term()
-
-
-def run_loop(engine: Engine, connection: _Connection, calls: UtilityCalls) -> None:
-    """Receive messages, run steps and send outputs until a `Shutdown` arrives."""
-
-    def announce(request_ids: list[str], seconds: float) -> None:
-        if request_ids or seconds >= _LONG_STEP_S:
-            connection.send(StepStarted(request_ids, seconds))
-
-    last_stats = step_s = 0.0
-    idle_beats = 0
-    parts = OutputParts()
-    while True:
-        outputs = []
-        has_work = engine.has_work or len(parts) > 0
-        idle_beats = 0 if has_work else idle_beats + 1
-        for message in connection.receive(0.0 if has_work else _BEAT_S, step_s):
-            idle_beats = 0
-            if isinstance(message, AddRequest):
-                outputs += _add(engine, message.request)
-            elif isinstance(message, AbortRequests):
-                ended = (engine.abort(request_id) for request_id in message.request_ids)
-                outputs += [output for output in ended if output is not None]
-            elif isinstance(message, GetState):
-                connection.send(State(engine.inspect()))
-            elif isinstance(message, UtilityCall):
-                # A call can take long. The announcement keeps the watchdog from killing the engine.
-                connection.send(StepStarted([], _LONG_CALL_S))
-                connection.send(calls.answer(message))
-            else:
-                return
-        if idle_beats == _BEATS_BEFORE_CHECK:
-            engine.check_integrity()  # raises if the engine is damaged; then it is restarted
-        begin = time.monotonic()
-        outputs = parts.pass_on([*outputs, *engine.step(announce)])
-        now = time.monotonic()
-        step_s = now - begin
-        stats = None
-        if not engine.has_work or now - last_stats >= _STATS_S:
-            stats, last_stats = engine.stats(), now
-        progress = engine.take_progress()
-        if outputs or progress or stats is not None:
-            connection.send(EngineOutputs(outputs, stats, progress))
-
-
-def _add(engine: Engine, request: Request) -> list[SequenceOutput]:
-    """Queue a request. If the engine refuses it, returns its error output."""
-    try:
-        engine.add_request(request)
-    except InvalidRequestError as error:
-        return [SequenceOutput(request.request_id, [], FinishReason.error, error=str(error))]
-    return []
-
-
-def _read_start() -> StartEngine:
-    """The first line of standard input."""
-    line = b""
-    while not line.endswith(b"\n"):
-        byte = os.read(0, 65536)
-        if not byte:
-            raise StartupError("the engine process got no configuration on standard input")
-        line += byte
-    return msgspec.json.decode(line, type=StartEngine)
-
-
-def _start_ranks(start: StartEngine) -> RankProcesses | None:
-    """Start the processes of the other ranks, which import torch while this process does."""
-    parallel = start.config.parallel
-    if parallel.num_ranks == 1:
-        return None
-    # At level info all ranks would log the same lines. So only this process logs them.
-    level = "warning" if start.log_level == "info" else start.log_level
-    log = RankLog(level, start.log_format, f"{start.name} ")
-    layout = RankLayout(parallel.tensor, parallel.pipeline, parallel.machines_per_engine)
-    return RankProcesses(layout, log, parallel.host, parallel.rank_timeout_s)
-
-
-def _flight_recorder(num_steps: int, address: str) -> FlightRecorder | None:
-    """Make the flight recorder. Its file lies beside the socket, where the client reads it after a
-    crash.
-
-    None if the recorder is off, or if the file cannot be made, which is logged.
-    """
-    if not num_steps:
-        return None
-    path = flight_path(address.removeprefix("ipc://"))
-    try:
-        return FlightRecorder(path, num_steps)
-    except OSError as error:
-        _LOG.warning(
-            "the flight recorder is off: %s cannot be written: %s",
-            path,
-            error.strerror or error,
-        )
-        return None
-
-
-def main(address: str) -> int:
-    """Build the engine, report each phase and run the loop.
-
-    Args:
-        address: the address of the client's ZeroMQ socket, `ipc://PATH`.
-
-    Returns:
-        The exit code.
-
-    Raises:
-        StartupError: standard input ended before the configuration was complete.
+        arguments: the address of the client's socket; empty = it is the first line of the standard
+            input.
     """
     # A terminal's Ctrl-C and a supervisor's SIGTERM go to the whole process group. They are ignored
     # here, because the client lets requests finish before it ends the engine.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    try:
-        start = _read_start()
-    except StartupError:
-        remove_files(address)
-        raise
-    config = start.config
-    configure_logging(start.log_level, start.log_format, start.name)
-    end_with_standard_input(address)
-    connection = _Connection(address, start.clock_offset_s)
-    at_start = True
-    engine: Engine | None = None
-    try:
-        prepare_kernels(config)
-        ranks = _start_ranks(start)
-        if ranks is not None and ranks.bridge is not None:
-            bridge = ranks.bridge
-            connection.send(RanksWanted(bridge.address(), bridge.token))
-        begin = time.perf_counter()
-        from ostinato.runtime.engine.step_observer import StepObserver
-        from ostinato.runtime.startup.build_engine import build_engine
+    begin_reading()
+    from ostinato.runtime.process.engine_loop import run_engine
 
-        connection.send(Phase("imports", time.perf_counter() - begin))
-        engine = build_engine(
-            config,
-            report=lambda name, seconds: connection.send(Phase(name, seconds)),
-            observer=StepObserver(_flight_recorder(start.flight_recorder_steps, address)),
-            ranks=ranks,
-        )
-        connection.send(EngineReady(engine.model, engine.stats()))
-        at_start = False
-        # Objects of the start live as long as the process, so collections skip them.
-        gc.collect()
-        gc.freeze()
-        run_loop(engine, connection, UtilityCalls(engine, start.profile_dir))
-        engine.abort_all()
-        engine.check_integrity()
-    except StartupError as error:
-        connection.send(EngineFailed(str(error), at_start=True))
-        return 1
-    except RankFailedError as error:  # the rank's own error is in the log
-        connection.send(EngineFailed(str(error), at_start=at_start, reason=error.reason))
-        return 1
-    except Exception as error:  # the boundary of the process: the client reports why it ended
-        _LOG.exception("the engine failed")
-        connection.send(EngineFailed(f"{type(error).__name__}: {error}", at_start=at_start))
-        return 1
-    finally:
-        if engine is not None:
-            engine.close()
-        gc.unfreeze()
-        connection.close()
-    return 0
+    return run_engine(arguments[0] if arguments else None)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(main(sys.argv[1:]))

@@ -37,6 +37,7 @@ from ostinato.ops.parallel.distributed_group import DistributedGroup
 from ostinato.ops.parallel.exchange import Exchange, RankGroup
 from ostinato.ops.parallel.group import ParallelGroup
 from ostinato.ops.parallel.segment import create_segment
+from ostinato.runtime.early.torch_import import import_rest
 from ostinato.runtime.errors import StartupError
 from ostinato.runtime.startup.bundles import (
     bundle_root,
@@ -167,6 +168,7 @@ def _load(plan: EnginePlan, model: LanguageModel, phase: PhaseTimer) -> None:
                 _load_kernels(plan)
         with phase("weights"), torch.inference_mode():
             if config.model.load_format is LoadFormat.dummy:
+                import_rest()  # `torch.Generator` needs it
                 # Making random weights is fast, but quantising them needs a progress bar.
                 is_quantized = config.model.quantization is not Quantization.none
                 progress = _progress_of(plan) if is_quantized else ""

@@ -70,6 +70,40 @@ def test_a_light_module_imports_neither_torch_nor_transformers(module: str):
     assert (done.stdout, done.stderr) == ("[]\n", "")
 
 
+def test_the_server_imports_no_numpy_for_a_model_that_is_no_gguf_file():
+    code = (
+        "import sys, ostinato.api.server.server, ostinato.api.server.app;"
+        "from ostinato.runtime.text.tokenizer import Tokenizer;"
+        "Tokenizer.from_path('models/demo');"
+        "print([name for name in ('numpy', 'hydra') if name in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert (done.stdout, done.stderr) == ("[]\n", "")
+
+
+def test_an_engine_process_reads_torchs_library_before_it_imports_anything_heavy():
+    code = (
+        "import sys, ostinato.runtime.process.engine_main;"
+        "print([name for name in ('numpy', 'zmq', 'msgspec', 'asyncio') if name in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert (done.stdout, done.stderr) == ("[]\n", "")
+
+
 def test_light_modules_are_enough_to_say_what_is_wrong():
     code = (
         "import sys; from ostinato.commands import run; code = run(['serve', 'modle=x']); "

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import zmq
 
-from ostinato.runtime.process.engine_main import _Connection
+from ostinato.runtime.process.engine_loop import _Connection
 from ostinato.runtime.process.ipc import AddRequest, EngineOutputs, encoder, engine_decoder
 from ostinato.runtime.types.outputs import SequenceOutput, TimelineEvent
 from ostinato.runtime.types.params import SamplingParams

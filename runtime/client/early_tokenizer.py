@@ -1,0 +1,73 @@
+"""`EarlyTokenizer`: loads a model's tokenizer on a thread, while the engine process starts."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from ostinato.conf.environment import expand_user
+from ostinato.conf.schema import ModelSection
+from ostinato.models.gguf.gguf_paths import is_gguf_path
+from ostinato.runtime.errors import StartupError
+from ostinato.runtime.text.tokenizer import Tokenizer
+
+__all__ = ("EarlyTokenizer",)
+
+_DEMO_MODEL = Path(__file__).parents[2] / "models" / "demo"
+
+
+class EarlyTokenizer:
+    """Loads one tokenizer. All methods run on one event loop.
+
+    Args:
+        model: names the model, its tokenizer and its chat template.
+    """
+
+    def __init__(self, model: ModelSection) -> None:
+        self._template = model.chat_template
+        self._path = _likely_path(model)
+        self._loading: asyncio.Future[Tokenizer | StartupError] | None = None
+
+    def begin(self) -> None:
+        """Begin to load the tokenizer of a local model. Does nothing for a model of a hub."""
+        if self._path:
+            loop = asyncio.get_running_loop()
+            self._loading = loop.run_in_executor(None, self._load, self._path)
+
+    async def get(self, path: str) -> Tokenizer | None:
+        """The tokenizer that the engine names; None for an empty path.
+
+        Args:
+            path: its directory or GGUF file. If `begin` took another one, it is loaded now.
+
+        Raises:
+            StartupError: it cannot be loaded.
+        """
+        loading, self._loading = self._loading, None
+        if not path:
+            return None
+        if loading is not None and path == self._path:
+            found = await loading
+        else:
+            found = self._load(path)
+        if isinstance(found, StartupError):
+            raise found
+        return found
+
+    def _load(self, path: str) -> Tokenizer | StartupError:
+        """The tokenizer, or why it cannot be loaded. The engine may report another."""
+        try:
+            return Tokenizer.from_path(path, chat_template_file=self._template)
+        except StartupError as error:
+            return error
+
+
+def _likely_path(model: ModelSection) -> str:
+    """The directory or GGUF file that the engine will name; empty if it is not on this machine.
+
+    The engine chooses by `resolve_path`. It names another path if a directory has a GGUF model.
+    """
+    name = model.tokenizer or model.path
+    path = expand_user(name) if name else _DEMO_MODEL
+    has_tokenizer = path.is_file() if is_gguf_path(path) else (path / "tokenizer.json").is_file()
+    return str(path) if has_tokenizer else ""

@@ -1,0 +1,64 @@
+"""An engine's import of torch leaves two modules out until they are needed, and then nothing is missing."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[3]
+LEFT_OUT = {"torch._decomp", "torch._meta_registrations", "torch._prims", "torch._refs"}
+CODE = """
+import json, sys
+from ostinato.runtime.early.torch_import import begin_reading, import_rest, import_torch
+
+begin_reading()
+import_torch()
+import torch
+
+before = [name for name in sys.modules if name.startswith("torch") and hasattr(sys.modules[name], "__file__")]
+product = (torch.ones(3, 5) @ torch.ones(5, 2)).tolist()
+exec(sys.argv[1])
+kernels = torch._C._dispatch_get_registrations_for_dispatch_key("Meta")
+print(json.dumps({
+    "before": before,
+    "product": product,
+    "after": [name for name in sys.modules if name.startswith("torch")],
+    "kernels": [name for name in kernels if name.startswith("aten::")],
+    "finders": [type(each).__name__ for each in sys.meta_path],
+    "export": [torch.export is sys.modules["torch.export"], torch.export.__file__],
+}))
+"""
+
+
+@pytest.mark.parametrize(
+    "need",
+    [
+        "import_rest(); import_rest()",
+        "torch.export.export",
+        "from torch.export import Dim",
+        "import torch.fx.experimental.symbolic_shapes",
+    ],
+)
+def test_the_rest_of_torch_comes_when_it_is_needed(need: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", CODE, need],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=200,
+    )
+    found = json.loads(done.stdout)
+    assert found["product"] == [[5.0, 5.0]] * 3
+    assert not (LEFT_OUT | {"torch.export"}).intersection(found["before"])
+    assert LEFT_OUT.issubset(found["after"])
+    assert "_Finder" not in found["finders"]
+    assert found["export"] == [True, torch.export.__file__]
+    # The same kernels as after `import torch`, which this process did.
+    plain = torch._C._dispatch_get_registrations_for_dispatch_key("Meta")
+    assert {name for name in plain if name.startswith("aten::")} == set(found["kernels"])
