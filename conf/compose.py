@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import cast
 
 from hydra import compose, initialize_config_module
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.object_type import ObjectType
@@ -227,20 +228,41 @@ def _hydra() -> Generator[None, None, None]:
 def _compose(
     overrides: Sequence[str], values: Mapping[str, object], config_dir: str | None
 ) -> DictConfig:
-    with _hydra():
-        search = _search_path(config_dir)
-        groups = _group_options(search) if search else group_options()
-        chosen = [f"{key}={value}" for key, value in values.items() if key in groups]
-        trial = deepcopy(_schema())
-        checked = [_checked(override, groups, trial) for override in _parse([*overrides, *chosen])]
-        try:
-            config = compose(_CONFIG_NAME, overrides=[*search, *checked])
-        except (HydraException, OmegaConfBaseException) as error:
-            raise ConfigError(_one_line(error)) from error
+    search = _search_path(config_dir)
+    groups = _options_of(search) if search else group_options()
+    chosen = [f"{key}={value}" for key, value in values.items() if key in groups]
+    trial = deepcopy(_schema())
+    options: list[str] = []
+    words: list[str] = []
+    for override in _parse([*overrides, *chosen]):
+        is_option = override.key_or_group in groups and not isinstance(override.value(), dict)
+        (options if is_option else words).append(_checked(override, groups, trial))
+    try:
+        config = _with_options(*search, *options) if search else deepcopy(_packaged(*options))
+        # Hydra does this too, after it has composed the options.
+        ConfigLoaderImpl._apply_overrides_to_config(  # pyright: ignore[reportPrivateUsage]
+            OverridesParser.create().parse_overrides(words), config
+        )
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(_one_line(error)) from error
     for key, value in values.items():
         if key not in groups:
             _lay_over(config, key, value)
     return config
+
+
+def _with_options(*options: str) -> DictConfig:
+    """The tree that Hydra composes for a choice of options, without other overrides."""
+    with _hydra():
+        return compose(_CONFIG_NAME, overrides=list(options))
+
+
+_packaged = cache(_with_options)  # Hydra takes 60 ms. Callers change a copy.
+
+
+def _options_of(search: Sequence[str]) -> Mapping[str, Sequence[str]]:
+    with _hydra():
+        return _group_options(search)
 
 
 def _search_path(config_dir: str | None) -> list[str]:

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
+from omegaconf import OmegaConf
 
 from ostinato.conf.compose import compose_yaml, group_options, load_config
 from ostinato.conf.errors import ConfigError
@@ -193,6 +194,28 @@ def test_yaml_is_complete_and_resolved():
     assert "port: 9000\n" in text
     assert "name: 127.0.0.1\n" in text
     assert "mode: captured\n" in text
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["model=qwen3-0.6b", "cache.block_size=8", "++model.config.hidden_size=64"],
+        ["cache.block_size=8", "speculation=ngram", "model=gpt2", "model.dtype=bfloat16"],
+        ["++model.config.a={b: 1}", "+model.config.c=[2,3]", "~model.config.a"],
+        ["model=qwen3-0.6b", "~model.config.rope_theta", "model.name=${server.host}"],
+        ["bench=serve", "workload=fixed", "tuned=demo-long-prompts", "server={port:9000}"],
+        ["cache.block_size=32", "cache.block_size=64", "generate.stop=['a,b',c]"],
+    ],
+    ids=" ".join,
+)
+def test_the_tree_is_the_one_that_hydra_composes(overrides: list[str]):
+    """`load_config` composes options once and lays other overrides over a copy."""
+    first = compose_yaml(overrides)
+    compose_yaml([*overrides, "model.config.z=1", "device.threads=7", "generate.stop=[q]"])
+    assert compose_yaml(overrides) == first
+    with initialize_config_module("ostinato.conf", version_base="1.3"):
+        assert OmegaConf.to_yaml(compose("config", overrides), resolve=True) == first
 
 
 def test_a_program_with_its_own_hydra_keeps_it():
