@@ -274,6 +274,8 @@ def test_declarations_of_torchs_functions_are_torchs(tmp_path: Path) -> None:
 # A part is loaded, then the whole library: its kernels replace those of the part and give the same
 # bits.
 REPLACE = """
+import sys
+from pathlib import Path
 import torch
 from ostinato.ops.backends import cpu
 from ostinato.ops import linear, norm
@@ -281,6 +283,8 @@ from ostinato.ops.sampling import sample_rows
 from ostinato.ops.attention import AttentionMetadata, paged_attention
 from ostinato.ops.moe import routing
 from ostinato.ops.native import library
+from ostinato.ops.native.build import adopt
+from ostinato.ops.native.instruction_sets import detect_isa
 
 def norm_of(dtype):
     return norm.rms_norm(torch.ones(2, 64, dtype=dtype), torch.ones(64, dtype=dtype), 0.0, None)
@@ -303,6 +307,7 @@ def results():
     attended = paged_attention(q, k, v, *caches, metadata, scale=0.125, backend="cpu")
     return linear.packed_linear(random(9, 96), weight, None, 70), attended, *caches
 
+adopt("core-bfloat16", detect_isa(), Path(sys.argv[1]).read_bytes())
 first = library.load_part("core-bfloat16")
 assert library.load_part("core-bfloat16") is first
 assert library.core_library() is first.functions
@@ -315,6 +320,7 @@ except ValueError as error:
     print(error)
 before = results()
 assert library.kernel_address("rms_norm") == address, "packing needs no other kernels"
+adopt("core", detect_isa(), Path(sys.argv[2]).read_bytes())
 whole = library.load_part("core-float32")
 assert whole is library.load("core") is library.load_part("core-bfloat16")
 assert library.kernel_address("rms_norm") != address
@@ -326,8 +332,12 @@ print(library.kernel_address("route") is not None)
 
 
 def test_the_whole_library_replaces_the_kernels_of_a_part(tmp_path: Path) -> None:
-    """In a process with an empty cache, because a part is not loaded where the whole library is."""
-    done = start(REPLACE, cache=tmp_path)
+    """In a process with a cache of its own, because a part is not loaded where the whole library is.
+
+    Both come from the user's cache, because compiling them again takes half a minute.
+    """
+    files = [str(build.build(name, detect_isa())) for name in ("core-bfloat16", "core")]
+    done = start(REPLACE, *files, cache=tmp_path)
     out, err = done.communicate(timeout=200)
     assert done.returncode == 0, err
     refused, has_experts = out.splitlines()
