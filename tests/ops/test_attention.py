@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import random
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -20,6 +19,7 @@ from ostinato.ops.backends.reference import BACKEND as REFERENCE
 from tests.ops.attention_steps import Shape, Step, check, make_step, run
 from tests.ops.kernel_checks import LEVELS
 from tests.ops.level_backend import LevelBackend
+from tests.pairwise import pairwise
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 HEADS = ((4, 4), (8, 4), (8, 2), (8, 1), (7, 1))
@@ -39,33 +39,12 @@ def _one_thread(set_threads: Callable[[int], None]) -> None:
     set_threads(1)
 
 
-def sampled(*axes: tuple[object, ...], seed: int = 0) -> list[tuple[object, ...]]:
-    """Combinations in which every pair of values of two axes occurs."""
-    wanted = {
-        (i, j, a, b)
-        for (i, first), (j, second) in itertools.combinations(enumerate(axes), 2)
-        for a in first
-        for b in second
-    }
-    candidates = list(itertools.product(*axes))
-    random.Random(seed).shuffle(candidates)
-    chosen = []
-    for candidate in candidates:
-        pairs = {
-            (i, j, candidate[i], candidate[j])
-            for i, j in itertools.combinations(range(len(axes)), 2)
-        }
-        if pairs & wanted:
-            wanted -= pairs
-            chosen.append(candidate)
-    return chosen
-
-
-def test_sampled_covers_every_pair() -> None:
-    chosen = sampled((1, 2, 3), ("a", "b"), (True, False))
+def test_pairwise_covers_every_pair() -> None:
+    chosen = pairwise((1, 2, 3), ("a", "b"), (True, False))
     assert {(a, b) for a, b, _ in chosen} == set(itertools.product((1, 2, 3), ("a", "b")))
     assert {(a, c) for a, _, c in chosen} == set(itertools.product((1, 2, 3), (True, False)))
     assert {(b, c) for _, b, c in chosen} == set(itertools.product(("a", "b"), (True, False)))
+    assert len(chosen) == 6
 
 
 # ---- the reference itself ----------------------------------------------------------------------
@@ -143,7 +122,7 @@ def test_reference_soft_cap() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "heads", "head_dim", "block_size"), sampled(DTYPES, HEADS, HEAD_DIMS, BLOCK_SIZES)
+    ("dtype", "heads", "head_dim", "block_size"), pairwise(DTYPES, HEADS, HEAD_DIMS, BLOCK_SIZES)
 )
 def test_layouts(
     dtype: torch.dtype, heads: tuple[int, int], head_dim: int, block_size: int

@@ -12,6 +12,7 @@ from ostinato.ops.attention import AttentionMetadata
 from tests.ops.attention_steps import Shape, Step, known, make_step, run
 from tests.ops.kernel_checks import LEVELS
 from tests.ops.level_backend import LevelBackend
+from tests.pairwise import all_combinations
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MIXED = [(1, 1), (1, 300), (70, 70), (1, 64), (33, 290), (2, 257)]
@@ -42,10 +43,14 @@ def part_of(step: Step, row: int) -> Step:
     return Step(q, k, v, step.k_cache, step.v_cache, metadata, end - begin)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    "extras",
-    [{}, {"sliding_window": 90}, {"soft_cap": 4.0}, {"has_alibi": True, "has_sinks": True}],
+    ("level", "dtype", "extras"),
+    all_combinations(
+        LEVELS,
+        DTYPES,
+        ({}, {"sliding_window": 90}, {"soft_cap": 4.0}, {"has_alibi": True, "has_sinks": True}),
+    ),
+    indirect=["level"],
     ids=str,
 )
 def test_a_sequence_alone_and_in_a_batch(
@@ -60,13 +65,11 @@ def test_a_sequence_alone_and_in_a_batch(
         assert torch.equal(alone, out[begin:end])
 
 
-@pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("case", ["float32", "bfloat16", "float16", "int8", "options", "blocks"])
 def test_sequences_that_share_blocks(
-    level: LevelBackend, set_threads: Callable[[int], None], case: str, threads: int
+    level: LevelBackend, set_threads: Callable[[int], None], case: str
 ) -> None:
     # The kernel reads the blocks of a common prefix once for all rows that share them.
-    set_threads(threads)
     dtype = torch.bfloat16 if case not in ("float32", "float16") else getattr(torch, case)
     shape = Shape(
         dtype=dtype,
@@ -105,16 +108,25 @@ def test_sequences_that_share_blocks(
             table[row, :count] = table[rows[0], :count]
     out, _, _ = run(level, step, shape)
     assert out.isfinite().all()
+    set_threads(2)
+    assert torch.equal(run(level, step, shape)[0], out)
+    set_threads(1)
     for row in (*range(10), 48):
         begin, end = step.metadata.query_start_loc[row : row + 2].tolist()
         alone, _, _ = run(level, part_of(step, row), shape)
         assert torch.equal(alone, out[begin:end])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("chunks", [[1] * 5 + [495], [499, 1], [33, 167, 3, 297], [128, 372]])
 @pytest.mark.parametrize(
-    "extras", [{}, {"sliding_window": 70}, {"has_alibi": True, "has_sinks": True}], ids=str
+    ("level", "dtype", "chunks", "extras"),
+    all_combinations(
+        LEVELS,
+        DTYPES,
+        ([1] * 5 + [495], [499, 1], [33, 167, 3, 297], [128, 372]),
+        ({}, {"sliding_window": 70}, {"has_alibi": True, "has_sinks": True}),
+    ),
+    indirect=["level"],
+    ids=str,
 )
 def test_whole_prefill_and_chunks_of_it(
     level: LevelBackend, dtype: torch.dtype, chunks: list[int], extras: dict[str, Any]
@@ -137,8 +149,11 @@ def test_chunks_and_batches_over_a_cache_of_eight_bits(
         assert torch.equal(alone, out[begin:end])
 
 
-@pytest.mark.parametrize("window", [0, 70, -70])
-@pytest.mark.parametrize("exponent", [-120, -126, -130])
+@pytest.mark.parametrize(
+    ("level", "window", "exponent"),
+    all_combinations(LEVELS, (0, 70, -70), (-120, -126, -130)),
+    indirect=["level"],
+)
 def test_sums_that_become_subnormal_in_a_whole_prefill_and_in_chunks(
     level: LevelBackend, exponent: int, window: int
 ) -> None:

@@ -15,6 +15,7 @@ from ostinato.conf.schema import SchedulingPolicy
 from ostinato.runtime.types.outputs import FinishReason
 from ostinato.runtime.types.params import SamplingParams
 from ostinato.runtime.types.request import Request
+from tests.pairwise import all_combinations
 from tests.runtime.cost_tables import make_table
 from tests.runtime.drafters import OracleDrafter
 from tests.runtime.simulated_device import EOS, VOCAB_SIZE
@@ -233,27 +234,34 @@ def run_workload(
     return engine
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("prefix_caching", [True, False])
-@pytest.mark.parametrize("max_num_batched_tokens", [8, 19, 512])
-@pytest.mark.parametrize("total_blocks", [25, 60, 200])
+@cache
+def plain_tokens() -> dict[str, list[int]]:
+    """The workload's outputs without drafts, tiers or shortages."""
+    return run_workload(lookahead=False, total_blocks=200, max_num_batched_tokens=19).tokens
+
+
+@pytest.mark.parametrize(
+    ("total_blocks", "max_num_batched_tokens", "prefix_caching", "policy", "lookahead"),
+    all_combinations((25, 60, 200), (8, 19, 512), (True, False), POLICIES, (False, True)),
+)
 def test_tokens_do_not_depend_on_memory_chunks_sharing_policy_or_lookahead(
-    total_blocks: int, max_num_batched_tokens: int, prefix_caching: bool, policy: SchedulingPolicy
+    total_blocks: int,
+    max_num_batched_tokens: int,
+    prefix_caching: bool,
+    policy: SchedulingPolicy,
+    lookahead: bool,
 ) -> None:
-    engines = [
-        run_workload(
-            lookahead=lookahead,
-            total_blocks=total_blocks,
-            max_num_batched_tokens=max_num_batched_tokens,
-            policy=policy,
-            prefix_caching=prefix_caching,
-        )
-        for lookahead in (False, True)
-    ]
-    assert engines[0].tokens == engines[1].tokens
+    engine = run_workload(
+        lookahead=lookahead,
+        total_blocks=total_blocks,
+        max_num_batched_tokens=max_num_batched_tokens,
+        policy=policy,
+        prefix_caching=prefix_caching,
+    )
+    assert engine.tokens == plain_tokens()
     assert all(
         ending.finish_reason in (FinishReason.stop, FinishReason.length)
-        for ending in engines[1].endings.values()
+        for ending in engine.endings.values()
     )
 
 
@@ -281,12 +289,6 @@ def test_the_workload_meets_what_it_is_for() -> None:
     assert ample.scheduler.num_preemptions < 5
     assert ample.cache.prefix_hits > 250  # prompts that are scored use no cached blocks
     assert tight.tokens == ample.tokens
-
-
-@cache
-def plain_tokens() -> dict[str, list[int]]:
-    """The workload's outputs without drafts, tiers or shortages."""
-    return run_workload(lookahead=False, total_blocks=200, max_num_batched_tokens=19).tokens
 
 
 @pytest.mark.parametrize("accuracy", [0.0, 0.5, 1.0])
