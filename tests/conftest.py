@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +18,11 @@ _MOST_WORKERS = 4  # each with its servers may take 2 GiB
 # Set before anything imports torch; the servers that tests start inherit it. Threads that wait for
 # each other at the end of a loop sleep, because other workers need the cores.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+# Hundreds of processes that tests start import the package. Without stored bytecode each of them
+# compiles its source, which is a sixth of a server's start.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # Every run draws the same examples, however slow the machine is; `--hypothesis-profile=search` draws
 # new ones, which is worth a long run now and then.
