@@ -65,15 +65,15 @@ GRID = [
     (SHORT, shape(4, 2, 128, 64, FLOAT16)),
     (SHORT, shape(4, 1, 128, 8, FLOAT32, window=33)),
     pytest.param(MIXED, shape(4, 1, 64, 16, FLOAT32, window=-100), marks=pytest.mark.slow),
-    (MIXED, shape(4, 2, 48, 16, FLOAT32, value=32)),
+    (MIXED, shape(2, 1, 48, 16, FLOAT32, value=32)),
     (SHORT, shape(2, 1, 24, 16, FLOAT16, value=80)),
-    (MIXED, shape(3, 3, 96, 16, FLOAT16, value=64, window=20)),
+    (SHORT, shape(3, 3, 96, 16, FLOAT16, value=64, window=20)),
     (SHORT, shape(8, 2, 64, 16, FLOAT16, window=-300, cap=5.0)),
     (SHORT, shape(2, 2, 256, 16, FLOAT32, cap=2.0)),
     (SHORT, shape(2, 1, 256, 32, FLOAT16)),
     (SHORT, shape(24, 1, 32, 16, FLOAT16)),
     (SHORT, shape(16, 1, 32, 16, FLOAT32)),
-    (MIXED, shape(6, 2, 32, 16, FLOAT32, alibi=True)),
+    (MIXED, shape(3, 1, 32, 16, FLOAT32, alibi=True)),
     (MIXED, shape(3, 1, 64, 16, FLOAT16, sinks=True, window=100)),
     (SHORT, shape(4, 2, 32, 16, FLOAT32, sinks=True, alibi=True, cap=5.0)),
 ]
@@ -104,7 +104,7 @@ def test_matches_reference(lengths: list[tuple[int, int]], shape: Shape) -> None
 
 FP8_GRID = [
     (MIXED, shape(4, 1, 64, 16, FLOAT16)),
-    (MIXED, shape(2, 2, 32, 8, FLOAT32)),
+    (SHORT, shape(2, 2, 32, 8, FLOAT32)),
     (SHORT, shape(2, 1, 80, 64, FLOAT16, window=33, cap=5.0)),
 ]
 
@@ -141,7 +141,7 @@ def test_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @settings(
-    max_examples=8,
+    max_examples=5,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
@@ -215,7 +215,7 @@ def alone(step: Step, row: int) -> Step:
 
 
 def test_a_sequence_gets_the_same_bits_alone_and_in_a_batch() -> None:
-    case = shape(4, 2, 32, 16, FLOAT16, alibi=True, sinks=True)
+    case = shape(2, 1, 32, 16, FLOAT16, alibi=True, sinks=True)
     step = make_step(MIXED, case)
     together, _, _ = run(BACKEND, step, case)
     starts = step.metadata.query_start_loc.tolist()

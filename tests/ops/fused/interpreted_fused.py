@@ -325,9 +325,9 @@ def logits_of(
     driver = Driver(model, config, forward=form(model), dtype=cache_dtype)
     generator = torch.Generator().manual_seed(1)
     first, second = (
-        Sequence(torch.randint(2, 60, (count,), generator=generator).tolist()) for count in (22, 40)
+        Sequence(torch.randint(2, 60, (count,), generator=generator).tolist()) for count in (20, 26)
     )
-    steps = [[(first, 19)], [(first, 1), (second, 30)], [(second, 9), (first, 1)]]
+    steps = [[(first, 17)], [(first, 1), (second, 17)], [(second, 8), (first, 1)]]
     steps += [[(first, 1), (second, 1)]]
     return [torch.cat(driver.step(step)) for step in steps]
 
