@@ -51,7 +51,7 @@ def quantise(*overrides: str) -> QuantizeReport:
 def test_the_readers_load_what_was_written(tmp_path: Path, name: str, form: str, bits: int) -> None:
     source = save(reference_model(VARIANTS[name]), VARIANTS[name], tmp_path)
     target = tmp_path / "new"
-    done = run(
+    words = (
         f"model.path={source}",
         f"quantize.output={target}",
         f"quantize.format={form}",
@@ -59,9 +59,13 @@ def test_the_readers_load_what_was_written(tmp_path: Path, name: str, form: str,
         "quantize.group_size=32",
         "quantize.symmetric=false",
     )
-    assert done.returncode == 0, done.stderr
-    assert "12 matrices, rounded to the nearest" in done.stdout
-    assert f"run serve model.path={target}" in done.stdout
+    if name == "qwen2":  # one of them as a command
+        done = run(*words)
+        assert done.returncode == 0, done.stderr
+        assert "12 matrices, rounded to the nearest" in done.stdout
+        assert f"run serve model.path={target}" in done.stdout
+    else:
+        assert quantise(*words).num_matrices == 12
     model, _ = load(target)
     whole, _ = load(source)
     for own, module in model.layers.named_modules():

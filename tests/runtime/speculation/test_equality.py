@@ -81,6 +81,7 @@ def test_the_same_tokens_and_log_probabilities(
 # Dummy weights are a function of a model's shapes, so the first has the target's weights. The
 # second has them too, but its norms differ. The third is another model.
 DRAFT_MODELS = {"same": {}, "near": {"rms_norm_eps": 1e-4}, "other": {"num_hidden_layers": 1}}
+OFTEN = {"float32": "near", "bfloat16": "same", "int8": "other", "int4": "near"}
 
 
 def draft_model(directory: Path, **changes: object) -> str:
@@ -90,6 +91,14 @@ def draft_model(directory: Path, **changes: object) -> str:
     return f"speculation.model={directory}"
 
 
+@pytest.mark.parametrize(
+    "form",
+    [
+        form if form in ("float32", "int4") else pytest.param(form, marks=pytest.mark.slow)
+        for form in FORMS
+    ],
+    indirect=True,
+)
 def test_a_head_changes_neither_tokens_nor_log_probabilities(
     form: str, plain: list[list[CompletionOutput]], tmp_path: Path
 ) -> None:
@@ -141,8 +150,22 @@ def test_a_next_token_layer_changes_neither_tokens_nor_log_probabilities(form: s
     assert stats.num_draft_tokens > 100
 
 
-@pytest.mark.parametrize("name", list(DRAFT_MODELS))
 def test_a_draft_model_changes_neither_tokens_nor_log_probabilities(
+    form: str, plain: list[list[CompletionOutput]], tmp_path: Path
+) -> None:
+    """One draft model for each form of weights."""
+    check_draft_model(form, plain, OFTEN[form], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(DRAFT_MODELS))
+def test_every_draft_model_changes_neither_tokens_nor_log_probabilities(
+    form: str, plain: list[list[CompletionOutput]], name: str, tmp_path: Path
+) -> None:
+    check_draft_model(form, plain, name, tmp_path)
+
+
+def check_draft_model(
     form: str, plain: list[list[CompletionOutput]], name: str, tmp_path: Path
 ) -> None:
     """The second round finds its prompts in the prefix cache."""
