@@ -8,17 +8,24 @@ import anthropic
 import openai
 import pytest
 
-from tests.e2e.server_process import ServerProcess
+from tests.e2e.server_process import PATIENCE_S, ServerProcess
 
 
 @pytest.fixture(scope="session")
-def server() -> Iterator[ServerProcess]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """A server with small settings and a body limit of 4 MiB, one for all modules of a test process.
+
+    It waits for slow clients as long as tests wait.
 
     Tests may kill its engine, which starts again. A module with other settings, or one that ends
     its server, defines a fixture of this name.
     """
-    with ServerProcess("server.max_body_mib=4") as process:
+    with ServerProcess(
+        "server.max_body_mib=4",
+        f"server.header_timeout_s={PATIENCE_S}",
+        f"server.body_timeout_s={PATIENCE_S}",
+        f"server.profile_dir={tmp_path_factory.mktemp('traces')}",
+    ) as process:
         yield process
 
 

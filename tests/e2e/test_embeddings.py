@@ -33,12 +33,6 @@ def encoder():
         yield server
 
 
-@pytest.fixture(scope="module")
-def demo(tmp_path_factory):
-    with ServerProcess(f"server.profile_dir={tmp_path_factory.mktemp('traces')}") as server:
-        yield server
-
-
 def cosine(first, second):
     dot = sum(a * b for a, b in zip(first, second, strict=True))
     return dot / math.sqrt(sum(a * a for a in first) * sum(b * b for b in second))
@@ -107,60 +101,60 @@ def test_a_ranking(encoder):
     assert results[0]["relevance_score"] > results[1]["relevance_score"] + 0.2
 
 
-def test_the_bundled_model_gives_vectors_and_answers(demo):
+def test_the_bundled_model_gives_vectors_and_answers(server):
     body = {"input": ["Once upon a time", "word " * 300], "pooling": "mean"}
-    reply = HTTP.post(f"{demo.url}/v1/embeddings", json=body).json()
+    reply = HTTP.post(f"{server.url}/v1/embeddings", json=body).json()
     assert [len(one["embedding"]) for one in reply["data"]] == [256, 256]
-    response = HTTP.post(f"{demo.url}/v1/completions", json={"prompt": "Once", "max_tokens": 3})
+    response = HTTP.post(f"{server.url}/v1/completions", json={"prompt": "Once", "max_tokens": 3})
     assert response.json()["usage"]["completion_tokens"] == 3
 
 
-def test_a_client_that_goes_away_frees_its_blocks(demo):
+def test_a_client_that_goes_away_frees_its_blocks(server):
     body = {"input": [[5 + n] + [7] * 500 for n in range(1000)], "pooling": "mean"}
-    with demo.held_engine():
-        with demo.sent("/v1/embeddings", body, "left"):
+    with server.held_engine():
+        with server.sent("/v1/embeddings", body, "left"):
             pass
-        assert " disconnected " in demo.log_of("embd-left ")
-    HTTP.post(f"{demo.url}/v1/embeddings", json={"input": "ok"}).raise_for_status()
+        assert " disconnected " in server.log_of("embd-left ")
+    HTTP.post(f"{server.url}/v1/embeddings", json={"input": "ok"}).raise_for_status()
     # The log line may come before the last chunk of inputs has left the engine.
-    until(lambda: demo.load() == 0)
+    until(lambda: server.load() == 0)
 
 
-def test_a_profile(demo):
-    assert HTTP.post(f"{demo.url}/stop_profile").status_code == 409
-    assert HTTP.post(f"{demo.url}/start_profile").status_code == 200
-    assert HTTP.post(f"{demo.url}/start_profile").status_code == 409
-    HTTP.post(f"{demo.url}/v1/embeddings", json={"input": "ok"}).raise_for_status()
-    file = HTTP.post(f"{demo.url}/stop_profile").json()["trace_file"]
+def test_a_profile(server):
+    assert HTTP.post(f"{server.url}/stop_profile").status_code == 409
+    assert HTTP.post(f"{server.url}/start_profile").status_code == 200
+    assert HTTP.post(f"{server.url}/start_profile").status_code == 409
+    HTTP.post(f"{server.url}/v1/embeddings", json={"input": "ok"}).raise_for_status()
+    file = HTTP.post(f"{server.url}/stop_profile").json()["trace_file"]
     with gzip.open(file) as stream:
         names = {event.get("name", "") for event in json.load(stream)["traceEvents"]}
     assert any("ostinato::paged_attention" in name for name in names), sorted(names)[:40]
 
 
-def test_the_tokenizer_and_the_cache(demo):
-    facts = HTTP.get(f"{demo.url}/tokenizer_info").json()
+def test_the_tokenizer_and_the_cache(server):
+    facts = HTTP.get(f"{server.url}/tokenizer_info").json()
     assert facts["eos_token"]
     assert "messages" in facts["chat_template"]
-    assert HTTP.post(f"{demo.url}/reset_prefix_cache").json() == {"success": True}
+    assert HTTP.post(f"{server.url}/reset_prefix_cache").json() == {"success": True}
 
 
 @pytest.mark.slow
-def test_vectors_survive_their_engine(demo):
+def test_vectors_survive_their_engine(server):
     """The engine is killed during a request. The request waits for the restarted engine."""
     inputs = [[5 + n] + [7] * 500 for n in range(200)]
     body = {"input": inputs, "pooling": "mean", "encoding_format": "base64"}
-    url = f"{demo.url}/v1/embeddings"
+    url = f"{server.url}/v1/embeddings"
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         reply = pool.submit(HTTP.post, url, json=body, timeout=240)
-        while demo.metrics()["ostinato_requests_running"] == 0:
+        while server.metrics()["ostinato_requests_running"] == 0:
             assert not reply.done(), "it was over before it could be disturbed"
-        demo.engine.kill()
+        server.engine.kill()
         disturbed = reply.result().json()["data"]
     undisturbed = HTTP.post(url, json=body, timeout=240).json()["data"]
     assert disturbed == undisturbed
 
 
-def test_numbers_of_any_size(demo):
+def test_numbers_of_any_size(server):
     texts = {"documents": ["a", "b"]}
     endpoints = [
         Endpoint("/v1/embeddings", EmbeddingRequest, {"input": "ok"}),
@@ -169,4 +163,4 @@ def test_numbers_of_any_size(demo):
     ]
     where = [place for one in endpoints for place in places(one)]
     assert "truncate_prompt_tokens" in {place.name for place in where}
-    check_numbers(demo.url, where, max_examples=40)
+    check_numbers(server.url, where, max_examples=40)
