@@ -33,7 +33,7 @@ def server() -> Iterator[ServerProcess]:
         "graphs.pack_weights=true",
         "cache.memory_gib=0.2",
         "scheduler.max_num_seqs=20",  # some of the streams wait
-        "server.restart_backoff_s=0.1",
+        "server.restart_backoff_s=0.01",
         "server.drain_timeout_s=200",
     ) as process:
         yield process

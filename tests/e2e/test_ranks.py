@@ -21,7 +21,7 @@ BODY = {"prompt": "Once upon a time", "max_tokens": 300, "temperature": 0, "igno
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ServerProcess]:
-    with ServerProcess("--tensor-parallel-size", "2", "server.restart_backoff_s=0.1") as process:
+    with ServerProcess("--tensor-parallel-size", "2", "server.restart_backoff_s=0.01") as process:
         yield process
 
 

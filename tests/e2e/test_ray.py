@@ -90,7 +90,7 @@ def until(condition: Callable[[], object]) -> None:
 def serve(cluster: Any, *overrides: str) -> ServerProcess:
     return ServerProcess(
         *("parallel.executor=ray", f"parallel.ray_address={cluster.address}"),
-        *("server.restart_backoff_s=0.1", "server.max_restarts=50", "parallel.host=127.0.0.1"),
+        *("server.restart_backoff_s=0.01", "server.max_restarts=50", "parallel.host=127.0.0.1"),
         *("device.threads=null", *overrides),
     )
 

@@ -28,7 +28,7 @@ def server() -> Iterator[ServerProcess]:
         "parallel.data=2",
         "server.admin=true",
         "server.max_restarts=50",
-        "server.restart_backoff_s=0.1",
+        "server.restart_backoff_s=0.01",
         "server.hang_timeout_s=5",
     ) as process:
         yield process

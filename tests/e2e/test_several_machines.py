@@ -29,7 +29,7 @@ class SpreadServer:
     ) -> None:
         self.server = ServerProcess(
             *(f"parallel.data={num_engines}", "parallel.nodes=2", f"parallel.host={host}"),
-            *("server.restart_backoff_s=0.1", "server.max_restarts=50", *overrides),
+            *("server.restart_backoff_s=0.01", "server.max_restarts=50", *overrides),
         )
         self.words = join_command(self.server.wait_for_line("run rank tcp"))
         self.rank = RankProcess(self.words, prefix or [])

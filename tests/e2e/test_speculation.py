@@ -19,7 +19,7 @@ FORMAT = {"type": "json_schema", "json_schema": {"name": "zoo", "schema": ZOO, "
 @pytest.fixture(scope="module")
 def server() -> Iterator[ServerProcess]:
     with ServerProcess(
-        "speculation.method=auto", "speculation.adaptive=false", "server.restart_backoff_s=0.1"
+        "speculation.method=auto", "speculation.adaptive=false", "server.restart_backoff_s=0.01"
     ) as process:
         yield process
 

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ServerProcess]:
-    with ServerProcess("--pipeline-parallel-size", "2", "server.restart_backoff_s=0.1") as process:
+    with ServerProcess("--pipeline-parallel-size", "2", "server.restart_backoff_s=0.01") as process:
         yield process
 
 

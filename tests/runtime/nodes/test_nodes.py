@@ -112,7 +112,7 @@ class Site:
     def __init__(self) -> None:
         config = tiny_config(
             *("parallel.data=2", "parallel.nodes=2", "parallel.host=127.0.0.1"),
-            *("parallel.router=least_load", "server.restart_backoff_s=0.1"),
+            *("parallel.router=least_load", "server.restart_backoff_s=0.01"),
             "server.max_restarts=50",
         )
         self.client = EngineClient(config)

@@ -173,7 +173,7 @@ def test_streams_with_drafts_go_on_after_the_kill_of_a_rank(
             await client.close()
 
     async def scenario() -> None:
-        drafting = head(tmp_path, division, "server.restart_backoff_s=0.1")
+        drafting = head(tmp_path, division, "server.restart_backoff_s=0.01")
         plain = dataclasses.replace(drafting, speculation=NO_DRAFTS)
         expected = await tokens(plain, kills=False)
         assert await tokens(drafting, kills=True) == expected

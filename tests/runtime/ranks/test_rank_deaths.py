@@ -39,7 +39,7 @@ def run(request: pytest.FixtureRequest) -> Iterator[Run]:
 
     overrides = (
         request.param,
-        "server.restart_backoff_s=0.1",
+        "server.restart_backoff_s=0.01",
         "server.max_restarts=50",
     )
     with asyncio.Runner() as runner:

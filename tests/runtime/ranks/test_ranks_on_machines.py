@@ -22,7 +22,7 @@ from tests.runtime.ranks.test_rank_deaths import ranks_of, together
 from tests.runtime.tiny import tiny_config
 
 # A busy machine may be silent for long, so most tests set a long `parallel.rank_timeout_s`.
-RESTARTS = ("server.restart_backoff_s=0.1", "server.max_restarts=50")
+RESTARTS = ("server.restart_backoff_s=0.01", "server.max_restarts=50")
 
 
 class Site:

@@ -37,7 +37,7 @@ def run() -> Iterator[Callable[[Scenario], None]]:
         await until(lambda: all(one.status.state == "serving" for one in client.replicas))
         await until(lambda: client.num_unfinished == client.stats.num_running == 0)
 
-    overrides = ("parallel.data=2", "parallel.router=least_load", "server.restart_backoff_s=0.1")
+    overrides = ("parallel.data=2", "parallel.router=least_load", "server.restart_backoff_s=0.01")
     with asyncio.Runner() as runner:
         client = EngineClient(tiny_config(*overrides, "server.max_restarts=50"))
         try:
