@@ -69,5 +69,8 @@ def _likely_path(model: ModelSection) -> str:
     """
     name = model.tokenizer or model.path
     path = expand_user(name) if name else _DEMO_MODEL
-    has_tokenizer = path.is_file() if is_gguf_path(path) else (path / "tokenizer.json").is_file()
-    return str(path) if has_tokenizer else ""
+    try:
+        is_there = (path if is_gguf_path(path) else path / "tokenizer.json").is_file()
+    except OSError:  # the directory cannot be read; the engine reports it
+        is_there = False
+    return str(path) if is_there else ""
