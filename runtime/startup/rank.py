@@ -182,12 +182,7 @@ def build_rank(
         memory = None if cuda_recorder is None else CudaMemory()
         _prepare_graphs(plan, graphs, token_sampler, memory, phase, name)
         _LOG.info("%slayers: %s", name, _count_layers(graphs))
-        isa = (loaded_isa() or "") if plan.is_cpu else ""
-        times = {} if plan.isa_trial is None else plan.isa_trial.microseconds
-        if isa:
-            _LOG.info("CPU kernels: %s", describe_times(isa, times))
-        served = describe_model(plan, phase.seconds, isa)
-        served = msgspec.structs.replace(served, isa_microseconds=times)
+        served = _describe(plan, phase)
         runner = _make_runner(plan, model, graphs, buffers, token_sampler, grammars)
         executor = InlineExecutor(
             runner, kv_cache, grammars, monitor, pages=pages, overlap=plan.overlap
@@ -207,6 +202,16 @@ def build_rank(
         cost_store=cost_store,
         costs=costs,
     )
+
+
+def _describe(plan: EnginePlan, phase: PhaseTimer) -> ServedModel:
+    """What `/version` and the start-up lines say of the model, with the CPU kernels in use."""
+    isa = (loaded_isa() or "") if plan.is_cpu else ""
+    times = {} if plan.isa_trial is None else plan.isa_trial.microseconds
+    if isa:
+        _LOG.info("CPU kernels: %s", describe_times(isa, times))
+    served = describe_model(plan, phase.seconds, isa)
+    return msgspec.structs.replace(served, isa_microseconds=times)
 
 
 def _with_measured_memory(
