@@ -15,7 +15,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-import msgspec
 import torch
 
 from ostinato.conf.schema import GraphMode
@@ -31,7 +30,6 @@ from ostinato.graphs.threads import StepThreads
 from ostinato.graphs.timing import make_timer
 from ostinato.models.base import EncoderModel, LanguageModel
 from ostinato.ops.attention import AttentionPlanner, PlannedBackend, load_backend
-from ostinato.ops.native.library import loaded_isa
 from ostinato.runtime.costs.cost_table import CostTable
 from ostinato.runtime.errors import StartupError
 from ostinato.runtime.execution.hidden_state_pool import HiddenStatePool, num_pool_slots
@@ -45,13 +43,16 @@ from ostinato.runtime.memory.measured_memory import CudaMemory, compare_with_pla
 from ostinato.runtime.ranks.rank_links import RankLinks
 from ostinato.runtime.sampling.sampler import Sampler
 from ostinato.runtime.startup.calibrate import CostStore
-from ostinato.runtime.startup.isa_trial import describe_times
 from ostinato.runtime.startup.loading import begin_model, open_bundle
 from ostinato.runtime.startup.model_cache import LoadedModelCache
 from ostinato.runtime.startup.phases import PhaseTimer
 from ostinato.runtime.startup.plan.engine_plan import EnginePlan
 from ostinato.runtime.startup.plan.planning import bucket_table, plan_measured
-from ostinato.runtime.startup.served_model import describe_model, tokenizer_and_ends
+from ostinato.runtime.startup.served_model import (
+    describe_kernels,
+    describe_model,
+    tokenizer_and_ends,
+)
 from ostinato.runtime.types.engine_info import ServedModel
 
 __all__ = ("DraftSetup", "Meet", "Peers", "RankParts", "build_rank")
@@ -182,7 +183,8 @@ def build_rank(
         memory = None if cuda_recorder is None else CudaMemory()
         _prepare_graphs(plan, graphs, token_sampler, memory, phase, name)
         _LOG.info("%slayers: %s", name, _count_layers(graphs))
-        served = _describe(plan, phase)
+        if kernels := describe_kernels(plan):
+            _LOG.info("CPU kernels: %s", kernels)
         runner = _make_runner(plan, model, graphs, buffers, token_sampler, grammars)
         executor = InlineExecutor(
             runner, kv_cache, grammars, monitor, pages=pages, overlap=plan.overlap
@@ -197,21 +199,11 @@ def build_rank(
         buffers=buffers,
         recorder=cuda_recorder,
         monitor=monitor,
-        model=served,
+        model=describe_model(plan, phase.seconds),
         bundle=bundle,
         cost_store=cost_store,
         costs=costs,
     )
-
-
-def _describe(plan: EnginePlan, phase: PhaseTimer) -> ServedModel:
-    """What `/version` and the start-up lines say of the model, with the CPU kernels in use."""
-    isa = (loaded_isa() or "") if plan.is_cpu else ""
-    times = {} if plan.isa_trial is None else plan.isa_trial.microseconds
-    if isa:
-        _LOG.info("CPU kernels: %s", describe_times(isa, times))
-    served = describe_model(plan, phase.seconds, isa)
-    return msgspec.structs.replace(served, isa_microseconds=times)
 
 
 def _with_measured_memory(

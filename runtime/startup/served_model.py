@@ -13,29 +13,44 @@ from ostinato.conf.schema import LoadFormat, ModelSection, PoolingChoice
 from ostinato.models.checkpoints.checkpoint import resolve_path
 from ostinato.models.gguf.gguf_paths import GGUF_ENDING, is_gguf_path
 from ostinato.ops.native.build import content_key
+from ostinato.ops.native.library import loaded_isa
 from ostinato.runtime.startup.bundles import kernel_libraries
+from ostinato.runtime.startup.isa_trial import describe_times
 from ostinato.runtime.startup.plan.engine_plan import EnginePlan
 from ostinato.runtime.startup.plan.model_source import ModelSource
 from ostinato.runtime.text.tokenizer_files import TokenizerFiles
 from ostinato.runtime.types.engine_info import ServedModel, ServedTask
 from ostinato.runtime.types.params import PoolingKind
 
-__all__ = ("describe_model", "model_name", "tokenizer_and_ends")
+__all__ = ("describe_kernels", "describe_model", "model_name", "tokenizer_and_ends")
 
 _END_BYTES = 4096  # the fingerprint covers the last bytes of each weight file
 # Fields of generation_config.json that are defaults of a request.
 _SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
-def describe_model(plan: EnginePlan, phases: dict[str, float], isa: str) -> ServedModel:
+def describe_kernels(plan: EnginePlan) -> str:
+    """The instruction set of the CPU kernels with its measured times; empty = none are used."""
+    isa = _isa(plan)
+    return describe_times(isa, _isa_times(plan)) if isa else ""
+
+
+def _isa(plan: EnginePlan) -> str:
+    return (loaded_isa() or "") if plan.is_cpu else ""
+
+
+def _isa_times(plan: EnginePlan) -> dict[str, dict[str, float]]:
+    return {} if plan.isa_trial is None else plan.isa_trial.microseconds
+
+
+def describe_model(plan: EnginePlan, phases: dict[str, float]) -> ServedModel:
     """The facts about the model that the API shows. The API also checks requests by them.
 
     Args:
         plan: the engine's plan.
         phases: seconds of each phase of the start. The builder adds phases after this call.
-        isa: instruction set of the CPU kernels; empty = none are used.
     """
-    section, source = plan.config.model, plan.source
+    section, source, isa = plan.config.model, plan.source, _isa(plan)
     path = source.checkpoint.path
     generation = source.checkpoint.generation_config
     defaults = {
@@ -57,6 +72,7 @@ def describe_model(plan: EnginePlan, phases: dict[str, float], isa: str) -> Serv
         created=int(time.time()),
         startup_seconds=phases,
         isa=isa,
+        isa_microseconds=_isa_times(plan),
         determinism=plan.determinism,
         system_fingerprint=_fingerprint(plan, isa),
         tasks=_tasks(source),
