@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ostinato.models.base import AuxStates, CausalLM, DecoderLayer
+from ostinato.models.block_parts.few_rows import FewRowsBlock
 from ostinato.models.block_parts.latent_attention import LatentAttention
 from ostinato.models.block_parts.moe import MoE
 from ostinato.models.config.block_spec import Residual
 from ostinato.models.config.model_config import ModelConfig
-from ostinato.models.few_rows import FewRowsBlock
 from ostinato.models.layers import (
     Attention,
     LayerNorm,

@@ -14,7 +14,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ("interleaved_rope", "per_group_qkv", "per_head_pairs", "per_head_qkv", "rotated_last")
+from ostinato.models.config.model_config import ModelConfig
+
+__all__ = (
+    "interleaved_queries_and_keys",
+    "interleaved_rope",
+    "per_group_qkv",
+    "per_head_pairs",
+    "per_head_qkv",
+    "rotated_last",
+)
 
 
 def per_head_qkv(num_heads: int, head_dim: int) -> Tensor:
@@ -42,6 +51,15 @@ def interleaved_rope(num_heads: int, head_dim: int, rotary_dim: int) -> Tensor:
     rotated = torch.arange(rotary_dim).view(-1, 2).t().reshape(-1)
     head = torch.cat([rotated, torch.arange(rotary_dim, head_dim)])
     return (torch.arange(num_heads)[:, None] * head_dim + head).view(-1)
+
+
+def interleaved_queries_and_keys(config: ModelConfig) -> tuple[tuple[str, Tensor], ...]:
+    """`CheckpointLayout.row_orders` for q_proj and k_proj that are stored as `interleaved_rope`."""
+    assert config.rope is not None, "only heads that rotate have rotary pairs"
+    return tuple(
+        (name, interleaved_rope(count, config.head_dim, config.rope.rotary_dim))
+        for name, count in (("q_proj", config.num_heads), ("k_proj", config.num_kv_heads))
+    )
 
 
 def rotated_last(

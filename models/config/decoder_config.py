@@ -15,6 +15,7 @@ from ostinato.models.config.hf_fields import (
     read_first,
     read_integer,
     read_token_ids,
+    refuse_other_kinds,
     refuse_other_values,
     stated_dtype,
 )
@@ -25,6 +26,7 @@ __all__ = (
     "MUST_BE",
     "DecoderKeys",
     "layer_types_every",
+    "read_chunked_windows",
     "read_decoder_config",
     "read_head_dim",
     "read_sliding_windows",
@@ -56,6 +58,7 @@ class DecoderKeys:
     default_activation: str = "silu"
     is_tied: bool = False  # the default of tie_word_embeddings
     has_rope: bool = True
+    rope_theta: float = 10_000.0  # the default of rope_theta
     rotary_fraction: float = 1.0  # rotated share of a head; the default of partial_rotary_factor
 
 
@@ -91,7 +94,13 @@ def read_decoder_config(
     max_positions = read_integer(hf_config, *keys.max_positions, default=keys.default_positions)
     rope = None
     if keys.has_rope:
-        rope = read_rope(hf_config, head_dim, max_positions, default_fraction=keys.rotary_fraction)
+        rope = read_rope(
+            hf_config,
+            head_dim,
+            max_positions,
+            default_fraction=keys.rotary_fraction,
+            default_theta=keys.rope_theta,
+        )
     attention_bias = bool(hf_config.get("attention_bias", False))
     return ModelConfig(
         architecture=architecture_of(hf_config),
@@ -165,6 +174,33 @@ def read_sliding_windows(hf_config: HFConfig, num_layers: int) -> tuple[int, ...
             f"config.json: layer_types has {len(layer_types)} entries for {num_layers} layers"
         )
     return tuple(by_type[kind] for kind in layer_types)
+
+
+def read_chunked_windows(
+    hf_config: HFConfig, max_model_len: int, rope_kinds: tuple[str | None, ...]
+) -> tuple[int, ...]:
+    """The windows of a model with chunks, as `paged_attention` takes them: -C for chunks of C.
+
+    The layers with chunks are those that `layer_types` names, or all layers that rotate.
+
+    Args:
+        hf_config: the parsed config.json.
+        max_model_len: tokens of the longest context. Chunks that are as long have no effect.
+        rope_kinds: for each layer its rotary table; None = the layer does not rotate.
+
+    Raises:
+        ValueError: `layer_types` has another length or an unknown entry, or the size of a chunk is
+            not an integer of at least 1.
+    """
+    chunked, full = "chunked_attention", "full_attention"
+    kinds = hf_config.get("layer_types") or [chunked if kind else full for kind in rope_kinds]
+    refuse_other_kinds("layer_types", kinds, (chunked, full), len(rope_kinds))
+    size = 0
+    if hf_config.get("attention_chunk_size", 8192) is not None:
+        size = read_integer(hf_config, "attention_chunk_size", default=8192)
+    if size >= max_model_len:
+        size = 0
+    return tuple(-size if kind == chunked else 0 for kind in kinds)
 
 
 def layer_types_every(hf_config: HFConfig, interval: int) -> dict[str, list[str]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ __all__ = (
     "read_first",
     "read_integer",
     "read_token_ids",
+    "refuse_other_kinds",
     "refuse_other_values",
     "stated_dtype",
 )
@@ -49,6 +50,27 @@ def refuse_other_values(hf_config: HFConfig, must_be: Mapping[str, Any]) -> None
     for key, only in must_be.items():
         if hf_config.get(key, only) != only:
             raise ValueError(f"config.json: {key}={hf_config[key]} is not supported, only {only}")
+
+
+def refuse_other_kinds(
+    key: str, kinds: Collection[str], supported: Collection[str], num_layers: int
+) -> None:
+    """Refuse a list with a kind for each layer, if a kind is not supported or a layer has none.
+
+    Args:
+        key: the key of the list.
+        kinds: the list.
+        supported: the supported kinds.
+        num_layers: layers of the model.
+
+    Raises:
+        ValueError: a kind is not among `supported`, or the list has another length.
+    """
+    if set(kinds) - set(supported) or len(kinds) != num_layers:
+        raise ValueError(
+            f"config.json: {key} must have {' or '.join(sorted(supported))} for each of the "
+            f"{num_layers} layers, got {kinds}"
+        )
 
 
 def read_first(hf_config: HFConfig, *keys: str, default: Any = None) -> Any:

@@ -9,7 +9,13 @@ from ostinato.models.config.model_config import HFConfig
 from ostinato.models.config.moe_spec import MoESpec
 from ostinato.ops.moe.routing import RouteSpec, Scoring
 
-__all__ = ("every_layer", "read_deepseek_experts", "read_route", "sparse_layers")
+__all__ = (
+    "every_layer",
+    "interleaved_layers",
+    "read_deepseek_experts",
+    "read_route",
+    "sparse_layers",
+)
 
 _NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
@@ -76,11 +82,30 @@ def sparse_layers(hf_config: HFConfig, num_layers: int) -> tuple[bool, ...]:
     """
     step = read_integer(hf_config, "decoder_sparse_step", default=1)
     dense: Sequence[int] = hf_config.get("mlp_only_layers") or ()
-    if any(not 0 <= layer < num_layers for layer in dense):
-        raise ValueError(
-            f"config.json: mlp_only_layers={list(dense)} must name blocks 0 to {num_layers - 1}"
-        )
+    _refuse_missing_blocks("mlp_only_layers", dense, num_layers)
     return tuple((layer + 1) % step == 0 and layer not in dense for layer in range(num_layers))
+
+
+def interleaved_layers(hf_config: HFConfig, num_layers: int) -> tuple[bool, ...]:
+    """`MoESpec.layers` of Llama 4: the blocks of `moe_layers`, or else every
+    `interleave_moe_layer_step`-th block.
+
+    Raises:
+        ValueError: a listed block does not exist.
+    """
+    step = read_integer(hf_config, "interleave_moe_layer_step", default=1)
+    listed: Sequence[int] | None = hf_config.get("moe_layers")
+    if listed is None:
+        listed = range(step - 1, num_layers, step)
+    _refuse_missing_blocks("moe_layers", listed, num_layers)
+    return tuple(layer in listed for layer in range(num_layers))
+
+
+def _refuse_missing_blocks(key: str, listed: Sequence[int], num_layers: int) -> None:
+    if any(not 0 <= layer < num_layers for layer in listed):
+        raise ValueError(
+            f"config.json: {key}={list(listed)} must name blocks 0 to {num_layers - 1}"
+        )
 
 
 def read_deepseek_experts(

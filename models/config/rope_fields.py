@@ -1,4 +1,7 @@
-"""Reads the rotary embedding of a config.json, in its newer and its older form."""
+"""Reads the rotary embedding of a config.json, in its newer and its older form.
+
+Which layers do not rotate, and the factor of the queries in these layers, are read here too.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from ostinato.models.config.model_config import HFConfig
+from ostinato.models.config.model_config import HFConfig, QueryTemperature
+from ostinato.models.step_tensors import DEFAULT_ROPE
 from ostinato.ops.rope import (
     LinearScaling,
     Llama3Scaling,
@@ -15,8 +19,16 @@ from ostinato.ops.rope import (
     YarnScaling,
 )
 
-__all__ = ("read_rope", "rope_by_layer_type", "stretched_context", "temperature_of")
+__all__ = (
+    "read_query_temperature",
+    "read_rope",
+    "read_rope_kinds",
+    "rope_by_layer_type",
+    "stretched_context",
+    "temperature_of",
+)
 
+_THETA = 10_000.0  # the default base of the frequencies (arXiv:2104.09864)
 _EVERY = {"rope_type", "rope_theta", "partial_rotary_factor"}
 _STRETCHED = _EVERY | {"factor", "original_max_position_embeddings"}
 _KEYS = {
@@ -34,7 +46,12 @@ _KEYS = {
 
 
 def read_rope(
-    hf_config: HFConfig, head_dim: int, max_positions: int, *, default_fraction: float = 1.0
+    hf_config: HFConfig,
+    head_dim: int,
+    max_positions: int,
+    *,
+    default_fraction: float = 1.0,
+    default_theta: float = _THETA,
 ) -> Rope:
     """The rotary embedding, from `rope_parameters` or the older `rope_theta` and `rope_scaling`.
 
@@ -45,22 +62,14 @@ def read_rope(
             whose `original_max_position_embeddings` is not stated. Divided by the original context,
             it is the `factor` of YaRN and LongRoPE, if the config states no factor.
         default_fraction: the part of each head that is rotated, where the config does not state it.
+        default_theta: the base of the frequencies, where the config does not state it.
 
     Raises:
         ValueError: its type or a key is unknown, or a parameter is missing or not supported.
     """
-    parameters = _rope_parameters(hf_config)
+    parameters = _rope_parameters(hf_config, default_theta)
     kind = parameters.get("rope_type", "default")
-    if kind not in _KEYS:
-        raise ValueError(
-            f"config.json: rope_type={kind!r} is not supported; supported: {', '.join(_KEYS)}"
-        )
-    unknown = parameters.keys() - _KEYS[kind]
-    if unknown:
-        raise ValueError(
-            f"config.json: rope_type={kind!r} with {', '.join(sorted(unknown))} is not supported; "
-            f"its keys are {', '.join(sorted(_KEYS[kind]))}"
-        )
+    _refuse_unknown(kind, parameters)
     fraction = (
         parameters.get("partial_rotary_factor", hf_config.get("partial_rotary_factor"))
         or default_fraction
@@ -123,6 +132,19 @@ def read_rope(
     return Rope(rotary_dim=rotary_dim, theta=number("rope_theta"), scaling=scaling)
 
 
+def _refuse_unknown(kind: str, parameters: HFConfig) -> None:
+    if kind not in _KEYS:
+        raise ValueError(
+            f"config.json: rope_type={kind!r} is not supported; supported: {', '.join(_KEYS)}"
+        )
+    unknown = parameters.keys() - _KEYS[kind]
+    if unknown:
+        raise ValueError(
+            f"config.json: rope_type={kind!r} with {', '.join(sorted(unknown))} is not supported; "
+            f"its keys are {', '.join(sorted(_KEYS[kind]))}"
+        )
+
+
 def rope_by_layer_type(
     hf_config: HFConfig, *, theta: float, local_theta: float
 ) -> tuple[HFConfig, HFConfig]:
@@ -151,7 +173,37 @@ def rope_by_layer_type(
     return {"rope_parameters": full}, {"rope_parameters": local}
 
 
-def _rope_parameters(hf_config: HFConfig) -> dict[str, Any]:
+def read_rope_kinds(hf_config: HFConfig, num_layers: int) -> tuple[str | None, ...]:
+    """`ModelConfig.rope_kinds` of a model with layers that do not rotate.
+
+    `no_rope_layers` has a 0 for each such layer. Without this list, every
+    `no_rope_layer_interval`-th layer does not rotate. The list may be longer than the model.
+
+    Raises:
+        ValueError: the list is shorter than the model.
+    """
+    interval = int(hf_config.get("no_rope_layer_interval", 4))
+    rotates = hf_config.get("no_rope_layers") or [
+        (layer + 1) % interval for layer in range(num_layers)
+    ]
+    if len(rotates) < num_layers:
+        raise ValueError(
+            f"config.json: no_rope_layers has {len(rotates)} entries for {num_layers} layers"
+        )
+    return tuple(DEFAULT_ROPE if one else None for one in rotates[:num_layers])
+
+
+def read_query_temperature(hf_config: HFConfig) -> QueryTemperature | None:
+    """The factor of queries in layers that do not rotate; None if the config turns it off."""
+    if not hf_config.get("attn_temperature_tuning", True):
+        return None
+    return QueryTemperature(
+        scale=float(hf_config.get("attn_scale", 0.1)),
+        floor=float(hf_config.get("floor_scale", 8192)),
+    )
+
+
+def _rope_parameters(hf_config: HFConfig, default_theta: float = _THETA) -> dict[str, Any]:
     """The newer and the older form, merged. If both have a key, its values must be equal."""
     older = _typed(hf_config.get("rope_scaling"))
     if hf_config.get("rope_theta") is not None:
@@ -170,7 +222,7 @@ def _rope_parameters(hf_config: HFConfig) -> dict[str, Any]:
     nested = [key for key, value in newer.items() if isinstance(value, Mapping)]
     if nested:
         raise ValueError(f"config.json: rope_parameters by layer type ({nested}) is not supported")
-    return {"rope_theta": 10_000.0, **older, **newer}
+    return {"rope_theta": default_theta, **older, **newer}
 
 
 def _typed(parameters: HFConfig | None) -> dict[str, Any]:

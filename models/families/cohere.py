@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ostinato.models.base import CheckpointLayout
-from ostinato.models.checkpoints.row_orders import interleaved_rope
+from ostinato.models.checkpoints.row_orders import interleaved_queries_and_keys
 from ostinato.models.config.block_spec import BlockSpec, NormKind, Residual
 from ostinato.models.config.decoder_config import (
     DecoderKeys,
@@ -53,11 +53,7 @@ class CohereForCausalLM(Decoder):
 
     def __init__(self, config: ModelConfig, options: BuildOptions) -> None:
         super().__init__(config, options)
-        assert config.rope is not None, "read_config gives one"
-        orders = tuple(
-            (name, interleaved_rope(count, config.head_dim, config.rope.rotary_dim))
-            for name, count in (("q_proj", config.num_heads), ("k_proj", config.num_kv_heads))
-        )
+        orders = interleaved_queries_and_keys(config)
         self.checkpoint_layout = replace(_LAYOUT, row_orders=orders)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ostinato.models.config.hf_fields import refuse_other_kinds
 from ostinato.models.config.model_config import HFConfig, ModelConfig
 from ostinato.models.families.deepseek_v3 import DeepseekV3ForCausalLM
 
@@ -21,12 +22,7 @@ class Glm4MoeLiteForCausalLM(DeepseekV3ForCausalLM):
         kinds = hf_config.get("mlp_layer_types")
         if kinds is None:
             return config
-        unknown = set(kinds) - {"dense", "sparse"}
-        if unknown or len(kinds) != config.num_layers:
-            raise ValueError(
-                f"config.json: mlp_layer_types must have dense or sparse for each of the "
-                f"{config.num_layers} layers, got {kinds}"
-            )
+        refuse_other_kinds("mlp_layer_types", kinds, ("dense", "sparse"), config.num_layers)
         assert config.moe is not None, "the base class reads the experts"
         layers = tuple(kind == "sparse" for kind in kinds)
         return replace(config, moe=replace(config.moe, layers=layers))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ostinato.models.base import CheckpointLayout
-from ostinato.models.checkpoints.row_orders import interleaved_rope
+from ostinato.models.checkpoints.row_orders import interleaved_queries_and_keys
 from ostinato.models.config.block_spec import BlockSpec, NormKind, Residual
 from ostinato.models.config.decoder_config import DecoderKeys, read_decoder_config
 from ostinato.models.config.hf_fields import read_integer, refuse_other_values
@@ -71,10 +71,8 @@ class GPTJForCausalLM(Decoder):
 
     def __init__(self, config: ModelConfig, options: BuildOptions) -> None:
         super().__init__(config, options)
-        assert config.rope is not None, "read_config gives one"
-        order = interleaved_rope(config.num_heads, config.head_dim, config.rope.rotary_dim)
         self.checkpoint_layout = replace(
             _LAYOUT,
             merged=(("qkv_proj", ("q_proj", "k_proj", "v_proj")),),
-            row_orders=(("q_proj", order), ("k_proj", order)),
+            row_orders=interleaved_queries_and_keys(config),
         )

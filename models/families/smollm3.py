@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from ostinato.models.config.decoder_config import DecoderKeys, read_decoder_config
 from ostinato.models.config.model_config import HFConfig, ModelConfig
+from ostinato.models.config.rope_fields import read_rope_kinds
 from ostinato.models.families.llama import LlamaForCausalLM
-from ostinato.models.step_tensors import DEFAULT_ROPE
 
 __all__ = ("SmolLM3ForCausalLM",)
 
@@ -24,13 +24,4 @@ class SmolLM3ForCausalLM(LlamaForCausalLM):
         config = read_decoder_config(
             {"use_sliding_window": False, **hf_config}, generation_config, _KEYS
         )
-        interval = int(hf_config.get("no_rope_layer_interval", 4))
-        rotates = hf_config.get("no_rope_layers") or [
-            (layer + 1) % interval for layer in range(config.num_layers)
-        ]
-        if len(rotates) != config.num_layers:
-            raise ValueError(
-                f"config.json: no_rope_layers has {len(rotates)} entries for "
-                f"{config.num_layers} layers"
-            )
-        return replace(config, rope_kinds=tuple(DEFAULT_ROPE if one else None for one in rotates))
+        return replace(config, rope_kinds=read_rope_kinds(hf_config, config.num_layers))

@@ -11,6 +11,7 @@ import ostinato
 from tests.arch.tree import FOLDERS, ROOT, name_of, package_files, parse
 
 MAX_FILE_LINES = 450
+MAX_FAMILY_LINES = 100  # of a file in models/families: names, reading of the config, heads
 WRITTEN_KINDS = {".py", ".cpp", ".h", ".md", ".html", ".css", ".js"}
 MAX_FUNCTION_LINES = 80
 SOFT_FUNCTION_LINES = 60
@@ -51,6 +52,16 @@ def test_files_are_short():
     sizes = {name_of(file): len(file.read_text().splitlines()) for file in written_files()}
     assert {Path(name).suffix for name in sizes} == WRITTEN_KINDS
     assert {name for name, size in sizes.items() if size > MAX_FILE_LINES} == set()
+
+
+def test_model_families_are_short():
+    sizes = {
+        name: len(file.read_text().splitlines())
+        for file in package_files()
+        if (name := name_of(file)).startswith("models/families/")
+    }
+    assert len(sizes) > 30
+    assert {name: size for name, size in sizes.items() if size > MAX_FAMILY_LINES} == {}
 
 
 def test_functions_are_short():

@@ -108,6 +108,7 @@ NEUTRAL_IN = {
         "use_sliding_window": "there is no window",
     },
     "smollm3": {
+        "no_rope_layers": "entries past the last layer",
         "no_rope_layer_interval": "no_rope_layers says more",
         "sliding_window": "use_sliding_window is off",
         "use_sliding_window": "there is no window",
