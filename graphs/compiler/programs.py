@@ -28,13 +28,21 @@ from ostinato.models.kv_cache import KVCache
 from ostinato.models.step_tensors import ForwardBatch, StepInputs
 from ostinato.ops.fused.fused_linear import most_rows
 
-__all__ = ("Function", "LayerProgram", "LayeredProgram", "Program", "WholeProgram")
+__all__ = (
+    "CAPTURED_TOKENS",
+    "Function",
+    "LayerProgram",
+    "LayeredProgram",
+    "Program",
+    "WholeProgram",
+)
 
 Function = Callable[..., Any]
 
 _LOG = logging.getLogger(__name__)
 
-_CAPTURED_TOKENS = 64  # the largest step that a CPU graph serves
+CAPTURED_TOKENS = 64
+"""Tokens of the largest step that a CPU graph serves."""
 
 
 class LayerProgram(StrEnum):
@@ -148,7 +156,7 @@ class LayeredProgram:
     @property
     def has_loops(self) -> bool:
         # If a CPU graph can hold a layer, the layer runs only this package's kernels, in every
-        # step. Larger steps and the steps of encoders run them without a graph.
+        # step. Larger steps run them without a graph.
         if self._has_loops is None:
             self._has_loops = self._has_pieces or not all(
                 self._is_capturable(index, {}) for index in range(len(self._calls))
@@ -199,7 +207,7 @@ class LayeredProgram:
         if (
             self._captured is None
             or self._captured_cache is not kv_cache
-            or hidden.shape[0] > _CAPTURED_TOKENS
+            or hidden.shape[0] > CAPTURED_TOKENS
         ):
             return self._called
         return self._captured

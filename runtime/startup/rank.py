@@ -317,8 +317,8 @@ def _make_cuda_recorder(
 ) -> tuple[CudaRecorder | None, GraphSampler | None]:
     """The recorder of CUDA graphs, and the sampler that reads the captured programs' outputs.
 
-    Both are None on a CPU, and for an encoder, whose steps are not captured. Only rank 0 samples,
-    so other ranks have no sampler. Stages before the last have no logits either.
+    Both are None on a CPU, and for an encoder, whose steps are captured on a CPU only. Only rank 0
+    samples, so other ranks have no sampler. Stages before the last have no logits either.
     """
     source = plan.source
     if plan.is_cpu or not source.config.kind.generates:

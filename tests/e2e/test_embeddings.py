@@ -28,6 +28,7 @@ def encoder():
         f"model.path={minilm_directory()}",
         "model.name=minilm",
         "model.max_model_len=256",
+        "graphs.mode=captured",
         "graphs.bundle=false",
     ) as server:
         yield server
@@ -55,6 +56,12 @@ def test_the_official_client_gets_the_vectors_of_transformers(encoder):
     assert len(floats.data[0].embedding) == 50
     with pytest.raises(openai.BadRequestError, match="minilm does not generate text"):
         client.chat.completions.create(model="minilm", messages=[{"role": "user", "content": "?"}])
+
+
+def test_the_layers_are_captured(encoder):
+    layers = HTTP.get(f"{encoder.url}/version", timeout=250).json()["layers"]
+    assert layers == {"captured": 6, "fx": 0, "inductor": 0, "eager": 0}
+    encoder.wait_for_line("layers: 6 captured")
 
 
 def test_the_timeline_of_texts(encoder):

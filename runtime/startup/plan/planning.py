@@ -17,6 +17,7 @@ from ostinato.graphs.buckets import (
 )
 from ostinato.graphs.buffers import StaticBuffers
 from ostinato.graphs.capture import GraphRunner
+from ostinato.graphs.compiler.programs import CAPTURED_TOKENS
 from ostinato.graphs.sampling_graph import GraphSampler, num_sampling_graphs
 from ostinato.models.base import LanguageModel
 from ostinato.models.stage_layers import num_bytes
@@ -165,9 +166,10 @@ def bucket_table(
 ) -> BucketTable:
     """The buckets to capture.
 
-    The table is empty without graphs.mode=captured. It is also empty for an encoder, because its
-    steps rarely have the same shape twice. On a CPU every number of decodes has a bucket, because
-    buckets cost nothing there; graphs.capture_sizes chooses fewer.
+    The table is empty without graphs.mode=captured. On a CPU every number of decodes has a bucket,
+    because buckets cost nothing there; graphs.capture_sizes chooses fewer. The steps of an encoder
+    rarely have the same shape twice, so an encoder has no bucket on a GPU. On a CPU it has one, at
+    which its layers are recorded for all small steps.
 
     Args:
         config: the engine's configuration.
@@ -176,8 +178,11 @@ def bucket_table(
             left out. None = all buckets.
     """
     graphs, scheduler, is_cpu = config.graphs, source.limits, source.device.type == "cpu"
-    if graphs.mode is not GraphMode.captured or not source.config.kind.generates:
+    if graphs.mode is not GraphMode.captured:
         return BucketTable(decode_sizes=[], mixed_sizes=[], max_num_seqs=scheduler.max_num_seqs)
+    if not source.config.kind.generates:
+        sizes = [min(CAPTURED_TOKENS, scheduler.max_num_batched_tokens)] if is_cpu else []
+        return BucketTable(decode_sizes=[], mixed_sizes=sizes, max_num_seqs=scheduler.max_num_seqs)
     chosen = [size for size in graphs.capture_sizes if size <= scheduler.max_num_seqs]
     if not graphs.capture_sizes:
         chosen = default_decode_sizes(scheduler.max_num_seqs, exact=is_cpu)

@@ -134,13 +134,16 @@ def test_bits_of_a_sequence_do_not_depend_on_its_batch(tiny):
 
 @torch.inference_mode()
 def test_layers_run_on_our_kernels_alone_and_are_captured(tiny):
-    """The program has no OpenMP loop. A replay in C++ gives the bits of calls from Python."""
+    """The program has no OpenMP loop. A replay in C++ gives the bits of calls from Python, and those
+    of the eager model.
+    """
     model, config = load(tiny[1], packed=True)
     cache = no_cache(config)
     program = compile_model(model, GraphForm.layer, pack([[1, 2], [3, 4]]), cache)(model)
     assert not program.has_loops
     batch = pack(SEQUENCES, num_padding=3)
     called = program(batch, cache)
+    assert torch.equal(called, model(batch, cache))
     with program.recording():
         program(batch, cache)
     assert program.layers_by_program == {LayerProgram.captured: config.num_layers}

@@ -74,6 +74,7 @@ def encoder_states():
 def test_the_real_model_as_transformers_has_it(encoder, encoder_states):
     assert (encoder.model.pooling, encoder.model.max_model_len) == (PoolingKind.mean, 256)
     assert encoder.model.determinism == "bitwise"
+    assert encoder.stats().layers_by_program == {"captured": 6, "fx": 0, "inductor": 0, "eager": 0}
     for kind, part in (
         (PoolingKind.mean, lambda hidden: hidden.mean(0)),
         (PoolingKind.cls, lambda hidden: hidden[0]),
