@@ -181,9 +181,7 @@ def _stored(model: LanguageModel) -> Iterator[tuple[str, Tensor]]:
         if not isinstance(slot, MatrixSlot):
             yield full_name, torch.ones(shape, dtype=torch.bfloat16)
             continue
-        value = slot.module.method.dummy(slot.kind, shape)
-        if slot.kind == "weight_shape":  # a tensor of compressed-tensors
-            value = torch.tensor(slot.size)
+        value = slot.module.method.dummy(slot.kind, shape, slot.size, generator)
         if value is None:
             dtypes = slot.stored.dtypes
             dtype = torch.bfloat16 if torch.bfloat16 in dtypes else dtypes[0]

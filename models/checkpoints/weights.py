@@ -163,7 +163,7 @@ def _load_dummy(shown: LinearBase, module: LinearBase | None, numbers: _Numbers)
         for kind, tensor in stored.items():
             dtype = shown.spec.dtype if tensor.converted else tensor.dtypes[0]
             shape = tensor.shape(*part.stored)
-            value = shown.method.dummy(kind, shape)
+            value = shown.method.dummy(kind, shape, part.stored, numbers.generator)
             if value is None:
                 value = torch.empty(shape, dtype=dtype, device=(module or shown).spec.device)
                 numbers.fill(value)
@@ -175,8 +175,8 @@ class _Numbers:
     """Normally distributed numbers, drawn once and repeated."""
 
     def __init__(self, seed: int) -> None:
-        self._generator = torch.Generator().manual_seed(seed)
-        self._normal = torch.randn(_POOL_SIZE, generator=self._generator) * _DUMMY_STD
+        self.generator = torch.Generator().manual_seed(seed)
+        self._normal = torch.randn(_POOL_SIZE, generator=self.generator) * _DUMMY_STD
         self._pools: dict[tuple[torch.dtype, torch.device], Tensor] = {}
         self._start = 0
 
@@ -188,7 +188,7 @@ class _Numbers:
         if not value.dtype.is_floating_point:
             # The generator is that of a CPU, so that every device gets the same numbers.
             drawn = value if value.is_cpu else torch.empty_like(value, device="cpu")
-            drawn.random_(generator=self._generator)
+            drawn.random_(generator=self.generator)
             if not value.is_cpu and not value.is_meta:
                 value.copy_(drawn)
             return

@@ -65,7 +65,13 @@ class Awq(StoredGroups):
             return "values", value
         return "zeros", unpack_words(value, self.bits, Packing.awq)[: part.stored[0]].int()
 
-    def dummy(self, name: str, size: tuple[int, ...]) -> Tensor | None:
+    def dummy(
+        self,
+        name: str,
+        size: tuple[int, ...],
+        matrix: tuple[int, int],
+        generator: torch.Generator,
+    ) -> Tensor | None:
         return torch.full(size, 0.005, dtype=torch.float16) if name == "scales" else None
 
 

@@ -74,10 +74,17 @@ class AsStored(QuantizedMatrix):
         shape = common_format(self.types).packed_shape(spec.out_features, spec.in_features)
         return {"weight": ParameterSpec(tuple(shape), torch.uint8)}
 
-    def dummy(self, name: str, size: tuple[int, ...]) -> Tensor | None:
+    def dummy(
+        self,
+        name: str,
+        size: tuple[int, ...],
+        matrix: tuple[int, int],
+        generator: torch.Generator,
+    ) -> Tensor | None:
         # read as float16, such bytes are small numbers
-        is_blocks = name == "blocks"
-        return torch.randint(0, 32, size, dtype=torch.uint8) if is_blocks else None
+        if name != "blocks":
+            return None
+        return torch.randint(0, 32, size, dtype=torch.uint8, generator=generator)
 
     def finish(self, tensors: dict[str, Tensor], spec: MatrixSpec) -> dict[str, Tensor]:
         if self.keeps_blocks:

@@ -117,7 +117,13 @@ class Gptq(StoredGroups):
             )
         return "", zeros
 
-    def dummy(self, name: str, size: tuple[int, ...]) -> Tensor | None:
+    def dummy(
+        self,
+        name: str,
+        size: tuple[int, ...],
+        matrix: tuple[int, int],
+        generator: torch.Generator,
+    ) -> Tensor | None:
         if name == "qzeros":
             word = sum(((1 << (self.bits - 1)) - 1) << shift for shift in range(0, 32, self.bits))
             return torch.full(size, word, dtype=torch.int32)

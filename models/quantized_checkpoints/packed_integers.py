@@ -103,9 +103,19 @@ class PackedIntegers(StoredGroups):
             )
         return "", value
 
-    def dummy(self, name: str, size: tuple[int, ...]) -> Tensor | None:
+    def dummy(
+        self,
+        name: str,
+        size: tuple[int, ...],
+        matrix: tuple[int, int],
+        generator: torch.Generator,
+    ) -> Tensor | None:
         if name == "weight_scale":
             return torch.full(size, 0.02 / (1 << (self.bits - 2)))
+        if name == "weight_shape":
+            return torch.tensor(matrix)
+        if name == "weight" and self.bits == 4:
+            return torch.randint(-8, 8, size, dtype=torch.int8, generator=generator)
         if name == "weight_g_idx":
             return torch.arange(size[0], dtype=torch.int32) // max(self.group_size, 1)
         return None

@@ -107,8 +107,16 @@ class RoundedInputs(WeightMethod):
         check_scales(value.reshape(-1))
         self.place(tensors, name, value.float(), self.stored[name], part, spec)
 
-    def dummy(self, name: str, size: tuple[int, ...]) -> Tensor | None:
-        return torch.ones(size) if name == "input_scale" else self.as_stored.dummy(name, size)
+    def dummy(
+        self,
+        name: str,
+        size: tuple[int, ...],
+        matrix: tuple[int, int],
+        generator: torch.Generator,
+    ) -> Tensor | None:
+        if name == "input_scale":
+            return torch.ones(size)
+        return self.as_stored.dummy(name, size, matrix, generator)
 
     def finish(self, tensors: dict[str, Tensor], spec: MatrixSpec) -> dict[str, Tensor]:
         values, factors = self.as_stored.unpacked(tensors, spec)

@@ -87,9 +87,16 @@ class Float8(StoredGroups):
             return "scales", scales.repeat_interleave(self.block_rows, 0)[: part.stored[0]]
         return "scales", scales
 
-    def dummy(self, name: str, size: tuple[int, ...]) -> Tensor | None:
+    def dummy(
+        self,
+        name: str,
+        size: tuple[int, ...],
+        matrix: tuple[int, int],
+        generator: torch.Generator,
+    ) -> Tensor | None:
         if name == "weight":
-            return torch.randint(0, 120, size, dtype=torch.uint8).view(torch.float8_e4m3fn)
+            bits = torch.randint(0, 120, size, dtype=torch.uint8, generator=generator)
+            return bits.view(torch.float8_e4m3fn)
         return torch.full(size, 1e-4)
 
 
@@ -155,7 +162,13 @@ class Float4(StoredGroups):
             return StoredTensor((OUT, _ONE))
         return super(Float4, self)._placed(entry)
 
-    def dummy(self, name: str, size: tuple[int, ...]) -> Tensor | None:
+    def dummy(
+        self,
+        name: str,
+        size: tuple[int, ...],
+        matrix: tuple[int, int],
+        generator: torch.Generator,
+    ) -> Tensor | None:
         if name == "scales":
             return torch.full(size, 120, dtype=torch.uint8)
         if name == "weight_scale":

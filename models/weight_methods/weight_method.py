@@ -271,12 +271,20 @@ class WeightMethod(ABC):
             target = target[part.index]
         target.copy_(value)
 
-    def dummy(self, name: str, size: tuple[int, ...]) -> Tensor | None:
+    def dummy(
+        self,
+        name: str,
+        size: tuple[int, ...],
+        matrix: tuple[int, int],
+        generator: torch.Generator,
+    ) -> Tensor | None:
         """A stored tensor of a dummy checkpoint; None = the caller fills it with random numbers.
 
         Args:
             name: a key of `stored`.
             size: the size of that tensor.
+            matrix: rows and columns of the matrix that it belongs to.
+            generator: the CPU's random numbers; all random numbers of the tensor are from it.
         """
         return None
 
