@@ -86,10 +86,11 @@ class ChatReply:
                 ):
                     yield report.added_to(chunk)
                     report = PromptReport()
+        last = chat.usage_chunk(self._head, self._tally.usage)
         if (timeline := self._context.report()) is not msgspec.UNSET:
-            yield _trace_chunk(ChatChunk, self._head, timeline, self._usage)
+            yield _trace_chunk(last, timeline, self._usage)
         if self._usage.at_end:
-            yield chat.usage_chunk(self._head, self._tally.usage)
+            yield last
 
     async def whole(self) -> ChatResponse:
         """The answer without a stream."""
@@ -162,10 +163,11 @@ class CompletionReply:
                 self._usage.add(choice, output)
                 for chunk in self._chunks(prompt_index, choice, output, offsets):
                     yield self._with_report(chunk, prompt_index, begun)
+        last = completions.usage_chunk(self._head, self._tally.usage)
         if (timeline := self._context.report()) is not msgspec.UNSET:
-            yield _trace_chunk(Completion, self._head, timeline, self._usage)
+            yield _trace_chunk(last, timeline, self._usage)
         if self._usage.at_end:
-            yield completions.usage_chunk(self._head, self._tally.usage)
+            yield last
 
     async def whole(self) -> Completion:
         """The answer without a stream."""
@@ -247,20 +249,16 @@ class CompletionReply:
 Chunk = TypeVar("Chunk", ChatChunk, Completion)
 
 
-def _trace_chunk(
-    kind: type[Chunk], head: ReplyHead, timeline: Timeline, usage: ChunkUsage
-) -> Chunk:
-    """The chunk with the timeline. It is the last chunk, except for the chunk with the usage."""
+def _trace_chunk(last: Chunk, timeline: Timeline, usage: ChunkUsage) -> Chunk:
+    """The chunk with the timeline. It is the last chunk, except for the chunk with the usage.
+
+    Args:
+        last: the chunk with the usage. The two chunks differ only in the usage and the timeline.
+        timeline: the request's timeline.
+        usage: what the request's options say about usage.
+    """
     none_yet = None if usage.at_end else msgspec.UNSET
-    return kind(
-        id=head.id,
-        created=head.created,
-        model=head.model,
-        system_fingerprint=head.system_fingerprint,
-        choices=[],
-        usage=none_yet,
-        trace=timeline,
-    )
+    return msgspec.structs.replace(last, usage=none_yet, trace=timeline)
 
 
 def _head(service: Service, request_id: str, service_tier: ServiceTier | None = None) -> ReplyHead:

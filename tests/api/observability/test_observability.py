@@ -109,9 +109,10 @@ class TestTimeline:
 
     def test_last_in_a_stream_without_usage(self, make_app):
         app = make_app(traced_script())
-        *others, last = chunks_of(post(app, headers=TRACE, stream=True))
+        *others, last = chunks_of(post(app, headers=TRACE, stream=True, service_tier="auto"))
         self.check(last["trace"])
         assert all(chunk["choices"] for chunk in others)
+        assert {chunk["service_tier"] for chunk in (*others, last)} == {"default"}
 
     @pytest.mark.parametrize("headers", [{}, {"x-trace": "0"}])
     def test_without_the_header_there_is_no_trace(self, make_app, headers):
