@@ -180,19 +180,28 @@ class Tokenizer:
         """Encode two texts as one input, with special tokens around and between them.
 
         Args:
-            limit: tokens of the whole input. The second text is cut to fit. None = no limit.
+            limit: tokens of the whole input; special tokens are kept. The longer text is cut until
+                both have the same length, then both are cut. If an odd number is left for two long
+                texts, either may keep one token more. None = no limit.
             side: where tokens are cut off.
 
         Returns:
             Token ids, and the segment of each: 0 or 1.
         """
-        one = self._backend.encode(first, add_special_tokens=False)
         if limit is None:
-            other = self._backend.encode(second, add_special_tokens=False)
+            one, other = (
+                self._backend.encode(text, add_special_tokens=False) for text in (first, second)
+            )
         else:
-            limit -= self._backend.num_special_tokens_to_add(is_pair=True) + len(one)
-            other, _ = self._encode_part(second, max(0, limit), side, add_special_tokens=False)
-            other.truncate(max(0, limit), direction=side)
+            room = max(0, limit - self._backend.num_special_tokens_to_add(is_pair=True))
+            one, other = (
+                self._encode_part(text, room, side, add_special_tokens=False)[0]
+                for text in (first, second)
+            )
+            shorter, longer = (one, other) if len(one) <= len(other) else (other, one)
+            kept = min(len(shorter), room // 2)
+            shorter.truncate(kept, direction=side)
+            longer.truncate(room - kept, direction=side)
         encoding = self._backend.post_process(one, other)
         return encoding.ids, encoding.type_ids
 

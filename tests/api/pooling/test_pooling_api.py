@@ -166,6 +166,18 @@ def test_who_can_do_what(make_app):
     assert "has 3 labels" in response.json()["error"]["message"]
 
 
+def test_a_pair_is_cut_to_the_limit(make_app):
+    judge = make_app(DONE, tasks=(ServedTask.classify,), num_labels=1, num_segments=2)
+    long = "the quick brown fox jumps over the lazy dog " * 9
+    for query, document in ((long, "dog"), ("fox", long), (long, long)):
+        body = {"query": query, "documents": [document], "truncate_prompt_tokens": 8}
+        assert judge.http.post("/v1/rerank", json=body).status_code == 200
+    assert [len(one[0]) for one in judge.engine.pooled] == [8, 8, 8]
+    body["truncate_prompt_tokens"] = -1
+    assert judge.http.post("/v1/rerank", json=body).status_code == 200
+    assert len(judge.engine.pooled[-1][0]) == judge.engine.model.max_model_len
+
+
 def test_failures_are_answers(make_app):
     failed = make_app((scripted("", [], finish_reason=FinishReason.error, error="no"),), **EMBEDS)
     assert embed(failed).status_code == 500

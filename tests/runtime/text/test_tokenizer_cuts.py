@@ -32,13 +32,14 @@ def test_a_text(ours, theirs, limit, side):
     assert ours.encode_at_most(TEXT, limit, side=side, add_special_tokens=False) == bare
 
 
-@pytest.mark.parametrize("limit", [None, 22, 200])
+@pytest.mark.parametrize("limit", [None, 5, 13, 22, 200])
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_a_pair_is_cut_in_its_second_text(ours, theirs, limit, side):
+@pytest.mark.parametrize("pair", [(TEXT, OTHER), (OTHER, TEXT), ("fox", TEXT)])
+def test_a_pair_is_cut_in_its_longer_text(ours, theirs, limit, side, pair):
     theirs.truncation_side = side
-    cut = {"truncation": "only_second", "max_length": limit} if limit else {}
-    expected = theirs(TEXT, OTHER, **cut)
-    ids, segments = ours.encode_pair(TEXT, OTHER, limit=limit, side=side)
+    cut = {"truncation": True, "max_length": limit} if limit else {}
+    expected = theirs(*pair, **cut)
+    ids, segments = ours.encode_pair(*pair, limit=limit, side=side)
     assert (ids, segments) == (expected.input_ids, expected.token_type_ids)
 
 
