@@ -208,14 +208,13 @@ def _many_parts() -> list[StallCase]:
 
 
 def _odd_values() -> list[StallCase]:
-    depth = 4 * _MB
     arguments = json.dumps({"a": "x" * (3 * _MB)})
     function = {"name": "f", "arguments": arguments}
     call = {"type": "function", "id": "1", "function": function}
     spoken = [{"role": "assistant", "tool_calls": [call]}, {"role": "user", "content": "Hi"}]
     deep = b'{"prompt": "Hi", "max_tokens": 4, "nonsense": %s}'
     return [
-        _one("nested JSON of 4 MB", _COMPLETIONS, lambda: b'{"prompt": ' + b"[" * depth),
+        _one("nested JSON of 4 MB", _COMPLETIONS, lambda: b'{"prompt": ' + b"[" * (4 * _MB)),
         _one(
             "an unknown field of 6 MB",
             _COMPLETIONS,
@@ -236,7 +235,10 @@ def _constraints() -> list[StallCase]:
     def constrained(**fields: Any) -> dict[str, Any]:
         return _prompt(structured_outputs=fields)
 
-    properties = {f"property_{index}": {"type": "string"} for index in range(20_000)}
+    wide = {"properties": {f"property_{index}": {"type": "string"} for index in range(20_000)}}
+    forks = [[{"$ref": f"#/$defs/{n + 1}"}, {"minLength": n}] for n in range(7)]
+    rules = {n: {"allOf": [{"anyOf": fork}] * 2} for n, fork in enumerate(forks)}
+    fans = {"$ref": "#/$defs/0", "$defs": {**rules, 7: {}}}
     return [
         _one(
             "choice of 4,000 texts",
@@ -248,9 +250,8 @@ def _constraints() -> list[StallCase]:
             _COMPLETIONS,
             lambda: constrained(choice=[f"choice number {index}" for index in range(100_000)]),
         ),
-        _one(
-            "a schema of 1 MB", _COMPLETIONS, lambda: constrained(json={"properties": properties})
-        ),
+        _one("a schema of 1 MB", _COMPLETIONS, lambda: constrained(json=wide)),
+        _one("references that fan out", _COMPLETIONS, lambda: constrained(json=fans)),
         _one("a regex of 400 kB", _COMPLETIONS, lambda: constrained(regex="(a|b)?" * 66_000)),
         _one("a regex that explodes", _COMPLETIONS, lambda: constrained(regex="(.*a){1,200}" * 4)),
         _one(
@@ -271,7 +272,6 @@ def _many(**fields: Any) -> dict[str, Any]:
 
 def _many_sequences(max_model_len: int) -> list[StallCase]:
     """Requests with the largest allowed number of sequences, and the costliest options."""
-
     words = [f"{_PROSE[index : index + 30]} {index}" for index in range(256)]
     chosen = list(range(300, 428))
     held = [*(first + "a" * 4095 for first in "bcdefghijklmnop"), "a" * 4095 + "b"]
