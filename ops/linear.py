@@ -1,10 +1,10 @@
 """Linear layers over packed weights: `ostinato::pack_linear`, `packed_linear`, `packed_rows`.
 
 Reading the weights takes most of a decode step. So they are laid out once, at load time, in the
-order in which the kernel reads them. The packed tensor replaces the original. It is an
-ordinary contiguous tensor [ceil(N / 32), ceil(K / e), 32, e], e = 2 for bfloat16 and 1 for float32:
-32 rows of the [N, K] matrix make a panel, in which each row's next e values of K lie side by side.
-Padding past N and K is zero.
+order in which the kernel reads them. The packed tensor replaces the original. It is contiguous,
+[ceil(N / 32), ceil(K / e), 32, e], with e = 2 for bfloat16 and 1 for float32. Entry [p, s, r] has
+the elements s * e to s * e + e - 1 of row 32 * p + r of the [N, K] matrix. The 32 rows of one p are
+a panel. Padding past N and K is zero.
 
 Every output element is a float32 sum, whose order depends only on K and on the instruction set. So
 the bits of a row depend neither on other rows nor on the number of threads.
@@ -34,7 +34,7 @@ __all__ = (
     "why_unpackable",
 )
 
-PANEL = 32  # rows of the matrix, columns of the result, that are stored together
+PANEL = 32  # rows of the matrix that are stored together
 _ELEMENTS_PER_STEP = {torch.bfloat16: 2, torch.float32: 1}
 
 
@@ -100,7 +100,7 @@ def packed_linear(
         out_features: N; the packed weight is padded beyond it.
         residual: [T, out_features] in x's dtype, last dimension contiguous, added in float32 before
             rounding, or None.
-        float32_output: return the float32 sums themselves, for logits; without a residual.
+        float32_output: return the float32 sums themselves, for logits. `residual` must be None.
 
     Returns:
         [T, out_features] contiguous, in x's dtype or float32.
@@ -122,7 +122,7 @@ def packed_rows(weight: Tensor, ids: Tensor, out_features: int, in_features: int
         [T, in_features] contiguous, in the weight's dtype.
 
     Raises:
-        ValueError: an id is out of range; its index and value are in the text.
+        ValueError: an id is out of range.
     """
     return _packed_rows(weight, ids, out_features, in_features)
 

@@ -84,8 +84,8 @@ class ChatOutputParser:
         Args:
             index: index of the answer.
             text: the new text.
-            num_new: number of tokens of the new text. Their text is in the last event. Tokens
-                before them, whose text was held back, are in the first one.
+            num_new: number of tokens of the new text. They are counted in the last event. Waiting
+                tokens, whose text was held back, are counted in the first one.
         """
         if not events:
             self._waiting.setdefault(index, []).append((text, num_new))
@@ -111,7 +111,7 @@ class ChatOutputParser:
 def _num_unseen(
     waiting: list[tuple[str, int]], new_text: str, events: list[Event], held_length: int
 ) -> int:
-    """How many of the first waiting tokens have no part in the text of the first event.
+    """Number of tokens at the beginning of `waiting` that have no text in the first event.
 
     Args:
         waiting: text and number of tokens whose text was held back, in their order.

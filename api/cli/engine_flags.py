@@ -2,7 +2,8 @@
 
     run serve MODEL --max-model-len 4096 --dtype=bfloat16 --no-enable-prefix-caching
 
-`conf/engine_arguments.py` lists the flags. All other words are left to the command line's parser.
+`conf/engine_arguments.py` lists the flags. An unknown flag is an error. Flags that every
+command has, and all other words, are left to the command line's parser.
 """
 
 from __future__ import annotations

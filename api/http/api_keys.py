@@ -1,6 +1,6 @@
 """Reads API keys from a file, and compares the keys of requests with them.
 
-Only digests of keys are kept. A comparison takes the same time for every key. No key is logged or
+`KeyRing` keeps only digests of keys. A comparison takes the same time for every key. No key is logged or
 sent to the engine process. This module imports nothing of the web framework.
 """
 

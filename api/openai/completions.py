@@ -1,6 +1,7 @@
 """`/v1/completions`: converts the body to engine requests, and outputs to chunks.
 
-These are pure functions. `preparation` calls those that read the body, `reply` the others.
+`preparation` calls the functions that read the body, `reply` the others. `TextOffsets` has
+the offsets of one reply.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class _Case(NamedTuple):
 def ops(config: RunConfig, context: BenchContext) -> Record:
     """Time the linear, norm, activation and attention kernels of a layer, and the output layer.
 
-    Attention is left out if its backend plans its steps (FlashInfer).
+    Attention is left out if its backend has a planner (Triton, FlashInfer), which needs an engine.
 
     Raises:
         StartupError: the model cannot be opened, or the kernels cannot be loaded.
@@ -162,7 +162,7 @@ def _cases(config: RunConfig, source: ModelSource, device: torch.device) -> Iter
         config.graphs.attention.value, source.attention_spec(config.cache.block_size)
     )
     if isinstance(load_backend(backend), PlannedBackend):
-        return  # a backend that plans its steps needs an engine
+        return
     for batch in config.bench.batch_sizes:
         for context in config.bench.input_lens:
             yield _attention_case(config, source, backend, [(1, context)] * batch)
