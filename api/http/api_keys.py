@@ -1,7 +1,7 @@
 """Reads API keys from a file, and compares the keys of requests with them.
 
-`KeyRing` keeps only digests of keys. A comparison takes the same time for every key. No key is logged or
-sent to the engine process. This module imports nothing of the web framework.
+`KeyRing` keeps only digests of keys. A comparison takes the same time for every key. No key is
+logged or sent to the engine process. This module imports nothing of the web framework.
 """
 
 from __future__ import annotations
