@@ -63,7 +63,7 @@ def load_weights(
     Args:
         model: as `build_model` made it, on its device.
         checkpoint: the checkpoint, which must have a path.
-        progress: the label of a progress bar on stderr; empty = no bar.
+        progress: the label of a progress bar on stderr, if this is a terminal; empty = no bar.
         whole: for a stage, the model with the layers of all stages, on the meta device. Tensors of
             other stages are skipped. None = `model` is whole.
 
@@ -342,11 +342,14 @@ def _listed(names: list[str]) -> str:
 
 
 def _progress_bar(*, shown: bool) -> Progress:
+    console = Console(stderr=True)
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         DownloadColumn(binary_units=True),
         TransferSpeedColumn(),
-        console=Console(stderr=True),
-        disable=not shown,
+        console=console,
+        # Elsewhere only the last state would be written, in several parts. The API process writes to
+        # the same file at this time, so its lines would be torn.
+        disable=not (shown and console.is_terminal),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -13,7 +14,11 @@ from ostinato.models.registry import model_class, read_model_config
 from tests.models.config.test_every_key import config_of, mutations
 from tests.models.random_checkpoints import VARIANTS
 
-CONFIGS = {name: config_of(variant) for name, variant in VARIANTS.items()}
+
+@cache
+def config_named(name: str) -> dict[str, Any]:
+    """The config.json of a variant; callers do not change it."""
+    return config_of(VARIANTS[name])
 
 
 def read(config: dict[str, Any]) -> object:
@@ -31,7 +36,7 @@ def refusal(config: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_what_is_listed_is_refused_by_its_key(name: str) -> None:
-    config = CONFIGS[name]
+    config = config_named(name)
     for key, value, _, beside in REFUSED.get(config["architectures"][0], ()):
         outer, _, inner = key.rpartition(".")
         changed = {**config[outer], inner: value} if outer else value
@@ -41,7 +46,7 @@ def test_what_is_listed_is_refused_by_its_key(name: str) -> None:
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_what_is_refused_is_listed(name: str) -> None:
-    config = CONFIGS[name]
+    config = config_named(name)
     entries = REFUSED.get(config["architectures"][0], ())
     listed = {one.key for one in entries} | {one.beside[0] for one in entries if one.beside}
     refused = {
@@ -51,7 +56,7 @@ def test_what_is_refused_is_listed(name: str) -> None:
 
 
 def test_every_refused_value_belongs_to_a_family_that_is_tested() -> None:
-    assert REFUSED.keys() <= {config["architectures"][0] for config in CONFIGS.values()}
+    assert REFUSED.keys() <= {config["architectures"][0] for config in map(config_named, VARIANTS)}
 
 
 def test_code_of_a_checkpoint_is_never_run() -> None:
@@ -66,5 +71,8 @@ def test_code_of_a_checkpoint_is_never_run() -> None:
     assert "modeling_spiral.SpiralForCausalLM" in str(error.value)
     assert "is never run" in str(error.value)
     # A known architecture is served by our implementation, even if its folder has remote code.
-    known = {**CONFIGS["falcon-7b"], "auto_map": {"AutoModelForCausalLM": "modeling_falcon.Falcon"}}
-    assert read(known) == read(CONFIGS["falcon-7b"])
+    known = {
+        **config_named("falcon-7b"),
+        "auto_map": {"AutoModelForCausalLM": "modeling_falcon.Falcon"},
+    }
+    assert read(known) == read(config_named("falcon-7b"))

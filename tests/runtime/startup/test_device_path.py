@@ -22,6 +22,7 @@ from ostinato.runtime.speculation.proposer import Proposer
 from ostinato.runtime.startup import rank
 from ostinato.runtime.startup.plan import planning
 from ostinato.runtime.startup.plan.engine_plan import EnginePlan
+from ostinato.runtime.startup.rank import DraftSetup
 from ostinato.runtime.types.step import SchedulerOutput
 from tests.graphs.test_capture import OUT_OF_MEMORY, StaticRecorder
 from tests.runtime.drafters import ReplayDrafter, make_llm
@@ -76,7 +77,9 @@ def llm_of(
 ) -> LLM:
     memory = Memory()
 
-    def make_recorder(plan: EnginePlan) -> tuple[Scarce, GraphSampler | None]:
+    def make_recorder(
+        plan: EnginePlan, draft: DraftSetup | None, num_copies: int
+    ) -> tuple[Scarce, GraphSampler | None]:
         source = plan.source
         logits = torch.zeros(source.limits.max_num_rows, source.config.vocab_size)
         return Scarce(set(missing)), GraphSampler(logits, recorder=Scarce(set(missing)))
