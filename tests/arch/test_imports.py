@@ -11,6 +11,19 @@ import pytest
 from tests.arch.tree import FOLDERS, ROOT, name_of, package_files, parse
 
 
+def printed(code: str) -> tuple[str, str]:
+    """What a new Python process writes to its standard output and to its standard error."""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    return done.stdout, done.stderr
+
+
 def test_import_contracts_are_kept():
     # The links in .types put all folders under one package directory, which the linter walks.
     linter = Path(sys.executable).parent / "lint-imports"
@@ -59,15 +72,7 @@ def test_a_light_module_imports_neither_torch_nor_transformers(module: str):
         f"import sys, {module}; "
         "print([name for name in ('torch', 'transformers', 'triton') if name in sys.modules])"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert (done.stdout, done.stderr) == ("[]\n", "")
+    assert printed(code) == ("[]\n", "")
 
 
 def test_the_server_imports_no_numpy_for_a_model_that_is_no_gguf_file():
@@ -77,15 +82,7 @@ def test_the_server_imports_no_numpy_for_a_model_that_is_no_gguf_file():
         "Tokenizer.from_path('models/demo');"
         "print([name for name in ('numpy', 'hydra') if name in sys.modules])"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert (done.stdout, done.stderr) == ("[]\n", "")
+    assert printed(code) == ("[]\n", "")
 
 
 def test_an_engine_process_reads_torchs_library_before_it_imports_anything_heavy():
@@ -93,15 +90,7 @@ def test_an_engine_process_reads_torchs_library_before_it_imports_anything_heavy
         "import sys, ostinato.runtime.process.engine_main;"
         "print([name for name in ('numpy', 'zmq', 'msgspec', 'asyncio') if name in sys.modules])"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert (done.stdout, done.stderr) == ("[]\n", "")
+    assert printed(code) == ("[]\n", "")
 
 
 def test_light_modules_are_enough_to_say_what_is_wrong():
@@ -109,15 +98,7 @@ def test_light_modules_are_enough_to_say_what_is_wrong():
         "import sys; from ostinato.commands import run; code = run(['serve', 'modle=x']); "
         "print(code, 'torch' in sys.modules)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.stdout == "2 False\n"
+    assert printed(code)[0] == "2 False\n"
 
 
 def test_root_folders_are_imported_under_the_packages_name():
@@ -148,12 +129,5 @@ def test_importing_the_package_changes_no_environment_and_starts_no_thread():
         "import ostinato.conf.compose, ostinato.commands, ostinato.runtime.scheduling.scheduler; "
         "print(dict(os.environ) == before, threading.active_count())"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.stdout == "True 1\n", done.stderr
+    out, errors = printed(code)
+    assert out == "True 1\n", errors
