@@ -42,6 +42,7 @@ from ostinato.models.choose_weights import choose_weights
 from ostinato.models.linear_layers import LinearBase
 from ostinato.models.quantize.packing import settings_of
 from ostinato.models.registry import build_model, read_model_config
+from ostinato.models.weight_methods.weight_method import DummyTensor
 from ostinato.ops.native.library import load
 from ostinato.runtime.machine_info import cpu_name
 from ostinato.runtime.startup.plan.model_source import open_model
@@ -181,7 +182,8 @@ def _stored(model: LanguageModel) -> Iterator[tuple[str, Tensor]]:
         if not isinstance(slot, MatrixSlot):
             yield full_name, torch.ones(shape, dtype=torch.bfloat16)
             continue
-        value = slot.module.method.dummy(slot.kind, shape, slot.size, generator)
+        dummy = DummyTensor(slot.kind, shape, slot.size, generator)
+        value = slot.module.method.dummy(dummy)
         if value is None:
             dtypes = slot.stored.dtypes
             dtype = torch.bfloat16 if torch.bfloat16 in dtypes else dtypes[0]

@@ -35,6 +35,7 @@ from ostinato.models.layers import LayerNorm, RMSNorm
 from ostinato.models.linear_layers import BIAS, ExpertLinear, LinearBase
 from ostinato.models.quantized_checkpoints.gguf import AsStored
 from ostinato.models.sharding import Span
+from ostinato.models.weight_methods.weight_method import DummyTensor
 
 __all__ = ("file_tensors", "init_dummy_weights", "load_weights")
 
@@ -163,7 +164,8 @@ def _load_dummy(shown: LinearBase, module: LinearBase | None, numbers: _Numbers)
         for kind, tensor in stored.items():
             dtype = shown.spec.dtype if tensor.converted else tensor.dtypes[0]
             shape = tensor.shape(*part.stored)
-            value = shown.method.dummy(kind, shape, part.stored, numbers.generator)
+            dummy = DummyTensor(kind, shape, part.stored, numbers.generator)
+            value = shown.method.dummy(dummy)
             if value is None:
                 value = torch.empty(shape, dtype=dtype, device=(module or shown).spec.device)
                 numbers.fill(value)

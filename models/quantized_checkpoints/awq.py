@@ -27,6 +27,7 @@ from ostinato.models.weight_methods.weight_method import (
     IN,
     OUT,
     Axis,
+    DummyTensor,
     Part,
     StoredTensor,
     WeightMethod,
@@ -65,14 +66,10 @@ class Awq(StoredGroups):
             return "values", value
         return "zeros", unpack_words(value, self.bits, Packing.awq)[: part.stored[0]].int()
 
-    def dummy(
-        self,
-        name: str,
-        size: tuple[int, ...],
-        matrix: tuple[int, int],
-        generator: torch.Generator,
-    ) -> Tensor | None:
-        return torch.full(size, 0.005, dtype=torch.float16) if name == "scales" else None
+    def dummy(self, tensor: DummyTensor) -> Tensor | None:
+        return (
+            torch.full(tensor.size, 0.005, dtype=torch.float16) if tensor.name == "scales" else None
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,6 +24,7 @@ from ostinato.models.weight_methods.weight_method import (
     IN,
     OUT,
     Axis,
+    DummyTensor,
     MatrixRole,
     MatrixSpec,
     ParameterSpec,
@@ -74,17 +75,11 @@ class AsStored(QuantizedMatrix):
         shape = common_format(self.types).packed_shape(spec.out_features, spec.in_features)
         return {"weight": ParameterSpec(tuple(shape), torch.uint8)}
 
-    def dummy(
-        self,
-        name: str,
-        size: tuple[int, ...],
-        matrix: tuple[int, int],
-        generator: torch.Generator,
-    ) -> Tensor | None:
+    def dummy(self, tensor: DummyTensor) -> Tensor | None:
         # read as float16, such bytes are small numbers
-        if name != "blocks":
+        if tensor.name != "blocks":
             return None
-        return torch.randint(0, 32, size, dtype=torch.uint8, generator=generator)
+        return torch.randint(0, 32, tensor.size, dtype=torch.uint8, generator=tensor.generator)
 
     def finish(self, tensors: dict[str, Tensor], spec: MatrixSpec) -> dict[str, Tensor]:
         if self.keeps_blocks:

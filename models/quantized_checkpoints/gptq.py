@@ -31,6 +31,7 @@ from ostinato.models.weight_methods.weight_method import (
     FLOATS,
     OUT,
     Axis,
+    DummyTensor,
     Part,
     StoredTensor,
     WeightMethod,
@@ -117,21 +118,17 @@ class Gptq(StoredGroups):
             )
         return "", zeros
 
-    def dummy(
-        self,
-        name: str,
-        size: tuple[int, ...],
-        matrix: tuple[int, int],
-        generator: torch.Generator,
-    ) -> Tensor | None:
-        if name == "qzeros":
+    def dummy(self, tensor: DummyTensor) -> Tensor | None:
+        if tensor.name == "qzeros":
             word = sum(((1 << (self.bits - 1)) - 1) << shift for shift in range(0, 32, self.bits))
-            return torch.full(size, word, dtype=torch.int32)
-        if name == "g_idx":
-            group = size[0] if self.group_size == -1 else self.group_size
-            return torch.arange(size[0], dtype=torch.int32) // group
-        if name == "scales":
-            return torch.full(size, 0.02 / (1 << (self.bits - 2)), dtype=_dtype(self.scale_dtype))
+            return torch.full(tensor.size, word, dtype=torch.int32)
+        if tensor.name == "g_idx":
+            group = tensor.size[0] if self.group_size == -1 else self.group_size
+            return torch.arange(tensor.size[0], dtype=torch.int32) // group
+        if tensor.name == "scales":
+            return torch.full(
+                tensor.size, 0.02 / (1 << (self.bits - 2)), dtype=_dtype(self.scale_dtype)
+            )
         return None
 
 

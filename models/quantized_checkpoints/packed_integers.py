@@ -33,6 +33,7 @@ from ostinato.models.weight_methods.weight_method import (
     IN,
     OUT,
     Axis,
+    DummyTensor,
     Part,
     StoredTensor,
 )
@@ -103,19 +104,13 @@ class PackedIntegers(StoredGroups):
             )
         return "", value
 
-    def dummy(
-        self,
-        name: str,
-        size: tuple[int, ...],
-        matrix: tuple[int, int],
-        generator: torch.Generator,
-    ) -> Tensor | None:
-        if name == "weight_scale":
-            return torch.full(size, 0.02 / (1 << (self.bits - 2)))
-        if name == "weight_shape":
-            return torch.tensor(matrix)
-        if name == "weight" and self.bits == 4:
-            return torch.randint(-8, 8, size, dtype=torch.int8, generator=generator)
-        if name == "weight_g_idx":
-            return torch.arange(size[0], dtype=torch.int32) // max(self.group_size, 1)
+    def dummy(self, tensor: DummyTensor) -> Tensor | None:
+        if tensor.name == "weight_scale":
+            return torch.full(tensor.size, 0.02 / (1 << (self.bits - 2)))
+        if tensor.name == "weight_shape":
+            return torch.tensor(tensor.matrix)
+        if tensor.name == "weight" and self.bits == 4:
+            return torch.randint(-8, 8, tensor.size, dtype=torch.int8, generator=tensor.generator)
+        if tensor.name == "weight_g_idx":
+            return torch.arange(tensor.size[0], dtype=torch.int32) // max(self.group_size, 1)
         return None

@@ -29,6 +29,7 @@ from ostinato.models.sharding import Span
 from ostinato.models.weight_methods.weight_method import (
     FLOATS,
     Axis,
+    DummyTensor,
     MatrixRole,
     MatrixSpec,
     ParameterSpec,
@@ -107,16 +108,10 @@ class RoundedInputs(WeightMethod):
         check_scales(value.reshape(-1))
         self.place(tensors, name, value.float(), self.stored[name], part, spec)
 
-    def dummy(
-        self,
-        name: str,
-        size: tuple[int, ...],
-        matrix: tuple[int, int],
-        generator: torch.Generator,
-    ) -> Tensor | None:
-        if name == "input_scale":
-            return torch.ones(size)
-        return self.as_stored.dummy(name, size, matrix, generator)
+    def dummy(self, tensor: DummyTensor) -> Tensor | None:
+        if tensor.name == "input_scale":
+            return torch.ones(tensor.size)
+        return self.as_stored.dummy(tensor)
 
     def finish(self, tensors: dict[str, Tensor], spec: MatrixSpec) -> dict[str, Tensor]:
         values, factors = self.as_stored.unpacked(tensors, spec)

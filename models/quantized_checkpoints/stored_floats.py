@@ -23,6 +23,7 @@ from ostinato.models.weight_methods.weight_method import (
     IN,
     OUT,
     Axis,
+    DummyTensor,
     MatrixSpec,
     Part,
     StoredTensor,
@@ -87,17 +88,11 @@ class Float8(StoredGroups):
             return "scales", scales.repeat_interleave(self.block_rows, 0)[: part.stored[0]]
         return "scales", scales
 
-    def dummy(
-        self,
-        name: str,
-        size: tuple[int, ...],
-        matrix: tuple[int, int],
-        generator: torch.Generator,
-    ) -> Tensor | None:
-        if name == "weight":
-            bits = torch.randint(0, 120, size, dtype=torch.uint8, generator=generator)
+    def dummy(self, tensor: DummyTensor) -> Tensor | None:
+        if tensor.name == "weight":
+            bits = torch.randint(0, 120, tensor.size, dtype=torch.uint8, generator=tensor.generator)
             return bits.view(torch.float8_e4m3fn)
-        return torch.full(size, 1e-4)
+        return torch.full(tensor.size, 1e-4)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,15 +157,13 @@ class Float4(StoredGroups):
             return StoredTensor((OUT, _ONE))
         return super(Float4, self)._placed(entry)
 
-    def dummy(
-        self,
-        name: str,
-        size: tuple[int, ...],
-        matrix: tuple[int, int],
-        generator: torch.Generator,
-    ) -> Tensor | None:
-        if name == "scales":
-            return torch.full(size, 120, dtype=torch.uint8)
-        if name == "weight_scale":
-            return torch.full(size, 0.0078125).to(torch.float8_e4m3fn)
-        return torch.ones(size) if name in ("weight_scale_2", "weight_global_scale") else None
+    def dummy(self, tensor: DummyTensor) -> Tensor | None:
+        if tensor.name == "scales":
+            return torch.full(tensor.size, 120, dtype=torch.uint8)
+        if tensor.name == "weight_scale":
+            return torch.full(tensor.size, 0.0078125).to(torch.float8_e4m3fn)
+        return (
+            torch.ones(tensor.size)
+            if tensor.name in ("weight_scale_2", "weight_global_scale")
+            else None
+        )

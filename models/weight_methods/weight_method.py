@@ -32,6 +32,7 @@ __all__ = (
     "IN",
     "OUT",
     "Axis",
+    "DummyTensor",
     "MatrixRole",
     "MatrixSpec",
     "ParameterSpec",
@@ -60,6 +61,15 @@ class MatrixSpec(NamedTuple):
     in_features: int
     dtype: torch.dtype  # the dtype of activations
     device: torch.device
+
+
+class DummyTensor(NamedTuple):
+    """A stored tensor of a dummy checkpoint."""
+
+    name: str  # a key of `WeightMethod.stored`
+    size: tuple[int, ...]
+    matrix: tuple[int, int]  # rows and columns of the matrix that it belongs to
+    generator: torch.Generator  # of the CPU; all random numbers of the tensor are from it
 
 
 class ParameterSpec(NamedTuple):
@@ -271,21 +281,8 @@ class WeightMethod(ABC):
             target = target[part.index]
         target.copy_(value)
 
-    def dummy(
-        self,
-        name: str,
-        size: tuple[int, ...],
-        matrix: tuple[int, int],
-        generator: torch.Generator,
-    ) -> Tensor | None:
-        """A stored tensor of a dummy checkpoint; None = the caller fills it with random numbers.
-
-        Args:
-            name: a key of `stored`.
-            size: the size of that tensor.
-            matrix: rows and columns of the matrix that it belongs to.
-            generator: the CPU's random numbers; all random numbers of the tensor are from it.
-        """
+    def dummy(self, tensor: DummyTensor) -> Tensor | None:
+        """The content of a stored tensor; None = the caller fills it with random numbers."""
         return None
 
     @abstractmethod
