@@ -137,11 +137,13 @@ class DistributedGroup:
     def _make_backend(self, store: Any, errors: list[str]) -> None:
         """Connect, and compute a first sum, which makes the communicator. Runs on a thread."""
         on_gpu = self._exchange is Exchange.nccl
-        make = _nccl if on_gpu else _gloo
+        place = store, self.rank, self.world
         try:
             if on_gpu:
                 torch.cuda.set_device(self._device)  # threads do not share the current device
-            self._backend = make(store, self.rank, self.world, self._host, self._timeout_s)
+                self._backend = _nccl(*place, self._timeout_s)
+            else:
+                self._backend = _gloo(*place, self._host, self._timeout_s)
             first = torch.ones(1, device="cuda" if on_gpu else "cpu")
             self._sum(first)
             if first.item() != self.world:
@@ -261,8 +263,8 @@ def _gloo(store: Any, rank: int, world: int, host: str, timeout_s: float) -> Any
     return _dist.ProcessGroupGloo(store, rank, world, options)
 
 
-def _nccl(store: Any, rank: int, world: int, host: str, timeout_s: float) -> Any:
-    del host  # NCCL chooses the network interface itself, or by NCCL_SOCKET_IFNAME
+def _nccl(store: Any, rank: int, world: int, timeout_s: float) -> Any:
+    """NCCL chooses the network interface itself, or by NCCL_SOCKET_IFNAME."""
     options = _dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=timeout_s)
     return _dist.ProcessGroupNCCL(store, rank, world, options)
