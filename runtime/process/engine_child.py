@@ -16,7 +16,8 @@ import zmq
 import zmq.asyncio
 
 from ostinato.conf.environment import with_visible_gpus
-from ostinato.runtime.early.early_engine import AdoptedProcess, EarlyEngine
+from ostinato.runtime.early.child_process import ChildProcess
+from ostinato.runtime.early.early_engine import EarlyEngine
 from ostinato.runtime.engine.flight_recorder import flight_path
 from ostinato.runtime.errors import EngineDeadError
 
@@ -127,7 +128,7 @@ class LocalChild:
         self._gpus = gpus
         self._module = module
         self._early = early
-        self._process: asyncio.subprocess.Process | AdoptedProcess | None = None
+        self._process: ChildProcess | None = None
         self._ended: asyncio.Task[int] | None = None
 
     @property
@@ -164,27 +165,17 @@ class LocalChild:
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.bind(address)
-        adopted = None if self._early is None else self._early.take()
-        if adopted is not None:
-            self._process = adopted
-            self._ended = asyncio.create_task(adopted.wait())
-            with contextlib.suppress(ConnectionError):  # `receive` reports a process that ended
-                adopted.write(f"{address}\n".encode() + start + b"\n")
-            return
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            self._module or ENGINE_MODULE,
-            address,
-            stdin=asyncio.subprocess.PIPE,
-            env=with_visible_gpus(self._gpus),
-        )
+        process = None if self._early is None else self._early.take()
+        if process is None:
+            command = (sys.executable, "-m", self._module or ENGINE_MODULE, address)
+            process = ChildProcess(command, with_visible_gpus(self._gpus))
+        else:  # it was started without an address
+            start = f"{address}\n".encode() + start
         self._process = process
         self._ended = asyncio.create_task(process.wait())
-        assert process.stdin is not None, "stdin=PIPE"
-        with contextlib.suppress(ConnectionError):  # `receive` reports a process that ended
-            process.stdin.write(start + b"\n")
-            await process.stdin.drain()
+        # `receive` reports a process that ended. A long message can wait for the process to read.
+        with contextlib.suppress(ConnectionError):
+            await asyncio.to_thread(process.write, start + b"\n")
 
     async def send(self, data: bytes) -> None:
         # The queue has no limit, so a send waits only if the other side is gone. It would then wait
