@@ -6,7 +6,7 @@ longer, so 128 completions of one request would slow all other requests down man
 The decodes of a step take at most `max_slowdown` times as long as a fair step. In a fair step no
 request decodes more sequences than the smallest request has. The sequences that do not fit into
 this time rest: they are left out of the step. The sequences of one request rest in turn. On a GPU a
-step of many decodes takes hardly longer than a small step, so no sequence rests.
+step of many decodes takes hardly longer than a small step, so sequences rarely rest there.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class DecodeShares:
 
     Args:
         costs: the step-cost table.
-        max_slowdown: at least 1.
+        max_slowdown: decodes may take this many times as long as a fair step; at least 1.
     """
 
     def __init__(self, costs: CostTable, max_slowdown: float) -> None:
@@ -104,7 +104,7 @@ def quotas(sizes: Sequence[int], most: int, waits: Sequence[int]) -> list[int]:
 
     Args:
         sizes: sequences of each request; their sum is above `most`.
-        most: at least the number of requests.
+        most: sequences that take part; at least the number of requests.
         waits: one value for each request. If `most` cannot be divided equally, the requests with
             the smallest values get one sequence more.
     """

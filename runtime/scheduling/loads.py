@@ -52,7 +52,7 @@ class BlockLoads:
 
     @property
     def num_blocks(self) -> int:
-        """Device blocks that become free, with known contents, when the loads end."""
+        """Device blocks that become free when the loads end; they stay in the prefix cache."""
         return sum(self._cache.num_reclaimable_blocks(table) for table in self.tables())
 
     def tables(self) -> Iterator[BlockTable]:
@@ -96,7 +96,7 @@ class BlockLoads:
             cache.num_missing_blocks(num_tokens, match) + num_spare > cache.num_free_blocks
         ):
             return None
-        # Hold the tier's places first, because allocating blocks can give them other contents.
+        # Hold the tier's places first, because allocating blocks can overwrite places.
         cache.hold_places(match.places)
         blocks = table.fork()
         admitted = cache.admit(blocks, match, num_tokens)

@@ -201,11 +201,11 @@ class Scheduler:
         """Queue a request.
 
         An HTTP request may have several sequences, each with its `place`: 0, 1, 2, ... A sequence
-        is queued first by the rank of its policy, then by its level (`RequestLevels`). Within a
-        level, the sequence with `place` k is queued like the k-th HTTP request that arrives later.
-        So a request of many sequences uses free rows, and loses one row to each new request. This
-        is fair queueing (Demers, Keshav and Shenker, 1989) with the number of arrivals as the
-        virtual time.
+        is queued first by the rank that the policy gives it, then by its level (`RequestLevels`).
+        Within a level, the sequence with `place` k is queued like the k-th HTTP request that
+        arrives later. So a request of many sequences uses free rows, and each new request that
+        finds no free row can take one of them. This is fair queueing (Demers, Keshav and Shenker,
+        1989) with the number of arrivals as the virtual time.
 
         Raises:
             InvalidRequestError: the request's id is in use, or its prompt is empty or leaves no
@@ -335,7 +335,7 @@ class Scheduler:
         """Correct the predicted costs of drafts and whole prompts.
 
         Args:
-            seconds: how long the step took whose result was processed last.
+            seconds: duration of the step whose result was processed last.
         """
         step = self._last_read
         if self.drafts is not None and step is not None:

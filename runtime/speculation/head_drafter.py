@@ -9,7 +9,7 @@ The head's KV cache has the target's number of blocks. A sequence has one block 
 with a draft model (model_drafter.py). The target's hidden states exist only in the step that
 computes them. So the head computes positions soon after the target, even if no drafts are wanted.
 The target can find blocks in its prefix cache that the head has not computed. Then the head treats
-the sequence as if it began at a later block: the first one from which on it has all blocks.
+the sequence as if it began at a later block: the first from which on the head has every block.
 """
 
 from __future__ import annotations

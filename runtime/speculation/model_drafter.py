@@ -168,7 +168,7 @@ class ModelDrafter(GuessingDrafter):
                 if is_last:
                     drawing.append(index)
         if not scheduled:
-            for one in admitted:  # the draft model's sampler has not seen these sequences
+            for one in admitted:  # no step has given the draft model's sampler these sequences
                 del self._rows[one.row]
             return []
         self._run(scheduled, admitted, drawing, drafts)

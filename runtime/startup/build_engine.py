@@ -125,8 +125,8 @@ def _build(
     if proposer is not None and config.speculation.uses_model:
         config = dataclasses.replace(config, speculation=NO_DRAFTS)
     elif not has_method and (proposer is not None or config.model.load_format is LoadFormat.dummy):
-        # The caller's proposer is the drafter. Or weights are random: their outputs repeat
-        # themselves, so that drafts would make measurements better than for a trained model.
+        # Either the caller's proposer is the drafter, or the weights are random. Outputs of random
+        # weights repeat themselves: drafts would gain more than they do with a trained model.
         section = dataclasses.replace(config.speculation, method=SpeculationMethod.none)
         config = dataclasses.replace(config, speculation=section)
     ensure_cache()
@@ -138,8 +138,8 @@ def _build(
             if parallel.num_ranks > 1:
                 if ranks is None and parallel.machines_per_engine > 1:
                     raise StartupError(
-                        f"parallel.nodes={parallel.nodes}: other machines join a server; use run "
-                        "serve, or set parallel.nodes=1"
+                        f"parallel.nodes={parallel.nodes} needs a server that the other machines "
+                        "can join; use run serve, or set parallel.nodes=1"
                     )
                 ranks = ranks or RankProcesses(layout_of(parallel))
                 undo.callback(ranks.close)

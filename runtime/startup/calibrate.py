@@ -177,7 +177,7 @@ def make_scheduler(  # noqa: PLR0913 - the parts of a scheduler
         ("max_num_batched_tokens", decided.limits.max_num_batched_tokens, decided.tokens_origin),
     ):
         _LOG.info("scheduler.%s=%d (%s)", key, value, origin)
-    # How many tokens take as long to compute as the log-probability of one prompt token.
+    # The log-probability of one prompt token takes as long as this many tokens take to compute.
     score_tokens = 1.0
     if costs is not None:
         score_tokens = costs.seconds_per_score / max(costs.seconds_per_token, 1e-9)
@@ -186,7 +186,8 @@ def make_scheduler(  # noqa: PLR0913 - the parts of a scheduler
         if costs is None:
             raise StartupError(
                 f"scheduler.itl_target_ms={target_ms:g} needs measured step costs, but "
-                "graphs.cost_table_budget_s=0; raise the second, or leave one of them null"
+                "graphs.cost_table_budget_s=0 turns their measurement off; leave one of the two "
+                "settings null"
             )
         bound = ItlBound(costs, target_ms / 1e3, least_chunk=cache.block_size)
         if (alone_ms := costs.decode_seconds(1, 0) * 1e3) > target_ms:

@@ -103,9 +103,9 @@ def make_drafter(
 
 
 def _num_host_copies(plan: EnginePlan) -> int:
-    """How many steps of a drafter are queued at once: the drafts of each step in flight.
+    """How many steps of a drafter can be queued at once. When all are queued, the host waits.
 
-    A head also has a step that follows a prompt. With more queued steps, the host waits for one.
+    For each step in flight this is one step for each draft token, and one that follows a prompt.
     """
     num_in_flight = 2 if plan.overlap else 1
     return min(_MOST_HOST_COPIES, num_in_flight * (1 + plan.config.speculation.max_drafts))
@@ -119,7 +119,7 @@ def _reading(executor: Executor) -> Callable[[SchedulerOutput], StepResult]:
 def _attach(
     plan: EnginePlan, network: LanguageModel, model: LanguageModel, timer: PhaseTimer
 ) -> None:
-    """Give a head the tables of its model. A draft model needs nothing.
+    """Give a head its model's tables: embedding and output head. A draft model needs nothing.
 
     Args:
         plan: the plan of the model.
@@ -143,7 +143,7 @@ def _attach(
         raise StartupError(
             f"speculation.model={plan.config.speculation.model} cannot be the head: {error}"
         ) from error
-    if not plan.is_cpu:  # every tile of the kernels that a step calls outside of its programs
+    if not plan.is_cpu:  # run each tile of the kernels that a step calls outside of its programs
         width = plan.source.head_inputs.width(plan.source.config.hidden_size)
         hidden = torch.zeros(most, width, dtype=source.dtype, device=source.device)
         for num_tokens in sorted({shape.num_tokens for shape in plan.draft.warm_up_steps}):

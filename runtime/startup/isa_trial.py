@@ -46,7 +46,8 @@ _ROWS = (1, 4, 16, 64, 512)
 _SAMPLES = 3
 _MOST_WEIGHTS = 1 << 22  # larger matrices are cut to this many weights, which changes no ratio
 _MANY_ROWS = 64  # with more rows than this, an eighth of the weights is multiplied
-# A lower level is chosen if its time is below this fraction of that of the level chosen so far.
+# A lower level is chosen if its figure (`fastest`) is below this fraction of the figure of the
+# level chosen so far.
 _MARGIN = 0.85
 
 
@@ -211,7 +212,7 @@ def _read(bundle: Bundle) -> IsaTrial | None:
     except msgspec.DecodeError as error:
         _LOG.warning("instruction sets are compared again: %s", error)
         return None
-    # The operating system can forbid a level now that it allowed when the decision was stored.
+    # A level that ran when the decision was stored may now be forbidden by the operating system.
     return trial if trial.isa in runnable_levels() else None
 
 

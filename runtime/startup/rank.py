@@ -430,7 +430,7 @@ def _capture(graphs: GraphRunner, *, must_fit: bool) -> list[GraphKey]:
 
 
 def _count_layers(graphs: GraphRunner) -> str:
-    """The number of layers by what runs them in small steps, for example "8 captured"."""
+    """How the layers run in small steps, for example "6 captured, 2 fx"."""
     counts = graphs.layers_by_program.items()
     return ", ".join(f"{count} {program}" for program, count in counts if count)
 

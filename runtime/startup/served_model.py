@@ -24,7 +24,7 @@ from ostinato.runtime.types.params import PoolingKind
 
 __all__ = ("describe_kernels", "describe_model", "model_name", "tokenizer_and_ends")
 
-_END_BYTES = 4096  # the fingerprint covers the last bytes of each weight file
+_END_BYTES = 4096  # the fingerprint covers this many bytes at the end of each weight file
 # Fields of generation_config.json that are defaults of a request.
 _SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 

@@ -38,7 +38,7 @@ class RepetitionDetector:
         self._min_count = params.min_count
         self._num_tokens = 0
         self._places: dict[int, list[int]] = {}  # token id -> its positions, ascending
-        self._runs: dict[int, int] = {}  # size -> last tokens equal to those `size` before them
+        self._runs: dict[int, int] = {}  # size -> the count that the docstring describes
         self.found = False  # whether the last tokens are a repetition
         for token_id in list(token_ids)[-self._max_size * self._min_count :]:
             self.append(token_id)

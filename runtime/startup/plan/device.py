@@ -72,13 +72,13 @@ def choose_gpu(config: EngineConfig, rank: int) -> None:
     if parallel.tensor > 1 and not has_nccl():
         raise StartupError(
             f"parallel.tensor={parallel.tensor}: this build of torch has no NCCL, by which GPUs "
-            "exchange values; install one that has it, or set device.name=cpu"
+            "exchange values; install a build with NCCL, or set device.name=cpu"
         )
     torch.cuda.set_device(gpu_of_rank(parallel, rank, torch.cuda.device_count()))
 
 
 def gpu_of_rank(parallel: ParallelConfig, rank: int, num_gpus: int) -> int:
-    """The index of a rank's GPU on its machine. No two ranks of an engine there have the same one.
+    """The index of a rank's GPU on its machine. Two ranks of an engine never share a GPU.
 
     Args:
         parallel: the ranks of the engine, and its machines.

@@ -58,7 +58,7 @@ class EnginePlan:
 
     @property
     def draft_model_len(self) -> int:
-        """Tokens of a sequence that the draft model or the head can have."""
+        """The longest sequence, in tokens, that the draft model or the head can compute."""
         assert self.draft is not None, "there is a draft model"
         return min(self.memory.max_model_len, self.draft.source.config.max_model_len)
 

@@ -123,8 +123,8 @@ def open_model(
         head_inputs: on ranks after the first, the `head_inputs` of the leader's source.
 
     Raises:
-        StartupError: there is no such model, it is not supported, or it cannot be divided among
-            the configured ranks or stages.
+        StartupError: there is no such model, the model or a setting is not supported, or the model
+            cannot be divided among the configured ranks or stages.
     """
     try:
         checkpoint = open_checkpoint(config.model)
@@ -270,7 +270,8 @@ def _open_next_token_layer(config: EngineConfig, target: ModelSource) -> ModelSo
     """The next-token layer (multi-token prediction) of the model's own checkpoint.
 
     Raises:
-        StartupError: the checkpoint has no such layer.
+        StartupError: the checkpoint has no such layer, or the model's compiled programs do not
+            return hidden states.
     """
     key = "speculation.method=mtp"
     try:

@@ -55,7 +55,7 @@ def plan_engine(
     Args:
         config: the engine's configuration.
         source: from `open_model`.
-        free_bytes: free memory of the machine to plan for; None = the free memory of this one.
+        free_bytes: free memory to plan for; None = the free memory of this GPU or machine.
         measured: measured memory of the device; None = plan with estimates.
 
     Raises:
@@ -96,8 +96,8 @@ def _draft_footprint(
     """The sizes of the draft model or the head, with the tables of the model that are copied."""
     footprint = _footprint(draft_config(config), draft)
     if draft.config.head is not None and source.device.type != "cpu":
-        # Hidden states that wait for the head, and those of the largest captured step. The head's
-        # features and outputs, which have a row for each token of a step.
+        # Counted are the hidden states that wait for the head, those of the largest captured step,
+        # and the head's features and outputs, which have a row for each token of a step.
         keys = bucket_table(config, source).keys
         num_states = num_pool_slots(source.limits) + max(
             (key.num_tokens for key in keys), default=0
@@ -156,7 +156,7 @@ def _footprint(config: EngineConfig, source: ModelSource) -> ModelFootprint:
 
 
 def _free_bytes(config: EngineConfig, *, is_cpu: bool) -> int:
-    """Free memory of this machine, or device.memory_gib if that is less."""
+    """Free memory of the GPU, or of the machine; device.memory_gib if that is less."""
     free, limit_gib = free_memory(is_cpu=is_cpu).free_bytes, config.device.memory_gib
     return free if limit_gib is None else min(free, int(limit_gib * GIB))
 
@@ -168,8 +168,8 @@ def bucket_table(
 
     The table is empty without graphs.mode=captured. On a CPU every number of decodes has a bucket,
     because buckets cost nothing there; graphs.capture_sizes chooses fewer. The steps of an encoder
-    rarely have the same shape twice, so an encoder has no bucket on a GPU. On a CPU it has one, at
-    which its layers are recorded for all small steps.
+    rarely have the same shape twice, so an encoder has no bucket on a GPU. On a CPU it has one
+    bucket: its layers are recorded for all steps of up to `CAPTURED_TOKENS` tokens.
 
     Args:
         config: the engine's configuration.
