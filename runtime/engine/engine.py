@@ -86,6 +86,7 @@ class Engine:
         A request with a grammar is queued when the grammar is built. Steps go on meanwhile.
 
         Raises:
+            InvalidRequestError: the scheduler refuses the request (`Scheduler.add`).
             RankFailedError: an earlier step failed because a rank had ended or hung.
         """
         if self._failure is not None:
@@ -238,7 +239,7 @@ class Engine:
         """End the recording and write it, which may take seconds; returns the trace of each rank.
 
         Raises:
-            InvalidRequestError: no profile is being recorded.
+            InvalidRequestError: no profile is being recorded, or the trace cannot be written.
         """
         return self._executor.call(StopProfile())
 

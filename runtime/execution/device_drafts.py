@@ -39,7 +39,7 @@ class DeviceDrafts:
         place = 0
         scheduled: list[ScheduledSequence] = []
         for entry in output.scheduled:
-            if entry.token_ids[-1] < 0:  # the row's draft token before
+            if entry.token_ids[-1] < 0:  # the mark of the row's previous draft token
                 place = self._place_of(entry) + 1
                 entry = msgspec.structs.replace(entry, token_ids=[])
             scheduled.append(entry)

@@ -55,7 +55,10 @@ class ExecutorStats(msgspec.Struct, array_like=True, gc=False):
 
 
 class StartProfile(msgspec.Struct, frozen=True, tag=1):
-    """Begin a torch.profiler recording. Raises InvalidRequestError if a recording is running."""
+    """Begin a torch.profiler recording.
+
+    Raises InvalidRequestError if a recording is running, or the directory cannot be written.
+    """
 
     directory: str  # where each rank writes its trace
 
@@ -63,7 +66,7 @@ class StartProfile(msgspec.Struct, frozen=True, tag=1):
 class StopProfile(msgspec.Struct, frozen=True, tag=2):
     """End the recording; each rank answers with the path of its trace.
 
-    Raises InvalidRequestError if no recording is running.
+    Raises InvalidRequestError if no recording is running, or the trace cannot be written.
     """
 
 

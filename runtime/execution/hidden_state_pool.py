@@ -31,9 +31,9 @@ class _Waiting(NamedTuple):
 class HiddenStatePool:
     """Implements `KeptStates`. Each position takes one slot.
 
-    All copies are queued on the device's stream. So a slot that was taken can be given away at
-    once. If no slots are left, the states of a row are dropped. Its head then begins at a later
-    position.
+    All copies are queued on the device's stream. So a slot whose states were taken can be reused at
+    once. If too few slots are left, the states of a row are dropped. The head then begins this
+    row's sequence at a later position.
 
     Args:
         num_slots: from `num_pool_slots`.
@@ -115,6 +115,6 @@ class HiddenStatePool:
 
 
 def num_pool_slots(limits: StepLimits) -> int:
-    """Positions that are kept at most: those of a step, and of each sequence those that wait."""
+    """The most positions that are kept: those of one step, and those that wait in each sequence."""
     waiting = MOST_WAITING + 2 * limits.rows_per_seq  # and those of two steps in flight
     return limits.max_num_batched_tokens + limits.max_num_seqs * waiting

@@ -280,8 +280,8 @@ def _import_engine() -> Callable[[], float]:
     """Import torch and the modules of the engine.
 
     Returns:
-        A function that returns the seconds. It raises the error of the import if there was one,
-        because that can be sent to the client only when the client's address is known.
+        A function that returns the seconds, or raises the error of the import. The caller calls it
+        when the client's address is known. Only then can the error be sent to the client.
     """
     begin = time.perf_counter()
     failure: Exception | None = None

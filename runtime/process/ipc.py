@@ -162,8 +162,8 @@ class EngineFailed(msgspec.Struct, frozen=True, array_like=True, tag=4, gc=False
 
     message: str  # one line
     at_start: bool  # the engine was not ready yet
-    # How a rank ended: killed, crash, exit or hang. A lost machine counts as killed. Otherwise:
-    # error.
+    # If a rank's process ended or hung: killed, crash, exit or hang. A lost machine counts as
+    # killed. Any other error: error.
     reason: str = "error"
 
 

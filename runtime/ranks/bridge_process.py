@@ -37,7 +37,7 @@ class BridgeProcess:
     """The bridge of rank 0's machine, a child of this process. It ends with this process.
 
     Attributes:
-        ranks: those on other machines, which send and receive through it.
+        ranks: the ranks on other machines, which send and receive through the bridge.
         token: the secret with which the other machines join it.
     """
 

@@ -198,7 +198,7 @@ class InFlightRequests(Generic[Q]):
         return submitted
 
     def on_engine_end(self) -> None:
-        """Hold every request again after the engine ended because it was asked to."""
+        """Hold every request again, after an engine process that was asked to end has ended."""
         for one in self._requests.values():
             one.is_submitted = one.is_running = False
         self._hold_all()

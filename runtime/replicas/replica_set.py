@@ -119,7 +119,7 @@ class ReplicaSet:
         """
         if self._reloads.locked():
             raise InvalidRequestError(
-                "the weights are being reloaded: wait for that", code="call_refused", status=409
+                "the weights are being reloaded: wait for the end", code="call_refused", status=409
             )
         async with self._reloads:
             for replica in self.replicas:

@@ -20,7 +20,7 @@ _LONGEST_DELAY_S = 30.0
 class DeathReason(StrEnum):
     """Why an engine process ended; a label of the restart metric."""
 
-    killed = "killed"  # SIGKILL: by an operator or because memory ran out. Or its machine was lost.
+    killed = "killed"  # SIGKILL (by an operator, or memory ran out), or its machine was lost
     crash = "crash"  # another signal: a fault in native code
     error = "error"  # an exception in a step
     exit = "exit"  # the process exited by itself
@@ -119,7 +119,7 @@ class RestartPolicy:
         """
         while self._recent and now - self._recent[0] >= self._window_s:
             self._recent.popleft()
-        if reason is DeathReason.reload:  # not a failure, so it does not count to the limit
+        if reason is DeathReason.reload:  # not a failure, so it does not count towards the limit
             self.counts[reason.value] += 1
             return 0.0
         before = len(self._recent)

@@ -1,4 +1,4 @@
-"""The hang watchdog: measures how long an engine has made no progress, and when that is too long.
+"""The hang watchdog: measures how long an engine makes no progress, and says when to kill it.
 
 It has no clock and sends nothing. Its caller reports messages and elapsed time.
 

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 __all__ = ("MASKS_S", "GrammarMasks", "MatcherSource")
 
 # Seconds of a step after which no further masks are begun. Masks that are being made then are
-# completed. One call makes a batch of masks, at least one for each thread. The batch is so large
-# that it fits into the remaining time, if its masks take as long as the last masks.
+# completed. One call makes a batch of masks. It has as many masks as fit into the remaining time if
+# each takes as long as the last masks did, but at least one for each thread.
 MASKS_S = 0.01
 _MOST_ROWS_PER_THREAD = 64
 _MAX_THREADS = 32

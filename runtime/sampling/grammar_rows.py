@@ -204,7 +204,7 @@ class GrammarRow:
             self.ending = (
                 "structured_outputs cannot go on: computing which tokens may follow takes"
                 f" {seconds * 1e3:.0f} ms, but at most {_MAX_S * 1e3:.0f} ms are allowed; make it"
-                " simpler, and in a grammar write each text in one way only"
+                " simpler, and let a grammar derive each text in only one way"
             )
 
 

@@ -88,7 +88,7 @@ class PendingTokens:
 
 
 class VerifiedTokens(NamedTuple):
-    """The tokens of a step that verifies drafts on the host, where they are already.
+    """The tokens of a step whose drafts the host has verified. The host has the tokens already.
 
     Attributes:
         last_tokens: [N] int64 on the device, the last token of each sequence that samples.
