@@ -44,7 +44,7 @@ class AsyncEngine:
 
         Args:
             model: a local directory, a GGUF file or a hub id. Empty = the model that `overrides`
-                sets. If that sets none either, the bundled demo model.
+                names. If `overrides` names none either, the bundled demo model.
             overrides: settings as on the command line, `scheduler.max_num_seqs=8`.
             config: a complete configuration, instead of `model`, `overrides` and `arguments`.
             arguments: vLLM's names of settings, such as `max_model_len=4096`
@@ -102,6 +102,7 @@ class AsyncEngine:
         Raises:
             InvalidRequestError: the engine was not started, a text or conversation came without a
                 tokenizer, or the request cannot be served.
+            HelperProcessError: no process could check the request's grammar.
             EngineDeadError: the engine ended and is not started again.
         """
         if self.client is None:

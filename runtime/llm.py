@@ -96,7 +96,7 @@ class LLM:
         """
         Args:
             model: a local directory, a GGUF file or a hub id. Empty = the model that `overrides`
-                sets. If that sets none either, the bundled demo model.
+                names. If `overrides` names none either, the bundled demo model.
             overrides: settings as on the command line, `scheduler.max_num_seqs=8`.
             config: a complete configuration, instead of `model`, `overrides` and `arguments`.
             report: called with each finished phase of the start and its seconds.
@@ -238,6 +238,7 @@ class LLM:
 
         Raises:
             InvalidRequestError: a text cannot be served; nothing was run.
+            RankFailedError: a rank of the engine has ended or hangs.
         """
         params = pooling or self.default_pooling()
         batch = [self._encode(prompt) for prompt in prompt_list(prompts)]
@@ -263,6 +264,7 @@ class LLM:
         Raises:
             InvalidRequestError: `second` is empty, `first` has neither one text nor as many as
                 `second`, or a text cannot be served.
+            RankFailedError: a rank of the engine has ended or hangs.
         """
         pairs = make_pairs(_as_texts(first), _as_texts(second))
         if ServedTask.classify in self.model.tasks:
@@ -316,6 +318,8 @@ class LLM:
 
         Raises:
             InvalidRequestError: the prompt or its parameters cannot be served.
+            HelperProcessError: no process could check a grammar.
+            RankFailedError: a rank of the engine has ended or hangs.
         """
         require_task(self.model, ServedTask.generate)
         is_chat = isinstance(prompt, Sequence) and bool(prompt) and isinstance(prompt[0], dict)

@@ -60,7 +60,7 @@ class QuantizeReport:
     """The sizes and the perplexity of a checkpoint before and after it was quantised."""
 
     directory: Path
-    num_matrices: int  # quantised matrices; those of each expert count by themselves
+    num_matrices: int  # quantised matrices; each matrix of each expert counts
     num_kept: int  # matrices of experts that stay as they are
     bytes_before: int  # size of the weight files
     bytes_after: int

@@ -366,7 +366,7 @@ class EngineClient:
         """End the recording; returns the paths of the traces, one a line.
 
         Raises:
-            InvalidRequestError: nothing is recorded.
+            InvalidRequestError: nothing is recorded, or a trace cannot be written.
             EngineDeadError: the engine does not run.
         """
         return "\n".join(await self._call(UtilityName.stop_profile))

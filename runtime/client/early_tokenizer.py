@@ -38,10 +38,11 @@ class EarlyTokenizer:
         """The tokenizer that the engine names; None for an empty path.
 
         Args:
-            path: its directory or GGUF file. If `begin` took another one, it is loaded now.
+            path: directory or GGUF file of this tokenizer. It is loaded now if `begin` has loaded
+                another one.
 
         Raises:
-            StartupError: it cannot be loaded.
+            StartupError: the tokenizer cannot be loaded.
         """
         loading, self._loading = self._loading, None
         if not path:
@@ -55,7 +56,7 @@ class EarlyTokenizer:
         return found
 
     def _load(self, path: str) -> Tokenizer | StartupError:
-        """The tokenizer, or why it cannot be loaded. The engine may report another."""
+        """The tokenizer, or the error, which `get` raises only if the engine names this path."""
         try:
             return Tokenizer.from_path(path, chat_template_file=self._template)
         except StartupError as error:

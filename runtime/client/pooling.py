@@ -85,8 +85,8 @@ def check_pooling(
         )
     if params.dimensions is not None and not 1 <= params.dimensions <= model.embedding_size:
         raise InvalidRequestError(
-            f"dimensions={params.dimensions}, but vectors of {model.name} have 1 to "
-            f"{model.embedding_size}",
+            f"dimensions={params.dimensions}, but {model.name} gives vectors of 1 to "
+            f"{model.embedding_size} numbers",
             param="dimensions",
             code="invalid_value",
         )

@@ -173,7 +173,7 @@ def _check_that_something_is_allowed(sampling: SamplingParams, model: ServedMode
         raise InvalidRequestError(
             f"allowed_token_ids={reprlib.repr(list(sampling.allowed_token_ids))} are all stop"
             " tokens, which "
-            f"min_tokens={sampling.min_tokens} forbids; allow another one or set min_tokens=0",
+            f"min_tokens={sampling.min_tokens} forbids; allow another token or set min_tokens=0",
             param="allowed_token_ids",
         )
 

@@ -122,7 +122,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 @contextlib.contextmanager
 def without_collections() -> Generator[None]:
-    """A context without garbage collections. Each would visit all objects of the modules so far."""
+    """A context without garbage collections: each would visit all objects of imported modules."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

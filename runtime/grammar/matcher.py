@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 
 __all__ = ("build_matcher", "load_grammar_tokenizer", "problem", "read_tokenizer_json")
 
-# Limits of one mask, because a step waits for it. llguidance's defaults are 200,000 and 50,000. A
-# request whose grammar exceeds a limit ends with an error.
+# Limits of one mask, because a step waits for it. llguidance's defaults are 200,000 fuel and 50,000
+# items. `_STEP_ITEMS` also raises the limit of one row of the parser, which is 2,000 items by
+# default. A request whose grammar exceeds a limit ends with an error.
 _STEP_LEXER_FUEL = 50_000  # about 4 ms
 _STEP_ITEMS = 20_000  # about 1 ms
 # Limit for building a whole grammar. An enum of 100,000 texts of 10 characters takes 1,100,000.
@@ -38,8 +39,8 @@ def read_tokenizer_json(path: str) -> str:
     text = TokenizerFiles(path).tokenizer_json() if path else None
     if text is None:
         raise InvalidRequestError(
-            "structured_outputs cannot be used: the model has no tokenizer.json; leave it out, or "
-            "start the server with model.tokenizer=DIRECTORY",
+            "structured_outputs cannot be used: the model has no tokenizer.json; leave "
+            "structured_outputs out, or start the server with model.tokenizer=DIRECTORY",
             param="structured_outputs",
             code="no_tokenizer",
         )
@@ -66,7 +67,8 @@ def load_grammar_tokenizer(
     except ValueError as error:
         raise InvalidRequestError(
             "structured_outputs cannot be used: the vocabulary of this model's tokenizer.json "
-            f"cannot be read as bytes ({tokenizer_problem(str(error))}); leave it out",
+            f"cannot be read as bytes ({tokenizer_problem(str(error))}); leave structured_outputs "
+            "out",
             param="structured_outputs",
             code="no_tokenizer",
         ) from error

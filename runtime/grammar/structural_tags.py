@@ -164,8 +164,8 @@ class _Builder:
             head = f"TEXT {self._literal(trigger)}"
         else:
             raise ValueError(
-                f"structural_tag: the trigger {trigger!r} has a special token within it; begin it "
-                "with the token"
+                f"structural_tag: the trigger {trigger!r} has a special token within it; begin the "
+                "trigger with the token"
             )
         rests = [
             self._tag({**tag, "begin": _text(tag, "begin").removeprefix(trigger)}) for tag in tags
@@ -204,8 +204,8 @@ class _Builder:
         for one in elements[:-1]:
             if isinstance(one, dict) and one.get("type") in ("any_text", "triggered_tags"):
                 raise ValueError(
-                    f"structural_tag: {one['type']} has no end, so it must be the last of a"
-                    " sequence or the content of a tag"
+                    f"structural_tag: {one['type']} has no end, so it must be the last part"
+                    " of a sequence or the content of a tag"
                 )
         return f"({' '.join(self.part(one) for one in elements)})"
 

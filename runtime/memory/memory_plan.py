@@ -293,8 +293,8 @@ def _with_length(plan: MemoryPlan, *, is_asked: bool, room: int) -> MemoryPlan:
         return plan
     if longest > 0 and not is_asked:
         reason = (
-            f"context: shortened from {plan.max_model_len} to {longest} tokens, what the "
-            f"KV cache holds; raise cache.memory_gib for longer ones"
+            f"context: shortened from {plan.max_model_len} to {longest} tokens, "
+            "because the KV cache holds no more; raise cache.memory_gib for longer sequences"
         )
         return replace(plan, max_model_len=longest, reasons=(*plan.reasons, reason))
     length = plan.max_model_len if is_asked else plan.block_size

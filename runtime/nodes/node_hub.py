@@ -209,7 +209,7 @@ class NodeHub:
                 report = report_decoder.decode(body.buffer)
             except msgspec.DecodeError:
                 _LOG.warning("a machine that runs another version sent a message; it is refused")
-                self._post(peer_id, Refused("it runs another version of ostinato"))
+                self._post(peer_id, Refused("the server runs another version of ostinato"))
                 continue
             if isinstance(report, Join):
                 self._join(peer_id, int(body.get(zmq.SRCFD)), report)

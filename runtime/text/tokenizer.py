@@ -270,7 +270,7 @@ def tokenizer_facts(path: str | Path, tokenizer: Tokenizer) -> dict[str, Any]:
     """The configuration of a tokenizer for clients: tokenizer_config.json and the chat template.
 
     Raises:
-        StartupError: the file cannot be read.
+        StartupError: tokenizer_config.json cannot be read.
     """
     config = TokenizerFiles(path).config
     template = tokenizer.chat_template

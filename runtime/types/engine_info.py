@@ -50,7 +50,7 @@ class RankInfo(msgspec.Struct, frozen=True, kw_only=True):
     """One rank of an engine whose model is divided among several processes."""
 
     rank: int
-    machine: int = 0  # its machine's number among the engine's; 0 = the machine of rank 0
+    machine: int = 0  # number of its machine among those of the engine; 0 = that of rank 0
     pid: int
     threads: int  # threads that the model's kernels use
     weights_bytes: int
@@ -175,7 +175,7 @@ _GAUGES = (
     *("max_num_seqs", "max_num_batched_tokens", "layers_by_program"),
     *("predicted_step_seconds", "predicted_ttft_seconds"),
 )
-# Over replicas, the least of these figures is taken, as if a request went to that replica.
+# For several replicas, the smallest of their figures is taken, because a request can go there.
 _LEAST = ("predicted_step_seconds", "predicted_ttft_seconds")
 
 

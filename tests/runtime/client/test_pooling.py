@@ -320,7 +320,7 @@ MODEL = ServedModel(
             "input has 41 tokens, but m takes 1 to 40; shorten it",
         ),
         ([1, 50], PoolingParams(), "input", r"token id 50, but the vocabulary of m is \[0, 50\)"),
-        ([1], PoolingParams(dimensions=9), "dimensions", "vectors of m have 1 to 8"),
+        ([1], PoolingParams(dimensions=9), "dimensions", "m gives vectors of 1 to 8 numbers"),
         ([1], PoolingParams(dimensions=0), "dimensions", "dimensions=0"),
         ([1], PoolingParams(classify=True), "model", "m does not classify; use /v1/c"),
     ],

@@ -130,8 +130,8 @@ def test_null_length_is_shortened_with_a_note():
     ledger = plan(QWEN, memory_gib=1)
     assert ledger.max_model_len == (GIB // 1_835_008 - 1) * 16 == 9344
     assert ledger.reasons[-1] == (
-        "context: shortened from 40960 to 9344 tokens, what the KV cache holds; raise "
-        "cache.memory_gib for longer ones"
+        "context: shortened from 40960 to 9344 tokens, because the KV cache holds no "
+        "more; raise cache.memory_gib for longer sequences"
     )
 
 
