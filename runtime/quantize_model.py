@@ -134,7 +134,10 @@ def _load(source: ModelSource, section: QuantizeSection) -> CausalLM:
         if _is_written(module, name, layout):
             for size in (module.in_features, *(span.size for span in module.outputs)):
                 if size % 8:
-                    raise StartupError(f"layers.{name} has {size} features, not a multiple of 8")
+                    raise StartupError(
+                        f"layers.{name} has {size} features, which is not a multiple of 8; "
+                        "run quantize does not support this model"
+                    )
             if module.in_features % section.group_size:
                 raise StartupError(
                     f"quantize.group_size={section.group_size} does not divide the "

@@ -158,7 +158,7 @@ class EngineClient:
         """Start the engine processes. The call returns at once; the processes then load the model.
 
         Raises:
-            StartupError: the system cannot start another process or open its socket.
+            StartupError: `EngineHosts.start` or `EngineLauncher.spawn` raises it.
         """
         await self._hosts.start()
         for replica in self.replicas:
@@ -174,7 +174,7 @@ class EngineClient:
             on_phase: called with each phase and its seconds; further replicas are one phase each.
 
         Raises:
-            StartupError: an engine cannot start; the message is one line.
+            StartupError: an engine cannot start or the tokenizer cannot be loaded; one line.
         """
 
         def note(name: str, seconds: float) -> None:

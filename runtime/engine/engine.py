@@ -71,7 +71,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether a request is running or waiting."""
+        """Whether a request, a step in flight or a load of blocks is unfinished."""
         return self._scheduler.has_work or self._grammars.num_waiting > 0
 
     @property
@@ -135,7 +135,8 @@ class Engine:
                 a sequence, drafts not counted. Without step costs the predicted seconds are 0.
 
         Returns:
-            The outputs of the step that was read; empty if no step was read.
+            The outputs of the step that was read, if any, and the errors of requests whose grammar
+            could not be built.
 
         Raises:
             RankFailedError: a rank has ended or hangs. No further step can run.

@@ -26,7 +26,8 @@ _COMPUTING_SHARE = 0.05  # a process that used more than this share of a core in
 class HangLimits(NamedTuple):
     """How many seconds an engine may be silent; None = no limit."""
 
-    overdue_s: float | None  # server.hang_timeout_s; it is added to the predicted time of a step
+    # server.hang_timeout_s. A step may also take `_MARGIN` times its predicted seconds.
+    overdue_s: float | None
     stopped_s: float | None  # parallel.rank_timeout_s; only for an engine of several ranks
 
 

@@ -1,4 +1,4 @@
-"""Logits processors: apply logit bias, penalties and minimum length to logits before the draw.
+"""Logits processors: apply logit bias, penalties, minimum length and token limits to logits.
 
 A processor keeps its own state for each row. The sampler uses the protocol only. So a new parameter
 that changes logits needs only a class here and an entry in `make_processors`.

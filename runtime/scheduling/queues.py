@@ -2,7 +2,7 @@
 
     add -> waiting -> running -> finished
              ^  |        |
-             |  loading  | preempt: row and blocks are freed; all tokens are computed again
+             |  loading  | preempt: row and blocks are freed; tokens are computed again
              +-----------+
 
 A sequence is draining if it left `running` while a step in flight uses its row and blocks. The row
@@ -91,8 +91,8 @@ class SequenceQueues:
     def place(self, sequence: Sequence) -> None:
         """Continue a beam that does not run.
 
-        It runs if it has blocks and a row is free. Otherwise it waits, and all its tokens are
-        computed again.
+        It runs if it has blocks and a row is free. Otherwise it waits, and its tokens are computed
+        again, except those that the prefix cache has.
         """
         if sequence.status is _RUNNING:
             return

@@ -170,7 +170,7 @@ class DepthChooser:
         return counts
 
     def is_better(self, model: Candidate, text: Candidate, context: float) -> bool:
-        """Whether the model's draft is expected to give more tokens a second than the draft from text.
+        """Whether the model's draft is expected to give more tokens a second than the text draft.
 
         Args:
             model: a draft whose tokens the draft model has not drawn yet.
