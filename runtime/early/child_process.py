@@ -15,7 +15,7 @@ __all__ = ("ChildProcess",)
 
 
 class ChildProcess:
-    """A process that this process has started. `asyncio.subprocess` needs an event loop for that.
+    """A process that this process has started, without the event loop that asyncio would need.
 
     Args:
         command: the program and its arguments.

@@ -46,7 +46,7 @@ _NEED_REST = (
 def begin_reading() -> threading.Thread | None:
     """Let a thread map torch's largest library, which a later `import torch` finds in memory.
 
-    The system runs the library's initialisers in this call. They take 0.2 s and no lock of Python.
+    The library's initialisers run in the thread. They take 0.2 s without the interpreter's lock.
 
     Returns:
         The thread; None if torch is imported already, or was built for GPUs. Such a build chooses

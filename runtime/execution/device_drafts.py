@@ -35,7 +35,7 @@ class DeviceDrafts:
 
     @torch.inference_mode()
     def execute(self, output: SchedulerOutput) -> StepResult:
-        """Queue a step; all sequences that sample draw the same number of their drafts."""
+        """Queue a step. All sequences that sample draw their draft tokens at the same index."""
         place = 0
         scheduled: list[ScheduledSequence] = []
         for entry in output.scheduled:

@@ -106,7 +106,7 @@ class HiddenStatePool:
         return new
 
     def _drop(self, row: int, num_kept: int, begin: int) -> _Waiting:
-        """Free the slots of a row except the first `num_kept`; it then begins at `begin`."""
+        """Free the slots of a row except the first `num_kept`, which then begin at `begin`."""
         kept = self._rows[row]
         slots = [] if kept is None else kept.slots
         self._free += slots[num_kept:]

@@ -112,9 +112,9 @@ class GrammarCompiler:
     async def compile_async(self, params: StructuredOutputsParams) -> str:
         """Like `compile`, for an event loop.
 
-        After a wait for a process it looks into the cache again. Cancelling the call removes it
-        from the queue for a process. A check that has begun goes on, because ending it would end a
-        process that takes seconds to start.
+        After a wait for a process, the call looks into the cache again. A cancelled call leaves the
+        queue for a process. A check that has begun goes on, because ending it would end a process
+        that takes seconds to start.
         """
         job = _Job.of(params)
         answer = self._cached(job)

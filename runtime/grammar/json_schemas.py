@@ -29,8 +29,8 @@ from ostinato.runtime.grammar.schema_numbers import (
 __all__ = ("MAX_OPTIONAL_OF_SOME", "MAX_OPTIONAL_PROPERTIES", "JsonForm", "prepare")
 
 MAX_OPTIONAL_PROPERTIES = 1000  # in one object; the time of a mask grows with their number
-# The same limit if minProperties requires some of them. Then the time grows with the square of
-# their number.
+# The limit in an object whose minProperties requires some of the optional properties. Then the time
+# grows with the square of their number.
 MAX_OPTIONAL_OF_SOME = 64
 
 # A space, or a line end and indentation. JSON allows any amount of white space. With any amount, a

@@ -2,8 +2,8 @@
 
 `plan_memory` computes with sizes only and allocates nothing. `run plan` prints its result, and the
 engine allocates by it. On CUDA the engine plans once more with measured sizes
-(runtime/memory/measured_memory.py). `free_memory` reads the free memory of this machine, with the
-limits of containers.
+(runtime/memory/measured_memory.py). `free_memory` reads the free memory of the GPU, or of this
+machine with the limits of containers.
 
     free memory x device.memory_fraction = budget
     budget - weights - activations - graph pool = room for KV blocks

@@ -46,7 +46,7 @@ class BridgeProcess:
 
         Args:
             layout: the ranks of the engine.
-            log: how it writes its log.
+            log: how the bridge writes its log.
             host: as `parallel.host`.
             silence_s: a machine that sends nothing for so many seconds counts as lost.
 
@@ -81,10 +81,10 @@ class BridgeProcess:
                 stream.close()
 
     def address(self) -> str:
-        """The address at which other machines join it, once it listens.
+        """The address at which other machines join the bridge. Waits until the bridge listens.
 
         Raises:
-            StartupError: it cannot listen.
+            StartupError: the bridge cannot listen.
         """
         if self._address is None:
             frames, found = Frames(), list[bytes]()
@@ -101,10 +101,10 @@ class BridgeProcess:
         return self._address
 
     def use(self, ends: RelayEnds) -> None:
-        """Let it carry values between links of this machine and others; closes their descriptors.
+        """Let the bridge carry values between the machines; closes the descriptors of `ends`.
 
         Raises:
-            OSError: it has ended.
+            OSError: the bridge has ended.
         """
         try:
             self._send(UseEnds(ends), ends.descriptors())
@@ -120,7 +120,7 @@ class BridgeProcess:
         self._tell(DumpStacks())
 
     def end(self, timeout_s: float) -> None:
-        """Close the socket to it, and wait for its end. Kills it after `timeout_s`."""
+        """Close the socket to the bridge, and wait for its end. Kill it after `timeout_s`."""
         self._control.close()
         try:
             self.process.wait(timeout_s)
@@ -129,7 +129,7 @@ class BridgeProcess:
             self.process.wait()
 
     def _tell(self, message: BridgeMessage) -> None:
-        with contextlib.suppress(OSError):  # the ranks' sockets tell that it has ended
+        with contextlib.suppress(OSError):  # the ranks' sockets show that the bridge has ended
             self._send(message, [])
 
     def _send(self, message: BridgeMessage, descriptors: list[int]) -> None:

@@ -1,7 +1,7 @@
 """Makes the links between the ranks of an engine on one machine: memory and sockets without names.
 
-A link to a rank on another machine has its other end in the bridge of this machine (relay.py). A
-rank uses it as it would use a link to a rank beside it.
+A link to a rank on another machine has its other end in the bridge of this machine (relay.py). The
+rank uses this link like a link to a rank on the same machine.
 
 Imports no torch.
 """
@@ -105,7 +105,7 @@ class RelayEnds(msgspec.Struct, frozen=True, array_like=True):
     arriving: list[SlotsEnd]  # carry values to stages of this machine
 
     def descriptors(self) -> list[int]:
-        """All of them, in the order in which `with_descriptors` reads them."""
+        """All descriptors, in the order in which `with_descriptors` reads them."""
         found: list[int] = []
         for group in self.groups:
             found += [group.segment, *group.notices.values()]
@@ -149,10 +149,10 @@ def create_links(
         layout: the ranks of the engine.
         machine: 0 to layout.machines - 1.
         slot_bytes: bytes of a slot of each handoff.
-        exchange: how ranks exchange values. Only shared memory needs links for it.
+        exchange: how ranks exchange values. Only an exchange by shared memory needs links.
 
     Raises:
-        OSError: the system has no memory or no descriptors for them.
+        OSError: the system has no memory or no descriptors for the links.
     """
     here = layout.ranks_of(machine)
     held: dict[int, list[int]] = {rank: [] for rank in here}

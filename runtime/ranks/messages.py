@@ -114,7 +114,7 @@ class RankFailed(msgspec.Struct, frozen=True, array_like=True, tag=4, gc=False):
     """The rank ends because of an error."""
 
     message: str  # one line
-    traceback: str  # empty if the message says it all
+    traceback: str  # empty if the message is enough
 
 
 class RankSeen(msgspec.Struct, frozen=True, array_like=True, tag=5, gc=False):
@@ -126,7 +126,7 @@ class RankSeen(msgspec.Struct, frozen=True, array_like=True, tag=5, gc=False):
 
 
 class RankStack(msgspec.Struct, frozen=True, array_like=True, tag=6, gc=False):
-    """The stacks of a rank on another machine, which its machine was asked for."""
+    """The stacks of a rank on another machine. Sent when rank 0 has asked for stacks."""
 
     text: str
 

@@ -35,8 +35,8 @@ def read_activity(pid: int, ignored_thread: int | None = None) -> Activity | Non
 
     Args:
         pid: the process's id.
-        ignored_thread: id of a thread whose state does not count. It is the calling thread, if
-            `pid` is its own process.
+        ignored_thread: id of a thread whose state does not count. If `pid` is the calling process,
+            this is the calling thread.
     """
     try:
         stat = _stat(Path(f"/proc/{pid}/stat"))

@@ -175,7 +175,7 @@ class HeadDrafter(GuessingDrafter):
             if job.request.request_id not in self._watched:
                 continue
             row = self._row_of(job)
-            computed = self._head.span(job.row)[1]  # of a prompt: the chunks so far
+            computed = self._head.span(job.row)[1]  # in a prompt: the end of the chunks so far
             stop = min(computed, len(job.token_ids) - 2, self._context_end(row))
             if stop - row.end >= MOST_WAITING:
                 due.append((job, stop))

@@ -2,7 +2,7 @@
 
 The draft is the text that followed them there. Up to three texts are searched: the request's
 `prediction`, the sequence's own prompt and output, and the earlier answers of the engine. The
-longest match gives the draft. Of equally long matches, the first in this order does.
+longest match gives the draft. Of equally long matches, the one in the first of these texts does.
 """
 
 from __future__ import annotations

@@ -192,7 +192,7 @@ def _with_draft_model(
     monitor: CompileMonitor,
     undo: ExitStack,
 ) -> Proposer | None:
-    """The drafter with the draft model or the head, if the plan has one."""
+    """`proposer`; or if the plan has a draft model or a head, the drafter that uses it."""
     if rank.plan.draft is None:
         return proposer
     assert proposer is not None, "predicted outputs have a drafter"

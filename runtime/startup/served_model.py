@@ -162,7 +162,7 @@ def _tasks(source: ModelSource) -> tuple[ServedTask, ...]:
 
 
 def _pooling(section: ModelSection, source: ModelSource) -> PoolingKind:
-    """The pooling mode: as configured, else the checkpoint's, else the default of its kind."""
+    """The pooling mode: as configured, else the checkpoint's, else the model kind's."""
     if source.config.num_labels:
         return PoolingKind.cls  # the hidden state that the classification head reads
     stated = source.pooling.mode

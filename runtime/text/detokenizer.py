@@ -132,8 +132,8 @@ class IncrementalDetokenizer:
     def append_each(
         self, token_ids: Sequence[int], *, ends_with_stop_token: bool = False
     ) -> list[str]:
-        """The text that each of several new tokens adds. It ends with the token that completes a
-        stop string.
+        """The text that each of several new tokens adds, up to the token that completes a stop
+        string.
 
         Args:
             token_ids: as for `append`.

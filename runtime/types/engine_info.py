@@ -124,7 +124,7 @@ class EngineStats(msgspec.Struct, array_like=True, gc=False):
     # Histogram of tokens per step: one count for each bound of ITERATION_TOKENS, and one count for
     # larger steps.
     iteration_tokens: list[int] = []
-    # Number of layers by how they run in a small step; see `LayerProgram`.
+    # How a layer runs in a small step (a `LayerProgram`) -> number of such layers.
     layers_by_program: dict[str, int] = {}
     speculation: SpeculationStats | None = None  # None = the engine has no drafter
 

@@ -16,8 +16,9 @@ from ostinato.runtime.scheduling.sequences.sequence import Sequence
 
 __all__ = ("RequestLevels", "level_of")
 
-# Requests of up to this many sequences are served in the order of arrival. So all completions of a
-# prompt run at about the same time, and share the prompt's cached blocks.
+# All sequences of a request with up to this many sequences have level 0. They are queued nearly in
+# the order of arrival. So all completions of a prompt run at about the same time, and share the
+# prompt's cached blocks.
 _PER_LEVEL = 4
 
 

@@ -160,7 +160,7 @@ def make_plan(
     config = dataclasses.replace(config, speculation=source.speculation)
     try:
         memory = plan_engine(config, source)
-    except StartupError:  # the rows of logits of drafts take memory
+    except StartupError:  # drafts take memory for rows of logits: plan without default drafts
         if has_method or max_drafts is not None or not source.speculation.max_drafts:
             raise
         config = dataclasses.replace(config, speculation=NO_DRAFTS)

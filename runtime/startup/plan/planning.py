@@ -122,7 +122,7 @@ def _footprint(config: EngineConfig, source: ModelSource) -> ModelFootprint:
     # Each stage after the first has memory for the hidden states of the steps in flight. On a GPU
     # this is memory of the host, so it is not counted. With NCCL or gloo a stage also has a tensor
     # for the states that it receives, and one for those that it sends. With gloo, memory of the
-    # machine also holds the steps that wait to be sent.
+    # machine also holds the states of the steps that wait to be sent.
     num_slots = 0 if stage.is_first or source.device.type != "cpu" else stage.count
     if source.exchange.is_distributed:
         num_slots += (not stage.is_first) + (not stage.is_last)
