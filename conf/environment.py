@@ -53,9 +53,10 @@ _LEAST_FREE_BYTES = 16 << 20  # kernels and programs of a small model, and room 
 
 
 def expand_user(path: str | Path) -> Path:
-    """The path with a leading `~` replaced, or unchanged if the home directory is not known.
+    """The path with a leading `~` replaced.
 
-    In the second case `Path.expanduser` would raise RuntimeError.
+    If the home directory is not known, the path is unchanged. `Path.expanduser` would raise
+    RuntimeError.
     """
     return Path(os.path.expanduser(path))
 

@@ -378,7 +378,7 @@ class SchedulerConfig(Section):
         SchedulingPolicy.fcfs, "fcfs = in order of arrival; priority = the request's priority first"
     )
     overlap: bool | None = setting(
-        None, "launch a step before the tokens of the last one are read; null = on a GPU only"
+        None, "launch a step before the previous step's tokens are read; null = on a GPU only"
     )
 
     def __post_init__(self) -> None:

@@ -364,7 +364,7 @@ class ParallelConfig(Section):
         return self.num_ranks // self.machines_per_engine
 
     def _fitting_nodes(self) -> list[int]:
-        """Numbers of machines that get equal parts: whole engines, or equally many ranks of one."""
+        """Numbers of machines that get equal parts: whole engines, or equal parts of an engine."""
         whole = [count for count in range(1, self.data + 1) if self.data % count == 0]
         parts = [count for count in range(2, self.num_ranks + 1) if self.num_ranks % count == 0]
         return whole + [self.data * count for count in parts]

@@ -26,8 +26,8 @@ class GraphKey(NamedTuple):
 
     num_tokens: int
     num_seqs: int
-    # Tokens that each sequence has: 1 in a decode step, 1 + k in a step that verifies k drafts of
-    # each sequence. 0 in a mixed step, whose sequences have any number of tokens.
+    # Tokens that each sequence has: 1 in a decode step, 1 + k in a step that verifies k draft
+    # tokens of each sequence. 0 in a mixed step, whose sequences have any number of tokens.
     tokens_per_seq: int
 
     @property
@@ -68,7 +68,7 @@ def verified_tokens(rows_per_seq: int) -> list[int]:
     """The numbers of tokens per sequence for which steps that verify drafts get buckets.
 
     Args:
-        rows_per_seq: the most tokens per sequence, 1 + drafts; 1 = no drafts.
+        rows_per_seq: the most tokens per sequence, 1 + draft tokens; 1 = no drafts.
 
     Returns:
         The powers of two from 2 to `rows_per_seq`, and `rows_per_seq`; empty without drafts.

@@ -116,7 +116,7 @@ class StaticBuffers:
         """Make the memory of both sides and the views of each tensor.
 
         Tensors that are uploaded whole come first, so that one copy takes them all. Then come the
-        tensors of which only the used rows are uploaded. Others have memory of their own.
+        tensors of which only the used rows are uploaded. Other tensors have memory of their own.
         """
         uploads = {name: spec.upload for name, spec in self._specs.items()}
         whole = [name for name, upload in uploads.items() if upload is Upload.whole]
@@ -164,7 +164,7 @@ class StaticBuffers:
         self._current = self._host_copies[0]
 
     def _paddings(self, arrays: dict[str, np.ndarray]) -> dict[Size, list[tuple[np.ndarray, Any]]]:
-        """By dynamic size, the host arrays of this size and their padding."""
+        """Dynamic size -> the host arrays of this size, each with its padding value."""
         return {
             size: [
                 (arrays[name], spec.padding)
@@ -195,7 +195,7 @@ class StaticBuffers:
     def wait_for_upload(self) -> None:
         """Call before writing a step to `host`.
 
-        Takes the next piece of host memory, and blocks until its last upload has left it.
+        Takes the next piece of host memory, and blocks until its last upload is complete.
         """
         if self._current.copied is not None:
             self._host_copies.rotate(-1)
@@ -255,7 +255,8 @@ class StaticBuffers:
     def following_tokens(self, num_rows: int) -> Tensor:
         """[num_rows] int64: for each wanted token of the uploaded step, the token after it.
 
-        That is its draft. After the last token of a sequence it is any token.
+        If drafts are verified, that is the draft token to compare with. After the last token of a
+        sequence, the value has no meaning.
         """
         token_ids = self._device["token_ids"]
         places = self._device["logits_indices"][:num_rows] + 1

@@ -146,7 +146,7 @@ class Bundle:
             self.directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._turn.acquire(timeout=_LONGEST_TURN_S)
         except (OSError, NotImplementedError) as error:  # the time-out is an OSError too
-            _LOG.info("the start does not wait for another one: %s", error)
+            _LOG.info("this process does not wait for one that makes the same bundle: %s", error)
             return
         self._open()
         if self._files:

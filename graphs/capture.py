@@ -103,7 +103,7 @@ class GraphRunner:
         self.timer = timer or ClockTimer()
         self._replays: dict[GraphKey, Callable[[], Tensor]] = {}
         # Hidden states of captured steps on a GPU, outside of the graphs' memory, which the next
-        # replay overwrites. As large as the largest bucket.
+        # replay overwrites. They have the size of the largest bucket.
         self._kept_states: list[Tensor] = []
         self.steps_by_kind: dict[str, int] = {kind.value: 0 for kind in StepKind}
         self.num_padding_tokens = 0  # computed only because a bucket is larger than its step
@@ -116,7 +116,7 @@ class GraphRunner:
 
     @property
     def layers_by_program(self) -> dict[str, int]:
-        """Number of layers of a small step by how they run: captured, fx, inductor, eager."""
+        """How a layer runs in a small step (see `LayerProgram`) -> number of such layers."""
         counts = dict.fromkeys(map(str, LayerProgram), 0)
         if self._program is None:
             counts[LayerProgram.eager] = len(self._model.layers)
@@ -174,7 +174,7 @@ class GraphRunner:
         return left_out
 
     def plan_buckets(self) -> None:
-        """Plan each bucket once, so that the planner allocates the memory that it keeps for it."""
+        """Plan each bucket once, so that the planner allocates the memory of each bucket."""
         for key in [] if self._table is None else self._table.keys:
             self._buffers.wait_for_upload()
             self._fill_with_padding(key)
@@ -216,7 +216,7 @@ class GraphRunner:
 
         Returns:
             [num_rows, vocab_size] float32 logits, valid until the next run. An encoder gives hidden
-            states, and a stage before the last one no rows.
+            states instead. A stage before the last one gives no rows.
         """
         key = self._bucket(num_tokens, num_seqs, num_rows, tokens_per_seq)
         replay = self._replays.get(key) if key is not None else None

@@ -4,7 +4,7 @@ It is an audit hook. Python calls the hook for every program that the process st
 source text that it compiles. These events show Dynamo (`aot_compile` included), Inductor's
 generated modules, Triton kernels, and every C++ or CUDA compiler that our native build, Inductor or
 FlashInfer starts. Compilation inside a library, without Python and without a process (NVRTC, the
-driver's PTX compiler), is not seen.
+driver's PTX compiler), is not noticed.
 
 This module imports neither torch nor Triton, so that a warm start on a CPU does not load Dynamo,
 Inductor or Triton only to watch them.
@@ -151,7 +151,7 @@ class _Process:
                 sys.addaudithook(self._make_hook())
                 sys.audit(_GREETING)
                 if not self._is_hooked:
-                    _LOG.warning("another audit hook forbids ours: late compiles are not seen")
+                    _LOG.warning("another audit hook forbids ours: late compiles are not noticed")
         self.listen_to_triton()
 
     def remove(self, monitor: CompileMonitor) -> None:

@@ -25,7 +25,7 @@ class Recorder(Protocol):
 
         Raises:
             RuntimeError: the call cannot be captured. If memory was short (`is_out_of_memory`),
-                other calls still can be.
+                other calls can still be captured.
         """
         ...
 

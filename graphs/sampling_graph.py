@@ -28,8 +28,8 @@ __all__ = ("EagerSampler", "GraphSampler", "SamplingKey", "TokenSampler", "num_s
 
 _FULL, _NARROW, _WIDE = SamplePath.full, SamplePath.narrow, SamplePath.wide
 # The sets of paths that have a graph each, cheapest first. A step takes the first set that contains
-# all of its paths. The other paths of the set cost time, except full ones beside greedy ones, and
-# change no token.
+# all of its paths; every set serves greedy rows too. A narrow or wide path that no row needs costs
+# time, and changes no token.
 _MIXTURES: tuple[frozenset[SamplePath], ...] = tuple(
     map(frozenset, ((_FULL,), (_FULL, _NARROW), (_FULL, _WIDE), (_FULL, _NARROW, _WIDE)))
 )
@@ -86,7 +86,7 @@ class GraphSampler:
     ) -> None:
         """
         Args:
-            logits: [rows of the largest step, V] float32, where captured models put theirs.
+            logits: [rows of the largest step, V] float32. Captured models write their logits here.
             recorder: captures the programs; None = they run uncaptured.
             num_host_copies: as that of the step's `StaticBuffers`.
         """

@@ -58,7 +58,7 @@ class StepThreads:
         return self._free if has_loops and num_tokens > _SERIAL_TOKENS else self._serial
 
     def for_logits(self, num_numbers: int) -> AbstractContextManager[None]:
-        """A context that sets them for operations on logits, none of which is a matrix product.
+        """A context that sets the threads for operations on logits other than matrix products.
 
         Args:
             num_numbers: how many logits the step has.
@@ -70,7 +70,7 @@ class _SerialLoops(AbstractContextManager[None]):
     """OpenMP loops on one thread, our kernels on all threads of the engine.
 
     This is a class, because a context manager made of a generator takes twice the time, and each
-    step enters one or two. Inner ones of nested contexts change nothing.
+    step enters one or two. If contexts are nested, the inner ones change nothing.
     """
 
     __slots__ = ("_depth", "_set_openmp", "_set_pool", "_threads")

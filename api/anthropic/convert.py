@@ -52,7 +52,7 @@ from ostinato.runtime.types.outputs import FinishReason
 
 __all__ = ("FIELD_NAMES", "block_events", "reply_blocks", "stop_of", "to_chat")
 
-# Field of a chat request -> the Anthropic field that it was made from, which errors name.
+# Field of a chat request -> the Anthropic field that it was made from. Errors name the latter.
 FIELD_NAMES = {
     "response_format": "output_config.format",
     "thinking_token_budget": "thinking",

@@ -1,6 +1,6 @@
 """Prepares requests of the Anthropic endpoints.
 
-These are pure functions of a `Preparation` and a body. They run on the event loop or in a fork
+The functions keep no state between requests. They run on the event loop or in a fork
 (`api/preparation/preparer.py`).
 """
 
@@ -59,8 +59,7 @@ def prepare_token_count(preparation: Preparation, data: bytes, arrival: Arrival)
     """The answer of `/v1/messages/count_tokens`, as JSON.
 
     Raises:
-        InvalidRequestError: `/v1/messages` would refuse the request for another reason than the
-            length of its prompt.
+        InvalidRequestError: the body is not valid, or `to_chat` or `count_chat` refuses it.
     """
     body = preparation.decode(data, CountTokensRequest, UNSUPPORTED)
     with renamed(FIELD_NAMES):

@@ -71,7 +71,7 @@ class TextBlock(_Block, frozen=True, kw_only=True, tag_field="type", tag="text")
 
 
 class DirectCaller(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Says that the model itself called the tool, not a program."""
+    """Says that the model itself, not a program, called the tool."""
 
     type: Literal["direct"]
 

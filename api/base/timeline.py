@@ -36,7 +36,7 @@ class CompletionTimeline(msgspec.Struct, kw_only=True):
     preemptions: int = 0
     cached_tokens: int = 0
     events: list[TimelineEntry] = []
-    output_ms: list[float] = []  # for each output, milliseconds from arrival until it was received
+    output_ms: list[float] = []  # for each output with tokens, ms from arrival until received
 
 
 class Timeline(msgspec.Struct, frozen=True, kw_only=True):

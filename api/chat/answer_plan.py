@@ -37,8 +37,9 @@ def plan_answer(
     """Plan how the answers to this prompt are constrained and parsed.
 
     Raises:
-        InvalidRequestError: the constraint cannot be combined with the tools, or the
-            model does not support the request's reasoning budget.
+        InvalidRequestError: the constraint is not valid or cannot be combined with the tools, the
+            schema of a tool cannot be enforced, or the model does not support the request's
+            reasoning budget.
     """
     use, found = prompt.tools, prompt.traits
     form = AnswerForm(

@@ -38,7 +38,7 @@ class CollectedAnswer(msgspec.Struct, kw_only=True):
 
 
 class ChatOutputParser:
-    """Parses the outputs of all answers to one prompt, each with a parser of its own.
+    """Parses the outputs of all answers to one prompt. Each answer has a parser of its own.
 
     Args:
         form: the parts that an answer can have.
@@ -47,7 +47,7 @@ class ChatOutputParser:
     def __init__(self, form: AnswerForm) -> None:
         self._form = form
         self._parsers: dict[int, AnswerParser] = {}  # by the index of the answer
-        # Tokens since the last event of the answer: their text, and how many they are.
+        # Index of the answer -> the (text, number of tokens) that were fed since its last event.
         self._waiting: dict[int, list[tuple[str, int]]] = {}
 
     def feed(self, output: RequestOutput) -> ChatDelta:
@@ -85,7 +85,7 @@ class ChatOutputParser:
             index: index of the answer.
             text: the new text.
             num_new: number of tokens of the new text. They are counted in the last event. Waiting
-                tokens, whose text was held back, are counted in the first one.
+                tokens, whose text was held back, are counted in the first event.
         """
         if not events:
             self._waiting.setdefault(index, []).append((text, num_new))
@@ -114,9 +114,9 @@ def _num_unseen(
     """Number of tokens at the beginning of `waiting` that have no text in the first event.
 
     Args:
-        waiting: text and number of tokens whose text was held back, in their order.
+        waiting: the (text, number of tokens) that were held back, in their order.
         new_text: the text after them.
-        events: the events that the text gave. The first one is text.
+        events: the events that the text gave. The first one is content or reasoning.
         held_length: number of the last characters that are still held back.
     """
     shown, *later = [one.text for one in events if isinstance(one, Content | Reasoning)]

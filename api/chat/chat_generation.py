@@ -33,11 +33,13 @@ class ChatGeneration(msgspec.Struct, frozen=True, kw_only=True):
 def count_chat(preparation: Preparation, body: ChatCompletionRequest) -> int:
     """Count the prompt tokens of a request.
 
-    The request is checked like one that is answered, but its prompt may be longer than the context.
+    The checks are those of `encode_chat` and `plan_answer`, but the prompt may be longer than the
+    context.
 
     Raises:
         InvalidRequestError: the model does not generate, or `encode_chat` or `plan_answer` refuses
             the request.
+        ForkNeededError: see `render`.
     """
     require_task(preparation.model, ServedTask.generate)
     prompt = encode_chat(preparation, body, is_counted=True)

@@ -137,7 +137,10 @@ def _render_given(
 
 
 def adds_generation_prompt(body: ChatCompletionRequest | TokenizeRequest) -> bool:
-    """Whether a new assistant message begins. Default: yes, unless the last one is continued."""
+    """Whether the prompt ends with the head of a new assistant message.
+
+    Default: yes, unless the answer continues the last message.
+    """
     if body.add_generation_prompt is None:
         return not body.continue_final_message
     return body.add_generation_prompt

@@ -43,7 +43,7 @@ def tool_constraint(
         if use.must_call:
             raise InvalidRequestError(
                 "tool_choice requires a tool call, but response_format or structured_outputs"
-                " asks for another answer; give one",
+                " asks for another answer; leave one of them out",
                 param="tool_choice",
                 code="invalid_value",
             )

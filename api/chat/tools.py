@@ -84,7 +84,8 @@ def tool_use(
     """The functions that the request's fields offer.
 
     Raises:
-        InvalidRequestError: the fields contradict each other, or name an unknown function.
+        InvalidRequestError: two tools have the same name, the parameters of a function are not an
+            object, there is no tool to choose from, or `choice` names an unknown tool.
     """
     offered = tuple(tools or ())
     custom = {one.custom.name: one.custom for one in offered if isinstance(one, CustomToolEntry)}
@@ -173,7 +174,7 @@ def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
     Raises:
         InvalidRequestError: a message lacks a field that its role needs, or has a field of another
-            role.
+            role. Or the arguments of a call are not a JSON object.
     """
     return [_template_message(message, index) for index, message in enumerate(messages)]
 

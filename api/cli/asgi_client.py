@@ -1,4 +1,4 @@
-"""Sends requests to the ASGI application inside its own process, without a socket."""
+"""Sends requests to an ASGI application in the same process, without a socket."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 __all__ = ("batch",)
 
 _MAX_BODY_MIB = 1024
-# The endpoints that a batch may use. Those for operators are not among them.
+# Beginnings of the paths that a batch may use. The paths for operators are not among them.
 _PREFIXES = ("/v1/", "/v2/", "/score", "/rerank")
 
 

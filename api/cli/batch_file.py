@@ -1,7 +1,7 @@
 """Reads and writes the files of `run batch`: one JSON object a line, as in OpenAI's batch API.
 
-Whole lines are appended to an output file. So after an interruption the file shows which requests
-have answers. Its last line can be incomplete.
+Each answer is appended to the output file as one line. So after an interruption the file shows
+which requests have answers. An interruption can leave the last line incomplete.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class BatchInput:
             if line.custom_id in first:
                 raise InvalidRequestError(
                     f"{file}: lines {first[line.custom_id]} and {line.number} have the custom_id "
-                    f"{line.custom_id!r}; give each line its own, which names its answer"
+                    f"{line.custom_id!r}; give each line another one, because it names the answer"
                 )
             first[line.custom_id] = line.number
 
@@ -122,7 +122,7 @@ class BatchOutput:
         return name in self._ids
 
     def write(self, answer: bytes) -> None:
-        """Append a line and flush it to the system.
+        """Append a line and flush it to the operating system.
 
         Raises:
             InvalidRequestError: the file cannot be written. The next run answers the line again.

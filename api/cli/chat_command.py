@@ -69,8 +69,9 @@ def chat(config: RunConfig) -> int:
 
     Raises:
         StartupError: the engine cannot start.
-        InvalidRequestError: the first question cannot be served. An example is a model without a
-            chat template.
+        InvalidRequestError: the first question of a conversation cannot be served. An example is a
+            model without a chat template.
+        EngineError: an answer ended with an error, see `write_stream`.
     """
     llm = start_llm(config)
     console = Console(highlight=False)

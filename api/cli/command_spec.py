@@ -30,7 +30,7 @@ class Command:
     # configuration directory. The `target` of such a command also takes the overrides and the
     # configuration directory.
     sweep_target: str = ""
-    # The first word can be a model, and the flags of `vllm serve` are accepted.
+    # One of the words can be a model, and the flags of `vllm serve` are accepted.
     takes_engine_flags: bool = False
     # An engine process is started before the configuration is read.
     starts_engine: bool = False

@@ -21,6 +21,7 @@ def generate(config: RunConfig, prompt: str) -> int:
         ConfigError: the prompt is empty.
         StartupError: the engine cannot start.
         InvalidRequestError: the prompt or a parameter cannot be served.
+        EngineError: the answer ended with an error, see `write_stream`.
     """
     text = sys.stdin.read() if prompt == "-" else prompt
     if not text:

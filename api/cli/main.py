@@ -31,7 +31,8 @@ _OWN_FLAGS = {
     **dict.fromkeys(("-h", "--help", "-m", "--multirun", "--"), 0),
     **dict.fromkeys(("-c", "--cfg", "--config-dir"), 1),
 }
-# Beginnings of the flags with which a command prints something and does not run.
+# Beginnings of the flags with which a command that starts an engine (`starts_engine`) does not run:
+# it prints its help or configuration, or refuses --multirun.
 _PRINTING = ("-h", "--help", "-c", "--cfg", "-m", "--multirun")
 _BENCH_PACKAGES = ("aiohttp", "jsonschema", "matplotlib", "optuna")  # the extra `bench`
 
@@ -155,7 +156,8 @@ def _run_words(name: str, command: Command, arguments: list[str], early: EarlyEn
     if command.takes_prompt and len(prompts) != 1:
         raise ConfigError(
             f"run {name} takes one prompt, got {len(prompts)}: "
-            f'run {name} "Once upon a time" [key=value ...]; - reads it from standard input'
+            f'run {name} "Once upon a time" [key=value ...]; '
+            "give - to read the prompt from standard input"
         )
     if early is not None:
         return _load(command.target)(config, early)
@@ -249,7 +251,10 @@ def _is_override(word: str) -> bool:
 
 
 def _shell_completion(arguments: list[str], commands: Commands) -> int:
-    """Install, uninstall or answer a shell's completion. Hydra completes the overrides."""
+    """Install or uninstall the completion of a shell, or print the completions of a command line.
+
+    The names of commands are completed here, and overrides by Hydra.
+    """
     from ostinato.conf.compose import complete, completion_script
 
     if len(arguments) != 1 or arguments[0].count("=") != 1:

@@ -33,8 +33,8 @@ def plan(config: RunConfig) -> int:
     """Print the memory of weights, activations, graphs and KV cache, and how many tokens fit.
 
     Raises:
-        StartupError: the model does not exist, is not supported, or does not fit, or the engine
-            would not start with a setting.
+        StartupError: the model does not exist, is not supported, or does not fit. Or the engine
+            would refuse a setting at its start.
     """
     import torch
 
@@ -87,11 +87,11 @@ def plan(config: RunConfig) -> int:
             share = "a GPU of its own" if num_ranks == 1 else f"{num_ranks} GPUs of its own"
         if is_cpu and engine.device.threads is not None:
             share += f" and {engine.device.threads} of the cores"
-        facts["replicas"] = f"{count}, each with {share}; the table is of one"
+        facts["replicas"] = f"{count}, each with {share}; the table shows one"
     if num_ranks > 1:
         share = f"{memory.free_bytes / _GIB:.3f} GiB"
         share += f" and {of_rank.device.threads} of the cores" if free is None else ""
-        facts["ranks"] = f"{num_ranks}, each with {share}; the table is of rank 0"
+        facts["ranks"] = f"{num_ranks}, each with {share}; the table shows rank 0"
     if is_cpu and free is None:
         facts["isa"] = _level(config, source)
     if config.plan.json:

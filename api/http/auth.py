@@ -21,7 +21,7 @@ _USE = "ostinato.key_use"  # the entry in a request's scope that has its `_KeyUs
 class AccessControl:
     """Refuses requests without a valid key, and requests above a key's limit.
 
-    A reply that is made in the background counts until it ends.
+    A reply that is made in the background counts against the limit until it ends.
 
     Args:
         app: the protected application.
@@ -101,8 +101,8 @@ def keep_counted(scope: Scope) -> Callable[[], None]:
 def _is_counted(method: str, path: str) -> bool:
     """Whether a request counts against the limit of its key.
 
-    Requests that only read do not count, and neither do those that delete or cancel a stored reply.
-    The reply itself counts.
+    GET and HEAD do not count, and neither do requests that delete or cancel a stored reply. All
+    other requests count, also the one that creates the reply.
     """
     return method not in ("GET", "HEAD", "DELETE") and not path.endswith("/cancel")
 

@@ -1,8 +1,8 @@
 """Decorators that declare an endpoint: its path, its body, its answer, its OpenAPI entry.
 
 Handlers decode bodies and encode answers themselves, so Litestar cannot derive the schemas. The
-decorators supply them. The types within a body or an answer are described under `$defs` of its
-schema, because Litestar rewrites the shared components.
+decorators supply them. The schema of each body and answer has the types that it refers to in its
+own `$defs`. They are not in the components of the document, because Litestar rewrites those.
 """
 
 from __future__ import annotations
@@ -59,8 +59,9 @@ def post_endpoint(
         answer: type of the whole answer; None = any JSON object.
         events: the types that the data of a server-sent event can have; () = no stream.
         form: how the API encodes its events.
-        error: for endpoints with a body: type of the body of every error.
-        errors: for endpoints without a body: status -> type of the answer. 401 and 500 are added.
+        error: type of every error response. Only used if the endpoint takes a body.
+        errors: status -> type of the error response; 401 and 500 are added. Only used if the
+            endpoint takes no body.
         is_open: whether the endpoint needs no API key.
     """
     base = f"#/paths/{_escaped(_documented(paths[0]))}/post"
@@ -96,7 +97,7 @@ def get_endpoint(
         answer: type of the answer; None = any JSON object.
         events: see `post_endpoint`.
         form: see `post_endpoint`.
-        errors: status -> type of the answer. 401 and 500 are added.
+        errors: status -> type of the error response; 401 and 500 are added.
         media_type: the media type of the answer.
         is_open: whether the endpoint needs no API key.
     """
@@ -159,8 +160,7 @@ def _add_events(
 ) -> None:
     """Describe the stream of events, if there is one, as another media type of the answer.
 
-    The schema describes one event, as OpenAPI prescribes. The event's data is a text, which has a
-    schema of its own.
+    The schema describes one event. The event's data is JSON text, which has a schema of its own.
     """
     if not events:
         return

@@ -32,10 +32,10 @@ _SLICE = 16 << 10
 # A refused client can still be sending. Closing at once would reset the connection before the
 # client has read the answer. So the connection stays open for this long.
 _LINGER_S = 2.0
-# While nothing is read, the event loop does not see that a client has disconnected. So the system
-# is asked at this interval.
+# While nothing is read, the event loop does not notice that a client has disconnected. So the
+# operating system is asked at this interval.
 _LOOK_S = 0.5
-# Linux has POLLRDHUP. On other systems, a disconnect is seen when both directions are closed.
+# Linux has POLLRDHUP. Other systems report a disconnect only when both directions are closed.
 _LEFT = getattr(select, "POLLRDHUP", 0) | select.POLLHUP | select.POLLERR
 # TCP keep-alive: after a minute without traffic, the system probes the other end of a connection,
 # then every 10 s. The connection ends after six probes without an answer, or if the other end
@@ -52,8 +52,8 @@ class ReceiveLimits(NamedTuple):
     """Limits of what a client sends.
 
     `header_bytes` counts the request line, headers, trailers, and the bytes between the chunks of a
-    body. The seconds count from the time when the server begins to wait for the first byte until it
-    has the last byte.
+    body. `header_s` and `body_s` count from the time when the server begins to wait for the headers
+    or the body until it has the last byte of them.
     """
 
     header_bytes: int
@@ -106,7 +106,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     Args:
         limits: the limits of what the client may send.
-        count_refusal: called with the HTTP status of each request that is refused here.
+        count_refusal: called with the HTTP status of each refused request or connection.
         uvicorn: keyword arguments of uvicorn's protocol.
     """
 

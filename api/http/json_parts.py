@@ -1,7 +1,8 @@
-"""Encodes an answer as JSON in parts of bounded size.
+"""Encodes an answer as JSON in parts, each of at most 256 entries of a list.
 
 An answer with many log-probabilities can have hundreds of megabytes. Encoding it in one call would
-hold the interpreter's lock (GIL) for a long time, and would need memory for all of it at once.
+hold the interpreter's lock (GIL) for a long time, and would need memory for all of it at once. The
+number of bytes of a part has no limit, because an entry can have any size.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ _ENTRIES = 256
 def json_parts(value: object) -> Iterator[bytes]:
     """The parts of `msgspec.json.encode(value)`, in order.
 
-    Lists are encoded in parts, and structs that hold lists are encoded field by field. Other values
-    are encoded in one call.
+    A list is encoded in parts, and a struct that holds a list is encoded field by field. Everything
+    else is encoded in one call: other values, lists that are entries of a list, and structs with
+    `array_like`, `omit_defaults` or a tag.
     """
     if isinstance(value, list) and value:
         yield b"["
@@ -43,7 +45,10 @@ def json_parts(value: object) -> Iterator[bytes]:
 
 
 def _runs(values: list[object]) -> Iterator[object]:
-    """Group the entries of a list: lists to encode in one call, and structs to encode in parts."""
+    """Split a list into runs.
+
+    Each run is either a list of entries to encode in one call, or one struct to encode in parts.
+    """
     run: list[object] = []
     for value in values:
         is_apart = isinstance(value, msgspec.Struct) and _has_list(value)

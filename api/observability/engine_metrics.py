@@ -69,7 +69,7 @@ class EngineView(EngineFigures, Protocol):
 class EngineCollector(Collector):
     """The engines' statistics as metrics. It keeps no state of its own.
 
-    With several engines each sample has the label `engine`: the number of a replica.
+    With several engines, the samples of each one have its number as the label `engine`.
     """
 
     def __init__(self, engine: EngineView) -> None:
@@ -162,7 +162,7 @@ def _families(engine: EngineFigures) -> Iterator[Metric]:
     yield _by_label(
         CounterMetricFamily,
         "engine_restarts",
-        "Restarts of the engine process, by why the process before it ended.",
+        "Restarts of the engine process, by the reason why the previous process ended.",
         "reason",
         {one.value: engine.restarts.get(one.value, 0) for one in DeathReason},
     )
@@ -239,7 +239,7 @@ def _counters(stats: EngineStats) -> Iterator[Metric]:
             "model_seconds",
         ),
         "host_gap_seconds": (
-            "Time with work in which the engine neither ran the model nor waited for it.",
+            "Time in which the engine had work, but neither ran the model nor waited for it.",
             "host_gap_seconds",
         ),
         "scheduled_tokens": ("Tokens of all steps, without padding.", "num_scheduled_tokens"),
@@ -313,7 +313,7 @@ def _drafts(speculation: SpeculationStats) -> Iterator[Metric]:
 
 
 def _late_compiles(stats: EngineStats) -> Metric:
-    """The late compilations. Every label has a sample from the start, so that the first compilation
+    """The late compilations. Every kind has a sample from the start, so that the first compilation
     shows as an increase."""
     family = CounterMetricFamily(
         "ostinato_late_compiles",

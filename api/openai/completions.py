@@ -94,7 +94,7 @@ def prompts(body: CompletionRequest) -> list[str] | list[list[int]]:
     if len(inputs) > 1 and num_sequences > _MAX_SEQUENCES:
         raise InvalidRequestError(
             f"prompt has {len(inputs)} prompts, which make {num_sequences} sequences with n and"
-            f" best_of; a request may have {_MAX_SEQUENCES}: send several requests",
+            f" best_of; a request may have at most {_MAX_SEQUENCES}: send several requests",
             param="prompt",
         )
     return inputs

@@ -39,7 +39,7 @@ def _encoded(entry: object) -> Any:
 
 
 def token_text(piece: bytes) -> str:
-    """A token's bytes as text. An incomplete character is written as `bytes:\\xf0\\x9f`."""
+    """A token's bytes as text; `bytes:\\xf0\\x9f` for bytes that are not UTF-8."""
     try:
         return piece.decode()
     except UnicodeDecodeError:

@@ -1,8 +1,8 @@
 """Prepares requests of the OpenAI endpoints.
 
-These are pure functions of a `Preparation` and a body. They run on the event loop or in a fork
-(`api/preparation/preparer.py`). So their results can be sent as JSON, and have only the fields that
-a reply needs.
+The functions keep no state between requests. They run on the event loop or in a fork
+(`api/preparation/preparer.py`). A fork sends its result as JSON, so a result has only the fields
+that a reply needs.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ def prepare_detokenization(preparation: Preparation, data: bytes, arrival: Arriv
     """The answer of `/detokenize`, as JSON.
 
     Raises:
-        InvalidRequestError: the body is not valid.
+        InvalidRequestError: the body is not valid, or an id is outside the vocabulary.
     """
     body = preparation.decode(data, DetokenizeRequest)
     tokenizer = preparation.encoder.tokenizer("tokens")

@@ -1,4 +1,4 @@
-"""Calls of custom tools. A model writes them as calls of a function with one text, `input`.
+"""Calls of custom tools. A model writes them as calls of a function with one text, the `input`.
 
 If the tool has a Lark grammar, the grammar cannot be enforced within a JSON string. Then the text
 is written verbatim. In formats with JSON or Python arguments, it stands between quote marks, with a

@@ -1,8 +1,9 @@
 """Events of the answer parser: pieces of reasoning, content and tool calls.
 
 `num_tokens` of an event counts the output tokens of its own text, and the tokens without text
-between the previous event and this one. The first `num_unseen` of them have no part in the event's
-text, such as a marker between reasoning and content. The parsers get no tokens and leave both at 0.
+between the previous event and this one. The first `num_unseen` of these tokens have no text in the
+event. An example is a marker between reasoning and content. Only `Reasoning` and `Content` have
+`num_unseen`. The parsers get no tokens and leave both numbers at 0.
 """
 
 from __future__ import annotations

@@ -150,8 +150,8 @@ def _scores(
     model = preparation.model
     if len(pairs) > _MAX_PAIRS:
         raise InvalidRequestError(
-            f"{param} makes {len(pairs)} pairs, and a request may have {_MAX_PAIRS}: send several"
-            " requests",
+            f"{param} makes {len(pairs)} pairs, and a request may have at most {_MAX_PAIRS}:"
+            " send several requests",
             param=param,
             code="invalid_value",
         )
@@ -204,8 +204,8 @@ def _encode_inputs(preparation: Preparation, body: EmbeddingRequest) -> list[lis
     inputs = read_inputs(body.input, "input")
     if len(inputs) > _MAX_INPUTS:
         raise InvalidRequestError(
-            f"input has {len(inputs)} inputs, and a request may have {_MAX_INPUTS}: send several"
-            " requests",
+            f"input has {len(inputs)} inputs, and a request may have at most {_MAX_INPUTS}:"
+            " send several requests",
             param="input",
             code="invalid_value",
         )

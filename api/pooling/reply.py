@@ -127,7 +127,7 @@ async def _scores(
 async def _pool(
     service: Service, prepared: PreparedPooling, context: RequestContext
 ) -> list[PooledOutput]:
-    """The vectors of all inputs. If an input is refused, no vector is computed."""
+    """The pooled outputs of all inputs. If one input is refused, nothing is computed."""
     try:
         service.admission.check_prompts(list(map(len, prepared.batch)))
     except InvalidRequestError as error:

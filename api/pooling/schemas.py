@@ -46,7 +46,7 @@ class EmbeddingRequest(PoolingFields, frozen=True, kw_only=True, forbid_unknown_
 
     input: str | list[str | int | list[int]]  # text, token ids, or a list of either
     encoding_format: Literal["float", "base64"] = "float"
-    dimensions: Int32 | None = None  # how many of the first numbers to return; absent = all
+    dimensions: Int32 | None = None  # entries to keep, from the first on; absent = all
     pooling: Literal["mean", "last", "cls"] | None = None  # absent = the model's setting
     normalize: bool | None = None  # scale to length 1; absent = the model's setting
     add_special_tokens: bool = True  # add special tokens such as bos around texts

@@ -122,7 +122,8 @@ class Preparation:
             unsupported: fields of the API that this server does not support.
 
         Raises:
-            InvalidRequestError: the body is not JSON of this schema, or names another model.
+            InvalidRequestError: the body is not JSON of this schema, or names another model. Or it
+                asks for text, and the model does not generate.
         """
         self._begin_part("the body", _BODY_S)
         body = decode(data, schema, unsupported)

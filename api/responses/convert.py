@@ -57,7 +57,7 @@ from ostinato.runtime.errors import InvalidRequestError
 __all__ = ("FIELD_NAMES", "encoded_reasoning", "input_messages", "shows_logprobs", "to_chat")
 
 _REASONING_PREFIX = "ostinato-1."
-# Field of a chat request -> the field of this API that it was made from, which errors name.
+# Field of a chat request -> the field of this API that it was made from. Errors name the latter.
 FIELD_NAMES = {
     "max_completion_tokens": "max_output_tokens",
     "messages": "input",

@@ -1,6 +1,6 @@
 """Prepares requests of the Responses API.
 
-These are pure functions of a `Preparation` and a body. They run on the event loop or in a fork
+The functions keep no state between requests. They run on the event loop or in a fork
 (`api/preparation/preparer.py`).
 """
 
@@ -59,8 +59,8 @@ def prepare_input_tokens(preparation: Preparation, data: bytes, arrival: Arrival
     """The answer of `/v1/responses/input_tokens`, as JSON.
 
     Raises:
-        InvalidRequestError: `/v1/responses` would refuse the request for another reason than the
-            length of its prompt.
+        InvalidRequestError: the body is not valid, the previous response is not stored, or
+            `to_chat` or `count_chat` refuses the request.
     """
     body = preparation.decode(data, InputTokensRequest, UNSUPPORTED)
     messages = _messages(body, arrival)

@@ -121,7 +121,7 @@ class MessageItem(_Item, frozen=True, kw_only=True, tag_field="type", tag="messa
 
 
 class DirectCaller(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Says that the model itself called the function, not a program."""
+    """Says that the model itself, not a program, called the function."""
 
     type: Literal["direct"]
 

@@ -38,7 +38,7 @@ async def return_free_memory() -> None:
     """Return free memory whenever the process has grown. Runs until it is cancelled.
 
     It checks the size every few seconds. Returning the memory takes milliseconds, so a thread does
-    it.
+    it. If the C library has no `malloc_trim`, this function returns at once.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is None:

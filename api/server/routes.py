@@ -22,18 +22,19 @@ __all__ = ("HANDLERS", "ping")
 
 
 class Version(msgspec.Struct, frozen=True):
-    """The server's version, and the facts that the speed and the bits of answers depend on."""
+    """The server's version, and facts that the speed and the tokens of answers depend on."""
 
     version: str
-    # Number of layers by what runs them in a small step: captured | fx | inductor | eager.
+    # How a layer runs in a small step (captured | fx | inductor | eager) -> number of such layers.
     layers: dict[str, int]
     isa: str  # instruction set of the CPU kernels; empty = none are used
-    # Time of the matrix products of one layer: instruction set -> rows of the input -> time. Empty
-    # = not compared.
+    # Instruction set -> rows of the input -> time of the matrix products of one layer. It is empty
+    # if no instruction sets were compared.
     isa_microseconds: dict[str, dict[str, float]]
     determinism: str  # bitwise | none, see docs/determinism.md
     system_fingerprint: str  # the `system_fingerprint` of answers
-    ranks: tuple[RankInfo, ...]  # ranks of the first engine; empty = the model is not divided
+    # Ranks of the first engine; empty if the model is not divided or the engine does not run.
+    ranks: tuple[RankInfo, ...]
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):

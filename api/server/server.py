@@ -1,9 +1,9 @@
 """`run serve`: starts the engine process and the HTTP server, and ends both at a signal.
 
-It binds the port, then starts the engine process and the HTTP server in parallel. Requests get 503
-until the model is ready. On SIGTERM or SIGINT it takes no new requests, finishes the running
-requests within `server.drain_timeout_s`, stops the engine and exits 0. A second signal aborts the
-running requests; the exit code is then 128 plus the signal's number.
+It binds the port, then starts the engine process and the HTTP server in parallel. Requests to
+the model get 503 until it is ready. On SIGTERM or SIGINT the server takes no new requests, finishes
+the running requests within `server.drain_timeout_s`, stops the engine and exits 0. A second signal
+aborts the running requests; the exit code is then 128 plus the signal's number.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ def serve(config: RunConfig, early: EarlyEngine | None = None) -> int:
 
     Args:
         config: the configuration of the server and its engines.
-        early: an engine process that has been started; None = this function starts all of them.
+        early: an engine process that has been started; None = this function starts all
+            engine processes.
 
     Raises:
         StartupError: the port is taken, a file of the configuration is wrong, or the engine

@@ -84,7 +84,7 @@ class Tally:
 
     Args:
         num_prompt_tokens: tokens of all prompts.
-        has_prediction: whether a request predicts its answer.
+        has_prediction: whether a request has a `prediction` of its answer.
     """
 
     @classmethod

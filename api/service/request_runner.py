@@ -94,7 +94,7 @@ class RequestRunner:
 
     Attributes:
         num_open: number of requests in progress.
-        trace: records each request for `run simulate`; None = off.
+        trace: records each request (`server.record_trace`); None = off.
     """
 
     def __init__(self, client: Generator, admission: Admission, sinks: StatsSinks) -> None:
@@ -153,7 +153,7 @@ class RequestRunner:
             context: the context of the HTTP request.
 
         Raises:
-            InvalidRequestError: the grammar of a completion cannot go on.
+            InvalidRequestError: the grammar of a completion cannot be continued.
             EngineError: the engine failed, or gave a completion up.
         """
         stats = RequestStats(
@@ -203,7 +203,7 @@ class RequestRunner:
         priority: int,
         cache_salt: str,
     ) -> list[PooledOutput]:
-        """The vectors of several prompts. Cancelling the call aborts all of them.
+        """The pooled outputs of several prompts. Cancelling the call aborts all of them.
 
         Raises:
             DeadlineError: the time limit of the request passed.
@@ -260,7 +260,7 @@ def _raise_for_failure(output: RequestOutput | PooledOutput) -> None:
     is_refusal = isinstance(output, RequestOutput) and output.is_refusal
     if output.finish_reason is FinishReason.error and is_refusal:
         raise InvalidRequestError(
-            output.error or "the grammar cannot go on",
+            output.error or "the grammar cannot be continued",
             param="structured_outputs",
             code="constraint_too_complex",
         )

@@ -16,7 +16,7 @@ class StreamInterval(Generic[T]):
     """Holds outputs back until a chunk has enough tokens.
 
     The first token of a completion is sent at once. At the end of a completion, everything that is
-    held back is sent. Between them, each chunk has at least `num_tokens` tokens. It has more if the
+    held back is sent. In between, each chunk has at least `num_tokens` tokens. It has more if the
     last of its outputs has several tokens.
 
     Args:

@@ -17,7 +17,7 @@ class SpeculationMethod(StrEnum):
     auto = "auto"  # grammar, ngram, history, and `speculation.model` if there is one
     grammar = "grammar"  # tokens that the grammar of a structured output forces
     ngram = "ngram"  # text that followed the last tokens earlier in the same prompt and output
-    history = "history"  # text that followed them in earlier answers with the same cache salt
+    history = "history"  # text that followed the last tokens in answers with the same cache salt
     draft = "draft"  # a second, smaller model: `speculation.model`
     eagle3 = "eagle3"  # an EAGLE-3 head, which reads hidden states: `speculation.model`
     mtp = "mtp"  # a layer of the model's own checkpoint that predicts one token more

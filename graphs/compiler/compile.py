@@ -9,7 +9,7 @@ evaluating guards costs 0.3-2 ms a step.
 
 `call_trace` traces layers that call only ops of this package, `dynamo_trace` all others.
 `functions` compiles and stores the traces. `programs` binds functions to weights and runs them once
-a step. No other package changes settings of Dynamo or Inductor.
+a step. Apart from the benchmarks, no other package changes settings of Dynamo or Inductor.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ class _Traced:
     inputs: Callable[[], list[tuple[Tensor, StepInputs]]]  # of two steps
     cache: tuple[Tensor, Tensor]
     name: str  # in the store
-    is_last: bool  # takes the wanted rows, too
+    is_last: bool  # its function takes the indices of the wanted rows, too
 
     def compile(
         self, store: ProgramStore | None, pieces: PieceCompiler, *, calls_own_ops: bool = False

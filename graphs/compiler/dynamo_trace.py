@@ -35,8 +35,8 @@ __all__ = (
 )
 
 # Tokens, sequences and rows by which the second example is larger than the first. They are large,
-# so that a threshold that a model compares a size with lies between the two examples. They are
-# primes, so that a size has other remainders in the second example. There are fewer rows than
+# so that a comparison of a size with a threshold has different results in the two examples. They
+# are primes, so that a size has other remainders in the second example. There are fewer rows than
 # tokens in the second example and more in the first, and R - T - S differs.
 _MORE_TOKENS, _MORE_SEQS, _MORE_ROWS = 1009, 61, 307
 

@@ -230,7 +230,7 @@ class ShapedBody:
 
         Args:
             name: the tool's name.
-            text: the body after the head.
+            text: the body after the head and `RAW_BEGIN`.
             length: the length of the whole body.
         """
         end = RAW_END + self._shape.end

@@ -13,13 +13,15 @@ __all__ = ("Parameter", "allowed_types", "listed", "parameters_of", "types_of_pa
 
 _ALL = ("string", "integer", "number", "boolean", "null", "array", "object")
 _MAX_DEPTH = 16
-# Keywords that constrain nothing; below, those that `strict` accepts at the top of a schema.
+# Keywords that constrain nothing.
 _NOTES = {"title", "description", "default", "examples", "$comment"}
+# Keywords that `strict` accepts at the top of a schema.
 _OF_OBJECTS = _NOTES | {
     *("type", "properties", "required", "additionalProperties", "strict"),
     *("$defs", "definitions", "$schema", "$id"),
 }
-# Keywords that do not narrow down which strings are allowed. The schemas behind the last three can.
+# Keywords that do not narrow down which strings are allowed. The schemas to which the last three
+# lead can do so; `_is_free` checks them too.
 _OF_FREE_TEXT = _NOTES | {"type", "$ref", "anyOf", "oneOf"}
 _DEFINITIONS = ("$defs", "definitions")
 
@@ -31,7 +33,7 @@ class Parameter(msgspec.Struct, frozen=True, kw_only=True):
     schema: Any  # includes the definitions of the whole schema, so that references resolve
     types: tuple[str, ...]  # JSON types that the schema allows; empty = any
     is_required: bool
-    choices: tuple[str, ...] = ()  # of the parameter's own `enum` or `const`, if all are strings
+    choices: tuple[str, ...] = ()  # values of its own `enum` or `const`, if all are strings
     is_free: bool = True  # only `types` and `choices` limit the parameter
 
     @property
@@ -169,7 +171,7 @@ def _branches(schema: Any, root: dict[str, Any], seen: set[str], depth: int = 0)
         root: the schema with the definitions.
         seen: references that are not resolved again. Without it, references to references to
             the same schema could take exponential time.
-        depth: how deep `schema` is in the first one.
+        depth: number of references and alternatives that led to `schema`.
     """
     if not isinstance(schema, dict) or depth > _MAX_DEPTH:
         yield True
@@ -210,7 +212,7 @@ def listed(
     argument: Callable[[Parameter, str], dict[str, Any]],
     separator: str,
 ) -> dict[str, Any]:
-    """The xgrammar format of arguments with separators between them. Optional ones can be missing.
+    """The xgrammar format of arguments with separators. Optional arguments can be missing.
 
     Args:
         parameters: the parameters. In the text, the required ones come first.

@@ -81,7 +81,7 @@ def _sequence(elements: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _python_text(value: Any) -> str:
-    """A value as a Python literal. Only True, False and None are not written as in JSON."""
+    """A value as text: True, False or None as in Python, and everything else as in JSON."""
     if isinstance(value, bool) or value is None:
         return str(value)
     return json.dumps(value, ensure_ascii=False)
@@ -104,7 +104,7 @@ class _Call:
         return "{" + ", ".join(f"{json.dumps(key)}: {text}" for key, text in self._values.items())
 
     def read(self, text: str) -> NotACall | None:
-        """Read on. None = the call is complete, and `end` is the position after it."""
+        """Continue to read. None = the call is complete, and `end` is the position after it."""
         while True:
             outcome = self._read_value(text) if self._scanner else self._read_sign(text)
             if outcome is not True:

@@ -46,7 +46,7 @@ function colours(canvas) {
   };
 }
 
-/** The largest cell with which all fit. */
+/** The largest size of a cell with which all cells fit. */
 function largestPitch(width, height, total) {
   let pitch = Math.min(14, Math.sqrt((width * height) / Math.max(1, total)));
   while (pitch > 1 && Math.ceil(total / Math.floor(width / pitch)) * pitch > height) pitch *= 0.98;

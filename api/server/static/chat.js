@@ -9,7 +9,7 @@ const IDEAS = ["What is an ostinato?", "Tell me a short story about a cat.", "Wh
 const ALTERNATIVES = 5;
 
 export class Chat {
-  /** `onRefused` is told of 401 and 403. */
+  /** `onRefused` is called with an error of status 401 or 403. */
   constructor({ onRefused }) {
     this.onRefused = onRefused;
     this.model = null;

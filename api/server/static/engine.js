@@ -11,7 +11,7 @@ const SHOWN_ROWS = 6;
 const SHOWN_STEPS = 120;
 
 export class EngineView {
-  /** `onRefused` is told of 401 and 403, `onModel` of the model when it is first known. */
+  /** `onRefused` is called with an error of status 401 or 403, `onModel` with the model. */
   constructor({ onRefused, onModel }) {
     this.onRefused = onRefused;
     this.onModel = onModel;
@@ -80,7 +80,7 @@ export class EngineView {
     this.blocks(engine);
   }
 
-  /** The list of engines, where there are several; the other parts of the page show the pressed one. */
+  /** The list of engines, if there are several. The rest of the page shows the engine that is chosen in it. */
   engines(engines) {
     byId("engines-card").hidden = !engines.length;
     if (!engines.length) return;

@@ -59,12 +59,12 @@ def invoke(*arguments: str, **environment: str) -> subprocess.CompletedProcess[s
         (
             ["generate"],
             'run: run generate takes one prompt, got 0: run generate "Once upon a time" [key=value ...]; '
-            "- reads it from standard input",
+            "give - to read the prompt from standard input",
         ),
         (
             ["generate", "one", "two"],
             'run: run generate takes one prompt, got 2: run generate "Once upon a time" [key=value ...]; '
-            "- reads it from standard input",
+            "give - to read the prompt from standard input",
         ),
         (
             ["generate", "hello", "generate.max_tokns=3"],

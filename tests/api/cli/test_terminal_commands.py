@@ -214,7 +214,7 @@ def test_plan_of_several_engines_is_that_of_one(capsys: pytest.CaptureFixture[st
     assert run(["plan", *TINY, "plan.free_gib=2", "parallel.data=2"]) == 0
     text = capsys.readouterr().out
     assert max(map(len, text.splitlines())) <= 80
-    assert "replicas      2, each with 1.000 GiB; the table is of one" in text
+    assert "replicas      2, each with 1.000 GiB; the table shows one" in text
     assert "- budget: 0.9 of 1.00 GiB of free memory" in text
     assert run(["plan", *TINY, "device.memory_gib=1", "plan.json=true", "parallel.data=2"]) == 0
     assert json.loads(capsys.readouterr().out)["free_bytes"] == 1 << 30
