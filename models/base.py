@@ -105,8 +105,8 @@ class DecoderLayer(nn.Module):
         """The layer in fewer kernels, or None. Used for GPU steps of at most `most_rows` tokens
         (ops/fused/fused_linear.py).
 
-        It has the arguments, the result and the parameters of this module. It calls only ops of
-        this package, and makes views.
+        The returned module has the same arguments, result and parameters as this module. It only
+        calls ops of this package and makes views.
         """
         return None
 
@@ -114,8 +114,8 @@ class DecoderLayer(nn.Module):
 class LanguageModel(nn.Module):
     """Tokens to hidden states, in three parts so that its layers can be compiled once.
 
-    `forward` calls begin, every layer and finish, and does nothing else. So the whole-model graph
-    and the layer-by-layer form are the same program.
+    Without `aux`, `forward` only calls begin, every layer and finish. So the whole-model graph and
+    the layer-by-layer form are the same program.
     """
 
     checkpoint_layout: CheckpointLayout = CheckpointLayout()  # may depend on the configuration
@@ -126,7 +126,7 @@ class LanguageModel(nn.Module):
     step_tensors: type[StepTensors[Any]] = StepTensors
 
     layers: nn.ModuleList  # its modules are DecoderLayer
-    stage: Stage = ONLY_STAGE  # the stage of a pipeline whose layers these are
+    stage: Stage = ONLY_STAGE  # the pipeline stage that `layers` belongs to
 
     @classmethod
     def read_config(
@@ -134,7 +134,8 @@ class LanguageModel(nn.Module):
     ) -> ModelConfig:
         """The hyperparameters of a checkpoint of this family.
 
-        A key that would change the model's output is either honoured or refused by its name.
+        A key that would change the model's output is either honoured, or refused with an error that
+        names it.
 
         Args:
             hf_config: the parsed config.json.
@@ -189,7 +190,7 @@ class EncoderModel(LanguageModel):
     """
 
     def classify(self, pooled: Tensor) -> Tensor:
-        """[S, D] hidden states of S first tokens -> [S, num_labels] float32 logits.
+        """[S, D] first-token hidden states of S sequences -> [S, num_labels] float32 logits.
 
         Only models with a classification head implement it.
         """

@@ -149,7 +149,7 @@ def choose_weights(
 
     Args:
         section: the configuration of the model.
-        checkpoint: the model's.
+        checkpoint: the checkpoint of the model.
         pack: pack unquantised weights for the CPU kernels, if there are such kernels.
         device: the device of the weights.
         dtype: the dtype of activations.

@@ -189,8 +189,9 @@ class Decoder(CausalLM):
             previous: receives hidden states from the previous stage; None = this is the first
                 stage.
             following: sends hidden states to the next stage; None = this is the last stage.
-            aux: keeps the states that a draft head reads. It gets those of earlier stages in each
-                step, and the next stage gets all that it has. None = only hidden states are sent.
+            aux: keeps the hidden states that a draft head reads. In each step the states of earlier
+                stages are added to `aux`, and all its states are sent to the next stage. None =
+                only the result of this stage is sent.
         """
         self._previous, self._next, self._aux = previous, following, aux
 
@@ -223,12 +224,12 @@ class Decoder(CausalLM):
         return hidden
 
     def _receive(self, previous: HiddenSource, num_tokens: int) -> Tensor:
-        """[T, D] hidden states of the stage before; `aux` gets those for the head."""
+        """[T, D] hidden states of the stage before. `aux` gets the states for the draft head."""
         aux = self._aux
         if aux is None or aux.has_final:  # no states between layers are read
             return previous.receive(num_tokens, 1)[0]
         states = previous.receive(num_tokens, 1 + aux.num_earlier)
-        if self._next is None:  # the head reads them after they were released
+        if self._next is None:  # the draft head reads the states after `finish` released them
             states = states.clone()
         hidden, *aux.states = states
         return hidden

@@ -85,7 +85,10 @@ class RMSNorm(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    """Mean and variance normalisation of the last dimension. Models without a bias have zeros."""
+    """Mean and variance normalisation of the last dimension.
+
+    Without `has_bias` the bias is a buffer of zeros.
+    """
 
     bias: Tensor
 

@@ -331,7 +331,7 @@ class Linear(LinearBase):
         """[T, in_features] -> [T, out_features], plus a residual of that shape if there is one.
 
         Partial sums are added over all ranks. On CPUs they are added in float32, and then rounded.
-        On GPUs they are rounded before, because that halves the bytes between GPUs.
+        On GPUs they are rounded before they are added. That halves the bytes between the GPUs.
         """
         if self.is_partial:
             on_cpu = self.exchange is not Exchange.nccl

@@ -156,7 +156,7 @@ class Shard:
 
 
 WHOLE = Shard()
-"""The only rank: it holds everything."""
+"""The shard of an engine's only rank: the whole model."""
 
 
 def shard_of_rank(rank: int, tensor: int, pipeline: int) -> Shard:
@@ -193,8 +193,8 @@ def deal_layers(layer_bytes: Sequence[int], first: int, last: int, stages: int) 
         return ends[end] - ends[begin] + first * (stage == 0) + last * (stage == stages - 1)
 
     # best[end]: the best division of the layers before `end` among the stages so far, as the bytes
-    # of the largest stage, the sum of squares (which decides if these are equal), and the first
-    # layer of each stage.
+    # of the largest stage, the sum of the squares of all stages' bytes (which decides between
+    # divisions with equal largest stages), and the first layer of each stage.
     best = {end: (size(0, 0, end), size(0, 0, end) ** 2, (0,)) for end in range(1, total + 1)}
     for stage in range(1, stages):
         best = {

@@ -122,8 +122,9 @@ class MoE(nn.Module):
         super().__init__()
         if spec.scales_input and spec.route.top_k > 1 and options.experts is not ExpertKernels.auto:
             raise ValueError(
-                f"graphs.experts={options.experts} has one input for all experts of a token, and "
-                f"this model scales it for each of {spec.route.top_k} experts; leave it at auto"
+                f"graphs.experts={options.experts} takes one input for all experts of a token, but "
+                f"this model scales the input for each of {spec.route.top_k} experts; leave "
+                "graphs.experts at auto"
             )
         size, num_experts = config.hidden_size, spec.route.num_experts
         self.spec = spec

@@ -34,7 +34,7 @@ class Checkpoint:
     path: Path | None  # a directory or a GGUF file; None = everything came from model.config
     hf_config: dict[str, Any]  # config.json, with the values of model.config in place of its own
     generation_config: dict[str, Any]  # generation_config.json, {} when there is none
-    gguf: GGUFFile | None = None  # the opened file, if it is one
+    gguf: GGUFFile | None = None  # the opened file, if the checkpoint is a GGUF file
 
     def weight_files(self) -> list[Path]:
         """The files with the weights.

@@ -36,7 +36,7 @@ def read_pooling_files(directory: Path | None) -> PoolingFiles:
     """Read the pooling settings of a checkpoint.
 
     Args:
-        directory: the checkpoint's; None = there is none.
+        directory: the directory of the checkpoint; None = it has none.
 
     Raises:
         CheckpointError: a file is broken.

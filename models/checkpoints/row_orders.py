@@ -2,8 +2,8 @@
 
 Checkpoints interleave queries, keys and values, or the two halves of a rotary pair, in several
 ways. The model code has one layout: all queries, then all keys, then all values, each head with the
-first halves of its rotary pairs before the second halves. Each function returns, for every row of
-our matrix, the row of the stored one: a tensor [rows] int64.
+first halves of its rotary pairs before the second halves. A row order is a tensor [rows] int64: for
+every row of our matrix the number of the stored row.
 
 If queries and keys are permuted in the same way, their products do not change. Weights that are
 applied per head after the projection (q_norm, k_norm) must be permuted likewise.

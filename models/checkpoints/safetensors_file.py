@@ -1,7 +1,7 @@
 """Reads the tensors of a safetensors file as views of the mapped file.
 
-The library `safetensors` checks the file. Here it is mapped once more. Pages that were read count
-as memory of this process, and this module gives them back while the file is read.
+The library `safetensors` checks the file, and this module maps it once more. Pages that were read
+count as memory of this process. `give_back` drops them, so a caller can limit this memory.
 """
 
 from __future__ import annotations

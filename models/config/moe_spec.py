@@ -20,6 +20,6 @@ class MoESpec:
     has_bias: bool = False  # the router and the experts have biases
     float32_router: bool = False  # logits are not rounded to the activations' dtype
     scales_input: bool = False  # the routing weights multiply an expert's input, not its result
-    # intermediate size of the shared expert, which computes every token; 0 = none
+    # intermediate size of the shared expert, to which every token goes; 0 = none
     shared_size: int = 0
     shared_gate: bool = False  # the shared expert is weighted by the sigmoid of a logit of its own

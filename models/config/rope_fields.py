@@ -264,7 +264,7 @@ def _longrope_attention(factor: float, original: float) -> float:
 def _yarn_attention(parameters: HFConfig, factor: float) -> float:
     """YaRN's factor on cosines and sines when the config does not state it.
 
-    It is that of arXiv:2309.00071, section 3.4.
+    The formula is that of arXiv:2309.00071, section 3.4.
     """
     one, all_dims = parameters.get("mscale"), parameters.get("mscale_all_dim")
     if one and all_dims:
@@ -295,9 +295,9 @@ def stretched_context(rope: Rope | None, max_positions: int) -> int:
     Args:
         rope: the rotary embedding; None = the model has none.
         max_positions: the context that the config states. Configs of type linear state the context
-            before scaling, and those of YaRN the one before or after scaling. Those of llama3 and
-            longrope state the context after scaling. Type dynamic is served up to the stated
-            context, within which its frequencies are the default ones.
+            before scaling, those of YaRN the context before or after it, and those of llama3 and
+            longrope the context after it. Type dynamic is served up to the stated context. Up to
+            there its frequencies are the default ones.
     """
     match rope:
         case Rope(scaling=LinearScaling(factor=factor)):

@@ -21,12 +21,12 @@ class DraftHeadModel(CausalLM):
     Steps of a head run on one rank, without the other ranks of its target. So the embedding and the
     output head must be whole on this rank: those of the target, or copies of them.
 
-    Its input at position p is the token at p + 1 and [D] features of position p: hidden states of
-    the target, or the head's own output.
+    The head's input at position p is the token at p + 1 and [D] features of position p. These are
+    computed from hidden states of the target, or are the head's own output.
 
     Attributes:
-        outputs: [R, D] of the rows of the last step, or more. The next tokens are drafted from the
-            first R. A captured step on a GPU writes them to the same memory as all other steps.
+        outputs: [R, D], or more rows. The first R rows are the head's output in the last step, from
+            which the next tokens are drafted. On a GPU all steps write them to the same memory.
     """
 
     outputs: Tensor

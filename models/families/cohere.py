@@ -1,6 +1,6 @@
 """Command R and R7B (Cohere): attention and MLP share a layer norm without bias; scaled logits.
 
-In the second generation most layers have a window, and only these layers rotate.
+In the second generation most layers have a window, and only these layers have RoPE.
 """
 
 from __future__ import annotations

@@ -19,7 +19,10 @@ _BLOCK = BlockSpec(residual=Residual.sandwich, qk_norm=QKNorm.head)
 
 
 class Gemma3ForCausalLM(GemmaForCausalLM):
-    """Gemma 2 with normalised heads, without caps. Layers with a window rotate by another table."""
+    """Gemma 2 with normalised heads, usually without caps.
+
+    Layers with a window have a rotary table of their own.
+    """
 
     checkpoint_layout: CheckpointLayout = GEMMA2_LAYOUT
 

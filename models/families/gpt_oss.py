@@ -42,7 +42,10 @@ _LAYOUT = CheckpointLayout(
 
 
 class GptOssForCausalLM(Decoder):
-    """A decoder with biases everywhere. Gate rows and up rows of an expert are stored in turns."""
+    """A decoder with biases in attention, router and experts.
+
+    Gate rows and up rows of an expert are stored in turns.
+    """
 
     # GGUF files store the gate rows before the up rows, as in other families.
     gguf_layout = CheckpointLayout(

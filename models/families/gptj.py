@@ -1,4 +1,4 @@
-"""GPT-J (EleutherAI 2021): attention and MLP share one layer norm, part of each head rotates."""
+"""GPT-J (EleutherAI 2021): attention and MLP share one layer norm, RoPE on a part of each head."""
 
 from __future__ import annotations
 

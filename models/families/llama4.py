@@ -45,7 +45,7 @@ _LAYOUT = CheckpointLayout(
 
 
 class Llama4ForCausalLM(Decoder):
-    """Llama with one expert for each token and a shared expert. Some layers do not rotate."""
+    """Llama with one expert for each token and a shared expert. Some layers have no RoPE."""
 
     @classmethod
     def read_config(

@@ -30,7 +30,7 @@ _BLOCK = BlockSpec(
 
 
 class PhiForCausalLM(Decoder):
-    """A decoder with biases everywhere, the output head included; a part of each head rotates."""
+    """A decoder with biases everywhere, also in the output head; RoPE on a part of each head."""
 
     checkpoint_layout = CheckpointLayout(
         renamed=(

@@ -12,7 +12,10 @@ __all__ = ("Phi3ForCausalLM",)
 
 
 class Phi3ForCausalLM(LlamaForCausalLM):
-    """Llama; `qkv_proj` and `gate_up_proj` are loaded whole, and a part of each head may rotate."""
+    """Llama; `qkv_proj` and `gate_up_proj` are stored merged.
+
+    RoPE may cover only a part of each head.
+    """
 
     checkpoint_layout = CheckpointLayout(renamed=LLAMA_NAMES, ignored=(r"rotary_emb\.inv_freq$",))
 

@@ -121,7 +121,8 @@ class _Vocabulary:
         for text in stated:
             place = text.find(" ", 1)  # a token can begin with a space
             left, right = (text, "") if place < 0 else (text[:place], text[place + 1 :])
-            # A file has 100,000 merges, and a set for each would take twice as long.
+            # A file has 100,000 merges. To test each with a set of its three tokens would take
+            # twice as long.
             if left not in known or right not in known or left + right not in known:
                 raise self.error(
                     f"tokenizer.ggml.merges has {text!r}, which does not join two tokens into a "

@@ -4,7 +4,7 @@ For each matrix the calibration text runs through its layer twice. The first run
 layer and the results of unrounded layers before it. It gives the results that the matrix should
 have. The second run has the layer as it is now and the results of the rounded layers before it. It
 gives the activations that the matrix will have. So a matrix makes up for a part of the errors of
-those before it. For experts there is no first run.
+the matrices before it. For experts there is no first run.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ("BLOCK_SIZE", "Calibrator", "Seen", "layer_matrices", "num_matrices")
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What the calibration text showed of a matrix [N, K]."""
+    """Statistics of a matrix [N, K] over the calibration text."""
 
     hessian: Tensor  # [K, K] float32, the mean of x x^T over the matrix's inputs x
     # [N, K] float32, the mean of e x^T; e = wanted - actual result; None = not known (experts)
@@ -44,8 +44,8 @@ matrix, or if there is no text.
 """
 
 ScaleLayer = Callable[[str, DecoderLayer, Callable[[str], Tensor | None]], None]
-"""Called with a layer's name, the layer, and a function that gives the Hessian of one of its
-matrices; None = the text does not reach it."""
+"""Called with a layer's name, the layer, and a function from the name of one of its matrices to the
+Hessian of that matrix. The function returns None if the text does not reach the matrix."""
 
 _States = list[tuple[Tensor, StepInputs]]
 _Cache = tuple[Tensor, Tensor]
@@ -167,7 +167,7 @@ def _observe(
         cache: for the keys and values of a row.
 
     Returns:
-        None if they do not call the matrix.
+        None if for no row both layers call the matrix.
     """
     hessian: Tensor | None = None
     miss: Tensor | None = None

@@ -1,4 +1,4 @@
-"""Scales the inputs of matrices before they are rounded, as AWQ does (arXiv:2306.00978).
+"""Scales the inputs of matrices before the matrices are rounded, as AWQ does (arXiv:2306.00978).
 
 An input that is large for the calibration text is divided by a factor, and its column of the
 matrix is multiplied by the same factor. So the column is rounded with a smaller relative error. The
@@ -37,7 +37,10 @@ class Fold:
 
 
 def find_folds(layer: DecoderLayer) -> list[Fold]:
-    """The vectors of a decoder block that can be scaled, in the order of its products."""
+    """A `Fold` for each vector of a decoder block that can be scaled, in the order of its products.
+
+    A layer that is not a `DecoderBlock` has none.
+    """
     if not isinstance(layer, DecoderBlock):
         return []
     mlp = layer.mlp
@@ -65,7 +68,9 @@ def best_factors(
     *,
     symmetric: bool,
 ) -> Tensor:
-    """The factors [K] of the columns with which rounding has the least error; ones if none helps.
+    """The column factors [K] that give rounding the least error among the factors that are tried.
+
+    Factors of 1, which change nothing, are tried too.
 
     Args:
         weights: [N, K] float32 each, the matrices that read the vector.

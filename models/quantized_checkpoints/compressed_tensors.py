@@ -96,7 +96,8 @@ def from_checkpoint(
     for name in ("sparsity_config", "transform_config"):
         if keys.value(name, default=None):
             raise keys.error(name, "is not supported; use a checkpoint without it")
-    # This key has fixed scales for an 8-bit cache. The int8 cache here computes its own scales.
+    # The settings of a KV cache of 8 bits. Its scales are stored tensors, which an FP8 cache reads
+    # (models/checkpoints/cache_scales.py). An int8 cache computes its own scales.
     keys.without_effect("kv_cache_scheme")
     keys.without_effect(*_MADE_WITH)
     keys.finish()

@@ -42,8 +42,8 @@ __all__ = ("AsStored", "from_checkpoint")
 class AsStored(QuantizedMatrix):
     """Tensors of the GGUF `types`: `values`, `scales` and, in some formats, `minimums`.
 
-    A matrix of one type whose rows are whole blocks has `blocks` instead. They are packed without a
-    copy that has a byte for each value.
+    A matrix of one type of `BLOCK_LAYOUTS`, whose rows are whole blocks, has `blocks` instead. They
+    are packed without a copy that has a byte for each value.
     """
 
     types: tuple[str, ...]  # types of the stacked matrices, sorted

@@ -7,7 +7,7 @@ matrix for ops/rounded/rounded_linear.py:
     scales       [groups, out] float32
     input_scale  [1] float32, the largest of those stored for the stacked matrices; if any is stored
 
-`RoundingPolicy` uses it for each matrix for which the GPU has a kernel.
+`RoundingPolicy` uses it for each such matrix for which the GPU has a kernel.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Converts a part of a recorded graph to one over the tokens of a step: [T, ...] without a batch.
+"""Converts a part of a recorded graph from [1, T, ...] to [T, ...]: the tokens of a step, no batch.
 
-transformers computes [1, T, ...]. Every value whose first size is 1 loses that dimension. Each
-operation has a rule for the conversion. An operation without a rule is refused by its name. Only
-attention may mix tokens. Any other operation that computes a token's values from those of other
-tokens is refused too.
+transformers computes [1, T, ...]. A result of an operation loses its first dimension if that has
+the size 1. Parameters, buffers and constants keep all dimensions. Each operation has a rule for the
+conversion. If an operation has no rule, the error names it. Only attention may mix tokens: any
+other operation that computes a token's values from those of other tokens is an error too.
 """
 
 from __future__ import annotations
@@ -44,10 +44,11 @@ from ostinato.models.recorded.recording import Recording
 __all__ = ("TENSORS", "PartBuilder")
 
 TENSORS = "recorded_tensors"
-"""The module of a part that has the tensors which its graph reads itself.
+"""The module of a part that holds the tensors which the part's graph reads directly.
 
-They are kept apart from the modules that the graph calls. The weight of a router may be called as
-a linear layer, while the graph reads the bias of the same router.
+These tensors are kept apart from the modules that the graph calls, because the graph can call a
+module and read another of its tensors. For example, a router can pass only its weight to
+`F.linear`, which is recorded as a call of the router without bias, and then add its bias itself.
 """
 
 _aten = torch.ops.aten
@@ -103,7 +104,7 @@ class PartBuilder:
         return node
 
     def has(self, recorded: Node) -> bool:
-        """Whether the part has a value of the run."""
+        """Whether a recorded node has a converted value in this part."""
         return recorded in self._new
 
     def bind(self, recorded: Node, value: Node) -> None:
@@ -115,10 +116,12 @@ class PartBuilder:
         return self.graph.call_method("reshape", (node, *sizes))
 
     def add(self, recorded: Node) -> None:
-        """Convert one node, whose inputs are known.
+        """Convert one recorded node. Its inputs must be converted already.
 
         Raises:
-            ValueError: it has no rule, or it mixes tokens.
+            ValueError: the node has no rule, mixes tokens, needs their number, overwrites a value
+                that is used otherwise, moves the batch dimension or cannot be computed without it,
+                or reads the padding mask or token ids.
         """
         if recorded.op == "get_attr":
             self._add_constant(recorded)
@@ -298,7 +301,11 @@ class PartBuilder:
             self._same(recorded)
 
     def _along(self, recorded: Node) -> None:
-        """An operation along dimensions, which are counted without the batch."""
+        """An operation along dimensions.
+
+        If all inputs have lost the batch dimension, the dimensions are counted without it. If only
+        some have, or the operation is along the batch, the inputs get it back.
+        """
         target: Any = recorded.target
         place, key = ALONG_DIM[target]
         arguments, keywords = list(recorded.args), dict(recorded.kwargs)
@@ -356,7 +363,7 @@ class PartBuilder:
         assert isinstance(source, Node), "it is a value of the graph"
         assert isinstance(sizes, list | tuple), "it is a list of values"
         if len(sizes) != 1 or isinstance(recorded_value(source).shape[-1], torch.SymInt):
-            raise ValueError(f"{recorded.target} goes over the tokens of a step")
+            raise ValueError(f"{recorded.target} does not go over the features of a token alone")
         self._new[recorded] = self._call(recorded.target, self._mapped(recorded.args), {})
 
     def _product(self, recorded: Node) -> None:
@@ -393,7 +400,7 @@ class PartBuilder:
                 raise ValueError(f"{recorded.target} pairs the tokens of a step with each other")
 
     def _stripped(self, recorded: Node) -> Any:
-        """The shape and dtype of a value without its batch."""
+        """A tensor's shape and dtype, without the batch dimension; any other value as it is."""
         value = recorded_value(recorded)
         if isinstance(value, Tensor) and has_batch(value):
             return ValueShape(tuple(value.shape[1:]), value.dtype)
@@ -407,7 +414,7 @@ class PartBuilder:
         if isinstance(value, Tensor) and has_batch(value):
             self._has_batch.add(recorded)
         elif isinstance(value, list | tuple):
-            pass  # `_item` checks each item
+            pass  # `_item` notes the batch dimension of each item
 
     def _set_whole(self, recorded: Node, node: Node) -> None:
         """Note the result of an operation that kept the batch."""
@@ -416,7 +423,10 @@ class PartBuilder:
             node = self._call(_aten.select.int, (node, 0, 0), {})
             self._has_batch.add(recorded)
         elif isinstance(value, list | tuple):
-            raise ValueError(f"{recorded.target} over a batch has several results")
+            raise ValueError(
+                f"{recorded.target} has several results, and no rule here takes the batch "
+                "dimension from each of them"
+            )
         self._new[recorded] = node
 
     def _restored(self, arguments: Any) -> Any:

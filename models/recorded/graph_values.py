@@ -101,7 +101,8 @@ def without_writing(recorded: Node) -> Any:
     """The out-of-place form of an operation that overwrites its input.
 
     Raises:
-        ValueError: there is none, or the input is read elsewhere too.
+        ValueError: there is none, the input is a view or is not computed in the graph, or the input
+            is read afterwards too.
     """
     target: Any = recorded.target
     source = recorded.args[0]
