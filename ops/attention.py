@@ -89,7 +89,7 @@ class AttentionBackend(Protocol):
 
     name: str
     is_batch_invariant: bool  # the bits of a row do not depend on other rows or sequences
-    # Numbers of sequences. Steps of these numbers together run each kernel of the backend.
+    # Steps with these numbers of sequences together run every kernel of the backend.
     warm_up_seqs: tuple[int, ...]
 
     def why_unsupported(self, spec: AttentionSpec) -> str | None:

@@ -31,7 +31,7 @@ def encoder_attention(
         k: [T, H, D], last dimension contiguous.
         v: [T, H, D], last dimension contiguous.
         query_start_loc: [S+1] int32, the first row of each sequence, then the row after
-            the last one. The host reads it, so on a GPU it waits for the device once a layer.
+            the last one. The host reads it, so on a GPU the host waits for the device in each call.
         scale: factor on the logits, usually D ** -0.5.
 
     Returns:

@@ -45,7 +45,9 @@ __all__ = (
 )
 
 GPU_TILE_TOKENS = (1, 2, 3, 5, 17, 33, 65)
-"""The fewest tokens of the steps of each tile of the CUDA kernels. Each tile is compiled once."""
+"""For each tile of the CUDA kernels, the smallest number of tokens of a step that uses the tile.
+
+Each tile is compiled once."""
 
 
 def quantize_linear_weight(weight: Tensor, form: QuantFormat) -> Tensor:

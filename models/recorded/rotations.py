@@ -218,7 +218,7 @@ def _before_norm(heads: Any, leaves: Mapping[str, Leaf]) -> tuple[Node, str | No
 
 
 def _rotation(node: Node, repeats: Callable[[Node], Repeats | None]) -> _Rotation | None:
-    """The rotation whose sum is the node."""
+    """The rotation that this node computes as a sum; None if the node is no such sum."""
     if node.target is not _aten.add.Tensor or node.kwargs:
         return None
     for first, second in (node.args, node.args[::-1]):

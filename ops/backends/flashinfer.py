@@ -76,8 +76,9 @@ def why_shape_unsupported(spec: AttentionSpec) -> str | None:
 class FlashInferBackend:
     """Runs the plan whose handle is in `metadata.plan`.
 
-    This object keeps each plan under its handle, from the plan's first step to the planner's
-    `close()`. The op takes tensors only, so a step carries the handle and not the plan.
+    This object keeps each plan under its handle, from the plan's first step until the planner
+    replaces the plan or is closed. The op takes tensors only, so a step carries the handle and not
+    the plan.
     """
 
     name = "flashinfer"

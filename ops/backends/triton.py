@@ -136,10 +136,10 @@ class _Planner:
 
 
 class TritonBackend:
-    """Attention for any lengths with no host work.
+    """Attention for any lengths. The host plans nothing but the value of `metadata.plan`.
 
-    `metadata.plan` is 1 if no sequence of the step has more than one query row, else 0. With 1 the
-    launch for sequences with many query rows is left out.
+    That is 1 if no sequence of the step has more than one query row, else 0. With 1 the launch for
+    sequences with many query rows is left out.
     """
 
     name = "triton"
@@ -268,7 +268,7 @@ class TritonBackend:
 
 
 def _arrivals(q: Tensor, k_cache: Tensor) -> Tensor:
-    """One counter for each row of a step and each KV head, and one of the items that were taken."""
+    """Counters: one for each pair of a row and a KV head, then one of items that programs took."""
     return torch.empty(q.shape[0] * k_cache.shape[1] + 1, dtype=torch.int32, device=q.device)
 
 

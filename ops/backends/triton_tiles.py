@@ -21,8 +21,8 @@ __all__ = (
 
 MAX_TILE_ROWS = 128  # query rows of the largest tile, hence the most query heads per KV head
 # (most sequences of a step, least keys of a partition, divisor of the most partitions). A step of
-# few sequences needs many partitions to fill the GPU. In a step of many, each partition costs more
-# than it saves: a program takes about as long to begin and end one as to read 256 keys.
+# few sequences needs many partitions to fill the GPU. In a step of many sequences, more partitions
+# cost more than they save: to begin and end a partition takes as long as to read about 256 keys.
 _PARTITIONS = ((4, 128, 1), (16, 512, 2), (64, 1024, 4), (1 << 30, 2048, 8))
 _SEQUENCES_PER_CHUNK = 256  # a constant, so that no shape needs another program
 FIRST_OF_CLASS: tuple[int, ...] = (1, *(most + 1 for most, _, _ in _PARTITIONS[:-1]))

@@ -39,12 +39,13 @@ def first_tile(position, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
 def partition_size(
     first, seq_len, BLOCK_N: tl.constexpr, MAX_PARTS: tl.constexpr, MIN_PART_TILES: tl.constexpr
 ):
-    """Keys per partition. Of the batch, only the number of sequences counts, by its constants.
+    """Keys per partition of a sequence's context.
 
-    There are as many partitions as have MIN_PART_TILES tiles, at most MAX_PARTS. They have equal
-    lengths, rounded up to tiles. So the last one can be shorter, and some can be left out. With
-    MIN_PART_TILES as their length, the last one would often have a single tile, and would cost as
-    much as the others at its begin and end.
+    Other sequences of the batch change it only by their number, which chooses MAX_PARTS and
+    MIN_PART_TILES. A context has one partition for each MIN_PART_TILES tiles, and at most
+    MAX_PARTS. The partitions have equal lengths, rounded up to tiles. So the last one can be
+    shorter, and some can be left out. If every partition had MIN_PART_TILES tiles, the last one
+    would often have a single tile, and would take as long to begin and end as the others.
     """
     num_tiles = tl.cdiv(seq_len - first, BLOCK_N)
     num_parts = tl.minimum(tl.maximum(num_tiles // MIN_PART_TILES, 1), MAX_PARTS)

@@ -11,8 +11,8 @@ from torch import Tensor
 
 __all__ = ("score_rows",)
 
-# BLOCK logits are read at once. Each lane adds up its own logits in order, so a row's bits depend
-# on these numbers and not on the other rows.
+# BLOCK logits are read at once. Each lane adds up the exponentials of its own logits in order. So a
+# row's bits depend on these constants and not on the other rows.
 _CONSTANTS: dict[str, Any] = {"BLOCK": 4096, "BLOCK_W": 16, "num_warps": 8}
 
 

@@ -122,7 +122,7 @@ def why_no_tiles() -> str | None:
     if "amx_tile" not in _cpu_features():
         return "the processor reports no amx_tile"
     if not sys.platform.startswith("linux"):
-        return f"they are used on Linux only, and this is {sys.platform}"
+        return f"tile registers are used on Linux only, and this is {sys.platform}"
     return _request_permission(os.getpid())
 
 
