@@ -7,8 +7,8 @@
 // Each worker owns a contiguous range of tasks, hence of memory. When its tasks are done, it takes tasks of other
 // workers. Which worker computes an element does not change its value.
 //
-// Each worker packs the activations of its own groups. Groups that several workers share are packed more
-// than once, which costs less than the barrier that sharing them would need.
+// Each worker packs the activations of its own groups. A group that several workers share is packed by each of them.
+// That costs less than the barrier that one packed copy would need.
 #pragma once
 
 #include "core/aligned_memory.h"

@@ -8,7 +8,7 @@
 // scaled with vectors. Tile instructions and vectors are not interleaved further: beside tile instructions, products of
 // vectors run at half their rate (docs/optimizations.md).
 //
-// The values of symmetric weights become signed bytes, from which the offset is subtracted. Scaling then needs no
+// The offset is subtracted from the values of symmetric weights, which become signed bytes. Scaling then needs no
 // correction for the offset. Other weights are multiplied as unsigned bytes. The unpacked bytes of a panel serve all rows.
 #pragma once
 

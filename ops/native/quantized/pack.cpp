@@ -1,9 +1,9 @@
 // The op quantize_linear, which quantises a matrix into the layout of layout.h.
 //
-// A grid maps the values of a group to integers. For each group a few grids are tried, which clip its extremes more or
-// less. The grid with the least squared error is taken. Scales are rounded to bfloat16 away from zero, so that this
-// rounding clips no value. Sums run over a row's values in order, so that every instruction set, and the reference in
-// ops/quantized_reference.py, choose the same grid.
+// A grid maps the values of a group to integers. With 8 bits there is one grid for each group. With 4 bits a few grids
+// are tried, which clip the group's extremes more or less, and the grid with the least squared error is taken. Scales
+// are rounded to bfloat16 away from zero, so that this rounding clips no value. Sums run over a row's values in order,
+// so that every instruction set, and the reference in ops/quantized_reference.py, choose the same grid.
 #include "linear/tasks.h"
 #include "linear/transpose.h"
 #include "quantized/layout.h"
