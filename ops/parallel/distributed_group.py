@@ -92,7 +92,7 @@ class DistributedGroup:
         return id(self)
 
     def connect(self, share: Share, name: str = "") -> None:
-        """Connect to the other ranks, which call this too. It makes the communicator.
+        """Connect to the other ranks, which call this too. Makes the communicator.
 
         Args:
             share: the channel between all ranks that connect now. They can be of several groups.
@@ -115,7 +115,8 @@ class DistributedGroup:
         known: set[str] = set()
         while not self._is_aborted:
             connecting.join(_ROUND_S)
-            is_connected = not connecting.is_alive()  # read before the keys: it writes no more then
+            # This is read before the keys, because a thread that has ended writes no more of them.
+            is_connected = not connecting.is_alive()
             own = [key for key in store.list_keys() if key not in known]
             known.update(own)
             if not is_connected and time.monotonic() > deadline:

@@ -15,7 +15,7 @@ Share = Callable[[bytes], list[bytes]]
 """Gives bytes of this rank to all ranks that connect to each other at the same time.
 
 Waits for the bytes of the others. Returns those of every rank, this one included, in the order of
-their numbers. All ranks call it equally often.
+the ranks' numbers. All ranks call it equally often.
 """
 
 

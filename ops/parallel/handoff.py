@@ -8,7 +8,8 @@ A message does not contain the step's number of tokens. Both stages build the sa
 receiver has this number. It reads the slot in place, without a copy.
 
 If the model has a draft head that reads the inputs of some layers, these hidden states are sent
-too. Each is as large as the hidden states of the stage. Both ends are set to the same number.
+too. Each is as large as the hidden states of the stage. Both ends are made for the same number of
+tensors.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ class SegmentMirror:
     """Takes the pieces of this machine's ranks from a segment, and puts in those of other ranks.
 
     At most two pieces of a rank wait to be taken, each in a slot of its own. A rank writes a third
-    piece only after it has read the pieces that the other ranks wrote with its first.
+    piece only after it has read the pieces of the other ranks that belong to its first.
     """
 
     def __init__(self, fd: int, world: int) -> None:

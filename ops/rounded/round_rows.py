@@ -24,11 +24,11 @@ LEAST = 1e-10
 
 
 class InputScales(StrEnum):
-    """What has a scale of its own."""
+    """Which part of x has a scale of its own."""
 
     row = "row"  # a row of x
     group = "group"  # as many columns of a row as a group of the weight has
-    static = "static"  # nothing: the checkpoint states one scale
+    static = "static"  # none: the checkpoint states one scale for all of x
 
 
 def round_rows(
@@ -45,7 +45,7 @@ def round_rows(
     Args:
         x: [T, K].
         dtype: float8_e4m3fn or int8.
-        inputs: what has a scale.
+        inputs: which part of x has a scale.
         group_size: columns of a group.
         input_scale: float32 of any shape, of which the largest number is the scale; for `static`.
         powers: computed scales are rounded up to powers of two.

@@ -92,7 +92,7 @@ def rounded_moe_linear(
         group_size, inputs, powers: as for `rounded_linear`.
 
     Raises:
-        ValueError: a shape, dtype or stride is not as above. CUDA does not check ids.
+        ValueError: a shape, dtype or stride is not as above. On a CPU also: an id is not an expert.
     """
     return _rounded_moe_linear(
         x,

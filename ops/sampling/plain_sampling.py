@@ -49,8 +49,8 @@ def apply_penalties(
         logits: [V] float32.
         counts: [V] int32, how often each token was generated.
         in_prompt: [V] bool, which tokens the prompt holds.
-        repetition: divides positive and multiplies negative logits of seen tokens (prompt included;
-            Keskar et al. 2019, CTRL).
+        repetition: divides positive and multiplies negative logits of tokens that were generated or
+            are in the prompt (Keskar et al. 2019, CTRL).
         presence: subtracted once from each generated token.
         frequency: subtracted per occurrence of each generated token.
     """

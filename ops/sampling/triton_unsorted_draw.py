@@ -123,6 +123,9 @@ def draw_unsorted(logits: Tensor, paths: Tensor, temperatures: Tensor, uniforms:
 
     Returns:
         [R] int64 token ids; 0 for a row whose tokens are all impossible.
+
+    Raises:
+        ValueError: the dtype of the logits or their strides are not as above.
     """
     if logits.dtype != torch.float32 or logits.stride(-1) != 1:
         raise ValueError(

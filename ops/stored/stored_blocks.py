@@ -72,7 +72,7 @@ def pack_blocks(
     zeros: Tensor | None,
     form: QuantFormat,
 ) -> Tensor:
-    """`pack_quantized_weight` of the integers of blocks, which are never in memory as a whole.
+    """`pack_quantized_weight` of the integers of blocks. They are never all in memory at once.
 
     Builds and loads the native library on first use.
 
