@@ -69,7 +69,7 @@ svg { font: 12px ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; }
 
 @dataclass(slots=True)
 class Box:
-    """A folder, or modules beside the folders whose imports and importers are the same folders."""
+    """A folder, or a group of modules that lie beside the folders (`_group_modules`)."""
 
     name: str
     lines: int

@@ -27,7 +27,7 @@ class Refused(NamedTuple):
     key: str  # a dot leads into an object
     value: Any
     why: str
-    beside: tuple[str, Any] | None = None  # another key and its value: only both are refused
+    beside: tuple[str, Any] | None = None  # refused only if this further key has this value
 
     def shown(self) -> str:
         """The value as a cell of the table."""
@@ -105,7 +105,7 @@ REFUSED: dict[str, tuple[Refused, ...]] = {
     ),
     "StableLmForCausalLM": (Refused("qk_layernorm", True, _QK_LAYER_NORM),),
 }
-"""Architecture -> what of its own keys is refused."""
+"""Architecture -> the refused values of its own keys."""
 
 RECORDED = (
     "AfmoeForCausalLM",
