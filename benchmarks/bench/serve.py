@@ -5,7 +5,8 @@
     run bench serve workload=trace workload.path=trace.jsonl
 
 Each rate and each concurrency is one point. Points send different token ids, so that the prompts of
-one point are not in the prefix cache for another.
+one point are not in the prefix cache for another. Only prompts of files that are sent as text do
+not change.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def workload_of(config: RunConfig, facts: ModelFacts) -> tuple[Part, list[str]]:
 
 
 def first_shift(config: RunConfig, *, stays_up: bool) -> int:
-    """The number of the first measurement. The token ids that a measurement sends depend on it.
+    """The first measurement's number. A measurement's token ids depend on its number.
 
     A server that keeps running may have cached the prompts of an earlier `run bench`. For such
     a server the number is random if the prompts are random. Otherwise it is 0.

@@ -2,7 +2,8 @@
 
     run bench speculation speculation.max_tokens=3 workload=fixed
 
-An engine for each drafter and one without answer the same requests, in turns within each round.
+There is one engine for each drafter, and one that decodes plainly. All engines answer the same
+requests, in turns within each round.
 The requests run one after the other, then together. The result has the ratio of output tokens per
 second, the tokens per step, and whether all answers are equal to those of plain decoding.
 

@@ -7,8 +7,9 @@
 
 The first two stages measure the machine's rates and run the GPU tests. Further stages measure
 decode and prefill against the roofline measured in the same process, the offline workload, the
-sampler and starts. Every stage is a process of its own. If one fails or hangs, this is recorded and
-the next one runs. The file keeps results of earlier commands for stages that do not run again.
+sampler and starts. Every stage is a process of its own. If one fails, this is recorded and the next
+one runs. A stage that hangs is ended when the budget is spent, and the stages after it do not run.
+The file keeps results of earlier commands for stages that do not run again.
 
 `--without-device` lowers and compiles the programs of models for described GPUs
 (benchmarks/machine/gpus/), counts their launches and bytes, and predicts the times of steps.

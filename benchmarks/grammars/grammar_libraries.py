@@ -219,7 +219,7 @@ def import_seconds(name: str) -> float:
 
 
 def main(vocabulary_file: str, out: str = "") -> int:
-    """Measure both and print one line of JSON each."""
+    """Measure both libraries; print one line of JSON for each."""
     vocabulary = read_vocabulary(Path(vocabulary_file))
     ids = {token: index for index, token in enumerate(vocabulary) if index >= NUM_SPECIAL}
     longest = max(map(len, ids))

@@ -41,7 +41,7 @@ class Server:
 
     Args:
         config: the server's configuration; its port and log level are replaced.
-        environment: environment of the process; None = that of this one.
+        environment: environment of the server's process; None = that of this process.
 
     Attributes:
         url: the URL of the server.

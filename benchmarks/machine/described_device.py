@@ -1,4 +1,4 @@
-"""Descriptions of GPUs, so that programs can be compiled for one that is not here."""
+"""Descriptions of GPUs, so that programs can be compiled for a GPU that is not here."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def described_device(name: str) -> DescribedDevice:
     """The description in benchmarks/machine/gpus/<name>.yaml.
 
     Raises:
-        ValueError: there is none of this name, or the file has other fields or types.
+        ValueError: there is no such file, or the file has other fields or types.
     """
     if name not in described_devices():
         raise ValueError(f"device {name!r} is not one of {', '.join(described_devices())}")

@@ -80,7 +80,7 @@ class LoadMeter:
     def _now(self) -> tuple[float, float, float]:
         times = psutil.cpu_times()
         busy = sum(times) - times.idle - getattr(times, "iowait", 0.0)
-        # Linux counts a guest's time twice: in itself and in user.
+        # Linux counts the time of a virtual machine's guest twice: as `guest` and in `user`.
         busy -= getattr(times, "guest", 0.0) + getattr(times, "guest_nice", 0.0)
         return time.perf_counter(), busy, cpu_seconds(self._process)
 

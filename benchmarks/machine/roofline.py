@@ -1,8 +1,8 @@
 """Roofline arithmetic: the least bytes and operations of a step, from a model's sizes.
 
 A decode step reads every weight once, and the keys and values of every context. Every token of a
-prompt is multiplied with every weight. The rates of the memory and the matrix units are measured in
-the same run.
+prompt is multiplied with every weight of the layers, and its last token also with the output head.
+The rates of the memory and the matrix units are measured in the same run.
 """
 
 from __future__ import annotations

@@ -70,8 +70,8 @@ _SINGLE = ("alibi_slopes", "sinks", "cos", "sin")  # tensors of float32
 _WEIGHTS = ("q_weight", "k_weight", "bias", "norm_weight", "residual")
 _SUMS = ("scaled", "squares", "new_squares")
 _OPTIONAL = (*_SINGLE, *_WEIGHTS, *_SUMS, "cleared", "score_bias")
-_MANY = 64  # sequences of a step with the tile of many
-# These have nearly the kernel of Llama-8B for few sequences.
+_MANY = 64  # sequences of a step that has the tile for many sequences
+# For few sequences, these models have nearly the same kernel as Llama-8B.
 _LIKE_LLAMA = {
     "Qwen3-0.6B 16/8 heads, D128",
     "Llama-8B, block 64",

@@ -13,8 +13,8 @@ the bandwidth of the memory. Calls of all candidates alternate, so that a change
 state affects all. Each call uses another copy of the weights. All copies together exceed the
 processor's caches, like the layers of a model.
 
-With one thread, times are CPU times of that thread. Other programs do not add to them, except that
-they use caches and memory too. With several threads, times are wall-clock times.
+With one thread, times are CPU times of that thread. Other programs can make them longer only by
+using caches and memory too. With several threads, times are wall-clock times.
 
 The tables have the median time of a call in microseconds. For few rows they have GB/s of weights,
 and the GB/s of the sum. For many rows they have GFLOP/s, and the measured rate of multiply-adds in

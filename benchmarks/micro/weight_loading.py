@@ -117,7 +117,7 @@ def measure(name: str, hf_config: dict[str, Any], directory: Path, repeats: int)
     Args:
         name: a key of FORMATS, or "GGUF" and a type of GGUF_TYPES.
         hf_config: the config.json of a model whose weights are floats.
-        directory: an empty one, for the checkpoint.
+        directory: an empty directory for the checkpoint.
         repeats: how many times it is loaded.
     """
     if name in FORMATS:

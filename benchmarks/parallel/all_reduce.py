@@ -12,7 +12,7 @@ in step  microseconds of a sum in a captured graph of 16, as many as a decode st
 
 Other programs delay a rank, and all ranks wait for it. So each measurement is cut into 20 windows.
 The figures of the window with the least p99 are reported as `quiet`, beside the figures of all
-times.
+windows together.
 """
 
 from __future__ import annotations

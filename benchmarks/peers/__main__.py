@@ -27,8 +27,8 @@ The weights of every peer must have the requested precision: OpenVINO's exporter
 16 bits unless it gets `--weight-format fp32`.
 
 Engines of a class (int8, int4, drafts, or unquantised) are compared with each other: this engine
-with the best peer of the class. `--stored` runs this engine with a quantised checkpoint or a GGUF
-file too. `--drafts` adds engines with drafts that come from earlier text: this engine with
+with the best peer of the class. `--stored` also runs this engine with a quantised checkpoint or a
+GGUF file. `--drafts` adds engines with drafts that come from earlier text: this engine with
 `speculation.method=auto`, vLLM's n-grams, OpenVINO's prompt lookup and each n-gram drafter of
 llama-server. Every engine draws the likeliest token.
 """
@@ -126,7 +126,7 @@ class Engine:
     def _read(self) -> dict[str, Any]:
         assert self._process.stdout is not None, "stdout=PIPE"
         line = self._process.stdout.readline()
-        answer = json.loads(line) if line else {"error": f"it ended: {self._process.wait()}"}
+        answer = json.loads(line) if line else {"error": f"it ended with {self._process.wait()}"}
         if "error" in answer:
             raise RuntimeError(f"{self.name}: {answer['error']}")
         return answer
@@ -383,7 +383,7 @@ def main(arguments: list[str]) -> None:
     )
     parser.add_argument("--stored", action="append", default=[], help="NAME=CHECKPOINT; repeatable")
     parser.add_argument(
-        "--only-quantized", action="store_true", help="leave out this engine without quantization"
+        "--only-quantized", action="store_true", help="do not run this engine unquantised"
     )
     parser.add_argument("--transformers", help="python of its environment")
     parser.add_argument(

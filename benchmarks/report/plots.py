@@ -356,7 +356,8 @@ _PLOTS: tuple[tuple[str, str, str, Callable[[Record], Any]], ...] = (
     (
         "pareto",
         "Throughput against latency",
-        "Up is higher throughput, left is less latency. No point beats one of the front in both.",
+        "Up is higher throughput, left is less latency. A point is on the front if no other point "
+        "is better in both.",
         pareto,
     ),
     ("points", "All points", "Bars are medians, whiskers the range of the runs.", parameter_effect),
@@ -397,7 +398,7 @@ _PLOTS: tuple[tuple[str, str, str, Callable[[Record], Any]], ...] = (
     (
         "prefix",
         "First token with and without the cache",
-        "Medians, of prompts that have this share in common with others.",
+        "Medians for prompts that have this share in common with others.",
         prefix_gain,
     ),
     ("phases", "Phases of the start", "Medians.", startup_phases),

@@ -27,9 +27,11 @@ class FastForwardScheduler(Scheduler):
         return [sequence.request.request_id for sequence in self.queues.running]
 
     def repeats_last_step(self, output: SchedulerOutput) -> bool:
-        """Whether the next step equals `output`, the last one that was scheduled and updated.
+        """Whether the next step equals `output`, the last scheduled step, if no sequence joins it.
 
-        It does if the same sequences decode, no sequence joins and none has left.
+        It does if `output` admitted no sequence, every running sequence got one token in it, and
+        all of them still decode. `output` may still be in flight. The caller checks whether a
+        sequence joins the next step.
         """
         return (
             not output.admitted
@@ -40,9 +42,10 @@ class FastForwardScheduler(Scheduler):
         )
 
     def num_equal_steps(self, most: int) -> int:
-        """The number of steps equal to the last one that are certain to follow, at most `most`.
+        """A number of further steps, at most `most`, that will certainly equal the last step.
 
-        The step in which a sequence ends, or in which blocks run short, is left to `schedule`.
+        There can be more such steps. No sequence may join meanwhile. The step in which a sequence
+        ends, or in which blocks run short, is left to `schedule`.
         """
         running = self.queues.running
         if not running:

@@ -240,7 +240,7 @@ class Replica:
             self._results.add_gaps(gap, count)
 
     def _fast_forward(self, until: float) -> None:
-        """Simulate at once the equal steps that are certain to follow and begin before `until`."""
+        """Simulate at once equal steps that will certainly follow and begin before `until`."""
         scheduler, clock = self._scheduler, self._clock
         if self._pending:
             until = min(until, self._pending[0][0])

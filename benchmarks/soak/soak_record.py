@@ -267,10 +267,9 @@ def _are_drafts_right(plan: SoakPlan, seen: Observations) -> bool:
 
 
 def _draft_figures(seen: Observations) -> dict[str, float]:
-    """Draft tokens of all requests by the log, and answers that were compared with those without
-    drafts.
+    """Draft tokens of all requests, and numbers of answers that were compared with plain ones.
 
-    The counters of `/metrics` begin again when an engine restarts.
+    Draft tokens are those of the log, because `/metrics` lacks the last counts of a killed engine.
     """
     found = [match for line in seen.lines if (match := _DRAFTS.search(line))]
     tokens, accepted = (sum(int(match[number]) for match in found) for number in (1, 2))

@@ -146,7 +146,7 @@ class Traffic:
         self, seed: int, client: int, token_ids: Sequence[int], max_model_len: int
     ) -> None:
         self._numbers = random.Random(f"{seed}/{client}")
-        # of its own, so that comparisons change no other request
+        # A random generator of its own, so that comparisons change no other request.
         self._comparisons = random.Random(f"{seed}/{client}/compared")
         self._token_ids = token_ids
         self._longest_output = max(_SHORT_OUTPUT, max_model_len // 3)

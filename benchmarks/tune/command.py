@@ -93,7 +93,9 @@ class _Tuning:
                 f"{len(points)}; name one"
             )
         if config.load.url:
-            raise ConfigError(f"load.url={config.load.url}: run tune starts servers of its own")
+            raise ConfigError(
+                f"load.url={config.load.url}: run tune starts its own servers; leave load.url out"
+            )
         stages = config.parallel.pipeline
         if stages > 1 and _measurable(self.config).speculation.max_drafts:
             raise ConfigError(

@@ -63,7 +63,7 @@ def why_missed(candidates: list[Candidate], goals: Goals, factors: dict[str, flo
             if other != name
         )
         if others:
-            lines.append(f"slo.{key}={limit:g} is met at best together with {others}")
+            lines.append(f"slo.{key}={limit:g} can be met, but then at best with {others}")
     return lines
 
 

@@ -248,8 +248,8 @@ def test_goals_that_exclude_each_other_are_told_apart(tmp_path: Path):
     candidates = search.candidates()
     assert goals.violation(candidates[0].predicted) > 0.0
     text = "\n".join(why_missed(candidates, goals, {}))
-    assert "slo.itl_ms=5 is met at best together with TTFT" in text
-    assert "slo.ttft_ms=60 is met at best together with ITL" in text
+    assert "slo.itl_ms=5 can be met, but then at best with TTFT" in text
+    assert "slo.ttft_ms=60 can be met, but then at best with ITL" in text
 
 
 def test_the_highest_load_is_where_the_goals_begin_to_fail(tmp_path: Path):
@@ -329,7 +329,7 @@ def test_the_plot_is_a_png(tmp_path: Path):
     ("overrides", "message"),
     [
         (["load.rates=[1,2]"], "run tune needs one point of load"),
-        (["load.url=http://127.0.0.1:1"], "run tune starts servers of its own"),
+        (["load.url=http://127.0.0.1:1"], "run tune starts its own servers"),
         (
             ["parallel.pipeline=2", "speculation.method=ngram"],
             "parallel.pipeline=2: run tune simulates drafts with one stage only",

@@ -85,8 +85,8 @@ def fake_device(device: DescribedDevice) -> Iterator[None]:
         stack.enter_context(replaced(FakeTensorMode, avoid_device_init=True))
         # A build of torch with CUDA would allocate a real tensor for the first fake one.
         stack.enter_context(replaced(fake_tensor, init_gpu_context=lambda device: None))
-        # Inductor's patterns for torch's own attention. No layer calls it, and making them needs a
-        # GPU.
+        # Inductor would make patterns for torch's own attention, which needs a GPU. No layer calls
+        # this attention.
         stack.enter_context(replaced(fuse_attention, _sfdp_init=lambda device=None: None))
         stack.enter_context(replaced(CudaInterface, **interface))
         stack.enter_context(replaced(CudaInterface.Worker, **worker))

@@ -1,8 +1,8 @@
 """Builds FlashInfer's attention kernels for capability 9.0 and lists their resources; needs no GPU.
 
 The modules are those that the flashinfer backend plans for a model in bfloat16 without windows and
-soft caps: decode, and prefill by `fa2` and by `fa3`, which FlashInfer takes on Hopper. Needed are
-FlashInfer, ninja and a CUDA toolkit with its stub of libcuda:
+soft caps: decode, and prefill by `fa2` and by `fa3`. FlashInfer takes `fa3` on Hopper. The program
+needs FlashInfer, ninja and a CUDA toolkit with its stub of libcuda:
 
     export FLASHINFER_CUDA_ARCH_LIST=9.0a FLASHINFER_EXTRA_LDFLAGS=-L$CUDA_HOME/lib64/stubs
     python -m ostinato.benchmarks.gpu.without_device.flashinfer_kernels --output FILE decode fa2

@@ -137,7 +137,7 @@ def lower_model(name: str) -> ModelPrograms:
         name: a file of conf/model/. `, int4` after it = weights of 4 bits in the layers.
     """
     name, _, method = name.partition(", ")
-    assert method in ("", "int4"), f"there are no rows for weights as {method}"
+    assert method in ("", "int4"), f"{name}: weights can be plain or int4, not {method}"
     run = load_config([f"model={name}", "model.load_format=dummy", "device.name=cpu"])
     config = open_model(run).config
     return lower_config(

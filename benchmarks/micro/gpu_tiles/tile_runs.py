@@ -60,7 +60,7 @@ def make_parser(program: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=f"gpu_tiles.{program}")
     parser.add_argument("--models", default="llama-8b,qwen3-0.6b", help="separated by commas")
     parser.add_argument("--output", type=Path, help="a JSON file for all figures")
-    parser.add_argument("--processes", type=int, default=8, help="that compile at the same time")
+    parser.add_argument("--processes", type=int, default=8, help="how many compile at once")
     return parser
 
 
@@ -70,7 +70,7 @@ def usable_jobs(jobs: list[Job], compiles: Callable[[Job], bool], processes: int
     Args:
         jobs: what to compile.
         compiles: compiles one job; False = its tile does not fit the device.
-        processes: that compile at the same time.
+        processes: how many processes compile at the same time.
     """
     with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
         works = list(pool.map(compiles, jobs, chunksize=2))

@@ -54,7 +54,8 @@ _MORE = [(32, 64, 4), (32, 128, 4), (32, 256, 4), (64, 64, 4), (64, 128, 4), (64
 _MORE_GATED = [(32, 64, 4), (32, 128, 4), (32, 128, 8), (64, 64, 4), (64, 64, 8), (64, 128, 8),
                (128, 64, 8)]  # fmt: skip
 _ROWS = {16: (1, 8), 64: (32, 64)}
-# Tiles of W that a program prefetches while the previous kernel ends; 0 = it starts after that.
+# Tiles of W that a program prefetches while the previous kernel ends; 0 = the program starts later,
+# when that kernel has ended.
 _DEPTHS = (0, 1, 2, 4, 8, 16)
 
 

@@ -1,6 +1,6 @@
 """Hostile requests of the soak test: huge numbers, and texts that take long to compile or render.
 
-Both may be answered or refused. No answer may be a 5xx other than a 503 with Retry-After.
+The server may answer or refuse them. No answer may be a 5xx other than a 503 with Retry-After.
 """
 
 from __future__ import annotations
