@@ -51,8 +51,8 @@ def compare(config: RunConfig, context: BenchContext) -> Record:
     engines = [_engine(spec, context) for spec in config.bench.engines]
     if len(engines) < 2:
         raise ConfigError(
-            "bench.engines needs two or more, for example "
-            'bench.engines=["","graphs.mode=eager"]: overrides, or URLs'
+            "bench.engines needs two or more, each as overrides or a URL, for example "
+            'bench.engines=["","graphs.mode=eager"]'
         )
     points = load_points(config.load)
     facts = model_facts(config)

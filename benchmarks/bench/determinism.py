@@ -4,8 +4,8 @@
 
 Every request runs five times: alone, together with all others, together in another order, and from
 the prefix cache both together and alone. All of this is done with greedy and with seeded sampling.
-For each of the last four, the result has the share of answers that equal those of the requests
-alone.
+For each of the other four runs, the result has the share of answers that equal those of the
+requests alone.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
     run bench serve workload=trace workload.path=trace.jsonl
 
 Each rate and each concurrency is one point. Points send different token ids, so that the prompts of
-one point are not in the prefix cache for another. Only prompts of files that are sent as text do
-not change.
+one point are not in the prefix cache for another. Prompts from files (workload=tokens or sharegpt)
+that are sent as text are the exception: they are the same for every point.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
     run bench speculation speculation.max_tokens=3 workload=fixed
 
 There is one engine for each drafter, and one that decodes plainly. All engines answer the same
-requests, in turns within each round.
-The requests run one after the other, then together. The result has the ratio of output tokens per
-second, the tokens per step, and whether all answers are equal to those of plain decoding.
+requests, in turns within each round. The requests run one after the other, then together. The
+result has the ratio of output tokens per second, the tokens per step, and whether all answers are
+equal to those of plain decoding.
 
     ngram    the text of the request itself
     auto     all drafters without a model; the second round can use the first round's answers

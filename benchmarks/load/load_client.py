@@ -140,7 +140,7 @@ class _Answer:
         if not self.ended and times.finish_reason is None:
             raise _AnswerError("broken", "the stream ended before the answer was complete")
         if not times.chunk_s:
-            raise _AnswerError("broken", "an answer without output")
+            raise _AnswerError("broken", "the answer has no output")
 
 
 def _payloads(events: list[bytes]) -> Iterator[bytes]:

@@ -91,7 +91,7 @@ FORMATS: dict[str, tuple[dict[str, Any], Quantization]] = {
         Quantization.none,
     ),
 }
-"""The `quantization_config` of a format, and what is quantised while it is loaded."""
+"""Format -> (its `quantization_config`, how its float weights are quantised during loading)."""
 GGUF_TYPES = ("Q4_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
 
 

@@ -4,7 +4,8 @@
     python -m ostinato.benchmarks.parallel.all_reduce --ranks 2 --rows 1,32,512 --json FILE
 
 Each rank is a process with one thread; the machine should have a core for each and no other work.
-The values are float32, as the partial sums of layers on CPUs are. Two figures for each shape:
+The values are float32, as the partial sums of layers on CPUs are. There are two figures for each
+shape:
 
 one      microseconds of one sum, called from Python as a captured graph of one call. It includes
          the call, and the time that this rank waits until the others make the same call.

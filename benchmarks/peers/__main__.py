@@ -74,7 +74,8 @@ _PERIOD, _PERIODS, _REPEAT_TOKENS = 32, 4, 256  # of `repeat`: its prompt and ou
 # prompts of `ttft` in a round; several, because one takes only a tenth of a second
 _NUM_PROMPTS = 5
 _KINDS = ("int8", "int4", "drafts")
-# The drafters of llama-server that need no model. {} = draft tokens. Short matches are frequent.
+# The drafters of llama-server that need no model; {} = draft tokens. The first three look for
+# matches of only 3 or 4 tokens, because longer ones are less frequent.
 _NGRAM_TYPES = {
     "ngram-simple": "--spec-ngram-simple-size-n 3 --spec-ngram-simple-size-m {}",
     "ngram-map-k": "--spec-ngram-map-k-size-n 3 --spec-ngram-map-k-size-m {}",

@@ -28,7 +28,7 @@ def percentile(
         ValueError: there are no values.
     """
     if not len(values):
-        raise ValueError("a percentile of no values")
+        raise ValueError("there are no values to take a percentile of")
     if weights is None:
         return float(np.percentile(values, q))
     order = np.argsort(values, kind="stable")

@@ -45,7 +45,7 @@ def load_points(load: LoadSection) -> list[LoadPoint]:
     if load.ramp is not Ramp.none and (load.ramp_to is None or not load.rates):
         raise ConfigError(
             f"load.ramp={load.ramp} goes from load.rates to load.ramp_to; set both, "
-            f"load.rates=[1] load.ramp_to=8"
+            "for example load.rates=[1] load.ramp_to=8"
         )
     if load.ramp is Ramp.none and load.ramp_to is not None:
         raise ConfigError(

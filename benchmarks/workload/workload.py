@@ -146,8 +146,8 @@ def load_tokens(path: str) -> list[Part]:
     """The parts of a JSON file.
 
     Raises:
-        ConfigError: the file is missing, not JSON or empty, or an entry is not a request; the text
-            names it.
+        ConfigError: the file is missing, not JSON or empty, or an entry is not a request; the
+            message names the entry.
     """
     file = expand_user(path)
     try:
