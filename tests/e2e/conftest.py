@@ -1,4 +1,4 @@
-"""A server of the bundled model, and the official clients of it, that several modules share."""
+"""Fixtures that several modules share: a server of the bundled model, and its official clients."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.e2e.server_process import PATIENCE_S, ServerProcess
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """A server with small settings and a body limit of 4 MiB, one for all modules of a test process.
 
-    It waits for slow clients as long as tests wait.
+    Its limits for slow clients are `PATIENCE_S`, the longest time that a test waits.
 
     Tests may kill its engine, which starts again. A module with other settings, or one that ends
     its server, defines a fixture of this name.

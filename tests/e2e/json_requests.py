@@ -1,4 +1,4 @@
-"""Requests to a real server that send JSON, and what they return: a reply, an error object or a stream's events."""
+"""Sends JSON to a real server, and returns the reply, the error object or a stream's events."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A second machine for tests: a network namespace with a cable to this one, and `run rank`."""
+"""A second machine for tests: a network namespace with a cable to this machine, and `run rank`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Namespace:
 
     Attributes:
         host: this machine's address on the cable.
-        prefix: a command that runs another one inside.
+        prefix: words before a command that is to run inside the namespace.
     """
 
     def __init__(self) -> None:

@@ -21,7 +21,7 @@ CHECKS = [
 
 
 def ask_all(url: str, max_examples: int) -> dict[str, set[int]]:
-    """Statuses that each operation of a server gave.
+    """Operation of the server -> statuses of its answers.
 
     Raises:
         schemathesis.errors: an answer with 5xx, or one that the document does not describe.
@@ -48,7 +48,7 @@ def _ask(operation: Any, max_examples: int) -> set[int]:
         if isinstance(case.body, dict) and len(case.body) > 2:
             case.body.pop("model", None)  # a made-up name gives a 404, which tests little
         if isinstance(case.body, dict):
-            case.body.pop("deadline_ms", None)  # a short one correctly gives a 504
+            case.body.pop("deadline_ms", None)  # a short deadline correctly gives a 504
         response = case.call(timeout=PATIENCE_S)
         statuses.add(response.status_code)
         case.validate_response(response, checks=CHECKS)

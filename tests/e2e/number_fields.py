@@ -69,7 +69,7 @@ SCHEMAS: dict[str, dict[str, Any]] = {
 
 
 class Endpoint(NamedTuple):
-    """The path and the schema of an endpoint's bodies."""
+    """An endpoint: its path, the schema of its bodies and one body."""
 
     path: str
     schema: type[msgspec.Struct]
@@ -149,7 +149,7 @@ def _sample(kind: types.Type) -> Any:
 
 
 def send(client: httpx.Client, place: Place, number: str) -> httpx.Response:
-    """Send a number. The answer is a 200, a 400 with an error object, or for `deadline_ms` a 504."""
+    """Send a number. Checks that the answer is a 200, a 400 with an error, or a deadline's 504."""
     body = json.dumps({**place.endpoint.body, **place.fields})
     if f'"{MARK}":' in body:  # the key of a map
         body = body.replace(MARK, number)

@@ -129,7 +129,7 @@ def _tokenizer(tokens: list[str], *, in_pieces: bool) -> Tokenizer:
 def scripted_server(
     directory: Path, answers: Mapping[str, str] | Mapping[str, Sequence[str]], template: str
 ) -> Iterator[ServerProcess]:
-    """A server of such a model, which is written into `directory` and called `scripted`."""
+    """A server of a scripted model. Writes the model into `directory`; its name is `scripted`."""
     path = write_scripted_model(directory / "scripted", answers, template)
     with ServerProcess(f"model.path={path}", "model.name=scripted") as process:
         yield process

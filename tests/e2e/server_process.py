@@ -23,8 +23,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 __all__ = ("HTTP", "PATIENCE_S", "SMALL", "ServerProcess", "until")
 
-# How long a test waits for what must happen: several times the longest pause of a busy machine, and
-# below the time after which pytest ends the test.
+# The seconds that a test waits for an event. This is several times the longest pause of a busy
+# machine, and less than the time after which pytest ends the test.
 PATIENCE_S = 240
 
 # For all requests of a test process. `httpx.post` makes a client each time, and a client reads the
@@ -32,8 +32,9 @@ PATIENCE_S = 240
 HTTP = httpx.Client(timeout=PATIENCE_S, limits=httpx.Limits(max_connections=None))
 
 _ROOT = Path(__file__).resolve().parents[2]
-# The smallest settings of the bundled model, with the shortest start. It runs on the CPU kernels, whose bits
-# do not depend on the batch: tests compare tokens of requests that joined a batch at different steps.
+# The settings of the bundled model with the least memory and the shortest start. The server uses
+# the CPU kernels. The bits of their results do not depend on the batch, and tests rely on this:
+# they compare tokens of requests that joined a batch at different steps.
 SMALL = (
     "server.port=0",
     "graphs.mode=eager",
@@ -58,7 +59,7 @@ class ServerProcess:
 
     Args:
         overrides: more arguments of the command line.
-        prefix: a command that executes the server's command in its place (tests/confinement.py).
+        prefix: words before the server's command that confine it (tests/confinement.py).
         environment: variables that differ from those of this process; None removes one.
 
     Attributes:
@@ -152,7 +153,7 @@ class ServerProcess:
         }
 
     def load(self) -> int:
-        """The requests that the server has sent to the engine and that have not ended."""
+        """The number of requests that the server has sent to the engine and that have not ended."""
         return HTTP.get(f"{self.url}/load").json()["server_load"]
 
     @contextmanager
@@ -179,7 +180,7 @@ class ServerProcess:
     def sent(self, path: str, body: Any, request_id: str) -> Iterator[http.client.HTTPConnection]:
         """Send a request, and wait until `load` counts it. The connection is closed at the end.
 
-        The engine should be held, or the request may end first.
+        Use `held_engine` around it. Otherwise the request may end before `load` counts it.
         """
         before = self.load()
         with closing(self.send(path, body, request_id)) as connection:

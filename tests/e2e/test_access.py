@@ -24,7 +24,7 @@ LISTED = "sk-listed-Rr41aa"  # given on the command line, which every user of th
 
 class Site(NamedTuple):
     server: ServerProcess
-    authority: Path  # certificate of the authority that signed the server's
+    authority: Path  # certificate of the authority that signed the server's certificate
     traces: list[bytes]
     dumps: Path  # the flight recorder's files
 
@@ -41,7 +41,7 @@ class Site(NamedTuple):
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    trustme = pytest.importorskip("trustme", reason="it makes certificates")
+    trustme = pytest.importorskip("trustme", reason="trustme makes the certificates")
     directory = tmp_path_factory.mktemp("access")
     issuer = trustme.CA()
     certificate = issuer.issue_cert("127.0.0.1")
@@ -112,7 +112,10 @@ def test_plain_http_gets_no_answer(site: Site) -> None:
 
 
 def test_no_key_is_seen_anywhere(site: Site) -> None:
-    """No key occurs in answers, in the log at level debug or in the list of processes."""
+    """No key occurs in answers, traces, dumps or the log at level debug.
+
+    The list of processes shows only the key that was given on the command line.
+    """
     seen: list[str] = []
     server = site.server
     with site.client() as client, site.client(LISTED) as listed, site.client(None) as keyless:

@@ -124,7 +124,7 @@ def test_one_line(ends, name, words):
 
 @pytest.fixture
 def short_path() -> Iterator[Path]:
-    """A directory whose path leaves room for a socket's name; pytest's own may be too long."""
+    """A directory whose path leaves room for a socket's name. `tmp_path` may be too long."""
     with tempfile.TemporaryDirectory(prefix="o-") as directory:
         yield Path(directory)
 

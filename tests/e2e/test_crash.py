@@ -40,7 +40,7 @@ def server() -> Iterator[ServerProcess]:
 
 
 def body(number: int) -> dict[str, Any]:
-    """A request of one of many kinds. The same request always gets the same answer."""
+    """The body of a request; `number` selects its kind. Equal bodies get equal answers."""
     options: list[dict[str, Any]] = [
         {"temperature": 0},
         {"temperature": 1.2, "seed": number},
@@ -122,7 +122,10 @@ def check_form(number: int, told: list[Any]) -> None:
 
 
 def what_was_said(lines: list[str]) -> list[Any]:
-    """What a stream says, without ids and times. Cached tokens depend on earlier requests and are left out."""
+    """The counts of tokens of a stream, then a list of the choices of each completion.
+
+    Ids, times and the count of cached tokens are left out, because they differ between two runs.
+    """
     assert lines[-1] == "data: [DONE]", lines[-1]
     events = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
     assert not any("error" in event for event in events), events[-1]
@@ -168,7 +171,7 @@ class Streams:
 async def until(condition: Callable[[], bool], timeout_s: float = 200) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < deadline, "it did not come true in time"
+        assert time.monotonic() < deadline, "the condition did not come true in time"
         await asyncio.sleep(0.01)
 
 
@@ -240,7 +243,7 @@ def test_answers_name_what_their_bits_depend_on(server: ServerProcess) -> None:
 
 
 def test_answers_with_a_form_keep_it_over_a_kill(server: ServerProcess) -> None:
-    """Schemas, patterns and calls of tools, greedy and seeded."""
+    """The requests have schemas, patterns and required tool calls, greedy and with a seed."""
     requests = [constrained(number) for number in range(6)]
 
     async def run(kill_at: int | None) -> list[list[Any]]:

@@ -123,7 +123,7 @@ class TestCustomTools:
             for chunk in ask(client, **fields, stream=True)
             for one in chunk.choices[0].delta.tool_calls or []
         ]
-        if choice.finish_reason == "length":  # a text of any form may have no end
+        if choice.finish_reason == "length":  # without a grammar the text may have no end
             assert tool["custom"].get("format") is None
             return
         (call,) = choice.message.tool_calls

@@ -1,4 +1,4 @@
-"""Each documented limit of a request's fields: the last value that is taken, and one beyond it.
+"""Each documented limit of a request's fields: the last value that is accepted, and one beyond it.
 
 Limits that other tests cover in the same way:
 

@@ -154,7 +154,7 @@ def test_vectors_survive_their_engine(server):
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         reply = pool.submit(HTTP.post, url, json=body, timeout=240)
         while server.metrics()["ostinato_requests_running"] == 0:
-            assert not reply.done(), "it was over before it could be disturbed"
+            assert not reply.done(), "the request ended before the engine was killed"
         server.engine.kill()
         disturbed = reply.result().json()["data"]
     undisturbed = HTTP.post(url, json=body, timeout=240).json()["data"]

@@ -1,4 +1,4 @@
-"""A small checkpoint of each family over HTTP: the greedy tokens of transformers."""
+"""A small checkpoint of each family over HTTP: its greedy tokens are those of transformers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_checkpoint_is_served(family: str, tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_is_served_through_transformers(tmp_path: Path) -> None:
-    """This architecture runs with the code of transformers. Its layers become ops of this project only."""
+    """The code of the model is that of transformers. Every operation of a layer becomes our op."""
     check_served(UNKNOWN["seed_oss"], tmp_path)
 
 

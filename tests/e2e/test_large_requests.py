@@ -1,4 +1,4 @@
-"""Requests as large as a server takes. Child processes of the server prepare or refuse them."""
+"""Requests as large as a server accepts. Child processes of the server prepare or refuse them."""
 
 from __future__ import annotations
 
@@ -106,7 +106,10 @@ def test_what_it_has_allocated_goes_back(server):
     before = process.memory_info().rss
     for megabytes in range(2, 8):  # each larger than all before
         send(megabytes * 1_000_000)
-    until(lambda: process.memory_info().rss - before < 24 << 20, "it keeps more than before")
+    until(
+        lambda: process.memory_info().rss - before < 24 << 20,
+        "the API process keeps more memory than before",
+    )
 
 
 def test_a_request_of_many_sequences_leaves_a_row_to_others(server):
@@ -174,7 +177,7 @@ def large_forks(server: ServerProcess) -> list[psutil.Process]:
 def held_forks(server: ServerProcess) -> Iterator[None]:
     """Suspend the two processes that prepare large bodies.
 
-    A process may end before it is seen, so there should be more than two such bodies.
+    A process may end before it can be suspended. So there should be more than two such bodies.
     """
 
     def are_held() -> bool:

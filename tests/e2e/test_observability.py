@@ -78,7 +78,7 @@ def test_the_last_steps_of_a_killed_engine_are_kept(server: ServerProcess, dumps
         lines = response.iter_lines()
         next(lines)
         server.engine.kill()
-        assert "data: [DONE]" in list(lines)  # the restarted engine completes it
+        assert "data: [DONE]" in list(lines)  # the restarted engine completes the stream
     until(lambda: list(dumps.glob("flight-*.json")), "no dump was written")
     files = list(dumps.glob("flight-*.json"))
     steps = json.loads(files[0].read_text())["steps"]

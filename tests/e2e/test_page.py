@@ -42,7 +42,7 @@ FLAGS = (
 
 
 class Browser:
-    """A browser on the page; `errors` gives the errors of its console."""
+    """A browser on the page; `errors` gives the errors and warnings of its console."""
 
     def __init__(self, profile: Path) -> None:
         options = webdriver.ChromeOptions()

@@ -159,6 +159,6 @@ def test_priority_runs_the_lower_number_first():
                 stack.enter_context(server.sent(COMPLETIONS, {**body, "priority": 1}, "high"))
             until(lambda: server.load() == 0)
         ended = [line for line in server.output if " done " in line]
-        # It was sent last. At most one request began before the engine had read it.
+        # "high" was sent last. At most one request began before the engine had read "high".
         assert any("cmpl-high " in line for line in ended[:2]), ended
         assert len(ended) == 9

@@ -37,7 +37,7 @@ def ranks_of(server: ServerProcess) -> list[dict[str, Any]]:
 
 
 def text_of(server: ServerProcess, on_token: Callable[[], object] = lambda: None) -> str:
-    """The text of a stream; `on_token` is called once it has begun."""
+    """The text of a stream; `on_token` is called when its first event arrives."""
     text = ""
     with HTTP.stream(
         "POST", f"{server.url}/v1/completions", json={**BODY, "stream": True}

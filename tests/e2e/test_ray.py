@@ -1,7 +1,7 @@
-"""Engines that Ray places, on a cluster of two machines that are processes here, and Ray Serve.
+"""Engines that Ray places on a cluster of two nodes of this machine, and Ray Serve.
 
-Ray's own processes take seconds to start on an idle machine, and minutes on a busy one. So waits here are
-about as long as the timeout of a test, and the cluster does not give up a node that is slow to answer.
+Ray's own processes take seconds to start on an idle machine, and minutes on a busy one. So waits
+here are about as long as the timeout of a test, and the cluster keeps a node that answers late.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _STORE_BYTES = 80 << 20  # nearly the least that Ray allows
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    """Two machines with two cores each."""
+    """Two nodes with two cores each."""
     os.makedirs("/tmp/ray", exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
@@ -58,10 +58,10 @@ def cluster() -> Iterator[Any]:
 
 
 def started_cluster() -> Any:
-    """The cluster.
+    """Start the cluster, in up to three attempts.
 
-    Ray gives a machine's processes 30 s to start. Another program may take the ports that Ray has chosen
-    for them. So a failed start is repeated twice.
+    An attempt may fail: Ray gives a node's processes 30 s to start, and another program may take
+    the ports that Ray has chosen for them.
     """
     reasons: list[str] = []
     for _ in range(3):
@@ -185,7 +185,7 @@ serve.shutdown()
 
 
 def free_port() -> int:
-    """A free port below those that the system gives to programs that ask for any port."""
+    """A free port below the range from which the system takes the port of a bind to port 0."""
     with open("/proc/sys/net/ipv4/ip_local_port_range") as file:
         first = int(file.read().split()[0])
     for port in range(first - 1 - os.getpid() % 5000, 1024, -1):

@@ -246,7 +246,7 @@ class TestFigures:
                     for _ in response.iter_lines()
                 )
 
-        until(is_seen)  # a quick machine may end a request before it is seen
+        until(is_seen)  # a quick machine may end a request before /metrics shows it
         until(lambda: server.metrics()["ostinato_requests_running"] == 0)
 
     def test_health(self, server):

@@ -1,4 +1,4 @@
-"""Servers with an engine on another machine: its network is cut, and the server is killed.
+"""Servers with an engine on another machine: the network is cut, or a process is killed.
 
 tests/runtime/nodes/test_nodes.py tests the connection without a second network and without a server.
 """
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 
 
 class SpreadServer:
-    """A server with two engines, one of them on another machine, or with one engine whose ranks are on both."""
+    """A server with two engines on two machines, or with one engine whose ranks are on both."""
 
     def __init__(
         self, host: str, *overrides: str, prefix: list[str] | None = None, num_engines: int = 2
@@ -44,7 +44,7 @@ class SpreadServer:
 
     @property
     def engines(self) -> list[dict[str, Any]]:
-        """The engines; empty while the only one has ended, because it has no ranks then."""
+        """The engines. A single engine is listed for its ranks, so it is missing while it is down."""
         return HTTP.get(f"{self.server.url}/health").json().get("engines", [])
 
     def all_serve(self) -> bool:

@@ -1,4 +1,4 @@
-"""Clients that send too much before a request's body, too slowly, or too much at once: raw sockets."""
+"""Raw sockets that send too large headers, that send too slowly, or that send much at once."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def test_a_prediction_is_counted_in_the_usage(server):
     assert "completion_tokens_details" not in plain["usage"]
     answer = plain["choices"][0]["message"]["content"]
     for content in (answer, [{"type": "text", "text": answer}]):
-        request["cache_salt"] += "x"  # finds no earlier answer
+        request["cache_salt"] += "x"  # so that no earlier answer is found
         request["prediction"] = {"type": "content", "content": content}
         reply = post(server, CHAT, request)
         assert reply["choices"] == plain["choices"]

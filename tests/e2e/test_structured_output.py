@@ -171,7 +171,7 @@ class TestKinds:
 
 
 def tool_places(name: str, schema: dict[str, Any]) -> list[Place]:
-    """Requests that must call a tool with one argument of a schema."""
+    """A required tool call whose argument has `schema`, for each endpoint that takes tools."""
     parameters = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
     function = {"name": "f", "parameters": parameters, "strict": True}
     claude = {"name": "f", "input_schema": parameters, "strict": True}

@@ -25,7 +25,7 @@ def lines(server: ServerProcess, path: str, **body: object) -> Iterator[dict[str
             if text == "[DONE]":
                 return
             yield json.loads(text)
-    pytest.fail("the stream has no end")
+    pytest.fail("the stream ended without [DONE]")
 
 
 def repetition(largest: int, count: int, smallest: int = 0) -> dict[str, int]:
@@ -204,7 +204,7 @@ class TestContinuousUsage:
             assert all(chunk["choices"] and "usage" not in chunk for chunk in chunks)
 
     def counts(self, chunks: list[dict[str, Any]], lengths: list[int]) -> list[list[int]]:
-        """The token counts in the chunks of each completion. Chunks without new text are left out."""
+        """The `completion_tokens` in the chunks of each completion. Checks the prompt's count."""
         found: list[list[int]] = [[] for _ in lengths]
         for chunk in chunks:
             (choice,), usage = chunk["choices"], chunk["usage"]

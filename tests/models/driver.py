@@ -50,7 +50,7 @@ class Driver:
         self.model = model
         self.forward = forward or model
         self.max_seqs = max_seqs
-        self.pad_to = pad_to  # fewest rows of a step: no graph is compiled for one row
+        self.pad_to = pad_to  # the fewest tokens of a step: no graph is compiled for one
         self.max_blocks = -(-max_len // self.block_size)
         self.dtype = dtype or next(model.parameters()).dtype
         self.cache = config.kv_cache_spec(self.block_size, self.dtype, shard=shard).allocate(

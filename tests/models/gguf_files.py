@@ -63,7 +63,7 @@ def write_gguf(
         file: to write.
         type_of: the type of a matrix by its name in the GGUF file.
         metadata: adds further metadata.
-        split_tensors: tensors of each file of a split model; 0 = one file.
+        split_tensors: the number of tensors in each file of a split model; 0 = one file.
 
     Returns:
         The (first) file.

@@ -1,8 +1,8 @@
 """Compares a model with the transformers model whose checkpoint it loaded, in float32.
 
 The logits at every prompt position must agree within 1e-4, and the greedy continuations must be
-equal. This holds for every division of the tokens into steps, and with blocks that another sequence
-has computed.
+equal. The same is checked for prompts that are computed in several steps, and with blocks that
+another sequence has computed.
 """
 
 from __future__ import annotations

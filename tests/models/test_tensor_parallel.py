@@ -202,7 +202,7 @@ def test_ranks_give_the_logits_of_transformers(tmp_path: Path, name: str, world:
 
 @pytest.mark.parametrize("name", ["gpt-oss", "qwen2-moe"])
 def test_ranks_add_what_flashinfer_computes(tmp_path: Path, name: str) -> None:
-    """The op's plain form gives the part of a rank, with biases and with a shared expert."""
+    """The op in plain torch gives a rank's part of the sum, with biases or with a shared expert."""
     expected = expect(variant(name), tmp_path)
     ranks = Together(tmp_path, 2, experts=ExpertKernels.flashinfer)
     tokens = ranks.run(lambda rank: check_whole(ranks.driver(rank), expected).token_ids)
@@ -211,7 +211,7 @@ def test_ranks_add_what_flashinfer_computes(tmp_path: Path, name: str) -> None:
 
 
 def logits_of(ranks: Together, forwards: list[Forward] | None = None) -> list[Tensor]:
-    """Logits of a prompt in pieces and of further tokens, beside another sequence, by rank."""
+    """The logits of two prompts, by rank. Each prompt is computed in two pieces; steps mix them."""
 
     def steps(rank: int) -> Tensor:
         driver = ranks.driver(rank, None if forwards is None else forwards[rank])

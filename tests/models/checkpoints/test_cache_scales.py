@@ -1,7 +1,7 @@
 """A checkpoint's scales of keys and values, against a model whose matrices are scaled instead.
 
 The scales are powers of two, so multiplying and dividing by them is exact. `K` and `V` are so far
-from 1 that a cache of 8 bits without them would saturate or round to zero.
+from 1 that keys and values would saturate or become zero in an 8-bit cache without scales.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Models whose experts FlashInfer computes, on the op's plain form: loading, results, refusals."""
+"""Models with graphs.experts=flashinfer, on its op in plain torch: loading, results, refusals."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_up_comes_before_gate_and_no_copy_is_kept(name: str, ranks: int, tmp_pat
 
 
 def test_a_compiled_layer_calls_one_op(tmp_path: Path) -> None:
-    """Fullgraph and with any number of tokens: no result is read by the host."""
+    """One graph serves any number of tokens, and the host reads no result within it."""
     model = load(saved("gpt-oss", tmp_path), ExpertKernels.flashinfer)
     moe = next(module for module in model.modules() if isinstance(module, MoE))
     graphs: list[torch.fx.GraphModule] = []

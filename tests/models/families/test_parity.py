@@ -17,7 +17,7 @@ from tests.models.driver import Driver, Sequence
 from tests.models.parity import NUM_PROMPT, PROMPT, Expected, check_all, expect, load
 from tests.models.random_checkpoints import VARIANTS, reference_model
 
-SLOW = pytest.mark.slow  # for variants of which another variant covers each part
+SLOW = pytest.mark.slow  # for a variant whose parts other variants cover
 PACKED = [
     "deepseek-v2",
     "deepseek-v3",

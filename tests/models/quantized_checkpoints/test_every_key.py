@@ -1,7 +1,7 @@
 """Every key of a quantization_config changes the result or is refused by its name.
 
 Each key of each format's settings, nested ones too, gets other values of its own type and of
-other types. Keys that say how a checkpoint was made have no effect and are listed here.
+other types. Keys without effect are listed here. Most of them say how a checkpoint was made.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ def packed_bytes_are_those_of_the_slow_twin(monkeypatch: pytest.MonkeyPatch) -> 
 def slow_twin(
     method: StoredGroups, tensors: dict[str, Tensor], spec: MatrixSpec, order: Tensor | None
 ) -> Tensor:
-    """The weight, by way of a matrix of bytes and float32 factors."""
+    """The packed weight, computed from a matrix of bytes and float32 factors."""
     values, *factors = method.unpacked(tensors, spec)
     form = method.form(spec)
     columns = spec.in_features

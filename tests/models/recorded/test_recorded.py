@@ -115,7 +115,7 @@ def test_a_model_becomes_the_ops_of_the_native_model(
 def test_interleaved_pairs_stay_in_torch_where_norms_of_heads_have_their_order(
     tmp_path: Path,
 ) -> None:
-    """Another order of rows would have to change the weights of those norms, too."""
+    """If loading reordered the rows, it would have to reorder the weights of these norms, too."""
     settings = {**VARIANTS["cohere"].settings, "use_qk_norm": True}
     normed = expect(Variant("cohere", settings), tmp_path)
     model, config = load(tmp_path, "cpu", implementation=TRANSFORMERS)
@@ -132,7 +132,7 @@ def test_norms_of_heads_are_part_of_the_rotation(expected) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["dots1", "ernie4_5_moe", "exaone_moe"])
 def test_routers_stay_float32_in_half_precision(expected, name: str) -> None:
-    """As in transformers, whose distance to the float32 logits is more than half of ours."""
+    """As in transformers. Our distance to the float32 logits is less than twice theirs."""
     directory, exact = expected(name).directory, expected(name).prompt_logits
     model, config = load(directory, "cpu", torch.bfloat16, pack=True)
     of_routers = {key: one.dtype for key, one in model.named_parameters() if ".gate." in key}
@@ -149,7 +149,7 @@ def test_routers_stay_float32_in_half_precision(expected, name: str) -> None:
 
 
 def calls(model: torch.nn.Module) -> dict[str, int]:
-    """How often the first layer calls `rotate_heads`, and torch's own operations."""
+    """The numbers of calls of `rotate_heads` and of torch's own operations in the first layer."""
     layer = model.layers[0]
     assert isinstance(layer, RecordedLayer)
     code = layer.recorded_layer.code
