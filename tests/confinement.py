@@ -37,13 +37,13 @@ def full(directory: Path, kib: int) -> list[str]:
 
 
 def no_execution(directory: Path) -> list[str]:
-    """Runs the command with an empty file system, from which nothing can be executed, at an existing directory."""
+    """Runs the command with an empty file system at a directory; its files cannot be executed."""
     script = 'mount -t tmpfs -o noexec none "$0" && exec "$@"'
     return _checked("a mount", ["unshare", "--mount", "sh", "-c", script, str(directory)])
 
 
 def no_temporary_files() -> list[str]:
-    """Runs the command with `/` and the temporary directories read-only; files can still be executed."""
+    """Runs the command with `/` and the directories for temporary files read-only."""
     # The interpreter itself may lie under /tmp, so these directories keep their contents.
     script = (
         "mount -o remount,ro,bind / && "
@@ -67,7 +67,7 @@ def without_privileges() -> list[str]:
 
 
 def few_files(number: int) -> list[str]:
-    """Runs the command with a limit of open files, soft and hard."""
+    """Runs the command with `number` as the soft and the hard limit of open files."""
     return ["sh", "-c", f'ulimit -n {number} && exec "$@"', "sh"]
 
 

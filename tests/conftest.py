@@ -13,14 +13,14 @@ from hypothesis import settings
 
 from ostinato.ops.native.instruction_sets import runnable_levels
 
-_MOST_WORKERS = 4  # each with its servers may take 2 GiB
+_MOST_WORKERS = 4  # a worker and its servers may take 2 GiB
 
 # Set before anything imports torch; the servers that tests start inherit it. Threads that wait for
 # each other at the end of a loop sleep, because other workers need the cores.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # Hundreds of processes that tests start import the package. Without stored bytecode each of them
-# compiles its source, which is a sixth of a server's start.
+# compiles its source. That takes a sixth of a server's start.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 

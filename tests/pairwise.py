@@ -34,7 +34,7 @@ def _values(axes: Sequence[Sequence[Any]], place: Sequence[int]) -> tuple[Any, .
 
 
 def _fewest(axes: Sequence[Sequence[Any]]) -> list[tuple[int, ...]]:
-    """Places of values in their axes. Of a few random orders, the one with the fewest cases."""
+    """Cases as the places of values in their axes: the shortest list of four random attempts."""
     shuffled = random.Random(0)
     places = list(itertools.product(*(range(len(axis)) for axis in axes)))
     attempts = []

@@ -1,4 +1,4 @@
-"""A scripted engine client: the same interface, with outputs from a list and without a process."""
+"""A stand-in for the engine's client: the same interface, with outputs from a list, no process."""
 
 from __future__ import annotations
 

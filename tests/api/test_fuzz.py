@@ -105,7 +105,7 @@ def likely(name: str) -> st.SearchStrategy[Any]:
     }.get(name, st.one_of(st.none(), st.booleans(), st.integers(0, 5), st.floats(0, 1)))
 
 
-@cache  # building it takes longer than a request
+@cache  # building a strategy takes longer than a request
 def bodies(schema: type[msgspec.Struct]) -> st.SearchStrategy[dict[str, Any]]:
     names = [field.name for field in msgspec.structs.fields(schema)]
     required = [field.name for field in msgspec.structs.fields(schema) if field.required]

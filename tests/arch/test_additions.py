@@ -280,7 +280,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for edit in addition.edits:
             file = root / "ostinato" / edit.file
             text = file.read_text()
-            assert text.count(edit.before) == 1, f"{edit.file} has another form now"
+            assert text.count(edit.before) == 1, f"{edit.file} has {edit.before!r} once"
             file.write_text(text.replace(edit.before, edit.lines + edit.before))
     return root
 

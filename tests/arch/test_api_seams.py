@@ -16,8 +16,8 @@ from tests.api.fake_client import FakeClient
 from tests.arch.tree import name_of, source_files
 
 MAX_FILES = 5
-# Parameters of the sampler that no answer of the API depends on. `n`, `seed`, `stop` and the like are words
-# of other things too, so their files cannot be counted.
+# Parameters that the API passes to the sampler and does not use itself. Names such as `n`, `seed`
+# and `stop` have other meanings in other files, so their files cannot be counted.
 PARAMETERS = (
     "allowed_token_ids",
     "frequency_penalty",

@@ -94,7 +94,7 @@ def test_all_of_it_in_small(tmp_path: Path) -> None:
     assert found["tests"]["skipped"] > 60
     assert [row["batch"] for row in found["decode-llama-8b"]["rows"]] == [1, 2, 8]
     for row in found["decode-llama-8b"]["rows"]:
-        assert row["tokens_per_step"] == row["batch"], "a step that is not one of decode"
+        assert row["tokens_per_step"] == row["batch"], "some steps are no decode steps"
         assert row["device_step_ms"] <= row["step_ms"]
     sizes = [found[name]["sizes"]["kv_bytes_per_token"] for name in STAGES if "decode" in name]
     assert sizes == [512, 128]  # float32 and 8 bits

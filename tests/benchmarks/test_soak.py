@@ -1,4 +1,4 @@
-"""The soak test in seconds, and what it sends."""
+"""A soak test of a few seconds, and the requests that the soak test sends."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_prompts_leave_room_for_the_answer() -> None:
 
 @pytest.mark.slow
 def test_a_soak_of_seconds() -> None:
-    """The server has compiled and captured steps. The servers of `tests/e2e` run in eager mode."""
+    """The server has compiled and captured steps. Most servers of `tests/e2e` run in eager mode."""
     plan = SoakPlan(
         seconds=5.0,
         seed=7,

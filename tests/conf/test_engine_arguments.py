@@ -1,4 +1,4 @@
-"""vLLM's arguments: each is a setting, has the value of the default, or is refused with a reason."""
+"""vLLM's arguments: each becomes a setting, or is refused with a reason unless it is a default."""
 
 import pytest
 
@@ -23,7 +23,7 @@ def test_an_argument_is_a_setting_or_says_why_not(name: str):
 
 @pytest.mark.parametrize("name", [name for name, one in ARGUMENTS.items() if one.setting])
 def test_no_default_value_is_lost_in_silence(name: str):
-    """A value that needs no setting is the value of the default setting."""
+    """A value of an argument that sets nothing equals the default of the setting."""
     argument = ARGUMENTS[name]
     section, key = argument.setting.split(".")
     shipped = getattr(getattr(load_config(), section), key)

@@ -10,7 +10,8 @@ from ostinato.models.registry import build_model, read_model_config
 from ostinato.runtime.startup.plan.model_source import open_model
 from ostinato.runtime.startup.plan.planning import plan_engine
 
-# Parameters as the models' authors state them, tied weights counted once, and tokens of context.
+# Option -> (number of parameters, context length), as the models' authors state them. Tied weights
+# count once.
 KNOWN = {
     "deepseek-v2-lite": (15_706_484_224, 163_840),
     "deepseek-v3": (671_026_419_200, 163_840),

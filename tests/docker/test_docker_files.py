@@ -87,7 +87,7 @@ def test_nothing_that_the_wheel_needs_is_left_out():
         files = (ROOT / folder).rglob("*")
         needed += [file for file in files if file.is_file() and "__pycache__" not in file.parts]
     names = [file.relative_to(ROOT).as_posix() for file in needed]
-    prebuilt = "ops/native/prebuilt/"  # what a wheel that was built here has left
+    prebuilt = "ops/native/prebuilt/"  # left by a wheel that was built in this checkout
     assert [one for one in names if is_ignored(one) and not one.startswith(prebuilt)] == []
     assert is_ignored("tests/docker/test_docker_files.py")
     assert is_ignored(".git/config")
@@ -95,7 +95,7 @@ def test_nothing_that_the_wheel_needs_is_left_out():
 
 @pytest.mark.parametrize("image", IMAGES)
 def test_the_requirements_are_those_of_the_project(image: str):
-    """Runs, unchanged, the line of the Dockerfile that writes them."""
+    """Runs the line of the Dockerfile that writes requirements.txt, unchanged."""
     (line,) = [one.text for one in instructions(image) if "tomllib" in one.text]
     command, _, file = line.rpartition(" > ")
     words = shlex.split(command)

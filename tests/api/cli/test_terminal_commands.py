@@ -21,7 +21,7 @@ from ostinato.runtime.types.outputs import RequestOutput
 from tests.runtime.tiny import MODEL
 
 DEMO = Path(ostinato.__file__).parents[1] / "models" / "demo"
-# Eager, with the reference kernel: the engine starts at once, and the tests are about the commands.
+# An eager engine with the reference kernel starts fastest, and these tests check only the commands.
 FAST = ["graphs.mode=eager", "graphs.attention=reference", "graphs.pack_weights=false"]
 TINY = [
     "model=llama-45m",

@@ -1,4 +1,4 @@
-"""Timelines, log lines, vLLM's names and traces, through the application with a scripted engine."""
+"""Timelines, log lines, metrics and traces of the application, with a scripted engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chat: bodies to engine requests, outputs to chunks and responses; literal expectations."""
+"""Chat completions: bodies become engine requests, and outputs become chunks and responses."""
 
 from __future__ import annotations
 

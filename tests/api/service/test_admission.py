@@ -29,7 +29,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
     """Poll until `condition` is true; fails after 240 s."""
     deadline = time.monotonic() + 240
     while not condition():
-        assert time.monotonic() < deadline, "it did not come true in time"
+        assert time.monotonic() < deadline, "the condition did not come true in time"
         time.sleep(0.01)
 
 

@@ -10,7 +10,7 @@ from ostinato.runtime.client.completion import join_outputs
 from ostinato.runtime.types.outputs import FinishReason, RequestOutput, TokenLogprobs
 from tests.api.dialect_values import output
 
-# Each output: the index of one of three completions, and the number of its tokens, which may be 0.
+# (index of the output's completion, number of the output's tokens), for three completions.
 OUTPUTS = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3)), max_size=30)
 
 

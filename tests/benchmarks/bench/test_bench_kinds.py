@@ -50,7 +50,7 @@ def test_determinism_counts_equal_answers(tmp_path: Path):
             share = point.metrics[f"equal_{way}"].value
             assert share == 1 - len(differing[way]) / 4
     greedy = record.points[0].metrics
-    assert greedy["equal_cached_alone"].value == 1.0, "the same request, alone, is the same"
+    assert greedy["equal_cached_alone"].value == 1.0, "alone, a cached prompt changes nothing"
 
 
 def test_speculation_compares_each_drafter_with_plain_decoding(tmp_path: Path):

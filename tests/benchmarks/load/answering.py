@@ -97,7 +97,7 @@ def status(code: int, headers: str = "", body: bytes = b"no") -> Handler:
 
 
 async def stall(_: dict[str, Any], writer: asyncio.StreamWriter) -> None:
-    """One piece, then nothing."""
+    """Sends one piece, and then nothing for 600 s."""
     writer.write(_HEAD + _event({"choices": [{"text": "x"}]}))
     await writer.drain()
     with contextlib.suppress(asyncio.CancelledError):  # when the test is over
@@ -105,7 +105,7 @@ async def stall(_: dict[str, Any], writer: asyncio.StreamWriter) -> None:
 
 
 async def break_off(_: dict[str, Any], writer: asyncio.StreamWriter) -> None:
-    """One piece, then the end of the connection."""
+    """Sends one piece, and then closes the connection."""
     writer.write(_HEAD + _event({"choices": [{"text": "x"}]}))
 
 

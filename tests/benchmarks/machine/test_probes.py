@@ -49,7 +49,7 @@ def test_the_work_of_a_child_process_is_not_other_programs_work():
 
 
 def test_cpu_seconds_have_a_process_its_living_child_and_its_ended_child():
-    """Each of the three works for 0.3 s of its own processor time, like a server and a compiler."""
+    """Each of the three processes uses 0.3 s of processor time of its own."""
     work = "import subprocess, sys, time\nwhile time.process_time() < 0.3: pass\n"
     lasting = f"{work}print(flush=True)\ninput()"
     parent = (

@@ -1,4 +1,4 @@
-"""Tables and plots of results, and that the committed results fit the schema."""
+"""Tables and plots of results. The committed results fit the schema."""
 
 import re
 from pathlib import Path

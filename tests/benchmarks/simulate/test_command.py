@@ -89,7 +89,7 @@ def test_a_roofline_counts_the_experts_of_a_token(option: str, active: float):
     # The authors count the embedding and the output head too.
     tables = shape.num_logit_parameters * 2
     assert shape.num_parameters + tables == pytest.approx(active * 1e9, rel=0.03)
-    # A step of one token reads the experts of that token, and a large one reads all.
+    # A step of one token reads the experts of that token, and a large step reads all.
     assert shape.read_bytes(1) == pytest.approx(
         2 * (shape.num_parameters + shape.num_logit_parameters), rel=1e-6
     )

@@ -119,7 +119,7 @@ def test_a_sweep_isolates_a_failure_reuses_the_model_and_resumes(
     assert "failed: " in capsys.readouterr().out
     files = {file: read_records(file)[0] for file in folder.glob("point-*.json")}
     reused = [r.conditions["model_reused"] for r in files.values() if not r.points[0].error]
-    assert sorted(reused) == [False, True], "one process, one load of the model"
+    assert sorted(reused) == [False, True], "the two points share one loaded model"
 
     # The second run keeps the good results and repeats only the failed points.
     kept = {file: file.stat().st_mtime_ns for file, r in files.items() if not r.points[0].error}

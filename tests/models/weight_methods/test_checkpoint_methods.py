@@ -45,7 +45,7 @@ def write_quantised(source: Path, target: Path, ignored: tuple[str, ...]) -> dic
 
 @pytest.fixture
 def known_method(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Adds the folder `formats`, which has one weight method, to those that are searched."""
+    """Adds the folder `formats`, which has one weight method, to the searched folders."""
     folder = str(Path(__file__).with_name("formats"))
     path = [*quantized_checkpoints.__path__, folder]
     monkeypatch.setattr(quantized_checkpoints, "__path__", path)

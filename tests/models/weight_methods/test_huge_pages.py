@@ -1,4 +1,4 @@
-"""Memory in huge pages: contents, places, and how long it lives."""
+"""Weights in huge pages: their contents, their addresses, and when their memory is returned."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_memory_is_returned_with_its_last_matrix() -> None:
     first, last = tensors[0].data_ptr(), tensors.pop()
     del memory, tensors
     gc.collect()
-    assert is_mapped(first), "one matrix keeps the chunk"
+    assert is_mapped(first), "one matrix keeps the chunk mapped"
     del last
     gc.collect()
     assert not is_mapped(first)

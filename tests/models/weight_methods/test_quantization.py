@@ -190,8 +190,8 @@ def test_only_one_matrix_at_a_time_is_whole_and_unquantised(directory) -> None:
         load_weights(model, checkpoint)
     sizes = [4 * m.out_features * m.in_features for m in matrices(model).values()]
     assert 3 * max(sizes) < sum(sizes)  # otherwise the bound below would always hold
-    # The file's matrix, its merged copy, and what the quantiser makes of one matrix. The finished
-    # weights lie in memory that LiveBytes does not see.
+    # These are in memory at once: the file's matrix, its merged copy, and one matrix's quantised
+    # form. The finished weights lie in memory that LiveBytes does not see.
     assert max(sizes) // 4 < live.peak < 3 * max(sizes)
     # a table of few rows stays as it is
     left = [module for module in matrices(model).values() if module.method == Plain()]

@@ -38,7 +38,7 @@ class Truth:
     pause_s: float = 0.0004
     request_s: float = 0.003
     delivery_s: float = 0.0015
-    spread: float = 0.0  # the spread of a step's ratio
+    spread: float = 0.0  # the ratio of a step varies by up to this share
 
 
 def record(truth: Truth, *, seed: int = 0, num_requests: int = 60) -> Recording:
