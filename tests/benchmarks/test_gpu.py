@@ -70,7 +70,7 @@ STAGES = [
 ]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there the command itself is run")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, the command itself is run")
 @pytest.mark.timeout(900)
 @pytest.mark.slow
 def test_all_of_it_in_small(tmp_path: Path) -> None:

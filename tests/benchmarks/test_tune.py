@@ -294,7 +294,7 @@ def test_a_written_option_gives_the_tuned_configuration(tmp_path: Path):
         "sampling",
     ):
         assert getattr(loaded, name) == getattr(tuned, name)
-    # The option has the engine's settings only, and of these no addresses of a machine.
+    # The option holds the engine's settings only, without addresses of machines.
     assert loaded.server.port == 8000
     assert loaded.parallel == dataclasses.replace(tuned.parallel, host="", ray_address="")
     again = load_config(["tuned=mine", "scheduler.max_num_seqs=4"], config_dir=str(tmp_path))

@@ -151,7 +151,7 @@ def _sample(kind: types.Type) -> Any:
 def send(client: httpx.Client, place: Place, number: str) -> httpx.Response:
     """Send a number. Checks that the answer is a 200, a 400 with an error, or a deadline's 504."""
     body = json.dumps({**place.endpoint.body, **place.fields})
-    if f'"{MARK}":' in body:  # the key of a map
+    if f'"{MARK}":' in body:  # the number is the key of a map
         body = body.replace(MARK, number)
     body = body.replace(f'"{MARK}"', number)
     answer = client.post(

@@ -45,7 +45,7 @@ def write_scripted_model(
             successor[last] = last = len(tokens) - 1
         successor[last] = 1
     assert len(set(tokens)) == len(tokens), "two pieces are the same"
-    if in_pieces:  # and every byte, so that the model can write what a grammar needs
+    if in_pieces:  # add every byte, so that the model can write what a grammar needs
         bytes_ = sorted(pre_tokenizers.ByteLevel.alphabet())
         tokens += [byte for byte in bytes_ if byte not in tokens]
     successor |= {token: 1 for token in range(len(tokens)) if token not in successor}

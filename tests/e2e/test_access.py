@@ -1,4 +1,4 @@
-"""HTTPS and API keys of a real server: which requests are answered, and that no key is shown anywhere."""
+"""HTTPS and API keys of a real server: which requests it answers, and that it shows no key."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ class End(NamedTuple):
 
     code: int
     text: str  # standard error
-    skipped: str = ""  # the reason for which there was no start
+    skipped: str = ""  # why there was no start; empty if there was one
 
 
 @pytest.fixture(scope="module")

@@ -7,9 +7,10 @@ Limits that other tests cover in the same way:
 | structured-output.md | texts of `choice`, size, optional properties | e2e/test_structured_output_limits.py |
 | structured-output.md | numbers, bounds, counts, ways at one place, parts | runtime/grammar/test_json_schemas.py |
 | limits.md | `server.max_header_kib`, `header_timeout_s`, `body_timeout_s` | e2e/test_slow_and_large_senders.py |
-| limits.md | `max_body_mib`, `max_prompt_tokens`, queues, requests of a key | e2e/test_bad_input.py, api/service/test_admission.py, e2e/test_access.py |
+| limits.md | `max_prompt_tokens`, queues, requests of a key | api/service/test_admission.py |
 | reliability.md | `max_restarts` | runtime/replicas/test_restarts.py |
-| dialects.md | replies in the background, `limit` of lists | api/responses/test_responses.py |
+| dialects.md | replies in the background | api/responses/test_responses.py |
+| dialects.md | `limit` of lists | e2e/test_custom_tools.py |
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ PATHS = ("/live", "/ready", "/health")
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ServerProcess]:
-    # With the reference kernel, a step of six long prompts takes seconds. The watchdog allows five times the
-    # predicted time. Other tests make an engine of one thread at most three times slower.
+    # With the reference kernel, a step of six long prompts takes seconds. The watchdog allows five
+    # times the predicted time. Other tests make an engine of one thread at most three times slower.
     with ServerProcess(
         "model.max_model_len=2048",
         "scheduler.max_num_seqs=6",

@@ -118,7 +118,7 @@ def test_a_request_of_many_sequences_leaves_a_row_to_others(server):
     with HTTP.stream("POST", server.url + COMPLETIONS, json=many) as stream:
         lines = stream.iter_lines()
         next(lines)
-        # This request is answered, although 128 sequences came before it and take 64 rows for seconds.
+        # 128 sequences came before this request and run for seconds. It is answered among them.
         assert post(server, COMPLETIONS, {"prompt": "Hi", "max_tokens": 4}).status_code == 200
         assert next(lines) is not None
         assert not any("cmpl-many " in line for line in server.output)

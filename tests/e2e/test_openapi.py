@@ -21,7 +21,7 @@ ENCODER = (f"model.path={minilm_directory()}", "graphs.bundle=false")
 
 
 def check(seen: dict[str, set[int]], url: str, *answered: str) -> None:
-    """Check that every endpoint got a request, and that those in `answered` gave a 200."""
+    """Check that no operation answered 5xx, and that those in `answered` gave a 200 once."""
     assert len(seen) >= 25
     assert not [name for name, statuses in seen.items() if max(statuses) >= 500]
     assert [name for name in answered if 200 not in seen[name]] == []

@@ -163,7 +163,7 @@ class TestProcess:
         complete(server, structured_outputs={"choice": ["warm"]})
         suspend()
         answers = [held("hold 0", "first")]
-        complete(server, structured_outputs={"choice": ["warm as well"]})  # the other process
+        complete(server, structured_outputs={"choice": ["warm as well"]})  # uses the other process
         suspend()
         answers.append(held("hold 1", "second"))
         held("gone", "left").close()

@@ -77,7 +77,7 @@ def test_no_checkout(tmp_path: Path):
 def test_two_real_versions_are_compared(capsys: pytest.CaptureFixture[str]):
     """Compares the working tree with its own commit, then names a commit that does not exist."""
     if not (ROOT / ".git").exists():
-        pytest.skip("no checkout")
+        pytest.skip("this tree is no git checkout")
     assert gate.main(["--against", "no-such-commit"]) == 2
     assert "name a commit" in capsys.readouterr().err
     # Other programs may disturb the timings, so this checks only that the command answers.

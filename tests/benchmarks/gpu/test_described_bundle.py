@@ -77,7 +77,7 @@ def test_a_bundle_for_a_gpu_that_is_not_here(tmp_path: Path) -> None:
     assert "NVIDIA-H200" in bundle.name
     files = {path.name for path in bundle.iterdir()}
     (archive,) = [name for name in files if name.startswith("triton-")]
-    # Inductor's programs are of one build of torch and are left out.
+    # The bundle leaves out Inductor's programs, which only one build of torch can load.
     assert files == {"manifest.json", archive, "layer-0-few-rows", "layer-1-few-rows"}
 
     again = [sys.executable, "-c", ADOPTING, str(bundle / archive), str(cache), *arguments(second)]

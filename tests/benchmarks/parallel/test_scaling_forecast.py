@@ -29,7 +29,10 @@ def test_the_results_are_those_of_the_cases() -> None:
 
 
 def test_a_forecast_is_near_the_stored_one() -> None:
-    """A change of the scheduler changes forecasts. If one changes by 10%, the stored forecasts and the page must be renewed."""
+    """A change of the scheduler may change forecasts.
+
+    If this one changes by more than 10%, the stored forecasts and the page must be renewed.
+    """
     command = LAYOUTS[0].commands()[0]
     (now,) = forecast(command)
     (stored,) = json.loads(RESULTS.read_text())[command_line(command)]

@@ -26,7 +26,7 @@ CONFIG = {
     "max_position_embeddings": 128,
     "dtype": "bfloat16",
 }
-# Prints the bytes of the weights, and the rise of the process's memory.
+# Prints the bytes of the weights, and by how many bytes loading raises the process's memory.
 MEASURE = """
 import sys
 from pathlib import Path

@@ -133,7 +133,7 @@ def test_experts_are_multiplied_as_stored(written) -> None:
         ids = torch.tensor([[0, 3], [1, 2], [2, 0], [3, 1], [0, 1], [2, 3], [1, 0]])
         exact = torch.einsum("tkoi,ti->tko", module.dense()[ids], x).flatten(0, 1)
         error = (module(x, ids.int()) - exact).norm() / exact.norm()
-        assert float(error) < 0.02  # logits would differ more, as near ties choose other experts
+        assert float(error) < 0.02  # logits would differ more: near ties choose other experts
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -1,7 +1,7 @@
 """Checkpoints that state 8-bit activations, with the methods that a GPU uses, on a CPU.
 
 The logits are compared with those of transformers. There the weights are those that the checkpoint
-stands for, and a hook rounds the inputs of every linear layer as the format's library does.
+stands for, and a hook rounds the inputs of every projection as the format's library does.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def state_scale(directory: Path) -> None:
 
 
 def rounding(scales: str, size: int, *, is_float: bool) -> Callable[..., tuple[Tensor]]:
-    """A hook that rounds the input of a linear layer."""
+    """A hook that rounds the input of a projection."""
     most = 448.0 if is_float else 127.0
 
     def hook(module: torch.nn.Module, given: tuple[Tensor]) -> tuple[Tensor]:
