@@ -1,8 +1,8 @@
 """Converts a part of a recorded graph from [1, T, ...] to [T, ...]: the tokens of a step, no batch.
 
-transformers computes [1, T, ...]. A result of an operation loses its first dimension if that has
-the size 1. Parameters, buffers and constants keep all dimensions. Each operation has a rule for the
-conversion. If an operation has no rule, the error names it. Only attention may mix tokens: any
+transformers computes [1, T, ...]. Every value whose first dimension has the size 1 loses that
+dimension: results of operations, parameters, buffers and constants. Each operation has a rule for
+the conversion. If an operation has no rule, the error names it. Only attention may mix tokens: any
 other operation that computes a token's values from those of other tokens is an error too.
 """
 
@@ -381,7 +381,7 @@ class PartBuilder:
         name = self._recording.tensors.get(recorded.name)
         if name is None:
             raise ValueError("it reads the padding mask, or token ids in a layer")
-        self._new[recorded] = self._tensor(name)
+        self._set_whole(recorded, self._tensor(name))
 
     def _tensor(self, name: str) -> Node:
         self.tensor_names.append(name)
@@ -390,7 +390,8 @@ class PartBuilder:
     def _add_constant(self, recorded: Node) -> None:
         name = str(recorded.target)
         self.constants[name] = getattr(self._recording.graph, name)
-        self._new[recorded] = self.graph.get_attr(name)
+        recorded.meta.setdefault("val", self.constants[name])
+        self._set_whole(recorded, self.graph.get_attr(name))
 
     def _check_tokens(self, recorded: Node) -> None:
         value = recorded_value(recorded)

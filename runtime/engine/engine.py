@@ -94,6 +94,9 @@ class Engine:
                 f"the engine has ended and a new one must be made: {self._failure}",
                 self._failure.reason,
             )
+        # Checked here, because a request whose grammar is built must not be refused within a step.
+        self._scheduler.check(request)
+        self._grammars.check(request)
         self._observer.add(request)
         self._counters.add(request)
         if request.grammar:

@@ -33,6 +33,7 @@ from ostinato.runtime.scheduling.sequences.sequence import (
     Sequence,
     SequenceStatus,
     check_prompt_length,
+    duplicate_id,
 )
 from ostinato.runtime.scheduling.step_plan import StepPlan
 from ostinato.runtime.scheduling.step_planner import StepPlanner
@@ -197,6 +198,26 @@ class Scheduler:
         """
         return dict(self._sequences)
 
+    def check(self, request: Request) -> None:
+        """Raise the error that `add` would raise.
+
+        Raises:
+            InvalidRequestError: the request's id is in use, its prompt is empty or leaves no room
+                for output, or the keys of its encoder tokens do not fit into the cache.
+        """
+        if request.request_id in self._sequences:
+            raise duplicate_id(request.request_id)
+        check_prompt_length(request, self.max_model_len)
+        cache = self._cache
+        fixed = -(-request.num_encoder_tokens // cache.block_size) * (len(cache.groups) - 1)
+        room = cache.num_blocks - -(-self.max_model_len // cache.block_size)
+        if fixed > room:
+            raise InvalidRequestError(
+                f"{request.num_encoder_tokens} encoder tokens need {fixed} blocks of the KV cache, "
+                f"which has {room} beside those of the longest sequence; shorten the input",
+                param="prompt",
+            )
+
     def add(self, request: Request) -> None:
         """Queue a request.
 
@@ -208,16 +229,9 @@ class Scheduler:
         1989) with the number of arrivals as the virtual time.
 
         Raises:
-            InvalidRequestError: the request's id is in use, or its prompt is empty or leaves no
-                room for output.
+            InvalidRequestError: see `check`.
         """
-        if request.request_id in self._sequences:
-            raise InvalidRequestError(
-                f"request_id {request.request_id!r} is in use; wait for its end or choose another",
-                param="request_id",
-            )
-        check_prompt_length(request, self.max_model_len)
-        self._check_encoder_tokens(request)
+        self.check(request)
         if not request.place:
             self._num_turns += 1
         order = (self._rank(request), 0, self._num_turns + request.place, self._num_arrivals)
@@ -371,17 +385,6 @@ class Scheduler:
         if not self.has_work:
             num_held = self._cache.num_blocks - self._cache.num_free_blocks
             check(num_held == 0, f"{num_held} blocks are held without work")
-
-    def _check_encoder_tokens(self, request: Request) -> None:
-        cache = self._cache
-        fixed = -(-request.num_encoder_tokens // cache.block_size) * (len(cache.groups) - 1)
-        room = cache.num_blocks - -(-self.max_model_len // cache.block_size)
-        if fixed > room:
-            raise InvalidRequestError(
-                f"{request.num_encoder_tokens} encoder tokens need {fixed} blocks of the KV cache, "
-                f"which has {room} beside those of the longest sequence; shorten the input",
-                param="prompt",
-            )
 
     def _append_tokens(
         self, sequence: Sequence, index: int, count: int, result: StepResult

@@ -18,7 +18,7 @@ from ostinato.runtime.speculation.proposer import Draft
 from ostinato.runtime.types.outputs import FinishReason, TokenLogprobs
 from ostinato.runtime.types.request import Request
 
-__all__ = ("Sequence", "SequenceStatus", "check_prompt_length")
+__all__ = ("Sequence", "SequenceStatus", "check_prompt_length", "duplicate_id")
 
 
 class SequenceStatus(Enum):
@@ -34,6 +34,14 @@ class SequenceStatus(Enum):
     preempted = "preempted"  # it is draining, and loses its row and blocks afterwards
     parked = "parked"  # a beam without row and blocks, whose candidates are known
     finished = "finished"
+
+
+def duplicate_id(request_id: str) -> InvalidRequestError:
+    """The error of a request whose id another request has."""
+    return InvalidRequestError(
+        f"request_id {request_id!r} is in use; wait for its end or choose another",
+        param="request_id",
+    )
 
 
 def check_prompt_length(request: Request, max_model_len: int) -> None:

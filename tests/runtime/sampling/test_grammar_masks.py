@@ -11,6 +11,7 @@ import torch
 
 import ostinato
 from ostinato import LLM, SamplingParams, StructuredOutputsParams
+from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.grammar.llguidance_text import grammar_text
 from ostinato.runtime.grammar.matcher import build_matcher, load_grammar_tokenizer
 from ostinato.runtime.sampling import grammar_masks, grammar_rows
@@ -317,3 +318,30 @@ def test_rows_that_wait_change_no_answer(
     assert completions(llm) == plain
     assert held > 50
     llm._engine.check_integrity()
+
+
+def test_a_request_is_refused_before_its_grammar_is_built(overlapped: LLM) -> None:
+    """A refusal within a step would end the engine."""
+    engine = overlapped._engine
+    text = grammar_text(WORDS, {})
+
+    def request(request_id: str, grammar: str, num_tokens: int = 3) -> Request:
+        return Request(
+            request_id=request_id,
+            prompt_token_ids=[5] * num_tokens,
+            sampling=SamplingParams(max_tokens=6, structured_outputs=WORDS),
+            eos_token_ids=(EOS,),
+            grammar=grammar,
+        )
+
+    engine.add_request(request("one", text))
+    for grammar in (text, ""):
+        with pytest.raises(InvalidRequestError, match="'one' is in use"):
+            engine.add_request(request("one", grammar))
+    with pytest.raises(InvalidRequestError, match="the prompt must have 1 to"):
+        engine.add_request(request("two", text, 10_000))
+    outputs = []
+    while engine.has_work:
+        outputs += engine.step()
+    assert {output.request_id for output in outputs} == {"one"}
+    assert sum(len(output.new_token_ids) for output in outputs) == 6

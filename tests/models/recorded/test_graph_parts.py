@@ -1,0 +1,60 @@
+"""Parts of a recorded graph whose parameters have a first dimension of size 1."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from ostinato.models.recorded.graph_parts import TENSORS, PartBuilder
+from ostinato.models.recorded.recording import Recording
+
+HEADS, TOKENS, DIM = 3, 5, 4
+
+
+def scaled_heads(x: Tensor, parameter: Tensor) -> Tensor:
+    """A scale [1, heads, 1, 1] times heads [1, heads, tokens, dim]."""
+    return (x * parameter[:, :, :1, :1]).transpose(1, 2).reshape(1, TOKENS, HEADS * DIM)
+
+
+def reshaped_parameter(x: Tensor, parameter: Tensor) -> Tensor:
+    """Operations that have no input with a batch dimension but the parameter."""
+    return x + (parameter * 2).squeeze(0).unsqueeze(0)
+
+
+def split_parameter(x: Tensor, parameter: Tensor) -> Tensor:
+    """The parameter's parts have its first dimension too."""
+    low, high = (parameter * 2).split(DIM // 2, -1)
+    return x.transpose(1, 2) * torch.cat((high, low), -1).transpose(1, 2)
+
+
+@pytest.mark.parametrize("function", [scaled_heads, reshaped_parameter, split_parameter])
+def test_a_parameter_with_a_first_size_of_one(function: Callable[..., Tensor]) -> None:
+    x = torch.randn(1, HEADS, TOKENS, DIM)
+    parameter = torch.randn(1, HEADS, 1, DIM)
+    graph = make_fx(function, tracing_mode="fake")(x, parameter)
+    nodes = list(graph.graph.nodes)
+    recording = Recording(
+        model=None,
+        graph=graph,
+        tensors={nodes[1].name: "scale"},
+        leaves={},
+        calls=(),
+        layers=(),
+        sections={},
+    )
+    builder = PartBuilder(recording, "", torch.device("cpu"))
+    builder.input("x", nodes[0])
+    for node in nodes[1:-1]:
+        builder.add(node)
+    builder.graph.output(builder.result(nodes[-1].args[0]))
+    holder = nn.Module()
+    holder.register_buffer("scale", parameter)
+    root = nn.Module()
+    root.add_module(TENSORS, holder)
+    part = GraphModule(root, builder.graph)
+    torch.testing.assert_close(part(x[0]), function(x, parameter)[0], rtol=0, atol=0)
