@@ -43,7 +43,7 @@ class OracleDrafter:
 
     def learn(self, request: Request, token_ids: Sequence[int]) -> None:
         output = token_ids[len(request.prompt_token_ids) :]
-        assert output == self.outputs[request.request_id], "an answer is learned whole"
+        assert output == self.outputs[request.request_id], "learn() must get the complete output"
 
     def reset(self) -> None:
         pass
@@ -59,7 +59,7 @@ class ReplayDrafter:
     """Continues the outputs of an earlier run; errs as `OracleDrafter` does.
 
     Args:
-        max_drafts: guesses for one sequence in one step.
+        max_drafts: the most guesses for one sequence in one step.
         vocab_size: upper bound of all guesses, wrong ones included.
 
     Attributes:
@@ -73,7 +73,7 @@ class ReplayDrafter:
         self._vocab_size = vocab_size
 
     def memorize(self, prompts: list[list[int]], outputs: list[list[int]]) -> None:
-        """Distinct prompts and the tokens that followed them; no guess is made for other prompts."""
+        """Keep distinct prompts and their outputs. There are no drafts for other prompts."""
         self._outputs = dict(zip(map(tuple, prompts), outputs, strict=True))
 
     def propose(self, request: Request, token_ids: Sequence[int], most: int) -> Draft | None:
@@ -99,7 +99,7 @@ class ReplayDrafter:
 
 
 def make_llm(config: RunConfig, drafter: Proposer | None) -> LLM:
-    """An `LLM` whose engine is built with this drafter, if there is one, and verifies all drafts."""
+    """An `LLM` whose engine has this drafter, if there is one, and verifies all drafts."""
     speculation = dataclasses.replace(config.speculation, adaptive=False)
     config = dataclasses.replace(config, speculation=speculation)
     return LLM(config=config, proposer=drafter)

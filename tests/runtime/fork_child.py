@@ -1,4 +1,4 @@
-"""Jobs for tests/runtime/test_fork_server.py, one for each way to fail."""
+"""Jobs for tests/runtime/test_fork_server.py: answers, and one job for each way to fail."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def no_fork() -> int:
 
 
 def meet(job: bytes) -> None:
-    """Waits until as many forks as the job says have made a file in the folder that it names."""
+    """Makes a file in the job's folder, and waits until the folder has the job's count of files."""
     _, count, folder = job.decode().split(" ", 2)
     (Path(folder) / str(os.getpid())).touch()
     while len(os.listdir(folder)) < int(count):

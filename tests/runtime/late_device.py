@@ -90,7 +90,7 @@ class LateTensor(Tensor):
 
 
 class _Mode(TorchDispatchMode):
-    """Passes to the device the ops that make tensors on it."""
+    """Passes ops to the device if they make tensors on it or get its tensors as arguments."""
 
     def __init__(self, device: LateDevice) -> None:
         super().__init__()
@@ -132,12 +132,12 @@ class _Mode(TorchDispatchMode):
 
 
 class LateDevice:
-    """The device.
+    """The simulated CUDA device.
 
     Attributes:
         timing: when its work runs.
         waits: names of ops at which the host waited for a value, in order.
-        num_late: how many pieces of work were still queued when the host returned from the call.
+        num_late: how many pieces of work were still queued when the call that added them returned.
     """
 
     def __init__(self, timing: Timing) -> None:
@@ -319,7 +319,7 @@ class LateDevice:
 
     @contextmanager
     def installed(self, patch: Any) -> Iterator[LateDevice]:
-        """Inside, this is the only CUDA device.
+        """Inside the context, this is the only CUDA device.
 
         Args:
             patch: pytest's monkeypatch.
@@ -354,7 +354,7 @@ class LateDevice:
         }.items():
             patch.setattr(torch.cuda, name, value)
         make = torch.tensor
-        get_torch_obj_rule_map()  # kept by Dynamo for later tests, so made with the real function
+        get_torch_obj_rule_map()  # Dynamo keeps it; it must have the real `torch.tensor`
 
         def tensor(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Tensor:
             made = make(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Streams, events and graphs of the device for tests in late_device.py."""
+"""Streams, events and graphs of the simulated CUDA device in late_device.py."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Event:
         return self._place is None or self._place[0].num_run >= self._place[1]
 
     def elapsed_time(self, end: Event) -> float:
-        assert end.query(), "the device has not passed the events"
+        assert end.query(), "the device has not reached the end event"
         return 1.0
 
 

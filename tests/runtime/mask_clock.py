@@ -12,11 +12,11 @@ __all__ = ("MaskClock",)
 class MaskClock:
     """Stands in for the module `time` where masks are made.
 
-    How long masks take decides which rows wait. With this clock the decision does not depend on
-    the machine.
+    The time that the masks take decides which rows wait. With this clock the decision does not
+    depend on the machine.
 
     Attributes:
-        seconds: since the beginning, wall time and processor time alike.
+        seconds: what `perf_counter`, `process_time` and `thread_time` return.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:

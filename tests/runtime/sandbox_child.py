@@ -1,4 +1,4 @@
-"""Jobs for tests/runtime/test_sandbox.py, one for each way to fail."""
+"""Jobs for tests/runtime/test_sandbox.py: answers, and one job for each way to fail."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ EOS = 0
 
 
 def mix(digest: int, entry: object) -> int:
-    """One step of a rolling digest. Entries made of integers give the same digest in any process."""
+    """One step of a rolling digest. Entries of integers give the same digest in any process."""
     return hash((digest, entry))
 
 
@@ -137,8 +137,8 @@ class SimulatedDevice:
 
     Loads end when `finish_loads` is called; until then no step may touch their blocks.
 
-    With `hold_seed`, rows get no token at random steps, at most at two consecutive ones. They behave
-    like rows that wait for the masks of their grammars.
+    With `hold_seed`, rows get no token at random steps, at most at two consecutive ones. They
+    behave like rows that wait for the masks of their grammars.
     """
 
     def __init__(self, total_blocks: int, block_size: int, hold_seed: int | None = None) -> None:
@@ -244,7 +244,7 @@ class SimulatedDevice:
             inside = entry.start % self.block_size
             assert not inside or row.num_candidates, "a prefix hit ends inside a block"
         elif entry.is_repeated:
-            assert entry.start == row.held_at, "another position is repeated than the one held"
+            assert entry.start == row.held_at, "the repeated position has given a token"
             assert len(entry.token_ids) == entry.num_new_tokens == 1
             row.held_at = None
         else:

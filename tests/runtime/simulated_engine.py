@@ -115,7 +115,7 @@ class SimulatedEngine:
         output = self.scheduler.schedule()
         if output is None:
             can_go_on = self._in_flight or self.device.loads or not self.scheduler.has_work
-            assert can_go_on, "work, but nothing can ever run"
+            assert can_go_on, "there is work, but no step can be scheduled"
             return None
         self._check_limits(output)
         self._check_lanes(output, num_running)
@@ -158,7 +158,7 @@ class SimulatedEngine:
         self.scheduler.check_integrity()
 
     def run(self, *, lookahead: bool) -> None:
-        """Launch and land until all requests have ended; their lengths limit the number of steps."""
+        """Launch and land until all requests have ended. Their lengths limit the steps."""
         lengths = [
             _most_tokens(request, self.max_model_len)
             for request_id, request in self.requests.items()
@@ -290,7 +290,10 @@ class SimulatedEngine:
             assert sequence.block_table.num_registered <= num_known
 
     def _check_ends(self, output: SchedulerOutput) -> None:
-        """Checks that no step computes a request's last allowed token: it is sampled and never fed back."""
+        """Checks that no step computes a request's last allowed token.
+
+        This token is sampled, but never fed back.
+        """
         for entry in output.scheduled:
             request = self.requests[self.device.rows[entry.row].request_id]
             max_tokens = request.sampling.max_tokens or self.max_model_len
@@ -320,7 +323,10 @@ def _mixed_seconds(
     chunks: list[ScheduledSequence],
     drafts: list[Chunk],
 ) -> float:
-    """Predicted seconds of the step; 0 when it lacks decodes or prompts, and so has no target."""
+    """Predicted seconds of the step.
+
+    0 if the step has no decodes, or neither prompts nor drafts: then it has no target.
+    """
     if not decodes or not (chunks or drafts):
         return 0.0
     context = sum(entry.start for entry in decodes) / len(decodes)

@@ -22,7 +22,7 @@ CHILD = "tests.runtime.fork_child"
 def run(
     test: Callable[[ForkServer], Awaitable[None]], *, module: str = CHILD, first: bytes = b"hello"
 ) -> None:
-    """Runs a test with a server of its own, after which no process is left."""
+    """Runs a test with a server of its own. Afterwards no process may be left."""
 
     async def main() -> None:
         server = ForkServer(module, first)
@@ -161,7 +161,7 @@ def test_forks_that_are_killed_while_they_wait_fail_no_job(tmp_path):
 
 
 def test_when_all_processes_were_killed_the_second_try_starts_one(monkeypatch):
-    """The number of forks that waited does not matter: the next error is that of the start."""
+    """However many forks have waited, the next error says that no process can be started."""
 
     async def test(server):
         await asyncio.gather(*(server.call(b"parts", SHARED) for _ in range(4)))
@@ -310,7 +310,7 @@ def test_it_ends_with_its_parent(capfd):
         assert server._process.wait(240) == 0
         call.cancel()
         await asyncio.gather(call, return_exceptions=True)
-        # The adopting process may not reap it, as the first process of a container does not.
+        # The process that adopts the fork may not reap it, such as the first one of a container.
         with contextlib.suppress(psutil.NoSuchProcess):
             await until(lambda: fork.status() == psutil.STATUS_ZOMBIE)
 

@@ -82,7 +82,7 @@ def test_another_dictionary_is_refused(llm: LLM, prompt: dict):
 def test_a_seed_makes_a_run_repeatable(llm: LLM):
     drawn = SamplingParams(max_tokens=12, temperature=1.5)
     first = llm.generate([TEXT] * 3, drawn, use_progress=False)
-    assert len({tuple(each.outputs[0].token_ids) for each in first}) > 1  # each has its own
+    assert len({tuple(each.outputs[0].token_ids) for each in first}) > 1  # each has its own seed
     with LLM(
         enforce_eager=True,
         max_model_len=128,

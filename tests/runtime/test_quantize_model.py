@@ -116,7 +116,7 @@ def test_experts_are_quantised_for_their_own_tokens(tmp_path: Path, form: str, b
 
 
 def test_transformers_reads_what_was_written(tmp_path: Path) -> None:
-    pytest.importorskip("compressed_tensors", reason="the package that transformers reads it with")
+    pytest.importorskip("compressed_tensors", reason="transformers needs this package to read it")
     source = save(reference_model(VARIANTS["qwen2"]), VARIANTS["qwen2"].as_one_file(), tmp_path)
     target = tmp_path / "new"
     quantise(

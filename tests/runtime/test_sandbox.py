@@ -88,7 +88,7 @@ def test_a_process_that_can_not_start(monkeypatch):
 
 
 def test_a_server_with_a_limit_of_memory():
-    """A child keeps a limit that it inherits. If a job needs more, this is not its fault."""
+    """A child keeps a limit that it inherits. A job that needs more is not at fault."""
     script = """
 import resource
 from ostinato.runtime.sandbox import SandboxError
@@ -140,7 +140,7 @@ def test_a_caller_that_goes_away_kills_its_job(process, monkeypatch):
 
 @pytest.mark.parametrize("runs", [True, False])
 def test_a_caller_that_goes_away_before_its_job_is_sent(process, monkeypatch, runs):
-    """The child ends before the job's thread looks at it, and must not get the job afterwards."""
+    """The child is killed before the thread sends the job. No later child may get the job."""
     begun, killed = threading.Event(), threading.Event()
     send, kill = process.call, process.kill
 

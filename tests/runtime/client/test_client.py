@@ -68,7 +68,7 @@ async def started(*overrides: str) -> AsyncIterator[EngineClient]:
 
 @pytest.fixture(scope="module")
 def run_with_client() -> Iterator[Run]:
-    """Runs scenarios with one client, whose engine is idle before and after each."""
+    """Runs scenarios with one client. Before and after each, its engine has no requests."""
 
     async def run(scenario: Scenario) -> None:
         assert client.num_unfinished == 0
@@ -83,7 +83,7 @@ def run_with_client() -> Iterator[Run]:
 
 
 def run_with_own_client(scenario: Scenario, *overrides: str) -> None:
-    """Runs a scenario with a client of its own, whose engine it may kill."""
+    """Runs a scenario with a client of its own. The scenario may kill the client's engine."""
 
     async def run() -> None:
         async with started(*overrides) as client:
@@ -97,7 +97,7 @@ def test_a_request_passes_three_modules_on_its_way_to_the_socket(
 ) -> None:
     """The three modules between the request runner and `LocalChild`, which owns the socket.
 
-    They are part of the six hops from a route to the socket that docs/design.md lists.
+    docs/design.md lists six hops from a route to the socket. These modules are part of them.
     """
     walks: list[list[str]] = []
     send = LocalChild.send

@@ -1,4 +1,4 @@
-"""A tokenizer that is loaded while the engine starts is the one that the engine names."""
+"""`EarlyTokenizer` gives the tokenizer that the engine names, whichever one it loaded early."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Embeddings equal those of transformers, however a prompt is chunked, cached, preempted or batched."""
+"""Embeddings are close to those of transformers.
+
+They do not depend on how a prompt is chunked, cached, preempted or batched.
+"""
 
 from __future__ import annotations
 
@@ -332,7 +335,7 @@ def test_the_door(token_ids, params, param, message):
 
 
 class Model:
-    """A runner without a model: a row's vector is the sum of the tokens that the row has seen."""
+    """A runner without a model: a row's vector is the sum of the tokens that were computed."""
 
     def __init__(self) -> None:
         self.sums: dict[int, int] = {}
@@ -352,7 +355,13 @@ class Model:
 
 
 def run_to_the_end(scheduler, *, ahead, aborted, whole) -> dict[str, SequenceOutput]:
-    """The terminal outputs; `ahead` = one step is in flight while the next is planned."""
+    """The terminal outputs.
+
+    Args:
+        ahead: one step is in flight while the next is planned.
+        aborted: numbers of the requests that are aborted after the first step.
+        whole: check that each step computes complete prompts.
+    """
     model, in_flight = Model(), []
     ended: dict[str, SequenceOutput] = {}
     for round_ in range(2000):
@@ -372,7 +381,7 @@ def run_to_the_end(scheduler, *, ahead, aborted, whole) -> dict[str, SequenceOut
                     ended[one.request_id] = one
         elif output is None:
             return ended
-    raise AssertionError("it does not come to an end")
+    raise AssertionError("the scheduler still has work after 2000 rounds")
 
 
 @given(

@@ -1,4 +1,4 @@
-"""Kills real engine processes: streams continue in the next engine with the same bits."""
+"""Kills real engine processes: streams continue in the next engine with the same outputs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def like(base: SamplingParams, **fields: object) -> SamplingParams:
     return SamplingParams(**{name: getattr(base, name) for name in base.__struct_fields__} | fields)
 
 
-# Parameters whose effect depends on earlier output, or that keep state beside the tokens.
+# Ways of sampling. The effect of most depends on earlier output or on state beside the tokens.
 KINDS = {
     "greedy": GREEDY,
     "seeded": SEEDED,
@@ -104,7 +104,7 @@ async def run_all(
 
 
 def num_quarantined(client: EngineClient) -> int:
-    """Requests that were running when an engine died, and have not advanced since."""
+    """How many requests were running when an engine died, and have not advanced since."""
     requests = client.replicas[0].requests
     kept = [requests.get(request_id) for request_id in requests.ids()]
     return sum(1 for one in kept if one is not None and one.num_crashes)
@@ -126,7 +126,10 @@ async def kill(client: EngineClient, number: int = signal.SIGKILL) -> None:
 
 @pytest.fixture(scope="module")
 def run_with_client() -> Iterator[Run]:
-    """Runs scenarios with one client, whose engine runs and is idle before each. They may kill it."""
+    """Runs scenarios with one client. A scenario may kill the client's engine.
+
+    Before each scenario the engine is alive and has no requests.
+    """
 
     async def run(scenario: Scenario) -> None:
         await until(lambda: client.is_alive and client.num_unfinished == 0)

@@ -19,8 +19,10 @@ BLOCK_SIZE = 16
 
 
 class Device:
-    """Steps take 2 ms, plus 0.1 ms a token, 0.05 ms a sequence, 1 us for each token attended to,
-    and 0.3 ms for each log-probability of a prompt.
+    """A device with a simulated clock.
+
+    Steps take 2 ms, plus 0.1 ms a token, 0.05 ms a sequence, 1 us for each token attended to, and
+    0.3 ms for each log-probability of a prompt.
 
     The device checks that a runner could execute each step, and which blocks it would write.
     """
@@ -249,7 +251,7 @@ def test_a_second_start_takes_the_table_from_the_bundle(tmp_path: Path) -> None:
     again, phases = start()
     assert "cost table" not in phases
     assert again == first
-    # Another step size has another table.
+    # The table in the bundle is for other step limits, so the costs are measured again.
     other, phases = start("scheduler.max_num_seqs=4")
     assert "cost table" in phases
     assert other is not None

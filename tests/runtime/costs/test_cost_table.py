@@ -1,4 +1,7 @@
-"""The step-cost table: it never falls, interpolates between points, and survives a round trip."""
+"""The step-cost table: costs never fall along an axis, and are interpolated between points.
+
+Converting a table to bytes and back changes nothing.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The size of an encoder's steps follows the seconds that its steps took."""
+"""The size of an encoder's next step follows the time that its earlier steps took."""
 
 from __future__ import annotations
 

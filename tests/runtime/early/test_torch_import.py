@@ -1,4 +1,7 @@
-"""An engine's import of torch leaves two modules out until they are needed, and then nothing is missing."""
+"""An engine's import of torch leaves some modules out until they are needed.
+
+When they have been imported, nothing is missing.
+"""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def llm() -> LLM:
 
 @pytest.fixture(scope="module")
 def expected(llm: LLM) -> list[list[int]]:
-    """The tokens of each prompt that runs alone, in one chunk, with an empty prefix cache."""
+    """The tokens of each prompt. The prompts run one by one, each with an empty prefix cache."""
     tokens = []
     for prompt in make_prompts():
         assert llm.reset_prefix_cache()
@@ -248,11 +248,11 @@ def test_a_late_compile_is_counted_at_its_steps_shape() -> None:
 
 @pytest.mark.compiles_late
 def test_an_engine_that_could_not_start_hides_nothing(llm: LLM) -> None:
-    """Compilations during a start are not counted as late, so a failed start must end."""
+    """Compilations during a start are not counted as late. They count after a failed start."""
     with pytest.raises(StartupError, match="memory") as caught:
         LLM(config=tiny_config("cache.memory_gib=0.0000001"))
     assert caught.value.__traceback__ is not None, (
-        "the traceback keeps alive what the start had built"
+        "the error must have a traceback, which keeps alive what the start had built"
     )
     generate(llm, [[5, 6, 7]])  # all compilations in one pause between steps count once
     before = sum(late.count for late in llm.stats().late_compiles)

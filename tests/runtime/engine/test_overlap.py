@@ -117,7 +117,7 @@ def test_streams_that_are_closed_leave_nothing(overlapped: LLM) -> None:
 
 
 def test_a_step_reads_tokens_that_never_came_to_the_host() -> None:
-    """Two launches before the first read, which the synchronous runner never does."""
+    """Five steps are launched before the first one is read. No synchronous runner does this."""
     from ostinato.runtime.types.request import Request
     from ostinato.runtime.types.step import ScheduledSequence, SchedulerOutput
 

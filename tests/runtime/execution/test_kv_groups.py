@@ -1,4 +1,4 @@
-"""A second KV cache group reaches the step tensors; with one group no tensor of a second exists."""
+"""A second KV cache group reaches the step tensors. With one group there are no tensors for it."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_every_step_has_the_second_groups_blocks_of_its_sequences(cross: LLM) ->
         used = [block_id for row in rows for block_id in tables[row]]
         assert len(used) == len(set(used)), "two sequences share a block of the second group"
     with LLM(config=tiny_config(model__max_model_len=64)) as plain:
-        assert run(plain, requests)[0] == tokens, "the first group is as without a second"
+        assert run(plain, requests)[0] == tokens, "the second group changes tokens"
 
 
 def test_more_encoder_tokens_than_the_cache_has_room_for_are_refused(cross: LLM) -> None:

@@ -65,7 +65,7 @@ def test_chunks_caches_and_neighbours_change_nothing(llm: LLM) -> None:
 
 
 def test_they_are_scored_in_pieces(llm: LLM) -> None:
-    """A step's log-probabilities count as tokens of its budget; the result is the same."""
+    """Log-probabilities count as tokens of a step's budget. The budget changes no result."""
     prompt = make_prompt(90, seed=4)
     unmeasured = ("graphs.cost_table_budget_s=0", "scheduler.max_num_batched_tokens=32")
     pieces = LLM(config=tiny_config(*unmeasured))

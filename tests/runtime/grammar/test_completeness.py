@@ -25,7 +25,7 @@ from ostinato.runtime.types.structured_outputs import StructuredOutputsParams
 BUILDER = demo_builder()
 WRITER = DocumentWriter(BUILDER.tokenizer)
 COUNTS = Path(ostinato.__file__).parents[1] / "benchmarks" / "results" / "schema-suite.json"
-SOURCE = "jsonschema==4.26.0"  # its source archive has the suite
+SOURCE = "jsonschema==4.26.0"  # its source archive has the JSON-Schema-Test-Suite
 END_IDS = [0, 2]
 
 NAMES = st.sampled_from(["a", "b", "ab", "ä", 'c"', "d\ne"])
@@ -106,7 +106,7 @@ SCHEMAS = st.builds(
 
 
 def plausible(schema: Any, shared: Any) -> st.SearchStrategy[Any]:
-    """Documents that may be valid for a schema, and others."""
+    """Random documents, many of which are valid for the schema."""
     if not isinstance(schema, dict):
         return VALUES
     if "$ref" in schema:
@@ -152,7 +152,10 @@ def is_valid(document: Any, schema: Any) -> bool:
 
 
 def random_text(matcher: Any, seed: int) -> str | None:
-    """Text written by uniformly random allowed tokens; None when it does not end soon."""
+    """A text of at most 60 tokens, drawn uniformly from the allowed ones.
+
+    None if the grammar does not accept the text.
+    """
     choose, token_ids = random.Random(seed), []
     while not matcher.is_stopped() and len(token_ids) < 60:
         bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
@@ -231,7 +234,10 @@ def suite(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_the_suite(suite):
-    """Of accepted schemas all valid documents can be written, and no others; counts are as recorded."""
+    """For each accepted schema exactly the valid documents can be written.
+
+    The numbers of accepted schemas and tests are those in the file `COUNTS`.
+    """
     found = count(suite)
     assert found["wrong"] == []
     assert found["drafts"] == json.loads(COUNTS.read_text())["drafts"]

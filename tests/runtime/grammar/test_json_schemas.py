@@ -77,7 +77,7 @@ class TestNumbers:
         ],
     )
     def test_those_that_are_not(self, schema):
-        """Refused when `strict` is true, otherwise not enforced."""
+        """Such numbers are refused when `strict` is true. Otherwise they are not enforced."""
         assert "#/" in error_of(schema)
         assert error_of({"items": schema}).count("#/items/")
         assert error_of(schema, strict=False) == ""
@@ -239,7 +239,7 @@ class TestLimits:
 
 
 def test_what_is_kept_in_a_schema():
-    """Annotations and the values of constants are no schemas."""
+    """The values of `default`, `examples`, `enum` and unknown keywords are not schemas."""
     schema = {
         "title": "T",
         "x-note": {"minLength": -1, "maximum": "no"},

@@ -1,4 +1,7 @@
-"""Constrained answers of a whole engine whose model is random: answers that end are valid."""
+"""Constrained answers of a whole engine with random weights.
+
+An answer is valid unless it ends because of its length.
+"""
 
 from __future__ import annotations
 

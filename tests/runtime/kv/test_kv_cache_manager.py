@@ -28,7 +28,7 @@ class Tokens:
 
 
 def match(cache: KVCacheManager, tokens: Tokens) -> list[int]:
-    """Blocks of the longest known prefix that leaves a token to compute."""
+    """Blocks of the longest cached prefix that leaves at least the last token to compute."""
     return cache.match_prefix(tokens.table, tokens.ids, len(tokens.ids) - 1).block_ids
 
 

@@ -1,4 +1,4 @@
-"""Memory measured on a fake device, and graph memory compared with a plan; all figures are literals."""
+"""Memory measured on a fake device, and graph memory compared with a plan."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MIB = 1 << 20
 
 @dataclass
 class Device:
-    """Reports `free_bytes`, and `library_bytes` less after the first step has loaded its libraries."""
+    """Reports `free_bytes`. A measured step loads libraries, which take `library_bytes` of them."""
 
     free_bytes: int
     library_bytes: int = 0

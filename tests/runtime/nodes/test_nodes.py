@@ -1,7 +1,9 @@
-"""A client with one engine here and one on "another machine": a `run rank` process that connects through a
-proxy, which sees all bytes and can be cut.
+"""A client with one engine here and one on "another machine".
 
-tests/e2e/test_several_machines.py has servers, and machines with networks of their own.
+The other machine is a `run rank` process on this machine. It connects through a proxy, which records
+all bytes and can stop passing them on.
+
+tests/e2e/test_several_machines.py tests servers, and machines with networks of their own.
 """
 
 from __future__ import annotations
@@ -82,7 +84,7 @@ class Machine:
     def __init__(self, address: str, token: str, **variables: str) -> None:
         self.address, self.token = address, token
         self._variables = variables
-        self.directory = tempfile.mkdtemp(prefix="ost-")  # short, because sockets lie in it
+        self.directory = tempfile.mkdtemp(prefix="ost-")  # short, as socket paths must be
         self.process: asyncio.subprocess.Process | None = None
 
     async def start(self) -> None:
@@ -154,7 +156,7 @@ Scenario = Callable[[Site], Awaitable[None]]
 
 @pytest.fixture(scope="module")
 def run() -> Iterator[Callable[[Scenario], None]]:
-    """Runs scenarios with one site, whose engines serve before and after each."""
+    """Runs scenarios with one site. Before and after each, both engines are `serving`."""
 
     async def run_one(scenario: Scenario) -> None:
         await asyncio.wait_for(scenario(site), 250)

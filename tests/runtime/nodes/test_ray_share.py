@@ -19,7 +19,7 @@ def test_an_engine_has_the_cores_of_its_ranks_or_threads() -> None:
     share = share_cluster(config, nodes)
     assert share.demand == {"CPU": 2}
     assert share.config.device.threads == 2
-    assert share.config.device.memory_gib == 3  # both may be on the second machine
+    assert share.config.device.memory_gib == 3  # both engines may be on the second machine
     divided = ["parallel.executor=ray", "parallel.tensor=4", "parallel.nodes=2"]
     config = load_config(divided).engine
     assert count_parts(config) == 2

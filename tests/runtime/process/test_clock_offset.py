@@ -33,5 +33,5 @@ def test_times_are_those_of_the_receivers_clock(tmp_path: Path) -> None:
         assert isinstance(sent, EngineOutputs)
         assert sent.outputs[0].scheduled_time == 1501.0
         assert sent.outputs[0].events == [TimelineEvent("scheduled", 1501.0, 2.0)]
-        assert sent.outputs[1].scheduled_time == 0.0, "0 says that there is none"
+        assert sent.outputs[1].scheduled_time == 0.0, "0 means that no time is set"
         connection.close()

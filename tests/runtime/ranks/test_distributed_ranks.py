@@ -37,7 +37,7 @@ def test_two_ranks_have_the_bits_of_shared_memory_and_leave_nothing(expected: li
     """The bits are equal because `a + b == b + a`, and because the sums are made in float32."""
 
     def check_used() -> None:
-        """Descriptors of earlier tests may be closed meanwhile."""
+        """Checks that nothing is left. Descriptors of earlier tests may be closed meanwhile."""
         assert len(os.listdir("/proc/self/fd")) <= descriptors
         assert {one.pid for one in psutil.Process().children()} <= children
 

@@ -1,7 +1,8 @@
 """Draft heads (EAGLE-3, MTP) with tensor-parallel ranks and pipeline stages.
 
-Answers with drafts equal those without. The drafts are those of an engine in one process, so the
-head reads the same hidden states, embeddings and logits.
+Answers with drafts equal those without. With stages the drafts are those of an engine in one
+process, and with tensor parallelism nearly all of them. So the head reads the same hidden states,
+embeddings and logits.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from tests.runtime.speculation.test_next_token import config
 from tests.runtime.tiny import MODEL, tiny_config
 
 DRAFTS = ("speculation.max_tokens=3", "speculation.adaptive=false")
-# The bundled model and its head. The embedding is the output head too.
+# The bundled model and its draft head. The model's embedding is its output head too.
 BUNDLED = (
     *SETTINGS,
     *DRAFTS,
@@ -114,7 +115,9 @@ def test_the_bundled_head_drafts_with_two_ranks_and_ends_with_them() -> None:
 
 
 def check_divisions(head: Head, directory: Path, *divisions: str, mode: str = "eager") -> list[int]:
-    """Compares answers of divided engines with and without drafts, and drafts with one process.
+    """Compares answers of divided engines with and without drafts.
+
+    The drafts are compared with those of an engine in one process.
 
     Returns for each division the first layer of rank 0.
     """
@@ -133,7 +136,7 @@ def check_divisions(head: Head, directory: Path, *divisions: str, mode: str = "e
 
 
 def test_an_eagle_head_drafts_with_two_stages_as_in_one_process(tmp_path: Path) -> None:
-    """The head reads states of both stages, also that with which the last stage begins."""
+    """The head reads hidden states of both stages. One is the input of the last stage."""
     assert check_divisions(eagle3, tmp_path, "parallel.pipeline=2") == [3]
 
 

@@ -54,7 +54,7 @@ def test_ranks_that_use_a_processor_between_the_looks_do_not_hang() -> None:
 
 
 def test_time_between_two_far_looks_counts_little() -> None:
-    """The machine was suspended, or the calling process was stopped together with its ranks."""
+    """The machine was suspended between two looks, or all processes of the engine were stopped."""
     rule = HangRule(1.0)
     assert rule.tick(0.1, 1, {0: WAITS, 1: STOPPED}) is None
     assert rule.tick(3600, 1, {0: WAITS, 1: STOPPED}) is None

@@ -30,7 +30,7 @@ Run = Callable[[Scenario], None]
 
 @pytest.fixture(scope="module", params=["parallel.tensor=2", "parallel.pipeline=2"])
 def run(request: pytest.FixtureRequest) -> Iterator[Run]:
-    """Runs scenarios with one client, whose engine serves before and after each."""
+    """Runs scenarios with one client. Before and after each, its engine is alive and idle."""
 
     async def run_one(scenario: Scenario) -> None:
         await asyncio.wait_for(scenario(client), 250)
@@ -150,7 +150,7 @@ def test_idle_ranks_use_no_processor(run: Run) -> None:
             if after[0] == before[0] and after[1] - before[1] <= 3:  # it waits, it does not poll
                 return
             used += [before, after]
-        pytest.fail(f"it is never idle: {used}")
+        pytest.fail(f"rank 1 is never idle: {used}")
 
     run(scenario)
 
@@ -171,7 +171,7 @@ def test_a_rank_that_can_not_start_is_named_in_one_line() -> None:
 
 @pytest.mark.slow
 def test_fifty_streams_outlive_three_kills_of_ranks(run: Run) -> None:
-    """A kill comes whenever the streams have 1500 more tokens."""
+    """A rank is killed each time when the streams have 1500 more tokens."""
     prompts = [[5 + number % 40, 6 + number % 7, 7, 8] for number in range(50)]
 
     async def scenario(client: EngineClient) -> None:
@@ -219,7 +219,7 @@ def test_two_engines_of_two_ranks_take_over_each_others_streams(division: str) -
             await until(lambda: len(begun) == 6)
             os.kill(first.status.ranks[1].pid, signal.SIGKILL)
             await until(lambda: not first.is_alive)
-            assert client.is_alive, "the other one serves"
+            assert client.is_alive, "the second engine serves"
             assert await task == expected
             await until(lambda: first.is_alive)
             assert await together(client) == expected

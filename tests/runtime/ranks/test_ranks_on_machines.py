@@ -1,6 +1,7 @@
-"""Engines whose ranks are on several "machines": this one, and `run rank` processes that connect over 127.0.0.1.
+"""Engines whose ranks are on several "machines".
 
-The tokens are those of the same ranks on one machine. tests/runtime/nodes/test_nodes.py has machines
+One machine is this process. The others are `run rank` processes that connect over 127.0.0.1. The
+tokens are those of the same ranks on one machine. tests/runtime/nodes/test_nodes.py has machines
 with whole engines.
 """
 
@@ -74,7 +75,7 @@ Run = Callable[[Scenario], None]
 
 @pytest.fixture(scope="module")
 def run() -> Iterator[Run]:
-    """Runs scenarios with one site, whose engine serves before and after each."""
+    """Runs scenarios with one site. Before and after each, its engine is alive and idle."""
 
     async def run_one(scenario: Scenario) -> None:
         await asyncio.wait_for(scenario(site), 250)
@@ -167,7 +168,7 @@ def test_streams_go_on_after_the_kill_of_a_process_between_ranks(run: Run, which
     ],
 )
 def test_stages_and_more_ranks_on_two_machines(overrides: tuple[str, ...]) -> None:
-    """With gloo, ranks connect and stages send as on GPUs. Two ranks have the bits of a sum here."""
+    """With gloo, ranks connect and stages send as on GPUs. Sums of two ranks have equal bits."""
 
     async def scenario() -> None:
         expected = await tokens_on_one_machine(

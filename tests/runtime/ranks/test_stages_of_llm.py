@@ -1,4 +1,8 @@
-"""`LLM(pipeline_parallel_size=2)`: the tokens and probabilities of one process, bit for bit."""
+"""`LLM(pipeline_parallel_size=2)` gives the tokens of an engine without stages.
+
+Log-probabilities are compared, too, bit for bit. One case has two ranks in each stage. It is
+compared with an engine of two ranks without stages.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +61,7 @@ def test_all_kinds_of_requests_have_the_bits_of_one_process(staged: LLM, whole: 
     expected = facts(mixed(whole))
     assert facts(mixed(staged)) == expected
     assert staged.stats().num_preemptions > 0
-    assert facts(mixed(staged)) == expected, "with hits in the prefix cache"
+    assert facts(mixed(staged)) == expected, "hits in the prefix cache change an output"
     assert staged.stats().prefix_hits > 0
     for ours, theirs in zip(staged.embed(TEXTS), whole.embed(TEXTS), strict=True):
         np.testing.assert_allclose(ours.embedding, theirs.embedding, atol=1e-5)
@@ -87,7 +91,9 @@ def test_steps_of_both_lanes_are_in_flight(staged: LLM) -> None:
     for output in staged.stream(TEXTS[0], SamplingParams(n=4, max_tokens=20, ignore_eos=True)):
         most = max(most, len(engine._in_flight))
         assert output is not None
-    assert most == 1, "one is left when the other has been read"
+    # The stream gives an output when the step of one lane has been read. Then the step of the other
+    # lane is in flight.
+    assert most == 1
 
 
 @pytest.mark.slow

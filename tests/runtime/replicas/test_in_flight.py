@@ -227,7 +227,7 @@ def test_the_last_output_names_the_request_as_its_client_knows_it() -> None:
 @settings(max_examples=60)
 @given(st.data())
 def test_no_request_is_lost_or_submitted_twice(data: st.DataObject) -> None:
-    """Any order of arrivals, outputs, departures and deaths, against a plain model of the engine."""
+    """Any order of arrivals, outputs, aborts and deaths, compared with a plain model."""
     made: InFlightRequests[str] = InFlightRequests()
     submitted: set[str] = set()
     given: dict[str, list[int]] = {}

@@ -20,7 +20,7 @@ from tests.runtime.tiny import tiny_config
 
 
 class ScriptedEngine:
-    """A process that has started."""
+    """Stands in for an engine process that has started, and is ready at once."""
 
     def __init__(self, **model: Any) -> None:
         facts = {"name": "m", "max_model_len": 64, "vocab_size": 300, "eos_token_ids": (1,)}

@@ -30,7 +30,10 @@ Scenario = Callable[[EngineClient], Awaitable[None]]
 
 @pytest.fixture(scope="module")
 def run() -> Iterator[Callable[[Scenario], None]]:
-    """Runs scenarios with one client, whose engines serve and are idle before and after each."""
+    """Runs scenarios with one client.
+
+    Before and after each, both engines are in the state `serving` and have no requests.
+    """
 
     async def run_one(scenario: Scenario) -> None:
         await asyncio.wait_for(scenario(client), 250)
@@ -61,7 +64,10 @@ async def tokens_of(
 
 @contextmanager
 def held(client: EngineClient) -> Iterator[None]:
-    """Inside, the engines are stopped, so no request goes on, however fast the machine is."""
+    """A context in which the engine processes are stopped.
+
+    No request advances in it, however fast the machine is.
+    """
     pids = [replica.pid for replica in client.replicas if replica.pid is not None]
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)

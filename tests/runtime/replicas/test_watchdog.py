@@ -1,4 +1,4 @@
-"""The watchdog distinguishes a frozen engine from a busy one and from a machine that was suspended."""
+"""The watchdog tells a frozen engine from a busy one and from a machine that was suspended."""
 
 from __future__ import annotations
 

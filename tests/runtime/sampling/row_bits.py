@@ -77,7 +77,7 @@ def make_llm(form: str) -> LLM:
 
 
 class SomeSequences:
-    """Runs steps of one sequence beside others, and knows the sequence's logits.
+    """Runs steps of one sequence beside others, and keeps the logits of its first computation.
 
     The first blocks belong to the first computation of the sequence. Then come blocks for later
     computations, and one block for each other sequence.
@@ -150,7 +150,7 @@ class SomeSequences:
 
 @st.composite
 def sequence_lives(draw: st.DrawFn) -> Life:
-    """Steps of 1 to 64 positions until the sequence ends, or is preempted before."""
+    """Steps of 1 to 64 positions until the sequence ends or is preempted."""
     num_cached = draw(st.sampled_from([0, 0, 1, 31, 32, 36]))
     done, chunks = num_cached * BLOCK_SIZE, []
     sizes = st.sampled_from([1, 1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 33, 64])

@@ -111,7 +111,7 @@ AMBIGUOUS = StructuredOutputsParams(grammar='start: s\ns: s s | "a" | " "')
 
 
 def test_an_ambiguous_grammar_ends_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Masks take longer with each token. A slow mask is made alone; a slower one ends its request."""
+    """Masks take longer with each token. A slow mask is made alone. A very slow one is an error."""
     for module in (grammar_masks, grammar_rows):
         monkeypatch.setattr(module, "SLOW_S", 0.001)
     monkeypatch.setattr(grammar_rows, "_MAX_S", 0.005)
@@ -175,7 +175,7 @@ def test_a_row_is_slow_for_as_long_as_its_masks_are() -> None:
 
 
 def test_masks_that_take_long_leave_time_to_other_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Masks of 2 ms get half of the model's time, and rows with cheap masks get them at once."""
+    """Masks of 2 ms get half of the model's time. Rows with cheap masks do not wait for them."""
     clock = MaskClock(monkeypatch)
     make = GrammarMasks._make
 

@@ -1,4 +1,4 @@
-"""The thinking budget counts tokens from a start marker at the beginning to the first end marker."""
+"""The thinking budget counts tokens from a start marker that comes first to the end marker."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests of many sequences beside others: how long a step may be, and that all sequences advance."""
+"""Requests of many sequences beside others: the length of steps; all sequences advance."""
 
 from __future__ import annotations
 

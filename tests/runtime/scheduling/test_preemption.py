@@ -1,4 +1,4 @@
-"""Scheduler: preemption when rows or blocks run short, and steps in flight. Blocks hold 4 tokens."""
+"""Scheduler: preemption for lack of rows or blocks, and steps in flight. Blocks hold 4 tokens."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_a_more_urgent_request_takes_the_row_of_the_least_urgent() -> None:
 
 
 def test_the_queue_time_of_a_sequence_counts_once() -> None:
-    """A sequence that is preempted before its first token has no output, but it has been counted."""
+    """A sequence that is preempted before its first token has no output, but it was counted."""
     late = make_request("b", range(30, 50), priority=2)
     scheduler = make_scheduler(
         make_request("a", [10], priority=1),

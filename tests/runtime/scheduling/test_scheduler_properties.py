@@ -285,7 +285,7 @@ def test_the_workload_meets_what_it_is_for() -> None:
     assert tight.cache.num_evictions > 100
     assert tight.num_copies > 10
     assert ample.num_copies > 50
-    # Preempted for rows only: a beam takes its row from a later arrival.
+    # These preemptions are for rows only: a beam takes its row from a later arrival.
     assert ample.scheduler.num_preemptions < 5
     assert ample.cache.prefix_hits > 250  # prompts that are scored use no cached blocks
     assert tight.tokens == ample.tokens
@@ -338,7 +338,10 @@ def test_tokens_do_not_depend_on_the_lanes_of_a_pipeline(total_blocks: int, num_
 @settings(deadline=None)
 @given(num_lanes=st.integers(2, 4), num_seqs=st.integers(1, 9), max_tokens=st.integers(4, 12))
 def test_lanes_decode_equal_parts_in_turn(num_lanes: int, num_seqs: int, max_tokens: int) -> None:
-    """While all decode, none is more than one token ahead of another, and every lane has a step."""
+    """While all sequences decode, their lengths differ by at most one token.
+
+    Each lane that has sequences has a step in flight.
+    """
     engine = SimulatedEngine(
         total_blocks=200,
         block_size=4,

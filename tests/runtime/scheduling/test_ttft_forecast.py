@@ -42,7 +42,7 @@ def test_decodes_take_their_share_of_each_step() -> None:
     load = IDLE._replace(num_decodes=2, context=8.0, num_free_rows=2, expected_steps=[50, 50])
     # 62 tokens of prompts beside 2 decodes: 64 tokens, 3 sequences, 16 pairs.
     assert ttft_ms(load, 62) == pytest.approx(2.0 + 6.4 + 0.15 + 0.016)
-    # A target of 4 ms allows 16 of them a step: `2 + 0.2 + 0.15 + 0.016 + 16 * 0.1` ms.
+    # A target of 4 ms allows 16 prompt tokens a step: `2 + 0.2 + 0.15 + 0.016 + 16 * 0.1` ms.
     bound = ItlBound(TABLE, 4e-3, least_chunk=4)
     assert ttft_ms(load, 32, bound) == pytest.approx(2 * (2.0 + 1.8 + 0.15 + 0.016))
 
@@ -52,7 +52,7 @@ def test_without_a_row_it_waits_until_one_ends() -> None:
     step = 2.0 + 4 * 0.15
     # The chunk's step is one of the 9.
     assert ttft_ms(load, 10) == pytest.approx(8 * step + (2.0 + 1.4 + 0.25))
-    # The third in the queue takes the third row that is free.
+    # The third request in the queue takes the third row that becomes free.
     load = load._replace(num_waiting=2, num_waiting_tokens=10)
     assert ttft_ms(load, 10) == pytest.approx(29 * step + (2.0 + 2.4 + 0.25))
 

@@ -101,7 +101,7 @@ def test_a_preempted_text_whose_vector_arrives_is_not_computed_again() -> None:
 
 @given(st.lists(st.tuples(st.integers(1, 12), st.integers(0, 6)), min_size=1, max_size=6))
 def test_every_sequence_ends_however_many_come_later(arrivals: list[tuple[int, int]]) -> None:
-    """Requests of some sequences arrive some steps apart; none is starved."""
+    """Requests of 1 to 12 sequences arrive up to 6 steps apart. Every sequence ends."""
     scheduler = make_scheduler(num_blocks=30)
     ended: list[str] = []
     expected: set[str] = set()
@@ -129,7 +129,7 @@ class TestLevels:
         ]
 
     def test_a_large_request_never_keeps_later_ones_waiting(self) -> None:
-        """Each of many later requests gets a row at once. The large one keeps some rows, and ends."""
+        """Each later request gets a row at once. The large one keeps some rows, and ends."""
         scheduler = make_scheduler(
             *self.parts(1, 30, 30), max_num_seqs=8, num_blocks=200, max_num_batched_tokens=200
         )

@@ -30,7 +30,7 @@ class DraftDevice(SimulatedDevice):
 
     def written_slots(self, output: SchedulerOutput) -> set[int]:
         self.num_tokens += output.num_tokens
-        return set(range(output.num_tokens))  # the number is all that is looked at
+        return set(range(output.num_tokens))  # the caller only counts them
 
     def _accept(self, entry: ScheduledSequence) -> None:
         row = self.rows[entry.row]

@@ -27,7 +27,7 @@ class _Entry(NamedTuple):
     """The content of the head's cache at one position."""
 
     hidden: _Hidden
-    token: int  # the one after the position
+    token: int  # the token after the position
 
 
 class TappedDevice(SimulatedDevice):

@@ -1,4 +1,4 @@
-"""The number of drafts maximises the expected tokens per second, and is 0 where drafts do not pay."""
+"""The number of drafts maximises the expected tokens a second. It is 0 if drafts do not pay."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_batch_that_is_bound_by_arithmetic_gets_no_drafts() -> None:
     st.floats(0.01, 3.0),
 )
 def test_the_choice_is_the_best_of_all(ones: list[tuple[int, int]], token_ms: float) -> None:
-    """Compared with every combination of depths."""
+    """The choice is compared with every combination of depths."""
     chooser = DepthChooser(table(token_ms), MAX_DRAFTS)
     given_ones = []
     for strength, (num_right, length) in enumerate(ones):

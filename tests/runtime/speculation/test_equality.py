@@ -1,4 +1,4 @@
-"""Outputs with the built-in drafters equal plain decoding: sampling parameters x forms of weights."""
+"""Outputs with drafts equal those of plain decoding, for each form of weights."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ def test_the_same_tokens_and_log_probabilities(
     assert sum(after.accepted_per_position) == after.num_accepted_tokens
 
 
-# Dummy weights are a function of a model's shapes, so the first has the target's weights. The
-# second has them too, but its norms differ. The third is another model.
+# Dummy weights are a function of a model's shapes, so `same` and `near` have the target's weights.
+# `near` has another epsilon in its norms. `other` has one layer less.
 DRAFT_MODELS = {"same": {}, "near": {"rms_norm_eps": 1e-4}, "other": {"num_hidden_layers": 1}}
 OFTEN = {"float32": "near", "bfloat16": "same", "int8": "other", "int4": "near"}
 

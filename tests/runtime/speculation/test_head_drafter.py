@@ -1,4 +1,4 @@
-"""The head's cache is right whatever the scheduler does: a perfect head drafts perfectly."""
+"""The head's cache is right whatever is scheduled, so all drafts of a perfect head are right."""
 
 from __future__ import annotations
 

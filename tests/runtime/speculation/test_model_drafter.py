@@ -1,4 +1,4 @@
-"""The draft model's cache is right whatever the scheduler does: a perfect model drafts perfectly."""
+"""The draft model's cache is right whatever is scheduled: a perfect model is always right."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ TEXTS = st.lists(st.integers(0, 2), max_size=60)
 
 
 def longest(text: list[int], tail: list[int], last: int) -> int:
-    """The longest match of a tail before any place up to `last`, by plain search."""
+    """The length of the longest match of a tail before any place up to `last`, by plain search."""
     best = 0
     for place in range(1, last + 1):
         length = 0
@@ -98,7 +98,7 @@ def test_answers_are_found_only_with_their_salt_and_adapter_until_they_are_reset
 def test_history_returns_only_what_followed_in_the_partition(
     answers: list[tuple[int, list[int]]], tail: list[int]
 ) -> None:
-    """With a ring so small that answers are overwritten."""
+    """The ring is so small that answers are overwritten."""
     history = AnswerHistory(64, 2)
     for partition, answer in answers:
         history.learn(partition, [], answer)

@@ -1,4 +1,4 @@
-"""An engine says at its start when a token's logits may depend on the batch, and only then."""
+"""An engine warns at its start if a token's logits may depend on the batch, and only then."""
 
 from __future__ import annotations
 

@@ -167,7 +167,7 @@ def test_ranks_agree_on_the_blocks_of_both_models(tmp_path: Path) -> None:
     assert agreed.memory.num_blocks == agreed.draft.memory.num_blocks == fewer
 
 
-# The leader, another rank, and of which tables of the model a head needs copies.
+# Shards of the leader and of another rank.
 DIVISIONS = [
     (Shard(0, 2), Shard(1, 2)),
     (Shard(0, 1, Stage(1, 2)), Shard(0, 1, Stage(0, 2))),

@@ -55,7 +55,7 @@ def test_a_device_or_model_without_such_kernels_is_refused() -> None:
     assert make_plan(config().engine, 1).experts is ExpertKernels.auto
 
 
-@pytest.mark.compiles_late  # the plan traces a model, also beside an engine that another test has left
+@pytest.mark.compiles_late  # the plan traces a model; another test's engine may still be alive
 @pytest.mark.usefixtures("any_device")
 def test_weights_and_sizes_without_such_kernels_are_refused() -> None:
     start, end = "graphs.experts=flashinfer needs ", " (layers.0.mlp.experts); leave it at auto"

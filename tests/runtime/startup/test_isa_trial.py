@@ -53,7 +53,10 @@ _TIMES = st.fixed_dictionaries(
 
 @pytest.fixture
 def two_levels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Two levels of this machine, as if this process had loaded none; skips if it has only one."""
+    """Two levels of this machine, as if this process had loaded none.
+
+    The test is skipped if the machine runs only one level.
+    """
     levels = runnable_levels()[:2]
     if len(levels) < 2:
         pytest.skip("this machine runs portable kernels only")

@@ -1,8 +1,9 @@
 """The CUDA control flow of the engine on a device that works as late, or as early, as it may.
 
-A buffer that the host rewrites while a copy still needs it, or a result that is read before its
-event, fails here; the planted races show that. Everything of the engine is real: overlap, capture
-and replay, preemption, masks of reasoning limits, staged draws, beams, log-probabilities.
+A test fails if the host rewrites a buffer while a copy still needs it, or reads a result before
+its event. Three tests plant such a race and check that it is found. The engine compiles nothing.
+Its other parts are real: overlap, capture and replay, preemption, masks of reasoning limits, staged
+draws, beams, log-probabilities.
 """
 
 from __future__ import annotations
@@ -152,7 +153,7 @@ def test_only_the_last_stage_of_a_pipeline_has_logits_and_a_sampler(
 
 
 def of(one: object, device: LateDevice) -> bool:
-    """Whether it is a tensor of this device; earlier tests had others."""
+    """Whether `one` is a tensor of this device. Earlier tests may have left tensors of others."""
     return isinstance(one, LateTensor) and one.owner is device
 
 

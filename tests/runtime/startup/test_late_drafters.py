@@ -47,7 +47,10 @@ class Drafter(NamedTuple):
 
 
 def drafter(name: str, directory: Path) -> Drafter:
-    """The draft model has the weights of its target, and another epsilon of the norms."""
+    """A drafter by its name in the tests.
+
+    The draft model has the weights of its target, and another epsilon of the norms.
+    """
     common = ["speculation.max_tokens=3", "speculation.adaptive=false"]
     if name == "next token":
         return Drafter(["speculation.method=mtp", *common], {**GLM, "vocab_size": VOCAB_SIZE})
@@ -62,7 +65,7 @@ def drafter(name: str, directory: Path) -> Drafter:
 
 
 class DeviceRecorder(DraftRecorder):
-    """Records drafts. Those that are on the device are read there, so the host waits for them."""
+    """Records drafts. They are on the device, so the host waits until it has read them."""
 
     def __init__(self, llm: LLM) -> None:
         super().__init__(llm)

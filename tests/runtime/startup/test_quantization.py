@@ -1,4 +1,4 @@
-"""Quantised engines: same tokens in every batch, sizes as planned, refusals before anything loads."""
+"""Quantised engines: same tokens in every batch, sizes as planned, refusals before loading."""
 
 from __future__ import annotations
 

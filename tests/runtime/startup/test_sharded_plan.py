@@ -92,7 +92,7 @@ def test_ranks_on_gpus_are_planned_and_exchange_values_by_nccl(nodes: int) -> No
 def test_a_stage_by_torch_distributed_is_planned_with_its_tensors_for_hidden_states(
     device: str, number: int, num_slots: int
 ) -> None:
-    """What waits to be sent is in memory of the host, which the plan of a GPU does not count."""
+    """Tensors that wait to be sent are in memory of the host. A GPU's plan does not count it."""
     settings = ["model=llama-45m", "model.load_format=dummy", "parallel.pipeline=2"]
     settings += ["parallel.exchange=gloo"] * (device == "cpu")
     config = load_config(settings).engine
@@ -116,7 +116,8 @@ def test_only_the_last_stage_plans_memory_for_logits_and_only_rank_0_graphs_of_t
     leader, second, *first_stage = (plan_engine(config, one, free_bytes=1 << 32) for one in sources)
     limits, model = sources[0].limits, sources[0].config
     logits = sampling_bytes(limits.max_num_rows, limits.max_num_seqs, model.vocab_size)
-    # On a CPU the last stage has the memory of the handoff; on GPUs each of two stages has a tensor.
+    # On a CPU only the last stage has the memory of the handoff. On GPUs each of the two stages has
+    # a tensor of the same size.
     handoff = 2 * sources[0].handoff_shape.slot_bytes if device == "cpu" else 0
     for plan in first_stage:
         assert second.activation_bytes - plan.activation_bytes == logits + handoff

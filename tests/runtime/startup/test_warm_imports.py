@@ -1,4 +1,4 @@
-"""A start imports no compiler for layers of this package's ops, no hub client, and half of torch."""
+"""A start of a model of this package imports no compiler, no hub client and only half of torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import_torch()  # as an engine process does
 from ostinato import LLM, SamplingParams
 from ostinato.conf.compose import load_config
 
-# The bundled model: random weights would need `torch.Generator`, and that the rest of torch.
+# The bundled model: random weights would need `torch.Generator`, which needs the rest of torch.
 small = ["cache.memory_gib=0.05", "model.max_model_len=64", "graphs.cost_table_budget_s=0"]
 llm = LLM(config=load_config(small, values={"graphs.bundle_dir": sys.argv[1]}))
 llm.generate([[3, 4, 5]], SamplingParams(max_tokens=3, temperature=0.7, seed=1), use_progress=False)

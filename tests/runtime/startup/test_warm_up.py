@@ -1,4 +1,4 @@
-"""The steps of a start: every tile of tokens, rows and sequences, within the engine's limits."""
+"""The warm-up steps of a start use every tile of tokens, rows and sequences within the limits."""
 
 from __future__ import annotations
 

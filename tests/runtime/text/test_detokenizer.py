@@ -319,7 +319,8 @@ class TestStopStrings:
         for _ in range(length):
             assert matcher.feed("a") == ""
         assert matcher.feed("z") == "a" * length + "z"
-        # One read for each string and character; the last string also computes its borders and falls back.
+        # One read for each string and character. The last string also computes its borders and
+        # falls back.
         assert Counted.num_reads <= (others + 6) * (length + 1)
 
 
