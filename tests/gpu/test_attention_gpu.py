@@ -1,4 +1,4 @@
-"""The CUDA attention backends on a device: against the reference, captured and replayed, leak-free."""
+"""The CUDA attention backends on a device: against the reference, captured, without leaks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Draft models and heads on a CUDA device: no token changes, nothing waits, nothing compiles late."""
+"""Draft models and heads on a CUDA device: same tokens, no waits, no late compilations."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ SAMPLING = [
 
 
 def drafting(name: str, directory: Path, *words: str) -> RunConfig:
-    """An engine with a drafter. The draft model has the target's weights, and another epsilon."""
+    """The configuration of an engine with a draft head or a draft model.
+
+    The draft model has the target's weights, and another epsilon of the norms.
+    """
     if name == "head":
         heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
         write_head(directory, MODEL, eagle_aux_hidden_state_layer_ids=[0, 1], **heads)

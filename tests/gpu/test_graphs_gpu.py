@@ -25,8 +25,8 @@ from tests.gpu.tiny_llama import (
 
 pytestmark = pytest.mark.gpu
 
-# Padded and unpadded shapes take different matrix kernels, which round differently. Logits and cache
-# entries are about 0.3 in size; the tolerances are a few roundings of each type.
+# Padded and unpadded shapes take different matrix kernels, which round differently. Logits and
+# cache entries are about 0.3 in size. The tolerances are a few roundings of each type.
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}
 DTYPES = list(TOLERANCES)
 
@@ -110,7 +110,7 @@ def test_capture_writes_to_the_null_block_only() -> None:
 
 @torch.inference_mode()
 def test_buckets_share_their_memory() -> None:
-    """A bucket keeps no logits of its own: with a large vocabulary those of all buckets would add up."""
+    """Buckets share the memory of their logits, which is large with a large vocabulary."""
     graphs = make_graphs(torch.bfloat16, captured=True, vocab_size=32768)
     allocated: list[int] = []
     keys: list[GraphKey] = []
@@ -162,7 +162,7 @@ def test_steps_leave_no_memory_behind() -> None:
 
 
 def random_step(numbers: random.Random) -> Step:
-    """Half of the steps are decode only; the others fill up to MAX_TOKENS with chunks of prompts."""
+    """Half of the steps are decode only. The others have chunks of prompts, up to MAX_TOKENS."""
     most = MAX_BLOCKS * 16 - 1
     step: Step = [(numbers.randint(0, most), 1) for _ in range(numbers.randint(1, MAX_SEQS))]
     if numbers.random() < 0.5:

@@ -81,10 +81,10 @@ ROUNDED = [
 def test_captured_steps_round_activations_like_eager_ones(
     form: Form, dtype: str, tmp_path: Path
 ) -> None:
-    """The first tokens of captured and of eager steps are equal, and their log-probabilities are close.
+    """In float32 the first tokens are equal, and their log-probabilities are close.
 
-    In bfloat16 the two round at other places, and a rounded activation can fall on the other side of
-    a border. So there the mean distance of the highest log-probabilities is compared.
+    In bfloat16 captured and eager steps round at other places, and a rounded activation can fall on
+    the other side of a border. So only the mean distance of the log-probabilities is limited.
     """
     source, quantised = tmp_path / "floats", tmp_path / "quantised"
     variant = VARIANTS["qwen2"]

@@ -33,7 +33,7 @@ def test_two_ranks_have_the_tokens_of_one(overrides: tuple[str, ...]) -> None:
         expected = generate(one, prompts)
     with LLM(config=cuda_config("parallel.tensor=2", *overrides)) as two:
         assert generate(two, prompts) == expected
-        assert generate(two, prompts) == expected, "with hits in the prefix cache"
+        assert generate(two, prompts) == expected, "hits in the prefix cache change a token"
         assert not two.stats().late_compiles
         assert [one.rank for one in two.model.ranks] == [0, 1]
         if not overrides:
@@ -47,7 +47,7 @@ def test_two_stages_have_the_tokens_of_one_process(overrides: tuple[str, ...]) -
         expected = generate(one, prompts)
     with LLM(config=cuda_config("parallel.pipeline=2", *overrides)) as two:
         assert generate(two, prompts) == expected
-        assert generate(two, prompts) == expected, "with hits in the prefix cache"
+        assert generate(two, prompts) == expected, "hits in the prefix cache change a token"
         assert not two.stats().late_compiles
         if not overrides:
             assert two.stats().steps_by_kind["captured"] > 0
@@ -66,7 +66,7 @@ def test_two_ranks_start_again_from_the_bundle_that_the_first_has_saved() -> Non
 def test_two_machines_with_a_gpu_each_have_the_tokens_of_one(
     division: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second machine is a `run rank` process on this one, which sees the second GPU."""
+    """The second machine is a `run rank` process on this machine that sees only the second GPU."""
     settings = ("device.name=cuda", "graphs.mode=captured", division, "parallel.rank_timeout_s=100")
 
     async def scenario() -> None:

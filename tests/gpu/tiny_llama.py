@@ -1,4 +1,4 @@
-"""A random Llama with shapes that GPU kernels take, as an engine configuration and as bare graphs."""
+"""A random Llama with shapes for GPU kernels, as an engine configuration and as bare graphs."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Graphs:
         return logits.clone()
 
     def poison(self) -> None:
-        """Overwrite every input with a number that would be seen in the results."""
+        """Overwrite every input with a number that would show in the results."""
         self.buffers.wait_for_upload()
         for name in tensor_specs(type(self.buffers.host)):
             getattr(self.buffers.host, name).fill(7)
@@ -89,7 +89,9 @@ def make_graphs(
     recorder: Recorder | None = None,
     vocab_size: int = VOCAB_SIZE,
 ) -> Graphs:
-    """Graphs of the same model over the same cache contents, whatever the arguments.
+    """Graphs of a random model over random cache contents.
+
+    With the same `dtype` and `vocab_size`, model and contents are the same.
 
     Args:
         dtype: the dtype of weights, activations and cache.

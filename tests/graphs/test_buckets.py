@@ -1,4 +1,4 @@
-"""The bucket table rounds up, prefers the decode bucket, and has none for too large steps."""
+"""The bucket table rounds up, prefers decode buckets, and gives None for too large steps."""
 
 import pytest
 

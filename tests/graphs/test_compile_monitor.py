@@ -1,4 +1,4 @@
-"""The monitor of late compiles sees real compilations, with the shape of the step.
+"""The monitor of late compiles counts real compilations, by the shape of their step.
 
 Events come from real compilations and started processes. No test makes one up.
 """

@@ -34,7 +34,7 @@ def test_kernels_move_to_another_cache(tmp_path: Path) -> None:
     add_kernel(here, "AAA", "first")
     add_kernel(here, "BBB", "second")
     data = pack_triton_kernels(here)
-    assert pack_triton_kernels(here) == data, "equal kernels are equal bytes"
+    assert pack_triton_kernels(here) == data, "the same kernels give other bytes"
     assert unpack_triton_kernels(data, there) == 2
     group = json.loads((there / "BBB" / "__grp__second.json").read_text())["child_paths"]
     assert group == {

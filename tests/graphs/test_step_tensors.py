@@ -1,4 +1,7 @@
-"""A new step tensor is one field of the table; buffers, padding, dynamic marks and replays follow."""
+"""A new step tensor is one field of the table.
+
+Buffers, padding, dynamic sizes and replays follow from it.
+"""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class Event:
         return self.at <= self.device.done
 
     def elapsed_time(self, end_event: Event) -> float:
-        assert end_event.query(), "read before the device was there"
+        assert end_event.query(), "the device has not reached the end event"
         return end_event.at - self.at
 
 

@@ -1,8 +1,9 @@
 // Multiplies tiles that it reads from stdin and writes the results to stdout. test_amx.py compiles it for the processor
 // and for the emulation.
 //
-// stdin: int32 kind (0 bfloat16, 1 int8 times uint8, 2 int8 times int8), rows M, steps K; then A [16][64], B [16][64], C [16][64] bytes; repeated.
-// stdout: C [16][64] bytes of each.
+// stdin: any number of problems. A problem is three int32, which are the kind (0 bfloat16, 1 int8 times uint8,
+// 2 int8 times int8), the rows M and the steps K, then the bytes A [16][64], B [16][64] and C [16][64].
+// stdout: the bytes C [16][64] of each problem.
 #include "core/amx.h"
 
 #include <cstdio>

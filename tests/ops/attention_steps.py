@@ -69,7 +69,7 @@ def blocks_for(length: int, block_size: int) -> int:
 
 
 def make_step(lengths: list[tuple[int, int]], shape: Shape, seed: int = 0) -> Step:
-    """A step of sequences with (query rows, tokens in context, the query rows included).
+    """A step of sequences with (query rows, tokens in context). Contexts include the query rows.
 
     (0, 0) is a row whose sequence is absent.
     """
@@ -124,11 +124,11 @@ def make_step(lengths: list[tuple[int, int]], shape: Shape, seed: int = 0) -> St
 
 
 class CpuOrder:
-    """Caches [num_blocks, Hkv, block_size, D] by token, and as the CPU kernel lays them out.
+    """Converts caches [num_blocks, Hkv, block_size, D] to the CPU kernel's layout and back.
 
-    Groups of 16 tokens (8 where blocks are no multiple of it) hold keys as [D / e, tokens, e] and
-    values as [tokens / e, D, e], where e elements take four bytes. In int8 e is 1, and the scales of a
-    group follow its values.
+    Groups of 16 tokens (8 where blocks are no multiple of 16) hold keys as [D / e, tokens, e] and
+    values as [tokens / e, D, e], where e elements take four bytes. In int8 e is 1, and the scales
+    of a group follow its values.
     """
 
     def __init__(self, cache: Tensor) -> None:
@@ -220,7 +220,7 @@ def check(backend: AttentionBackend, lengths: list[tuple[int, int]], shape: Shap
     """Compare `backend` with the reference on a step; returns the backend's output."""
     step = make_step(lengths, shape)
     out, k_cache, v_cache = run(backend, step, shape)
-    # The reference sees the same numbers in float32: the only roundings are the backend's own.
+    # The reference gets the same numbers in float32, so all roundings are the backend's.
     wide = replace(shape, dtype=torch.float32, device=torch.device("cpu"))
     q, k, v = (tensor.float().cpu() for tensor in step[:3])
     caches = step.k_cache.cpu(), step.v_cache.cpu()

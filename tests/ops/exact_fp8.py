@@ -18,8 +18,8 @@ Convert = Callable[[np.ndarray, tl.dtype, tl.dtype, object], np.ndarray]
 def convert_exactly(convert: Convert) -> Convert:
     """The interpreter's conversion, with torch's for the 8-bit dtype.
 
-    The interpreter's own conversion rounds to 8 bits without a carry into the exponent, and knows
-    no NaN of 8 bits. torch's results are those of the hardware within the dtype's range.
+    The interpreter's own conversion rounds to 8 bits without a carry into the exponent, and gives
+    no 8-bit NaN. torch's results are those of the hardware within the dtype's range.
 
     Args:
         convert: `_convert_float` of triton.runtime.interpreter.

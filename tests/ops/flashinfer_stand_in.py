@@ -1,7 +1,7 @@
 """FlashInfer's wrappers as their documentation describes them, in plain torch on a CPU.
 
-They check what callers must keep (fixed sizes, causal rows, data types). They compute from the index
-buffers alone, as a captured kernel does. So their results show what the planner put there.
+They check what callers must keep (fixed sizes, causal rows, data types). They compute from the
+index buffers alone, as a captured kernel does. So their results show what the planner put there.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class StandIn:
         self.has_workspace = True
 
     def take(self, name: str, source: Tensor) -> None:
-        """Copies the source into the fixed buffer; for uncaptured shapes it keeps a clone instead."""
+        """Copies the source into the fixed buffer. For uncaptured shapes it keeps a clone."""
         buffer = getattr(self, name)
         if not self.use_cuda_graph:
             setattr(self, name, source.clone())
@@ -188,7 +188,7 @@ class PrefillStandIn(StandIn):
     ) -> None:
         if self.use_cuda_graph:
             self.max_rows = self.max_rows or int(qo_indptr[-1])
-            assert int(qo_indptr[-1]) <= self.max_rows, "the first plan fixes the rows"
+            assert int(qo_indptr[-1]) <= self.max_rows, "the first plan had fewer rows"
         self.take("query_indptr", qo_indptr)
         self.take("kv_indptr", paged_kv_indptr)
         self.take("indices", paged_kv_indices)
@@ -221,7 +221,10 @@ STAND_IN = Library(DecodeStandIn, PrefillStandIn, fast_decode_plan)
 RECORDED: dict[str, dict[str, str]] = json.loads(
     Path(__file__).with_name("flashinfer_signatures.json").read_text()
 )
-"""By release, the parameters of what we call: `name=` has a default, those after `*` need names."""
+"""Release of FlashInfer -> function -> its parameters.
+
+`name=` has a default. Parameters after `*` are keyword-only.
+"""
 
 
 def recorded_library(version: str) -> Library:

@@ -1,4 +1,4 @@
-"""Helpers of the C++ kernel tests: instruction sets that run here, random problems, error bounds."""
+"""Helpers of the C++ kernel tests: runnable instruction sets, random problems, error bounds."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def name_of(value: object) -> str:
 def linear_problem(
     rows: int, out_features: int, in_features: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x with a row stride that is larger than a row, a weight and a bias."""
+    """Random x, weight and bias. The row stride of x is larger than its rows."""
     generator = torch.Generator().manual_seed(rows * 7919 + out_features * 31 + in_features)
     x = torch.randn(rows, in_features + 3, generator=generator).to(dtype)[:, :in_features]
     weight = torch.randn(out_features, in_features, generator=generator).to(dtype)

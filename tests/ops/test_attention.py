@@ -1,4 +1,7 @@
-"""Attention on the CPU: the reference backend against dense attention, the C++ kernel against the reference."""
+"""Attention on the CPU.
+
+The reference backend is compared with dense attention, and the C++ kernel with the reference.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +74,8 @@ def dense(step: Step, shape: Shape, row: int) -> Tensor:
     slopes, sinks = shape.per_head()
     added = torch.zeros(shape.num_heads, 1, length)
     if slopes is not None:
-        # ALiBi adds slope * (key - query). The query's part is one number a row: it changes no weight.
+        # ALiBi adds slope * (key - query). The query's part is one number a row, so it changes no
+        # weight.
         added = added + slopes[:, None, None] * key
     added = added.masked_fill(~seen, float("-inf"))
     if sinks is not None:

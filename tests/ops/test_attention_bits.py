@@ -80,8 +80,8 @@ def test_sequences_that_share_blocks(
         has_alibi=case == "options",
         has_sinks=case == "options",
     )
-    # Rows of one token, of a verify step and of prompts. Contexts end within a shared partition, at its
-    # end and after it.
+    # Rows of one token, of a verify step and of prompts. Contexts end within a shared partition, at
+    # its end and after it.
     lengths = [
         (1, 900),
         (1, 256),

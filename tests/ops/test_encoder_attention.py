@@ -1,4 +1,4 @@
-"""The bidirectional op against one masked product over the whole batch, on every instruction set."""
+"""The bidirectional op against one masked product over the batch, on every instruction set."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The flashinfer backend without a GPU: page lists, planning over stand-ins, FlashInfer's signatures."""
+"""The flashinfer backend without a GPU: lists of pages, planning over stand-ins, signatures."""
 
 from __future__ import annotations
 

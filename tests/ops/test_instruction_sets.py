@@ -1,4 +1,4 @@
-"""Which instruction set the kernels of a process use: the chosen one, else the best that can be built."""
+"""The instruction set of a process's kernels: the chosen one, else the best that can be built."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The packed linear ops against float64, on every instruction set that this processor runs.
 
 Tolerance: a float32 sum of n products is within n * 2**-24 * sum(|x * w|) of the exact one (Higham,
-"Accuracy and Stability of Numerical Algorithms", section 3.1); bfloat16 products are exact in float32,
-and rounding to bfloat16 adds 2**-8 of the result. Everything else is compared bit for bit.
+"Accuracy and Stability of Numerical Algorithms", section 3.1). Products of bfloat16 are exact in
+float32. Rounding to bfloat16 adds 2**-8 of the result. Everything else is compared bit for bit.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ostinato.ops.linear import (
 from tests.ops.kernel_checks import LEVELS, assert_within, linear_problem, name_of, ops_of
 
 _DTYPES = [torch.float32, torch.bfloat16]
-# odd sizes on both sides of a panel's 32 columns and of a step's 2 values, and more than one pass of K
+# odd sizes on both sides of a panel's 32 columns and of a step's 2 values, and several passes of K
 _SHAPES = [(1, 1), (33, 7), (96, 64), (100, 513), (65, 2101)]
 _ROWS = [*range(1, 41), 100, 513]
 
@@ -97,7 +97,7 @@ def test_more_rows_than_are_packed_at_a_time(kernels: SimpleNamespace, dtype: to
 def test_a_result_larger_than_a_cache_has_the_bits_of_its_parts(
     kernels: SimpleNamespace, columns: int
 ) -> None:
-    """With matrix tiles its lines are streamed, unless rows begin within a line (2056 columns)."""
+    """Matrix tiles stream the result, unless its rows begin within a cache line (2056 columns)."""
     x, weight, bias = linear_problem(600, columns, 40, torch.bfloat16)
     packed = kernels.pack(weight)
     for float32_output in (False, True):

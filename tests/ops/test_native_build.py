@@ -1,4 +1,7 @@
-"""Building the native library: cold, by two processes at once, after damage, without a compiler, and its thread pool."""
+"""Building the native library: cold, by two processes at once, after damage, without a compiler.
+
+Also the choice of libraries, their checks, and the threads of their kernels.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ from ostinato.ops.native import library
 print(library.load("small").path)
 """
 
-# torch's own loops and then ours, each large enough for every thread.
+# A loop of torch and then a kernel of this package, each large enough for every thread.
 ATTEND = """
 import os, sys, torch
 from ostinato.ops.attention import AttentionMetadata, paged_attention
@@ -89,7 +92,7 @@ def finish(process: subprocess.Popen[str]) -> str:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
-    """A cache directory into which two processes built at the same moment, and what they printed."""
+    """A cache directory into which two processes built at once, and the text that each printed."""
     cache = tmp_path_factory.mktemp("cache")
     processes = [start(LOAD, cache=cache) for _ in range(2)]
     return cache, [finish(process) for process in processes]
@@ -332,7 +335,7 @@ print(library.kernel_address("route") is not None)
 
 
 def test_the_whole_library_replaces_the_kernels_of_a_part(tmp_path: Path) -> None:
-    """In a process with a cache of its own, because a part is not loaded where the whole library is.
+    """In a process with its own cache, because a part is not loaded where the whole library is.
 
     Both come from the user's cache, because compiling them again takes half a minute.
     """

@@ -1,6 +1,6 @@
 """Weights packed from stored words are, bit for bit, those packed from single bytes.
 
-The slow twin is `pack_quantized` of the bytes [out, in], with the columns in the groups' order and
+The reference is `pack_quantized` of the bytes [out, in], with the columns in the groups' order and
 a float32 scale for each group of the kernel.
 """
 

@@ -2,8 +2,8 @@
 
 The quantiser's bytes are exact, so they are compared bit for bit with plain torch. A result is a
 float32 sum over the groups. Its error may be (groups + 4) * 2**-23 of the sum of their magnitudes.
-That is at least twice the bound of Higham, "Accuracy and Stability of Numerical Algorithms", section
-3.1. The rounding to bfloat16 adds 2**-8 of the result.
+That is at least twice the bound of Higham, "Accuracy and Stability of Numerical Algorithms",
+section 3.1. The rounding to bfloat16 adds 2**-8 of the result.
 """
 
 from __future__ import annotations

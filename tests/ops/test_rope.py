@@ -115,7 +115,7 @@ def test_rotation_equals_transformers(dtype: torch.dtype, relative: float) -> No
     q = torch.randn(5, 4, HEAD_DIM, generator=generator).to(dtype)
     k = torch.randn(5, 2, HEAD_DIM, generator=generator).to(dtype)
     cos, sin = reference(torch.zeros(1), positions[None])
-    want_q, want_k = apply_rotary_pos_emb(  # there [batch, heads, tokens, head_dim]
+    want_q, want_k = apply_rotary_pos_emb(  # takes [batch, heads, tokens, head_dim]
         q.float().transpose(0, 1)[None], k.float().transpose(0, 1)[None], cos, sin
     )
     ours = [table[positions] for table in rope_tables(rope, MAX_POSITIONS)]

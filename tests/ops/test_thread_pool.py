@@ -41,7 +41,7 @@ def test_the_pool_by_itself(tmp_path: Path, sanitizer: str | None) -> None:
 
 @pytest.fixture
 def pool_threads(set_threads: Callable[[int], None]) -> Iterator[Callable[[int], None]]:
-    """Sets how many pool threads the kernels use that this thread calls; torch's loops use one."""
+    """Sets the number of pool threads of this thread's kernel calls. torch's loops use one."""
     library.load("core")
     set_threads(1)
     yield library.set_pool_threads

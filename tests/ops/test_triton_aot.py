@@ -21,7 +21,7 @@ UNMARKED = {
     "Qwen3-30B-A3B down, 8 rows",
     "DeepSeek-V3 output, blocks, 256 rows",
 }
-# Each type of cache is compiled for every role, and each of these models with one type.
+# Cases of all types of cache are unmarked for most models, and of one type for these two.
 ONE_CACHE = {"32/8 heads, D64": "fp8_e4m3", "window 4096, cap 50, D128": ""}
 
 

@@ -1,4 +1,4 @@
-"""The triton backend on a machine without a GPU: its interpreted tests, and the code outside its kernels."""
+"""The triton backend without a GPU: its interpreted tests, and the code outside its kernels."""
 
 from __future__ import annotations
 

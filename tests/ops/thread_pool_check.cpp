@@ -1,5 +1,5 @@
-// Exercises ops/native/core/thread_pool.h by itself, under a thread sanitizer where there is one (test_thread_pool.py). Prints
-// what went wrong and ends with 1, or ends with 0.
+// Exercises ops/native/core/thread_pool.h by itself, under a thread sanitizer where there is one (test_thread_pool.py).
+// Prints what went wrong and ends with 1, or ends with 0.
 #include "core/thread_pool.h"
 
 #include <sys/wait.h>

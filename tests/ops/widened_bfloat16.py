@@ -1,4 +1,4 @@
-"""Products of bfloat16 in Triton's interpreter, in float32."""
+"""Lets Triton's interpreter multiply bfloat16 in float32."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ def test_one_graph_serves_every_depth() -> None:
 
 @torch.inference_mode()
 def test_a_stage_before_the_last_is_traced_by_itself() -> None:
-    """Its last layer gets all tokens. On a GPU a stage traces its own layers."""
+    """The stage's last layer gets all tokens. On a GPU a stage traces its own layers."""
     model = ToyModel(1)
     model.stage = Stage(0, 2, Span(0, 1, 2))
     caches = [make_cache(1), make_cache(1)]

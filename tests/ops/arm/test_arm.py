@@ -1,7 +1,7 @@
 """The C++ kernels for 64-bit Arm on an emulated processor, against those of this machine.
 
-No torch for Arm is needed: run_calls.cpp makes the calls through a CpuGraph. The tests need Debian's
-packages g++-aarch64-linux-gnu and qemu-user.
+No torch for Arm is needed: run_calls.cpp makes the calls through a CpuGraph. The tests need
+Debian's packages g++-aarch64-linux-gnu and qemu-user.
 """
 
 from __future__ import annotations

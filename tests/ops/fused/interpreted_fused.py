@@ -113,7 +113,7 @@ def called(found: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def name_of(value: int | set[str]) -> str:
-    """A test's name must be the same in each process, and a set has another order in each."""
+    """A name that is the same in each process. The order of a set is not."""
     return "-".join(sorted(value)) if isinstance(value, set) else str(value)
 
 
@@ -166,7 +166,7 @@ def test_tiles() -> None:
     )
     assert choose_tile(17, 6144, 4096, 2, is_gated=False).block_m == 64
     assert choose_tile(1, 4096, 4096, 2, is_gated=False).block_n == 32
-    assert choose_tile(1, 6144, 4096, 2, is_gated=False).block_n == 64, "one program for each"
+    assert choose_tile(1, 6144, 4096, 2, is_gated=False).block_n == 64, "too many programs"
     assert choose_tile(65, 4096, 4096, 2, is_gated=False).block_m == 64
 
 

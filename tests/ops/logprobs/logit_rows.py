@@ -14,7 +14,10 @@ __all__ = ("check", "make_rows")
 
 
 def make_rows(seed: int, num_rows: int, vocabulary: int, form: str) -> Tensor:
-    """[R, V], a view of longer rows. `form`: normal, ties, masked (some -inf), none (a row of -inf)."""
+    """[R, V], a view of longer rows.
+
+    `form` is normal, ties, masked (some logits are -inf) or none (the first row is -inf).
+    """
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randn(num_rows, vocabulary + 3, generator=generator)[:, :vocabulary] * 3.0
     if form == "ties":

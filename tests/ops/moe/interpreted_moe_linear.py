@@ -1,4 +1,4 @@
-"""The Triton kernels of `moe_linear` and `route` under Triton's interpreter, against the plain torch form.
+"""The Triton kernels of `moe_linear` and `route` under Triton's interpreter, against plain torch.
 
 pytest collects no file of this name: test_moe_linear.py runs it with TRITON_INTERPRET=1.
 """

@@ -76,7 +76,7 @@ def fused_moe(
     assert all(each is None or each.is_contiguous() for each in given)
     assert not quant_scales
     assert enable_pdl is False
-    assert not use_fused_finalize, "its sum depends on the order of atomics"
+    assert not use_fused_finalize, "the fused sum depends on the order of atomics"
     is_clamped = swiglu_alpha is not None or swiglu_beta is not None or swiglu_limit is not None
     assert not is_clamped or activation_type == Activations.Swiglu
     assert output is not None
@@ -131,7 +131,7 @@ def problem(
         down=normal(NUM_EXPERTS, SIZE, INNER, scale=INNER**-0.5),
         down_bias=down_bias,
         x=normal(tokens, SIZE),
-        ids=order[:, :slots].to(torch.int32),  # rows lie apart, as nothing forbids
+        ids=order[:, :slots].to(torch.int32),  # rows lie apart, which is allowed
         weights=torch.rand(tokens, slots, generator=generator),
     )
     p.constants = clamped_gate(NUM_EXPERTS, CPU) if activation == "swigluoai" else None
@@ -224,7 +224,7 @@ def test_what_flashinfer_would_read_wrongly_is_refused(
 
 
 def install_flashinfer(monkeypatch: pytest.MonkeyPatch, found: str | None) -> None:
-    """Lets the installed packages have this version of FlashInfer; None = they have none."""
+    """Makes this version of FlashInfer look installed; None = no version is installed."""
 
     def version(name: str) -> str:
         assert name == "flashinfer-python"

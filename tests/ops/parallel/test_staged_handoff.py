@@ -30,7 +30,7 @@ SIZES = [8, 3, 1, 8, 5, 2]
 
 
 class Bridges:
-    """The relays of two machines, of which each has one stage. Their connection is a call."""
+    """The relays of two machines with one stage each. A function call is their connection."""
 
     def __init__(self) -> None:
         layout = RankLayout(tensor=1, pipeline=2, machines=2)
@@ -56,7 +56,10 @@ class Bridges:
 
 @torch.inference_mode()
 def run_steps(bridges: Bridges | None = None) -> list[Tensor]:
-    """What a second stage gets from a first one: two states, tripled, in one captured graph."""
+    """Three times the two states that a second stage gets from a first one.
+
+    Each stage is a captured graph.
+    """
     ends = create_handoff(SHAPE.slot_bytes, 2) if bridges is None else bridges.ends
     sender = StagedSender(HiddenSender(ends[0], SHAPE), SHAPE, CUDA)
     receiver = StagedReceiver(HiddenReceiver(ends[1], SHAPE), SHAPE, CUDA)
@@ -100,7 +103,7 @@ def test_captured_stages_get_the_values_of_their_own_step(
 
 
 class Held:
-    """Holds the thread that sends until `release` is set. It waits for the device afterwards."""
+    """Holds the sending thread until `release` is set. Then the thread waits for the device."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.release = threading.Event()

@@ -111,7 +111,7 @@ def test_scaled_mm_is_called_as_torch_wants() -> None:
 
 
 def test_the_ops_have_honest_fakes() -> None:
-    weight, scales = stored(INT8, (20, 64), 32)  # opcheck knows no float8
+    weight, scales = stored(INT8, (20, 64), 32)  # opcheck does not support float8
     x, bias = torch.randn(3, 64), torch.randn(20)
     given = (x, weight, scales, None, bias, None, True, 32, "group", False)
     opcheck(torch.ops.ostinato.rounded_linear.default, given)

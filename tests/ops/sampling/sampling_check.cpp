@@ -1,7 +1,7 @@
 // Samples from made-up rows with and without selection (rows/nucleus.h) and compares the tokens. test_sample_tokens.py
 // compiles it for each instruction set.
 //
-// arguments: seed, number of rows. stdout: rows, rows that selection decided, rows with another token.
+// arguments: seed, number of rows. stdout: draws (4 a row), draws that selection decided, wrong tokens.
 #include "rows/sampling.cpp"
 
 #include <cstdio>

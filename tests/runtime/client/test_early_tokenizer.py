@@ -1,4 +1,4 @@
-"""`EarlyTokenizer` gives the tokenizer that the engine names, whichever one it loaded early."""
+"""`EarlyTokenizer` gives the tokenizer that the engine names, even if it has begun another one."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A client with one engine here and one on "another machine".
 
-The other machine is a `run rank` process on this machine. It connects through a proxy, which records
-all bytes and can stop passing them on.
+The other machine is a `run rank` process on this machine. It connects through a proxy, which
+records all bytes and can stop passing them on.
 
 tests/e2e/test_several_machines.py tests servers, and machines with networks of their own.
 """

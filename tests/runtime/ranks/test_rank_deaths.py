@@ -117,7 +117,7 @@ def test_streams_go_on_after_the_kill_of_a_rank(run: Run, rank: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [1, 0])
 def test_streams_go_on_after_the_stop_of_a_rank(run: Run, rank: int) -> None:
-    """`server.hang_timeout_s`, which is 60, has no part in this."""
+    """A stop is found after `parallel.rank_timeout_s`, long before `server.hang_timeout_s`."""
 
     async def scenario(client: EngineClient) -> None:
         assert await disturb(client, rank, signal.SIGSTOP) == {"hang": 1}
