@@ -26,7 +26,7 @@ from tests.ops.planned_steps import Engine
 pytestmark = pytest.mark.gpu
 
 MAX_BLOCKS = 80
-NUM_CACHE_BLOCKS = 1200  # of the largest step, which has 16 sequences of 1,000 tokens
+NUM_CACHE_BLOCKS = 1200  # enough for the largest step, of 16 sequences of 1,000 tokens
 CUDA = torch.device("cuda")
 BASE = Shape(num_heads=32, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16, device=CUDA)
 FP8 = torch.float8_e4m3fn

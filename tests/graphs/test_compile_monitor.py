@@ -134,7 +134,7 @@ def test_our_own_kernels(
     late = in_a_step(monitor, lambda: native.build("small", "portable"))
     assert late == [LateCompile("c++", SHAPE, 1)]
     again = in_a_step(monitor, lambda: native.build("small", "portable"))
-    assert again == late, "a library of the cache costs no compiler"
+    assert again == late, "a library in the cache is compiled again"
 
 
 @pytest.mark.parametrize("how", ["shell", "system", "spawn", "wrapped"])

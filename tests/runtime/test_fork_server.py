@@ -310,7 +310,7 @@ def test_it_ends_with_its_parent(capfd):
         assert server._process.wait(240) == 0
         call.cancel()
         await asyncio.gather(call, return_exceptions=True)
-        # The process that adopts the fork may not reap it, such as the first one of a container.
+        # The process that adopts the fork, such as a container's first one, may not reap it.
         with contextlib.suppress(psutil.NoSuchProcess):
             await until(lambda: fork.status() == psutil.STATUS_ZOMBIE)
 

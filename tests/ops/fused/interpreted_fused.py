@@ -103,7 +103,7 @@ def arguments(
 
 
 def called(found: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The kernel's arguments: the scaled rows, their squares, its name of the activation."""
+    """The kernel's arguments, with scaled rows, squares and the kernel's name of the activation."""
     x, weight, bias, norm_weight, eps, activation, residual = found
     squares = None
     if norm_weight is not None:
@@ -113,7 +113,7 @@ def called(found: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def name_of(value: int | set[str]) -> str:
-    """A name that is the same in each process. The order of a set is not."""
+    """A part of a test's name. It is the same in each process, and the order of a set is not."""
     return "-".join(sorted(value)) if isinstance(value, set) else str(value)
 
 
@@ -140,7 +140,7 @@ def test_a_norm_of_the_result(rows: int, size: int, in_features: int) -> None:
 
 @pytest.mark.parametrize("rows", [5, 40])
 def test_linear_in_bfloat16(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter holds bfloat16 as raw 16-bit integers and multiplies those: widen them."""
+    """The interpreter would multiply bfloat16's raw 16-bit integers, so operands are widened."""
     widen_products_of_bfloat16(monkeypatch)
     found = arguments(rows, 48, 160, {"norm", "silu", "residual"}, torch.bfloat16)
     result = launch(*called(found))

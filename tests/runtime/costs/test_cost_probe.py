@@ -256,5 +256,5 @@ def test_a_second_start_takes_the_table_from_the_bundle(tmp_path: Path) -> None:
     assert "cost table" in phases
     assert other is not None
     assert max(other.seqs) <= 4
-    # The setting that switches the probe off is obeyed.
+    # Without a budget no table is used, although the bundle has one.
     assert start("graphs.cost_table_budget_s=0")[0] is None

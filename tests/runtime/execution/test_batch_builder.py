@@ -48,7 +48,8 @@ def test_a_prefill_beside_a_decode() -> None:
     assert shape[:5] == (4, 2, [2], [6], 0)
     assert host.token_ids[:4].tolist() == [99, 20, 21, 22]
     assert host.positions[:4].tolist() == [5, 4, 5, 6]
-    # position 5 is in the second block of row 2 (block 3); positions 4-6 in the second of row 0.
+    # Position 5 is in the second block of row 2, block 3. Positions 4 to 6 are in the second block
+    # of row 0, block 6.
     assert host.slot_mapping[:4].tolist() == [3 * 4 + 1, 6 * 4, 6 * 4 + 1, 6 * 4 + 2]
     assert host.query_start_loc[:3].tolist() == [0, 1, 4]
     assert host.seq_lens[:2].tolist() == [6, 7]

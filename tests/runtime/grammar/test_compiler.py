@@ -28,7 +28,7 @@ MODEL = ServedModel(
     name="m", max_model_len=99, vocab_size=3072, eos_token_ids=(0, 2), tokenizer=str(DEMO)
 )
 TOKENIZER = load_grammar_tokenizer(str(DEMO), 3072, (0, 2))
-# Refused rather than enforced wrongly; docs/structured-output.md says so.
+# Schemas that are refused rather than enforced wrongly; docs/structured-output.md says so.
 NOT_ENFORCED = {
     "oneOf that overlaps",
     "not",

@@ -1,4 +1,4 @@
-"""Errors of llguidance reach the sender of a request in words of the request."""
+"""Errors of llguidance are put into words that the sender of a request knows."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A sequence's logits in steps of every kind have the bits that they have in plain chunks.
 
-`test_row_bits.py` runs this in its own process for the processor's best instruction set, and as a
-program, with the name of an instruction set, for the others.
+`test_row_bits.py` imports this module for the processor's best instruction set. For each other one
+it runs this module as a program, with the name of the instruction set.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ def _check_some_lives(sequences: SomeSequences) -> None:
 
 
 def _check_level(level: str) -> None:
-    """All forms with the kernels of one instruction set, which this process uses for everything."""
+    """Check all forms with the kernels of one instruction set. This process uses no other one."""
     levels = instruction_sets.ISA_LEVELS
     chosen = instruction_sets.instruction_set(level)
     for name in list(levels):

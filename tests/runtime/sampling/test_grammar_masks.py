@@ -117,7 +117,7 @@ def test_an_ambiguous_grammar_ends_its_request(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(grammar_rows, "_MAX_S", 0.005)
     rows = Rows(4, 6, AMBIGUOUS)
     was_slow = False
-    for _ in range(4000):  # a fast machine reaches the limit later, and a step may make one mask
+    for _ in range(4000):  # a fast machine needs more steps, and a step may make one mask
         held = rows.step()
         was_slow = was_slow or len(held) == 3  # there was time for one row
         if all(row.ending for row in rows.rows):

@@ -1,4 +1,4 @@
-"""The thinking budget counts tokens from a start marker that comes first to the end marker."""
+"""The thinking budget counts the tokens between an initial start marker and the end marker."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def test_decodes_take_their_share_of_each_step() -> None:
 def test_without_a_row_it_waits_until_one_ends() -> None:
     load = QueueLoad(4, 0.0, 0, 0, 0, 0, [9, 30, 20, 40])
     step = 2.0 + 4 * 0.15
-    # The chunk's step is one of the 9.
+    # The step that computes the prompt is one of the 9.
     assert ttft_ms(load, 10) == pytest.approx(8 * step + (2.0 + 1.4 + 0.25))
     # The third request in the queue takes the third row that becomes free.
     load = load._replace(num_waiting=2, num_waiting_tokens=10)

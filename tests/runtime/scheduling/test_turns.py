@@ -88,7 +88,7 @@ def test_a_preempted_text_whose_vector_arrives_is_not_computed_again() -> None:
     scheduler = make_scheduler(*(pooled(f"large:{place}", place) for place in range(4)))
     first = must_schedule(scheduler)
     scheduler.add(pooled("new"))
-    scheduler.schedule()  # preempts the last of those that are in flight
+    scheduler.schedule()  # preempts the last text in flight
     assert scheduler.num_preemptions == 1
     outputs = scheduler.update(first, StepResult([], pooled=[b"v"] * 4))
     assert [one.request_id for one in outputs] == [f"large:{place}" for place in range(4)]

@@ -29,7 +29,7 @@ def run_workload(
     seed: int = 5,
     states: KeptStates | None = None,
 ) -> tuple[SimulatedEngine, SimulatedHeadDrafter]:
-    """Sixty requests that share beginnings; a third of them go on with an earlier text."""
+    """Sixty requests that share beginnings; a third of them continue an earlier text."""
     generator = random.Random(seed)
     drafter = SimulatedHeadDrafter(
         block_size=4,

@@ -115,7 +115,7 @@ def test_times_are_measured_once_and_repeated(
     assert stored_trial(config.engine, open_model(config.engine)) == first
     assert _try(config, anew=True) == IsaTrial(two_levels[1], other)
     assert _try(config) == IsaTrial(two_levels[1], other)
-    # An engine that is started again names the level; its times stay known.
+    # The configuration of a restarted engine names the level. The stored times are still found.
     device = replace(config.device, isa=InstructionSetName(two_levels[1]))
     assert _try(replace(config, device=device)) == IsaTrial(two_levels[1], other)
 

@@ -1,4 +1,4 @@
-"""A start of a model of this package imports no compiler, no hub client and only half of torch."""
+"""The start of a native model imports no compiler, no hub client and only half of torch."""
 
 from __future__ import annotations
 
