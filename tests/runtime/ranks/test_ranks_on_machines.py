@@ -168,7 +168,7 @@ def test_streams_go_on_after_the_kill_of_a_process_between_ranks(run: Run, which
     ],
 )
 def test_stages_and_more_ranks_on_two_machines(overrides: tuple[str, ...]) -> None:
-    """With gloo, ranks connect and stages send as on GPUs. The tokens are those of shared memory."""
+    """With gloo, ranks connect and stages send as on GPUs. Tokens are those of shared memory."""
 
     async def scenario() -> None:
         expected = await tokens_on_one_machine(
