@@ -101,7 +101,7 @@ class EngineClient:
 
     @property
     def restart_reason(self) -> str | None:
-        """Why an engine died, while the next engine starts. None while a replica serves."""
+        """Why the last engine ended, if no replica serves and an engine is starting; else None."""
         if self.is_alive:
             return None
         reasons = (replica.restart_reason for replica in self.replicas)
@@ -124,7 +124,7 @@ class EngineClient:
 
     @property
     def num_unfinished(self) -> int:
-        """Engine requests that have not ended; a prompt with n completions counts n."""
+        """Engine requests that have not ended: one for each candidate, one for a beam search."""
         return sum(len(replica.requests) for replica in self.replicas)
 
     @property
@@ -139,12 +139,12 @@ class EngineClient:
 
     @property
     def seconds_since_step(self) -> float:
-        """Seconds since any of the replicas last completed a step or an idle heartbeat."""
+        """Seconds since any replica last completed a step or, without work, sent a heartbeat."""
         return min(replica.seconds_since_step for replica in self.replicas)
 
     @property
     def seconds_overdue(self) -> float:
-        """Seconds without progress that predicted step times do not explain; see `Watchdog`."""
+        """The least `Replica.seconds_overdue`: silence beyond the predicted duration of a step."""
         return min(replica.seconds_overdue for replica in self.replicas)
 
     async def start(
@@ -171,10 +171,10 @@ class EngineClient:
         """Wait until all spawned engines serve.
 
         Args:
-            on_phase: called with each phase and its seconds; further replicas are one phase each.
+            on_phase: called with each phase and its seconds. Each further replica is one phase.
 
         Raises:
-            StartupError: an engine cannot start or the tokenizer cannot be loaded; one line.
+            StartupError: an engine cannot start or the tokenizer cannot be loaded.
         """
 
         def note(name: str, seconds: float) -> None:
@@ -234,7 +234,7 @@ class EngineClient:
         Args:
             share: which part of an HTTP request the prompt is.
             trace: the outputs carry timeline events.
-            deadline: a time.monotonic(), at which the completions are ended; None = no deadline.
+            deadline: the time.monotonic() at which the completions are ended; None = no deadline.
             prepared: None = computed here. Else prompt and parameters must be from `resolve`.
 
         Raises:
@@ -274,10 +274,10 @@ class EngineClient:
                     outputs = completions.cut(DEADLINE_REASON)
                 else:
                     outputs = completions.process(event)
-                # Abort completions that ended here by a stop string. The engine would go on.
+                # A stop string or the deadline ends completions here. The engine still runs them.
                 await self._set.remove(set(unfinished).difference(completions.unfinished_ids))
                 for number, output in enumerate(outputs):
-                    if number:  # the text of a long beam takes milliseconds
+                    if number:  # the text of a long beam takes milliseconds: let other tasks run
                         await asyncio.sleep(0)
                     has_outputs = True
                     output.request_id = request_id

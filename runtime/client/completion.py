@@ -154,7 +154,7 @@ class PromptCompletions:
         finish reason. The caller aborts it in the engine.
         """
         stream = self._streams.get(engine_output.request_id)
-        if stream is None:  # ended by a stop string a moment ago
+        if stream is None:  # it ended here a moment ago, for example by a stop string
             return ()
         if engine_output.is_part:
             self._parts.setdefault(engine_output.request_id, _Parts()).add(engine_output)

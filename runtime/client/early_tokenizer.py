@@ -38,8 +38,8 @@ class EarlyTokenizer:
         """The tokenizer that the engine names; None for an empty path.
 
         Args:
-            path: directory or GGUF file of this tokenizer. It is loaded now if `begin` has loaded
-                another one.
+            path: directory or GGUF file of this tokenizer. It is loaded now unless `begin` began to
+                load it.
 
         Raises:
             StartupError: the tokenizer cannot be loaded.
@@ -66,7 +66,8 @@ class EarlyTokenizer:
 def _likely_path(model: ModelSection) -> str:
     """The directory or GGUF file that the engine will name; empty if it is not on this machine.
 
-    The engine chooses by `resolve_path`. It names another path if a directory has a GGUF model.
+    The engine chooses by `resolve_path`. The engine names another path if a directory has a GGUF
+    model.
     """
     name = model.tokenizer or model.path
     path = expand_user(name) if name else _DEMO_MODEL

@@ -38,7 +38,10 @@ _WHERE = {
 
 
 def require_task(model: ServedModel, task: ServedTask) -> None:
-    """Raises InvalidRequestError if the model cannot do `task`. The text names its endpoints."""
+    """Raises InvalidRequestError if the model cannot do `task`.
+
+    The error's text names the endpoints that the model serves.
+    """
     if task in model.tasks:
         return
     verbs = {"generate": "generate text", "embed": "give embeddings", "classify": "classify"}

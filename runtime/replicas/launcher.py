@@ -89,7 +89,7 @@ class EngineLauncher:
         """Wait until the first process serves.
 
         Later processes get the context length and the instruction set of the first. So they accept
-        every request that the first process accepts, and give the same bits.
+        every request that the first process accepts, and their kernels compute the same values.
 
         Args:
             engine: from `spawn`.

@@ -83,7 +83,7 @@ class Replica:
             number: the number of this replica, from 0.
             launcher: starts its engine processes.
             server: the settings for the watchdog and restarts.
-            on_change: called when the engine has died, serves again, or is not started again.
+            on_change: called when the engine has ended, serves again, or is not started again.
             stop_limit_s: `HangLimits.stopped_s`.
         """
         self.number = number
@@ -122,7 +122,7 @@ class Replica:
 
     @property
     def restart_reason(self) -> str | None:
-        """Why the last engine died, while the next engine starts; otherwise None."""
+        """Why the last engine ended, by death or for a reload, if the next one is starting."""
         return self._restarting
 
     @property
@@ -163,12 +163,12 @@ class Replica:
 
     @property
     def seconds_since_step(self) -> float:
-        """Seconds since the engine completed a step or an idle heartbeat."""
+        """Seconds since the engine completed a step or, without work, sent a heartbeat."""
         return self._watchdog.seconds_stalled
 
     @property
     def seconds_overdue(self) -> float:
-        """Seconds without progress that predicted step times do not explain; see `Watchdog`."""
+        """Seconds of silence beyond five times the predicted duration of a step; see `Watchdog`."""
         return self._watchdog.seconds_overdue
 
     async def spawn(self) -> None:

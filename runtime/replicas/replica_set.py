@@ -168,7 +168,7 @@ class ReplicaSet:
     async def _on_change(self, replica: Replica) -> None:
         """Move requests away from engines that do not serve.
 
-        Called when an engine has died, serves again, or is not started again.
+        Called when an engine has ended, serves again, or is not started again.
         """
         if replica.is_alive:
             self._router.forget(replica.number)

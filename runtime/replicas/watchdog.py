@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 __all__ = ("TICK_S", "HangLimits", "Watchdog")
 
-TICK_S = 0.25  # the caller ticks about this often
+TICK_S = 0.25  # about the seconds between two calls of `Watchdog.tick`
 _LONGEST_TICK_S = 1.0  # a longer tick counts as this long, because the caller was suspended
 # Predictions are medians from a machine without other work. On shared cores, a step takes several
 # times as long. So predictions are multiplied by this factor.
@@ -26,7 +26,7 @@ _COMPUTING_SHARE = 0.05  # a process that used more than this share of a core in
 class HangLimits(NamedTuple):
     """How many seconds an engine may be silent; None = no limit."""
 
-    # server.hang_timeout_s. A step may also take `_MARGIN` times its predicted seconds.
+    # server.hang_timeout_s. A step may take `_MARGIN` times its predicted seconds in addition.
     overdue_s: float | None
     stopped_s: float | None  # parallel.rank_timeout_s; only for an engine of several ranks
 
@@ -51,7 +51,7 @@ class Watchdog:
 
     @property
     def seconds_overdue(self) -> float:
-        """The part of `seconds_stalled` that the announced steps do not explain.
+        """Seconds of silence beyond five times the predicted duration of the announced steps.
 
         A second in which the engine computed counts as a fifth of a second.
         """

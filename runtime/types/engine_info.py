@@ -50,7 +50,7 @@ class RankInfo(msgspec.Struct, frozen=True, kw_only=True):
     """One rank of an engine whose model is divided among several processes."""
 
     rank: int
-    machine: int = 0  # number of its machine among those of the engine; 0 = that of rank 0
+    machine: int = 0  # index of its machine among the engine's machines; 0 = the machine of rank 0
     pid: int
     threads: int  # threads that the model's kernels use
     weights_bytes: int
@@ -75,7 +75,7 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     isa_microseconds: dict[str, dict[str, float]] = {}  # as in `IsaTrial`
     # bitwise = the bits of a token's logits depend on its own context alone, not on the batch
     determinism: Literal["bitwise", "none"] = "none"
-    # A digest of everything that can change the bits of an answer: weights, kernels, settings.
+    # A digest of what can change the answer to the same request: weights, kernels, settings.
     system_fingerprint: str = ""
     tasks: tuple[ServedTask, ...] = (ServedTask.generate,)
     embedding_size: int = 0  # length of an embedding vector
@@ -124,7 +124,8 @@ class EngineStats(msgspec.Struct, array_like=True, gc=False):
     # Histogram of tokens per step: one count for each bound of ITERATION_TOKENS, and one count for
     # larger steps.
     iteration_tokens: list[int] = []
-    # How a layer runs in a small step (a `LayerProgram`) -> number of such layers.
+    # Number of layers by the way they run in a step of few tokens, such as a decode step: captured,
+    # fx, inductor or eager (`LayerProgram`).
     layers_by_program: dict[str, int] = {}
     speculation: SpeculationStats | None = None  # None = the engine has no drafter
 
@@ -175,7 +176,7 @@ _GAUGES = (
     *("max_num_seqs", "max_num_batched_tokens", "layers_by_program"),
     *("predicted_step_seconds", "predicted_ttft_seconds"),
 )
-# For several replicas, the smallest of their figures is taken, because a request can go there.
+# For several replicas, the smallest figure is taken: a request can go to the replica that has it.
 _LEAST = ("predicted_step_seconds", "predicted_ttft_seconds")
 
 
@@ -183,7 +184,7 @@ def sum_stats(stats: Sequence[EngineStats]) -> EngineStats:
     """Combine the counters of several replicas, as if they were one engine.
 
     Args:
-        stats: at least one.
+        stats: the counters of each replica, at least one.
     """
     if len(stats) == 1:
         return stats[0]

@@ -35,7 +35,7 @@ class FinishReason(StrEnum):
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Log-probabilities (natural logarithm) at one position, from the raw logits.
 
-    Those of beams are from the logits after processors and masks.
+    The log-probabilities of beams are from the logits after processors and masks.
     """
 
     logprob: float  # the log-probability of the token at that position

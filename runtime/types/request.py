@@ -10,9 +10,10 @@ __all__ = ("Request",)
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
-    """One sequence to generate, or, with `pooling`, a text whose vector is computed.
+    """One sequence to generate, one beam search, or (`pooling`) one text whose vector is computed.
 
-    `n` completions of a prompt are n requests that share cached blocks.
+    Each completion of a prompt, or each of its `best_of` candidates, is a request of its own. These
+    requests share cached blocks.
     """
 
     request_id: str

@@ -1,7 +1,7 @@
 """The constraints of structured outputs, with vLLM's names, and the constraint of tool calls.
 
-A request has exactly one kind of constraint. `runtime/grammar/process.py` turns it into a grammar.
-This module needs no grammar library.
+A request has at most one constraint. `runtime/grammar/process.py` turns it into a grammar. This
+module needs no grammar library.
 """
 
 from __future__ import annotations
@@ -175,7 +175,10 @@ def arrange_calls(
     if not tags:
         raise ValueError("tools must have at least one tool, got none")
     if not (form.opening + form.begin).startswith(form.trigger):
-        raise ValueError(f"begin must be a text that starts with {form.trigger!r}")
+        raise ValueError(
+            f"opening and begin, joined, must start with the trigger {form.trigger!r}, got "
+            f"{form.opening + form.begin!r}"
+        )
     calls: dict[str, Any] = {
         "type": "tags_with_separator",
         "tags": list(tags),
