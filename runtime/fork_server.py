@@ -263,7 +263,7 @@ class ForkServer:
 
 
 def _reason(code: int, room: int, cpu_s: float, limits: JobLimits) -> FailureReason:
-    """Why a fork ended without an answer; `room` is the second field of `_END`."""
+    """Why a fork ended without an answer; `code` and `room` are the fields of `_END`."""
     if code == -signal.SIGPROF:
         return FailureReason(f"more than {cpu_s:g} s of processor time", Fault.job)
     if code == _NO_FORK:

@@ -80,7 +80,7 @@ def _enclosing_groups(root: Path, membership: Path, controller: str) -> list[tup
     """The cgroups of this process that may limit a resource, from its own to the root.
 
     Returns:
-        (directory, whether the hierarchy is unified, which is version 2) of each.
+        For each cgroup: its directory, and whether its hierarchy is the unified one of version 2.
     """
     try:
         lines = membership.read_text().splitlines()

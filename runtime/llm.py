@@ -75,7 +75,7 @@ _Texts = str | TextPrompt | Sequence[str | TextPrompt]
 
 
 class LLM:
-    """Generates text, embeddings or scores for prompts, or streams one output. Not thread-safe.
+    """Generates text for prompts, also as a stream; embeds and scores texts. Not thread-safe.
 
     Its memory is freed by `close`, at the end of a `with` block, or when the object is deleted.
     """

@@ -157,7 +157,11 @@ def _attention_backend(source: ModelSource) -> str:
 
 
 def _is_written(module: nn.Module, name: str, layout: CheckpointLayout) -> TypeGuard[LinearBase]:
-    """Whether a module's matrices are quantised. No format has names for stacks of experts."""
+    """Whether a module's matrices are quantised.
+
+    Expert matrices that the checkpoint stores as one stack are not: no output format has names for
+    such stacks.
+    """
     is_stack = isinstance(module, ExpertLinear) and name.endswith(layout.stacked)
     return isinstance(module, LinearBase) and not isinstance(module, RouterLinear) and not is_stack
 

@@ -32,7 +32,7 @@ __all__ = (
 SILENCE_S = 3.0  # a side that is silent for longer counts as lost
 _TOKEN_BYTES = 20
 _PINGS = 6  # pings within `silence_s`
-_ANY = ("", "0.0.0.0", "::", "*")  # not one address of this machine
+_ANY = ("", "0.0.0.0", "::", "*")  # values of `parallel.host` that name no single address
 
 
 class KeyPair(NamedTuple):
@@ -142,7 +142,7 @@ def interface_of(address: str) -> str | None:
 
 
 def own_address(towards: str = "192.0.2.1") -> str:
-    """The address of this machine on its route to another one; 127.0.0.1 if it has none.
+    """The address of this machine on its route to another machine; 127.0.0.1 without a route.
 
     Args:
         towards: address of the other machine; the default is on the default route.

@@ -1,6 +1,6 @@
 """`ChildProcess`: a process with a pipe to its standard input. It needs no event loop to start.
 
-Imports little, because it starts the engine process before anything else is imported.
+This module imports little, because the engine process is started before anything else is imported.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`EarlyEngine`: an engine process that is started before its configuration is known.
 
 It imports torch while this process reads the configuration. A start of the server has two
-processes, so both cores of a small machine are busy from the beginning. Imports little itself.
+processes, so both cores of a small machine are busy from the beginning. This module imports little.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ class StepShape(NamedTuple):
     # [R]; the row of each position whose logits are computed, in the scheduler's order. A row with
     # k drafts occurs 1 + k times.
     sampled_rows: list[int]
-    # [R]; for each row of logits, the position in its sequence of the token that is drawn.
+    # [R]; for each row of logits, the position that the drawn token has in its sequence.
     sampled_positions: list[int]
     # The number of tokens of each sequence, if it is the same for all and all tokens are sampled.
     # 0 = other steps.

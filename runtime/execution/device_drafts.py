@@ -1,4 +1,4 @@
-"""Runs the steps of a drafter on a GPU, whose drafts stay on the device."""
+"""Runs the steps of a drafter on a GPU. Its drafts stay on the device."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ __all__ = ("DeviceDrafts",)
 class DeviceDrafts:
     """Runs steps of a draft model or a head without waiting for their tokens.
 
-    The drawn tokens are stored in the step buffers of the model that verifies them. In place of
-    tokens a result has their marks (`StaticBuffers.draft_mark`). A mark that the drafter uses as
-    the input of its next step stands for the last token of the row, which the drafter's own buffers
-    have.
+    The drawn tokens are stored in the step buffers of the model that verifies them. A result has
+    marks (`StaticBuffers.draft_mark`) instead of tokens. The drafter gives a mark as the input of
+    its next step. There it stands for the row's last token in the drafter's own buffers.
 
     Args:
         executor: the drafter's executor.

@@ -42,7 +42,8 @@ class ExecutorStats(msgspec.Struct, array_like=True, gc=False):
     """Counters since the engine's start. With several ranks, most are the counters of rank 0."""
 
     steps_by_kind: dict[str, int]  # captured | compiled | eager
-    # How a layer runs in a small step (a `LayerProgram`) -> number of such layers.
+    # Number of layers by the way they run in a step of few tokens, such as a decode step: captured,
+    # fx, inductor or eager (`LayerProgram`).
     layers_by_program: dict[str, int]
     num_padding_tokens: int  # tokens computed only to fill captured buckets
     model_seconds: float  # time in the model and the sampler, with waiting for the device

@@ -59,7 +59,7 @@ class HiddenStatePool:
             self._free += kept.slots
 
     def store(self, scheduled: Sequence[ScheduledSequence], states: Sequence[Tensor]) -> None:
-        places: list[int] = []  # the states of the step that are kept
+        places: list[int] = []  # indices of the step's states that are kept
         slots: list[int] = []  # where they are kept
         first = 0
         for entry in scheduled:
@@ -106,7 +106,7 @@ class HiddenStatePool:
         return new
 
     def _drop(self, row: int, num_kept: int, begin: int) -> _Waiting:
-        """Free the slots of a row except the first `num_kept`, which then begin at `begin`."""
+        """Keep the first `num_kept` slots of a row, for positions from `begin`; free the others."""
         kept = self._rows[row]
         slots = [] if kept is None else kept.slots
         self._free += slots[num_kept:]

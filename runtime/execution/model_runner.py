@@ -138,7 +138,7 @@ class ModelRunner:
             self._batch.last_token[rows] = token_ids
 
     def foresee(self, output: SchedulerOutput) -> RunStep:
-        """How a step will run."""
+        """The kind of program that will run a step, and the step's sizes with padding."""
         num_rows = sum(entry.num_logits for entry in output.scheduled)
         per_seq = int(output.num_tokens == output.num_seqs == num_rows)
         if output.num_drafts:

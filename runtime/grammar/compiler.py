@@ -53,7 +53,7 @@ class _Job(NamedTuple):
 
     @classmethod
     def of(cls, params: StructuredOutputsParams) -> _Job:
-        """Raises InvalidRequestError for a constraint that is too large."""
+        """Raises InvalidRequestError if the constraint is too large or cannot become JSON."""
         data = _encoded(params)
         return cls(data, hashlib.sha256(data).digest())
 

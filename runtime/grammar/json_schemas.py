@@ -238,10 +238,10 @@ class _Preparation:
             )
 
     def _check_fewest(self, schema: dict[str, Any], place: str) -> None:
-        """Refuse a `minProperties` that needs two or more properties which are not required.
+        """Refuse a `minProperties` that needs two or more optional properties in an open object.
 
-        In an open object a model could write one such property twice. Equal names count once, and a
-        grammar does not compare names.
+        A model could write one such property twice. Equal names count once, and a grammar does not
+        compare names.
         """
         fewest = schema.get("minProperties", 0)
         is_open = schema.get("additionalProperties") is not False or "patternProperties" in schema

@@ -93,7 +93,7 @@ _CLASSES = (
         r"circular references with sibling keys are not supported: (.*)",
         lambda found: (
             f"the $ref to {found[1].removeprefix('json-schema:///')} leads to itself and has other "
-            "keywords beside it; move those into the schema that it leads to"
+            "keywords beside it; move these keywords into the schema that $ref leads to"
         ),
     ),
     _of(

@@ -3,7 +3,7 @@
 `plan_memory` computes with sizes only and allocates nothing. `run plan` prints its result, and the
 engine allocates by it. On CUDA the engine plans once more with measured sizes
 (runtime/memory/measured_memory.py). `free_memory` reads the free memory of the GPU, or of this
-machine with the limits of containers.
+machine within the limits of its container.
 
     free memory x device.memory_fraction = budget
     budget - weights - activations - graph pool = room for KV blocks
@@ -69,7 +69,7 @@ class ModelFootprint:
     measured: MeasuredMemory | None = None  # replaces estimates; None = plan with estimates
     draft: ModelFootprint | None = None  # the draft model; its cache has equally many blocks
     # Bytes of a draft head's weights that are copies of its model's embedding and output head. The
-    # head needs copies because the model's part on this rank lacks rows of these tables.
+    # draft head needs copies because the model's part on this rank lacks rows of these tables.
     copied_bytes: int = 0
 
 
@@ -170,7 +170,7 @@ def plan_memory(
     if max_model_len is not None and max_model_len > model.max_model_len:
         raise StartupError(
             f"model.max_model_len={max_model_len}, but the model is made for {model.max_model_len} "
-            f"tokens; lower it"
+            f"tokens; lower model.max_model_len"
         )
     measured = model.measured
     length = model.max_model_len if max_model_len is None else max_model_len
@@ -266,7 +266,7 @@ def _kv_bytes(
         if wanted > room:
             raise StartupError(
                 f"cache.memory_gib={memory_gib:g}, but {room / GIB:.2f} GiB are left for KV "
-                f"blocks; lower it or raise device.memory_fraction"
+                f"blocks; lower cache.memory_gib or raise device.memory_fraction"
             )
         return wanted, f"KV cache: cache.memory_gib={memory_gib:g}"
     if not is_cpu:

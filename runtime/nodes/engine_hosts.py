@@ -45,8 +45,8 @@ class EngineHosts:
             after `start`.
 
     Raises:
-        StartupError: this machine does not have enough GPUs. Or the Ray cluster cannot be reached,
-            or does not have the cores or GPUs that the engines need.
+        StartupError: this machine does not have enough GPUs. With Ray: Ray is not installed, or its
+            cluster cannot be reached or does not have the cores or GPUs that the engines need.
     """
 
     def __init__(

@@ -78,7 +78,7 @@ async def run_node(
 
     Raises:
         StartupError: the address or the token is wrong, the server refuses this machine, or the
-            server has not answered for a minute. One line that says why.
+            server has not answered for a minute. The message is one line that says why.
     """
     ensure_cache()
     directory = make_socket_directory()

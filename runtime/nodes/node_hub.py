@@ -63,9 +63,9 @@ class NodeHub:
     """Starts engine processes on other machines.
 
     Args:
-        host: the address of this machine at which it listens, and at which other machines reach it.
-            Empty = the address of its default route. 0.0.0.0 or :: = it listens at all addresses,
-            and `address` is the address of its default route.
+        host: the address of this machine at which the hub listens and other machines reach it.
+            Empty = the address of the default route. 0.0.0.0 or :: = the hub listens at all
+            addresses, and `address` has the address of the default route.
         num_places: number of engines that each machine runs at the same time.
         asks: log a line that says how to add machines, if machines are missing.
 
@@ -208,7 +208,7 @@ class NodeHub:
             try:
                 report = report_decoder.decode(body.buffer)
             except msgspec.DecodeError:
-                _LOG.warning("a machine that runs another version sent a message; it is refused")
+                _LOG.warning("a machine that runs another version sent a message and is refused")
                 self._post(peer_id, Refused("the server runs another version of ostinato"))
                 continue
             if isinstance(report, Join):

@@ -35,7 +35,7 @@ __all__ = (
 
 
 def software() -> dict[str, str]:
-    """The versions that must be the same on all machines: the bits of answers depend on them."""
+    """The versions that must be the same on all machines, because logits can depend on them."""
     made = made_by()
     return {"ostinato": version("ostinato"), "sources": made["sources"], "torch": made["torch"]}
 
@@ -70,7 +70,7 @@ class Ended(msgspec.Struct, frozen=True, array_like=True, tag=4):
 
 
 class Beat(msgspec.Struct, frozen=True, array_like=True, tag=5, gc=False):
-    """Sent while engines run."""
+    """Sent several times a second while engines run on the machine."""
 
     cpu_seconds: dict[int, float]  # engine -> processor time so far
     stopped: list[int]  # engines whose process is stopped, as by SIGSTOP

@@ -56,15 +56,15 @@ def count_room(nodes: Sequence[Demand], demand: Demand) -> int:
 
 
 def count_parts(config: EngineConfig) -> int:
-    """The places that all engines need: one for each engine, or for each of its machines."""
+    """The places that all engines need: one for each machine of each engine."""
     return config.parallel.data * config.parallel.machines_per_engine
 
 
 def share_cluster(config: EngineConfig, nodes: Sequence[Demand]) -> RayShare:
     """The resources that every engine asks Ray for.
 
-    An engine on a CPU has `device.threads` cores, or one for each of its ranks, on each of its
-    machines. On GPUs it has a GPU and a core for each of its ranks.
+    On each of its machines, an engine on CPUs gets `device.threads` cores. If this is not set, it
+    gets a core for each of its ranks there. An engine on GPUs gets a GPU and a core for each rank.
 
     Args:
         config: the configuration of every engine.
@@ -105,7 +105,7 @@ def _amounts(resources: Demand) -> str:
 
 
 class RayNodes:
-    """The actors of one server, one for each engine or for each of its machines.
+    """The actors of one server: one for each machine of each engine.
 
     The constructor connects to the cluster.
 

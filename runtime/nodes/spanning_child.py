@@ -1,7 +1,7 @@
 """`SpanningChild`: an engine with ranks on several machines, as the API process sees it.
 
-Rank 0 is the engine process. When it says where its other ranks can join, the other machines are
-told to start them. All of them end together.
+Rank 0 is the engine process. It reports where the other ranks can join. Then the other machines are
+told to start these ranks. All ranks of the engine end together.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ __all__ = ("run_engine", "run_loop")
 
 _LOG = logging.getLogger(__name__)
 _BEAT_S = 0.5  # seconds between the heartbeats of an idle engine
-# Number of idle heartbeats before the integrity check. The check would delay a request.
+# Number of idle heartbeats before the integrity check, which would delay a request.
 _BEATS_BEFORE_CHECK = 4
 _LONG_CALL_S = 60.0  # the watchdog allows this for a utility call; writing a trace takes long
 _LONG_STEP_S = 0.25  # a step is announced to the client if it is predicted to take longer
@@ -257,8 +257,7 @@ def _start_ranks(start: StartEngine) -> RankProcesses | None:
 
 
 def _flight_recorder(num_steps: int, address: str) -> FlightRecorder | None:
-    """Make the flight recorder. Its file lies beside the socket, where the client reads it after a
-    crash.
+    """Make the flight recorder. The client reads its file, beside the socket, after a crash.
 
     None if the recorder is off, or if the file cannot be made, which is logged.
     """

@@ -9,7 +9,7 @@ import msgspec
 __all__ = ("FIELDS", "JsonFormatter", "configure_logging")
 
 FIELDS = "fields_of_line"
-"""The attribute of a log record that holds further fields of the line, as a dictionary."""
+"""The attribute of a log record with the fields of its JSON line, `message` included, as a dict."""
 
 
 class JsonFormatter(logging.Formatter):

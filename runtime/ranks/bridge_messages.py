@@ -98,7 +98,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=6):
 
 
 class OpenLinks(msgspec.Struct, frozen=True, array_like=True, tag=7):
-    """Tells another machine to make the links of its ranks and to build the ranks."""
+    """Tells another machine to make the links of its ranks, which then wait for `StartRank`."""
 
     slot_bytes: int  # bytes of a slot of each handoff
     exchange: Exchange  # nccl = each rank has a GPU

@@ -47,7 +47,7 @@ class ProcessesExecutor:
     ) -> None:
         """
         Args:
-            first: rank 0's executor, without overlap; closed with this one.
+            first: rank 0's executor, without overlap; closed with this executor.
             runner: rank 0's runner.
             ranks: the processes of the other ranks, which wait for steps; ended with this object.
             links: rank 0's links to the other ranks; closed after the processes have ended.

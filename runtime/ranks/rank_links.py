@@ -1,8 +1,8 @@
 """The links of a rank: to its tensor-parallel group, to the stage before and to the stage after.
 
 link_ends.py makes their memory and sockets, and each rank is passed the descriptors of its own
-links. Ranks whose values torch.distributed carries find each other through the meetings of the
-start, so their group needs no descriptor.
+links. If torch.distributed carries the values of a group, its ranks find each other through the
+meetings of the start (messages.py). Such a group needs no descriptor.
 """
 
 from __future__ import annotations

@@ -134,7 +134,7 @@ class LocalRank(_Rank):
             return self.process.wait()
 
     def end(self, timeout_s: float) -> tuple[str, str]:
-        """Like `wait`; returns the reason for its end, and a text."""
+        """Like `wait`; returns why the process ended (killed, crash or exit), and a text."""
         return _explain_end(self.pid, self.wait(timeout_s))
 
     def release(self) -> None:
@@ -179,7 +179,7 @@ class RemoteRank(_Rank):
             self.socket.shutdown(socket.SHUT_RDWR)
 
     def end(self, timeout_s: float) -> tuple[str, str]:
-        """The reason for its end, and a text."""
+        """Why the process ended (killed, crash or exit), and a text."""
         del timeout_s  # there is nothing to wait for
         if self._ended is None:
             return "crash", "the bridge to its machine has ended"
@@ -194,7 +194,7 @@ class RemoteRank(_Rank):
 
 
 def _explain_end(pid: int, code: int) -> tuple[str, str]:
-    """The reason for a process's end by its exit code (negative for a signal), and a text."""
+    """Why a process ended, by its exit code (negative for a signal), and a text."""
     if code < 0:
         reason = "killed" if code == -signal.SIGKILL else "crash"
         how = "was killed by" if reason == "killed" else "died of"

@@ -56,7 +56,7 @@ class RankProcesses:
     ) -> None:
         """Start the processes on this machine; they import torch and wait for their first message.
 
-        With ranks on several machines, the others join the `bridge`.
+        With ranks on several machines, the other machines join the `bridge`.
 
         Args:
             layout: the N ranks.

@@ -127,8 +127,8 @@ class PendingVerification:
 
     Args:
         token_ids: [R] int64, the token drawn from each row. The next launch overwrites it.
-        following: [R] int64, the draft of each row's token. After a sequence's last draft it is any
-            token.
+        following: [R] int64, the draft of each row's token. In the row after a sequence's last
+            draft it is any token.
         num_drafts: for each of the N sequences that sample, its number of drafts k. The sequence
             has 1 + k rows.
         logprobs: log-probabilities of the rows' tokens; None = no row reports any.

@@ -18,6 +18,6 @@ class RowState(Protocol):
         Args:
             row: in [0, max_num_seqs).
             request: the sequence's request.
-            output_token_ids: its output so far; not empty if the sequence resumes.
+            output_token_ids: the sequence's output so far, for example before a preemption.
         """
         ...

@@ -77,7 +77,8 @@ class _Row:
         # A greedy row needs no random number, so the hash is not computed.
         greedy = self.path is SamplePath.greedy
         uniform = 0.0 if greedy else uniform_number(self.seed, position)
-        # Smaller temperatures would overflow to infinity, so they count as greedy.
+        # Logits that are divided by a smaller temperature can overflow, so smaller temperatures
+        # count as 0.001. A temperature of 0 is greedy and is not read.
         temperature = max(params.temperature, 1e-3)
         return RowSampling(self.path, temperature, self.top_k, params.top_p, params.min_p, uniform)
 
@@ -117,7 +118,7 @@ class Sampler:
         self.grammars = GrammarMasks(vocab_size=vocab_size, device=device, matchers=matchers)
         self._token_sampler = token_sampler or EagerSampler()
         self._staged: list[_Row] = []
-        self._has_grammars = False  # whether a row of `_staged` has one
+        self._has_grammars = False  # whether a row of `_staged` has a `GrammarRow`
         self._reporting: list[int] = []  # indices into `_staged` of rows with log-probabilities
         self._rows: list[int] = []
         self._positions: list[int] = []
@@ -125,7 +126,7 @@ class Sampler:
         self._verifies_on_device = False  # whether the device compares the staged rows with drafts
 
     def admit(self, row: int, request: Request, output_token_ids: list[int]) -> None:
-        """Note that a sequence takes the row; `output_token_ids` is not empty if it resumes."""
+        """Note that a sequence takes the row; `output_token_ids` is its output so far."""
         grammar = self.grammars.admit(request, output_token_ids)
         state = _Row(request, grammar, self._vocab_size, self._device)
         for processor in self._processors:

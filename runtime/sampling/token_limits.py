@@ -50,7 +50,7 @@ class TokenLimits:
         self._latest = self._full((max_num_seqs, 0), _NONE)  # [S, L - 1] output tokens, newest last
 
     def admit(self, row: int, request: Request, output_token_ids: list[int]) -> None:
-        """Note that a sequence takes the row; `output_token_ids` is not empty if it resumes."""
+        """Note that a sequence takes the row; `output_token_ids` is its output so far."""
         if row in self._limited:
             self._limited.discard(row)
             self._is_word[row] = False

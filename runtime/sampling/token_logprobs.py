@@ -1,7 +1,7 @@
 """Log-probabilities of sampled tokens: `logprobs`, `logprob_token_ids` and the candidates of beams.
 
-Those of beams are computed from the logits after the logits processors and masks, all others from
-the model's raw logits.
+The log-probabilities of beams are computed from the logits after the logits processors and masks,
+all others from the model's raw logits.
 """
 
 from __future__ import annotations

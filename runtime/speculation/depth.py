@@ -264,8 +264,8 @@ class DepthChooser:
             load: the step.
             num_drafts: the draft tokens of the step.
             num_accepted: how many draft tokens were right.
-            seconds: from the step's launch until its tokens were read. It includes only drafting
-                that was queued.
+            seconds: from the step's launch until its tokens were read. This includes the drafting
+                only if it was queued on a GPU.
         """
         if self._costs is None:
             return

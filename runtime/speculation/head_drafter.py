@@ -26,7 +26,7 @@ from ostinato.runtime.types.step import AdmittedSequence, ScheduledSequence, Sch
 
 __all__ = ("MOST_WAITING", "DraftHead", "HeadDrafter")
 
-MOST_WAITING = 16  # a sequence with this many waiting positions is computed without a draft too
+MOST_WAITING = 16  # the head computes a sequence with this many waiting positions in any case
 
 
 class DraftHead(Protocol):

@@ -11,8 +11,8 @@ computed if the draft model filled it for the hash that the block has now.
 
 The drafts are drawn with the request's sampling parameters, and with the same random numbers as the
 target at the same positions. So a draft model that agrees with the target draws the same tokens at
-any temperature. Penalties, grammars and limits of tokens are left out. So fewer drafts of requests
-with these are accepted.
+any temperature. Penalties, grammars and limits of tokens are left out. So fewer drafts are
+accepted for requests that use them.
 """
 
 from __future__ import annotations

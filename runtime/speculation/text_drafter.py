@@ -1,6 +1,6 @@
 """The drafter without a model (n-gram lookup): finds a sequence's last tokens in earlier text.
 
-The draft is the text that followed them there. Up to three texts are searched: the request's
+The draft is the text that followed these tokens. Up to three texts are searched: the request's
 `prediction`, the sequence's own prompt and output, and the earlier answers of the engine. The
 longest match gives the draft. Of equally long matches, the one in the first of these texts does.
 """

@@ -430,7 +430,7 @@ def _capture(graphs: GraphRunner, *, must_fit: bool) -> list[GraphKey]:
 
 
 def _count_layers(graphs: GraphRunner) -> str:
-    """How the layers run in small steps, for example "6 captured, 2 fx"."""
+    """How the layers run in a step of few tokens, for example "6 captured, 2 fx"."""
     counts = graphs.layers_by_program.items()
     return ", ".join(f"{count} {program}" for program, count in counts if count)
 

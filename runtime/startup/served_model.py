@@ -114,10 +114,10 @@ def _eos_token_ids(source: ModelSource, tokenizer: Path | None) -> tuple[int, ..
 
 
 def _fingerprint(plan: EnginePlan, isa: str) -> str:
-    """A digest of everything that the bits of an answer depend on, besides the request.
+    """A digest of everything that an answer depends on, besides the request.
 
-    Two engines with equal fingerprints that contain `bitwise` give equal bits. The number of
-    threads and the limits of steps are not part of the fingerprint.
+    Two engines with equal fingerprints that contain `bitwise` give bitwise equal logits. The number
+    of threads and the limits of steps are not part of the fingerprint.
     """
     source, model = plan.source, plan.config.model
     digest = hashlib.sha256()
@@ -162,7 +162,10 @@ def _tasks(source: ModelSource) -> tuple[ServedTask, ...]:
 
 
 def _pooling(section: ModelSection, source: ModelSource) -> PoolingKind:
-    """The pooling mode: as configured, else the checkpoint's, else the model kind's."""
+    """The pooling mode: as configured, else the checkpoint's, else the model kind's.
+
+    A model with a classification head always has `cls`.
+    """
     if source.config.num_labels:
         return PoolingKind.cls  # the hidden state that the classification head reads
     stated = source.pooling.mode

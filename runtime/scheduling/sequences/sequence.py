@@ -39,7 +39,7 @@ class SequenceStatus(Enum):
 def duplicate_id(request_id: str) -> InvalidRequestError:
     """The error of a request whose id another request has."""
     return InvalidRequestError(
-        f"request_id {request_id!r} is in use; wait for its end or choose another",
+        f"request_id {request_id!r} is in use; choose another id, or wait until that request ends",
         param="request_id",
     )
 
@@ -51,7 +51,7 @@ def check_prompt_length(request: Request, max_model_len: int) -> None:
         raise InvalidRequestError(
             f"the prompt must have 1 to {max_model_len - kept} tokens (max_model_len="
             f"{max_model_len}{', one is kept for the output' if kept else ''}), got "
-            f"{len(request.prompt_token_ids)}; shorten it",
+            f"{len(request.prompt_token_ids)}; send a prompt of such a length",
             param="prompt",
             code="context_length_exceeded",
         )

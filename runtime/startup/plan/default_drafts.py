@@ -23,7 +23,7 @@ def with_default_drafts(
 ) -> EngineConfig:
     """The configuration with a `speculation.method`, if it has none.
 
-    The method is `auto` if drafts change no bit of an answer and measured step costs choose their
+    The method is `auto` if drafts cannot change an answer, and measured step costs choose their
     number, so that they do not slow the engine down. Otherwise it is `none`.
 
     Args:
@@ -55,5 +55,5 @@ def _why_none(
     if most_tokens < 1 + config.speculation.max_tokens:
         return f"a step of {most_tokens} tokens is shorter than a draft"
     if not weights.is_batch_invariant or config.graphs.attention not in _INVARIANT_ATTENTION:
-        return "the bits of an answer depend on its batch"
+        return "the logits of a sequence depend on its batch"
     return None

@@ -314,5 +314,6 @@ def _check_graphs(config: EngineConfig, source: ModelSource, backend: str) -> No
     if source.limits.max_num_batched_tokens > most:
         raise StartupError(
             f"scheduler.max_num_batched_tokens={source.limits.max_num_batched_tokens}, but "
-            f"compiled kernels of this model take at most {most} tokens a step; lower it"
+            f"compiled kernels of this model take at most {most} tokens a step; lower "
+            "scheduler.max_num_batched_tokens"
         )

@@ -96,7 +96,7 @@ def _draft_footprint(
     """The sizes of the draft model or the head, with the tables of the model that are copied."""
     footprint = _footprint(draft_config(config), draft)
     if draft.config.head is not None and source.device.type != "cpu":
-        # Counted are the hidden states that wait for the head, those of the largest captured step,
+        # The sum of the hidden states that wait for the head, those of the largest captured step,
         # and the head's features and outputs, which have a row for each token of a step.
         keys = bucket_table(config, source).keys
         num_states = num_pool_slots(source.limits) + max(

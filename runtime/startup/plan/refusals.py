@@ -46,8 +46,8 @@ def check_division(config: EngineConfig, device: torch.device, shard: Shard) -> 
     parallel = config.parallel
     if parallel.exchange is ExchangeName.gloo and device.type != "cpu":
         raise StartupError(
-            f"parallel.exchange=gloo is for CPUs, and the model runs on {device.type}; leave it at "
-            "auto, which is NCCL there"
+            f"parallel.exchange=gloo is for CPUs, and the model runs on {device.type}; set "
+            "parallel.exchange=auto, which is NCCL on GPUs"
         )
     if shard.stage.count == 1:
         return
