@@ -9,9 +9,9 @@ A short job spends most of its time on the fork and on page faults. So one fork 
 jobs, one after another, if the parent marks them as `is_shared`.
 
 The parent owns a `ForkServer`. The main of the server process calls `serve_forks`. Each fork has a
-socket pair of its own. The parent keeps one end and sends the other to the server process, which
-then forks. The sockets carry the job, then frames of the answer. When the parent closes its end,
-the fork ends.
+socket pair of its own. The parent keeps one end and sends the other end to the server process,
+which then forks. The sockets carry the job, then frames of the answer. When the parent closes its
+end, the fork ends.
 """
 
 from __future__ import annotations

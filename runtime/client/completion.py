@@ -221,7 +221,7 @@ class _SharedScores:
     """Gives each completion of a prompt the log-probabilities of the prompt's tokens.
 
     The engine computes them with the first completion. Outputs of the other completions wait for
-    them.
+    these log-probabilities.
     """
 
     def __init__(self) -> None:

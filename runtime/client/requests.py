@@ -63,7 +63,7 @@ def truncate(
 ) -> list[int]:
     """The part of a prompt that `truncate_prompt_tokens` leaves.
 
-    -1 leaves room for `max_tokens` output tokens, or for one token if `max_tokens` is not set.
+    The value -1 leaves room for `max_tokens` output tokens, or for one token without `max_tokens`.
     """
     limit = sampling.truncate_prompt_tokens
     if limit is None:

@@ -48,7 +48,7 @@ _SHARES = ((0.4, 0.65), (0.75, 0.9), (0.95, 1.0))
 _RUNS_UP, _RUNS_DOWN = 1, 2
 _SCORED_TOKENS = 64  # prompt tokens of the step whose log-probabilities are timed
 _SCORED_RUNS = 3
-_VERIFY_SHARE = 0.25  # timing verification gets this share of the budget in addition
+_VERIFY_SHARE = 0.25  # the timing of verification gets this share of the budget in addition
 _VERIFY_RUNS = 3
 _VERIFY_SEQS = (1, 4, 16, 64)  # verification is measured with these numbers of sequences
 

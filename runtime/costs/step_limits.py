@@ -40,7 +40,7 @@ class StepLimits(NamedTuple):
     max_num_seqs: int
     max_num_batched_tokens: int
     rows_per_seq: int = 1  # rows of logits that a sequence can have: 1 + its draft tokens
-    max_step_drafts: int | None = None  # draft tokens of one step; None = those of all sequences
+    max_step_drafts: int | None = None  # draft tokens of one step; None = no limit for the step
 
     @property
     def max_num_rows(self) -> int:

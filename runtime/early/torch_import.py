@@ -59,7 +59,8 @@ def begin_reading() -> threading.Thread | None:
     gpu_libraries = (library.with_name(f"libtorch_{kind}.so") for kind in ("cuda", "hip", "xpu"))
     if not library.is_file() or any(path.is_file() for path in gpu_libraries):
         return None
-    # A function of a CDLL runs without the lock of the interpreter. `ctypes.CDLL` itself holds it.
+    # A function of a CDLL runs without the lock of the interpreter. `ctypes.CDLL(library)` would
+    # hold the lock.
     opener = ctypes.CDLL(None).dlopen
     opener.restype = ctypes.c_void_p
     arguments = (ctypes.c_char_p(os.fsencode(library)), ctypes.c_int(os.RTLD_NOW))

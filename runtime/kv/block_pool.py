@@ -36,7 +36,7 @@ def hash_root(cache_salt: str = "", extra_keys: Sequence[str] = ()) -> BlockHash
     """
     digest = blake2b(cache_salt.encode(), digest_size=_DIGEST_BYTES).digest()
     for key in extra_keys:
-        # BLAKE2's `person` keeps this digest apart from those of salts and of blocks.
+        # BLAKE2's `person` keeps this digest apart from the digests of salts and of blocks.
         keyed = blake2b(digest + key.encode(), digest_size=_DIGEST_BYTES, person=_KEY_PERSON)
         digest = keyed.digest()
     return BlockHash(digest)

@@ -327,7 +327,7 @@ def _step_bytes(model: ModelFootprint, num_tokens: int, *, is_cpu: bool) -> int:
 
     The two run one after the other, so they share the memory of intermediate tensors. On a GPU the
     draft model keeps its logits, its sampling state and its workspace beside those of the model.
-    Its memory is not measured there: it is loaded after the KV cache was allocated.
+    Its memory is not measured on a GPU, because it is loaded after the KV cache was allocated.
     """
     measured, draft = model.measured, model.draft
     own = _activation_bytes(model, num_tokens) if measured is None else measured.step_bytes

@@ -46,7 +46,7 @@ class EngineProcess:
 
     @property
     def node(self) -> str | None:
-        """The name of the other machine that the process runs on; None = this one."""
+        """The name of the other machine that the process runs on; None = this machine."""
         return self._child.node
 
     @property

@@ -92,7 +92,7 @@ class SlotsEnd(msgspec.Struct, frozen=True, array_like=True):
     place: int  # index of both ranks in their groups
     memory: int  # descriptor
     socket: int  # descriptor
-    machine: int  # the other machine
+    machine: int  # the machine of the other stage
 
 
 class RelayEnds(msgspec.Struct, frozen=True, array_like=True):

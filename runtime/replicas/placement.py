@@ -83,8 +83,8 @@ def divide(
 def _find_gpus() -> list[str]:
     """The GPUs that this process may use.
 
-    They are those in CUDA_VISIBLE_DEVICES if it is set, else all that the driver reports. The list
-    is empty without a driver.
+    If CUDA_VISIBLE_DEVICES is set, it names them. Otherwise they are all that the driver reports.
+    The list is empty without a driver.
     """
     named = visible_gpus()
     if named is not None:

@@ -383,7 +383,7 @@ class Replica:
             then = now
 
     def _give_up(self, death: Death) -> None:
-        """Hold the unfinished requests. End the ones that were running at too many deaths."""
+        """Hold the unfinished requests. End requests that were running at too many deaths."""
         allowed, free = death.num_allowed_crashes, death.num_unsuspicious_crashes
         for one in self._requests.on_engine_death(allowed, free):
             output = given_up_output(one.request, one.num_crashes, death.text)

@@ -24,7 +24,7 @@ class GuessingDrafter(ABC):
 
     Args:
         max_drafts: draft tokens of one sequence in one step, at most.
-        texts: a drafter whose drafts go first, such as that of predicted outputs.
+        texts: a drafter whose drafts from text go first, such as `TextDrafter`.
         is_queued: steps of the model are only queued, and its tokens stay on the device.
     """
 

@@ -108,7 +108,7 @@ class HeadDrafter(GuessingDrafter):
         max_drafts: draft tokens of one sequence in one step, at most.
         max_num_tokens: tokens of the head's largest step.
         max_model_len: positions of a sequence that the head can have.
-        texts: a drafter whose drafts go first, such as that of predicted outputs.
+        texts: a drafter whose drafts from text go first, such as `TextDrafter`.
         costs: the head's step-cost table; None = not measured.
         is_queued: the head's steps are queued, and their tokens stay on the device.
     """

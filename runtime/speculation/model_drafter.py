@@ -62,7 +62,7 @@ class ModelDrafter(GuessingDrafter):
         max_drafts: draft tokens of one sequence in one step, at most.
         max_num_tokens: tokens of the draft model's largest step.
         max_model_len: tokens of a sequence that the draft model can have.
-        texts: a drafter whose drafts go first, such as that of predicted outputs.
+        texts: a drafter whose drafts from text go first, such as `TextDrafter`.
         costs: the draft model's step-cost table; None = not measured.
         is_queued: `execute` does not wait for the tokens.
         idle: called when the engine has no work.

@@ -141,8 +141,8 @@ def fastest(microseconds: Mapping[str, Mapping[str, float]]) -> str:
     """The level to use.
 
     For each number of rows, a level's time is divided by the least time of all levels. A level's
-    figure is the mean of these ratios. From the highest level down, a level replaces the one chosen
-    so far only if its figure is below `_MARGIN` times the other's figure.
+    figure is the mean of these ratios. From the highest level down, a level replaces the level
+    chosen so far only if its figure is below `_MARGIN` times the figure of the chosen level.
 
     Args:
         microseconds: by level, the highest level first, then by number of rows.

@@ -154,7 +154,7 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
     num_unfinished: int  # requests that have not ended
     num_restarts: int
     pid: int | None  # the engine process; None = there is none
-    node: str | None = None  # the other machine that the engine runs on; None = this one
+    node: str | None = None  # the other machine that the engine runs on; None = this machine
     ranks: tuple[RankInfo, ...] = ()  # empty = the model is not divided, or the engine does not run
 
     @property

@@ -132,8 +132,8 @@ class Sequence:
         self.num_in_flight = 0  # steps in flight that include it
         # The last step that decoded it. Only steps in which some sequence rested are counted.
         self.decoded_at = 0
-        # Whether its last step gave no token. Then its last position is computed again. This waits
-        # until the steps in flight have ended, which were planned as if there were a token.
+        # Whether its last step gave no token. Then its last position is computed again, but only
+        # after the steps in flight: these were planned as if there were a token.
         self.is_held = False
         self.num_cached_tokens: int | None = None  # prefix hits at first admission; None before it
         self.num_preemptions = 0

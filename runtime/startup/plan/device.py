@@ -82,7 +82,7 @@ def gpu_of_rank(parallel: ParallelConfig, rank: int, num_gpus: int) -> int:
 
     Args:
         parallel: the ranks of the engine, and its machines.
-        rank: number of the rank among those of its engine.
+        rank: number of the rank in its engine.
         num_gpus: GPUs that this process sees.
 
     Raises:

@@ -103,7 +103,10 @@ class EnginePlan:
 
     @property
     def kv_groups(self) -> tuple[KVGroup, ...]:
-        """The block tables of each sequence, as the model's step tensors declare them."""
+        """The KV cache groups, as the model's step tensors declare them.
+
+        A sequence has one block table for each group.
+        """
         table = class_of(self.source.config).step_tensors
         further = range(1, num_kv_groups(table))
         return (KVGroup("self"), *(KVGroup(f"group {index}", grows=False) for index in further))

@@ -83,7 +83,7 @@ def plan_engine(
 
 
 def count_graphs(config: EngineConfig, source: ModelSource) -> int:
-    """The number of graphs that a rank captures on a GPU; on rank 0 with those of the sampler."""
+    """The number of graphs that a rank captures on a GPU, on rank 0 also for the sampler."""
     count = len(bucket_table(config, source).keys)
     if count and source.shard.is_leader:
         count += num_sampling_graphs(source.limits.max_num_rows)
