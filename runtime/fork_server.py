@@ -126,7 +126,7 @@ class ForkServer:
         self._first = first
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
-        self._idle: list[_Fork] = []  # the most recently used one is the last
+        self._idle: list[_Fork] = []  # the most recently used fork is the last
 
     @property
     def pid(self) -> int | None:

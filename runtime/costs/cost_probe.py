@@ -40,7 +40,7 @@ from ostinato.runtime.types.step import AdmittedSequence, ScheduledSequence, Sch
 __all__ = ("StepSpace", "measure_costs")
 
 _LEAST_BUDGET_S, _MOST_BUDGET_S = 0.5, 4.0
-_BUDGET_STEPS = 150  # the budget is the time of 150 decode steps, between those two limits
+_BUDGET_STEPS = 150  # the budget is the time of 150 decode steps, but at least 0.5 and at most 4 s
 _CONTEXTS = (1024, 8192)
 # The share of the budget at which the measurement of each line ends. A pair is (prompts, decodes).
 # The first pair is without context, then one pair for each context.

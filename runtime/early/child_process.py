@@ -68,7 +68,7 @@ class ChildProcess:
         """Wait until the process has ended; returns the exit code. One call at a time."""
         try:
             descriptor = os.pidfd_open(self.pid)
-        except (AttributeError, OSError):  # not Linux, or a kernel that does not have the call
+        except (AttributeError, OSError):  # the system has no pidfd_open
             code = await asyncio.to_thread(self._process.wait)
         else:
             loop, ended = asyncio.get_running_loop(), asyncio.Event()
@@ -84,5 +84,5 @@ class ChildProcess:
 
     def _close_pipe(self) -> None:
         assert self._process.stdin is not None, "stdin=PIPE"
-        with contextlib.suppress(OSError):  # it holds bytes that the process did not read
+        with contextlib.suppress(OSError):  # the pipe holds bytes that the process did not read
             self._process.stdin.close()

@@ -46,7 +46,7 @@ class WaitingState(msgspec.Struct, frozen=True, array_like=True):
 
     request_id: str
     num_prompt_tokens: int
-    num_output_tokens: int  # more than 0 after a preemption
+    num_output_tokens: int  # can be above 0 after a preemption
     age_s: float  # seconds since the request arrived
     priority: int
 

@@ -116,5 +116,5 @@ class HiddenStatePool:
 
 def num_pool_slots(limits: StepLimits) -> int:
     """The most positions that are kept: those of one step, and those that wait in each sequence."""
-    waiting = MOST_WAITING + 2 * limits.rows_per_seq  # for the head, and in two steps in flight
+    waiting = MOST_WAITING + 2 * limits.rows_per_seq  # those of two steps in flight wait too
     return limits.max_num_batched_tokens + limits.max_num_seqs * waiting

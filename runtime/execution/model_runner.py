@@ -32,7 +32,7 @@ __all__ = ("ModelRunner", "PendingStep")
 # Rows of logits that are computed at once for prompt log-probabilities. More rows would take more
 # memory than sampling; fewer rows would take longer.
 _SCORED_ROWS = 16
-_MAX_MASKS_S = 0.05  # the largest time for grammar masks in one step, if the model takes long
+_MAX_MASKS_S = 0.05  # the most seconds for grammar masks in a step, also if the model takes long
 
 
 class PendingStep:

@@ -71,7 +71,7 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
 class JsonForm(NamedTuple):
     """How the JSON of a constraint is written and checked."""
 
-    strict: bool = True  # False: a keyword that cannot be enforced is left to the model
+    strict: bool = True  # False: a keyword that cannot be enforced is ignored
     white_space: str | None = _WHITE_SPACE  # regex of the optional white space; None = none
     closed: bool = False  # objects have only the listed properties
 

@@ -67,7 +67,7 @@ class ModelFootprint:
     sampling_bytes: int = 0  # logits of the largest step and their sampling
     workspace_bytes: int = 0  # workspace of the attention backend in the largest step
     measured: MeasuredMemory | None = None  # replaces estimates; None = plan with estimates
-    draft: ModelFootprint | None = None  # the draft model; its cache has equally many blocks
+    draft: ModelFootprint | None = None  # the draft model; its cache has as many blocks
     # Bytes of a draft head's weights that are copies of its model's embedding and output head. The
     # draft head needs copies because the model's part on this rank lacks rows of these tables.
     copied_bytes: int = 0

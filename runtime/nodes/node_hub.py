@@ -89,7 +89,7 @@ class NodeHub:
         self._numbers = itertools.count()
         self._monitor: zmq.asyncio.Socket | None = None
         self._asks = asks
-        self._is_asking = False  # the line is about to be logged
+        self._is_asking = False  # `_ask` is about to log the line
         self._tasks: list[asyncio.Task[None]] = []
         self._software = software()
 

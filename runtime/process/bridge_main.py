@@ -84,7 +84,7 @@ class _Bridge:
         except ConnectionError:
             data, descriptors = b"", list[int]()
         if not data:
-            os._exit(0)  # rank 0's process has ended, or needs this one no longer
+            os._exit(0)  # rank 0's process has ended, or no longer needs this process
         self._descriptors += descriptors
         for frame in self._frames.add(data):
             message: BridgeMessage = bridge_decoder.decode(frame)

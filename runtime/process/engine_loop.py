@@ -67,7 +67,7 @@ _LONG_STEP_S = 0.25  # a step is announced to the client if it is predicted to t
 # the next step.
 _RECEIVE_S = 0.005
 _MOST_RECEIVE_S = 0.01
-_STATS_S = 0.05  # least time between two statistics in the outputs of steps
+_STATS_S = 0.05  # the outputs of steps carry statistics at most this often, in seconds
 
 
 class _Connection:

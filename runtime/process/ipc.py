@@ -174,7 +174,7 @@ class StepStarted(msgspec.Struct, frozen=True, array_like=True, tag=5, gc=False)
     watchdog gives the step more time if `seconds` is large. It is also sent before a utility call.
     """
 
-    request_ids: list[str]  # requests that take part for the first time
+    request_ids: list[str]  # requests that take part in a step for the first time
     seconds: float  # predicted by the step-cost table; 0 = not known
 
 

@@ -79,7 +79,7 @@ class RankProcesses:
         self._on_failure: list[Callable[[], object]] = []
         self._is_closing = False
         self._hang_rule: HangRule | None = None
-        self._is_working = False  # steps run now and then, so the thread checks for hangs
+        self._is_working = False  # from a step until `rest`: the thread checks for hangs
         self._step: int | None = None  # number of the step that runs
         self._num_steps = 0
         self._wake_in, self._wake_out = os.pipe()

@@ -61,7 +61,7 @@ class PendingTokens:
         self._held = held  # rows whose tokens are void
         self._reports_forced = reports_forced
         self._logprobs = logprobs
-        self._grammars = grammars  # mask state of each row of the step; empty = no row has one
+        self._grammars = grammars  # mask state of each row of the step; empty = no masks
         self._copy = _HostCopy(token_ids)
 
     def read(self) -> StepResult:

@@ -44,7 +44,7 @@ _LOG = logging.getLogger(__name__)
 _ENTRY = "trial.json"
 _ROWS = (1, 4, 16, 64, 512)
 _SAMPLES = 3
-_MOST_WEIGHTS = 1 << 22  # larger matrices are cut to this many weights, which changes no ratio
+_MOST_WEIGHTS = 1 << 22  # larger matrices are cut to this size; the ratios of the times stay
 _MANY_ROWS = 64  # with more rows than this, an eighth of the weights is multiplied
 # A lower level is chosen if its figure (`fastest`) is below this fraction of the figure of the
 # level chosen so far.

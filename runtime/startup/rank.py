@@ -105,7 +105,7 @@ class RankParts:
     executor: InlineExecutor
     runner: ModelRunner
     buffers: StaticBuffers
-    recorder: CudaRecorder | None  # of CUDA graphs; None = on a CPU, or an encoder
+    recorder: CudaRecorder | None  # of CUDA graphs; None = on a CPU, or for an encoder
     monitor: CompileMonitor
     model: ServedModel
     bundle: Bundle | None  # the compiled programs, not saved yet; None = they are not saved

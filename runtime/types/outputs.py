@@ -59,7 +59,9 @@ class TimelineEvent(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     name: str  # grammar_built | scheduled | prefill | first_token | preempted | resumed
     at: float  # seconds, monotonic clock
-    seconds: float = 0.0  # prefill: from the step's launch until its result was read
+    # prefill: from the step's launch until its result was read. grammar_built: from the request's
+    # arrival until its grammar was built.
+    seconds: float = 0.0
     start: int = 0  # prefill: first position of the chunk
     num_tokens: int = 0  # prefill: tokens of the chunk
     step: int = 0  # prefill: number of the step
@@ -82,7 +84,7 @@ class SequenceOutput(msgspec.Struct, array_like=True, gc=False):
     beams: list[BeamOutput] | None = None  # at the end of a beam search: the n best, best first
     pooled: bytes | None = None  # little-endian float32, of a pooled request
     is_complete: bool = False  # the grammar ended the output; the last token is not a stop token
-    is_refusal: bool = False  # the request caused the error: its grammar cannot continue
+    is_refusal: bool = False  # the request caused the error, by its grammar
     # When the request first had a row, monotonic clock. Set in its first output.
     scheduled_time: float = 0.0
     num_preemptions: int = 0  # set together with the finish reason
