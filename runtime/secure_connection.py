@@ -127,12 +127,12 @@ def _configure(connection: zmq.Socket[Any], keys: KeyPair, silence_s: float) -> 
 
 
 def reached_at(host: str) -> str:
-    """The address at which others reach a machine whose `parallel.host` is `host`."""
+    """The address at which other machines reach one whose `parallel.host` is `host`."""
     return own_address() if host in _ANY else host
 
 
 def interface_of(address: str) -> str | None:
-    """The name of the network interface that has an address; None if no interface has it."""
+    """The name of the network interface that has this address; None if no interface has it."""
     import psutil  # only machines with ranks need it
 
     for name, addresses in psutil.net_if_addrs().items():

@@ -384,7 +384,7 @@ def _surcharges(lines: dict[int, dict[int, float]], context: int) -> dict[int, f
 
 
 def _interpolate(line: dict[int, float], size: float) -> float:
-    """Linear between the points of a line. Outside of them, proportional to the size."""
+    """Interpolate linearly between points of a line; outside of them, in proportion to the size."""
     sizes = list(line)
     index = bisect_left(sizes, size)
     if index in (0, len(sizes)):

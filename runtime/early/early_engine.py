@@ -33,7 +33,7 @@ class EarlyEngine:
         self.close()
 
     def take(self) -> ChildProcess | None:
-        """The process; the caller ends it. None if it was taken or closed before, or has ended."""
+        """Hand over the process, which the caller must end; None if it was taken or has ended."""
         process, self._process = self._process, None
         if process is not None and process.has_ended():
             return None

@@ -76,7 +76,7 @@ class Engine:
 
     @property
     def draft_costs(self) -> CostTable | None:
-        """The step costs of the draft model; None without one, or if they are not measured."""
+        """The step costs of the draft model; None without a draft model, or if not measured."""
         drafts = self._scheduler.drafts
         return None if drafts is None else drafts.model_costs
 

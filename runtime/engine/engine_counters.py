@@ -37,7 +37,7 @@ class EngineCounters:
         self._num_prompt_tokens += len(request.prompt_token_ids)
 
     def admit(self, output: SchedulerOutput) -> None:
-        """Count the sequences that take rows in this step, and the time that they waited."""
+        """Count the sequences that take a row for the first time, and their time in the queue."""
         # `arrival_time` is a time.monotonic() of this machine. Two kinds of sequences begin with
         # output tokens and are not counted: beams, and requests that go on after an engine's death.
         now = time.monotonic()

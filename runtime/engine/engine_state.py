@@ -52,7 +52,7 @@ class WaitingState(msgspec.Struct, frozen=True, array_like=True):
 
 
 class BlockMap(msgspec.Struct, frozen=True, array_like=True):
-    """A picture of the block pool: at most 2048 cells. A cell is some consecutive blocks."""
+    """A picture of the block pool: at most 2048 cells. A cell stands for consecutive blocks."""
 
     num_blocks: int  # usable blocks
     block_size: int  # tokens

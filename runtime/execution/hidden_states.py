@@ -47,7 +47,7 @@ class KeptStates(Protocol):
         ...
 
     def take(self, spans: Sequence[Span]) -> Tensor:
-        """Take the states of some positions. Drops all states of these rows before `end`.
+        """Take the states of some positions. Drops all states of each row before its span's `end`.
 
         All these positions must be kept.
 

@@ -199,7 +199,7 @@ class RayNodes:
         self._actors[actor.run.remote(address, token)] = place, actor
 
     def _watch(self, address: str, token: str, refuse: Callable[[str], object]) -> None:
-        """Start another actor for each one that ends. Runs on a thread."""
+        """Start another actor for each actor that ends. Runs on a thread."""
         errors = _import("ray.exceptions")
         while not self._ends.is_set():
             ended, _ = self._ray.wait(list(self._actors), num_returns=1, timeout=_POLL_S)

@@ -34,7 +34,7 @@ class OutputParts:
         return len(self._waiting)
 
     def pass_on(self, outputs: Sequence[SequenceOutput]) -> list[SequenceOutput]:
-        """Take new outputs; returns the outputs and parts to send now, also from earlier calls."""
+        """Take new outputs; returns the outputs and parts to send now, earlier ones included."""
         if not self._waiting and not any(map(_is_large, outputs)):
             return list(outputs)
         sent: list[SequenceOutput] = []

@@ -114,7 +114,7 @@ class RelayEnds(msgspec.Struct, frozen=True, array_like=True):
         return found
 
     def with_descriptors(self, descriptors: Sequence[int]) -> RelayEnds:
-        """The same ends in another process, which was passed the descriptors."""
+        """The same ends as another process holds them, with the descriptors that it received."""
         left = iter(descriptors)
         return RelayEnds(
             self.slot_bytes,

@@ -1,4 +1,4 @@
-"""The links of a rank: to its tensor-parallel group, to the stage before and to the stage after.
+"""The links of a rank: to its tensor-parallel group, the previous stage and the next stage.
 
 link_ends.py makes their memory and sockets, and each rank is passed the descriptors of its own
 links. If torch.distributed carries the values of a group, its ranks find each other through the
@@ -140,19 +140,19 @@ class RankLinks:
             raise StartupError(f"ranks cannot exchange values: {error}{remedy}") from error
 
     def arrive(self, num_tokens: int) -> None:
-        """Before a step: bring the hidden states of the stage before to the device.
+        """Before a step: bring the hidden states of the previous stage to the device.
 
         Raises:
-            HandoffEndedError: the rank of the stage before has ended.
+            HandoffEndedError: the rank of the previous stage has ended.
         """
         if isinstance(self._previous, StagedReceiver):
             self._previous.arrive(num_tokens)
 
     def leave(self, num_tokens: int) -> None:
-        """After the launch of a step: let its hidden states be passed to the stage after.
+        """After the launch of a step: let its hidden states be passed to the next stage.
 
         Raises:
-            HandoffEndedError: the rank of the stage after has ended.
+            HandoffEndedError: the rank of the next stage has ended.
         """
         if isinstance(self._next, StagedSender):
             self._next.leave(num_tokens)

@@ -114,11 +114,11 @@ class LocalRank(_Rank):
 
     @property
     def activity(self) -> Activity | None:
-        """What it does; None if it has ended."""
+        """The state of the process; None if it has ended."""
         return read_activity(self.pid)
 
     def request_stack(self) -> None:
-        """Let it write its stack, even if it is stopped."""
+        """Let the process write its stacks, even if it is stopped."""
         self.process.send_signal(signal.SIGUSR1)
         self.process.send_signal(signal.SIGCONT)  # a stopped process handles no signal
 

@@ -61,7 +61,7 @@ class EngineLauncher:
         self._model: ServedModel | None = None  # the model of the first process
 
     async def spawn(self) -> EngineProcess:
-        """Start a process. It returns at once; the process loads the model meanwhile.
+        """Start a process. The call returns at once; the process then loads the model.
 
         Raises:
             StartupError: the system cannot start another process or open its socket.

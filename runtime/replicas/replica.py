@@ -172,7 +172,7 @@ class Replica:
         return self._watchdog.seconds_overdue
 
     async def spawn(self) -> None:
-        """Start the engine process. It returns at once; the process loads the model meanwhile.
+        """Start the engine process. The call returns at once; the process then loads the model.
 
         Raises:
             StartupError: the system cannot start another process or open its socket.

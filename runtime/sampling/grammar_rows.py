@@ -218,7 +218,7 @@ def forced_tokens(rows: Iterable[GrammarRow | None]) -> dict[int, list[int]]:
 
 
 def _bits(token_ids: Sequence[int], vocab_size: int) -> np.ndarray:
-    """[W] int32 with one bit for each token of the vocabulary, 1 for `token_ids`; lowest first."""
+    """[W] int32: a bit for each token of the vocabulary, lowest bit first; 1 = in `token_ids`."""
     flags = np.zeros(-(-vocab_size // 32) * 32, dtype=np.uint8)
     flags[list(token_ids)] = 1
     return np.packbits(flags, bitorder="little").view(np.int32)

@@ -372,7 +372,7 @@ class Sampler:
 
 
 def _on_host(drafts: list[list[int]], following: Tensor | None) -> list[list[int]]:
-    """The draft tokens of each sequence. Waits for the device if only the device has some."""
+    """The draft tokens of each sequence. Waits for the device if only the device has them."""
     if all(not draft or draft[-1] >= 0 for draft in drafts):
         return drafts
     assert following is not None, "the device has the drafts"

@@ -94,7 +94,7 @@ class DraftPlanner:
 
     @property
     def model_costs(self) -> CostTable | None:
-        """The step costs of the draft model; None without one, or if they are not measured."""
+        """The step costs of the draft model; None without a draft model, or if not measured."""
         return None if self._model is None else self._model.costs
 
     def waits_for(self, sequence: Sequence) -> bool:
@@ -174,7 +174,7 @@ class DraftPlanner:
             self._model.close()
 
     def _looking(self, step: StepPlan) -> list[tuple[int, DraftRecord]]:
-        """The step's entries for which a draft is looked for, and the records of their drafts."""
+        """The step's entries that get a draft if one is found, and the records of their drafts."""
         found: list[tuple[int, DraftRecord]] = []
         for index, sequence in enumerate(step.sequences):
             if sequence.num_in_flight != 1 or step.scheduled[index].token_ids:
@@ -279,7 +279,7 @@ class DraftPlanner:
         return sequence.max_num_tokens - sequence.num_tokens - 1
 
     def _guess(self, sequence: Sequence, most: int) -> Draft | None:
-        """The draft of a sequence, with at least one token; None without one."""
+        """The draft of a sequence, with at least one token; None = no draft."""
         request = sequence.request
         most = min(self._max_drafts, most)
         if most < 1 or sequence.beam is not None or not request.sampling.speculation:
@@ -327,7 +327,7 @@ class DraftPlanner:
         self.stats.drafting_seconds += time.perf_counter() - begin
 
     def _draw(self, model: BatchProposer, step: StepPlan, taken: list[_Place]) -> list[_Place]:
-        """Let the draft model draw tokens for the places whose draft is the model's.
+        """Let the draft model draw tokens for the places whose drafts come from it.
 
         Returns:
             All places. Those of the draft model now have their tokens.

@@ -243,7 +243,7 @@ class StepPlanner:
 
     @staticmethod
     def _announce(sequence: Sequence, step: StepPlan) -> None:
-        """Add the sequence to the step's admitted ones, so that the runner sets up its row."""
+        """Add the sequence to `step.admitted`, so that the runner sets up its row."""
         step.admitted.append(
             AdmittedSequence(
                 sequence.row,

@@ -47,7 +47,7 @@ class _Row:
         self.num_sent_blocks = 0  # blocks of the table that are in the draft model's step buffers
 
     def settle(self, num_right: int) -> None:
-        """Keep the first `num_right` of the guesses, at most."""
+        """Keep up to `num_right` of the guesses, counted from the first."""
         self.num_computed += min(num_right, self.num_guesses)
         self.num_guesses = 0
 

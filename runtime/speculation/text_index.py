@@ -52,7 +52,7 @@ class TextIndex:
         self._next = max(self._next, end)
 
     def find(self, token_ids: Sequence[int], *, near: int = 0) -> Match | None:
-        """The place with the longest match; None without one.
+        """The place with the longest match; None without a match.
 
         Args:
             token_ids: the sequence whose last tokens are looked up.
@@ -79,7 +79,7 @@ class TextIndex:
 
 
 def match_length(text: Sequence[int], place: int, token_ids: Sequence[int]) -> int:
-    """Number of tokens before `place` that equal the last of `token_ids`, up to MAX_MATCH."""
+    """Number of tokens before `place` that equal the end of `token_ids`, up to MAX_MATCH."""
     end = len(token_ids)
     most = min(place, end, MAX_MATCH)
     length = 0

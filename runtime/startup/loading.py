@@ -204,7 +204,7 @@ def _suffices(part: str, plan: EnginePlan) -> bool:
 
 
 def _progress_of(plan: EnginePlan) -> str:
-    """The text of the progress bar; empty = none, on ranks after the first."""
+    """The text of the progress bar; empty on ranks after the first, which show no bar."""
     if not plan.source.shard.is_leader:
         return ""
     kind = plan.config.model.quantization

@@ -103,7 +103,7 @@ class TextCutter:
         return whole if cut is None else Window(cut if self._keeps_space else cut + 1, len(text))
 
     def _last_place(self, text: str, number: int) -> int | None:
-        """The `number`-th place to cut from the end; None if there are fewer."""
+        """The `number`-th place to cut, counted from the end; None if there are fewer."""
         if not number:
             return None
         end = len(text)

@@ -181,7 +181,7 @@ _LEAST = ("predicted_step_seconds", "predicted_ttft_seconds")
 
 
 def sum_stats(stats: Sequence[EngineStats]) -> EngineStats:
-    """Combine the counters of several replicas, as if they were one engine.
+    """Combine the counters of several replicas, as if the replicas were one engine.
 
     Args:
         stats: the counters of each replica, at least one.

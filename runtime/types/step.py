@@ -21,7 +21,7 @@ __all__ = (
 
 
 class AdmittedSequence(msgspec.Struct, frozen=True, array_like=True):
-    """A sequence that takes a row this step (new, or resumed after preemption)."""
+    """A sequence that gets a row in this step: new, resumed after a preemption, or a moved beam."""
 
     row: int  # index into the runner's persistent buffers
     request: Request

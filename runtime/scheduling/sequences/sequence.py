@@ -37,7 +37,7 @@ class SequenceStatus(Enum):
 
 
 def duplicate_id(request_id: str) -> InvalidRequestError:
-    """The error of a request whose id another request has."""
+    """The error for a request whose id is in use."""
     return InvalidRequestError(
         f"request_id {request_id!r} is in use; choose another id, or wait until that request ends",
         param="request_id",

@@ -16,7 +16,7 @@ __all__ = ("choose_gpu", "choose_isa", "gpu_of_rank", "resolve_device", "set_thr
 
 
 def set_threads(config: DeviceConfig) -> int:
-    """Set the number of torch threads for the model; returns it."""
+    """Set the number of torch threads for the model; returns the number."""
     threads = config.threads or available_cores()
     torch.set_num_threads(threads)
     return threads
