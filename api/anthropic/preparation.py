@@ -39,8 +39,7 @@ def prepare_messages(preparation: Preparation, data: bytes, arrival: Arrival) ->
     """Prepare a request of `/v1/messages`.
 
     Raises:
-        InvalidRequestError: the body is not valid, a parameter is out of range, or the prompt does
-            not fit.
+        InvalidRequestError: the body is not valid, or `to_chat` or `prepare_chat` refuses it.
     """
     body = preparation.decode(data, MessagesRequest, UNSUPPORTED)
     with renamed(FIELD_NAMES):

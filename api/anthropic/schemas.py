@@ -43,7 +43,8 @@ __all__ = (
 _SERVICE = "features of a hosted service"
 UNSUPPORTED: Mapping[str, Unsupported] = {
     "container": Unsupported(_SERVICE),
-    # Coding agents send the second value by default. It asks to keep all thinking.
+    # Two values have no effect: no edits, and the edit that coding agents send by default. This
+    # edit asks to keep all thinking.
     "context_management": Unsupported(
         "edits of the context",
         ({"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),
@@ -169,7 +170,8 @@ class Thinking(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Switches reasoning on or off. This needs a chat template with such a setting."""
 
     type: Literal["adaptive", "disabled", "enabled"]
-    budget_tokens: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)] | None = None  # for enabled
+    # Required with the type `enabled`, and refused with the other types.
+    budget_tokens: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)] | None = None
     display: Literal["summarized", "omitted"] | None = None  # omitted = no thinking blocks
 
 
@@ -213,7 +215,8 @@ class MessagesRequest(CountTokensRequest, frozen=True, kw_only=True, forbid_unkn
     stop_sequences: list[str] | None = None
     stream: bool | None = None
     metadata: Metadata | None = None
-    service_tier: Literal["auto", "standard_only"] | None = None  # no effect: there is one tier
+    # The server has only one tier. If this field is set, `usage` names the tier.
+    service_tier: Literal["auto", "standard_only"] | None = None
     # The following fields are those of chat completions.
     repetition_detection: RepetitionDetectionParams | None = None
     stream_interval: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)] | None = None

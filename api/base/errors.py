@@ -1,8 +1,8 @@
 """HTTP errors: the status, the JSON body and the headers of every failure of the API.
 
 The body is OpenAI's: `{"error": {"message", "type", "param", "code"}}`. Under `/v1/messages` it is
-Anthropic's: `{"type": "error", "error": {"type", "message"}}`. The errors 404, 405 and 413 that
-Litestar raises get the same bodies.
+Anthropic's: `{"type": "error", "error": {"type", "message"}, "request_id"}`. Errors that Litestar
+raises, such as 404, 405 and 413, get the same bodies.
 """
 
 from __future__ import annotations
@@ -217,7 +217,10 @@ def exception_handlers(max_body_mib: float) -> dict[int | type[Exception], Handl
 def _explain(
     request: Request[Any, Any, Any], error: HTTPException, max_body_mib: float
 ) -> tuple[str, str]:
-    """(message, code) for an error of Litestar, with the remedy."""
+    """(message, code) for an error of Litestar.
+
+    The messages of 404, 405 and 413 name a remedy. Other errors keep Litestar's text.
+    """
     place = f"{request.method} {request.url.path}"
     if error.status_code == 404:
         hint = hint_for(request.url.path) or "GET /schema lists the endpoints"

@@ -58,7 +58,8 @@ def prepare_chat(
         request_id: the id that the client sees.
 
     Raises:
-        InvalidRequestError: a parameter is out of range, or the prompt does not fit.
+        InvalidRequestError: a parameter is out of range, `prediction` is not supported, or
+            `encode_chat` or `plan_answer` refuses the request.
         ForkNeededError: see `render`.
     """
     require_task(preparation.model, ServedTask.generate)

@@ -39,8 +39,9 @@ def encode_chat(
         is_counted: the tokens are only counted, so the prompt may be longer than the context.
 
     Raises:
-        InvalidRequestError: see `render`. Or the template does not use `documents`, or the text
-            cannot fit into the context.
+        InvalidRequestError: see `render`. Or `tool_choice` does not fit the tools, the request has
+            `documents` and the template does not show them, or the text cannot fit into the
+            context.
         ForkNeededError: see `render`.
     """
     encoder = preparation.encoder
@@ -62,8 +63,9 @@ def render(preparation: Preparation, body: TokenizeRequest, messages: list[Messa
     """The text that the model continues.
 
     Raises:
-        InvalidRequestError: there is no template; the template refuses the messages; a message is
-            not complete; or there are tools, but no parser for this model's calls.
+        InvalidRequestError: there is no tokenizer or no template; the template or
+            `template_messages` refuses the messages; `tool_use` refuses the tools; or there are
+            tools, but no parser for this model's calls.
         ForkNeededError: the request has a template of its own, and this process also prepares other
             requests.
     """
@@ -98,9 +100,9 @@ def _render(
     conversation, tools = template_messages(messages), use.for_template
     if tools and found.calls is None:
         raise InvalidRequestError(
-            "tools cannot be offered: server.tool_parser="
-            f"{preparation.settings.tool_parser.value} has no parser for the calls that the"
-            " chat template describes; start the server with server.tool_parser set to one of"
+            "tools cannot be offered: with server.tool_parser="
+            f"{preparation.settings.tool_parser.value} there is no parser for this model's tool"
+            " calls; start the server with server.tool_parser set to one of"
             f" {', '.join(FORMATS)}",
             param="tools",
             code="unsupported_parameter",
@@ -168,7 +170,8 @@ def _settings(
 ) -> dict[str, Any]:
     """The template's variables for `reasoning_effort` and `verbosity`, if it has any.
 
-    A template that has `enable_thinking` but not `reasoning_effort` gets `enable_thinking`.
+    If the template uses `enable_thinking` and not `reasoning_effort`, it gets `enable_thinking`:
+    false for the effort `none`, true for every other effort.
     """
     if not isinstance(body, ChatCompletionRequest):
         return {}

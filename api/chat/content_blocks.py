@@ -39,7 +39,7 @@ class BlockDelta(msgspec.Struct, frozen=True):
     block: ContentBlock
     delta: str = ""
     num_tokens: int = 0  # the output tokens of the change, see api/parsing/events.py
-    # Number of tokens at the beginning of these that have no text in `delta`; always 0 for a call.
+    # The first `num_unseen` of these tokens have no text in `delta`. It is always 0 for a call.
     num_unseen: int = 0
     begins: bool = False
     ends: bool = False

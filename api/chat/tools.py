@@ -147,7 +147,7 @@ def _only_names(
     """The names that `tool_choice` allows; None = all.
 
     Raises:
-        InvalidRequestError: there is no such tool.
+        InvalidRequestError: `choice` names an unknown tool.
     """
     if choice is None or isinstance(choice, str):
         return None

@@ -48,12 +48,13 @@ _PREFIXES = ("/v1/", "/v2/", "/score", "/rerank")
 
 
 def batch(config: RunConfig, source: str, target: str) -> int:
-    """Answer every request of `source` that `target` has no answer to; returns the exit code.
+    """Answer every request of `source` without an answer in `target`; returns the exit code.
 
     Raises:
         InvalidRequestError: a file cannot be read or written, or is not a batch file.
         StartupError: the engine cannot start.
-        EngineDeadError: the engine ended. The same command continues the batch.
+        EngineDeadError: the engine ended, or a request got a 503 for another reason. The same
+            command continues the batch.
     """
     client = EngineClient(config)
     app, service = _application(client, config)

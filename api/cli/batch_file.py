@@ -76,7 +76,8 @@ class BatchInput:
             if line.custom_id in first:
                 raise InvalidRequestError(
                     f"{file}: lines {first[line.custom_id]} and {line.number} have the custom_id "
-                    f"{line.custom_id!r}; give each line another one, because it names the answer"
+                    f"{line.custom_id!r}; give each line a custom_id of its own, which names its "
+                    "answer"
                 )
             first[line.custom_id] = line.number
 
@@ -177,7 +178,7 @@ def _parse(number: int, row: bytes, urls: frozenset[str]) -> BatchLine:
             f"{request.url[:100]!r}"
         )
     elif _streams(bytes(request.body)):
-        problem = f"line {number}: body.stream must be false; a file holds whole answers"
+        problem = f"line {number}: body.stream must be false; answers in a file are not streamed"
     return BatchLine(
         number=number,
         custom_id=request.custom_id,

@@ -32,7 +32,8 @@ class EngineFlags:
 
     settings: dict[str, object] = field(default_factory=dict)  # key -> value
     written: dict[str, str] = field(default_factory=dict)  # key -> the flag that set it
-    rest: list[str] = field(default_factory=list)  # other words and the flags in `own`, in order
+    # All other words and the flags that every command has, in order.
+    rest: list[str] = field(default_factory=list)
 
     def explain(self) -> str:
         """One line that names the override for each flag; "" = no flags. API keys are hidden."""
@@ -91,7 +92,7 @@ def read_flags(words: Sequence[str], own: Mapping[str, int]) -> EngineFlags:
 
 
 def _flag_value(flag: str) -> tuple[str, bool | None]:
-    """(name of the argument, its value if the flag itself says it, as `--no-...` does)."""
+    """(name of the argument, its value if the flag implies it: True, or False for `--no-...`)."""
     flag = _SHORT.get(flag, flag)
     name = flag.lstrip("-").partition(".")[0].replace("-", "_")
     if name in ARGUMENTS:

@@ -31,8 +31,8 @@ _OWN_FLAGS = {
     **dict.fromkeys(("-h", "--help", "-m", "--multirun", "--"), 0),
     **dict.fromkeys(("-c", "--cfg", "--config-dir"), 1),
 }
-# Beginnings of the flags with which a command that starts an engine (`starts_engine`) does not run:
-# it prints its help or configuration, or refuses --multirun.
+# Beginnings of flags that need no engine. With one of them, a command that otherwise starts an
+# engine (`starts_engine`) prints its help or configuration, or refuses --multirun.
 _PRINTING = ("-h", "--help", "-c", "--cfg", "-m", "--multirun")
 _BENCH_PACKAGES = ("aiohttp", "jsonschema", "matplotlib", "optuna")  # the extra `bench`
 

@@ -102,7 +102,7 @@ def _is_counted(method: str, path: str) -> bool:
     """Whether a request counts against the limit of its key.
 
     GET and HEAD do not count, and neither do requests that delete or cancel a stored reply. All
-    other requests count, also the one that creates the reply.
+    other requests count, also a request that creates a stored reply.
     """
     return method not in ("GET", "HEAD", "DELETE") and not path.endswith("/cancel")
 

@@ -1,8 +1,8 @@
 """Decorators that declare an endpoint: its path, its body, its answer, its OpenAPI entry.
 
 Handlers decode bodies and encode answers themselves, so Litestar cannot derive the schemas. The
-decorators supply them. The schema of each body and answer has the types that it refers to in its
-own `$defs`. They are not in the components of the document, because Litestar rewrites those.
+decorators supply them. The schema of a body or an answer refers to types in its own `$defs`. The
+types are not in the document's `components`, because Litestar rewrites `components`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ def post_endpoint(
     """Declare a POST handler that answers 200.
 
     Args:
-        paths: the paths of the endpoint. The OpenAPI document describes the first path.
+        paths: the paths of the endpoint. The OpenAPI document describes all of them. References
+            in these descriptions point into the description of the first path.
         body: type of the JSON body, or the types that it can have; None = no body.
         answer: type of the whole answer; None = any JSON object.
         events: the types that the data of a server-sent event can have; () = no stream.
@@ -160,7 +161,8 @@ def _add_events(
 ) -> None:
     """Describe the stream of events, if there is one, as another media type of the answer.
 
-    The schema describes one event. The event's data is JSON text, which has a schema of its own.
+    The schema describes one event. The event's data is JSON text with a schema of its own. The last
+    event of some APIs is an end mark such as `[DONE]` instead.
     """
     if not events:
         return

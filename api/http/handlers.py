@@ -86,12 +86,13 @@ async def prepare(
         request: the request.
         service: the state that handlers share.
         function: the function that prepares this kind of request.
-        context: the context of the request; None = its reply has no request id.
+        context: the context of the request, which has its id; None = the preparation needs no id,
+            or gets one from `arrival`.
         arrival: called with the body; returns the other inputs of the preparation.
 
     Raises:
         InvalidRequestError: the body is not declared as JSON, or `function` raises it.
-        UnavailableError: the server takes no requests now, or could not start a process.
+        UnavailableError: the server takes no requests now, or no process could prepare this one.
         OverloadedError: the queue is full.
         ClientGoneError: the client disconnected before the body was complete, or during the work.
     """

@@ -1,8 +1,8 @@
 """The HTTP/1.1 protocol of a connection: uvicorn's protocol with limits on what a client sends.
 
 uvicorn and httptools accept headers, trailers and chunk extensions of any length, wait for them for
-ever, and parse all received requests at once. This class refuses a connection as soon as one of the
-`ReceiveLimits` is exceeded, and does not store bytes beyond a limit. This module, not the
+ever, and parse all received requests at once. `HttpProtocol` refuses a connection as soon as one of
+the `ReceiveLimits` is exceeded, and does not store bytes beyond a limit. This module, not the
 application, answers a request that is refused here.
 """
 

@@ -27,7 +27,7 @@ class EventForm(msgspec.Struct, frozen=True, kw_only=True):
 
     of_chunk: Callable[[Any], bytes]
     of_error: Callable[[Exception], bytes]
-    end: bytes = b""
+    end: bytes = b""  # the last event of a stream; empty = none
     is_named: bool = False  # each event has a name in addition to its data
 
 

@@ -62,14 +62,17 @@ class EngineView(EngineFigures, Protocol):
 
     @property
     def determinism(self) -> dict[str, str]:
-        """Class, instruction set and fingerprint; empty until the engine has started."""
+        """The labels of `ostinato_determinism`: `class` (bitwise | none), `isa`, `fingerprint`.
+
+        Empty until the engine has started.
+        """
         ...
 
 
 class EngineCollector(Collector):
     """The engines' statistics as metrics. It keeps no state of its own.
 
-    With several engines, the samples of each one have its number as the label `engine`.
+    With several engines, each sample has the number of its engine as the label `engine`.
     """
 
     def __init__(self, engine: EngineView) -> None:
@@ -148,7 +151,7 @@ def _families(engine: EngineFigures) -> Iterator[Metric]:
     yield _by_label(
         GaugeMetricFamily,
         "layers",
-        "Layers of the model by how they run in a small step.",
+        "Layers of the model, by the program that runs them in steps of few tokens.",
         "program",
         {program: stats.layers_by_program.get(program, 0) for program in _PROGRAMS},
     )

@@ -45,7 +45,7 @@ class Metrics:
         vllm_names: whether the metrics are also exported under vLLM's names.
 
     Attributes:
-        recent_latency: percentiles of the last ten seconds, for the page.
+        recent_latency: percentiles of the last ten seconds, for the server's web page.
         probe: reads the resource usage.
     """
 

@@ -1,4 +1,4 @@
-"""Percentiles of TTFT and ITL over the last ten seconds, for the page's live view."""
+"""Percentiles of TTFT and ITL over the last ten seconds, for the live view of the web page."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ class MachineProbe:
 
 
 def _optional(read: Any) -> float | None:
-    """A value that not every GPU has."""
+    """The result of `read`; None if the GPU does not report this value."""
     import pynvml
 
     try:

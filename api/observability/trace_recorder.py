@@ -65,7 +65,8 @@ class TraceRecorder:
             arrival: time of arrival, in seconds of time.monotonic().
             prompt_token_ids: the prompt.
             num_output_tokens: length of the output.
-            cache_salt: the request's cache salt. Blocks are equal only if their salts are.
+            cache_salt: the request's cache salt. Equal blocks of requests with different salts get
+                different numbers.
         """
         if self._is_broken:
             return

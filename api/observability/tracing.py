@@ -110,7 +110,7 @@ class Tracer:
                 child = self._tracer.start_span(name, context=within, start_time=at(begin))
                 child.end(max(at(begin), at(end)))
         if fields.get("finish") is None:
-            span.set_status(trace.StatusCode.ERROR, "it did not finish")
+            span.set_status(trace.StatusCode.ERROR, "the request did not finish")
         span.end(at("end"))
         return trace.format_trace_id(span.get_span_context().trace_id)
 

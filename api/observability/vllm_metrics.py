@@ -89,7 +89,10 @@ class VllmCollector(Collector):
         yield info
 
     def _prompt_tokens(self, labels: dict[str, str]) -> Iterator[Metric]:
-        """vLLM counts computed and cached prompt tokens together. Our metrics count them apart."""
+        """vLLM's counters of prompt tokens.
+
+        `vllm:prompt_tokens` includes cached tokens. Our counter `ostinato_prompt_tokens` does not.
+        """
         stats = self._stats()
         for name, value in {
             "vllm:prompt_tokens": stats.num_prompt_tokens + stats.prefix_hits,

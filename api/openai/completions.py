@@ -57,7 +57,8 @@ def check(body: CompletionRequest) -> None:
     check_fields(body)
     if body.max_tokens == 0 and not body.echo:
         raise InvalidRequestError(
-            "max_tokens=0 needs echo=true, which returns the prompt; ask for at least 1",
+            "max_tokens=0 needs echo=true, which returns the prompt; set echo=true, or max_tokens"
+            " to at least 1",
             param="max_tokens",
             code="invalid_value",
         )
@@ -171,7 +172,7 @@ class TextOffsets:
         self._offsets: dict[int, int] = {}
 
     def advance(self, choice: int, token_ids: list[int]) -> int:
-        """Advance by some tokens; returns the offset of the first of them."""
+        """Advance by the text of `token_ids`; returns the offset of the first token."""
         begin = self._offsets.get(choice, 0)
         length = sum(len(token_text(self._token_bytes(token_id))) for token_id in token_ids)
         self._offsets[choice] = begin + length

@@ -63,8 +63,7 @@ def prepare_chat_completion(
     """Prepare a request of `/v1/chat/completions`.
 
     Raises:
-        InvalidRequestError: the body is not valid, a parameter is out of range, or the prompt does
-            not fit.
+        InvalidRequestError: the body is not valid, or `check` or `prepare_chat` refuses it.
         ForkNeededError: the request has a template of its own, and this process also prepares other
             requests.
     """
@@ -95,7 +94,7 @@ class PreparedPrompt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 class PreparedCompletion(_StreamFields, frozen=True, kw_only=True):
     """A request of `/v1/completions`. Values that are equal for all prompts are stored once."""
 
-    first: Generation  # without token ids
+    first: Generation  # of the first prompt, without token ids
     prompts: list[PreparedPrompt]
     constraint_field: str  # the field of the request that has the constraint
     request_id: str
@@ -139,8 +138,8 @@ def prepare_completion(
     """Prepare a request of `/v1/completions`.
 
     Raises:
-        InvalidRequestError: the body is not valid, a parameter is out of range, or a prompt does
-            not fit.
+        InvalidRequestError: the body is not valid, two fields contradict each other, a parameter
+            is out of range, or a prompt does not fit.
     """
     body = preparation.decode(data, CompletionRequest)
     completions.check(body)
@@ -165,7 +164,8 @@ def prepare_tokenization(preparation: Preparation, data: bytes, arrival: Arrival
     """The answer of `/tokenize`, as JSON.
 
     Raises:
-        InvalidRequestError: the body is not valid, or the template refuses the messages.
+        InvalidRequestError: the body is not valid, it does not have exactly one of `prompt` and
+            `messages`, or `render` refuses the messages or the tools.
         ForkNeededError: the request has a template of its own, and this process also prepares other
             requests.
     """

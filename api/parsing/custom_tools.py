@@ -1,4 +1,4 @@
-"""Calls of custom tools. A model writes them as calls of a function with one text, the `input`.
+"""Calls of custom tools, which a model writes as calls of a function with one text, `input`.
 
 If the tool has a Lark grammar, the grammar cannot be enforced within a JSON string. Then the text
 is written verbatim. In formats with JSON or Python arguments, it stands between quote marks, with a
@@ -41,9 +41,10 @@ def as_arguments(text: str) -> dict[str, Any]:
 
 
 def raw_arguments(text: str, *, is_whole: bool) -> str:
-    """The arguments as JSON, from verbatim text. If the text is not complete, the end is left out.
+    """The arguments as JSON, from verbatim text.
 
-    So the result for the first part of a text is the beginning of the result for the whole text.
+    If the text is not complete, the closing quote and bracket are left out. So the result for the
+    first part of a text is the beginning of the result for the whole text.
     """
     written = json.dumps(as_arguments(text), ensure_ascii=False)
     return written if is_whole else written[: -len('"}')]

@@ -47,8 +47,8 @@ def traits(
         source: the template.
         tool_parser: the configured format of calls.
         reasoning_parser: the configured markers of reasoning.
-        architecture: the model's architecture, which counts if the template has no marks of a
-            format; empty = not known.
+        architecture: the model's architecture. It chooses the format of calls if the template has
+            the marks of no format. Empty = not known.
     """
     knows_tools = _TOOLS.search(source) is not None
     return TemplateTraits(
@@ -66,7 +66,7 @@ def _calls(
     source: str, knows_tools: bool, chosen: ToolParserName, architecture: str
 ) -> CallFormat | None:
     if chosen is ToolParserName.mistral and _has(FORMATS["mistral_args"], source):
-        chosen = ToolParserName.mistral_args  # it reads both layouts and writes this one
+        chosen = ToolParserName.mistral_args  # reads both layouts, writes [ARGS]
     if chosen is not ToolParserName.auto:
         return FORMATS.get(chosen.value)
     if not knows_tools:

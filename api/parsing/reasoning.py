@@ -92,7 +92,7 @@ class ReasoningSplitter:
         self._markers = markers
         self._state = self._after_begin if is_open else self._at_start
         self._buffer = ""
-        self._ends_answer = False  # the answer began with its own marker
+        self._ends_answer = False  # the answer began with `answer`, so `answer_end` can follow it
 
     @property
     def is_inside(self) -> bool:

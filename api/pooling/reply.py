@@ -45,6 +45,8 @@ async def embed(
 
     Raises:
         InvalidRequestError: an input is longer than the server allows.
+        OverloadedError: the queue is full.
+        DeadlineError, EngineError: see `RequestRunner.pool`.
     """
     outputs = await _pool(service, prepared, context)
     data: list[msgspec.Raw] = []
@@ -70,6 +72,8 @@ async def score(
 
     Raises:
         InvalidRequestError: a text is longer than the server allows.
+        OverloadedError: the queue is full.
+        DeadlineError, EngineError: see `RequestRunner.pool`.
     """
     scores, usage = await _scores(service, prepared, context)
     return ScoreResponse(
@@ -89,6 +93,8 @@ async def rerank(
 
     Raises:
         InvalidRequestError: a document is longer than the server allows.
+        OverloadedError: the queue is full.
+        DeadlineError, EngineError: see `RequestRunner.pool`.
     """
     scores, usage = await _scores(service, prepared, context)
     ranked = sorted(range(len(scores)), key=lambda index: -scores[index])

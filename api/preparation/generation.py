@@ -125,7 +125,8 @@ def make_generation(
             messages. Other names are the same.
 
     Raises:
-        InvalidRequestError: a value is out of range, or the prompt does not fit.
+        InvalidRequestError: a value is out of range, the constraint is not valid, a word of
+            `bad_words` is refused, or the prompt does not fit.
     """
     field_names = {**field_names, "structured_outputs": constraint_field(fields)}
     model, default_max_tokens = defaults.model, defaults.default_max_tokens
@@ -161,7 +162,7 @@ def sampling_params(
 
     Raises:
         ValueError: a value is out of its range.
-        InvalidRequestError: there are two constraints.
+        InvalidRequestError: `constraint_of` refuses the constraint.
     """
     model_defaults = {
         name: value

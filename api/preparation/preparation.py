@@ -3,7 +3,7 @@
 Preparing a request has these parts: decode its body, render its template, tokenise its prompts and
 check its parameters. Functions with a `Preparation` and the bytes of the body as arguments do this.
 They never wait. They run on the event loop for a small body, and in a fork for a large body
-(`preparer`).
+(`preparer.py`).
 """
 
 from __future__ import annotations

@@ -35,8 +35,8 @@ def prepare_response(preparation: Preparation, data: bytes, arrival: Arrival) ->
     """Prepare a request of `/v1/responses`. `arrival.request_id` is the id of the reply.
 
     Raises:
-        InvalidRequestError: the body is not valid, a parameter is out of range, or the prompt does
-            not fit.
+        InvalidRequestError: the body is not valid, the previous response is not stored, or
+            `to_chat` or `prepare_chat` refuses the request.
     """
     body = preparation.decode(data, ResponsesRequest, UNSUPPORTED)
     messages = _messages(body, arrival)

@@ -62,8 +62,8 @@ class ResponsesReply:
     """The reply to one request. Call either `stream` or `whole`, once.
 
     Args:
-        prepared: the request, which `RequestRunner.prepare` has accepted. The reply has its id.
-        stores: whether the reply is stored under this id.
+        prepared: the request, which `RequestRunner.prepare` has accepted.
+        stores: whether the reply is stored under its id.
 
     Attributes:
         input_items: the input items of the request, a JSON list; empty if the reply is not stored.

@@ -139,7 +139,7 @@ async def cancel_response(service: SharedService, response_id: FromPath[str]) ->
     stored = service.stored_responses.response(response_id)
     if not msgspec.json.decode(stored, type=_Background).background:
         raise InvalidRequestError(
-            "only a reply with background=true can be cancelled; to end another, close its"
+            "only a reply with background=true can be cancelled; to end another reply, close its"
             " connection",
             param="response_id",
             code="invalid_value",

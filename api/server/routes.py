@@ -22,10 +22,11 @@ __all__ = ("HANDLERS", "ping")
 
 
 class Version(msgspec.Struct, frozen=True):
-    """The server's version, and facts that the speed and the tokens of answers depend on."""
+    """The server's version, and what determines the speed and the tokens of its answers."""
 
     version: str
     # How a layer runs in a small step (captured | fx | inductor | eager) -> number of such layers.
+    # `LayerProgram` (graphs/compiler/programs.py) says which steps are small.
     layers: dict[str, int]
     isa: str  # instruction set of the CPU kernels; empty = none are used
     # Instruction set -> rows of the input -> time of the matrix products of one layer. It is empty

@@ -88,7 +88,7 @@ async def _serve(
     began = time.monotonic() - _age_s()
     with _Signals() as signals:
         if ensure_cache() and early is not None:
-            early.close()  # it has the cache directory that cannot be written
+            early.close()  # it was started with the cache directory that cannot be written
         client = EngineClient(config, early)
         try:
             await client.spawn()
@@ -208,8 +208,8 @@ class _Server:
         self._say(f"ostinato {__version__}: {self._url} answers 503 until the model is ready\n")
         self._on_phase("launch", self._client.startup_seconds["launch"])
         self._service.admission.phase = "loading"
-        # Objects of the start-up are never freed, so collections skip them. Nearly all of them
-        # exist by now, and this process waits for the engine.
+        # Objects of the start-up are never freed. After `freeze`, garbage collections skip them.
+        # Nearly all of them exist by now, and this process waits for the engine.
         gc.collect()
         gc.freeze()
         await self._client.wait_until_ready(self._on_phase)

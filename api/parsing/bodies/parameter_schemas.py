@@ -20,8 +20,8 @@ _OF_OBJECTS = _NOTES | {
     *("type", "properties", "required", "additionalProperties", "strict"),
     *("$defs", "definitions", "$schema", "$id"),
 }
-# Keywords that do not narrow down which strings are allowed. The schemas to which the last three
-# lead can do so; `_is_free` checks them too.
+# Keywords that do not limit strings themselves. `$ref`, `anyOf` and `oneOf` lead to further
+# schemas, which `_is_free` checks too.
 _OF_FREE_TEXT = _NOTES | {"type", "$ref", "anyOf", "oneOf"}
 _DEFINITIONS = ("$defs", "definitions")
 

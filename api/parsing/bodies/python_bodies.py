@@ -100,7 +100,7 @@ class _Call:
 
     @property
     def arguments(self) -> str:
-        """The complete arguments as JSON, without the closing bracket."""
+        """The arguments whose values are complete, as JSON without the closing bracket."""
         return "{" + ", ".join(f"{json.dumps(key)}: {text}" for key, text in self._values.items())
 
     def read(self, text: str) -> NotACall | None:

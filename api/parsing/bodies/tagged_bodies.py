@@ -108,7 +108,7 @@ class TagLayout(msgspec.Struct, frozen=True, kw_only=True):
         return {"type": "or", "elements": [tag, {"type": "const_string", "value": ""}]}
 
     def _text(self, head: str) -> dict[str, Any]:
-        """A parameter of free text. The grammar ends it at the closing tag, like the reader."""
+        """A parameter of free text. It ends at the closing tag, in the grammar as in `read`."""
         text = {
             "type": "tag",
             "begin": head,
