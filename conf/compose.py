@@ -63,7 +63,8 @@ def load_config(
         config_dir: a directory with more options: `<config_dir>/model/mine.yaml` for `model=mine`.
 
     Raises:
-        ConfigError: unknown key or option, wrong type or value out of range, in one line.
+        ConfigError: a key or an option is unknown, a value has a wrong type or is out of range, or
+            `config_dir` is not a directory. The text is one line.
     """
     return cast(RunConfig, _to_object(_compose(overrides, values or {}, config_dir)))
 

@@ -391,6 +391,6 @@ ARGUMENTS: dict[str, Argument] = {
     "root_path": Argument(default=("",), for_server=True, reason="routes begin at /; leave it out"),
     "seed": Argument(
         for_server=True,
-        reason="a request states its own seed; model.seed is that of random weights",
+        reason="a request states its own seed; model.seed is the seed of random weights",
     ),
 }

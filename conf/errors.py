@@ -1,4 +1,4 @@
-"""The error of an invalid configuration, and how messages quote other errors."""
+"""`ConfigError`, and a function for quoting other errors in messages."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ __all__ = ("ConfigError", "first_line")
 
 
 class ConfigError(ValueError):
-    """A wrong key or value. The text is one line: the key, the value, what is allowed."""
+    """A wrong setting, command line or input file, or a missing package.
+
+    The text is one line. For a setting it has the key, the value, and what is allowed.
+    """
 
 
 def first_line(error: BaseException) -> str:

@@ -345,7 +345,7 @@ class ParallelConfig(Section):
 
     @property
     def num_ranks(self) -> int:
-        """Processes of one engine that compute the model together."""
+        """Number of processes of one engine that compute the model together."""
         return self.tensor * self.pipeline
 
     @property
@@ -355,16 +355,19 @@ class ParallelConfig(Section):
 
     @property
     def machines_per_engine(self) -> int:
-        """Machines that the ranks of one engine are divided among."""
+        """Number of machines among which the ranks of one engine are divided."""
         return max(1, self.nodes // self.data)
 
     @property
     def ranks_per_machine(self) -> int:
-        """Ranks of one engine that are on the same machine, with consecutive numbers."""
+        """Number of ranks of one engine on each machine. These ranks have consecutive numbers."""
         return self.num_ranks // self.machines_per_engine
 
     def _fitting_nodes(self) -> list[int]:
-        """Numbers of machines that get equal parts: whole engines, or equal parts of an engine."""
+        """The possible numbers of machines.
+
+        Each machine gets the same number of whole engines, or an equal part of one engine.
+        """
         whole = [count for count in range(1, self.data + 1) if self.data % count == 0]
         parts = [count for count in range(2, self.num_ranks + 1) if self.num_ranks % count == 0]
         return whole + [self.data * count for count in parts]

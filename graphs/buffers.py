@@ -79,8 +79,9 @@ class StaticBuffers:
             max_num_rows: R, the most tokens of a step whose logits are wanted; None = one per
                 sequence.
             max_encoder_blocks_per_seq: E, blocks of the longest encoder output.
-            async_tokens: whether a step's tokens stay on the device as inputs of the next step,
-                which can then be launched before they are read; None = only on a GPU.
+            async_tokens: whether a step's tokens stay on the device as inputs of the next step. The
+                next step can then be launched before the host has read these tokens. None = only
+                on a GPU.
             table: the step tensors.
             max_drafts: K, draft tokens of a sequence that can stay on the device.
             num_host_copies: pieces of host memory, which steps use in turn. So this many steps can
@@ -234,7 +235,7 @@ class StaticBuffers:
         self.last_tokens.index_copy_(0, rows, token_ids)
 
     def sampled_rows(self, num_seqs: int) -> Tensor:
-        """[num_seqs] int64: the first rows of the uploaded step that sample."""
+        """[num_seqs] int64: the first `num_seqs` rows that sample a token in the uploaded step."""
         return self._device["sampled_rows"][:num_seqs]
 
     def draft_mark(self, row: int, place: int) -> int:
@@ -243,7 +244,7 @@ class StaticBuffers:
         return -1 - (num_rows + row * max_drafts + place)
 
     def store_drafts(self, place: int, rows: Tensor, token_ids: Tensor) -> None:
-        """Store draft tokens, which `draft_mark` stands for.
+        """Store draft tokens. In later steps, ids from `draft_mark` stand for them.
 
         Args:
             place: the number of the draft token in its draft, counted from 0.

@@ -146,7 +146,7 @@ class Bundle:
             self.directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._turn.acquire(timeout=_LONGEST_TURN_S)
         except (OSError, NotImplementedError) as error:  # the time-out is an OSError too
-            _LOG.info("this process does not wait for one that makes the same bundle: %s", error)
+            _LOG.info("this process does not wait for others that make the bundle: %s", error)
             return
         self._open()
         if self._files:
@@ -157,7 +157,7 @@ class Bundle:
         self._turn.release()
 
     def save(self) -> None:
-        """Write what has changed, in one rename, and end this process's turn.
+        """If a file has changed, replace the directory by a new one. End this process's turn.
 
         If the directory cannot be written, this logs one line.
         """

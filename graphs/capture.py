@@ -47,7 +47,10 @@ class RunStep(NamedTuple):
 
 
 class StageBorder(Protocol):
-    """Moves hidden states between this stage of a pipeline and its neighbours, outside programs."""
+    """Moves hidden states between this stage of a pipeline and its neighbours.
+
+    The programs that are compiled and captured do not include these moves.
+    """
 
     def arrive(self, num_tokens: int) -> None:
         """Start to bring the input of a step of `num_tokens`, padding included, to the device."""

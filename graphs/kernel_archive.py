@@ -24,7 +24,7 @@ _LOG = logging.getLogger(__name__)
 
 _GROUP = "__grp__"  # files that name the files of a kernel by their paths
 _MOST_SHOWN = 200  # bytes of such a file in an error
-# What a start reads; the intermediate texts of the compiler are left out.
+# Endings of the files that a start reads. The compiler's intermediate texts are left out.
 _KEPT = (".cubin", ".json")
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # the date of all files, so that equal kernels are equal bytes
 
@@ -70,8 +70,8 @@ def unpack_triton_kernels(data: bytes, cache: Path) -> int:
         The number of kernels that were added.
 
     Raises:
-        OSError, ValueError, zipfile.BadZipFile: the data are not such an archive, or cannot be
-            written.
+        OSError, ValueError, zipfile.BadZipFile: the data are not such an archive, or a file cannot
+            be written.
     """
     added = 0
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
@@ -96,12 +96,12 @@ def unpack_triton_kernels(data: bytes, cache: Path) -> int:
 
 
 def _with_paths(group: bytes, folder: Path | None) -> bytes:
-    """The content of a group's file, with paths in `folder`; None = names without a folder.
+    """A group's file with its paths moved to `folder`; None = file names without a folder.
 
     Files that an archive leaves out are not named.
 
     Raises:
-        ValueError: it is not the content of such a file.
+        ValueError: `group` is not the content of such a file.
     """
     match json.loads(group):
         case {"child_paths": dict(paths)} as content:

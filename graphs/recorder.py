@@ -71,7 +71,8 @@ class CudaRecorder:
     def __init__(self, output: Tensor | None = None, *, pool: _Pool | None = None) -> None:
         """
         Args:
-            output: takes the results, with rows for the largest; None = the recorder allocates it.
+            output: takes the results; has rows for the largest result. None = the recorder
+                allocates it.
             pool: another recorder's memory, see `sharing_pool`.
         """
         self._pool = pool or _Pool()

@@ -147,7 +147,7 @@ class GraphSampler:
             self._inputs.copy_(memory, non_blocking=True)
 
     def warm_up(self) -> None:
-        """Compute log-probabilities once, so that their kernel is compiled. It is not captured."""
+        """Compute log-probabilities once, so that their kernel is compiled. Nothing is captured."""
         row_logprobs(self._logits[:1], self._logits.new_zeros((1, 1), dtype=torch.int64), 1)
 
     def run_largest(self) -> None:

@@ -2,8 +2,8 @@
 
 An OpenMP loop ends in a barrier. The barrier costs microseconds on an idle machine and a
 scheduler's time slice on a busy one, and a decode step has several such loops per layer with hardly
-any work in them. So OpenMP loops run on one thread in small steps, and in every step of a program
-that consists of this package's kernels only. The matrix and attention kernels then share their work
+any work in them. So OpenMP loops run on one thread in steps of up to 16 tokens, and in every step
+of a program of only this package's kernels. The matrix and attention kernels then share their work
 through a thread pool, which does not wait for threads that have not started
 (ops/native/core/thread_pool.h).
 
@@ -34,7 +34,7 @@ class StepThreads:
     """Chooses the threads of a step. The choice holds for the calling thread only.
 
     Args:
-        threads: for our kernels in every step, and for OpenMP loops outside of small steps.
+        threads: for our kernels in every step, and for OpenMP loops unless they run on one thread.
     """
 
     def __init__(self, threads: int) -> None:

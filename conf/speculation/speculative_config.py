@@ -45,7 +45,7 @@ def speculation_settings(value: object) -> dict[str, object]:
         key -> value.
 
     Raises:
-        ValueError: it is not a JSON object, or a method or key is not supported.
+        ValueError: `value` is not a JSON object, or a method or key is not supported.
     """
     given = _read(value)
     method = given.pop("method", "draft_model" if given.get("model") else None)

@@ -215,7 +215,10 @@ def _embedding(rows: Tensor, matrix: Tensor) -> Tensor:
 
 
 def _without_defaults(func: Callable[..., Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Python functions of torch pass all keywords on, also those that the caller left out."""
+    """The keywords whose values are not the defaults.
+
+    Python functions of torch also pass on keywords that the caller left out.
+    """
     if func is not F.embedding:
         return kwargs
     defaults = inspect.signature(func).parameters

@@ -179,7 +179,7 @@ class _Traced:
     """A layer as a function of its parameters and a step, with the arguments to trace it with."""
 
     layer: nn.Module
-    inputs: Callable[[], list[tuple[Tensor, StepInputs]]]  # of two steps
+    inputs: Callable[[], list[tuple[Tensor, StepInputs]]]  # returns those of two example steps
     cache: tuple[Tensor, Tensor]
     name: str  # in the store
     is_last: bool  # its function takes the indices of the wanted rows, too

@@ -56,7 +56,7 @@ class Example(NamedTuple):
 
 
 def module_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by name. Plain tensors: Dynamo would guard on a Parameter's class."""
+    """Parameters and buffers by name, as plain tensors: Dynamo guards on a Parameter's class."""
     named = [*module.named_parameters(), *module.named_buffers()]
     return {name: tensor.detach() for name, tensor in named}
 

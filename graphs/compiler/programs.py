@@ -1,7 +1,7 @@
 """Compiled programs with a model's weights: the whole model as one function, or layer by layer.
 
 A layer runs in one of four ways (`LayerProgram`). Layer programs that are FX text can be captured:
-C++ then replays them in small steps without Python (cpu_capture.py).
+C++ then replays them in steps of up to 64 tokens without Python (cpu_capture.py).
 """
 
 from __future__ import annotations
@@ -46,7 +46,11 @@ CAPTURED_TOKENS = 64
 
 
 class LayerProgram(StrEnum):
-    """How a layer runs in a small step."""
+    """How a layer runs in a small step.
+
+    On a CPU, a step of up to `CAPTURED_TOKENS` tokens is small. On a GPU, a step that fits a
+    captured bucket is small; if nothing is captured, a step of up to `most_rows` tokens.
+    """
 
     captured = "captured"  # recorded in a CPU graph or a CUDA graph
     fx = "fx"  # Python text that calls this package's ops
@@ -64,7 +68,7 @@ class Program(Protocol):
 
     @property
     def layers_by_program(self) -> dict[LayerProgram, int]:
-        """How many layers run in each way in a small step."""
+        """How a layer runs in a small step -> number of such layers."""
         ...
 
     @property
@@ -119,7 +123,7 @@ class _Part(NamedTuple):
 
     first: int
     stop: int
-    replay: CpuReplay | None  # None = their functions are called
+    replay: CpuReplay | None  # None = the layers' functions are called
 
 
 class LayeredProgram:
