@@ -103,9 +103,9 @@ def cache_dir() -> Path:
 def prepare_cache() -> str | None:
     """Make sure that `cache_dir` can be written, in this process and in the processes it starts.
 
-    If it cannot be written, `cache_dir` becomes a temporary directory, which is removed when this
-    process ends. The temporary directory has links to the bundles of the original one. Call this
-    function before torch is imported. A second call has no effect.
+    If it cannot be written or is nearly full, `cache_dir` becomes a temporary directory, which is
+    removed when this process ends. The temporary directory has links to the bundles of the original
+    one. Call this function before torch is imported. A second call has no effect.
 
     Returns:
         A line for the log if the temporary directory was made, else None.
