@@ -1,9 +1,9 @@
 """Runs each step as a captured program, as the compiled program or as the eager model.
 
 A step that fits a bucket of the table runs the program that was captured for this bucket. Other
-steps run the compiled program, or the eager model if there is none. A `Recorder` captures: as a
-CUDA graph over the static buffers, or on a CPU as the program with its arguments bound. A bucket
-whose capture runs out of memory is left out.
+steps run the compiled program, or the eager model if there is no compiled program. A `Recorder`
+captures the program of a bucket: as a CUDA graph over the static buffers, or on a CPU as the
+program with its arguments bound. A bucket whose capture runs out of memory is left out.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Compiles a model, as one graph or layer by layer.
 
-Both forms compute the same. `model`: begin, every layer and finish are one graph. `layer`: each
-kind of decoder layer is traced once and called at every depth with its weights as arguments, so
-that compile time does not grow with depth. The last layer is traced apart, because it gives the
-wanted rows only. Both forms are `fullgraph`, dynamic in tokens, sequences and rows, and are called
-without Dynamo's guards: the tensors of a step always come from the same static buffers, and
-evaluating guards costs 0.3-2 ms a step.
+Both forms compute the same results. In the form `model`, `begin`, every layer and `finish` are one
+graph. In the form `layer`, each kind of decoder layer is traced once and called at every depth with
+its weights as arguments, so compile time does not grow with depth. The last layer is traced apart,
+because it gives the wanted rows only. Both forms are `fullgraph`, dynamic in tokens, sequences and
+rows, and are called without Dynamo's guards: the tensors of a step always come from the same static
+buffers, and evaluating guards costs 0.3-2 ms a step.
 
 `call_trace` traces layers that call only ops of this package, `dynamo_trace` all others.
 `functions` compiles and stores the traces. `programs` binds functions to weights and runs them once
@@ -114,7 +114,10 @@ def _compile_whole(
 def _compile_layers(
     model: LanguageModel, example: ForwardBatch, kv_cache: KVCache, store: ProgramStore | None
 ) -> Binder:
-    """A compiled function for each kind of layer (most models have one), and one for the last."""
+    """A compiled function for each kind of layer, and one for the last layer.
+
+    Most models have one kind of layer.
+    """
 
     def layer_inputs() -> list[tuple[Tensor, StepInputs]]:
         return [model.begin(batch) for batch in _example_batches(example)]

@@ -85,7 +85,7 @@ class CpuReplay:
         return out
 
     def _bind(self, tensors: ForwardBatch, num_computed: int) -> None:
-        """Keep the addresses of step tensors: the steps of one bucket pass the same ones."""
+        """Keep the addresses of step tensors. All steps of one bucket pass the same tensors."""
         addresses = [tensor.data_ptr() for tensor in self._get_tensors(tensors)]
         self._addresses = (ctypes.c_void_p * (num_computed + len(addresses)))()
         self._addresses[num_computed:] = addresses
