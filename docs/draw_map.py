@@ -260,7 +260,8 @@ def _columns(band: Band) -> list[list[_Node]]:
 
 def _place(column: list[_Node]) -> None:
     """Moves nodes apart as little as possible until none overlaps the next, in their order."""
-    # A cluster: nodes that touch, and for each the cluster's top that leaves the node in its place.
+    # A cluster: nodes that touch, and for each node the top of the cluster that would leave this
+    # node where it is.
     clusters: list[tuple[list[_Node], list[float]]] = []
     for node in column:
         nodes, wishes = [node], [node.y - node.height / 2]

@@ -24,7 +24,7 @@ PAGE = _ROOT / "docs/models.md"
 class Refused(NamedTuple):
     """A value in a config.json with which a model is not served."""
 
-    key: str  # a dot leads into an object
+    key: str  # `a.b` = the key `b` of the object `a`
     value: Any
     why: str
     beside: tuple[str, Any] | None = None  # refused only if this further key has this value
@@ -187,7 +187,7 @@ def recorded_table() -> str:
 
 
 def with_table(document: str) -> str:
-    """The page with the present tables."""
+    """`document`, the text of docs/models.md, with its two tables written anew."""
     for heading, written in ((_HEADING, table()), (_RECORDED_HEADING, recorded_table())):
         before, after = document.split(heading)
         rest = after[after.index("\n\n") + 1 :]

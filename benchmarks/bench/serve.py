@@ -112,7 +112,7 @@ class LoadRunner:
     context: BenchContext
     facts: ModelFacts
     part: Part
-    count: int = 0
+    count: int = 0  # number of the next measurement, on which its token ids depend
 
     def measure(self, target: Target, point: LoadPoint) -> tuple[Point, list[str]]:
         """Measure one point once; returns the point and warnings."""

@@ -60,7 +60,7 @@ class Measurement:
     bandwidth_gb_s: float  # memory read bandwidth, measured just before
     other_cpu: float  # share of the cores that other programs used
     joules: float | None  # energy of the GPUs
-    steps: dict[str, list[float]]  # columns
+    steps: dict[str, list[float]]  # name -> the figure of each step
 
 
 def throughput(config: RunConfig, context: BenchContext) -> Record:

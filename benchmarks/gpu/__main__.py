@@ -94,7 +94,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         prog="python -m ostinato.benchmarks.gpu", epilog=f"stages: {', '.join(STAGES)}"
     )
     parser.add_argument("--stages", default=",".join(default_stages()), help="separated by commas")
-    parser.add_argument("--budget-s", type=float, default=1800.0, help="seconds for all of them")
+    parser.add_argument("--budget-s", type=float, default=1800.0, help="seconds for all stages")
     parser.add_argument("--output", default="outputs/bench/gpu.json", help="the JSON file")
     parser.add_argument("--tiny", action="store_true", help="a small model, for any machine")
     parser.add_argument("--without-device", action="store_true", help="for described GPUs only")

@@ -225,7 +225,10 @@ def offline_lengths(*, tiny: bool) -> list[tuple[int, int]]:
 def offline(config: RunConfig, *, tiny: bool) -> dict[str, Any]:
     """The offline workload of nano-vllm: 256 requests at once, 100-1024 tokens in, 100-1024 out.
 
-    It runs twice, as in vLLM's stage: the first run also loads kernels, the second one counts.
+    It runs twice, as in vLLM's stage. The first run also loads kernels; only the second is timed.
+
+    Raises:
+        RuntimeError: the engine gave another number of tokens than the workload has.
     """
     tested = EngineUnderTest(config, tiny=tiny)
     lengths = offline_lengths(tiny=tiny)

@@ -37,7 +37,7 @@ def has_vllm() -> bool:
 
 
 def offline_in_vllm(config: RunConfig, *, tiny: bool) -> dict[str, Any]:
-    """Measure the workload twice: the first run also loads kernels, the second one counts.
+    """Run the workload twice. The first run also loads kernels; the figures are of the second.
 
     Raises:
         ImportError: vLLM does not import.

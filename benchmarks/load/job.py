@@ -16,7 +16,7 @@ class JobRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
     max_tokens: int
     at_s: float | None = None  # intended seconds after the start; None = closed loop
     after: int | None = None  # index of the previous turn in the job's requests
-    think_s: float = 0.0
+    think_s: float = 0.0  # seconds between the previous turn's answer and this request
 
 
 class LoadJob(msgspec.Struct, kw_only=True, omit_defaults=True):

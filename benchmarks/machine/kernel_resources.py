@@ -20,9 +20,9 @@ class Resources:
     registers: int  # per thread
     spill_bytes: int  # stored and loaded
     shared_bytes: int
-    num_wgmma: int
+    num_wgmma: int  # instructions in the PTX, as the next two
     num_mma: int
-    num_copies: int
+    num_copies: int  # asynchronous
     num_threads: int
 
 

@@ -60,7 +60,8 @@ class LoadMeter:
     """The share of all cores that other programs used between `start` and `stop`, in [0, 1].
 
     Child processes of this process, and their children, do not count as other programs. The
-    exception is a child that ends in between and whose exit status its parent does not read.
+    exception is a child that ends between `start` and `stop`, if its parent does not read its exit
+    status.
     """
 
     def __init__(self) -> None:

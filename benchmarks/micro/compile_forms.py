@@ -254,7 +254,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--context", type=int, default=256, help="tokens before the timed step")
     parser.add_argument("--steps", type=int, default=200, help="timed steps of each form")
     parser.add_argument(
-        "--repeats", type=int, default=1, help="compiles of each; the best is shown"
+        "--repeats", type=int, default=1, help="compiles of each form and depth; the best is shown"
     )
     parser.add_argument("--overrides", nargs="+", default=[], help="further configuration")
     parser.add_argument("--json", type=Path, help="also write every figure to this file")

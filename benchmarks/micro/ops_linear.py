@@ -266,7 +266,7 @@ def main(arguments: list[str]) -> None:
     )
     parser.add_argument("--json", type=Path, help="also write every figure to this file")
     parser.add_argument(
-        "--save", action="store_true", help=f"the same, to {_FILE} in the processor's folder"
+        "--save", action="store_true", help=f"write figures to {_FILE} in the processor's folder"
     )
     parser.add_argument(
         "--show", type=Path, help="print the tables of a kept file, measure nothing"

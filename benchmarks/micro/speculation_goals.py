@@ -1,4 +1,4 @@
-"""Measures the gain or loss by drafts in an engine process, in turns with plain decoding.
+"""Measures how much faster or slower drafts make an engine, in turns with plain decoding.
 
     python -m ostinato.benchmarks.micro.speculation_goals
     python -m ostinato.benchmarks.micro.speculation_goals model=llama-45m model.quantization=int4
@@ -92,7 +92,7 @@ class _Case:
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """The engines that answer; `off` is the engine with drafts, asked to have none."""
+        """The engines that answer. `off` is the engine with drafts, which then makes none."""
         is_loss = self.goal is not None and self.goal < 1.0
         return ("plain", "drafts", "off") if is_loss else ("plain", "drafts")
 
@@ -271,7 +271,7 @@ def _requests(case: _Case, client: EngineClient, num_tokens: int, number: int) -
     generator = random.Random(f"{case.name}/{number}")
     found: list[_Request] = []
     if case.chat_temperature is not None:
-        assert client.tokenizer is not None, "the demo model has one"
+        assert client.tokenizer is not None, "the demo model has a tokenizer"
         for index, text in enumerate(
             held_out.questions(case.num_streams, generator.getrandbits(62))
         ):

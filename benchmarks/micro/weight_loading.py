@@ -3,10 +3,10 @@
     python -m ostinato.benchmarks.micro.weight_loading --model qwen3-0.6b --json FILE
 
 For each format a checkpoint with random numbers is written to a temporary directory, and loaded
-several times in bfloat16 on a CPU. GGUF files are of qwen3 models only. "GB/s" counts bytes of the
-files. "peak" is the most resident memory during the loading, minus the memory before; mapped pages
-of the files count. The table also has the bytes of the finished weights, and of the largest matrix
-with one byte for each weight. Linux only.
+several times in bfloat16 on a CPU. GGUF files can be written for qwen3 models only. "GB/s" counts
+bytes of the files. "peak" is the most resident memory during the loading, minus the memory before;
+mapped pages of the files count. The table also has the bytes of the finished weights, and of the
+largest matrix with one byte for each weight. Linux only.
 """
 
 from __future__ import annotations

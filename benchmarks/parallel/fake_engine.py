@@ -39,7 +39,7 @@ _FIRST_TOKEN, _NUM_TOKENS = 300, 1500  # ids of words and of parts of words
 
 
 class _FakeEngine:
-    """The requests that have not ended, with the number of tokens of each."""
+    """Gives each request one token a step. It keeps the requests that have not ended."""
 
     def __init__(self) -> None:
         self._live: dict[str, Request] = {}

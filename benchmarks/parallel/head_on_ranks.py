@@ -102,7 +102,7 @@ async def measure(rounds: int) -> dict[str, Any]:
             await client.start()
             clients[f"{division}, {drafts}"] = client
         tokenizer = next(iter(clients.values())).tokenizer
-        assert tokenizer is not None, "the demo model has one"
+        assert tokenizer is not None, "the demo model has a tokenizer"
         texts = [questions(12, number) for number in range(1 + rounds)]
         for number, streams in itertools.product(range(1 + rounds), _COUNTS):
             prompts = [tokenizer.encode(text) for text in texts[number]]

@@ -54,7 +54,7 @@ class Layout(NamedTuple):
     pipeline: int = 1
     link: str = "nvlink"  # between the ranks of a stage
     stage_link: str = ""  # between stages; empty = as `link`
-    full: bool = False  # whether it is also predicted with `_MOST` requests
+    full: bool = False  # whether it is also predicted with `_MOST` requests for each GPU
     max_num_seqs: int = 1024
 
     @property

@@ -44,7 +44,7 @@ class Server:
         deadline = time.monotonic() + _START_S
         while not self._is_ready():
             if self._process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError("llama-server did not start")
+                raise RuntimeError("llama-server did not start; run its command by hand to see why")
             time.sleep(0.02)
 
     def _is_ready(self) -> bool:

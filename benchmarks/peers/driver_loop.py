@@ -48,7 +48,7 @@ def serve(load: Callable[[], Callable[[Requests], list[int]]]) -> None:
         seconds = time.perf_counter() - begin
         expected = [max_tokens for _, max_tokens in requests]
         if counts != expected:
-            _answer(answers, {"error": f"tokens: {counts}, asked for {expected}"})
+            _answer(answers, {"error": f"the answers have {counts} tokens instead of {expected}"})
         else:
             _answer(answers, {"seconds": seconds, "peak_rss_mib": _peak_rss_mib()})
 

@@ -57,6 +57,7 @@ def simulate(config: RunConfig) -> int:
     Raises:
         ConfigError: the workload, the load or the fleet is not valid.
         StartupError: an engine with this configuration could not start.
+        EngineError, ValueError: as `validate`, with `simulate.validate`.
     """
     section = config.simulate
     if config.parallel.data > 1:

@@ -28,7 +28,7 @@ class SimulationResults:
         self.sent_s = array("d")  # seconds since the beginning of the simulation
         self.first_s = array("d")  # the first token, in the same seconds
         self.last_s = array("d")  # the last token, in the same seconds
-        self.longest_gap_s = array("d")  # between two of its tokens; 0 when it has one
+        self.longest_gap_s = array("d")  # between two of its tokens; 0 if it has only one
         self.num_prompt = array("q")  # tokens
         self.num_output = array("q")
         self.num_cached = array("q")  # prompt tokens that were found in the prefix cache

@@ -138,8 +138,8 @@ def planned_spec(
     if parallel.pipeline > 1 and config.speculation.max_drafts:
         raise ConfigError(
             f"speculation.method={config.speculation.method} with parallel.pipeline="
-            f"{parallel.pipeline}: drafts of several stages need a simulation that starts the "
-            "engine itself; set one of them to its default"
+            f"{parallel.pipeline}: drafts of several stages need costs that this run measures; "
+            "leave simulate.costs and simulate.device out, or set speculation.method=none"
         )
     shards = [
         shard_of_rank(rank, parallel.tensor, parallel.pipeline)

@@ -48,7 +48,7 @@ class SideProcess:
         self._process.stdin.flush()
 
     def result(self, timeout_s: float) -> dict[str, Any]:
-        """Close its stdin and wait for its end.
+        """Close its stdin and wait for its end; returns the decoded last line of its output.
 
         Raises:
             RuntimeError: it failed.

@@ -64,7 +64,7 @@ __all__ = ("tune",)
 _GIB = 1 << 30
 _WIDTH = 100
 _BLOCK_SIZES = (16, 32, 64)
-# The shares of the time budget by which the step costs are measured and the search ends.
+# Shares of the time budget: when the measurement of step costs ends, and when the search ends.
 _VARIANTS_BY, _SEARCH_BY = 0.4, 0.6
 _MIN_RUN_S = 4.0
 

@@ -52,7 +52,7 @@ class RealRuns:
     part: Part
     point: LoadPoint
     duration_s: float | None
-    count: int = 0
+    count: int = 0  # runs so far, on which the token ids of the next run depend
 
     def job(self, url: str = "", model: str = "", *, gives_token_ids: bool = False) -> LoadJob:
         """The requests of the next run, sent as token ids."""

@@ -44,7 +44,8 @@ _TARGET = "scheduler.itl_target_ms"
 _PART = 1 / 3  # share of the requests after which a trial may be pruned
 _NUM_STARTUP = 24  # first trials, which are random
 _MOST = 1e9  # violation of a configuration with failed requests
-_HOPELESS = 2.0  # a trial is pruned above this multiple of the best violation so far
+# A trial is pruned above this multiple of the best violation so far, which counts as at least 0.5.
+_HOPELESS = 2.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

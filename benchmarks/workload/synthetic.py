@@ -22,7 +22,7 @@ class _Source:
         return self._draw.choices(self._vocabulary, k=count)
 
     def length(self, mean: int) -> int:
-        """Uniform within `mean * (1 ± length_spread)`, at least 1."""
+        """A random length, uniform within `mean * (1 ± length_spread)`, at least 1."""
         spread = int(mean * self._spread)
         return self._draw.randint(max(1, mean - spread), mean + spread)
 

@@ -35,7 +35,7 @@ class OwnLaunch:
 
     @property
     def resources(self) -> Resources:
-        """What the assembler reports. A kernel from a bundle has no text to assemble."""
+        """What the assembler reports for the kernel's PTX, which kernels of a bundle lack."""
         return _resources(self.compiled, self.arch)
 
 

@@ -72,7 +72,7 @@ class Lowered:
     copies: tuple[str, ...]  # lines at which torch would copy a whole tensor
     sources: Mapping[str, str]  # the source of each Triton kernel, by name
     hints: Mapping[sympy.Symbol, int]  # the value of each size in the example
-    wrapper: str
+    wrapper: str  # Inductor's Python code that makes the launches
 
 
 @contextmanager

@@ -28,7 +28,7 @@ _REPEATS = 7
 
 
 def graph_us(call: Callable[[int], object], launches: int) -> float:
-    """Median microseconds of one of `launches` calls in a CUDA graph.
+    """Median microseconds of a call. A CUDA graph makes `launches` calls in succession.
 
     Args:
         call: launches the kernel once; takes the index of the call.

@@ -115,7 +115,7 @@ def main(arguments: list[str]) -> int:
     parser = make_parser("time_attention_tiles")
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
-        print("no GPU is visible, and tiles are timed on one", file=sys.stderr)
+        print("no GPU is visible; run this program on a machine with a GPU", file=sys.stderr)
         return 2
     models = [_heads_of(name) for name in options.models.split(",")]
     jobs = [(heads, variant) for heads in models for variant in _variants()]

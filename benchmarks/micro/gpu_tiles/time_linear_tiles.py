@@ -85,7 +85,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--compile-only", action="store_true")
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
-        print("no GPU is visible, and tiles are timed on one", file=sys.stderr)
+        print("no GPU is visible; run this program on a machine with a GPU", file=sys.stderr)
         return 2
     matrices = [matrix for name in options.models.split(",") for matrix in matrices_of(name)]
     jobs = [
