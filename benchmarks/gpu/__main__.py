@@ -62,7 +62,7 @@ def main(arguments: list[str]) -> int:
         return _run_here(options.stage, options.tiny, Path(options.output))
     if not (options.tiny or options.without_device or torch.cuda.is_available()):
         print(
-            "no GPU is visible; --without-device lists what one would run, --tiny runs on a CPU",
+            "no GPU is visible; --without-device lists what a GPU would run, --tiny runs on a CPU",
             file=sys.stderr,
         )
         return 2

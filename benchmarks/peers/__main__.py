@@ -19,7 +19,7 @@ before each turn.
 
 decode: tokens per second of one stream after its first token, from the times for 1 and 128 tokens.
 repeat: the same for 256 tokens after a prompt that repeats 32 tokens. A greedy model continues it.
-ttft: seconds to the first token after 512 prompt tokens, the median of five prompts.
+ttft: milliseconds to the first token after 512 prompt tokens, the median of five prompts.
 offline: 32 requests at once, with 64-512 prompt and 32-128 output tokens.
 prefix: 16 requests at once that share 1024 of 1088 prompt tokens, with an empty cache.
 
