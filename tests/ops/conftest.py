@@ -18,7 +18,7 @@ def set_threads() -> Iterator[Callable[[int], None]]:
 
 @pytest.fixture(autouse=True)
 def nothing_compiles_late() -> None:
-    """Replaces the fixture of all tests: kernel tests have no engine, and compile on purpose.
+    """Replaces the fixture of this name in tests/conftest.py: kernel tests compile on purpose.
 
     An engine that another test has left to the garbage collector would count their compilations
     as late.

@@ -1,4 +1,4 @@
-"""Conversions from and to 8 bits in Triton's interpreter as torch does them."""
+"""Lets Triton's interpreter convert from and to 8-bit floats as torch does."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class OracleDrafter:
 
 
 class ReplayDrafter:
-    """Continues the outputs of an earlier run; errs as `OracleDrafter` does.
+    """Drafts the tokens that an earlier run gave for the same prompt; errs as `OracleDrafter` does.
 
     Args:
         max_drafts: the most guesses for one sequence in one step.

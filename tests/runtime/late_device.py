@@ -354,7 +354,7 @@ class LateDevice:
         }.items():
             patch.setattr(torch.cuda, name, value)
         make = torch.tensor
-        get_torch_obj_rule_map()  # Dynamo keeps it; it must have the real `torch.tensor`
+        get_torch_obj_rule_map()  # Dynamo caches this map, which must name the real `torch.tensor`
 
         def tensor(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Tensor:
             made = make(*args, **kwargs)

@@ -30,7 +30,7 @@ def begin(first: bytes):
         if job == b"raise":
             raise RuntimeError("a mistake in the child")
         if job == b"print":
-            print("not an answer", flush=True)  # noqa: T201 - that it does no harm is tested
+            print("not an answer", flush=True)  # noqa: T201 - a test checks that this does no harm
             return b"printed"
         return first + job + str(os.getpid()).encode()
 

@@ -1,8 +1,8 @@
 """A runner without tensors: executes scheduler outputs on a simulated paged KV memory.
 
 The model has two layers. A token's first-layer entry is (token, position, salt). Its second-layer
-entry is a digest of all first-layer entries that its row sees, read through the block table, and
-its output is a digest of all second-layer entries read the same way. As in the real op, a layer
+entry is a digest of the row's first-layer entries up to its position, read through the block table.
+Its output is a digest of the second-layer entries, read the same way. As in the real op, a layer
 writes all entries of a step before any row reads. The tests look for a table that shares the wrong
 block, a block that is reused too early, a position that is computed twice or never, and a block
 that is shared between salts. Each of these mistakes changes a digest, and with it a token.

@@ -161,7 +161,7 @@ def test_forks_that_are_killed_while_they_wait_fail_no_job(tmp_path):
 
 
 def test_when_all_processes_were_killed_the_second_try_starts_one(monkeypatch):
-    """However many forks have waited, the next error says that no process can be started."""
+    """From the second call on, the error says that no process can be started."""
 
     async def test(server):
         await asyncio.gather(*(server.call(b"parts", SHARED) for _ in range(4)))

@@ -59,7 +59,7 @@ def test_the_readers_load_what_was_written(tmp_path: Path, name: str, form: str,
         "quantize.group_size=32",
         "quantize.symmetric=false",
     )
-    if name == "qwen2":  # one of them as a command
+    if name == "qwen2":  # this one runs as a command
         done = run(*words)
         assert done.returncode == 0, done.stderr
         assert "12 matrices, rounded to the nearest" in done.stdout

@@ -26,7 +26,7 @@ MODEL = {
 
 
 def tiny_config(*overrides: str, **values: object) -> RunConfig:
-    """Eager mode with a small cache; `values` are dotted keys with `__` for the dot."""
+    """Eager mode with a small cache. In the names of `values`, `__` stands for a dot."""
     return load_config(
         [
             "model.load_format=dummy",

@@ -39,7 +39,7 @@ def tokens(outputs: list[RequestOutput]) -> list[int]:
 
 
 async def until(condition: object) -> None:
-    """Polls until `condition` is true. Fails after 240 s, far more than a busy machine pauses."""
+    """Polls until `condition` is true. Fails after 240 s; a busy machine pauses far less long."""
     deadline = time.monotonic() + 240
     while not condition():  # type: ignore[operator]
         assert time.monotonic() < deadline, "the condition did not come true in time"

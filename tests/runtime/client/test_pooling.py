@@ -210,7 +210,7 @@ def test_beside_generation(demo):
 
 
 def test_a_cross_encoder_scores_pairs_as_transformers_does(tmp_path):
-    """The real model's tokenizer, and a small classification head of random weights."""
+    """The tokenizer is that of the real model. The model is a small BERT with random weights."""
     torch.manual_seed(2)
     settings_ = transformers.BertConfig(
         vocab_size=30522, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
@@ -355,7 +355,7 @@ class Model:
 
 
 def run_to_the_end(scheduler, *, ahead, aborted, whole) -> dict[str, SequenceOutput]:
-    """The terminal outputs.
+    """Run steps until the scheduler has no work; returns the last output of each request.
 
     Args:
         ahead: one step is in flight while the next is planned.

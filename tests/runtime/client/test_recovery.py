@@ -34,7 +34,7 @@ def like(base: SamplingParams, **fields: object) -> SamplingParams:
     return SamplingParams(**{name: getattr(base, name) for name in base.__struct_fields__} | fields)
 
 
-# Ways of sampling. The effect of most depends on earlier output or on state beside the tokens.
+# Ways of sampling. Most of them depend on earlier output tokens or on other state of the request.
 KINDS = {
     "greedy": GREEDY,
     "seeded": SEEDED,
@@ -197,7 +197,7 @@ def test_a_beam_search_is_cleared_while_it_runs_and_delays_no_other_request(
         expected = await outputs_of(client)
         task = asyncio.create_task(outputs_of(client))
         stream = client.generate("stream", [8, 9, 7], like(GREEDY, max_tokens=240))
-        # A request that is not cleared between the two kills would end with an error.
+        # A request that makes no progress between the two kills would end with an error.
         for _ in range(2):
             await until(lambda: client.is_alive and is_running(client, "beams"))
             await anext(stream)

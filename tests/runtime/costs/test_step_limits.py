@@ -1,6 +1,7 @@
 """Step limits that the configuration does not set.
 
-Before step costs are measured the limits are upper bounds, and then the profitable sizes.
+Before step costs are measured, the limits are upper bounds. Afterwards they are the smallest sizes
+with nearly the best throughput.
 """
 
 from __future__ import annotations
@@ -127,6 +128,6 @@ def test_buckets_as_slow_as_the_next_larger_one_are_redundant() -> None:
 
 
 def test_slowly_rising_costs_keep_some_buckets() -> None:
-    """A bucket is compared with the next one that stays: differences of neighbours add up."""
+    """A bucket is compared with the next larger one that stays, so small differences add up."""
     costs = make_costs({size: 5.0 * 1.02**size for size in range(1, 11)}, {1: 5.0})
     assert redundant_sizes(range(1, 11), costs) == [1, 3, 5, 7, 9]

@@ -1,6 +1,7 @@
 """An engine's import of torch leaves some modules out until they are needed.
 
-When they have been imported, nothing is missing.
+After their import, torch has the same kernels for the dispatch key "Meta" as after a plain
+`import torch`.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ def test_preemption_changes_no_token(llm: LLM) -> None:
     """8 rows share 14 usable blocks of 8 tokens, so sequences are preempted and computed again."""
     prompts = [prompt[:6] for prompt in make_prompts()]
     long = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
-    memory_gib = 15 * 8 * 2 * 2 * 2 * 16 * 4 / 2**30  # blocks x the bytes of one
+    memory_gib = 15 * 8 * 2 * 2 * 2 * 16 * 4 / 2**30  # 15 blocks x the bytes of a block
     tight = LLM(config=tiny_config(model__max_model_len=112, cache__memory_gib=memory_gib))
     assert tight.stats().num_blocks == 14
     assert generate(tight, prompts, long) == generate(llm, prompts, long)
@@ -109,9 +109,10 @@ def test_the_devices_time_is_counted(llm: LLM) -> None:
 def test_a_cache_of_eight_bits_serves(
     dtype: str, bytes_per_16: int, expected: list[list[int]]
 ) -> None:
-    """The cache takes half of the memory or less. Some tokens differ, but rarely the first ones.
+    """The cache takes a third of the memory or less. Some tokens differ, but rarely the first ones.
 
-    int8 keeps a scale of 4 bytes for each token and head, here of 16 values.
+    The 16 values of a token and head take 64 bytes in float32, and 16 bytes in 8 bits. int8 adds a
+    scale of 4 bytes.
     """
     small = LLM(config=tiny_config(f"cache.dtype={dtype}", "graphs.attention=auto"))
     whole = LLM(config=tiny_config("graphs.attention=reference"))
@@ -224,7 +225,7 @@ def test_a_stream_that_is_closed_aborts(llm: LLM) -> None:
 
 @pytest.mark.compiles_late
 def test_a_late_compile_is_counted_at_its_steps_shape() -> None:
-    """Something that the model calls is compiled in a step, then something else between steps."""
+    """A function in a hook of the model is compiled in two steps, and another one between steps."""
     with LLM(config=tiny_config()) as llm:
         compiled = torch.compile(lambda x: x + 1, backend="eager", dynamic=False)
         model = llm._engine._executor._runner.graphs._model
@@ -248,7 +249,7 @@ def test_a_late_compile_is_counted_at_its_steps_shape() -> None:
 
 @pytest.mark.compiles_late
 def test_an_engine_that_could_not_start_hides_nothing(llm: LLM) -> None:
-    """Compilations during a start are not counted as late. They count after a failed start."""
+    """Compilations during a start are not counted as late. Those after a failed start are."""
     with pytest.raises(StartupError, match="memory") as caught:
         LLM(config=tiny_config("cache.memory_gib=0.0000001"))
     assert caught.value.__traceback__ is not None, (

@@ -94,7 +94,7 @@ def test_all_kinds_at_once(synchronous: LLM, overlapped: LLM) -> None:
 def test_preemption(synchronous: LLM) -> None:
     prompts = [prompt[:6] for prompt in make_prompts()]
     long = SamplingParams(temperature=0.9, seed=2, max_tokens=40, ignore_eos=True)
-    memory_gib = 15 * 8 * 2 * 2 * 2 * 16 * 4 / 2**30  # blocks x the bytes of one
+    memory_gib = 15 * 8 * 2 * 2 * 2 * 16 * 4 / 2**30  # 15 blocks x the bytes of a block
     tight = LLM(
         config=tiny_config(
             "scheduler.overlap=true", model__max_model_len=112, cache__memory_gib=memory_gib

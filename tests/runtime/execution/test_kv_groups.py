@@ -1,4 +1,4 @@
-"""A second KV cache group reaches the step tensors. With one group there are no tensors for it."""
+"""A second KV cache group reaches the step tensors. A model with one group has no such tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Log-probabilities of the prompt's tokens are those of a model that is asked token by token."""
+"""A prompt token's log-probability equals the one from a request with only the tokens before it."""
 
 from __future__ import annotations
 

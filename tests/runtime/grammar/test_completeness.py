@@ -206,7 +206,7 @@ def test_many_documents(schema, data):
 @given(st.lists(st.text(min_size=1, max_size=6), min_size=1, max_size=8, unique=True))
 @settings(max_examples=60, deadline=None)
 def test_every_choice_can_be_written(words):
-    """A choice can be written even if it is the beginning of another, and nothing else can."""
+    """Each choice can be written, even if another choice begins with it. No other text can."""
     words = [*words, words[0] + "x", words[0] + "xy"]
     answer = BUILDER.answer(StructuredOutputsParams(choice=tuple(words)))
     assert not answer.error

@@ -1,4 +1,4 @@
-"""How schemas are prepared: numbers, formats, limits; each limit at its value and one beyond."""
+"""How schemas are prepared: numbers, formats, limits. Each limit is tested at and past its value."""
 
 from __future__ import annotations
 

@@ -311,7 +311,7 @@ class TestSteps:
 
     def test_preemption(self, llm):
         expected = flat(llm)
-        memory_gib = 15 * 8 * 2 * 2 * 2 * 16 * 4 / 2**30  # blocks x the bytes of one
+        memory_gib = 15 * 8 * 2 * 2 * 2 * 16 * 4 / 2**30  # 15 blocks x the bytes of a block
         with start(
             "scheduler.overlap=true", model__max_model_len=112, cache__memory_gib=memory_gib
         ) as tight:

@@ -1,4 +1,4 @@
-"""Messages between the processes: a grammar that repeats is sent once."""
+"""Messages to the engine: a request with the same grammar as the one before is sent without it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The bridge of rank 0 as a process, and a second machine that is a socket of this test."""
+"""The bridge process, which connects rank 0 with the ranks on other machines.
+
+A socket of this test stands in for the second machine.
+"""
 
 from __future__ import annotations
 

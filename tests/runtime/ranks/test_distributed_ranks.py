@@ -37,7 +37,7 @@ def test_two_ranks_have_the_bits_of_shared_memory_and_leave_nothing(expected: li
     """The bits are equal because `a + b == b + a`, and because the sums are made in float32."""
 
     def check_used() -> None:
-        """Checks that nothing is left. Descriptors of earlier tests may be closed meanwhile."""
+        """Checks that no descriptor and no process is left. Those of earlier tests may be gone."""
         assert len(os.listdir("/proc/self/fd")) <= descriptors
         assert {one.pid for one in psutil.Process().children()} <= children
 
@@ -86,7 +86,7 @@ def test_stages_have_the_bits_of_shared_memory(division: str) -> None:
 
 @pytest.mark.slow
 def test_captured_stages_whose_tokens_stay_on_the_device_have_the_bits_of_shared_memory() -> None:
-    """A GPU runs its stages in this way."""
+    """On GPUs, stages run in this way: captured, and with overlapped steps."""
     settings = tuple(one for one in SETTINGS if not one.startswith("graphs.mode"))
     settings = (*settings, "parallel.pipeline=2")
     with LLM(overrides=settings) as llm:

@@ -25,7 +25,7 @@ LAYOUTS = [
 def test_every_rank_has_its_links_and_each_link_between_machines_two_bridges(
     layout: RankLayout, exchange: Exchange
 ) -> None:
-    """With NCCL the groups have no link, and the stages have the same links as between CPUs."""
+    """With NCCL, tensor-parallel groups have no link. Links between stages are as on CPUs."""
     has_groups = not exchange.is_distributed
     made = [
         create_links(layout, machine, SLOT_BYTES, exchange) for machine in range(layout.machines)

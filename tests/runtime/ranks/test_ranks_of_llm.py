@@ -1,4 +1,4 @@
-"""`LLM(tensor_parallel_size=2)`: every kind of request, the end of a rank, and what is left."""
+"""`LLM(tensor_parallel_size=2)`: every kind of request, the death of a rank, and the clean-up."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """Engines whose ranks are on several "machines".
 
-One machine is this process. The others are `run rank` processes that connect over 127.0.0.1. The
-tokens are those of the same ranks on one machine. tests/runtime/nodes/test_nodes.py has machines
-with whole engines.
+In this file a machine is simulated: the first one is this process with its children, and each other
+one is a `run rank` process that connects over 127.0.0.1. The tokens must equal those of an engine
+whose ranks are all on one machine. tests/runtime/nodes/test_nodes.py tests machines that run whole
+engines.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from tests.runtime.nodes.test_nodes import Machine, lives
 from tests.runtime.ranks.test_rank_deaths import ranks_of, together
 from tests.runtime.tiny import tiny_config
 
-# A busy machine may be silent for long, so most tests set a long `parallel.rank_timeout_s`.
+# An engine that was killed starts again at once, at most 50 times.
 RESTARTS = ("server.restart_backoff_s=0.01", "server.max_restarts=50")
 
 
@@ -83,6 +84,7 @@ def run() -> Iterator[Run]:
         await until(lambda: site.client.num_unfinished == 0)
 
     with asyncio.Runner() as runner:
+        # On a busy computer a rank may do nothing for longer than the default limit of 1 s.
         site = Site("parallel.tensor=2", "parallel.rank_timeout_s=100")
         runner.run(site.start())
         yield lambda scenario: runner.run(run_one(scenario))
@@ -168,7 +170,11 @@ def test_streams_go_on_after_the_kill_of_a_process_between_ranks(run: Run, which
     ],
 )
 def test_stages_and_more_ranks_on_two_machines(overrides: tuple[str, ...]) -> None:
-    """With gloo, ranks connect and stages send as on GPUs. Tokens are those of shared memory."""
+    """The tokens must equal those of one machine whose ranks exchange values through shared memory.
+
+    With gloo, ranks connect to each other and stages send hidden states with the code that GPUs use
+    with NCCL.
+    """
 
     async def scenario() -> None:
         expected = await tokens_on_one_machine(
@@ -203,7 +209,11 @@ def test_ranks_on_four_machines_exchange_their_parts_through_the_first() -> None
 
 @pytest.mark.slow
 def test_groups_of_gloo_that_are_divided_among_machines_connect_through_the_bridge() -> None:
-    """Four machines of one rank: each of the two groups is on two machines."""
+    """Each of the four machines has one rank.
+
+    The two ranks of a stage form a tensor-parallel group, so each of the two groups is on two
+    machines.
+    """
 
     async def scenario() -> None:
         divided = ("parallel.tensor=2", "parallel.pipeline=2")

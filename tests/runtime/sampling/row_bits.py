@@ -1,7 +1,7 @@
 """A sequence's logits in steps of every kind have the bits that they have in plain chunks.
 
-`test_row_bits.py` imports this module for the processor's best instruction set. For each other one
-it runs this module as a program, with the name of the instruction set.
+`test_row_bits.py` imports this module for the processor's best instruction set. For each other
+instruction set it runs this module as a program, with the name of the instruction set.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BLOCK_SIZE = 8
 LENGTH = 300  # length of the sequence: more than one partition of keys
 MAX_NUM_SEQS = 32
 MAX_NUM_TOKENS = 96
-# Wider than a pass of the linear kernels, and with contexts of two partitions.
+# The MLP is wider than one pass of the linear kernels. A context can have two partitions of keys.
 WIDE = {**MODEL, "intermediate_size": 1536, "max_position_embeddings": 512}
 _BLOCKS = -(-LENGTH // BLOCK_SIZE)
 

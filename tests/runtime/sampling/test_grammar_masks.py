@@ -1,4 +1,4 @@
-"""Masks of a step within a limited time: rows take turns, and no answer changes."""
+"""A step makes grammar masks for a limited time: rows take turns, and no answer changes."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def test_the_tokens_are_those_of_a_loop(vocab_size: int) -> None:
         drafts[0] = drafts[0] or [0]
         num_rows = sum(1 + len(draft) for draft in drafts)
         drawn = [numbers.randrange(vocab_size) for _ in range(num_rows)]
-        # After a sequence's last draft comes any token, also an equal one.
+        # A sequence's last row has no draft: the entry for it may be any token, even the drawn one.
         following = [token for draft in drafts for token in (*draft, numbers.randrange(vocab_size))]
         token_ids = torch.tensor(drawn)
         pending = PendingVerification(

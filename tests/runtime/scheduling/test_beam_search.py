@@ -1,4 +1,7 @@
-"""Beam search, compared with `transformers` and with a search of all sequences; shared blocks."""
+"""Beam search, compared with `transformers` and with a search of all sequences.
+
+Beams share the blocks of their common beginning.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from ostinato.runtime.types.request import Request
 from tests.runtime.tiny import MODEL, VOCAB_SIZE, tiny_config
 
 EOS = 1
-ENDS = (EOS, 2)  # the model's, and the one of the demo model's tokenizer
+ENDS = (EOS, 2)  # the end tokens of the model and of the demo model's tokenizer
 
 
 def make_prompts(count: int) -> list[list[int]]:
@@ -223,7 +226,8 @@ def test_beams_share_the_blocks_of_what_they_share(llm: LLM) -> None:
     finally:
         llm._engine.step = step  # type: ignore[method-assign]
     assert len(outputs) == 8
-    # 5 full blocks shared by all; a beam itself has at most 6 (a part of a block, 40 tokens).
+    # All beams share 5 full blocks. A beam has at most 6 blocks of its own, for the prompt's last
+    # token and 40 output tokens.
     assert max(held) <= 5 + 8 * 6
     assert max(held) > 5
     assert llm.stats().num_free_blocks == llm.stats().num_blocks

@@ -1,4 +1,4 @@
-"""Requests of many sequences beside others: the length of steps; all sequences advance."""
+"""Requests of many sequences slow the steps of other requests little, and all sequences advance."""
 
 from __future__ import annotations
 

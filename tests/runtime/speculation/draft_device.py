@@ -18,8 +18,8 @@ from tests.runtime.simulated_device import VOCAB_SIZE, SimulatedDevice
 class DraftDevice(SimulatedDevice):
     """Computes the target's tokens if its KV memory is right, and alters some of them.
 
-    Unlike the target's, its rows may go back to an earlier position, and two rows may write the
-    same entries to a block that they share.
+    Unlike the target's rows, its rows may go back to an earlier position, and two rows may write
+    the same entries to a block that they share.
     """
 
     def __init__(self, total_blocks: int, block_size: int, accuracy: float) -> None:
@@ -55,7 +55,7 @@ class SimulatedDrafter(ModelDrafter):
     Attributes:
         device: the draft model.
         live: requests that have got drafts and were not forgotten since.
-        outputs: not read; `SimulatedEngine` sets the outputs of other drafters.
+        outputs: set by `SimulatedEngine`, as for every drafter, but not read.
     """
 
     def __init__(

@@ -149,7 +149,7 @@ class SimulatedHeadDrafter(HeadDrafter):
     Attributes:
         simulated: the head.
         live: requests that have got drafts and were not forgotten since.
-        outputs: not read; `SimulatedEngine` sets the outputs of other drafters.
+        outputs: set by `SimulatedEngine`, as for every drafter, but not read.
     """
 
     def __init__(

@@ -56,7 +56,7 @@ def test_drafts_that_are_right_go_deep_and_wrong_ones_end() -> None:
 
 
 def test_a_batch_that_is_bound_by_arithmetic_gets_no_drafts() -> None:
-    """A draft token costs the same as another sequence, so an uncertain draft does not pay."""
+    """A draft token costs as much as a sequence's share of a step, so uncertain drafts do not pay."""
     load = StepLoad(16, 0.0)
     costs = table(4.0 / 16)
     chooser = DepthChooser(costs, MAX_DRAFTS)
@@ -118,7 +118,7 @@ def test_drafts_pause_when_their_steps_are_slower_than_plain_ones() -> None:
 
 
 def test_drafts_pause_when_looking_for_them_takes_longer_than_they_save() -> None:
-    """Steps without a draft count too; each further loss makes the pause longer."""
+    """Steps without a draft count too. The pause doubles after each loss, up to 1024 steps."""
     chooser = DepthChooser(table(0.1), MAX_DRAFTS)
     load = StepLoad(1, 0.0, lookup_seconds=0.004)
     for pause in (256, 512, 1024, 1024):

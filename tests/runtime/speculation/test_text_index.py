@@ -19,7 +19,10 @@ TEXTS = st.lists(st.integers(0, 2), max_size=60)
 
 
 def longest(text: list[int], tail: list[int], last: int) -> int:
-    """The length of the longest match of a tail before any place up to `last`, by plain search."""
+    """How many tokens at the end of `tail` are also in `text` before a place up to `last`, at most.
+
+    A plain search, which compares at most `MAX_MATCH` tokens.
+    """
     best = 0
     for place in range(1, last + 1):
         length = 0

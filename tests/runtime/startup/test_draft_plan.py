@@ -207,7 +207,7 @@ def check_division(config: EngineConfig, leader: Shard, other: Shard, copied: li
     alone = make_plan(without_drafts(config), 1, shard=other)
     assert there.memory.weights_bytes == alone.memory.weights_bytes
     assert there.source.handoff_shape == plan.source.handoff_shape
-    # the same from a model that was opened whole
+    # The parts of a model that was opened whole have the same sources.
     whole = open_model(config)
     part = part_of(whole, leader)
     assert part.draft is not None

@@ -172,7 +172,7 @@ def test_a_batch_that_is_rewritten_while_it_is_copied_is_found(
 
 
 def outcome(llm: LLM) -> object:
-    """The tokens, or the error that nonsense in place of tokens leads to."""
+    """The tokens, or the error that the engine raises if it reads nonsense in place of tokens."""
     try:
         return generate(llm, PROMPTS, LONG)
     except (ValueError, OverflowError, IndexError) as error:

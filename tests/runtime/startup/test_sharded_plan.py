@@ -92,7 +92,7 @@ def test_ranks_on_gpus_are_planned_and_exchange_values_by_nccl(nodes: int) -> No
 def test_a_stage_by_torch_distributed_is_planned_with_its_tensors_for_hidden_states(
     device: str, number: int, num_slots: int
 ) -> None:
-    """Tensors that wait to be sent are in memory of the host. A GPU's plan does not count it."""
+    """With GPUs, tensors that wait to be sent are in host memory, which the plan does not count."""
     settings = ["model=llama-45m", "model.load_format=dummy", "parallel.pipeline=2"]
     settings += ["parallel.exchange=gloo"] * (device == "cpu")
     config = load_config(settings).engine

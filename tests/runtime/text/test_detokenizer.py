@@ -302,7 +302,7 @@ class TestStopStrings:
             assert not any(word in shown for word in stop)
 
     def test_each_character_takes_a_constant_number_of_comparisons(self):
-        """The text could become the last stop string after each character, and never another."""
+        """After each character the text may still become the last stop string, and no other one."""
 
         class Counted(str):
             __slots__ = ()
