@@ -48,7 +48,7 @@ def test_routing(tokens: int, scoring: Scoring) -> None:
 
 @pytest.mark.parametrize("tokens", [1, 64, 1024, 1025])
 def test_pairs_by_expert(tokens: int) -> None:
-    """1025 tokens have more (token, expert) pairs than the kernel takes (8192): torch sorts."""
+    """1025 tokens have more (token, expert) pairs than the kernel takes (8192), so torch sorts."""
     ids = random(tokens, NUM_EXPERTS, seed=2).argsort(1)[:, :TOP_K].to(torch.int32)
     order, ends = expert_order(ids, NUM_EXPERTS)
     assert torch.equal(order, ids.flatten().sort(stable=True).indices)

@@ -46,7 +46,7 @@ class StandIn:
             assert len(source) <= len(buffer)
             buffer[: len(source)].copy_(source)
         else:
-            assert len(source) == len(buffer), "sizes are fixed for captured shapes"
+            assert len(source) == len(buffer), "captured shapes must keep their sizes"
             buffer.copy_(source)
 
     def set_options(self, sizes: tuple[int, ...], options: dict[str, Any]) -> None:
@@ -65,7 +65,7 @@ class StandIn:
         assert caches[0].shape[1:] == (self.num_kv_heads, self.page_size, self.head_dim)
         starts = self.query_indptr.tolist()
         pages = self.kv_indptr.tolist()
-        assert starts[-1] == q.shape[0], "every query row belongs to a sequence"
+        assert starts[-1] == q.shape[0], "every query row must belong to a sequence"
         for i, last in enumerate(self.last_page_len.tolist()):
             rows = q[starts[i] : starts[i + 1]].float().transpose(0, 1)
             ids = self.indices[pages[i] : pages[i + 1]].long()
@@ -223,7 +223,7 @@ RECORDED: dict[str, dict[str, str]] = json.loads(
 )
 """Release of FlashInfer -> function -> its parameters.
 
-`name=` has a default. Parameters after `*` are keyword-only.
+`name=` is a parameter with a default. Parameters after `*` are keyword-only.
 """
 
 

@@ -1,7 +1,7 @@
 """The flashinfer backend over stand-ins of FlashInfer, against the reference.
 
-Run by test_flashinfer_signatures.py in a process with TRITON_INTERPRET=1, for the kernel that
-writes keys and values.
+test_flashinfer_signatures.py runs this file with TRITON_INTERPRET=1, because a Triton kernel writes
+the keys and values.
 """
 
 from __future__ import annotations

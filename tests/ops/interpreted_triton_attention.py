@@ -99,7 +99,7 @@ def short_partitions(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("lengths", "shape"), GRID, ids=label)
 def test_matches_reference(lengths: list[tuple[int, int]], shape: Shape) -> None:
     out = check(BACKEND, lengths, shape)
-    assert (out[-3:] == 0).all(), "padding rows are zeros"
+    assert (out[-3:] == 0).all(), "padding rows must be zeros"
 
 
 FP8_GRID = [
@@ -185,7 +185,7 @@ def test_more_rows_than_one_chunk_of_the_work_list() -> None:
 def test_partitions_of_each_number_of_sequences(
     index: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The largest step of a class, and the smallest of the next, which has longer partitions."""
+    """The most sequences for one length of partitions, and the fewest for the next longer one."""
     monkeypatch.setattr(triton_tiles, "_PARTITIONS", PARTITIONS)
     (most, least, _), (_, longer, _) = PARTITIONS[index : index + 2]
     for num_seqs, shortest in ((most, least), (most + 1, longer)):
@@ -274,7 +274,7 @@ def test_write_keeps_every_bit_of_bfloat16() -> None:
     for cache, tensor in ((step.k_cache, step.k), (step.v_cache, step.v)):
         stored = cache.transpose(1, 2).flatten(0, 1)[slots]
         assert torch.equal(stored, tensor[: step.num_tokens])
-    assert out[: step.num_tokens].isnan().all(), "write_kv writes rows of sequences"
+    assert out[: step.num_tokens].isnan().all(), "write_kv must not write rows of sequences"
     assert (out[step.num_tokens :] == 0).all()
 
 

@@ -240,7 +240,7 @@ def _packed(form: QuantFormat, out_features: int, in_features: int) -> Tensor:
 def test_tiles_of_bytes_have_the_bits_of_the_level_below(
     form: QuantFormat, shape: tuple[int, int]
 ) -> None:
-    """No level multiplies the fewest rows by tiles. The most are more than two groups of blocks."""
+    """With 1 row no level uses tiles. 100 rows are more than two groups of blocks."""
     below = EMULATION.removeprefix("amx_on_")
     tiled = [
         ops_of("quantized", level, linear="quantized_linear").linear

@@ -69,7 +69,7 @@ print(between - before, after - before, len(runtimes))
 def start(
     program: str, *arguments: str, cache: Path | None = None, compiler: str | None = None
 ) -> subprocess.Popen[str]:
-    """The program in a process of its own; `cache` None = the user's own cache directory."""
+    """Start the program in a process of its own; `cache` None = the user's own cache directory."""
     environment = dict(os.environ)
     if cache is not None:
         environment["OSTINATO_CACHE_DIR"] = str(cache)
@@ -337,7 +337,7 @@ print(library.kernel_address("route") is not None)
 def test_the_whole_library_replaces_the_kernels_of_a_part(tmp_path: Path) -> None:
     """In a process with its own cache, because a part is not loaded where the whole library is.
 
-    Both come from the user's cache, because compiling them again takes half a minute.
+    Both libraries come from the user's cache, because compiling them again takes half a minute.
     """
     files = [str(build.build(name, detect_isa())) for name in ("core-bfloat16", "core")]
     done = start(REPLACE, *files, cache=tmp_path)

@@ -41,7 +41,7 @@ def test_the_pool_by_itself(tmp_path: Path, sanitizer: str | None) -> None:
 
 @pytest.fixture
 def pool_threads(set_threads: Callable[[int], None]) -> Iterator[Callable[[int], None]]:
-    """Sets the number of pool threads of this thread's kernel calls. torch's loops use one."""
+    """Sets the pool threads of this thread's kernel calls. The loops of torch use one thread."""
     library.load("core")
     set_threads(1)
     yield library.set_pool_threads

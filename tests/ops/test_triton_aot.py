@@ -21,7 +21,7 @@ UNMARKED = {
     "Qwen3-30B-A3B down, 8 rows",
     "DeepSeek-V3 output, blocks, 256 rows",
 }
-# Cases of all types of cache are unmarked for most models, and of one type for these two.
+# These two models have unmarked cases of one cache dtype only, and the others of every cache dtype.
 ONE_CACHE = {"32/8 heads, D64": "fp8_e4m3", "window 4096, cap 50, D128": ""}
 
 
@@ -53,7 +53,7 @@ def test_compiles_without_spills_within_shared_memory(variant: Variant) -> None:
     if variant.uses_tensor_cores and (
         variant.role == "long" or variant.constants["BLOCK_M"] == 128
     ):
-        assert used.num_wgmma > 0, "tiles of 128 rows are for the wide matrix instructions"
+        assert used.num_wgmma > 0, "tiles of 128 rows must use the wide matrix instructions"
     if variant.role in ("few", "short") and variant.constants["BLOCK_M"] == 16:
         resident = described_device("h200").resident_programs(
             used.registers, used.shared_bytes, used.num_threads

@@ -83,7 +83,7 @@ def test_compiled_equals_eager_in_hidden_states_and_caches(
     for (k, v), (expected_k, expected_v) in zip(cache, eager_cache, strict=True):
         torch.testing.assert_close(k, expected_k, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(v, expected_v, atol=1e-5, rtol=1e-5)
-    assert not torch.equal(cache[0][0], cache[1][0]), "layers hold different keys"
+    assert not torch.equal(cache[0][0], cache[1][0]), "layers must hold different keys"
 
 
 def test_the_compiled_graph_clones_no_cache(compiled: Compiled) -> None:
@@ -94,7 +94,7 @@ def test_the_compiled_graph_clones_no_cache(compiled: Compiled) -> None:
         assert "ostinato.paged_attention" in code
         assert "auto_functionalized" not in code
         allocations = [line for line in code.splitlines() if "empty_strided" in line]
-        assert allocations, "the generated code allocates its temporaries by empty_strided"
+        assert allocations, "the generated code must allocate by empty_strided"
         assert not [line for line in allocations if str(COMPILE_BLOCKS) in line]
 
 

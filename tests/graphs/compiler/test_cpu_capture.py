@@ -167,7 +167,7 @@ def test_the_profiler_sees_every_kernel_of_a_replay() -> None:
 
 
 class CappedLayer(DecoderLayer):
-    """A Llama layer with torch ops that scale its input, unless by 1, and cap its output."""
+    """A Llama layer between torch ops. They scale its input, unless by 1, and cap its output."""
 
     def __init__(self, layer: DecoderBlock, scale: float) -> None:
         super().__init__()

@@ -39,14 +39,14 @@ def examples() -> list[Example]:
 
 SIZES = [
     (lambda tokens, seqs, rows: tokens <= 1000, "x.size()[0] <= 1000"),
-    (lambda tokens, seqs, rows: tokens > 10, "x.size()[0] > 10"),  # in both examples
+    (lambda tokens, seqs, rows: tokens > 10, "x.size()[0] > 10"),  # true in both examples
     (lambda tokens, seqs, rows: tokens == 16, "Eq(x.size()[0], 16)"),
     (lambda tokens, seqs, rows: tokens != 512, "Ne(x.size()[0], 512)"),
     (lambda tokens, seqs, rows: tokens % 8 == 0, "Eq(Mod(x.size()[0], 8), 0)"),
     (lambda tokens, seqs, rows: tokens > seqs, "batch.seq_lens.size()[0]"),
     (lambda tokens, seqs, rows: tokens == seqs, "batch.seq_lens.size()[0]"),
     (lambda tokens, seqs, rows: rows > tokens, "batch.logits_indices.size()[0]"),
-    (lambda tokens, seqs, rows: rows > seqs, "batch.logits_indices.size()[0]"),  # in both
+    (lambda tokens, seqs, rows: rows > seqs, "batch.logits_indices.size()[0]"),  # true in both
 ]
 
 
@@ -66,7 +66,7 @@ def test_a_branch_that_depends_on_a_size_is_refused(
     text = str(refused.value)
     assert "it holds only for " in text
     assert guard in text
-    assert "test_dynamo_trace.py:" in text, "the line of the comparison"
+    assert "test_dynamo_trace.py:" in text, "the error must name the line of the comparison"
     assert text.endswith("or set graphs.mode=eager")
 
 
@@ -91,7 +91,10 @@ def test_a_constant_that_was_a_size_is_refused() -> None:
 
 @torch.inference_mode()
 def test_sizes_that_are_equal_in_all_steps_are_no_obstacle() -> None:
-    """Dynamo has guards that x has a row for each token, and query_start_loc one more than S."""
+    """Dynamo adds two guards, which hold in all steps.
+
+    x has a row for each token, and query_start_loc has one element more than there are sequences.
+    """
 
     def function(parameters: list[Tensor], x: Tensor, batch: ForwardBatch) -> Tensor:
         ends = batch.query_start_loc[1:] + batch.seq_lens

@@ -31,7 +31,7 @@ def problem(
     has_bias: bool = False,
     activation: str = "silu",
 ) -> list[Any]:
-    """The arguments of the op; attention has 40 elements a token."""
+    """The arguments of the op. The attention's output has 40 elements a token."""
     generator = torch.Generator().manual_seed(tokens)
 
     def normal(*shape: int, scale: float = 1.0) -> Tensor:

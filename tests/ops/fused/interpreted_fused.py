@@ -245,12 +245,12 @@ def test_projection(
             *case.per_head(),
         )
         results.append((out[: step.num_tokens], known(k_cache), known(v_cache)))
-        assert (out[step.num_tokens :] == 0).all(), "padding rows are zeros"
+        assert (out[step.num_tokens :] == 0).all(), "padding rows must be zeros"
     (out, k_cache, v_cache), (out_expected, k_expected, v_expected) = results
     # A difference in the last bit of float32 can lead to the next number of 8 bits.
     step_of = {None: 2e-6, FP8: 0.13}[case.cache_dtype]
     torch.testing.assert_close(k_cache, k_expected, atol=step_of, rtol=step_of)
-    assert torch.equal(v_cache, v_expected), "values are copied"
+    assert torch.equal(v_cache, v_expected), "values must be copied unchanged"
     tolerance = 5e-6 if case.cache_dtype is None else 2e-3
     torch.testing.assert_close(out, out_expected, atol=tolerance, rtol=tolerance)
 

@@ -59,7 +59,7 @@ def test_the_tile_grows_with_the_rows_of_an_expert() -> None:
         [grouped_constants(n + more, 128, torch.bfloat16)["BLOCK_M"] for more in (-8, 0)]
         for n in pairs[1:]
     ]
-    assert tiles == [[16, 64], [64, 128]], "the first step of each tile"
+    assert tiles == [[16, 64], [64, 128]], "each of these steps must be the first with its tile"
 
 
 @pytest.mark.parametrize("scoring", list(Scoring))

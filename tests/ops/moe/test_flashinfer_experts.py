@@ -54,7 +54,7 @@ def fused_moe(
     activation_type: int = Activations.Swiglu,
     use_fused_finalize: bool = True,
 ) -> Tensor:
-    """`cutlass_fused_moe` of 0.6.18.post1 as its sources read, token by token.
+    """`cutlass_fused_moe` of FlashInfer 0.6.18.post1 as its sources read, token by token.
 
     The first half of the rows of the first product is up ("linear"), the second half is gate.
     Constants of the gate turn Swiglu into the clamped one. Both products and the activation are
@@ -147,7 +147,7 @@ def by_op(p: SimpleNamespace, activation: str) -> Tensor:
 
 
 def by_our_experts(p: SimpleNamespace, activation: str) -> Tensor:
-    """The ops that experts run without FlashInfer."""
+    """The result of the ops that experts run without FlashInfer."""
     inner = activate(moe_linear(p.x, p.ids, p.gate_up, p.gate_up_bias), activation, gated=True)
     return moe_linear(inner, p.ids, p.down, p.down_bias, routing_weights=p.weights)
 

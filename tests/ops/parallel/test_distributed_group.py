@@ -189,7 +189,7 @@ def test_if_one_rank_cannot_connect_all_ranks_of_all_groups_name_it() -> None:
 
 
 def test_abort_ends_a_connection_that_another_rank_never_makes() -> None:
-    """The other rank takes part in the rounds, but does not connect."""
+    """The other rank takes part in the rounds of `share`, but does not connect."""
     group = DistributedGroup(0, 2, Exchange.gloo)
     rounds: list[bytes] = []
 

@@ -61,7 +61,7 @@ def test_a_slot_is_not_written_before_it_is_released() -> None:
     thread = threading.Thread(target=send)
     thread.start()
     first = receiver.receive(3, 1)
-    assert not has_sent.wait(0.05), "both slots are taken"
+    assert not has_sent.wait(0.05), "the sender must wait while both slots are taken"
     assert torch.equal(first[0], values[0])
     receiver.release()
     assert has_sent.wait(60)

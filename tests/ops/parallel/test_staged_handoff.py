@@ -137,7 +137,7 @@ def test_a_stage_launches_its_next_step_before_the_last_one_is_computed_and_sent
         for size in (8, 3):
             graph.replay()
             sender.leave(size)
-        assert device.current.num_run < device.current.num_added - 4, "two steps are not computed"
+        assert device.current.num_run < device.current.num_added - 4, "the steps ran too early"
         held.release.set()
         receiver = HiddenReceiver(ends[1], SHAPE)
         for index, size in enumerate((8, 3), 1):

@@ -31,7 +31,7 @@ def test_a_scale_is_the_largest_magnitude_over_the_largest_number() -> None:
     values, scales = round_rows(x[:1] / 3, INT8, ROW, 3, None, powers=False)
     assert values.tolist() == [[0, -127, 1]]
     values, scales = round_rows(x[:1], E4M3, STATIC, 3, torch.tensor([0.5, 0.25]), powers=False)
-    assert values.tolist() == [[2.0, -448.0, 6.5]], "values beyond the range are clipped"
+    assert values.tolist() == [[2.0, -448.0, 6.5]], "values beyond the range must be clipped"
     assert scales.tolist() == [[0.5]]
 
 

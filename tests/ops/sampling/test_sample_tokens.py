@@ -24,7 +24,7 @@ CHECK = Path(__file__).with_name("sampling_check.cpp")
 
 
 def kernel(isa: str) -> Callable[[Tensor, list[RowSampling]], list[int]]:
-    assert hasattr(sampling, "__all__")  # the op is defined
+    assert hasattr(sampling, "__all__")  # its import defines the op
     op = ops_of("core", isa, sample="sample_tokens").sample
 
     def run(logits: Tensor, rows: list[RowSampling]) -> list[int]:

@@ -63,7 +63,7 @@ class Device:
             if entry.num_prompt_logits:
                 prompt = self.prompts[entry.row]
                 assert entry.num_prompt_logits <= entry.num_new_tokens
-                assert entry.start + entry.num_prompt_logits < len(prompt), "nothing to score"
+                assert entry.start + entry.num_prompt_logits < len(prompt), "no token to score"
         assert output.num_prompt_logits == sum(e.num_prompt_logits for e in output.scheduled)
         seconds = 2e-3 + output.num_tokens * 1e-4 + output.num_seqs * 5e-5 + pairs * 1e-6
         seconds += output.num_prompt_logits * 3e-4

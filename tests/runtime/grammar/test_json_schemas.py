@@ -1,4 +1,4 @@
-"""How schemas are prepared: numbers, formats, limits. Each limit is tested at and past its value."""
+"""Prepared schemas: numbers, formats, limits. Each limit is tested at its value and past it."""
 
 from __future__ import annotations
 

@@ -33,5 +33,5 @@ def test_times_are_those_of_the_receivers_clock(tmp_path: Path) -> None:
         assert isinstance(sent, EngineOutputs)
         assert sent.outputs[0].scheduled_time == 1501.0
         assert sent.outputs[0].events == [TimelineEvent("scheduled", 1501.0, 2.0)]
-        assert sent.outputs[1].scheduled_time == 0.0, "0 means that no time is set"
+        assert sent.outputs[1].scheduled_time == 0.0, "a time that is not set must stay 0"
         connection.close()

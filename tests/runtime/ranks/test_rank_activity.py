@@ -29,7 +29,7 @@ def test_a_stopped_rank_hangs_after_the_limit_and_only_within_a_step() -> None:
     rule = HangRule(1.0)
     assert ticks(rule, 1, WORKS, STOPPED) is None
     assert ticks(rule, 1, WORKS, WORKS) is None
-    assert ticks(rule, 1, WORKS, STOPPED) is None, "the time begins anew"
+    assert ticks(rule, 1, WORKS, STOPPED) is None, "the time must begin anew"
     assert ticks(rule, 1, WORKS, STOPPED, seconds=0.4) == (
         1,
         "it has been stopped for 1.1 s (SIGSTOP)",
@@ -40,7 +40,7 @@ def test_ranks_that_all_wait_hang_and_one_that_works_or_waits_for_a_processor_do
     assert ticks(HangRule(1.0), 1, WAITS, WORKS, seconds=60) is None
     rule = HangRule(1.0)
     assert ticks(rule, 1, WAITS, WAITS) is None
-    assert ticks(rule, 2, WAITS, WAITS) is None, "a new step began"
+    assert ticks(rule, 2, WAITS, WAITS) is None, "a new step must begin the time anew"
     rank, text = ticks(rule, 2, WAITS, WAITS, seconds=0.4) or (0, "")  # type: ignore[misc]
     assert rank is None
     assert "no rank has done anything for 1." in text

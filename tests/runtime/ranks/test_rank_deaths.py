@@ -219,7 +219,7 @@ def test_two_engines_of_two_ranks_take_over_each_others_streams(division: str) -
             await until(lambda: len(begun) == 6)
             os.kill(first.status.ranks[1].pid, signal.SIGKILL)
             await until(lambda: not first.is_alive)
-            assert client.is_alive, "the second engine serves"
+            assert client.is_alive, "the second engine must go on serving"
             assert await task == expected
             await until(lambda: first.is_alive)
             assert await together(client) == expected

@@ -87,7 +87,7 @@ def test_what_was_allowed_keeps_the_target(
         if num_tokens:
             chunks.append(Chunk(num_tokens, start, num_tokens if has_scores else 0))
             step.take(chunks[-1])
-    assert chunks, "no progress"
+    assert chunks, "no chunk was allowed"
     if table.mixed_seconds(num_decodes, context, chunks) > target_s + 1e-6:
         assert len(chunks) == 1
         assert chunks[0].num_tokens <= LEAST
@@ -176,7 +176,7 @@ def run_streams_beside_long_prompts(target_ms: float | None) -> TimedEngine:
     engine.add("long-1", 500, 5)
     while engine.scheduler.has_work:
         engine.step()
-        assert engine.num_steps < 1000, "no progress"
+        assert engine.num_steps < 1000, "the requests do not end"
     return engine
 
 

@@ -71,7 +71,7 @@ def ending(request: Request, *token_ids: int, max_model_len: int = 40) -> Sequen
     scheduler = make_scheduler(request, max_model_len=max_model_len)
     outputs = SequenceOutput("", [])
     for token_id in token_ids:
-        assert outputs.finish_reason is None, "it ended too early"
+        assert outputs.finish_reason is None, "the request ended too early"
         [outputs] = scheduler.update(must_schedule(scheduler), StepResult([token_id]))
     return outputs
 

@@ -386,7 +386,7 @@ def test_chunks_of_a_prompt_follow_each_other_through_the_stages() -> None:
     starts = [entry.start for output in outputs if output is not None for entry in output.scheduled]
     assert starts == [0, 8, 16]
     engine.land()
-    assert engine.launch() is None, "the first token has not arrived"
+    assert engine.launch() is None, "the step needs a token that has not arrived"
     engine.run(lookahead=True)
     engine.check_drained()
 

@@ -138,7 +138,7 @@ def test_only_the_last_stage_of_a_pipeline_has_logits_and_a_sampler(
             peers = Peers(links=links, meet=lambda name, numbers: [numbers], turn=0, num_turns=1)
             monitor = CompileMonitor()
             parts = build_rank(plan, PhaseTimer(print), monitor, undo, None, peers)
-            assert parts.runner.graphs.captured_keys, "steps of every stage are captured"
+            assert parts.runner.graphs.captured_keys, "steps of every stage must be captured"
             sizes = (source.limits.max_num_rows, VOCAB_SIZE)
             there = [one for one in gc.get_objects() if type(one) in (LateTensor, GraphSampler)]
             samplers = [one for one in there if isinstance(one, GraphSampler)]
