@@ -1,4 +1,4 @@
-"""The bucket table rounds up, prefers decode buckets, and gives None for too large steps."""
+"""The bucket table rounds up, prefers decode buckets, and gives None for steps too large for it."""
 
 import pytest
 

@@ -283,7 +283,7 @@ def test_the_start_of_another_engine_is_not_late(monitor: CompileMonitor, tmp_pa
 
 
 def test_a_program_that_does_not_start_says_so_itself(monitor: CompileMonitor) -> None:
-    """The hook itself must not raise."""
+    """The monitor's audit hook must not raise."""
     with pytest.raises(FileNotFoundError, match="no-such-directory"):
         subprocess.run(["/no-such-directory/g++"], check=True)
     with pytest.raises(TypeError):

@@ -13,8 +13,8 @@ from ostinato.ops.native.library import load
 __all__ = ("LEVELS", "assert_within", "linear_problem", "name_of", "ops_of")
 
 LEVELS = [*runnable_levels(), f"amx_on_{next(n for n in runnable_levels() if n != 'amx')}"]
-"""The instruction sets that this machine runs, and the emulation of matrix tiles over the best of
-them."""
+"""The instruction sets that this machine runs, and the emulation of matrix tiles over the best one
+without AMX."""
 
 
 def ops_of(library: str, level: str, **names: str) -> SimpleNamespace:

@@ -29,7 +29,7 @@ def interpreted(module: str, *options: str) -> None:
 
     Args:
         module: its path in the repository.
-        options: of pytest.
+        options: more options for pytest.
     """
     fixed = ["-x", "-q", "-n", "0", "-p", "no:cacheprovider"]
     run = subprocess.run(

@@ -1,4 +1,4 @@
-"""A slower cache tier for tests: it stores each evicted block and drops the oldest ones."""
+"""A slower cache tier for tests: it stores evicted blocks, and drops the oldest when it is full."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class ListTier:
     """An index of `num_places` places.
 
     Attributes:
-        num_loads: places that were loaded.
+        num_loads: how many places were loaded.
     """
 
     def __init__(self, num_places: int) -> None:

@@ -1,4 +1,4 @@
-"""A clock for the making of grammar masks, which moves only when a test moves it."""
+"""A clock that moves only when a test moves it, for the code that makes grammar masks."""
 
 from __future__ import annotations
 

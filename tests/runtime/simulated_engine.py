@@ -339,5 +339,5 @@ def _most_tokens(request: Request, max_model_len: int) -> int:
     length = len(request.prompt_token_ids) + (request.sampling.max_tokens or max_model_len)
     if not request.sampling.use_beam_search:
         return length
-    # At worst there is room for one beam only, and each is computed anew for each of its tokens.
+    # At worst there is room for one beam only, and a beam is computed anew for each of its tokens.
     return length * length * request.sampling.num_candidates

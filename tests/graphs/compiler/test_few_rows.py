@@ -1,4 +1,4 @@
-"""The program of a layer for few rows: its calls, its results, and the steps that use it."""
+"""A layer's program for steps of few rows: its calls, its results, and the steps that use it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Triton kernels of unsorted draws under Triton's interpreter.
+"""The Triton kernels of greedy and full draws (`draw_unsorted`) under Triton's interpreter.
 
 pytest collects no file of this name: test_unsorted_draw.py runs it with TRITON_INTERPRET=1.
 """

@@ -97,7 +97,7 @@ def test_a_request_passes_three_modules_on_its_way_to_the_socket(
 ) -> None:
     """The three modules between the request runner and `LocalChild`, which owns the socket.
 
-    docs/design.md names all modules from a route to the socket. There are six hops between them.
+    The whole way from a route to the socket has six hops. docs/design.md names its modules.
     """
     walks: list[list[str]] = []
     send = LocalChild.send

@@ -1,4 +1,4 @@
-"""`EarlyTokenizer` gives the tokenizer that the engine names, even if it has begun another one."""
+"""`EarlyTokenizer` gives the tokenizer that the engine names, even if it began to load another."""
 
 from __future__ import annotations
 

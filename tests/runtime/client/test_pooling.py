@@ -415,7 +415,7 @@ def test_every_pooled_request_ends_once_with_all_its_tokens(
                 prompt_token_ids=prompt,
                 sampling=SamplingParams(max_tokens=5),
             )
-        # Mean pooling uses no cached tokens, so the sum of all tokens is known only for it.
+        # Only mean pooling uses no cached tokens, so only its vector is the sum of all tokens.
         expected[f"{index}"] = str(sum(prompt)).encode() if kind == "mean" else None
         scheduler.add(request)
     ended = run_to_the_end(scheduler, ahead=ahead, aborted=aborted, whole=whole)

@@ -118,7 +118,7 @@ def is_running(client: EngineClient, name: str) -> bool:
 
 
 async def kill(client: EngineClient, number: int = signal.SIGKILL) -> None:
-    """Ends the engine that runs now; returns when the client has noticed."""
+    """Kills the running engine with a signal; returns when the client has noticed its death."""
     before = sum(client.restarts.values())
     os.kill(engine_pid(client), number)
     await until(lambda: sum(client.restarts.values()) > before or not client.is_alive)

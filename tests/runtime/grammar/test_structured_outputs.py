@@ -204,7 +204,7 @@ class TestWithOtherParameters:
         one = answer(llm, {"regex": "a*"}, min_tokens=9, max_tokens=20, logit_bias={EOS: 100.0})
         assert len(one.token_ids) >= 9
         assert set(one.text) == {"a"}
-        # A complete answer ends anyway.
+        # A complete answer ends even before min_tokens.
         short = answer(llm, {"choice": ["no"]}, min_tokens=50)
         assert (short.text, short.finish_reason) == ("no", FinishReason.stop)
 

@@ -92,7 +92,7 @@ def test_cpu_exceeds_four_gib_for_one_full_sequence_within_half_of_the_room():
     ledger = plan(QWEN, 64 * GIB)
     assert ledger.max_model_len == 40_960
     assert ledger.num_tokens == 40_960  # 4.4 GiB
-    tight = plan(QWEN, 16 * GIB)  # half of the room is less than that
+    tight = plan(QWEN, 16 * GIB)  # half of the room is less than 4.4 GiB
     assert tight.max_model_len == tight.num_tokens < 40_960
     assert "shortened from 40960" in tight.reasons[-1]
 

@@ -1,4 +1,4 @@
-"""Which links the ranks of each machine get, and which of them the bridge holds."""
+"""Which links (memory and sockets between ranks) the ranks and the bridge of a machine get."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages between ranks: cut streams, and what the other ranks get of a request."""
+"""Messages between ranks: streams cut at any byte, and what other ranks get of a request."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def test_a_step_without_time_left_makes_no_masks() -> None:
 
 
 def test_a_row_that_is_a_position_ahead_gets_no_mask() -> None:
-    """A row is ahead in a step that was launched before the row was known to wait."""
+    """A row is ahead if its step was launched before it was known that the row has to wait."""
     rows = Rows(3, 6)
     positions = [row.position for row in rows.rows]
     positions[1] += 1

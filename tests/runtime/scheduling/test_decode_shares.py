@@ -89,7 +89,7 @@ class Run:
 
 
 def test_a_small_request_is_not_slowed_by_a_large_one():
-    """Two sequences take 1.5 ms. A step may take 1.55 times as long, 2.3 ms. Five take 2.25 ms."""
+    """A step of 2 sequences takes 1.5 ms. Steps may take 1.55 times as long, so 5 fit (2.25 ms)."""
     run = Run(40, 1)
     for _ in range(20):
         assert run.step() == [4, 1]

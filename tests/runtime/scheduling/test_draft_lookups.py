@@ -1,4 +1,4 @@
-"""The frequency of draft lookups, the prediction of steps without drafts, and the counters."""
+"""How often drafts are looked up, predicted costs of steps without drafts, and draft counters."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def test_a_more_urgent_request_takes_the_row_of_the_least_urgent() -> None:
 
 
 def test_the_queue_time_of_a_sequence_counts_once() -> None:
-    """A sequence that is preempted before its first token has no output, but it was counted."""
+    """A sequence that is preempted before its first token is not counted again when it resumes."""
     late = make_request("b", range(30, 50), priority=2)
     scheduler = make_scheduler(
         make_request("a", [10], priority=1),
@@ -143,7 +143,7 @@ def test_no_sequence_is_preempted_when_it_would_not_suffice() -> None:
         policy=SchedulingPolicy.priority,
     )
     step(scheduler, 5, 6)
-    scheduler.add(make_request("c", range(50, 74), priority=1))  # 6 blocks; `a` holds all but 5
+    scheduler.add(make_request("c", range(50, 74), priority=1))  # needs 6; `a` holds all but 5
     step(scheduler, 7, 8)
     assert (scheduler.num_preemptions, scheduler.num_running, scheduler.num_waiting) == (0, 2, 1)
 

@@ -120,7 +120,7 @@ def test_every_sequence_ends_however_many_come_later(arrivals: list[tuple[int, i
 
 
 class TestLevels:
-    """Sequences of HTTP requests, which have a number: `Request.group`."""
+    """Sequences of HTTP requests. Each HTTP request has a number, `Request.group`."""
 
     def parts(self, group: int, count: int, max_tokens: int) -> list[Request]:
         return [

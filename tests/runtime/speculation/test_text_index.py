@@ -19,9 +19,9 @@ TEXTS = st.lists(st.integers(0, 2), max_size=60)
 
 
 def longest(text: list[int], tail: list[int], last: int) -> int:
-    """How many tokens at the end of `tail` are also in `text` before a place up to `last`, at most.
+    """The length of the longest match, by a plain search: at most `MAX_MATCH` tokens.
 
-    A plain search, which compares at most `MAX_MATCH` tokens.
+    A match is an end of `tail` that is also in `text`, and ends there at a place up to `last`.
     """
     best = 0
     for place in range(1, last + 1):

@@ -1,4 +1,4 @@
-"""The draft model in the plan: its memory, and one line for each model that cannot draft."""
+"""The draft model in the plan: its memory, and the error for each model that cannot draft."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`graphs.experts=flashinfer`: what the plan refuses, and an engine on the op's plain form."""
+"""`graphs.experts=flashinfer`: what the plan refuses, and an engine with the op in plain torch."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def refusal(run: RunConfig) -> str:
 
 @pytest.fixture
 def any_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The check of the device is left out, so that the op's plain form runs on a CPU."""
+    """The check of the device is left out, so that the op runs on a CPU, in plain torch."""
     monkeypatch.setattr(engine_plan, "why_unsupported", lambda device, dtype, is_here: None)
 
 

@@ -1,4 +1,4 @@
-"""The trial of instruction sets: its choice, starts without it, and the reuse of its result."""
+"""The trial that times instruction sets: its choice, starts without it, reuse of its result."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 A test fails if the host rewrites a buffer while a copy still needs it, or reads a result before
 its event. Three tests plant such a race and check that it is found. The engine compiles nothing.
-Its other parts are real: overlap, capture and replay, preemption, masks of reasoning limits, staged
-draws, beams, log-probabilities.
+Its other parts are real: overlap, capture and replay, preemption, masks of reasoning limits,
+sampling, beams, log-probabilities.
 """
 
 from __future__ import annotations
