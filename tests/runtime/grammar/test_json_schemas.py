@@ -1,4 +1,4 @@
-"""Prepared schemas: numbers, formats, limits. Each limit is tested at its value and past it."""
+"""How schemas are prepared: numbers, formats, and each limit at its value and past it."""
 
 from __future__ import annotations
 

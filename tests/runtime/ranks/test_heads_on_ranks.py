@@ -1,8 +1,8 @@
 """Draft heads (EAGLE-3, MTP) with tensor-parallel ranks and pipeline stages.
 
 Answers with drafts equal those without. The first token of each draft is compared with that of an
-engine in one process. With stages all of them are equal. With tensor parallelism at least 90% are,
-which shows that the head reads the same hidden states, embeddings and logits.
+engine in one process. With stages all of them are equal. With tensor parallelism at least 90% are.
+So the head reads the same hidden states, embeddings and logits.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from tests.runtime.nodes.test_nodes import Machine, lives
 from tests.runtime.ranks.test_rank_deaths import ranks_of, together
 from tests.runtime.tiny import tiny_config
 
-# An engine that was killed starts again at once, at most 50 times.
+# A dead engine starts again almost at once, at most 50 times.
 RESTARTS = ("server.restart_backoff_s=0.01", "server.max_restarts=50")
 
 

@@ -1,4 +1,4 @@
-"""Requests of many sequences slow the steps of other requests little, and all sequences advance."""
+"""A request of many sequences slows other requests only a little, and all sequences advance."""
 
 from __future__ import annotations
 

@@ -207,7 +207,7 @@ def check_division(config: EngineConfig, leader: Shard, other: Shard, copied: li
     alone = make_plan(without_drafts(config), 1, shard=other)
     assert there.memory.weights_bytes == alone.memory.weights_bytes
     assert there.source.handoff_shape == plan.source.handoff_shape
-    # The parts of a model that was opened whole have the same sources.
+    # A model that was opened whole is divided into the same parts.
     whole = open_model(config)
     part = part_of(whole, leader)
     assert part.draft is not None

@@ -65,7 +65,7 @@ def drafter(name: str, directory: Path) -> Drafter:
 
 
 class DeviceRecorder(DraftRecorder):
-    """Records drafts. They are on the device, so the host waits for the device to read them."""
+    """Records drafts. To read them from the device, the host has to wait for it."""
 
     def __init__(self, llm: LLM) -> None:
         super().__init__(llm)
