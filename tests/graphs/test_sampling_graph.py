@@ -92,7 +92,7 @@ def test_another_error_of_the_capture_is_an_error() -> None:
 
 
 class NoQuestions(TorchDispatchMode):
-    """Refuses operations that wait for a device or whose result has a shape that depends on data."""
+    """Refuses operations that wait for a device or whose result has a data-dependent shape."""
 
     FORBIDDEN = ("_local_scalar_dense", "nonzero", "item", "equal", "is_nonzero", "masked_select")
 
