@@ -1,4 +1,7 @@
-"""Fixtures that several modules share: a server of the bundled model, and its official clients."""
+"""Fixtures that several modules share: a server of the bundled model, and two clients of it.
+
+The clients are the packages `openai` and `anthropic`.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +20,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
     Its limits for slow clients are `PATIENCE_S`, the longest time that a test waits.
 
-    Tests may kill its engine, which starts again. A module with other settings, or one that ends
-    its server, defines a fixture of this name.
+    Tests may kill its engine, which starts again. A module that needs other settings, or that ends
+    its server, defines its own fixture `server`.
     """
     with ServerProcess(
         "server.max_body_mib=4",

@@ -65,7 +65,8 @@ class Namespace:
         self._ip("link", "set", self._link, "up" if is_in else "down")
 
     def close(self) -> None:
-        # The system removes a namespace and its cable only when its last process has ended.
+        # Delete the cable first: a namespace keeps its end of the cable until its last process has
+        # ended.
         self._ip("link", "del", self._link)
         self._ip("netns", "del", self._name)
 
@@ -101,7 +102,7 @@ class RankProcess:
         return code
 
     def _read(self) -> None:
-        assert self.process.stdout is not None, "stdout=PIPE"
+        assert self.process.stdout is not None, "the process has no pipe for its output"
         for line in self.process.stdout:
             self.output.append(line)
             sys.stdout.write(line)

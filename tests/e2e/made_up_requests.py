@@ -21,7 +21,7 @@ CHECKS = [
 
 
 def ask_all(url: str, max_examples: int) -> dict[str, set[int]]:
-    """Operation of the server -> statuses of its answers.
+    """Send made-up requests to every operation; returns operation -> statuses of its answers.
 
     Raises:
         schemathesis.errors: an answer with 5xx, or one that the document does not describe.

@@ -1,4 +1,4 @@
-"""Sends numbers of every size to every place of a request that takes one."""
+"""Sends numbers of every size to every place of a request that takes a number."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def send(client: httpx.Client, place: Place, number: str) -> httpx.Response:
 
 
 def check_numbers(url: str, where: list[Place], max_examples: int) -> None:
-    """Send a number beyond 64 bits to every place, and made-up numbers to made-up places."""
+    """Send a number beyond 64 bits to every place, and random numbers to random places."""
     with httpx.Client(base_url=url, timeout=PATIENCE_S) as client:
         for place in where:
             send(client, place, str(10**30))

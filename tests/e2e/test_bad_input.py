@@ -393,7 +393,7 @@ class TestRequestIds:
         for sent in ({}, {}, {"X-Request-Id": "mine"}, {"X-Request-Id": "x" * 129}):
             headers = {"Content-Type": "application/json", **sent}
             reply = HTTP.request(method, server.url + path, content=body, headers=headers)
-            if len(sent.get("X-Request-Id", "")) <= 128:  # some routes refuse a longer one
+            if len(sent.get("X-Request-Id", "")) <= 128:  # some routes refuse a longer id
                 assert reply.status_code == status
             (name,) = reply.headers.get_list("x-request-id")
             names.add(name)

@@ -21,7 +21,7 @@ def command(source: Path, target: Path) -> list[str]:
 def rows(file: Path) -> dict[str, dict]:
     lines = [json.loads(row) for row in file.read_text().splitlines()]
     found = {line["custom_id"]: line for line in lines}
-    assert len(found) == len(lines), "each request has one answer"
+    assert len(found) == len(lines), "a request has several answers"
     return found
 
 

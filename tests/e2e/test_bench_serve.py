@@ -86,7 +86,8 @@ def test_turns_carry_the_answers_before_them(server: ServerProcess, tmp_path: Pa
     record = bench(tmp_path, "serve", *words, *lengths, *load)
     first, second = record.points[0].details["requests"]
     assert (first["input_tokens"], second["input_tokens"]) == (40, 100)
-    # The full blocks of the first prompt hold 32 tokens. More cached tokens include the answer.
+    # The full blocks of the first prompt hold 32 tokens. The other cached tokens come from blocks
+    # that include the first answer.
     assert second["cached_tokens"] >= 48
 
 

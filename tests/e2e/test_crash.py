@@ -122,9 +122,10 @@ def check_form(number: int, told: list[Any]) -> None:
 
 
 def what_was_said(lines: list[str]) -> list[Any]:
-    """The counts of tokens of a stream, then a list of the choices of each completion.
+    """A stream's `[(prompt tokens, completion tokens), choices of completion 0, of 1, ...]`.
 
-    Ids, times and the count of cached tokens are left out, because they differ between two runs.
+    The choices are those of the chunks, in order. Ids, times and the count of cached
+    tokens are left out, because they differ between two runs.
     """
     assert lines[-1] == "data: [DONE]", lines[-1]
     events = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
@@ -203,7 +204,7 @@ def test_many_streams_survive_three_kills(server: ServerProcess) -> None:
             await until(lambda: not engine.is_running())
 
         await kill_at(20)  # prompts are still computed, some streams wait
-        await kill_at(20)  # the next engine during its start
+        await kill_at(20)  # at once again: this kills the next engine during its start
         await kill_at(NUM_STREAMS * 75)  # in the middle
         return await task
 
@@ -263,7 +264,7 @@ def test_answers_with_a_form_keep_it_over_a_kill(server: ServerProcess) -> None:
 
 
 def test_a_drain_waits_for_an_engine_that_is_started_again(server: ServerProcess) -> None:
-    """This test ends the server, so it is the last one."""
+    """This test ends the server, so it is the last test of this module."""
     request = {**body(0), "max_tokens": 100}
     with HTTP.stream("POST", f"{server.url}/v1/completions", json=request, timeout=250) as reply:
         lines = reply.iter_lines()

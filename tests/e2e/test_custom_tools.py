@@ -37,7 +37,7 @@ def custom(name: str, syntax: str = "", definition: str = "") -> Any:
 
 
 def flat(tool: dict[str, Any]) -> Any:
-    """A tool of chat completions in the form that responses take."""
+    """A tool of chat completions, converted to the form of the Responses API."""
     inner = dict(tool[tool["type"]])
     if "grammar" in inner.get("format", {}):
         inner["format"] = {"type": "grammar", **inner["format"]["grammar"]}

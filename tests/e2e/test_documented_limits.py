@@ -42,7 +42,7 @@ def tool(name: str) -> dict[str, Any]:
 
 
 def bad_word(num_tokens: int) -> str:
-    """A word of `num_tokens` tokens: a space, then characters of one token each."""
+    """A word that has `num_tokens` tokens with a space before it, each character being a token."""
     return ("!?" * num_tokens)[: num_tokens - 1]
 
 

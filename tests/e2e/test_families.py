@@ -34,7 +34,7 @@ def test_a_checkpoint_is_served(family: str, tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_is_served_through_transformers(tmp_path: Path) -> None:
-    """The code of the model is that of transformers. Every operation of a layer becomes our op."""
+    """The code of transformers is recorded once. The engine then runs the recorded graph."""
     check_served(UNKNOWN["seed_oss"], tmp_path)
 
 

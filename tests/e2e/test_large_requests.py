@@ -125,7 +125,7 @@ def test_a_request_of_many_sequences_leaves_a_row_to_others(server):
 
 
 def test_a_prompt_is_scored_in_pieces_beside_a_stream(server):
-    """A stream gets a token in each of the steps that compute 2,000 log-probabilities."""
+    """A stream gets a token in each of the steps that together compute 2,000 log probabilities."""
     ids = [300 + index * 7 % 2000 for index in range(2000)]
     scored = {"prompt": ids, "max_tokens": 1, "prompt_logprobs": 20}
     endless = {"prompt": "Once", "max_tokens": 2000, "ignore_eos": True}
@@ -208,7 +208,7 @@ def test_a_client_that_leaves_while_its_body_is_prepared(server):
         for connection in working:
             connection.close()
     until(lambda: not large_forks(server), "a process works for a client that has left")
-    for number in range(6, 8):  # the first ones may have ended before the processes were suspended
+    for number in range(6, 8):  # the first six may have ended before the suspension
         assert "disconnected phase=preparation" in server.log_of(f"works-{number} ")
     assert server.load() == 0
 

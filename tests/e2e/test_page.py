@@ -130,7 +130,7 @@ def page(server: ServerProcess, browser: Browser) -> Iterator[Browser]:
 
 
 def test_a_chat_streams(page: Browser) -> None:
-    # All states of the answer that the page has shown.
+    # `window.seen` collects every text that the body of the answer has had.
     page.driver.execute_script(
         "window.seen = new Set(); new MutationObserver(() => {"
         " const body = document.querySelector('.assistant .body');"

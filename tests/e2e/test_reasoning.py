@@ -58,7 +58,7 @@ def test_the_usage_tells_thoughts_apart(server):
     fields = {"stream": True, "stream_options": {"include_usage": True}}
     events = ask(server, "age?", **fields).text.split("data: ")
     assert json.loads(events[-2])["usage"] == whole
-    # The tokens from <think> to the one before </think>.
+    # These are the tokens from <think> to the last token before </think>.
     assert whole["completion_tokens_details"] == {"reasoning_tokens": 4}
     assert whole["completion_tokens"] == len(ANSWERS["age?"]) + 1
     none = ask(server, "yes?").json()["usage"]["completion_tokens_details"]

@@ -172,7 +172,7 @@ def test_metrics_are_given_for_each_engine_and_summed_under_vllms_names(
 
 
 def test_no_engine_outlives_the_server(server: ServerProcess) -> None:
-    """This test ends the server, so it is the last one."""
+    """This test ends the server, so it is the last test of this module."""
     processes = [psutil.Process(pid) for pid in pids(server)]
     server.signal(signal.SIGKILL)
     server.wait()

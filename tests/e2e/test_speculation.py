@@ -52,7 +52,7 @@ REQUESTS = [
 
 @pytest.mark.parametrize(("path", "request_body"), REQUESTS)
 def test_an_answer_is_that_of_plain_decoding(server, path, request_body):
-    """The second answer with drafts has the first one as history."""
+    """The second request with drafts may take them from the answer to the first one."""
     whole = {**request_body, "max_tokens": 60 if path == COMPLETIONS else 200}
     for name in ("stream", "stream_options"):
         whole.pop(name, None)
@@ -89,7 +89,7 @@ def test_a_prediction_is_counted_in_the_usage(server):
 
 
 def test_the_log_line_counts_the_drafts_of_a_request(server):
-    """The second answer has the first one as history, so it surely has drafts."""
+    """The second request takes drafts from the answer to the first one, so it surely has some."""
     request = {"prompt": TEXT * 6, "max_tokens": 40, "temperature": 0, "ignore_eos": True}
     for request_id in ("earlier", "counted"):
         post(server, COMPLETIONS, {**request, "request_id": request_id})

@@ -30,7 +30,7 @@ PREPARATION = "ostinato.api.server.preparation_main"
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Another path to this environment's Python."""
+    """A link to this environment's Python. A test removes the link: no process can start then."""
     directory = tmp_path_factory.mktemp("environment")
     (directory / "bin").mkdir()
     link = directory / "bin" / "python"

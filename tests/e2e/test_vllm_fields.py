@@ -278,7 +278,8 @@ class TestChosenTokens:
     def test_completions_report_them_at_every_position(self, server):
         fields = {**GREEDY, **self.NAMES, "max_tokens": 5}
         plain = self.logprobs(server, COMPLETIONS, prompt="Once upon", **fields, logprobs=20)
-        # Tokens among the likeliest at one position. Their log probabilities are known there only.
+        # Each token is among the 20 likeliest at some position. The plain reply shows its log
+        # probability there only.
         chosen = [int(name[9:]) for top in plain["top_logprobs"] for name in list(top)[2:9:3]]
         asked = {"logprobs": 1, "logprob_token_ids": chosen}
         found = self.logprobs(server, COMPLETIONS, prompt="Once upon", **fields, **asked)
@@ -306,7 +307,8 @@ class TestChosenTokens:
             names = [one["token"] for one in entry["top_logprobs"]]
             assert names == ["token_id:500", "token_id:7", "token_id:300"]
         assert logprobs_of(list(lines(server, CHAT, **body))) == content
-        # The request names the sampled token. Both places show the same log probability.
+        # The request names the sampled token. The entry itself and its `top_logprobs` show the same
+        # log probability.
         itself = int(content[0]["token"][9:])
         body["logprob_token_ids"] = [itself]
         first = self.logprobs(server, CHAT, **body)["content"][0]

@@ -50,18 +50,18 @@ class Driver:
         self.model = model
         self.forward = forward or model
         self.max_seqs = max_seqs
-        self.pad_to = pad_to  # the fewest tokens of a step: no graph is compiled for one
+        self.pad_to = pad_to  # the fewest tokens of a step: no graph is compiled for one token
         self.max_blocks = -(-max_len // self.block_size)
         self.dtype = dtype or next(model.parameters()).dtype
         self.cache = config.kv_cache_spec(self.block_size, self.dtype, shard=shard).allocate(
             num_blocks, torch.device("cpu")
         )
-        # Handed out from the end, so that no sequence sits in the blocks 1, 2, 3, ...
+        # Blocks are handed out from the end, so that no sequence has the blocks 1, 2, 3, ...
         self.free_blocks = list(range(1, num_blocks))
 
     def adopt(self, sequence: Sequence, other: Sequence, num_tokens: int) -> None:
         """Start `sequence` with the full blocks of `other`'s first tokens: a prefix-cache hit."""
-        assert num_tokens % self.block_size == 0, "only full blocks are shared"
+        assert num_tokens % self.block_size == 0, "only full blocks can be shared"
         assert sequence.token_ids[:num_tokens] == other.token_ids[:num_tokens], "prefixes differ"
         sequence.block_ids = other.block_ids[: num_tokens // self.block_size]
         sequence.num_computed = num_tokens

@@ -1,8 +1,8 @@
 """Writes GGUF files with the `gguf` package, from checkpoints that transformers saved.
 
-Names come from the package, and values are changed as llama.cpp's convert_hf_to_gguf.py changes
-them: Llama's queries and keys permuted, 1 added to Gemma's norms, experts stacked. The dequantised
-matrices replace those of the checkpoint, so that both files hold the same numbers.
+Names of tensors come from the package. Values are changed as llama.cpp's convert_hf_to_gguf.py
+changes them: Llama's queries and keys permuted, 1 added to Gemma's norms, experts stacked. The
+dequantised matrices replace those of the checkpoint, so that both files hold the same numbers.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ def write_gguf(
 
     Args:
         checkpoint: a directory with one safetensors file.
-        file: to write.
+        file: the file to write.
         type_of: the type of a matrix by its name in the GGUF file.
-        metadata: adds further metadata.
+        metadata: adds further metadata to the writer.
         split_tensors: the number of tensors in each file of a split model; 0 = one file.
 
     Returns:

@@ -420,7 +420,10 @@ VARIANTS = {
 
 
 def reference_model(variant: Variant) -> Any:
-    """The transformers model in float32 with the variant's attention; no weight keeps its initial constant."""
+    """The transformers model in float32 with the variant's attention.
+
+    Random numbers are added to the weights that transformers initialises with constants.
+    """
     config = transformers.AutoConfig.for_model(variant.model_type, **variant.settings)
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(

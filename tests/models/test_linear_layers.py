@@ -46,7 +46,7 @@ def options(shard: Shard | None = None) -> BuildOptions:
 
 
 class Holder(LanguageModel):
-    """A model of these modules: the loader only asks for modules by name."""
+    """A model of the given modules: the loader only asks for modules by name."""
 
     def __init__(self, layout: CheckpointLayout, **modules: nn.Module) -> None:
         super().__init__()

@@ -124,7 +124,7 @@ def hub(tmp_path: Path) -> Iterator[str]:
 
 
 def resolve(path: str, endpoint: str, home: Path, *, is_offline: bool = False) -> str:
-    """What `resolve_path` gives, in a process of its own: the hub's package reads the address once."""
+    """The result of `resolve_path` in a new process: the hub's package reads the address once."""
     code = (
         "import sys\n"
         "from ostinato.models.checkpoints.checkpoint import CheckpointError, resolve_path\n"
@@ -169,7 +169,7 @@ def test_a_gguf_model_is_downloaded_from_a_hub(
     ]
     refused = resolve("someone/gguf:Q4_0", hub, home)
     assert refused.startswith("model.path='someone/gguf:Q4_0': the repository has no GGUF model")
-    # Without a connection, from what was downloaded before.
+    # Without a connection the files that were downloaded before are used.
     assert Path(resolve("someone/gguf:F16", hub, home, is_offline=True)) == first
     absent = resolve("someone/other:F16", hub, home, is_offline=True)
     assert absent.startswith("model.path='someone/other:F16': the hub did not answer: ")

@@ -26,7 +26,7 @@ CONFIG = {
     "max_position_embeddings": 128,
     "dtype": "bfloat16",
 }
-# Prints the bytes of the weights, and by how many bytes loading raises the process's memory.
+# Prints the bytes of the weights, and by how many bytes loading raises the peak of memory.
 MEASURE = """
 import sys
 from pathlib import Path
@@ -45,7 +45,7 @@ def field(name):
 torch.set_num_threads(1)
 load("core")
 cpu = torch.device("cpu")
-for path in sys.argv[1:]:  # the first is a small one: its loading imports modules and maps code
+for path in sys.argv[1:]:  # loading the first, small one imports modules and maps code
     section = ModelSection(path=path)
     checkpoint = open_checkpoint(section)
     weights = choose_weights(section, checkpoint, pack=True, device=cpu, dtype=torch.bfloat16)

@@ -247,7 +247,7 @@ def dummy(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_dummy_weights(dtype: torch.dtype) -> None:
-    # Larger than the pool of random numbers, which is then repeated.
+    # The embedding is larger than the pool of random numbers, so it repeats them.
     model = dummy(0, dtype, vocab_size=50_000)
     weight = model.get_parameter("embed_tokens.weight").float()
     assert 0.019 < float(weight.std()) < 0.021

@@ -25,8 +25,8 @@ NEUTRAL = {
     "use_cache",
 }  # fmt: skip
 _LATENT = {
-    "head_dim": "qk_rope_head_dim and qk_nope_head_dim say more",
-    "qk_head_dim": "qk_rope_head_dim and qk_nope_head_dim say more",
+    "head_dim": "qk_rope_head_dim and qk_nope_head_dim decide",
+    "qk_head_dim": "qk_rope_head_dim and qk_nope_head_dim decide",
 }
 # Family or variant -> keys that change nothing there, and why.
 NEUTRAL_IN = {
@@ -35,7 +35,7 @@ NEUTRAL_IN = {
         "pretraining_tp": "the order of sums only",
         "slow_but_exact": "the order of sums only",
     },
-    "falcon-rw": {"rope_parameters.rope_theta": "it has ALiBi"},
+    "falcon-rw": {"rope_parameters.rope_theta": "this variant has ALiBi"},
     "falcon": {
         "intermediate_size": "no key of Falcon, which has ffn_hidden_size",
         "multi_query": "only read without the new architecture",
@@ -50,11 +50,11 @@ NEUTRAL_IN = {
         "num_nextn_predict_layers": "read for speculation.method=mtp alone",
         "pretraining_tp": "the order of sums only",
     },
-    "gemma3_text": {"_sliding_window_pattern": "layer_types says more"},
+    "gemma3_text": {"_sliding_window_pattern": "layer_types decides"},
     "glm4_moe": {"num_nextn_predict_layers": "read for speculation.method=mtp alone"},
     "glm4_moe_lite": {
         **_LATENT,
-        "first_k_dense_replace": "mlp_layer_types says more",
+        "first_k_dense_replace": "mlp_layer_types decides",
         "pretraining_tp": "the order of sums only",
     },
     "gpt2": {
@@ -65,12 +65,12 @@ NEUTRAL_IN = {
         "summary_type": "a head of another task",
         "summary_use_proj": "a head of another task",
     },
-    "gpt_neox": {"is_decoder": "it is one"},
+    "gpt_neox": {"is_decoder": "the model is always a decoder"},
     "llama-dynamic": {"rope_parameters.factor": "only for longer contexts than are served"},
     "llama4_text": {
-        "interleave_moe_layer_step": "moe_layers says more",
-        "no_rope_layers": "entries past the last layer",
-        "no_rope_layer_interval": "no_rope_layers says more",
+        "interleave_moe_layer_step": "moe_layers decides",
+        "no_rope_layers": "the added entry is past the last layer",
+        "no_rope_layer_interval": "no_rope_layers decides",
     },
     "llama4-two-experts": {
         "attn_scale": "attn_temperature_tuning is off",
@@ -89,17 +89,17 @@ NEUTRAL_IN = {
     "opt": {"intermediate_size": "no key of OPT, which has ffn_dim"},
     "phi3": {"original_max_position_embeddings": "only for scaled rotary embeddings"},
     "qwen2": {
-        "max_window_layers": "layer_types says more",
+        "max_window_layers": "layer_types decides",
         "sliding_window": "use_sliding_window is off",
         "use_sliding_window": "there is no window",
     },
     "qwen3": {
-        "max_window_layers": "layer_types says more",
+        "max_window_layers": "layer_types decides",
         "sliding_window": "use_sliding_window is off",
         "use_sliding_window": "there is no window",
     },
     "qwen2_moe": {
-        "max_window_layers": "layer_types says more",
+        "max_window_layers": "layer_types decides",
         "sliding_window": "use_sliding_window is off",
         "use_sliding_window": "there is no window",
     },
@@ -108,8 +108,8 @@ NEUTRAL_IN = {
         "use_sliding_window": "there is no window",
     },
     "smollm3": {
-        "no_rope_layers": "entries past the last layer",
-        "no_rope_layer_interval": "no_rope_layers says more",
+        "no_rope_layers": "the added entry is past the last layer",
+        "no_rope_layer_interval": "no_rope_layers decides",
         "sliding_window": "use_sliding_window is off",
         "use_sliding_window": "there is no window",
     },
@@ -133,7 +133,7 @@ def other(value: Any) -> Any:
             return [*rest, "other"]
         case list():
             return [*value, 5]
-    raise TypeError(f"no other value than {value!r} is known")
+    raise TypeError(f"no other value for {value!r}: add its type to `other`")
 
 
 def mutations(config: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:

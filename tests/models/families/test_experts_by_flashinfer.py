@@ -1,4 +1,4 @@
-"""Models with graphs.experts=flashinfer, on its op in plain torch: loading, results, refusals."""
+"""Models with graphs.experts=flashinfer, whose op runs in plain torch here."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def build(
     shard: Shard = WHOLE,
     **changes: object,
 ) -> tuple[CausalLM, ModelConfig]:
-    """The model before its weights are loaded; `changes` are those of its configuration."""
+    """The model before its weights are loaded; `changes` replace fields of its configuration."""
     section = ModelSection(path=str(directory), quantization=quantization)
     checkpoint = open_checkpoint(section)
     config = replace(read_model_config(checkpoint), **changes)  # type: ignore[arg-type]

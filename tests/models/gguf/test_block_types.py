@@ -66,7 +66,7 @@ def test_packed_blocks_are_what_separate_steps_pack(name: str, rows: int) -> Non
     }
     expected = pack_quantized_weight(parts["values"], parts["scales"], parts.get("minimums"), form)
     assert torch.equal(packed_blocks(name, blocks), expected)
-    # The op in plain torch.
+    # Check the op's form in plain torch, too.
     added = {"Q5_0": 112, "Q6_K": 96, "MXFP4": 116}.get(name, 0)
     given = (blocks.flatten(0, 1), name, added, parts["scales"], parts.get("minimums"), *form)
     assert torch.equal(stored_blocks._pack_blocks_reference(*given), expected)  # pyright: ignore[reportPrivateUsage]

@@ -156,7 +156,7 @@ def _changed(place: int, form: str, value: int) -> Callable[[bytes], bytes]:
 
 
 def _after(text: bytes, form: str, value: int, skip: int = 0) -> Callable[[bytes], bytes]:
-    """A function that replaces the number after `text`."""
+    """A function that replaces the number that begins `skip` bytes after `text`."""
     return lambda stored: _changed(stored.index(text) + len(text) + skip, form, value)(stored)
 
 

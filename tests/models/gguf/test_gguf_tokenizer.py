@@ -102,8 +102,9 @@ def test_byte_level_tokenizers_with_the_words_of_gpt2(
 
 
 LLAMA_CPP = json.loads(Path(__file__).with_name("llama_cpp_ids.json").read_text(encoding="utf-8"))
-# Where llama.cpp differs from the models' own tokenizer.json: it composes no characters for Qwen 2,
-# its classes of cased letters have no marks, and its \\b is that of ASCII.
+# Splitting -> indices of the texts for which llama.cpp differs from the models' own tokenizer.json:
+# it composes no characters for Qwen 2, its classes of cased letters have no marks, and its \b is
+# that of ASCII.
 OTHERWISE = {
     **dict.fromkeys(("qwen2", "tekken", "gpt-4o"), (5,)),
     **dict.fromkeys(("llama4", "kanana2", "talkie", "minimax-m2"), (5,)),

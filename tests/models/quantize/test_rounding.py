@@ -23,7 +23,8 @@ def test_the_nearest_is_within_half_a_step(bits: int, symmetric: bool) -> None:
     grid = choose_grid(weight, bits, 32, torch.float16, symmetric=symmetric)
     assert torch.equal(grid.scales.half().float(), grid.scales)
     error = (round_to_nearest(weight, grid).restored() - weight).abs()
-    # Up to a whole step at the ends of the range, where rounded scales and zero points clip.
+    # The error is up to a whole step at the ends of the range, where rounded scales and zero
+    # points clip.
     assert bool((error <= 1.01 * grid.spread(96)[0]).all())
     assert float((error / grid.spread(96)[0]).mean()) < 0.26
 
@@ -44,7 +45,7 @@ def test_the_hessian_lowers_the_error_of_products() -> None:
     errors = [float(((each - weight) @ x.T).norm()) for each in weights]
     assert errors[1] < 0.6 * errors[0]
     assert errors[2] < 0.96 * errors[1]
-    # A text in which no input is active gives no reason to move a weight.
+    # If all activations of the text are 0, each weight is rounded to the nearest integer.
     empty = round_by_hessian(weight, plain, damped(torch.zeros(128, 128))).restored()
     assert torch.equal(empty, nearest)
 

@@ -1,8 +1,8 @@
-"""The table of stored formats in docs/quantization.md.
+"""Writes the table of stored formats in docs/quantization.md.
 
     python -m tests.models.quantized_checkpoints.format_table
 
-writes it. The last column is measured: the error of the logits of a small random model through the
+The last column is measured: the error of the logits of a small random model through the
 kernels of this machine, relative to transformers on the weights that the checkpoint stands for.
 """
 

@@ -36,7 +36,7 @@ from tests.models.random_checkpoints import VARIANTS, reference_model, save
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 PROMPT = [(7 * index * index + 13 * index + 5) % 199 for index in range(43)]
 STATIC = 0.02  # the stored scale of activations
-FORMS = {  # form, which part of an input shares a scale, whether the type is a float
+FORMS = {  # name -> form, the part of an input that shares a scale, whether it becomes floats
     "int8, a scale a row": (Form("int_quantized", bits=8, group=-1), "row", False),
     "int8 in groups": (Form("int_quantized", bits=8, group=32), "row", False),
     "channel": (Form("float_quantized", bits=8, group=-1), "row", True),
@@ -60,7 +60,7 @@ def floats(tmp_path_factory: pytest.TempPathFactory):
 
 
 def policy_of(directory: Path, capability: tuple[int, int] = (9, 0)) -> RoundingPolicy:
-    """What `choose_weights` gives for CUDA, for a model on a CPU."""
+    """The policy that `choose_weights` gives for CUDA, here for a model on a CPU."""
     section = ModelSection(path=str(directory))
     checkpoint = open_checkpoint(section)
     found = choose_weights(section, checkpoint, pack=True, device=CPU, dtype=torch.float32)
@@ -165,7 +165,7 @@ def test_logits_have_rounded_inputs(floats, tmp_path: Path, name: str) -> None:
     config = read_model_config(open_checkpoint(ModelSection(path=str(tmp_path / "quantised"))))
     ours = Driver(model, config, dtype=torch.float32).prefill(Sequence(PROMPT), [16, 20, 7])
     error, effect = float((ours - rounded).norm()), float((exact - rounded).norm())
-    # An input near the middle of two numbers can be rounded to the other one.
+    # An input near the middle between two steps can be rounded to either of them.
     assert error < 0.25 * effect
 
 

@@ -12,7 +12,7 @@ SIZES, COLUMNS = (40, 24, 8), 64
 
 
 def test_the_order_of_rows_counts_and_not_the_order_of_loading() -> None:
-    """Three matrices whose rows come last to first, and share panels of 32 rows."""
+    """Three matrices are loaded from the last rows to the first, and share panels of 32 rows."""
     method = PackedIntegers(bits=8, group_size=32, symmetric=False, is_packed=False)
     generator = torch.Generator().manual_seed(1)
     stored = [

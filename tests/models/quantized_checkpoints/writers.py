@@ -26,7 +26,7 @@ class Form:
 
     method: str  # a key of WRITERS
     bits: int = 4
-    group: int = 32  # -1 = a row
+    group: int = 32  # columns with one scale; -1 = a whole row or matrix
     symmetric: bool = True
     act_order: bool = False
     settings: dict[str, Any] = field(default_factory=dict)  # further keys of the config
@@ -40,7 +40,7 @@ class Form:
 
 @dataclass(frozen=True)
 class Grid:
-    """A matrix as integers."""
+    """A matrix as integers, with their scales and zero points."""
 
     values: Tensor  # [N, K] int64, from 0
     scales: Tensor  # [N, groups] in the stored dtype

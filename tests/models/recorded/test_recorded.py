@@ -30,8 +30,8 @@ from tests.models.random_checkpoints import VARIANTS, Variant
 from tests.models.recorded.recorded_variants import FORCED, REFUSED, UNKNOWN
 
 TRANSFORMERS = ModelImplementation.transformers
-# They have, in this order: interleaved rotary pairs; windows and norms of heads; experts with an
-# unusual router; soft caps.
+# These models have, in this order: interleaved rotary pairs; windows and norms of heads; experts
+# with an unusual router; soft caps.
 QUICK = {"helium", "exaone4", "phimoe", "gemma2"}
 
 
@@ -55,7 +55,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory):
 
 @pytest.mark.parametrize("name", names([*UNKNOWN, *FORCED]))
 def test_eager(expected, name: str) -> None:
-    # An architecture without an implementation here goes to transformers by itself.
+    # With `auto`, an architecture without an implementation here runs through transformers.
     implementation = TRANSFORMERS if name in FORCED else ModelImplementation.auto
     model, config = load(expected(name).directory, "cpu", implementation=implementation)
     assert config.recorded is not None
@@ -85,7 +85,7 @@ def test_captured(expected, name: str) -> None:
     check_all(driver, expected(name))
 
 
-@pytest.mark.slow  # torch stores the graph in a fresh process, and fails after some other tests
+@pytest.mark.slow  # torch can store this graph in a fresh process only
 def test_compiled_as_one_graph(expected) -> None:
     model, config = load(expected("llama3").directory, "cpu", implementation=TRANSFORMERS)
     driver = Driver(model, config)
@@ -132,7 +132,7 @@ def test_norms_of_heads_are_part_of_the_rotation(expected) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["dots1", "ernie4_5_moe", "exaone_moe"])
 def test_routers_stay_float32_in_half_precision(expected, name: str) -> None:
-    """As in transformers. Our distance to the float32 logits is less than twice theirs."""
+    """transformers keeps them too. Our distance to the float32 logits is less than twice theirs."""
     directory, exact = expected(name).directory, expected(name).prompt_logits
     model, config = load(directory, "cpu", torch.bfloat16, pack=True)
     of_routers = {key: one.dtype for key, one in model.named_parameters() if ".gate." in key}

@@ -65,7 +65,7 @@ def test_memory_is_returned_with_its_last_matrix() -> None:
     first, last = tensors[0].data_ptr(), tensors.pop()
     del memory, tensors
     gc.collect()
-    assert is_mapped(first), "one matrix keeps the chunk mapped"
+    assert is_mapped(first), "the chunk is unmapped, but a matrix still lies in it"
     del last
     gc.collect()
     assert not is_mapped(first)

@@ -193,7 +193,7 @@ def test_only_one_matrix_at_a_time_is_whole_and_unquantised(directory) -> None:
     # These are in memory at once: the file's matrix, its merged copy, and one matrix's quantised
     # form. The finished weights lie in memory that LiveBytes does not see.
     assert max(sizes) // 4 < live.peak < 3 * max(sizes)
-    # a table of few rows stays as it is
+    # An embedding of few rows is not quantised.
     left = [module for module in matrices(model).values() if module.method == Plain()]
     assert [type(module) for module in left] == [Embedding]
 
