@@ -24,15 +24,15 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-# Every run draws the same examples, however slow the machine is; `--hypothesis-profile=search` draws
-# new ones, which is worth a long run now and then.
+# Every run draws the same examples, however slow the machine is. `--hypothesis-profile=search`
+# draws new ones. A long run with it is worth while now and then.
 settings.register_profile("repeat", derandomize=True, deadline=None)
 settings.register_profile("search", deadline=None)
 settings.load_profile("repeat")
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """One worker for each core, at most four. Tests of one file have none: they run in this process."""
+    """One worker for each core, at most four. The tests of a single file run in this process."""
     paths = {Path(argument.partition("::")[0]) for argument in config.args}
     if len(paths) == 1 and paths.pop().is_file():
         return 0
@@ -54,10 +54,11 @@ class _Collector(logging.Handler):
 
 @pytest.fixture(autouse=True)
 def nothing_compiles_late(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fails a test in which an engine of this process compiles late. The mark `compiles_late` allows it.
+    """Fails a test in which an engine of this process compiles after it was ready.
 
-    Each monitor logs the first compilation of each kind and shape (graphs/compile_monitor.py). For engines
-    in other processes, `ServerProcess` and `test_client.py` check the log.
+    The mark `compiles_late` allows it. Each monitor logs the first compilation of each kind and
+    shape (graphs/compile_monitor.py). For engines in other processes, `ServerProcess` and
+    `test_client.py` check the log.
     """
     logger = logging.getLogger("ostinato.graphs.compile_monitor")
     level, collector = logger.level, _Collector()

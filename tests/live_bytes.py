@@ -1,4 +1,4 @@
-"""Follows the memory of tensors that a piece of code makes, as a device's allocator would see it."""
+"""Follows the memory of the tensors that a piece of code makes, as a device's allocator would."""
 
 from __future__ import annotations
 

@@ -37,8 +37,9 @@ def scripted(text: str, token_ids: Sequence[int], **fields: object) -> RequestOu
 class FakeClient:
     """Gives each request the outputs of `script`, each output to all completions in turn.
 
-    An exception in the script is raised. None waits until the request is aborted or `released` is set.
-    `pool` uses only the first entry of the script; its None waits until the request is aborted.
+    An exception in the script is raised. At an entry `None` the request waits until it is aborted
+    or `released` is set. `pool` uses only the first entry of the script. If this is `None`, the
+    request waits until it is aborted.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class FakeClient:
 
     @property
     def replicas(self) -> list[FakeClient]:
-        """It is its own only replica."""
+        """The client itself, as the only replica."""
         return [self]
 
     @property

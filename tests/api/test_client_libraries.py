@@ -1,8 +1,8 @@
 """The fields of requests that the installed `openai` and `anthropic` packages know.
 
-The server either accepts a field or refuses it by name with a reason. The documents list the accepted fields
-of each body. When a new version of a package has a new field, these tests fail until the project's type or its
-table of unsupported fields has the field.
+The server either accepts a field or refuses it by name with a reason. The documents list the
+accepted fields of each body. When a new version of a package has a new field, these tests fail
+until the project's type or its table of unsupported fields has the field.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Body(NamedTuple):
 
     path: str
     pair: Pair
-    page: str  # the page of the documents
+    page: str  # the page of the documents that lists the fields
     smallest: dict[str, Any]
 
 
@@ -138,7 +138,7 @@ BODIES = [
         {"messages": HI},
     ),
 ]
-# The types in a body of text and functions.
+# The types of the parts of a body: messages, texts, functions and formats.
 PARTS = [
     Pair(chat.ChatCompletionStreamOptionsParam, StreamOptions),
     *(
@@ -234,7 +234,7 @@ def names(struct: type[msgspec.Struct]) -> set[str]:
 )
 def test_each_field_is_taken_or_refused_by_name(pair):
     theirs = set(pair.theirs.__annotations__)
-    assert theirs, "the package has moved the type"
+    assert theirs, "the client library has moved this type"
     taken = names(pair.ours)
     assert theirs - taken - set(pair.unsupported) - pair.elsewhere == set()
     assert taken & set(pair.unsupported) == set()

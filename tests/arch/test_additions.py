@@ -1,4 +1,4 @@
-"""Backends, model families and more are added to a copy of the package, which then serves with them.
+"""Backends, model families and more are added to a copy of the package, which then uses them.
 
 The changed files are those that CONTRIBUTING.md counts.
 """
@@ -280,7 +280,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for edit in addition.edits:
             file = root / "ostinato" / edit.file
             text = file.read_text()
-            assert text.count(edit.before) == 1, f"{edit.file} has {edit.before!r} once"
+            assert text.count(edit.before) == 1, f"{edit.file} must have {edit.before!r} once"
             file.write_text(text.replace(edit.before, edit.lines + edit.before))
     return root
 

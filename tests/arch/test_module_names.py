@@ -1,4 +1,4 @@
-"""Module names in strings resolve and respect the layers; base names are unique; folders are small."""
+"""Names of modules in strings, base names of modules, and the number of modules of a folder."""
 
 import ast
 import re
@@ -22,10 +22,10 @@ FULL_FOLDERS = {
 PROTOCOLS = {
     "__main__": "what `python -m` of a package runs",
     "command": "the function of one `run` command: configuration in, exit code out",
-    "convert": "a dialect of HTTP: its request to the engine's, its conversation to ours",
+    "convert": "a dialect of HTTP: its requests and conversations become those of chat",
     "errors": "the exceptions that a layer raises",
-    "preparation": "a dialect of HTTP: the body of a request to what the engine gets",
-    "reply": "a dialect of HTTP: the engine's outputs to its response",
+    "preparation": "a dialect of HTTP: the body of a request becomes requests of the engine",
+    "reply": "a dialect of HTTP: outputs of the engine become its response",
     "routes": "the handlers of a group of endpoints",
     "schemas": "a dialect of HTTP: the bodies of its requests and responses",
 }
@@ -118,7 +118,7 @@ def test_no_folder_is_full():
     )
     full = {folder: count for folder, count in modules.items() if count > MAX_MODULES}
     assert {folder: count for folder, count in full.items() if folder not in FULL_FOLDERS} == {}
-    assert FULL_FOLDERS.keys() <= full.keys(), "a folder that is no longer full leaves the list"
+    assert FULL_FOLDERS.keys() <= full.keys(), "remove the folders that are no longer full"
 
 
 def test_modules_share_a_base_name_only_when_they_implement_one_protocol():
@@ -128,4 +128,4 @@ def test_modules_share_a_base_name_only_when_they_implement_one_protocol():
             modules[file.stem].append(name_of(file))
     shared = {stem: files for stem, files in modules.items() if len(files) > 1}
     assert {stem: files for stem, files in shared.items() if stem not in PROTOCOLS} == {}
-    assert PROTOCOLS.keys() <= shared.keys(), "a base name that is unique leaves the list"
+    assert PROTOCOLS.keys() <= shared.keys(), "remove the base names that are unique now"

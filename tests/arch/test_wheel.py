@@ -30,7 +30,7 @@ DATA = {
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the tree to build in. A build leaves folders behind, and a later build would pack them."""
+    """A copy of the tree to build in: a build leaves folders that a later build would pack."""
     copy = tmp_path_factory.mktemp("tree") / "copy"
     copy.mkdir()
     for name in ("ostinato", *FOLDERS):
@@ -102,7 +102,7 @@ def test_the_wheel_has_the_command_and_the_licence(wheel: zipfile.ZipFile):
 
 
 def test_the_wheel_is_small(wheel: zipfile.ZipFile):
-    """A released wheel has libraries of all levels; this one has one level. The levels have similar sizes."""
+    """A released wheel has libraries of all levels, of similar sizes. This wheel has one level."""
     total = sum(entry.compress_size for entry in wheel.infolist())
     libraries = sum(e.compress_size for e in wheel.infolist() if e.filename.endswith(".so"))
     assert total + libraries * (len(ISA_LEVELS) - 1) <= 16 << 20
@@ -201,8 +201,8 @@ def test_an_installed_wheel_generates_without_a_compiler(wheel: zipfile.ZipFile,
         check=True,
         timeout=120,
     )
-    # The dependencies are those of the tests. Python reads no .pth files in folders that a .pth file
-    # names, so it does not find an editable install of the project there.
+    # The dependencies are those of the tests. Python reads no .pth files in folders that a .pth
+    # file names, so it does not find an editable install of the project there.
     dependencies = [path for path in sys.path if path.endswith("site-packages")]
     (packages / "dependencies.pth").write_text("\n".join(dependencies))
     (tmp_path / "empty").mkdir()

@@ -46,7 +46,8 @@ def test_the_roofline_of_a_step() -> None:
     )
     assert small.decode_bytes(3, 10) == 2400 + 480
     assert small.decode_flop(3, 10) == 3 * (2400 + 320)
-    # 2 x 4 x 1000, 2 x 200, and 1 + 2 + 3 + 4 keys x 4 x 8 for each of two prompts.
+    # For each of two prompts: 2 x 4 x 1000 for the body, 2 x 200 for the head, and 4 x 8 for each
+    # of 1 + 2 + 3 + 4 keys.
     assert small.prefill_flop(2, 4) == 2 * (8000 + 400 + 320)
     machine = Machine(copy_bytes_s=100.0, matmul_flop_s=1000.0)
     assert machine.least_seconds(2880, 8160) == pytest.approx(28.8)

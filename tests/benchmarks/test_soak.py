@@ -20,7 +20,8 @@ from ostinato.benchmarks.soak.soak_run import Observations, SoakPlan
 from ostinato.benchmarks.soak.traffic import OPTIONS, Traffic
 from ostinato.runtime.types.params import SamplingParams
 
-# Not in OPTIONS: `logprobs` has other values in chat than in completions, and `max_tokens` is always set.
+# These are not in OPTIONS: `logprobs` has other values in chat than in completions, and
+# `max_tokens` is always set.
 OTHER_FIELDS = {"max_tokens", "logprobs"}
 
 

@@ -1,4 +1,4 @@
-"""`run tune`: goals, search space, search and output files; the test with a real server is marked slow."""
+"""`run tune`: goals, search space, search and output files. One slow test has a real server."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ def test_a_study_is_resumed_by_an_equal_engine_and_traffic_only():
 
 
 def test_an_engine_that_cannot_be_simulated_ends_the_search_with_the_reason(tmp_path: Path):
-    """An engine that cannot start is one trial without a result."""
+    """An engine that cannot start does not end the search: it is a trial without a result."""
     staged = ("parallel.pipeline=2", "speculation.method=ngram")
     search, forecast, _config = make_search(tmp_path, make_goals(), *staged)
     with pytest.raises(ConfigError, match=r"method=ngram with parallel\.pipeline=2"):

@@ -23,7 +23,7 @@ def test_an_argument_is_a_setting_or_says_why_not(name: str):
 
 @pytest.mark.parametrize("name", [name for name, one in ARGUMENTS.items() if one.setting])
 def test_no_default_value_is_lost_in_silence(name: str):
-    """A value of an argument that sets nothing equals the default of the setting."""
+    """If a value of an argument changes no setting, this value is the default of the setting."""
     argument = ARGUMENTS[name]
     section, key = argument.setting.split(".")
     shipped = getattr(getattr(load_config(), section), key)

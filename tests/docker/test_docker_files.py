@@ -23,8 +23,8 @@ from tests.arch.tree import FOLDERS, ROOT
 DOCKER = ROOT / "docker"
 IMAGES = ("Dockerfile", "cuda.Dockerfile")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-# The files that a build of the wheel reads (tests/arch/test_wheel.py builds a wheel from them
-# alone).
+# The files in the root that a build of the wheel reads. tests/arch/test_wheel.py builds a wheel
+# from these files and the folders alone.
 SOURCES = ("pyproject.toml", "README.md", "LICENSE", "MANIFEST.in")
 
 

@@ -16,7 +16,7 @@ from tests.e2e.server_process import PATIENCE_S, ServerProcess
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """A server with small settings and a body limit of 4 MiB, one for all modules of a test process.
+    """A server with small settings and a body limit of 4 MiB, shared by all modules of a process.
 
     Its limits for slow clients are `PATIENCE_S`, the longest time that a test waits.
 
@@ -41,6 +41,6 @@ def client(server: ServerProcess) -> Iterator[openai.OpenAI]:
 
 @pytest.fixture(scope="session")
 def claude(server: ServerProcess) -> Iterator[anthropic.Anthropic]:
-    """Anthropic's client of the shared server. A module with its own server defines its own client."""
+    """Anthropic's client of the shared server. A module with its own server has its own client."""
     with anthropic.Anthropic(base_url=server.url, api_key="none", timeout=200) as one:
         yield one

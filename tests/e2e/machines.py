@@ -102,7 +102,7 @@ class RankProcess:
         return code
 
     def _read(self) -> None:
-        assert self.process.stdout is not None, "the process has no pipe for its output"
+        assert self.process.stdout is not None, "stdout=PIPE"
         for line in self.process.stdout:
             self.output.append(line)
             sys.stdout.write(line)

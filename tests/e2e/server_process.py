@@ -192,7 +192,7 @@ class ServerProcess:
         return re.sub(r"^\S+ \S+ \w+ ", "", self.wait_for_line(request_id)).rstrip()
 
     def _read(self, stream: IO[str] | None) -> None:
-        assert stream is not None, "the process has no pipe for its output"
+        assert stream is not None, "stdout=PIPE"
         for line in stream:
             with self._changed:
                 self.output.append(line)

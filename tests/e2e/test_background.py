@@ -1,4 +1,7 @@
-"""Responses in the background: a client polls, cancels or resumes them; they outlive the engine process."""
+"""Responses in the background: a client polls, cancels or resumes them.
+
+They outlive the engine process.
+"""
 
 from __future__ import annotations
 

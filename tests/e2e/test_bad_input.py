@@ -1,4 +1,4 @@
-"""Wrong requests: the server answers a 4xx with the OpenAI error object, never a 500, and does not hang."""
+"""Wrong requests: the server answers a 4xx with the OpenAI error object, and does not hang."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ def test_a_signal_while_it_starts(short_path):
         )
     try:
         for number, server in servers.items():
-            assert server.stdout is not None, "the process has no pipe for its output"
+            assert server.stdout is not None, "stdout=PIPE"
             assert "answers 503 until" in server.stdout.readline()
             (engine,) = psutil.Process(server.pid).children()
             server.send_signal(number)

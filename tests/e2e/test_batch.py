@@ -1,4 +1,4 @@
-"""`run batch` as a user runs it: several endpoints, bad lines, and an interruption in the middle."""
+"""`run batch` as a user runs it: several endpoints, bad lines, and an interruption."""
 
 from __future__ import annotations
 

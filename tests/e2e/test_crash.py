@@ -82,7 +82,7 @@ TOOL = {"type": "function", "function": {"name": "feed", "parameters": CALL}}
 
 
 def constrained(number: int) -> tuple[str, dict[str, Any]]:
-    """The path and body of a request with a constraint. `number` selects its kind and its sampling."""
+    """The path and body of a request with a constraint; `number` selects its kind and sampling."""
     fields: dict[str, Any] = {
         "max_tokens": 240,
         "stream": True,

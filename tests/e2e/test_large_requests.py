@@ -197,7 +197,7 @@ def held_forks(server: ServerProcess) -> Iterator[None]:
 
 
 def test_a_client_that_leaves_while_its_body_is_prepared(server):
-    """The log names the request. The work for it ends, whether it has begun or waits for a process."""
+    """The log names the request. Its preparation ends, whether it runs or waits for a process."""
     working = [connect(server, CHAT, ENDLESS, f"works-{number}") for number in range(8)]
     with held_forks(server):
         for number, (path, body) in enumerate(BODIES.items()):  # these wait
@@ -214,7 +214,7 @@ def test_a_client_that_leaves_while_its_body_is_prepared(server):
 
 
 def test_templates_leave_the_processes_to_other_requests(server):
-    """Endless templates take 2 processes at a time, so that ordinary requests do not wait for them."""
+    """Endless templates take 2 processes at a time, so ordinary requests do not wait for them."""
     endless = ENDLESS | {"messages": [{"role": "user", "content": "Hi " * 2000}]}
     sent = [connect(server, CHAT, endless, f"endless-{number}") for number in range(12)]
     with held_forks(server):  # if templates could take all 8 processes, 8 would be held

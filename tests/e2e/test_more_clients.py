@@ -1,4 +1,4 @@
-"""Clients of other projects against a real server process; each is skipped where it is not installed.
+"""Clients of other projects against a real server. A client that is not installed is skipped.
 
 `langchain-openai` is in the test extra. The others are not: they need some fifty packages and an
 older version of `openai`. docs/tools-and-reasoning.md says how to run them.

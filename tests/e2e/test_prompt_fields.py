@@ -1,4 +1,4 @@
-"""Fields of the two completion endpoints for the prompt, the chat template, the request id and the priority."""
+"""Fields of the two completion endpoints: prompt, chat template, request id and priority."""
 
 from __future__ import annotations
 

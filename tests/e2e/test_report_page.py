@@ -1,4 +1,7 @@
-"""The HTML report of a committed result in a real browser: both widths, both themes, no loaded resources."""
+"""The HTML report of a committed result in a real browser: widths and themes.
+
+The report loads no other resource.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Servers with an engine on another machine: the network is cut, or a process is killed.
 
-tests/runtime/nodes/test_nodes.py tests the connection without a second network and without a server.
+tests/runtime/nodes/test_nodes.py tests the connection without a second network or a server.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`run serve parallel.pipeline=2`: a stream whose stages are killed or stopped has the same text."""
+"""`run serve parallel.pipeline=2`: a stream has the same text if a stage is killed or stopped."""
 
 from __future__ import annotations
 

@@ -44,7 +44,8 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(python: Path) -> Iterator[ServerProcess]:
-    # The server's processes inherit a memory limit. It is above the limits that they set for themselves.
+    # The server's processes inherit a memory limit. It is above the limits that they set for
+    # themselves.
     limited = ("sh", "-c", f'ulimit -v {16 << 20}; shift; exec "$0" "$@"', str(python))
     with ServerProcess(prefix=limited) as process:
         yield process
@@ -203,7 +204,7 @@ class TestProcess:
         assert complete(server, user="u" * 10_000)["text"]
 
     def test_the_system_leaves_no_memory_for_one(self, server):
-        """The system limits the memory of a process, as `ulimit -v` does: the server answers 503."""
+        """The system limits a process's memory, as `ulimit -v` does. The server answers 503."""
         template = {"messages": HI, "chat_template": "{{ 'a' * 300000000 }}", "max_tokens": 2}
         url = f"{server.url}/v1/chat/completions"
         answer = HTTP.post(url, json=template)

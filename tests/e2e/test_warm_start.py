@@ -1,4 +1,4 @@
-"""A second start loads what the first compiled. A damaged bundle gives one warning and is rebuilt."""
+"""A second start loads what the first compiled. A damaged bundle is rebuilt with a warning."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The grammars of tool calls: a valid call in the text of its format matches, other calls do not."""
+"""The grammars of tool calls: a valid call in the text of its format matches, others do not."""
 
 from __future__ import annotations
 

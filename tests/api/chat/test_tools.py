@@ -1,4 +1,4 @@
-"""Tools of the chat endpoint over a scripted engine: the template's input and the shapes of the answers."""
+"""Tools of the chat endpoint over a scripted engine: the template's input, and the answers."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ CALL = {"id": "call_1", "type": "function", "function": {"name": "add", "argumen
 CALL_OF_MESSAGE = MessageToolCall(
     id="call_1", function=CalledFunction(name="add", arguments='{"a": 1}')
 )
-# This template shows all its input. The markers at its end are those of Qwen3: the server chooses the parsers of
-# reasoning and calls by them.
+# This template shows all its input. The markers at its end are those of Qwen3. From these markers
+# the server chooses the parsers of reasoning and of calls.
 TEMPLATE = (
     "{% if tools %}{{ tools | tojson }}{% endif %}"
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}"
@@ -55,7 +55,7 @@ def named(name: str) -> dict[str, Any]:
 
 
 def script(*pieces: str) -> list[Any]:
-    """An answer in these pieces, one output for each. The token ids mean nothing."""
+    """An answer in these pieces, one output for each piece. The token ids mean nothing."""
     return [
         *(scripted(piece, [5]) for piece in pieces),
         scripted("", [7], finish_reason=FinishReason.stop),

@@ -1,4 +1,7 @@
-"""The command line: its messages, exit codes, help, completion and prompts. A few tests start processes."""
+"""The command line: its messages, exit codes, help, completion and prompts.
+
+A few tests start processes.
+"""
 
 import os
 import re
@@ -144,7 +147,7 @@ def test_examples_in_help_are_legal(name: str, capsys: pytest.CaptureFixture[str
         words = shlex.split(example.partition(" < ")[0])
         assert words[:2] == ["run", name]
         assert run([*words[1:], "--cfg", "job"]) == 0
-        # The output names flags of vLLM with their overrides, and nothing else.
+        # Standard error names flags of vLLM with their overrides, and nothing else.
         said = capsys.readouterr().err.splitlines()
         assert [line for line in said if not line.startswith(f"run {name}: --")] == []
         assert bool(said) == any(word.startswith("--max-") for word in words)

@@ -1,4 +1,7 @@
-"""`run generate`, `run chat` and `run bench` with a real engine in this process; `run plan` without one."""
+"""`run generate`, `run chat`, `run bench` and `run plan` in this process.
+
+All but `run plan` use a real engine.
+"""
 
 import io
 import json

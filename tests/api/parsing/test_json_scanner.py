@@ -23,10 +23,10 @@ values = st.recursive(
 )
 
 
-def scan(text: str, num_pieces: int = 1) -> tuple[JsonState, int]:
+def scan(text: str, piece_len: int = 1) -> tuple[JsonState, int]:
     scanner = JsonScanner()
     state = JsonState.open
-    for end in range(num_pieces, len(text) + num_pieces, num_pieces):
+    for end in range(piece_len, len(text) + piece_len, piece_len):
         state = scanner.scan(text[:end])
         if state is not JsonState.open:
             break
@@ -41,8 +41,8 @@ def scan(text: str, num_pieces: int = 1) -> tuple[JsonState, int]:
 @settings(max_examples=150, deadline=None)
 def test_every_object(value, ascii_only, indent):
     text = json.dumps(value, ensure_ascii=ascii_only, indent=indent)
-    for num_pieces in (1, 3, len(text) + 1):
-        assert scan(text + " rest", num_pieces) == (JsonState.done, len(text))
+    for piece_len in (1, 3, len(text) + 1):
+        assert scan(text + " rest", piece_len) == (JsonState.done, len(text))
     for cut in range(1, len(text)):
         assert scan(text[:cut], 100_000)[0] is JsonState.open
 

@@ -1,4 +1,4 @@
-"""Decoding large results of a preparation: equal to decoding at once, and other tasks run meanwhile."""
+"""Decoding large results of a preparation: the value is right, and other tasks run meanwhile."""
 
 from __future__ import annotations
 

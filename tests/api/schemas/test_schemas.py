@@ -180,7 +180,7 @@ class TestRefused:
             ("audio", {"voice": "x"}),
             ("moderation", {"model": "a"}),
             ("vllm_xargs", {"a": 5}),
-            ("return_mm_kwargs", 0),  # not the value false
+            ("return_mm_kwargs", 0),  # 0 is not the value false
         ],
     )
     def test_what_is_known_and_not_there_yet(self, name, value):

@@ -1,4 +1,4 @@
-"""`run compile compile.gpu=...` on a machine without that GPU; another process uses the bundle's kernels."""
+"""`run compile compile.gpu=...` without that GPU; another process uses the bundle's kernels."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ pytest.importorskip("triton", reason="triton has wheels for Linux x86-64 only")
 
 SMALL = {**MODEL, "head_dim": 64, "hidden_size": 128, "dtype": "bfloat16"}
 
-# Unpacks the kernels of a bundle, and runs the command again with a compiler that always fails. So every kernel
-# must be among the unpacked ones.
+# Unpacks the kernels of a bundle, and runs the command again with a compiler that always fails. So
+# every kernel must be among the unpacked ones.
 ADOPTING = """
 import sys
 from pathlib import Path

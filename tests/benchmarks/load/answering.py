@@ -16,7 +16,9 @@ _HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: clos
 
 
 class Answering:
-    """`with Answering(handler) as server:`, on a free port, in a thread with a loop of its own.
+    """A server, used as `with Answering(handler) as server:`.
+
+    It listens at a free port, and runs in a thread with an event loop of its own.
 
     Attributes:
         url: the address that the server listens at.

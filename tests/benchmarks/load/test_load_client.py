@@ -85,7 +85,7 @@ def test_an_open_loop_does_not_wait_for_answers():
     with Answering(answer(pause_s=2.0)) as server:
         report = run(server.url, sent)
     assert [one.intended_s for one in report.requests] == pytest.approx([0, 0.1, 0.2, 0.3, 0.4])
-    # All were under way at once: none waited for the 2 seconds of another.
+    # All were under way at once: no request waited for the answer to another, which takes 2 s.
     assert max(one.sent_s for one in report.requests) < min(one.end_s for one in report.requests)
 
 
@@ -211,7 +211,7 @@ def test_what_a_frozen_client_did_not_send_in_time_counts_as_latency():
     )
     waits = [one.chunk_s[0] - one.intended_s for one in report.requests]
     assert max(waits) > 0.8
-    # All requests that were due in the pause are late, not a single outlier.
+    # All requests that were due in the pause are late, not only one of them.
     assert sum(wait > 0.3 for wait in waits) > 10
     [warning] = client_warnings(report)
     assert "requests were sent up to" in warning

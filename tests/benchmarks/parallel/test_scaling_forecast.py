@@ -1,4 +1,4 @@
-"""The page on scaling has the tables of the stored forecasts, and a forecast is near the stored one."""
+"""The page on scaling shows the stored forecasts, and a new forecast is near the stored one."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_the_results_are_those_of_the_cases() -> None:
 def test_a_forecast_is_near_the_stored_one() -> None:
     """A change of the scheduler may change forecasts.
 
-    If this one changes by more than 10%, the stored forecasts and the page must be renewed.
+    If this forecast changes by more than 10%, renew the stored forecasts and the page.
     """
     command = LAYOUTS[0].commands()[0]
     (now,) = forecast(command)

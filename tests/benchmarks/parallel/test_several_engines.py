@@ -1,4 +1,4 @@
-"""The figures of the measurement of several engines, and the prefix-aware router in a simulated fleet."""
+"""Figures of the measurement of several engines; prefix-aware routing in a simulated fleet."""
 
 from __future__ import annotations
 

@@ -56,7 +56,8 @@ def test_ranks_divide_the_work_and_add_their_exchanges():
     alone = roofline_table(device, shape, limits, 8192).decode_seconds(1, 0) - 250e-6
     for name, link in LINKS.items():
         two = roofline_table(device, shape, limits, 8192, Division(tensor=2, link=link))
-        # Each layer sums a hidden state twice. A sum takes two latencies and moves half of the state twice.
+        # Each layer sums a hidden state twice. A sum takes two latencies and moves half of the
+        # state twice.
         exchanges = 64 * (2e-6 * link.latency_us + 8192 / (0.85e9 * link.gb_s))
         assert two.decode_seconds(1, 0) == pytest.approx(alone / 2 + 250e-6 + exchanges), name
         stages = roofline_table(device, shape, limits, 8192, Division(pipeline=3, stage_link=link))
@@ -81,7 +82,7 @@ def shape_of(option: str) -> ModelShape:
 
 
 @pytest.mark.parametrize(
-    ("option", "active"),  # billions of parameters of a token, as the models' authors state them
+    ("option", "active"),  # billions of parameters that a token uses, as the authors state them
     [("mixtral-8x7b", 12.9), ("qwen3-30b-a3b", 3.3), ("qwen3-235b-a22b", 22.0), ("olmoe-7b", 1.3)],
 )
 def test_a_roofline_counts_the_experts_of_a_token(option: str, active: float):

@@ -38,7 +38,7 @@ def test_a_closed_loop_keeps_its_concurrency(replicas):
     assert most_at_once(table) == 6
     assert table == pytest.approx(rows(slow), rel=1e-9)
     if replicas == 1:
-        # The next request is sent at the moment at which one ends.
+        # Each further request is sent at the moment at which another one ends.
         assert set(np.round(table[6:, 1], 9)) <= set(np.round(table[:, 3], 9))
 
 

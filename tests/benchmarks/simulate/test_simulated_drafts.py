@@ -27,7 +27,7 @@ def duration(drafts: DraftSpec | None, *, count: int = 1) -> float:
 
 
 def test_right_drafts_by_hand():
-    """After the prompt's step 40 tokens come in ten steps of four tokens each."""
+    """After the step of the prompt, ten steps give four tokens each."""
     spec = DraftSpec(max_drafts=3, acceptance=1.0, adaptive=False)
     table = make_table()
     steps = [

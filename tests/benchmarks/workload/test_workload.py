@@ -20,7 +20,7 @@ from ostinato.conf.errors import ConfigError
 
 
 def test_the_standard_workload_never_changes():
-    """Engines are compared on these ids; the digests belong to the file used for the published figures."""
+    """The digests are those of the file with which the published figures were measured."""
     parts = standard_workload()
     digests = {
         part.name: hashlib.sha256(

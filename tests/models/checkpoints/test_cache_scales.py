@@ -66,7 +66,7 @@ def logits(directory: Path, *, scales: bool) -> Tensor:
 
 
 def scaled_matrices(source: Path, target: Path, scales: list[tuple[float, float]]) -> Path:
-    """Divide keys and values by the scales, and multiply queries and the output's inputs by them."""
+    """Divide keys and values by the scales; multiply queries and the output's inputs by them."""
     tensors: dict[str, Tensor] = {}
     stored = load_file(source / "model.safetensors")
     for layer, (k, v) in enumerate(scales):

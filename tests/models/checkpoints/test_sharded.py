@@ -77,7 +77,8 @@ def test_the_parts_make_the_whole(
         submodules = [model.get_submodule(path) for model in parts]
         found = [part for part in submodules if isinstance(part, LinearBase)]
         assert len(found) == ranks
-        # Groups of 8 columns lie within a rank's columns, so their scales equal those of the whole matrix.
+        # Groups of 8 columns lie within a rank's columns, so their scales equal those of the whole
+        # matrix.
         assert torch.equal(joined(found), module.dense()), path
         if module.bias is not None and not isinstance(module, MergedLinear):
             biases = [part.bias for part in found if part.bias is not None]

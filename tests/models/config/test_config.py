@@ -1,4 +1,4 @@
-"""ModelConfig from the forms of config.json that are in use, and the keys that it refuses by name."""
+"""ModelConfig from the forms of config.json that are in use; keys that it refuses by name."""
 
 from __future__ import annotations
 

@@ -134,8 +134,9 @@ def test_bits_of_a_sequence_do_not_depend_on_its_batch(tiny):
 
 @torch.inference_mode()
 def test_layers_run_on_our_kernels_alone_and_are_captured(tiny):
-    """The program has no OpenMP loop. A replay in C++ gives the bits of calls from Python, and those
-    of the eager model.
+    """The program has no OpenMP loop.
+
+    A replay in C++ gives the bits of calls from Python, and those of the eager model.
     """
     model, config = load(tiny[1], packed=True)
     cache = no_cache(config)

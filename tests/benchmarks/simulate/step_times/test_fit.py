@@ -73,7 +73,8 @@ def record(truth: Truth, *, seed: int = 0, num_requests: int = 60) -> Recording:
         for number in range(3):
             now += truth.pause_s
             ends[0].append(step([(f"{names[0]}#1", lengths[0] + number, 1)]))
-        # The second request arrives just after the third decode step has begun, too late to join it.
+        # The second request arrives just after the third decode step has begun: too late to join
+        # this step.
         sent[1] = steps[-1].began_at + 1e-6 - truth.request_s - BEGAN_AT
         for number in range(3, 7):
             now += truth.pause_s
@@ -126,7 +127,8 @@ def test_the_fit_finds_what_the_server_does():
     delays = [delay for one in overheads.delivery_s for delay in one]
     assert delays == pytest.approx([truth.delivery_s] * len(delays), abs=1e-6)
     assert overheads.end_s == pytest.approx([0.0001] * len(overheads.end_s), abs=1e-6)
-    # For a busy engine only a bound is known: the request arrived after the missed step began.
+    # For a busy engine only a bound is known: the request arrived after the beginning of the
+    # step that it missed.
     [busy] = overheads.busy_request_s
     assert truth.request_s - 2e-6 <= min(busy.values)
     assert max(busy.values) < truth.request_s + TABLE.decode_seconds(1, 400) * truth.decode * 1.5
