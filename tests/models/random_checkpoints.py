@@ -420,10 +420,7 @@ VARIANTS = {
 
 
 def reference_model(variant: Variant) -> Any:
-    """The transformers model in float32 with the variant's attention.
-
-    Random numbers are added to the weights that transformers initialises with constants.
-    """
+    """The variant's transformers model in float32, with noise added to constant weights."""
     config = transformers.AutoConfig.for_model(variant.model_type, **variant.settings)
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(
