@@ -1,4 +1,4 @@
-"""vLLM's arguments: each becomes a setting, or is refused with a reason unless it is a default."""
+"""vLLM's arguments: each becomes a setting, or is refused unless its value is a default."""
 
 import pytest
 

@@ -113,7 +113,7 @@ def test_transformers_counts_as_many_parameters(option: str):
         )
     tensors = [
         *model.parameters(),
-        # In transformers it is a buffer, in this package a parameter.
+        # This bias is a buffer in transformers, and a parameter in this package.
         *(buffer for name, buffer in model.named_buffers() if name.endswith("correction_bias")),
     ]
     assert sum(tensor.numel() for tensor in tensors) == KNOWN[option][0]

@@ -158,7 +158,7 @@ class ServerProcess:
 
     @contextmanager
     def held_engine(self) -> Iterator[None]:
-        """Suspend the engine, so that no request goes on, however slow or quick the machine is."""
+        """Suspend the engine, so that no request advances, however slow or quick the machine is."""
         engine = self.engine
         engine.suspend()
         try:

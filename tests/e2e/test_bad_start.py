@@ -65,7 +65,7 @@ def cases(tmp_path_factory) -> Iterator[dict[str, Case]]:
 
 
 class End(NamedTuple):
-    """The end of a start."""
+    """How a start ended."""
 
     code: int
     text: str  # standard error

@@ -12,7 +12,7 @@ import pytest
 from tests.e2e.json_requests import CHAT, HI, MODEL, post, refused
 from tests.e2e.server_process import HTTP, ServerProcess
 
-# Fields that change no answer of a single server.
+# Fields that the server accepts and that change no answer.
 SENT: dict[str, Any] = {
     "metadata": {"team": "a", "k" * 64: "v" * 512},
     "prompt_cache_key": "key",
@@ -119,7 +119,7 @@ class TestMessages:
         )
         same = {"role": "user", "content": "Hi", "template_fields": {"mood": "gay"}}
         assert self.text(server, same) == "[user|Hi|gay|]"
-        # A known field keeps the value of the message.
+        # `template_fields` does not replace a field that the message itself has.
         hidden = {
             "role": "user",
             "content": "Hi",

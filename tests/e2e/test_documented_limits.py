@@ -1,11 +1,11 @@
-"""Each documented limit of a request's fields: the last value that is accepted, and one beyond it.
+"""Each documented limit of a request's fields: the last accepted value, and a value beyond it.
 
 Limits that other tests cover in the same way:
 
 | document | limits | test |
 |---|---|---|
 | structured-output.md | texts of `choice`, size, optional properties | e2e/test_structured_output_limits.py |
-| structured-output.md | numbers, bounds, counts, ways at one place, parts | runtime/grammar/test_json_schemas.py |
+| structured-output.md | numbers, bounds, counts, alternatives, parts | runtime/grammar/test_json_schemas.py |
 | limits.md | `server.max_header_kib`, `header_timeout_s`, `body_timeout_s` | e2e/test_slow_and_large_senders.py |
 | limits.md | `max_prompt_tokens`, queues, requests of a key | api/service/test_admission.py |
 | reliability.md | `max_restarts` | runtime/replicas/test_restarts.py |

@@ -118,7 +118,7 @@ def test_a_request_of_many_sequences_leaves_a_row_to_others(server):
     with HTTP.stream("POST", server.url + COMPLETIONS, json=many) as stream:
         lines = stream.iter_lines()
         next(lines)
-        # 128 sequences came before this request and run for seconds. It is answered among them.
+        # 128 sequences came before this request and run for seconds. It is answered while they run.
         assert post(server, COMPLETIONS, {"prompt": "Hi", "max_tokens": 4}).status_code == 200
         assert next(lines) is not None
         assert not any("cmpl-many " in line for line in server.output)
@@ -208,7 +208,7 @@ def test_a_client_that_leaves_while_its_body_is_prepared(server):
         for connection in working:
             connection.close()
     until(lambda: not large_forks(server), "a process works for a client that has left")
-    for number in range(6, 8):  # the first six may have ended before the suspension
+    for number in range(6, 8):  # the first six requests may have ended before
         assert "disconnected phase=preparation" in server.log_of(f"works-{number} ")
     assert server.load() == 0
 

@@ -84,7 +84,7 @@ class TestWhichTokens:
         ids=str,
     )
     def test_a_penalty_first_replaces_a_token_by_a_rarer_one(self, server, fields):
-        """The answers are equal before this token, so the penalty of earlier tokens replaced it."""
+        """The answers are equal before this token, so a penalty for earlier tokens replaced it."""
         prompt = tokens_of(server, "Once upon")
         few = {"allowed_token_ids": [token for token in range(300, 340) if token not in prompt]}
         plain = complete(server, prompt, max_tokens=80, **few)["token_ids"]

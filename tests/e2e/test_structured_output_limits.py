@@ -222,7 +222,7 @@ class TestProcess:
 
 
 def test_others_go_on_while_hostile_constraints_come(server):
-    """The server refuses constraints that cost much, and a concurrent stream ends as usual."""
+    """The server refuses constraints that cost too much, and a concurrent stream ends as usual."""
     hostile = (
         [{"regex": "(.*a){200}.{200}b" + "x" * number} for number in range(3)]
         + [

@@ -1,7 +1,7 @@
 """Chat templates with tools, one in the syntax of each family.
 
-`ChatTemplate` renders a conversation to the same text as transformers. From the text of the assistant's
-turn, the parser reads the calls that the template was given.
+`ChatTemplate` renders a conversation to the same text as transformers. From the text of the
+assistant's turn, the parser reads the calls that the template was given.
 """
 
 from __future__ import annotations

@@ -309,7 +309,7 @@ ANSWERS = [
         call_format="openai",
         thinks="openai_gptoss",
     ),
-    Recorded(  # gpt-oss: a preamble, then a call with the recipient before the channel; without <|call|>, which ends the answer
+    Recorded(  # gpt-oss: a preamble, then a call with the recipient before the channel
         template="<|channel|>analysis <|channel|>commentary",
         text="<|channel|>commentary<|message|>I will look.<|end|><|start|>assistant to=functions.get_weather<|channel|>commentary "
         'json<|message|>{"city": "Oslo"}',

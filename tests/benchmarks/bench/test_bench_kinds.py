@@ -1,4 +1,4 @@
-"""Each kind of `run bench` with a small engine in this process, and the files that it writes."""
+"""Kinds of `run bench` with a small engine in this process, and the files that they write."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def test_more_pairs_say_more():
     numbers = random.Random(2)
     ratios = [numbers.lognormvariate(0.07, 0.1) for _ in range(120)]
     assert lower_bound(ratios[:15]) < lower_bound(ratios)
-    assert lower_bound(ratios) > 1.03  # a loss of seven percent is seen
+    assert lower_bound(ratios) > 1.03  # a loss of seven percent is noticed
     assert lower_bound([1.5] * 6) == float("-inf")  # too few pairs for a bound
     assert lower_bound([1.5] * 7) == 1.5
 
@@ -75,7 +75,7 @@ def test_no_checkout(tmp_path: Path):
 
 @pytest.mark.slow
 def test_two_real_versions_are_compared(capsys: pytest.CaptureFixture[str]):
-    """Compares the working tree with its own commit, then names a commit that does not exist."""
+    """Names a commit that does not exist, then compares the working tree with its own commit."""
     if not (ROOT / ".git").exists():
         pytest.skip("this tree is no git checkout")
     assert gate.main(["--against", "no-such-commit"]) == 2

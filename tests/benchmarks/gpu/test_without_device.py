@@ -35,7 +35,7 @@ def test_an_unknown_device_is_named() -> None:
 
 def test_resident_programs_are_limited_by_the_scarcest_resource() -> None:
     device = described_device("h200")
-    assert device.resident_programs(255, 0, 128) == 2  # 65536 / (256 x 128)
+    assert device.resident_programs(255, 0, 128) == 2  # 65536 registers / (256 x 128)
     assert device.resident_programs(32, 0, 128) == 16  # 2048 threads
     assert device.resident_programs(32, 100 * 1024, 128) == 2  # 228 KiB
 

@@ -70,7 +70,7 @@ def test_a_closed_loop_holds_its_number():
 
 
 def test_waiting_at_the_client_counts_from_the_intended_time():
-    """One request at a time although ten arrive at once: the last has waited for nine."""
+    """Ten requests are due at once, and one is sent at a time: the last one waits for nine."""
     with Answering(answer(pause_s=0.05)) as server:
         report = run(server.url, requests(10, at_s=0.0), max_concurrency=1)
     last = max(report.requests, key=lambda one: one.end_s)

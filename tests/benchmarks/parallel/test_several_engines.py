@@ -26,7 +26,7 @@ def test_the_longest_pause_overlaps_the_interval() -> None:
 
 
 def test_simulated_hits_are_nearly_ideal_behind_the_router_that_knows_prefixes() -> None:
-    """Two engines whose caches hold the thirty prefixes only together."""
+    """The thirty prefixes fit into the caches of both engines together, but not into one cache."""
     draw = random.Random(3)
     spec = make_spec(num_blocks=400, block_size=16, max_model_len=512)
     known = [[100 * number + 1] * 256 for number in range(30)]

@@ -1,4 +1,4 @@
-"""Sweeps: expansion and refusals; then a real sweep that is interrupted, fails and is resumed."""
+"""Sweeps: expansion and refusals; then a real sweep in which points fail, and which is resumed."""
 
 from __future__ import annotations
 

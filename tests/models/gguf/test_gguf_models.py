@@ -24,6 +24,7 @@ from tests.models.gguf_files import save_checkpoint, write_gguf
 from tests.models.parity import PROMPT, Expected, check_whole, load
 
 # A GGUF file cannot state Gemma's query_pre_attn_scalar, Mistral's window or Qwen's mixed layers.
+# So these settings have the values that the reader of GGUF files assumes.
 MODELS: dict[str, dict[str, Any]] = {
     "gemma": {},
     "gemma2": {"query_pre_attn_scalar": 32},
@@ -133,7 +134,7 @@ def test_experts_are_multiplied_as_stored(written) -> None:
         ids = torch.tensor([[0, 3], [1, 2], [2, 0], [3, 1], [0, 1], [2, 3], [1, 0]])
         exact = torch.einsum("tkoi,ti->tko", module.dense()[ids], x).flatten(0, 1)
         error = (module(x, ids.int()) - exact).norm() / exact.norm()
-        assert float(error) < 0.02  # logits would differ more: near ties choose other experts
+        assert float(error) < 0.02  # logits differ more: near ties choose other experts
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -132,7 +132,7 @@ def test_norms_of_heads_are_part_of_the_rotation(expected) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["dots1", "ernie4_5_moe", "exaone_moe"])
 def test_routers_stay_float32_in_half_precision(expected, name: str) -> None:
-    """transformers keeps them too. Our distance to the float32 logits is less than twice theirs."""
+    """transformers keeps them in float32, too. Our error is less than twice its error."""
     directory, exact = expected(name).directory, expected(name).prompt_logits
     model, config = load(directory, "cpu", torch.bfloat16, pack=True)
     of_routers = {key: one.dtype for key, one in model.named_parameters() if ".gate." in key}
