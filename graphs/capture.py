@@ -119,7 +119,7 @@ class GraphRunner:
 
     @property
     def layers_by_program(self) -> dict[str, int]:
-        """How a layer runs in a small step (see `LayerProgram`) -> number of such layers."""
+        """Number of layers by the way they run in a step of few tokens (`LayerProgram`)."""
         counts = dict.fromkeys(map(str, LayerProgram), 0)
         if self._program is None:
             counts[LayerProgram.eager] = len(self._model.layers)

@@ -8,6 +8,7 @@ They never wait. They run on the event loop for a small body, and in a fork for 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TypeVar
@@ -68,7 +69,7 @@ def renamed(names: Mapping[str, str]) -> Iterator[None]:
         name = error.param or ""
         if name not in names:
             raise
-        message = str(error).replace(name, names[name])
+        message = re.sub(rf"\b{re.escape(name)}\b(?! string)", names[name], str(error))
         raise InvalidRequestError(
             message, param=names[name], code=error.code, status=error.status
         ) from error

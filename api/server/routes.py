@@ -25,7 +25,8 @@ class Version(msgspec.Struct, frozen=True):
     """The server's version, and what determines the speed and the tokens of its answers."""
 
     version: str
-    # How a layer runs in a small step (captured | fx | inductor | eager) -> number of such layers.
+    # Number of layers by the way they run in a step of few tokens, such as a decode step:
+    # captured, fx, inductor or eager (`LayerProgram`).
     # `LayerProgram` (graphs/compiler/programs.py) says which steps are small.
     layers: dict[str, int]
     isa: str  # instruction set of the CPU kernels; empty = none are used

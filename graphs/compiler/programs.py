@@ -68,7 +68,7 @@ class Program(Protocol):
 
     @property
     def layers_by_program(self) -> dict[LayerProgram, int]:
-        """How a layer runs in a small step -> number of such layers."""
+        """Number of layers by the way they run in a step of few tokens."""
         ...
 
     @property
