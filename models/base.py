@@ -44,15 +44,15 @@ class AuxStates:
     """Keeps hidden states of a model's step for a head that drafts from them.
 
     Args:
-        layers: the layers whose input is kept, for an EAGLE-3 head: indices in `model.layers`.
+        layers: for an EAGLE-3 head, the layers whose input is kept: indices in `model.layers`.
         has_final: the final hidden states are kept, for a next-token layer (MTP). The model then
             computes them for all tokens of every step.
-        num_earlier: the number of layers in earlier stages of a pipeline whose input is kept too.
-            These states come with the hidden states of the stage before.
+        num_earlier: in a pipeline, the number of states that earlier stages keep. The previous
+            stage sends them with its hidden states.
 
     Attributes:
-        states: the hidden states of the last step, [T, D] for each of the layers, earlier stages
-            first; with `has_final` the final hidden states [T, D].
+        states: the hidden states of the last step: one [T, D] for each of the layers, those of
+            earlier stages first; with `has_final` only the final hidden states, [T, D].
     """
 
     def __init__(
@@ -102,11 +102,11 @@ class DecoderLayer(nn.Module):
         raise NotImplementedError
 
     def few_rows(self) -> nn.Module | None:
-        """The layer in fewer kernels, or None. Used for GPU steps of at most `most_rows` tokens
-        (ops/fused/fused_linear.py).
+        """A module that computes the layer in fewer kernels, or None if there is no such module.
 
-        The returned module has the same arguments, result and parameters as this module. It only
-        calls ops of this package and makes views.
+        It is used for GPU steps of at most `most_rows` tokens (ops/fused/fused_linear.py). It has
+        the same arguments, result and parameters as this module. It only calls ops of this package
+        and makes views.
         """
         return None
 
@@ -152,7 +152,10 @@ class LanguageModel(nn.Module):
         raise NotImplementedError
 
     def finish(self, hidden: Tensor) -> Tensor:
-        """The final norm: [R, D] -> [R, D]. A stage before the last passes [T, D] to the next."""
+        """The final norm: [R, D] -> [R, D].
+
+        A stage before the last has no final norm. It sends [T, D] to the next stage.
+        """
         raise NotImplementedError
 
     def forward(

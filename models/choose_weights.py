@@ -37,7 +37,7 @@ __all__ = ("PLAIN", "WeightPolicy", "WeightsByRole", "choose_weights")
 # Smaller tables, such as those of positions and segments, are not quantised, because that would
 # save almost nothing.
 _MIN_TABLE_ROWS = 4096
-# Endings of tensor names. Each ending belongs to one quantization.
+# Endings of the names of quantised tensors. A checkpoint of one quantization has only one of them.
 _MARKERS = (".qweight", ".weight_packed", ".weight_scale_inv", ".weight_scale_2", "_blocks")
 
 
@@ -46,7 +46,10 @@ class WeightPolicy(Protocol):
 
     @property
     def uses_cpu_kernels(self) -> bool:
-        """Whether this project's CPU kernels compute the layers' products."""
+        """Whether this project's CPU kernels multiply the layers' matrices.
+
+        Quantised matrices for CUDA count too, because CPU kernels pack them.
+        """
         ...
 
     @property

@@ -1,9 +1,10 @@
 """Declares the tensors of a step in one table, from which buffers, padding and tracing follow.
 
 `StepTensors` is the table. Each field is a tensor. Its annotation gives the sizes, the dtype, the
-value of padding and how the tensor is uploaded. These parts are derived from it: the static buffers
-on host and device (`graphs.buffers`), the marks for dynamic sizes (`graphs.compiler`), and the
-inputs of a captured CPU graph. A new tensor needs a field here, and code that fills and reads it.
+value of padding and how the tensor is uploaded. Three things are derived from the table: the static
+buffers on host and device (`graphs.buffers`), the marks for dynamic sizes (`graphs.compiler`), and
+the inputs of a captured CPU graph. A new tensor needs a field here, and code that fills and reads
+it.
 """
 
 from __future__ import annotations
@@ -154,8 +155,8 @@ class StepTensors(Generic[Array]):
     rows. A field that a subclass adds comes after those here.
     """
 
-    # [T]; on the host, `-1 - row` stands for the last token of that row, if the token is only on
-    # the device.
+    # [T]; on the host, `-1 - row` stands for a token that only the device has: the last token of
+    # the sequence in that row. A row is an index in arrays that persist between steps.
     token_ids: Annotated[Array, _PER_TOKEN]
     # [T]; the token's position in its sequence.
     positions: Annotated[Array, _PER_TOKEN]

@@ -1,7 +1,7 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434).
 
-Shapes: T tokens of a step, R of them wanted, D hidden size, H heads, d elements of a query or key,
-v elements of a value.
+Shapes: T tokens of a step, R of them in the result, D hidden size, H heads, d elements of a query
+or key, v elements of a value.
 """
 
 from __future__ import annotations

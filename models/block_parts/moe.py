@@ -26,7 +26,7 @@ class Experts(nn.Module):
     """Gated MLPs, each of two matrices: gate and up stacked, and down.
 
     FlashInfer's kernels (`BuildOptions.experts`) read the rows of up before those of gate. The
-    checkpoint's loader puts them there, so no second copy exists.
+    matrix is loaded in this order, so no second copy exists.
     """
 
     def __init__(

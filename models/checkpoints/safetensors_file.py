@@ -26,7 +26,7 @@ class SafetensorsFile:
     """A mapped file; tensors of it may outlive this object.
 
     Raises:
-        SafetensorError: it is not a whole safetensors file.
+        SafetensorError: the file is truncated, or is not a safetensors file.
         OSError: it cannot be read.
     """
 

@@ -63,7 +63,8 @@ def find_slots(model: LanguageModel, layout: CheckpointLayout) -> dict[str, Slot
 
     Args:
         model: as `build_model` made it.
-        layout: the checkpoint's: the model's own layout, or that of its GGUF files.
+        layout: the layout of the checkpoint: `model.checkpoint_layout`, or for a GGUF file
+            `model.gguf_layout`.
 
     Returns:
         Slots by the stored names of the tensors, without prefix.
@@ -214,13 +215,15 @@ class _ParameterSlot:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MatrixSlot:
-    """One of the tensors of a stored matrix, or of a stack of matrices."""
+    """The slot of one tensor of a stored matrix, or of a stack of matrices."""
 
     module: LinearBase
     kind: str  # the tensor's name in the weight method
     stored: StoredTensor
     size: tuple[int, int]  # [out, in] of the stored matrix
-    parts: tuple[Part, ...]  # this rank's parts: one, one for each expert of a stack, or none
+    # The parts of this rank: one for a matrix, one for each expert of a stack, or none if the
+    # matrix is that of an expert on another rank.
+    parts: tuple[Part, ...]
     transposed: bool  # stored as [in, out]
     experts: Span | None = None  # for a stack: the experts of this rank
 

@@ -351,7 +351,7 @@ def _progress_bar(*, shown: bool) -> Progress:
         DownloadColumn(binary_units=True),
         TransferSpeedColumn(),
         console=console,
-        # Elsewhere only the last state would be written, in several parts. The API process writes
-        # to the same file at this time, so its lines would be torn.
+        # If stderr is a file, only the last state would be written, in several parts. The API
+        # process writes to the same file at this time, so its lines would be torn.
         disable=not (shown and console.is_terminal),
     )

@@ -185,7 +185,8 @@ def read_chunked_windows(
 
     Args:
         hf_config: the parsed config.json.
-        max_model_len: tokens of the longest context. Chunks that are as long have no effect.
+        max_model_len: tokens of the longest context. Chunks of at least this length have no effect,
+            so the result is then 0 for every layer.
         rope_kinds: for each layer its rotary table; None = the layer does not rotate.
 
     Raises:

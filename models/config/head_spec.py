@@ -15,7 +15,7 @@ class HeadInputs(NamedTuple):
     has_final: bool = False  # the hidden state after the final norm is read
 
     def width(self, hidden_size: int) -> int:
-        """The numbers that are read at each position of a model with this hidden size."""
+        """Values that the head reads at each position, if a hidden state has `hidden_size`."""
         return (len(self.layers) + self.has_final) * hidden_size
 
 
@@ -38,7 +38,7 @@ class HeadSpec:
     norm_before_residual: bool  # the residual of the head's layer is the normalised hidden state
 
     def layers_of(self, num_layers: int) -> tuple[int, ...]:
-        """The layers of a target with `num_layers` layers whose input the head reads."""
+        """The layers whose input the head reads, in a target with `num_layers` layers."""
         if self.aux_layers is not None:
             return self.aux_layers
         return (2, num_layers // 2, num_layers - 3)

@@ -1,6 +1,6 @@
 """Reads the rotary embedding of a config.json, in its newer and its older form.
 
-Which layers do not rotate, and the factor of the queries in these layers, are read here too.
+This module also reads which layers do not rotate, and the factor of the queries in these layers.
 """
 
 from __future__ import annotations

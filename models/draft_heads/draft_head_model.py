@@ -107,10 +107,11 @@ class DraftHeadModel(CausalLM):
 
 
 def shard_of_tables(shard: Shard, config: ModelConfig, *, needs_logits: bool) -> Shard | None:
-    """The target's tables that a head needs copies of, because the leader lacks some of their rows.
+    """The target's tables that a head needs copies of.
 
-    A table that is the embedding and the output head is divided among tensor ranks. An output head
-    is divided too. An embedding that is not the output head belongs to the first stage.
+    The head runs on rank 0, the leader, which may lack rows of these tables. A table that is the
+    embedding and the output head is divided among tensor ranks. An output head is divided too. An
+    embedding that is not the output head belongs to the first stage.
 
     Args:
         shard: the leader's part of the target.

@@ -161,7 +161,7 @@ class Eagle3Head(DraftHeadModel):
         return residual, StepInputs(rope, batch)
 
     def finish(self, hidden: Tensor) -> Tensor:
-        # the next draft reads it without the norm, which is applied for the logits only
+        # the next draft reads the hidden state without the norm, which only the logits need
         return hidden
 
     def compute_logits(self, hidden: Tensor) -> Tensor:

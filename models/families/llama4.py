@@ -51,7 +51,7 @@ class Llama4ForCausalLM(Decoder):
     def read_config(
         cls, hf_config: HFConfig, generation_config: HFConfig | None = None
     ) -> ModelConfig:
-        # The windows of its layer types are chunks.
+        # Its layer types are chunks and full attention, which `read_chunked_windows` reads below.
         config = read_decoder_config({**hf_config, "layer_types": None}, generation_config, _KEYS)
         rope_kinds = read_rope_kinds(hf_config, config.num_layers)
         expert_size = read_integer(hf_config, "intermediate_size")

@@ -5,7 +5,8 @@ shapes, types and offsets of the tensors, then their data. Large models are spli
 `NAME-00001-of-00003.gguf`; the first one has the metadata. Files of versions 2 and 3 are read.
 
 Every count and length is compared with a limit or with the bytes that are left, before anything of
-that size is read. Nothing in a file is executed. Imports neither torch nor transformers.
+that size is read. Nothing in a file is executed. This module imports neither torch nor
+transformers.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Which paths name GGUF files, and the error of reading one.
 
-The API process asks this for every model, so this module does not import NumPy.
+The API process calls `is_gguf_path` for every model, so this module does not import NumPy.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 `tokenizer.ggml.model` names one of two kinds of vocabularies. `gpt2` is byte-level BPE:
 `tokenizer.ggml.pre` names the expressions that split a text into words (pre_tokenizers.py).
 `llama` is SentencePiece: if the file states no merges, they follow from the scores of the tokens,
-or for Gemma from their order. Imports neither torch nor transformers.
+or for Gemma from their order. This module imports neither torch nor transformers.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """How byte-level BPE splits a text into words before pairs are merged, by the names in GGUF files.
 
 The expressions are those of the models' own tokenizer.json files. The names, and which names mean
-the same, are llama.cpp's (src/llama-vocab.cpp). Imports neither torch nor transformers.
+the same, are llama.cpp's (src/llama-vocab.cpp). This module imports neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class PreTokenizer(NamedTuple):
     expressions: tuple[str, ...] = ()  # applied one after the other
     then_gpt2: bool = False  # GPT-2's own expression after them
     ignore_merges: bool = False  # a word that is a token is not taken apart
-    add_bos: bool = False  # a text begins with the BOS token, if the file does not state it
+    add_bos: bool = False  # whether a text begins with the BOS token, if the file does not say it
     nfc: bool = False  # characters are composed first
 
 

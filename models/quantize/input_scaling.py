@@ -1,10 +1,11 @@
 """Scales the inputs of matrices before the matrices are rounded, as AWQ does (arXiv:2306.00978).
 
-An input that is large for the calibration text is divided by a factor, and its column of the
-matrix is multiplied by the same factor. So the column is rounded with a smaller relative error. The
-division costs nothing: it is folded into the weight of the RMS norm before the matrix, or into the
-rows of the matrix before it. A norm's new weight is rounded as the checkpoint stores it. The
-factors are then computed from the rounded weight, so the layer's result stays the same.
+An input whose values are large on the calibration text is divided by a factor, and its column of
+the matrix is multiplied by the same factor. So the column is rounded with a smaller relative error.
+The division costs nothing: it is folded into the weight of the RMS norm before the matrix, or into
+the rows of the matrix before it. A norm's new weight is rounded as the checkpoint stores it. The
+columns are therefore multiplied by the norm's old weight divided by its rounded new weight. So the
+layer's result stays the same.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Fold:
 
 
 def find_folds(layer: DecoderLayer) -> list[Fold]:
-    """A `Fold` for each vector of a decoder block that can be scaled, in the order of its products.
+    """A `Fold` for each vector of a decoder block that can be scaled, in the order of computation.
 
     A layer that is not a `DecoderBlock` has none.
     """
@@ -68,7 +69,7 @@ def best_factors(
     *,
     symmetric: bool,
 ) -> Tensor:
-    """The column factors [K] that give rounding the least error among the factors that are tried.
+    """Try several factors of the columns, and return those with the least error of rounding: [K].
 
     Factors of 1, which change nothing, are tried too.
 

@@ -62,7 +62,7 @@ def _solved(
     Args:
         units: [R, K] the integers without their zero points.
         wanted: [R, K] target times Hessian.
-        scales: [R, groups] the previous ones.
+        scales: [R, groups] the previous scales.
         hessian: [K, K] float32.
         dtype: the dtype of stored scales.
     """

@@ -176,8 +176,8 @@ def _floats(weights: ConfigKeys, one_dims: int) -> Float8:
 def _inputs(group: ConfigKeys, method: StoredGroups, headers: Headers) -> InputsStated | None:
     """What the settings state about activations.
 
-    It is None unless activations and weights are both integers of 8 bits, or both floats of 8 bits.
-    For activations with a zero point it is None too, because no kernel adds zero points.
+    Returns None unless activations and weights are both integers of 8 bits, or both floats of 8
+    bits. For activations with a zero point it returns None too, because no kernel adds zero points.
     """
     if group.value("output_activations", default=None):
         raise group.error("output_activations", "is not supported; use a checkpoint without it")

@@ -1,4 +1,4 @@
-"""Reads the keys of a `quantization_config`. A key that was not read is an error that names it."""
+"""Reads the keys of a `quantization_config`, and refuses keys that no caller has read."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ class StoredGroups(QuantizedMatrix):
 
     @property
     def name(self) -> str:
-        groups = "a scale a row" if self.group_size == -1 else f"groups of {self.group_size}"
+        groups = "groups of one row" if self.group_size == -1 else f"groups of {self.group_size}"
         kind = "" if self.symmetric else "asymmetric "
         order = ", act-order" if self.has_order else ""
         return f"{kind}int{self.bits} in {groups}{order}"

@@ -59,7 +59,7 @@ def fuse(
     Args:
         graph: a part's graph, with an output.
         leaves: the modules that it calls, by target.
-        repeats: how each number is repeated in the rows of a table; None = it is not.
+        repeats: returns how each number is repeated in the rows of a table; None = it is not.
         rows: the input with the numbers of the rows that are wanted; None = all rows are wanted.
     """
     fused = Fused()

@@ -2,8 +2,8 @@
 
 The run has one sequence of T tokens, where T is a symbol. Each module that this project replaces is
 one node of the graph. Each attention call is one node too, with its arguments. The sliding window
-of a call is found by evaluating the mask function of the model. This must be the mask of causal
-attention, with or without a window.
+of a call is found by evaluating the mask function of the model. The mask must be that of causal
+attention, with or without a window or chunks.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ def fuse_rotations(
         graph: a part's graph.
         leaves: the modules that it calls, by target.
         merged: the targets of stacked linear layers -> the targets of their parts.
-        repeats: how each number is repeated in the rows of a table; None = it is not.
+        repeats: returns how each number is repeated in the rows of a table; None = it is not.
     """
     done = Rotations()
     inputs: dict[Node, Node] = {}

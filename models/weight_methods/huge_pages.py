@@ -65,7 +65,7 @@ def zeroed(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
     The system gives zeroed pages and maps a page when it is first written. So a cache of gigabytes
     costs no time at start, and no memory before it is used. Memory of torch's allocator could begin
-    within a cache line, and every vector would cross one.
+    within a cache line. Then every vector would cross the border between two lines.
     """
     num_bytes = math.prod(shape) * dtype.itemsize
     memory, begin = _mapped(num_bytes)

@@ -107,8 +107,8 @@ def batches(
 ) -> Iterator[Batch]:
     """An endless stream of packed batches; every row begins at the beginning of a document.
 
-    In some rows the positions jump ahead at a document or turn boundary, so that distances up to
-    MAX_POSITIONS are seen although the rows are shorter than that.
+    In some rows the positions jump ahead at a document or turn boundary, so that the model learns
+    distances up to MAX_POSITIONS although the rows are shorter than that.
     """
     rng = random.Random(seed)
     stream = documents(seed + 1, long=long)

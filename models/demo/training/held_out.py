@@ -3,8 +3,9 @@
     python -m ostinato.models.demo.training.held_out 24 > held-out.json
     run bench speculation workload=sharegpt workload.path=held-out.json
 
-The file is in the form of ShareGPT. A prompt has the chat template in it. Conversations come from
-the same generator as the training text, with another seed, so their questions are of known kinds.
+The file is in the form of ShareGPT. The chat template is already applied to the prompts. The
+conversations come from the generator of the training text, with another seed, so they have the same
+kinds of questions.
 """
 
 import json

@@ -161,7 +161,7 @@ def _save(model: Qwen3ForCausalLM, tokenizer: Tokenizer, out: Path) -> PreTraine
         chat_template=template,
     )
     wrapped.save_pretrained(out)
-    # The library writes a class name to this file that its versions before 5 do not have.
+    # The library writes to this file the name of a class that its versions before 5 do not have.
     settings_file = out / "tokenizer_config.json"
     settings = json.loads(settings_file.read_text())
     settings.pop("backend", None)
