@@ -2,8 +2,8 @@
 
 FlashInfer divides a step's work among programs on the host ("plan") and runs the division on the
 device. Captured shapes have wrappers with buffers at fixed addresses; planning rewrites the
-contents of these buffers. All other shapes share one wrapper, whose buffers are replaced when a
-shape needs larger ones.
+contents of these buffers. All other shapes share one plan, whose buffers are replaced when a shape
+needs larger ones.
 """
 
 from __future__ import annotations

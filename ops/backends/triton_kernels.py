@@ -68,7 +68,10 @@ def _logits(dots, scale, SOFT_CAP: tl.constexpr):
 def _cache_rows(
     table, start, end, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """For each key of the tile, its row [N] int64 in the cache seen as [rows, D], at KV head 0."""
+    """For each key of the tile, its row in a cache of the shape [rows, D], at KV head 0: [N] int64.
+
+    `_attend` gets caches that are already advanced to its KV head.
+    """
     key = start + tl.arange(0, BLOCK_N)
     if BLOCK_SIZE >= BLOCK_N:  # the tile lies in one block
         block = tl.load(table + start // BLOCK_SIZE, mask=start < end, other=0)

@@ -26,7 +26,9 @@ MAX_TILE_ROWS = 128  # query rows of the largest tile, hence the most query head
 _PARTITIONS = ((4, 128, 1), (16, 512, 2), (64, 1024, 4), (1 << 30, 2048, 8))
 _SEQUENCES_PER_CHUNK = 256  # a constant, so that no shape needs another program
 FIRST_OF_CLASS: tuple[int, ...] = (1, *(most + 1 for most, _, _ in _PARTITIONS[:-1]))
-"""The least number of sequences of each class, because a class has kernels of its own."""
+"""The least number of sequences of each class, a line of `_PARTITIONS`.
+
+Each class has kernels of its own, so one step of each class warms them all up."""
 _ANY_QUERY = 1 << 30
 _JOINED_ELEMENTS = 32  # partial results that a thread holds while it joins partitions
 _ROTATED_ELEMENTS = 1024  # elements of the projection that a program of the rotation holds

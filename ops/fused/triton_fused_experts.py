@@ -124,7 +124,8 @@ def launch_experts(
         return torch.empty(shape, dtype=dtype, device=x.device)
 
     row_tiles = triton.cdiv(num_rows, _ROUTED)
-    # One size for all steps of the engine, because it is a constant of the kernel that clears them.
+    # All steps of the engine have the same number of counters, because this number is a constant
+    # of the kernel that clears them.
     num_counters = num_experts + max(_MOST_ROW_TILES, row_tiles)
     counters = empty(triton.next_power_of_2(num_counters), dtype=torch.int32)
     hidden = triton_fused_linear.launch(

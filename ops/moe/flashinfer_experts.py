@@ -5,8 +5,8 @@ gate and up, applies the activation, multiplies by down, and adds a token's expe
 result of `route`, so every way of routing works. FlashInfer is an optional dependency
 (`pip install ostinato[flashinfer]`). It builds its kernels with nvcc when they are first called,
 unless its prebuilt package is installed. On other devices than CUDA the op runs as plain torch.
-Tests compare this with the call of FlashInfer, which a stand-in computes. The call is not yet
-verified on hardware.
+Tests replace FlashInfer by a stand-in, and compare its results with those of plain torch. The call
+of FlashInfer itself is not yet verified on hardware.
 
 FlashInfer's own sum over experts in the second product is switched off: it adds with atomics, so
 the bits of a result would change from run to run. Its tuner is not started
@@ -74,7 +74,8 @@ def why_unsupported(
     Args:
         device: the model's device.
         dtype: the dtype of the activations.
-        is_here: whether the device is in this machine. If not, only its kind is checked.
+        is_here: whether the device is in this machine. If not, only its type and the dtype are
+            checked.
     """
     if device.type != "cuda":
         return f"needs a CUDA device, but the model is on {device.type}"

@@ -76,7 +76,7 @@ def why_not_callable(op: torch._ops.OpOverload) -> str | None:
 
 
 class CpuGraph:
-    """Calls are recorded once, then replayed with other inputs. For one thread at a time."""
+    """Calls are recorded once, then replayed with other inputs. One thread at a time may use it."""
 
     def __init__(self) -> None:
         self._library = core_library()
@@ -165,7 +165,7 @@ class CpuGraph:
         return list(range(first, first + library.num_outputs))
 
     def view(self, source: Slot, sizes: Sequence[int]) -> Slot:
-        """The tensor with other sizes, one of which may be -1. Each of its rows is contiguous."""
+        """The tensor with other sizes, one of which may be -1. Rows of `source` are contiguous."""
         shape = (ctypes.c_int64 * len(sizes))(*sizes)
         return self._library.ostinato_graph_view(
             self._graph, ctypes.c_int64(source), shape, ctypes.c_int64(len(sizes))

@@ -1,7 +1,7 @@
 """The instruction sets that the C++ kernels are compiled for, and those that this machine runs.
 
-`detect_isa()` returns the one that a process uses unless `device.isa` names another. This module
-does not import torch.
+`detect_isa()` returns the best one that this machine runs. A process uses it unless `device.isa`
+names another, or the kernels for it cannot be built. This module does not import torch.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ class DistributedGroup:
     def handle(self) -> int:
         """The address of this object, which `group_at` turns into the object.
 
-        It keeps no reference, so the object must outlive all calls with the handle.
+        The handle keeps no reference, so the object must outlive all calls with it.
         """
         return id(self)
 

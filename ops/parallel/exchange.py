@@ -1,6 +1,6 @@
 """How the ranks of an engine exchange values: through shared memory, or by torch.distributed.
 
-Imports no torch.
+This module imports no torch.
 """
 
 from __future__ import annotations

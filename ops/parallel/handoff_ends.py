@@ -4,7 +4,7 @@ The ranks of the two stages use the ends through the classes of handoff.py. If t
 another machine, the bridge process of this machine (runtime/ranks/relay.py) holds the other end. It
 takes the values of full slots, or fills slots with values from the other machine.
 
-Imports no torch.
+This module imports no torch.
 """
 
 from __future__ import annotations

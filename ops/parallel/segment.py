@@ -2,7 +2,7 @@
 
 ops/native/collectives/group.h has the layout, and the rule by which ranks write and read.
 
-Imports no torch.
+This module imports no torch.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """Hands hidden states from stage to stage of a pipeline whose steps may be captured.
 
 The model reads and writes tensors of its own device, which keep their addresses. So a captured step
-contains no wait for another process. Before a step runs, `arrive` copies what the stage before has
-sent to the device. After a step was launched, `leave` starts the copy of its hidden states from the
-device. A thread waits for this copy and sends the values, while the caller builds and launches its
-next step. Between the processes the values are in the shared memory of handoff.py.
+contains no wait for another process. Before a step runs, `arrive` copies the hidden states that the
+previous stage has sent to this stage's device. After a step was launched, `leave` starts the copy
+of its hidden states to the host. A thread waits for this copy and sends the values, while the
+caller builds and launches its next step. Between the processes the values are in the shared memory
+of handoff.py.
 
 On a GPU the copies go through pinned memory, on the current stream.
 """
@@ -34,7 +35,7 @@ _Link = TypeVar("_Link", HiddenReceiver, HiddenSender)
 
 
 class _Staged(Generic[_Link]):
-    """The tensor that the model uses, and the link."""
+    """The tensor that the model reads or writes, and an end of the handoff (`link`)."""
 
     def __init__(self, link: _Link, shape: HiddenShape, device: torch.device) -> None:
         """

@@ -1,7 +1,4 @@
-"""The Triton kernels that round activations to 8 bits (ops/rounded/round_rows.py).
-
-Not yet verified on hardware.
-"""
+"""The Triton kernels that round activations to 8 bits (ops/rounded/round_rows.py)."""
 
 from __future__ import annotations
 

@@ -7,8 +7,8 @@ fewer bits. The sum of a group is multiplied by its scales, and groups are added
 As in ops/gpu_quantized/, weights are the left operand, so a step of few rows needs less padding. If
 the result has too few tiles to fill the GPU, programs also divide K.
 
-Large steps over e4m3 matrices with a scale for each row run `torch._scaled_mm`. Not yet verified on
-hardware.
+Large steps over e4m3 matrices with a scale for each row run `torch._scaled_mm`. On an H200 the
+products agree with plain torch. bfloat16 models with them are not yet verified on hardware.
 """
 
 from __future__ import annotations

@@ -262,7 +262,7 @@ class CpuGraph {
     const int64_t num_bytes = result.set_contiguous(sizes, step.dim, source.dtype);
     result.tensor.data = source.data;
     if (is_contiguous(source)) return;
-    OSTINATO_CHECK(is_contiguous(source, 1), "a CPU graph views tensors whose rows are contiguous");
+    OSTINATO_CHECK(is_contiguous(source, 1), "a CPU graph can view only tensors whose rows are contiguous");
     if (sizes[0] == source.sizes[0]) {
       result.strides[0] = source.strides[0];
       return;

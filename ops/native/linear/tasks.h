@@ -127,8 +127,8 @@ struct Problem {
   int64_t out_row(int64_t row) const { return out_rows == nullptr ? row : out_rows[row]; }
 };
 
-// `problem`, whose result is streamed if it is large, its rows begin at cache lines, and it is not added to a residual,
-// which has to be read.
+// Returns `problem` with `streams` set if the result is large, its rows begin at cache lines, and there is no residual,
+// which would have to be read.
 template <class Out>
 Problem streamed(Problem problem) {
   const int64_t row_bytes = problem.out_features * static_cast<int64_t>(sizeof(Out));
@@ -148,7 +148,7 @@ inline Problem make_problem(Call& call, const Tensor& x, const Tensor& bias, con
     OSTINATO_CHECK(!float32_output && residual.dtype == x.dtype && residual.dim == 2 &&
                        residual.sizes[0] == x.sizes[0] && residual.sizes[1] == out_features &&
                        (out_features <= 1 || residual.strides[1] == 1),
-                   "residual must be [T, out_features] with contiguous rows, in x's dtype, which the result then has");
+                   "residual must be [T, out_features] in x's dtype with contiguous rows, without float32_output");
   }
   const int64_t sizes[] = {x.sizes[0], out_features};
   out = call.empty(sizes, 2, float32_output ? DType::float32 : x.dtype);

@@ -366,7 +366,8 @@ void check_part(const StoredPart& part, const Tensor& order, const QuantizedShap
                                      order.sizes[0] == part.in_features && order.strides[0] == 1),
                  "order must be a contiguous int32 vector with an element for each column");
   for (int64_t k = 0; order.exists() && k < part.in_features; ++k) {
-    OSTINATO_CHECK(part.order[k] >= 0 && part.order[k] < part.in_features, "order must consist of columns");
+    OSTINATO_CHECK(part.order[k] >= 0 && part.order[k] < part.in_features,
+                   "order must consist of columns, 0 to " + std::to_string(part.in_features - 1));
   }
 }
 
@@ -395,7 +396,7 @@ void pack_stored(Call& call) {
   part.flipped = !is_signed ? 0 : format.bits == 8 ? 0x80808080u : 0x08080808u;
   OSTINATO_CHECK(!is_signed || part.packing == StoredPacking::bytes, "only values of the packing bytes have a sign");
   OSTINATO_CHECK(part.in_features > 0 && part.rows > 0 && part.first_row >= 0 && part.group_columns > 0,
-                 "a part has rows and columns");
+                 "a part must have rows, columns and columns of a group, and first_row must be at least 0");
   const QuantizedShape shape(part.first_row + part.rows, part.in_features, format);
   check_part(part, order, shape);
   OSTINATO_CHECK(packed.dtype == DType::uint8 && packed.dim == 2 && packed.sizes[0] >= shape.panels &&

@@ -156,7 +156,8 @@ void pack_blocks(Call& call) {
   const QuantFormat format = read_format(call);
   const BlockType& type = block_type(name, blocks);
   const int64_t out_features = stored.scales.sizes[0];
-  OSTINATO_CHECK(out_features > 0 && blocks.sizes[0] % out_features == 0, "every row has the same number of blocks");
+  OSTINATO_CHECK(out_features > 0 && blocks.sizes[0] % out_features == 0,
+                 "the number of blocks must be a multiple of the number of rows, " + std::to_string(out_features));
   const int64_t row_blocks = blocks.sizes[0] / out_features;
   const int64_t in_features = row_blocks * type.values;
   const QuantizedShape shape(out_features, in_features, format);

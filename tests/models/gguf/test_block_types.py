@@ -80,7 +80,7 @@ def test_blocks_that_do_not_make_rows_are_refused() -> None:
     load("quantized")
     form, scales = FORMATS["Q4_0"], torch.ones(3, 2)
     for blocks, message in (
-        (torch.zeros(7, 18, dtype=torch.uint8), "every row has the same number of blocks"),
+        (torch.zeros(7, 18, dtype=torch.uint8), "must be a multiple of the number of rows, 3"),
         (torch.zeros(6, 17, dtype=torch.uint8), "one block a row"),
         (torch.zeros(9, 18, dtype=torch.uint8), r"scales and zero points must be float32 \[3, 3\]"),
     ):
