@@ -105,8 +105,8 @@ class DecoderLayer(nn.Module):
         """A module that computes the layer in fewer kernels, or None if there is no such module.
 
         It is used for GPU steps of at most `most_rows` tokens (ops/fused/fused_linear.py). It has
-        the same arguments, result and parameters as this module. It only calls ops of this package
-        and makes views.
+        the same arguments, result and parameters as this module. It only makes views, selects rows
+        and calls ops of this package.
         """
         return None
 

@@ -33,7 +33,7 @@ class EncoderAttention(nn.Module):
 
     def forward(self, x: Tensor, step: StepInputs, rows: Tensor | None) -> Tensor:
         """Attention plus its input: [T, D] -> [T, D]; with `rows` only these rows, [R, D]."""
-        # A layer with only views and ops of this package runs without Inductor
+        # A layer with only views, row selections and ops of this package runs without Inductor
         # (graphs/compiler/fx_program.py).
         count = self.num_heads
         heads = self.qkv_proj(x).view(-1, 3 * count, self.head_dim)

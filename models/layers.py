@@ -272,7 +272,7 @@ class Attention(nn.Module):
 
         Writes K and V into the caches.
         """
-        # A layer with only views and ops of this package runs without Inductor
+        # A layer with only views, row selections and ops of this package runs without Inductor
         # (graphs/compiler/fx_program.py).
         out = self.attend(self.qkv_proj(x), step, k_cache, v_cache)
         if rows is not None:

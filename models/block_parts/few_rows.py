@@ -102,7 +102,10 @@ class FewRowsBlock(nn.Module):
 
 
 def _is_plain(linear: LinearBase) -> bool:
-    """Whether the matrix is whole, is not packed or quantised, and has a dtype of the kernel."""
+    """Whether the fused kernels support a matrix.
+
+    They need all of its columns on this rank, neither packed nor quantised, in `FUSED_DTYPES`.
+    """
     is_stored_plain = isinstance(linear.method, Plain)
     return is_stored_plain and not linear.is_partial and linear.spec.dtype in FUSED_DTYPES
 

@@ -73,7 +73,7 @@ class HeadSpec:
 class NextTokenSpec:
     """A layer of a checkpoint that predicts one token more than the model (MTP)."""
 
-    layer: int  # its index in the checkpoint: it follows the model's own layers, 0 to layer - 1
+    layer: int  # its index in the checkpoint, after the model's own layers 0 to layer - 1
 
     def inputs(self, num_layers: int) -> HeadInputs:
         """What the layer reads from the model."""

@@ -1,8 +1,8 @@
 """Decides which weight method each module of a quantised checkpoint has; base of all formats.
 
 A format's settings say which modules are quantised and how, by their names in the checkpoint. If
-the checkpoint's tensors are known, they decide whether a module is quantised. A setting that says
-"float" of a module whose stored tensors are quantised is an error.
+the checkpoint's tensors are known, they decide whether a module is quantised. It is an error if a
+setting excludes a module from quantisation although its stored tensors are quantised.
 """
 
 from __future__ import annotations

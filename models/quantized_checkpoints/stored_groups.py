@@ -7,9 +7,9 @@ Each format converts its stored tensors to these:
     zeros   the integers that stand for zero, of the scales' shape, int32; none if symmetric
     g_idx   [in] int32, the group of each column; none if the columns are in the groups' order
 
-`finish` packs them for the kernel. Until then the values are views of the mapped file. They are
-unpacked as a whole only if this rank's part would split a word, and by `unpacked`. Nothing is
-rounded: a weight is `(value - zero) * scale` of the stored numbers. A group of more than 256
+`finish` packs them for the kernel. Until then the values are views of the mapped file. All of them
+are unpacked in two cases only: if this rank's part would split a word, and by `unpacked`. Nothing
+is rounded: a weight is `(value - zero) * scale` of the stored numbers. A group of more than 256
 columns becomes several groups with the same scale, because only sums of up to 256 products are
 exact in every instruction set.
 """

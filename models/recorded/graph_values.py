@@ -122,7 +122,7 @@ def drop_unused(graph: Graph) -> None:
 
 
 def transposed(graph: Graph, node: Node, first: int = 0, second: int = 1) -> Node:
-    """Exchange two dimensions of a value. If the node is the same exchange, return its input."""
+    """Exchange two dimensions of a value. If the node exchanges the same two, return its input."""
     if is_transpose(node) and (node.args[1], node.args[2]) == (first, second):
         source = node.args[0]
         assert isinstance(source, Node), "it is a value of the graph"

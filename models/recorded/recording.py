@@ -47,7 +47,9 @@ __all__ = ("AttentionCall", "Recording", "record")
 
 _NUM_TOKENS = 23  # tokens of the recorded run; unlikely to be a size of the model
 _MATRIX_DIMS = 2
-_MASK_SPAN = 64  # positions at which mask functions are evaluated, besides those of the window
+# Number of rows of a mask that are evaluated; some are before and some after the row of number
+# `abs(window)`.
+_MASK_SPAN = 64
 
 _CASTS = frozenset((Tensor.to, Tensor.type, Tensor.float))
 
@@ -359,7 +361,7 @@ def _make_mask(**arguments: Any) -> Tensor:
 
 
 def _is_causal(function: Callable[..., Any], window: int) -> bool:
-    """Whether a mask function is that of causal attention with a window.
+    """Whether a mask function is that of causal attention in full, with a window or in chunks.
 
     Args:
         function: returns whether a row (its third argument) sees a column (its fourth argument).

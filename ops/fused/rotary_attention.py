@@ -21,7 +21,7 @@ _PROJECTED = ("triton", "reference")
 
 
 class ProjectedBackend(AttentionBackend, Protocol):
-    """A backend that takes the projection itself."""
+    """A backend that takes the result of the QKV projection."""
 
     def run_projected(
         self,

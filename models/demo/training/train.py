@@ -199,7 +199,7 @@ def _show_samples(out: Path, tokenizer: PreTrainedTokenizerFast) -> None:
 
 
 class Stage(NamedTuple):
-    """A part of the run with its own shape.
+    """A part of the run with its own shape of batches.
 
     `fraction` is its share of all tokens. Every `drill_every`-th batch is a drill; 0 = no drills.
     """

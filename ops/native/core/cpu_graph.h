@@ -6,7 +6,7 @@
 // of a CUDA graph does on a GPU. Unlike in a CUDA graph, sizes stay symbolic: the sizes of the inputs follow from a
 // step's numbers of tokens, sequences and rows that need logits.
 //
-// The list also calls the torch ops between our kernels. AOTInductor compiled these ops into libraries.
+// The list also has calls of the torch ops between our kernels. AOTInductor compiled these ops into libraries.
 //
 // Two arenas hold the results of alternating layers. So layer n + 2 overwrites the results of layer n.
 #pragma once

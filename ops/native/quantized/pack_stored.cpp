@@ -1,9 +1,9 @@
 // The op pack_stored: writes rows of a quantised weight (layout.h) from the values of a checkpoint, in the words or bytes
 // in which they are stored. One pass reads them, so memory never has a copy of the matrix with a byte for each value.
 //
-// All packings become words of 32 columns: word row q of a panel holds, for each of its 32 columns, the values from q *
-// (values of a word) on, the first in the lowest bits. Words of the packing `columns` are stored in this form. Those of the
-// other packings are transposed, a few rows at a time.
+// All packings are converted to word rows. Word row q of a panel has a word for each of the panel's 32 columns. The
+// word holds the column's values from number q * (values of a word) on, the first in the lowest bits. The packing
+// `columns` is stored in this form. The words of other packings are transposed, a few rows at a time.
 #include "linear/tasks.h"
 #include "linear/transpose.h"
 #include "quantized/layout.h"
