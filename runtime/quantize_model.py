@@ -109,7 +109,7 @@ def _load(source: ModelSource, section: QuantizeSection) -> CausalLM:
     if source.weights.quantization != "none":
         raise StartupError(
             f"the checkpoint is quantised already ({source.weights.quantization}); "
-            "use the checkpoint before quantization"
+            "quantise the checkpoint from which it was made"
         )
     if section.format == "awq" and section.bits != 4:
         raise StartupError(

@@ -2,9 +2,9 @@
 
 The child calls `serve`. The parent owns a `SandboxProcess`. They exchange frames over standard
 input and output. A frame is a length, then that many bytes. The child's first frame is empty and
-says that the child is ready. The child limits its own memory and processor time. Waiting on a
-busy machine costs no processor time, so it does not make a job fail. The parent also ends a job
-after `Limits.wall_s` seconds.
+says that the child is ready. The child limits its own memory and processor time. Time in which the
+child waits for a processor does not count. The parent ends a job after `Limits.wall_s` seconds in
+any case.
 """
 
 from __future__ import annotations

@@ -127,7 +127,7 @@ def _configure(connection: zmq.Socket[Any], keys: KeyPair, silence_s: float) -> 
 
 
 def reached_at(host: str) -> str:
-    """The address at which other machines reach one whose `parallel.host` is `host`."""
+    """The address at which other machines reach this one, if its `parallel.host` is `host`."""
     return own_address() if host in _ANY else host
 
 

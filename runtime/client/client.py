@@ -235,7 +235,7 @@ class EngineClient:
             share: which part of an HTTP request the prompt is.
             trace: the outputs carry timeline events.
             deadline: the time.monotonic() at which the completions are ended; None = no deadline.
-            prepared: None = computed here. Else prompt and parameters must be from `resolve`.
+            prepared: None = made here. If given, prompt and parameters must be from `resolve`.
 
         Raises:
             DeadlineError: the deadline passed before the first output.

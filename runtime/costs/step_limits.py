@@ -91,7 +91,8 @@ def decide_limits(
     """The scheduler's limits: as set, else chosen from the measured step costs.
 
     A chosen limit is the smallest measured size whose tokens a second are nearly the best of all
-    sizes. If throughput rises up to the upper bound, the upper bound is the limit.
+    sizes, but at least 32 sequences or 256 tokens. The limit of tokens is this size plus one token
+    for each sequence. If throughput rises up to the upper bound, the upper bound is the limit.
 
     Args:
         config: the limits that are set.

@@ -27,7 +27,10 @@ class TokenRate:
 
     @property
     def max_num_tokens(self) -> int:
-        """The number of tokens that a step computes in the target time, but at least 64."""
+        """The number of tokens that a step computes in the target time, but at least 64.
+
+        It is 256 until the first step has been measured.
+        """
         if self._seconds is None:
             return _UNKNOWN_TOKENS
         return max(_LEAST_TOKENS, int(self._target_s / self._seconds))

@@ -34,7 +34,10 @@ class ChildProcess:
 
     @property
     def returncode(self) -> int | None:
-        """The exit code, negative for a signal; None before `wait` has returned."""
+        """The exit code, negative for a signal.
+
+        None until `wait`, `has_ended` or `end` has found that the process has ended.
+        """
         return self._process.returncode
 
     def has_ended(self) -> bool:

@@ -31,8 +31,8 @@ from typing import Any
 __all__ = ("begin_reading", "import_rest", "import_torch", "without_collections")
 
 _POSTPONED = ("torch._meta_registrations", "torch.export")
-# Importing one of these imports the postponed modules first. None of them is imported by the
-# postponed modules.
+# Importing one of these imports the postponed modules first. The postponed modules import none of
+# these.
 _NEED_REST = (
     "torch._dynamo",
     "torch._functorch.aot_autograd",

@@ -105,7 +105,7 @@ class Engine:
             self._scheduler.add(request)
 
     def abort(self, request_id: str) -> SequenceOutput | None:
-        """End a request now; returns its last output, or None if it has already ended."""
+        """End a request now; returns its last output, or None if it is unknown or has ended."""
         self._observer.forget(request_id)
         if self._grammars.release(request_id):
             return SequenceOutput(request_id, [], FinishReason.abort)

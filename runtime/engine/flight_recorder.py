@@ -3,9 +3,10 @@
 The file is a memory-mapped ring of slots. A step is written to its slot when it begins, again when
 the executor's `launch` has returned, and again when its tokens have arrived. On a CPU, the model
 has run when `launch` returns. On a GPU, or with several pipeline stages, it may still be running or
-waiting. A record whose `seconds` is 0 is of a step that had not ended when the process died. The
-operating system writes the pages to the file even if the process is killed. Another process can
-read the file while the engine hangs. Writing a record takes a few microseconds.
+waiting. A record whose `seconds` is 0 is of a step that has not ended: it is still running, or the
+process died before its end. The operating system writes the pages to the file even if the process
+is killed. Another process can read the file while the engine hangs. Writing a record takes a few
+microseconds.
 
     header  magic, number of slots, bytes a slot       16 bytes
     slot    length of the record (uint32), the record in msgpack, rest unused

@@ -37,7 +37,7 @@ class HiddenStatePool:
 
     Args:
         num_slots: from `num_pool_slots`.
-        width: D * number of layers.
+        width: D times the number of layers that the head reads.
         dtype: of the hidden states.
         device: of the hidden states.
     """

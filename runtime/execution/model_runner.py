@@ -250,7 +250,8 @@ class ModelRunner:
         model_s: float,
         masks_s: float = MASKS_S,
     ) -> None:
-        # The sampling op uses no threads of OpenMP or MKL; torch's operations do.
+        # The sampling op uses no threads of OpenMP or MKL. The operations of torch that compute the
+        # reported log-probabilities do.
         reports = sampler.reports_logprobs
         following = None
         if sampler.has_drafts and logits.device.type == "cuda":
@@ -263,8 +264,8 @@ class ModelRunner:
         """A context that sets the numbers of CPU threads for a step or a part of it."""
         has_loops = self.graphs.has_loops
         # Compiled loops divide a pooled sum of hidden states among the threads, and another number
-        # of threads gives other bits. `StepThreads` chooses the number by the size of the step. So
-        # it is not used for steps that pool, and the number stays the same for all of them.
+        # of threads rounds the sum differently. `StepThreads` chooses the number by the size of the
+        # step. So `StepThreads` is not used for steps that pool: their number of threads is fixed.
         if self._threads is None or (pools and has_loops):
             return nullcontext()
         return self._threads.for_step(num_tokens, has_loops=has_loops)

@@ -49,8 +49,8 @@ class Pooler:
     """Pools the prompts of all rows; keeps the partial result of each row between chunks.
 
     Args:
-        classify: the classification head: [P, D] hidden states of the first tokens of P prompts ->
-            [P, num_labels] float32 logits. None = the model has no classification head.
+        classify: the classification head: [P, D] pooled vectors of P prompts -> [P, num_labels]
+            float32 logits. None = the model has no classification head.
     """
 
     def __init__(self, classify: Callable[[Tensor], Tensor] | None = None) -> None:

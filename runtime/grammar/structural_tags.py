@@ -57,7 +57,9 @@ def tags_to_lark(tag: object, special_tokens: Mapping[str, int], form: JsonForm)
 
 
 def behind(preamble: Preamble, grammar: str, special_tokens: Mapping[str, int]) -> str:
-    """The grammar of an answer after optional free text between two markers, such as reasoning.
+    """The grammar of an answer after free text between two markers, such as reasoning.
+
+    The answer may begin without the free text, unless the prompt ends with the first marker.
 
     Args:
         preamble: the markers.

@@ -97,6 +97,8 @@ class EngineHosts:
     async def start(self) -> None:
         """Listen for other machines, and start the actors of Ray if Ray is used.
 
+        Does nothing if all engines run on this machine.
+
         Raises:
             StartupError: `parallel.host` is not an address of this machine, or other jobs of the
                 Ray cluster hold the cores or GPUs that the engines need.

@@ -95,7 +95,8 @@ class Spawn(msgspec.Struct, frozen=True, array_like=True, tag=3):
     """Start an engine process, or ranks of an engine whose first rank is on another machine."""
 
     engine: int  # the number of this process in later messages; no other process gets it
-    # `StartEngine` or `StartRankHost` as JSON. The machine sets the device settings of `place`.
+    # `StartEngine` or `StartRankHost` as JSON. The machine puts the device settings of `place` and
+    # its own address into it.
     start: bytes
     place: int  # the part of the machine that the process gets, 0 to num_places - 1
     num_places: int  # number of equal parts of the machine

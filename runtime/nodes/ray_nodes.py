@@ -155,7 +155,8 @@ class RayNodes:
             free = _amounts(self._ray.available_resources())
             raise StartupError(
                 f"parallel.executor=ray: {self._count} x ({_amounts(self._demand)}) is needed, and "
-                f"other jobs of the cluster left only {free} for {_PLACE_S:.0f} s"
+                f"other jobs of the cluster left only {free} for {_PLACE_S:.0f} s; end these jobs, "
+                "or lower parallel.data or device.threads"
             )
         for place in range(self._count):
             self._start_actor(place, address, token)

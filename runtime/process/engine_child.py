@@ -121,7 +121,8 @@ class LocalChild:
             path: the path of the socket's file, which does not exist yet.
             gpus: the only GPUs that the process sees; None = those of this process.
             module: the module that the process runs; None = ENGINE_MODULE.
-            early: its process is taken. If it has none or is None, a new process is started.
+            early: holds a process that was started early, which is taken. If `early` is None or
+                holds no process, a new process is started.
         """
         self.path = path
         self._socket = context.socket(zmq.PAIR)

@@ -3,7 +3,7 @@
 The configuration is a line of JSON on standard input. If the process was started before the address
 of the client's ZeroMQ socket was known (`EarlyEngine`), the address is the line before. Standard
 input stays open while the client's process runs. When standard input closes, this process removes
-the socket's file, and the directory if it is empty, and exits.
+the files of the socket and the flight recorder, and the directory if it is empty, and exits.
 """
 
 from __future__ import annotations

@@ -58,8 +58,8 @@ class StartEngine(msgspec.Struct, frozen=True, kw_only=True):
 class AddRequest(msgspec.Struct, frozen=True, array_like=True, tag=1, gc=False):
     """Queue a request.
 
-    A grammar can take megabytes, and all completions of a prompt have the same grammar. So only the
-    first request of a prompt is sent with the grammar.
+    A grammar can take megabytes, and all completions of a prompt have the same grammar. So a
+    request is sent without its grammar if this is the grammar that was sent last.
     """
 
     request: Request

@@ -1,7 +1,8 @@
 """Messages between the ranks of an engine: msgpack over a Unix socket, one message for each step.
 
 Rank 0 is the engine's process. It sends every other rank the step that it is about to run. The
-message has only the parts that the model needs: no grammar, no sampling parameters, no text.
+message has only the parts that the model needs. It has no grammar, no text and, besides
+`prompt_logprobs`, no sampling parameters.
 
 Imports no torch.
 """

@@ -44,7 +44,7 @@ class RankProcesses:
 
     Attributes:
         size: N, the number of ranks of the engine, the calling process included.
-        failure: why a rank ended; None while all ranks live.
+        failure: why a rank ended, or was killed because it hung; None while all ranks live.
     """
 
     def __init__(

@@ -75,7 +75,8 @@ class GrammarRow:
         cost: the cost of the grammar's masks.
         group: `Request.group`.
         position: position in the sequence of the token that the next mask is for.
-        min_position: before this position, no end-of-sequence or stop token is allowed.
+        min_position: before this position, no end-of-sequence or stop token is allowed, unless the
+            grammar and the other limits allow no further token.
         is_slow: its last mask or token, or the batch with its last mask, took long.
         num_turns: number of steps that the row has waited for its mask.
         num_unread: tokens that were drawn for the row and have not been read yet.

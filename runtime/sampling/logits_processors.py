@@ -1,7 +1,8 @@
 """Logits processors: apply logit bias, penalties, minimum length and token limits to logits.
 
-A processor keeps its own state for each row. The sampler uses the protocol only. So a new parameter
-that changes logits needs only a class here and an entry in `make_processors`.
+A processor keeps its own state for each row. The sampler uses the protocol only. So it stays as it
+is when a new parameter changes logits: the parameter gets a class here and an entry in
+`make_processors`.
 """
 
 from __future__ import annotations

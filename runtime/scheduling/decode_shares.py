@@ -40,8 +40,8 @@ class DecodeShares:
     def resting(self, running: Iterable[RunningSequence]) -> Set[RunningSequence]:
         """The decoding sequences that do not take part in this step.
 
-        The step keeps at least one sequence more than a fair step. Otherwise the same sequences
-        would rest in every step.
+        The step keeps at least one sequence more than a fair step. Of each request, it keeps the
+        sequences that were decoded longest ago.
 
         Args:
             running: sequences with a row.

@@ -30,8 +30,8 @@ from ostinato.runtime.types.step import ScheduledSequence
 
 __all__ = ("DraftPlanner",)
 
-# One in this many steps that look for no draft is compared with its predicted cost. Not every step
-# is, because a prediction takes time: 2 % of a step of a small model.
+# With measured step costs and no draft model, only one in this many of the steps that look for no
+# draft is compared with its predicted cost. A prediction takes 2 % of a step of a small model.
 _OBSERVED_STRIDE = 8
 
 
@@ -87,7 +87,8 @@ class DraftPlanner:
         self._costs = costs
         self._model = proposer if isinstance(proposer, BatchProposer) else None
         self._depth = DepthChooser(costs, max_drafts, self.model_costs)
-        # Whether the cost of looking for drafts is weighed. This needs the measured step costs.
+        # Whether the cost of looking for drafts is weighed. This needs measured step costs. With a
+        # draft model it is not weighed.
         self._is_sparing = costs is not None and self._model is None
         self._num_unobserved = 0  # steps since the last one with a predicted cost
         self._has_forced = False  # whether the last step's grammars forced tokens

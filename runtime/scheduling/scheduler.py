@@ -7,8 +7,8 @@ sequence of N continues, and its decode rows read N's tokens on the device. `upd
 sequences that N ends. Their entries in N+1 are dropped when N+1 is read. Rows and blocks that a
 step in flight uses are not reused.
 
-A step decodes a token of every decoding sequence that is not left out (`StepPlanner`). So a long
-prompt does not stall a stream. A target for inter-token latency limits the prompt tokens of a step.
+A step decodes every sequence that `StepPlanner` does not leave out, and computes chunks of prompts
+beside them. A target for inter-token latency limits the prompt tokens of a step.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Scheduler:
             decoded again only when its last token has arrived. Each step decodes an equal part of
             the sequences.
         proposer: the drafter; None = no drafts.
-        score_tokens: how many tokens of a step's budget one log-probability of a prompt costs.
+        score_tokens: the cost of one prompt token's log-probability, in tokens of a step's budget.
         draft_costs: the step-cost table by which drafts are chosen; None = all are verified.
         rate: limits the seconds of steps of whole prompts, and learns from them; None = no limit.
         shares: leaves some decodes of large requests out of a step; None = no decode is left out.
@@ -286,8 +286,8 @@ class Scheduler:
             One entry per request that has new tokens or has ended. Ended ones have a finish reason.
 
         Raises:
-            ValueError: `output` is not the oldest step in flight, or the number of tokens in
-                `result` is wrong.
+            ValueError: `output` is not the oldest step in flight, or `result` does not fit it.
+            KeyError: `result` ends a load that does not exist.
         """
         step = self._in_flight[0] if self._in_flight else None
         if step is None or step.output is not output:

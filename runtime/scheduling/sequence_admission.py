@@ -57,7 +57,7 @@ class Admission:
             num_others = len(queues.running) - step.num_grown
             limit = step.chunk_limit(num_others, num_left, start, has_scores=has_scores)
             if self._whole_prompts and not step.scheduled:
-                limit = num_left  # a step takes one prompt even if the prompt exceeds its limit
+                limit = num_left  # an empty step takes one prompt, even one above the step's limit
             if limit >= (num_left if self._whole_prompts else 1):
                 del queues.waiting[0]
                 self._start(sequence, match, step)
@@ -136,8 +136,8 @@ class Admission:
     def _preempt_behind(self, behind: list[Sequence], missing: int) -> None:
         """Preempt sequences of `behind`, the last first, until a row and enough blocks are free.
 
-        No sequence is preempted if preempting all of them would not free enough, or if the
-        sequences that are draining will free enough.
+        No sequence is preempted if preempting all of them would not free enough, or if draining
+        sequences and loads will free enough.
         """
         queues = self._queues
         missing -= queues.num_draining_blocks() + self._loads.num_blocks

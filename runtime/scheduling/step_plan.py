@@ -56,7 +56,7 @@ class StepPlan:
     ) -> None:
         self.num_tokens = num_tokens  # the budget
         self.num_tokens_left = num_tokens  # negative if the first prompt exceeds the budget
-        self.score_tokens = score_tokens  # budget tokens for one log-probability of a prompt
+        self.score_tokens = score_tokens  # budget tokens for one log-probability of a prompt token
         self.num_score_tokens = 0.0  # budget tokens for all log-probabilities of prompts so far
         self.decodes_left = max_decodes  # decodes that the step may still take; None = all
         self.allowance = allowance  # limits prompt tokens beside decodes; None = no such limit
@@ -68,7 +68,7 @@ class StepPlan:
         self.num_prompt_logits = 0
         self.num_pooled = 0
         self.is_closed = False  # no further sequence is admitted
-        self.is_stalled = False  # a sequence waits for blocks that a step in flight will free
+        self.is_stalled = False  # sequences wait for blocks of a step in flight or of a load
         self.scheduled: list[ScheduledSequence] = []
         self.sequences: list[Sequence] = []  # the sequences of `scheduled`, in its order
         self.admitted: list[AdmittedSequence] = []
@@ -96,8 +96,8 @@ class StepPlan:
 
         Args:
             num_reserved: budget tokens that are kept for other sequences.
-            num_tokens: tokens that the sequence has left.
-            start: its first position.
+            num_tokens: tokens of the sequence that are left to compute.
+            start: the position of the first of these tokens.
             has_scores: the tokens' log-probabilities are computed too, which takes time.
         """
         room = self.budget_left - num_reserved
@@ -129,7 +129,10 @@ class StepPlan:
             self.allowance.take(Chunk(num_drafts, start))
 
     def return_drafts(self, num_drafts: int) -> None:
-        """Give back the budget of drafts that the drafter did not propose."""
+        """Return tokens to the token budget: those of drafts that the drafter did not propose.
+
+        The allowance stays as it is.
+        """
         self.num_drafts -= num_drafts
         self.num_tokens_left += num_drafts
 
@@ -149,7 +152,7 @@ class StepPlan:
         return self.output
 
     def check_tokens(self, result: StepResult) -> None:
-        """Raises ValueError if the number of tokens in the result is wrong."""
+        """Raises ValueError if the result has a wrong number of tokens or log-probabilities."""
         num_tokens, counts = len(result.token_ids), result.counts
         if counts is None:
             is_right = not self.num_drafts and num_tokens == self.num_samples

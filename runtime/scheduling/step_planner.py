@@ -25,8 +25,9 @@ from ostinato.runtime.types.step import AdmittedSequence, ScheduledSequence
 __all__ = ("StepPlanner",)
 
 _RUNNING = SequenceStatus.running
-# A step with decodes admits at most this many sequences besides the first of each HTTP request.
-# Setting up a row takes up to a millisecond, and the decodes wait for it.
+# In a step with decodes, one call of `_admit_waiting` admits at most this many sequences that are
+# not the first of their HTTP request. Every call counts from 0, and `plan` may call it several
+# times for one step. Setting up a row takes up to a millisecond, and the decodes wait for it.
 _MOST_FURTHER = 16
 T = TypeVar("T")
 
@@ -41,11 +42,14 @@ class StepPlanner:
         bound: limits the prompt tokens of steps with decodes; None = no limit.
         drafts: adds draft tokens to decodes; None = no drafts.
         whole_prompts: compute each prompt in one step.
-        score_tokens: how many tokens of the budget the log-probability of a prompt token costs.
+        score_tokens: the cost of the log-probability of one prompt token, in tokens of the budget.
+            The prompt token itself costs one more.
         rate: lowers the budget of steps with whole prompts to what fits into a target time; None =
             the budget is not lowered.
-        num_lanes: number of steps that run at the same time and decode different sequences. 1 = a
-            step may decode a sequence while a step in flight still samples its previous token.
+        num_lanes: number of steps that run at the same time. If it is above 1, these steps (lanes)
+            decode different sequences, and a sequence is decoded again only when its last token
+            has arrived. 1 = the next step may be planned to decode a sequence while the step in
+            flight still samples the previous token of the sequence.
         shares: leaves some decodes of large requests out of a step; None = no decode is left out.
 
     Attributes:
@@ -77,7 +81,8 @@ class StepPlanner:
         self._score_tokens = score_tokens
         self._rate = rate
         self._num_lanes = num_lanes
-        # A lane has only a part of the decodes. If all of these rested, its step would be empty.
+        # A lane has only a part of the decodes. If `_shares` left out all of this part, the step
+        # would be empty.
         self._shares = shares if num_lanes == 1 else None
         self._resting: Set[Sequence] = frozenset()  # decodes that `_shares` leaves out of the step
         self._admission = Admission(queues, loads, whole_prompts=whole_prompts)
@@ -117,7 +122,10 @@ class StepPlanner:
         return -(-decoding // self._num_lanes)
 
     def _grow_running(self, step: StepPlan) -> None:
-        """Plan the next tokens of running sequences that come before the first waiting one."""
+        """Plan the next tokens of the running sequences that come before the first waiting one.
+
+        If no waiting sequence can be admitted in this step, all running sequences are planned.
+        """
         running, waiting = self._queues.running, self._queues.waiting
         begin, end = step.num_grown, len(running)
         if begin < end and waiting and not step.is_closed and waiting[0].order < running[-1].order:
@@ -131,7 +139,7 @@ class StepPlanner:
                 continue
             start = sequence.num_computed_tokens
             if sequence.is_held and sequence.num_in_flight:
-                continue  # its last step gave no token, but the step in flight expects one
+                continue  # the step in flight was planned as if the step before gave a token
             if start < sequence.num_prefill_tokens:
                 num_left = sequence.num_prefill_tokens - start
                 has_scores = sequence.num_prompt_logits(start, start + 1) > 0
@@ -140,13 +148,13 @@ class StepPlanner:
                 self._grow_prefill(sequence, 1 if sequence.is_decoding else limit, step)
                 continue
             if sequence.beam is not None:
-                continue  # a beam that waits for the other beams of its search
+                continue  # a beam whose next token the search has not chosen yet
             if start + 1 >= sequence.max_num_tokens:
-                continue  # its last token has not arrived
+                continue  # a step in flight samples its final token
             if has_lanes and (sequence.num_in_flight or not step.decodes_left):
                 continue  # the sequence is in another lane, or this lane is full
             if drafts is not None and sequence.num_in_flight and drafts.waits_for(sequence):
-                continue  # its last token is needed for its next draft
+                continue  # its draft needs the token that the step in flight samples
             new_block_ids: list[int] | None = []
             if not start % block_size and start == block_size * len(sequence.block_table.block_ids):
                 new_block_ids = self._take_room(sequence, step, self._next_block)
@@ -194,7 +202,7 @@ class StepPlanner:
 
         While `take` finds no block, the sequences behind this one are preempted, the last first.
         But if blocks will become free when a step in flight or a load ends, no further sequence is
-        preempted, and this one skips the step.
+        preempted, and every sequence that needs a block skips the step.
         """
         queues = self._queues
         while not step.is_stalled:
@@ -211,8 +219,8 @@ class StepPlanner:
         """Start waiting sequences while rows, tokens and blocks last.
 
         Returns:
-            Whether running sequences are left to plan: those before the next waiting sequence, or
-            all others if no further sequence is admitted.
+            Whether running sequences are left to plan. If the step is not closed, these are the
+            ones before the next waiting sequence. If it is closed, they are all the rest.
         """
         running, waiting = self._queues.running, self._queues.waiting
         has_decodes, num_further = step.num_samples > 0, 0
@@ -257,7 +265,7 @@ class StepPlanner:
     def _plan_chunk(
         self, sequence: Sequence, limit: int, new_block_ids: list[int], step: StepPlan
     ) -> None:
-        """Plan the next `limit` of the tokens that were known when the sequence was admitted."""
+        """Plan the next `limit` of the first `num_prefill_tokens` tokens: the host has these."""
         start = sequence.num_computed_tokens
         end = start + limit
         is_pooled = sequence.request.pooling is not None

@@ -22,7 +22,7 @@ class QueueLoad(NamedTuple):
     num_prefill_tokens: int  # known tokens of running sequences that are not computed yet
     num_waiting: int  # sequences without a row
     num_waiting_tokens: int  # tokens of the sequences without a row
-    num_free_rows: int
+    num_free_rows: int  # rows that the request can take
     expected_steps: list[int]  # for each running sequence, the steps until it ends
 
 
@@ -33,8 +33,9 @@ def queue_load(
 
     Args:
         running: sequences with a row.
-        waiting: sequences without a row.
-        num_free_rows: rows that no sequence has.
+        waiting: sequences without a row that come before the request.
+        num_free_rows: rows that the request can take: those that no sequence has, and those of
+            running sequences that come after the request in the policy's order.
         mean_output: mean number of output tokens of ended requests. None = no request has ended.
             Then each sequence is expected to generate `max_tokens` tokens.
     """

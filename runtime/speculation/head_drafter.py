@@ -26,7 +26,9 @@ from ostinato.runtime.types.step import AdmittedSequence, ScheduledSequence, Sch
 
 __all__ = ("MOST_WAITING", "DraftHead", "HeadDrafter")
 
-MOST_WAITING = 16  # the head computes a sequence with this many waiting positions in any case
+# Waiting positions are those that the target has computed and the head has not. The head computes a
+# sequence with this many waiting positions even if no drafts are wanted.
+MOST_WAITING = 16
 
 
 class DraftHead(Protocol):

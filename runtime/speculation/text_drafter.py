@@ -3,6 +3,7 @@
 The draft is the text that followed these tokens. Up to three texts are searched: the request's
 `prediction`, the sequence's own prompt and output, and the earlier answers of the engine. The
 longest match gives the draft. Of equally long matches, the one in the first of these texts does.
+Without a match the prediction still gives a draft, until it ends (prediction.py).
 """
 
 from __future__ import annotations

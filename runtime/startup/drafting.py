@@ -105,7 +105,8 @@ def make_drafter(
 def _num_host_copies(plan: EnginePlan) -> int:
     """How many steps of a drafter can be queued at once. When all are queued, the host waits.
 
-    For each step in flight this is one step for each draft token, and one that follows a prompt.
+    For each step in flight this is one step for each draft token, and one that follows a prompt,
+    but at most `_MOST_HOST_COPIES` in all.
     """
     num_in_flight = 2 if plan.overlap else 1
     return min(_MOST_HOST_COPIES, num_in_flight * (1 + plan.config.speculation.max_drafts))

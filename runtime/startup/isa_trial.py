@@ -60,8 +60,9 @@ def try_levels(config: EngineConfig, source: ModelSource, *, anew: bool = False)
         anew: decide again, even if a decision is stored.
 
     Returns:
-        The decision. If `device.isa` names a level, the stored decision for that level, or None.
-        None if there is nothing to decide:
+        The decision. If `device.isa` names a level, the stored decision for that level, or None. If
+        this process has loaded kernels already, their level, without times. None if the decision
+        cannot be stored, or if there is nothing to decide:
 
         - the machine has one level only,
         - the layers are not bfloat16, or do not use this project's kernels, or

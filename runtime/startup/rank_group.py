@@ -145,14 +145,16 @@ def build_other_rank(
 
 
 def agree(plan: EnginePlan, meet: Meet) -> tuple[EnginePlan, tuple[RankInfo, ...]]:
-    """Agree with the other ranks on the number of KV blocks: the least that any rank has room for.
+    """Agree with the other ranks on the number of KV blocks and the longest sequence.
+
+    Each is the least of all ranks, so every rank has room for it.
 
     Args:
         plan: the plan of this rank.
         meet: exchanges numbers with the other ranks.
 
     Returns:
-        The plan with this number of blocks, and the facts of each rank.
+        The plan with these two numbers, and the facts of each rank.
     """
     memory = plan.memory
     layers = plan.source.shard.layers(plan.source.config.num_layers)

@@ -114,10 +114,11 @@ def _eos_token_ids(source: ModelSource, tokenizer: Path | None) -> tuple[int, ..
 
 
 def _fingerprint(plan: EnginePlan, isa: str) -> str:
-    """A digest of everything that an answer depends on, besides the request.
+    """A digest of what an answer depends on besides the request.
 
-    Two engines with equal fingerprints that contain `bitwise` give bitwise equal logits. The number
-    of threads and the limits of steps are not part of the fingerprint.
+    Two engines with equal fingerprints that contain `bitwise` give bitwise equal logits. Of a
+    weight file, the digest covers the name, the size and the last 4096 bytes. The number of threads
+    and the limits of steps are not part of the fingerprint.
     """
     source, model = plan.source, plan.config.model
     digest = hashlib.sha256()

@@ -96,7 +96,7 @@ class SequenceOutput(msgspec.Struct, array_like=True, gc=False):
     speculation: SpeculationReport | None = None  # drafts in this step; None = no draft
 
     def shift_times(self, seconds: float) -> None:
-        """Convert the times of another machine's clock to this machine's, by adding seconds."""
+        """Convert the times to the clock of another machine, by adding `seconds` to them."""
         if self.scheduled_time:
             self.scheduled_time += seconds
         if self.events:

@@ -110,7 +110,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     # A token's random number depends only on the seed and the token's position. null = random seed.
     seed: int | None = None
     max_tokens: int | None = 16  # null = up to the end of the context
-    min_tokens: int = 0  # the output does not end before it has this many tokens
+    min_tokens: int = 0  # no stop before this many output tokens, unless a grammar is complete
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     include_stop_str_in_output: bool = False

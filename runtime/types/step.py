@@ -43,7 +43,7 @@ class ScheduledSequence(msgspec.Struct, frozen=True, array_like=True):
     token_ids: list[int]
     new_block_ids: list[int]  # appended to the row's block table
     # How many of the last positions get logits. 0 = no token is sampled (a chunk inside a prompt).
-    # 1 = one token is sampled. 1 + k = k drafts are verified, and 1 to 1 + k tokens are returned.
+    # 1 = one token is sampled. 1 + k = k drafts are verified, and up to 1 + k tokens are returned.
     num_logits: int
     # How many of the first positions get the log-probability of the prompt token after them.
     num_prompt_logits: int = 0

@@ -100,8 +100,8 @@ class ToolCallFormat(msgspec.Struct, frozen=True, kw_only=True):
     begin: str
     middle: str
     end: str
-    # The text with which calls start. In free text it begins the constrained part. Empty = `begin`,
-    # the function's name and `middle` are the trigger.
+    # The text with which calls start. In free text it begins the constrained part. Empty = the
+    # trigger is the whole beginning of a call: `opening`, `begin`, the name and `middle`.
     trigger: str
     separator: str = "\n"  # between calls that follow each other without text
     opening: str = ""  # once before the calls

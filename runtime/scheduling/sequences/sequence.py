@@ -118,8 +118,9 @@ class Sequence:
         # Positions below this are computed, or will be by a step in flight. Only the scheduler
         # writes it.
         self.num_computed_tokens = 0
-        # Tokens that were known when the sequence took its row. The host supplies these tokens. At
-        # later positions the input is the row's last sampled token, which the device has.
+        # The host supplies the ids of this many leading tokens: those that were known when the
+        # sequence took its row. For beams and held sequences they are all tokens so far. At later
+        # positions the input is the row's last sampled token, which the device has.
         self.num_prefill_tokens = 0
         # Draft tokens of its step in flight. A sequence with drafts has only one step in flight.
         self.num_drafts = 0
@@ -197,7 +198,10 @@ class Sequence:
 
     @property
     def is_decoding(self) -> bool:
-        """Whether the input of the next step is the token that the step before samples."""
+        """Whether its next step is a decode: the prompt is computed, and output is still missing.
+
+        A sequence that computes its tokens again after a preemption does not decode meanwhile.
+        """
         known, computed = self.num_prefill_tokens, self.num_computed_tokens
         if self.beam is not None:  # the search sets its last token; a waiting beam does not have it
             return self.num_output_tokens > 0 and known - computed == 1
@@ -238,7 +242,7 @@ class Sequence:
 
     @property
     def is_finished(self) -> bool:
-        """Whether its last output was returned."""
+        """Whether it has ended: its last output was returned, or it was dropped."""
         return self.status is SequenceStatus.finished
 
     def __repr__(self) -> str:

@@ -23,8 +23,9 @@ def with_default_drafts(
 ) -> EngineConfig:
     """The configuration with a `speculation.method`, if it has none.
 
-    The method is `auto` if drafts cannot change an answer, and measured step costs choose their
-    number, so that they do not slow the engine down. Otherwise it is `none`.
+    The method is `auto` if the model generates on a CPU, a step has room for a draft, drafts cannot
+    change an answer, and measured step costs choose the number of drafts, so that they do not slow
+    the engine down. Otherwise it is `none`.
 
     Args:
         config: the engine's configuration.
