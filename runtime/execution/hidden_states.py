@@ -69,7 +69,7 @@ class _Waiting(NamedTuple):
 
 
 class HiddenStates:
-    """Implements `KeptStates`, on a CPU: the states stay in the tensors that the steps gave."""
+    """Implements `KeptStates`, on a CPU: rows keep slices of one joined tensor for each step."""
 
     def __init__(self) -> None:
         self._rows: dict[int, _Waiting | None] = {}  # the watched rows

@@ -33,10 +33,14 @@ class Profiler:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise InvalidRequestError(
-                f"server.profile_dir={directory} cannot be made: {error.strerror or error}"
+                f"server.profile_dir={directory} cannot be made: {error.strerror or error}; start "
+                "the server with another directory"
             ) from error
         if not os.access(folder, os.W_OK):
-            raise InvalidRequestError(f"server.profile_dir={directory} cannot be written")
+            raise InvalidRequestError(
+                f"server.profile_dir={directory} cannot be written; start the server with another "
+                "directory"
+            )
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)

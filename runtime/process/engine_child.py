@@ -1,6 +1,7 @@
 """`EngineChild`: one engine process, and how messages reach it. Imports no torch.
 
 `LocalChild` is a process on this machine. `RemoteChild` (runtime/nodes) is one on another machine.
+`SpanningChild` (runtime/nodes) is an engine with ranks on several machines.
 """
 
 from __future__ import annotations

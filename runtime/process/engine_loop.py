@@ -62,7 +62,8 @@ _BEAT_S = 0.5  # seconds between the heartbeats of an idle engine
 # Number of idle heartbeats before the integrity check, which would delay a request.
 _BEATS_BEFORE_CHECK = 4
 _LONG_CALL_S = 60.0  # the watchdog allows this for a utility call; writing a trace takes long
-_LONG_STEP_S = 0.25  # a step is announced to the client if it is predicted to take longer
+# A step that computes prompts is announced to the client if it is predicted to take longer.
+_LONG_STEP_S = 0.25
 # Limits of the time for reading messages between two steps. Messages that are left are read after
 # the next step.
 _RECEIVE_S = 0.005

@@ -168,10 +168,12 @@ class EngineFailed(msgspec.Struct, frozen=True, array_like=True, tag=4, gc=False
 
 
 class StepStarted(msgspec.Struct, frozen=True, array_like=True, tag=5, gc=False):
-    """Sent before a step that admits requests, or is predicted to take more than 0.25 s.
+    """Sent before a step that admits requests, or that computes prompts for more than 0.25 s.
 
-    If the engine dies in that step, the client has the ids of the requests that were running. The
-    watchdog gives the step more time if `seconds` is large. It is also sent before a utility call.
+    The 0.25 s are compared with the prediction. Before a step that only decodes, the message is not
+    sent. It is sent before a utility call too. If the engine dies in an announced step, the client
+    has the ids of the requests that were running. The watchdog gives the step more time if
+    `seconds` is large.
     """
 
     request_ids: list[str]  # requests that take part in a step for the first time

@@ -1,8 +1,10 @@
 """The process of a rank after the first: `python -m ostinato.runtime.process.rank_main ...`.
 
-`RankProcesses` starts this process. The process builds its part of the model, then runs the steps
-that rank 0 sends. It waits for steps in `recv`, so an idle rank uses no processor time. When rank
-0's process ends, for any reason, the socket between them closes. Then this process ends too.
+A `LocalRank` starts this process: in rank 0's process, or on another machine in that of
+rank_host_main.py, which passes the messages of rank 0 on. This process builds its part of the
+model, then runs the steps that rank 0 sends. It waits for steps in `recv`, so an idle rank uses no
+processor time. When the process that started it ends, for any reason, the socket between them
+closes. Then this process ends too.
 """
 
 from __future__ import annotations
@@ -47,10 +49,10 @@ def main(
     """Build a rank and run its steps; ends the process.
 
     Args:
-        socket_fd: descriptor of the socket to rank 0.
+        socket_fd: descriptor of the socket to the process that started this one.
         stack_fd: descriptor of the file for the stacks of threads, written on SIGUSR1 or a crash.
-        parent: process id of rank 0, if the system is to kill this process when rank 0 ends; else
-            0.
+        parent: id of the process that started this one, if the system is to kill this process when
+            that one ends; else 0.
         log_level: the log level of this process.
         log_format: text or json.
         name: the name of this process, in its log.

@@ -1,7 +1,8 @@
-"""The processes of the ranks after the first, as rank 0's process sees them.
+"""The processes of the ranks after the first, as the process that starts or uses them sees them.
 
-`LocalRank` is a child of this process. `RemoteRank` runs on another machine: the bridge of this
-machine passes its messages on and reports its state (runtime/process/bridge_main.py).
+`LocalRank` is a child of this process: of rank 0's process, or on another machine of
+rank_host_main.py. Rank 0's process uses a `RemoteRank` for a rank on another machine. The bridge of
+rank 0's machine passes its messages on and reports its state (runtime/process/bridge_main.py).
 
 Imports no torch.
 """

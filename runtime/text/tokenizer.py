@@ -76,7 +76,8 @@ class Tokenizer:
                 model's own.
 
         Raises:
-            StartupError: there is no tokenizer, or a file cannot be read; the text names the file.
+            StartupError: there is no tokenizer, a file cannot be read, or the chat template is not
+                valid.
         """
         files = TokenizerFiles(path)
         special_tokens = _special_tokens({**files.special_tokens_map, **files.config})

@@ -61,7 +61,7 @@ class StructuredOutputsParams(
         given = [kind for kind in KINDS if getattr(self, kind) not in (None, False)]
         if len(given) != 1 and self.json is not False:
             raise ValueError(
-                f"structured_outputs must be one of {', '.join(KINDS)}, got "
+                f"structured_outputs must have exactly one of {', '.join(KINDS)}, got "
                 f"{' and '.join(given) or 'none of them'}"
             )
         if self.choice is not None and not (
