@@ -133,7 +133,8 @@ def make_pooling_request(  # noqa: PLR0913 - the fields of a request
 def make_pairs(first: Sequence[T], second: Sequence[T]) -> list[tuple[T, T]]:
     """Pair each element of `second` with an element of `first`.
 
-    This is the only element of `first`, or the element at the same index.
+    If `first` has one element, all pairs begin with it. Otherwise the two elements of a pair have
+    the same index.
 
     Raises:
         InvalidRequestError: `second` is empty, or `first` has neither one element nor as many as

@@ -13,11 +13,12 @@ sequences and tokens. The table has the difference between such a step and a dec
 The log-probabilities of a prompt are timed for one number of tokens, as the difference between a
 step with them and a step without them.
 
-Only some lines of the grid are measured: prompts of one sequence, and decodes of several sequences,
-each without and with context. The other points are derived from these lines. A line is measured
-from small to large sizes with one run a point. It ends where its share of the time budget would
-leave no room for two more runs of each point. These two runs follow, from large to small sizes. A
-point's cost is the median of its runs, so a disturbance of one run changes it little.
+The table is a grid of tokens, sequences and context. Only some of its lines are measured: prompts
+of one sequence, and decodes of several sequences, each without and with context. The other points
+are derived from these lines. A line is measured from small to large sizes with one run a point. It
+ends where its share of the time budget would leave no room for two more runs of each point. These
+two runs follow, from large to small sizes. A point's cost is the median of its runs, so a
+disturbance of one run changes it little.
 """
 
 from __future__ import annotations

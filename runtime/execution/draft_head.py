@@ -64,8 +64,8 @@ class HeadRunner:
             spans.append(Span(entry.row, begin, begin + entry.num_new_tokens))
             # The head's input at position p is the sequence's token at p + 1.
             self._offsets[entry.row] = begin - entry.start + 1
-        # Outside of a step, small operations would wait for OpenMP threads that have no core: the
-        # workers of the kernels' thread pool are still awake.
+        # Outside of this context, small operations would wait for OpenMP threads that have no core,
+        # because the workers of the kernels' thread pool are still awake and use the cores.
         with self._runner.hold_threads(output.num_tokens):
             self._model.read_hidden(self._states.take(spans))
         return self._run(output)

@@ -46,11 +46,11 @@ class RayShare:
 
 
 def count_room(nodes: Sequence[Demand], demand: Demand) -> int:
-    """The number of engines that fit on machines on which nothing else runs.
+    """How many engines, or parts of engines, fit on machines on which nothing else runs.
 
     Args:
         nodes: the resources of each machine.
-        demand: the resources of one engine, which must fit on one machine; all are positive.
+        demand: the resources of an engine, or of its ranks on one machine; all are positive.
     """
     return sum(min(int(node.get(name, 0) // demand[name]) for name in demand) for node in nodes)
 

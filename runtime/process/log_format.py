@@ -9,7 +9,10 @@ import msgspec
 __all__ = ("FIELDS", "JsonFormatter", "configure_logging")
 
 FIELDS = "fields_of_line"
-"""The attribute of a log record with the fields of its JSON line, `message` included, as a dict."""
+"""The attribute of a log record that holds a dict, which the JSON line gets instead of the text.
+
+The dict has the text too, under `message`.
+"""
 
 
 class JsonFormatter(logging.Formatter):

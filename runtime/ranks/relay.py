@@ -1,8 +1,8 @@
 """`Relay`: carries values between the links of one machine's ranks and other machines.
 
 It sends the values of this machine's ranks to the other machines as soon as they are written, and
-gives the ranks the values that come from there. Each rank reads all parts in its own memory, as if
-all ranks were on one machine. So the order of sums is the same.
+gives the ranks the values that come from there. Each rank reads the values of all ranks in its own
+memory, as if all ranks were on one machine. So the order of sums is the same.
 
 Imports no torch.
 """

@@ -48,9 +48,9 @@ class _Place:
 class VerifiedDraft(NamedTuple):
     """A draft that a step has verified."""
 
-    num_drafts: int  # its tokens
-    num_right: int  # how many of them were right, counted from the first
-    is_predicted: bool  # they are from the request's `prediction`
+    num_drafts: int  # number of its tokens
+    num_right: int  # how many of its tokens were right, counted from the first
+    is_predicted: bool  # its tokens are from the request's `prediction`
 
 
 class DraftPlanner:
@@ -193,7 +193,7 @@ class DraftPlanner:
         return found
 
     def _load(self, step: StepPlan, decodes: list[int]) -> StepLoad:
-        """The work that is planned so far; `decodes` lists the cached tokens of each decode."""
+        """The work that is planned so far; `decodes` has each decode's number of cached tokens."""
         num_decodes, context = len(decodes), sum(decodes) / len(decodes)
         if self._costs is None or num_decodes == len(step.scheduled):
             return StepLoad(num_decodes, context)
@@ -317,7 +317,7 @@ class DraftPlanner:
         return _Place(index, draft, count, new_block_ids)
 
     def _follow(self, model: BatchProposer, step: StepPlan) -> None:
-        """Let the draft model compute the positions that cannot wait until it drafts."""
+        """Let a draft head compute positions that cannot wait for a draft (`BatchProposer`)."""
         begin = time.perf_counter()
         model.follow(
             [

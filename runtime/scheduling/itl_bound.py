@@ -65,8 +65,8 @@ class StepAllowance:
 
         Returns:
             At most `limit`; 0 if no token fits and the step has a chunk already. The first chunk
-            always gets some tokens. Otherwise prompts would never advance when the decodes alone
-            miss the target.
+            gets up to `least_chunk` tokens even if none fits. So prompts advance although the
+            decodes alone miss the target.
         """
         if limit < 1 or self._fits(limit, start, has_scores=has_scores):
             return max(limit, 0)

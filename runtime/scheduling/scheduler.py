@@ -7,8 +7,8 @@ sequence of N continues, and its decode rows read N's tokens on the device. `upd
 sequences that N ends. Their entries in N+1 are dropped when N+1 is read. Rows and blocks that a
 step in flight uses are not reused.
 
-A step decodes every sequence that `StepPlanner` does not leave out, and computes chunks of prompts
-beside them. A target for inter-token latency limits the prompt tokens of a step.
+A step decodes all decoding sequences that `StepPlanner` does not leave out. Prompts are computed in
+chunks beside the decodes. A target for inter-token latency limits the prompt tokens of a step.
 """
 
 from __future__ import annotations

@@ -30,8 +30,8 @@ class Admission:
         self._cache = queues.cache
         self._loads = loads
         self._whole_prompts = whole_prompts
-        self._blocked: Sequence | None = None  # the first waiting sequence, if it lacks blocks
-        self._blocked_room = 0  # free blocks at that time, without the spare blocks
+        self._blocked: Sequence | None = None  # the sequence that last lacked blocks
+        self._blocked_room = 0  # free blocks when it lacked blocks, without the spare blocks
 
     def start_next(self, step: StepPlan) -> tuple[Sequence, int] | None:
         """Start the first waiting sequence: give it a row and blocks for all its known tokens.

@@ -144,7 +144,9 @@ def _attach(
         raise StartupError(
             f"speculation.model={plan.config.speculation.model} cannot be the head: {error}"
         ) from error
-    if not plan.is_cpu:  # run each tile of the kernels that a step calls outside of its programs
+    # On a GPU, run each tile of the kernels that a step calls outside of its programs, so that none
+    # of them compiles in a later step.
+    if not plan.is_cpu:
         width = plan.source.head_inputs.width(plan.source.config.hidden_size)
         hidden = torch.zeros(most, width, dtype=source.dtype, device=source.device)
         for num_tokens in sorted({shape.num_tokens for shape in plan.draft.warm_up_steps}):
