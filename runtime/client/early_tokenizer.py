@@ -66,8 +66,8 @@ class EarlyTokenizer:
 def _likely_path(model: ModelSection) -> str:
     """The directory or GGUF file that the engine will name; empty if it is not on this machine.
 
-    The engine chooses by `resolve_path`. The engine names another path if a directory has a GGUF
-    model.
+    The engine chooses by `resolve_path`. The result is wrong for a directory with a GGUF model: the
+    engine then names another path.
     """
     name = model.tokenizer or model.path
     path = expand_user(name) if name else _DEMO_MODEL

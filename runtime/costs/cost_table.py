@@ -1,7 +1,8 @@
 """The step-cost table: how many seconds a step takes, by its tokens, sequences and context.
 
-runtime/costs/cost_probe.py measures it when the engine starts. A bundle stores it as bytes. A
-lookup takes microseconds and needs no torch. A step is described by three numbers:
+runtime/costs/cost_probe.py measures the table when the engine starts. The bundle, which keeps
+compiled programs for later starts, keeps the table as bytes. A lookup takes microseconds and needs
+no torch. A step is described by three numbers:
 
     tokens    T, tokens that the step computes, over all of its sequences
     seqs      S, sequences that take part

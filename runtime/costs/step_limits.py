@@ -21,8 +21,8 @@ _MAX_NUM_SEQS = {"cpu": 64, "cuda": 256}
 _MAX_NUM_BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}
 
 # Draft tokens of one step on a CPU, at most. More rows of logits rarely save time there, because
-# a step of so many tokens is limited by arithmetic. And they would need much memory: each row takes
-# up to 16 bytes per vocabulary entry.
+# a step of so many tokens is limited by arithmetic. The rows would also need much memory: each row
+# takes up to 16 bytes per vocabulary entry.
 _MAX_STEP_DRAFTS = 128
 
 # A larger step is chosen only if it gives more tokens a second by more than this share.

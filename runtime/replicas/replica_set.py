@@ -119,7 +119,9 @@ class ReplicaSet:
         """
         if self._reloads.locked():
             raise InvalidRequestError(
-                "the weights are being reloaded: wait for the end", code="call_refused", status=409
+                "the weights are being reloaded: try again when the reload has ended",
+                code="call_refused",
+                status=409,
             )
         async with self._reloads:
             for replica in self.replicas:

@@ -56,7 +56,7 @@ def prompt_text(prompt: str | TextPrompt) -> str:
     """
     text = _unwrap(cast(Mapping[str, object], prompt)) if isinstance(prompt, Mapping) else prompt
     if not isinstance(text, str):
-        raise InvalidRequestError("a text is needed here, got token ids", param="prompt")
+        raise InvalidRequestError("a score needs texts, got token ids", param="prompt")
     return text
 
 

@@ -42,7 +42,7 @@ def test_arguments_reach_the_engine(llm: LLM):
 
 def test_where_only_text_will_do():
     assert prompt_text({"prompt": TEXT}) == prompt_text(TEXT) == TEXT
-    with pytest.raises(InvalidRequestError, match="a text is needed here, got token ids"):
+    with pytest.raises(InvalidRequestError, match="a score needs texts, got token ids"):
         prompt_text({"prompt_token_ids": [1]})  # type: ignore[typeddict-item]
 
 

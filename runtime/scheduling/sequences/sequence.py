@@ -115,8 +115,8 @@ class Sequence:
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self.row = -1  # index into the runner's buffers, while it runs or drains
 
-        # Positions below this are computed, or will be by a step in flight. Only the scheduler
-        # writes it.
+        # Positions below this are computed, or will be by a step in flight. Only modules of
+        # runtime/scheduling write it.
         self.num_computed_tokens = 0
         # The host supplies the ids of this many leading tokens: those that were known when the
         # sequence took its row. For beams and held sequences they are all tokens so far. At later

@@ -133,7 +133,7 @@ def open_model(
     except ValueError as error:
         raise StartupError(str(error)) from error
     if pooling.unsupported is not None and config.model.pooling is PoolingChoice.auto:
-        raise StartupError(f"{pooling.unsupported}; choose one with model.pooling")
+        raise StartupError(f"{pooling.unsupported}; choose a pooling with model.pooling")
     dtype = resolve_dtype(config.model.dtype, model_config)
     device = device or resolve_device(config.device.name)
     is_cpu = device.type == "cpu"
