@@ -1,4 +1,4 @@
-"""The processes of the ranks after the first, as the process that starts or uses them sees them.
+"""The processes of the ranks after the first, as their parent or rank 0's process sees them.
 
 `LocalRank` is a child of this process: of rank 0's process, or on another machine of
 rank_host_main.py. Rank 0's process uses a `RemoteRank` for a rank on another machine. The bridge of

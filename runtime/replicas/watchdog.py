@@ -5,8 +5,9 @@ It has no clock and sends nothing. Its caller reports messages and elapsed time.
 Time counts only while the caller runs. While the machine is suspended or the caller's process is
 stopped, no message can arrive.
 
-Time in which the engine's process computes counts less than other time. On shared cores, a step can
-take many times its prediction. A process that hangs on a lock or is stopped uses no processor time.
+Time in which the engine's process computes counts less than other time, because on shared cores a
+step can take many times its prediction. A process that hangs on a lock, or is stopped, uses no
+processor time, so its time counts in full.
 """
 
 from __future__ import annotations

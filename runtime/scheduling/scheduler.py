@@ -5,7 +5,7 @@
 `schedule` may run one step ahead. While step N is on the device, step N+1 is planned as if every
 sequence of N continues, and its decode rows read N's tokens on the device. `update(N)` finds the
 sequences that N ends. Their entries in N+1 are dropped when N+1 is read. Rows and blocks that a
-step in flight uses are not reused.
+step in flight uses are not reused. In a pipeline, steps in flight decode different sequences.
 
 A step decodes all decoding sequences that `StepPlanner` does not leave out. Prompts are computed in
 chunks beside the decodes. A target for inter-token latency limits the prompt tokens of a step.

@@ -3,9 +3,9 @@
     share the machine -> plan, agree on the smallest KV cache -> programs -> weights
     -> warm-up, capture
 
-All ranks load their weights at the same time. Rank 0 compiles and saves the programs; the others
-load them, because one program serves every rank. On another machine, the first rank there compiles
-and saves them.
+All ranks load their weights at the same time. Rank 0 compiles and saves the programs. The other
+ranks of its machine load these programs, because one program serves every rank. On each further
+machine, the first rank there compiles and saves the programs for that machine.
 """
 
 from __future__ import annotations
