@@ -169,7 +169,7 @@ def _load(plan: EnginePlan, model: LanguageModel, phase: PhaseTimer) -> None:
         with phase("weights"), torch.inference_mode():
             if config.model.load_format is LoadFormat.dummy:
                 import_rest()  # `torch.Generator` needs it
-                # Making random weights is fast, but quantising them needs a progress bar.
+                # Random weights are made fast. Quantising them takes longer and shows its progress.
                 is_quantized = config.model.quantization is not Quantization.none
                 progress = _progress_of(plan) if is_quantized else ""
                 init_dummy_weights(model, config.model.seed, progress=progress, whole=whole)

@@ -42,8 +42,9 @@ class ScheduledSequence(msgspec.Struct, frozen=True, array_like=True):
     # drafts: the last sampled token, then the drafts.
     token_ids: list[int]
     new_block_ids: list[int]  # appended to the row's block table
-    # How many of the last positions get logits. 0 = no token is sampled (a chunk inside a prompt).
-    # 1 = one token is sampled. 1 + k = k drafts are verified, and up to 1 + k tokens are returned.
+    # How many of the last positions get logits. 0 = no token is sampled: a chunk inside a prompt,
+    # or a pooled prompt. 1 = one token is sampled. 1 + k = k drafts are verified, and up to 1 + k
+    # tokens are returned.
     num_logits: int
     # How many of the first positions get the log-probability of the prompt token after them.
     num_prompt_logits: int = 0
@@ -112,8 +113,8 @@ class StepResult(msgspec.Struct, array_like=True):
     # grammar is complete; the token is kept. Any other value is the error; the token is dropped.
     endings: dict[int, str] = {}
     # The number of tokens of each entry that samples, 0 to `num_logits`; None = one token each.
-    # 0 = the step had no time for the row's grammar mask. A later step then computes the row's last
-    # position again.
+    # 0 = the step had no time for the row's grammar mask, or the step before gave the row no token.
+    # A later step then computes the row's last position again.
     counts: list[int] | None = None
     # (transfer_id, number of leading blocks that were loaded) of each load that has ended.
     finished_loads: list[tuple[int, int]] = []
