@@ -1,6 +1,7 @@
 """The bodies of `/v1/messages`, with the names of the Anthropic API.
 
-A request schema has exactly the supported fields. `UNSUPPORTED` lists the other fields.
+A request schema has exactly the supported fields. `UNSUPPORTED` lists fields that are refused with
+a message of their own.
 """
 
 from __future__ import annotations

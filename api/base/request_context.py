@@ -48,7 +48,7 @@ class RequestContext:
     Attributes:
         arrived_at: time of arrival, in seconds of time.monotonic().
         timeline: collects the events of the request; None = the request asks for no timeline.
-        grammar: the compiled constraint of the request; empty = none, or not compiled yet.
+        grammar: the compiled constraint of the request, as text; empty = none, or not compiled yet.
         grammar_seconds: how long the request waited for its grammar.
         timeout_ms: time limit of the answer, counted from the arrival; None = no limit.
         request_id: the request id, from the header or random; empty = none.

@@ -31,7 +31,8 @@ class CompletionTimeline(msgspec.Struct, kw_only=True):
 
     prompt: int
     index: int
-    queue_ms: float | None = None  # from arrival until it was scheduled; null = never scheduled
+    # From the request's arrival until the completion was scheduled; null = it never was.
+    queue_ms: float | None = None
     first_token_ms: float | None = None  # milliseconds since arrival
     preemptions: int = 0
     cached_tokens: int = 0

@@ -14,8 +14,8 @@ _INSTEAD = {
     "/generate_stream": "/v1/completions with stream=true",
     "/get_model_info": "/v1/models",
     "/health_generate": "/ready",
-    "/inference/v1/generate": "/v1/completions, which takes token ids and gives them with"
-    " return_token_ids",
+    "/inference/v1/generate": "/v1/completions, which takes token ids, and returns token ids if"
+    " return_token_ids is true",
     "/pooling": "/v1/embeddings",
     "/server_info": "/v1/models, /version and /metrics",
     "/update_weights": "/reload_weights, which reads the weights again from the same path",

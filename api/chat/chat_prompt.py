@@ -168,10 +168,11 @@ def _variables(
 def _settings(
     body: ChatCompletionRequest | TokenizeRequest, found: TemplateTraits
 ) -> dict[str, Any]:
-    """The template's variables for `reasoning_effort` and `verbosity`, if it has any.
+    """The template's variables for the request's `reasoning_effort` and `verbosity`.
 
-    If the template uses `enable_thinking` and not `reasoning_effort`, it gets `enable_thinking`:
-    false for the effort `none`, true for every other effort.
+    A variable that the template does not use is left out. If the template uses `enable_thinking`
+    and not `reasoning_effort`, the effort sets `enable_thinking`: false for `none`, true for every
+    other effort.
     """
     if not isinstance(body, ChatCompletionRequest):
         return {}

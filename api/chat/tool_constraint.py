@@ -57,7 +57,7 @@ def tool_constraint(
 def _calls(
     use: ToolUse, form: AnswerForm, calls: CallFormat, *, only_calls: bool
 ) -> dict[str, Any]:
-    # With channels every message has a header, so there is no free text around calls.
+    # With channels (gpt-oss) every message has a header, so there is no free text around calls.
     has_channels = form.reasoning is not None and form.reasoning.has_channels
     part = arrange_calls(
         [_tag(use, calls, one) for one in use.callable_tools],

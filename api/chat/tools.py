@@ -34,7 +34,7 @@ _ALPHANUMERIC = string.ascii_letters + string.digits
 
 
 class ToolUse(msgspec.Struct, frozen=True, kw_only=True):
-    """The functions that the model may call. Default: none.
+    """The functions that the prompt shows, and which of them the model may call. Default: none.
 
     The model sees a custom tool as a function with one text argument, `input`.
     """

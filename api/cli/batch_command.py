@@ -51,7 +51,8 @@ def batch(config: RunConfig, source: str, target: str) -> int:
     """Answer every request of `source` without an answer in `target`; returns the exit code.
 
     Raises:
-        InvalidRequestError: a file cannot be read or written, or is not a batch file.
+        InvalidRequestError: a file cannot be read or written, two lines of `source` have the same
+            custom_id, or `target` has lines that are not answers of a batch.
         StartupError: the engine cannot start.
         EngineDeadError: the engine ended, or a request got a 503 for another reason. The same
             command continues the batch.
@@ -95,7 +96,11 @@ class _Run:
 
     @property
     def summary(self) -> str:
-        """The numbers of answered, failed and skipped lines, as a sentence."""
+        """The numbers of answered, failed and skipped lines, as a sentence.
+
+        A line whose answer is an HTTP error counts as answered and as failed. A line that could not
+        be sent counts as failed only.
+        """
         return (
             f"{self._num_answered} answered, {self._num_failed} with an error, "
             f"{self._num_skipped} were answered before"

@@ -21,7 +21,8 @@ class Command:
     sections: tuple[str, ...]  # sections of the configuration, in the order of the help text
     examples: tuple[str, ...]
     takes_prompt: bool = False
-    files: tuple[str, ...] = ()  # names of the positional arguments, such as files, in order
+    # Names of the positional arguments, in order: files, or the address and token of `run rank`.
+    files: tuple[str, ...] = ()
     # A group of the configuration. The first word can be one of its options: `run bench serve`
     # means `run bench bench=serve`.
     kinds: str = ""

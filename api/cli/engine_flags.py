@@ -53,8 +53,8 @@ def read_flags(words: Sequence[str], own: Mapping[str, int]) -> EngineFlags:
             values go to `rest`.
 
     Raises:
-        ConfigError: a flag is unknown or not supported, has no value, or sets the same key as an
-            override.
+        ConfigError: a flag is unknown or not supported, lacks a value, has a value and takes none,
+            or sets the same key as an override.
     """
     flags = EngineFlags()
     index = 0

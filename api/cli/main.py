@@ -251,7 +251,9 @@ def _is_override(word: str) -> bool:
 
 
 def _shell_completion(arguments: list[str], commands: Commands) -> int:
-    """Install or uninstall the completion of a shell, or print the completions of a command line.
+    """Print a script that installs or uninstalls a shell's completion, or print completions.
+
+    The shell asks for completions of a command line with `query=SHELL`.
 
     The names of commands are completed here, and overrides by Hydra.
     """

@@ -23,7 +23,8 @@ def quantize(config: RunConfig) -> int:
     """Quantise a model's layers, write the checkpoint and print sizes and perplexities.
 
     Raises:
-        StartupError: the model, the format or a file is not supported.
+        StartupError: the model, the format or a file is not supported, or `quantize.output` is not
+            a new or empty directory.
     """
     from ostinato.runtime.quantize_model import quantize_model
 
@@ -54,17 +55,21 @@ def quantize(config: RunConfig) -> int:
         )
     out = Console(width=_WIDTH, highlight=False)
     out.print(table)
-    how = "rounded to the nearest"
+    how = "each weight is rounded to the nearest quantised value"
     if report.calibration_tokens:
-        how = f"rounded for the activations of {report.calibration_tokens} tokens"
+        how = (
+            f"calibrated on {report.calibration_tokens} tokens; matrices of experts that no token "
+            "reached are rounded to nearest"
+        )
     if report.num_kept:
         out.print(
-            f"{report.num_kept} matrices of experts stay as they are: this family stores the "
-            "experts of a layer in one tensor, for which the format has no names",
+            f"{report.num_kept} matrices of experts are not quantised: this family stores the "
+            "experts of a layer in one tensor, and the output format has no names for the parts of "
+            "such a tensor",
             soft_wrap=True,
         )
     out.print(
-        f"{report.num_matrices} matrices, {how}\nrun serve model.path={report.directory}",
+        f"{report.num_matrices} matrices quantised: {how}\nrun serve model.path={report.directory}",
         soft_wrap=True,
         markup=False,
     )

@@ -52,8 +52,8 @@ class ReceiveLimits(NamedTuple):
     """Limits of what a client sends.
 
     `header_bytes` counts the request line, headers, trailers, and the bytes between the chunks of a
-    body. `header_s` and `body_s` count from the time when the server begins to wait for the headers
-    or the body until it has the last byte of them.
+    body. `header_s` limits the time from when the server begins to wait for the headers until their
+    last byte has arrived. `body_s` is the same limit for the body.
     """
 
     header_bytes: int

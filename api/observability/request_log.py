@@ -13,10 +13,10 @@ _LOG = logging.getLogger("ostinato.requests")
 
 
 def log_request(reply_id: str, outcome: str, fields: Mapping[str, object]) -> None:
-    """Write the log line of a finished request, without text of the prompt or the answer.
+    """Write the log line of a request that has ended, without text of the prompt or the answer.
 
-    As text it is `ID OUTCOME prompt=5 cached=0 output=3 ttft=12ms e2e=40ms …`. Unknown values are
-    left out.
+    As text it is `ID OUTCOME prompt=5 cached=0 output=3 ttft=12ms e2e=40ms …`, without the values
+    that are not known. In JSON these values are null.
     """
     if not _LOG.isEnabledFor(logging.INFO):
         return

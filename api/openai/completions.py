@@ -294,7 +294,7 @@ def to_response(
     Args:
         head: the fields of the reply.
         generations: the prepared prompts.
-        completions: the joined completions, from `collect`.
+        completions: (prompt index, completion index) -> the joined completion.
         token_bytes: returns the bytes of a token.
         options: the parts of the outputs that the reply shows.
         echoes: the prompts, if the completions repeat them; else empty.

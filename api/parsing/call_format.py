@@ -97,7 +97,7 @@ class CallFormat(msgspec.Struct, frozen=True, kw_only=True):
         return f"{shape.opening}{call}{shape.closing}"
 
     def constrained(self) -> CallFormat:
-        """The format for answers whose grammar enforces `shape`. Their arguments are streamed."""
+        """The format for answers whose grammar enforces `shape`. It streams arguments of calls."""
         shape, head = self.shape, self.shape.opening + self.shape.begin
         opening = next((one for one in self.openings if head.startswith(one)), "")
         between = (shape.separator.strip(), shape.closing.strip())

@@ -76,8 +76,8 @@ def prepare_embedding(preparation: Preparation, data: bytes, arrival: Arrival) -
     """Prepare a request of `/v1/embeddings`.
 
     Raises:
-        InvalidRequestError: the body is not valid, a value is out of range, or an input does not
-            fit.
+        InvalidRequestError: the body is not valid, the model makes no embeddings, a value is out of
+            range, or an input does not fit.
     """
     body = preparation.decode(data, EmbeddingRequest)
     model = preparation.model
@@ -104,8 +104,8 @@ def prepare_scores(preparation: Preparation, data: bytes, arrival: Arrival) -> P
     """Prepare a request of `/v1/score`.
 
     Raises:
-        InvalidRequestError: the body is not valid, the texts do not form pairs, there are too many
-            pairs, or a text is too long.
+        InvalidRequestError: the body is not valid, the model makes neither scores nor embeddings,
+            the texts do not form pairs, there are too many pairs, or a text is too long.
     """
     body = preparation.decode(data, ScoreRequest)
     first_name, second_name = _names(body)
@@ -118,8 +118,8 @@ def prepare_ranking(preparation: Preparation, data: bytes, arrival: Arrival) -> 
     """Prepare a request of `/v1/rerank`.
 
     Raises:
-        InvalidRequestError: the body is not valid, there are too many documents, or a document does
-            not fit.
+        InvalidRequestError: the body is not valid, the model makes neither scores nor embeddings,
+            there are too many documents, or a document does not fit.
     """
     body = preparation.decode(data, RerankRequest)
     pairs = [(body.query, document) for document in body.documents]

@@ -1,9 +1,9 @@
 """`Preparation`: the model, its tokenizer and the server's settings, for preparing requests.
 
 Preparing a request has these parts: decode its body, render its template, tokenise its prompts and
-check its parameters. Functions with a `Preparation` and the bytes of the body as arguments do this.
-They never wait. They run on the event loop for a small body, and in a fork for a large body
-(`preparer.py`).
+check its parameters. Each endpoint has a function for this, which takes a `Preparation` and the
+bytes of the body. The function never waits. It runs on the event loop for a small body, and in a
+fork for a large body (`preparer.py`).
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ FORK_MODULE = "ostinato.api.server.preparation_main"
 _INLINE_BYTES = 4096
 _LARGE_BYTES = 256 << 10
 _NICENESS = 10  # the niceness of forks for large requests and for templates
-_NUM_TRIES = 3  # a job is tried this many times if its process is killed from outside
+_NUM_TRIES = 3  # a job is tried this many times, unless it exceeds a limit of time or memory
 # The memory for a body: its values, its text in several encodings, and its tokens.
 _LEAST_MEMORY = 512 << 20
 _MEMORY_PER_BYTE = 160

@@ -24,7 +24,7 @@ class PromptReport(msgspec.Struct, frozen=True, kw_only=True):
 
     token_ids: list[int] | UnsetType = UNSET
     text: str | UnsetType = UNSET
-    token_offsets: TokenOffsets | UnsetType | None = UNSET
+    token_offsets: TokenOffsets | UnsetType | None = UNSET  # None = the prompt came as token ids
 
     def added_to(self, shown: T) -> T:
         """A copy of a chunk or answer with these fields added."""

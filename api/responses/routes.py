@@ -1,4 +1,4 @@
-"""The endpoints of OpenAI's Responses API: create, retrieve and delete replies."""
+"""The endpoints of OpenAI's Responses API: replies, their input items, and token counts."""
 
 from __future__ import annotations
 

@@ -81,14 +81,15 @@ class ChatCompletionRequest(
     tools: list[Tool | CustomToolEntry] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None  # false = at most one call in an answer
-    reasoning_effort: ReasoningEffort | None = None  # passed to the template, if it uses it
+    # Passed to a template that uses it, or that uses `enable_thinking`.
+    reasoning_effort: ReasoningEffort | None = None
     # The end of reasoning is forced after this number of tokens; absent = no limit.
     thinking_token_budget: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)] | None = None
     include_reasoning: bool = True  # false = reasoning is left out of the answer
     prediction: Prediction | None = None  # used for drafts; does not change the answer
-    verbosity: Verbosity | None = None  # passed to the template, if it uses it
-    # The following fields have no effect. The answer repeats `metadata`, and names the tier
-    # `default` if the request names one.
+    verbosity: Verbosity | None = None  # passed to a template that uses it
+    # The following fields have no effect. An answer without `stream` repeats `metadata`. If the
+    # request names a service tier, the answer names the tier `default`.
     metadata: Metadata | None = None
     service_tier: ServiceTier | None = None
     store: bool | None = None

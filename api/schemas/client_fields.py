@@ -1,7 +1,8 @@
 """Types of fields that clients send by default, and that do not change this server's answers.
 
 The exception is `verbosity`, which a chat template can use. The fields are checked as OpenAI checks
-them, and returned where OpenAI returns them. docs/parameters.md lists them.
+them, and returned where OpenAI returns them. Fields about prompt caching have no effect, because
+`cache.enable_prefix_caching` decides for all requests. docs/parameters.md lists the fields.
 """
 
 from __future__ import annotations
@@ -45,21 +46,21 @@ PromptCacheRetention = Literal["in_memory", "in-memory", "24h"]
 
 
 class PromptCacheOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How OpenAI caches prompts. This server caches every prompt."""
+    """How OpenAI caches prompts. Here it has no effect."""
 
     mode: Literal["implicit", "explicit"] | None = None
     ttl: Literal["30m", "12h"] | None = None
 
 
 class PromptCacheBreakpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Asks OpenAI to cache the prompt up to here. This server caches every prompt."""
+    """Asks OpenAI to cache the prompt up to here. Here it has no effect."""
 
     mode: Literal["explicit"]
     ttl: Literal["30m", "12h"] | None = None
 
 
 class CacheControl(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Asks Anthropic to cache the prompt up to here. This server caches every prompt."""
+    """Asks Anthropic to cache the prompt up to here. Here it has no effect."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None

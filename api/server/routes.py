@@ -25,9 +25,8 @@ class Version(msgspec.Struct, frozen=True):
     """The server's version, and what determines the speed and the tokens of its answers."""
 
     version: str
-    # Number of layers by the way they run in a step of few tokens, such as a decode step:
-    # captured, fx, inductor or eager (`LayerProgram`).
-    # `LayerProgram` (graphs/compiler/programs.py) says which steps are small.
+    # How a layer runs in a small step, such as a decode step (captured | fx | inductor | eager) ->
+    # number of such layers. See `LayerProgram` (graphs/compiler/programs.py).
     layers: dict[str, int]
     isa: str  # instruction set of the CPU kernels; empty = none are used
     # Instruction set -> rows of the input -> time of the matrix products of one layer. It is empty

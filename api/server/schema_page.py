@@ -118,7 +118,7 @@ def _rows(schema: Mapping[str, Any]) -> Iterator[tuple[str, str, bool, str]]:
 
 
 def _type(schema: Mapping[str, Any]) -> str:
-    """A type as text: `string`, `integer 0..20`, `Message[]`, `"auto" | "none"`."""
+    """A type as text: `string`, `integer 0..20`, `Message[]`, `'auto' | 'none'`."""
     if "$ref" in schema:
         return str(schema["$ref"]).rpartition("/")[2]
     if "anyOf" in schema:

@@ -62,8 +62,8 @@ def serve(config: RunConfig, early: EarlyEngine | None = None) -> int:
             engine processes.
 
     Raises:
-        StartupError: the port is taken, a file of the configuration is wrong, or the engine
-            cannot start; the message is one line.
+        StartupError: the port is taken, a file of the configuration is wrong, too few files may be
+            open at once, or the engine cannot start; the message is one line.
     """
     num_connections = reserve_files()
     return_large_blocks()

@@ -39,7 +39,8 @@ class Admission:
         server: the section with the limits.
 
     Attributes:
-        phase: the present phase of the start; None = the engine serves.
+        phase: how far the start is, such as `loading` or `launch is done`; None = the engine has
+            started.
         is_draining: whether the server is shutting down and refuses new requests.
     """
 

@@ -94,7 +94,7 @@ class RequestRunner:
 
     Attributes:
         num_open: number of requests in progress.
-        trace: records each request (`server.record_trace`); None = off.
+        trace: records each completion (`server.record_trace`); None = off.
     """
 
     def __init__(self, client: Generator, admission: Admission, sinks: StatsSinks) -> None:

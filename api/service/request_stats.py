@@ -47,7 +47,7 @@ class RequestStats:
         reply_id: the id that the client sees.
         prompts: token ids of each prompt.
         context: the context of the HTTP request.
-        sampling: parameters of each prompt; None = a request for vectors.
+        sampling: parameters of each prompt; None = a request for vectors or scores.
     """
 
     def __init__(

@@ -16,8 +16,8 @@ class StreamInterval(Generic[T]):
     """Holds outputs back until a chunk has enough tokens.
 
     The first token of a completion is sent at once. At the end of a completion, everything that is
-    held back is sent. In between, each chunk has at least `num_tokens` tokens. It has more if the
-    last of its outputs has several tokens.
+    held back is sent. In between, each chunk has at least `num_tokens` tokens. It can have more
+    if the last of its outputs has several tokens.
 
     Args:
         num_tokens: least number of tokens of a chunk; 1 = every output is sent at once.

@@ -62,7 +62,7 @@ def test_the_readers_load_what_was_written(tmp_path: Path, name: str, form: str,
     if name == "qwen2":  # this one runs as a command
         done = run(*words)
         assert done.returncode == 0, done.stderr
-        assert "12 matrices, rounded to the nearest" in done.stdout
+        assert "12 matrices quantised: each weight is rounded to the nearest" in done.stdout
         assert f"run serve model.path={target}" in done.stdout
     else:
         assert quantise(*words).num_matrices == 12

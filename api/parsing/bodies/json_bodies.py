@@ -29,7 +29,7 @@ _LIST_OF_OTHERS = re.compile(r"\s*\[\s*[^\s{]")
 
 
 class JsonBody:
-    """`{"name": ..., "arguments": {...}}`, or a list of such objects."""
+    """Reads `{"name": ..., "arguments": {...}}`, or a list of such objects."""
 
     def __init__(self) -> None:
         self._scanner = JsonScanner()
@@ -89,7 +89,7 @@ _NAME = re.compile(r"[\w.-]{1,128}")
 
 
 class NamedBody:
-    """The function's name, then the arguments as a JSON object, with the format's markers."""
+    """Reads the function's name with the markers of the header, then the arguments as JSON."""
 
     def __init__(self, header: Header) -> None:
         self._header = header
@@ -164,7 +164,7 @@ class _Pieces:
         return self._rest().startswith(piece)
 
     def _rest(self) -> str:
-        """The next 80 characters after white space. No piece is longer."""
+        """The next 80 characters after white space. No marker is longer."""
         text = self._text
         while self.position < len(text) and text[self.position].isspace():
             self.position += 1
@@ -189,7 +189,7 @@ class ListOrNamedBody:
 
 
 class ShapedBody:
-    """A call whose syntax a grammar enforces. So its arguments can be sent as they arrive.
+    """Reads a call whose syntax a grammar enforces. So its arguments can be sent as they arrive.
 
     Args:
         shape: how the call is written.

@@ -211,7 +211,7 @@ class PythonBody:
 
 
 class OnePythonBody:
-    """A call whose syntax a grammar enforces. Each argument can be sent when it is complete.
+    """Reads a call whose syntax a grammar enforces. Each argument can be sent when it is complete.
 
     Args:
         shape: how the call is written.
