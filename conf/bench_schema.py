@@ -128,8 +128,12 @@ class WorkloadSection(Section):
         "requests or conversations to make, or to read from the file; null = 32, or the whole file",
         at_least=1,
     )
-    input_len: int = setting(256, "mean prompt tokens, of each turn of a conversation", at_least=1)
-    output_len: int = setting(64, "mean output tokens, of each turn of a conversation", at_least=1)
+    input_len: int = setting(
+        256, "mean prompt tokens of a request, or of each turn of a conversation", at_least=1
+    )
+    output_len: int = setting(
+        64, "mean output tokens of a request, or of each turn of a conversation", at_least=1
+    )
     length_spread: float = setting(
         0.0, "random lengths lie within mean * (1 +- this)", at_least=0, at_most=0.99
     )

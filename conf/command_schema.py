@@ -31,7 +31,9 @@ class GenerateSection(Section):
     top_k: int | None = setting(
         None, "the k likeliest; 0 = off, null = the model's default", at_least=0
     )
-    seed: int | None = setting(None, "same seed, same tokens; null = a new one", at_least=0)
+    seed: int | None = setting(
+        None, "equal seeds give equal tokens; null = a random seed", at_least=0
+    )
     stop: list[str] = setting([], "strings that end the text")
     chat: bool = setting(False, "send the prompt as a user's message through the chat template")
 
@@ -64,7 +66,9 @@ class ChatSection(Section):
     top_k: int | None = setting(
         None, "the k likeliest; 0 = off, null = the model's default", at_least=0
     )
-    seed: int | None = setting(None, "same seed, same tokens; null = a new one", at_least=0)
+    seed: int | None = setting(
+        None, "equal seeds give equal tokens; null = a random seed", at_least=0
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +109,9 @@ class QuantizeSection(Section):
     group_size: int = setting(128, "weights that share a scale", one_of=(32, 64, 128))
     symmetric: bool = setting(True, "false = every group has a zero point too")
     calibration: str = setting(
-        "", "a text file; GPTQ rounds weights for its activations; empty = round to the nearest"
+        "",
+        "a text file; GPTQ rounds the weights for the activations of this text; empty = round each "
+        "weight to the nearest quantised value",
     )
     scaling: bool = setting(
         True, "with a calibration text: scale inputs of matrices, then round the weights (AWQ)"

@@ -1,7 +1,7 @@
 """Composes overrides and options with Hydra into one frozen, checked `RunConfig`.
 
-This is the only file that imports hydra or omegaconf. A wrong override raises a `ConfigError` of
-one line that names the key, the value, and what is allowed.
+No other module of the package imports hydra or omegaconf. A wrong override raises a `ConfigError`
+of one line that names the key, the value, and what is allowed.
 """
 
 from __future__ import annotations

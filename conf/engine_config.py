@@ -45,7 +45,7 @@ def draft_config(config: EngineConfig) -> EngineConfig:
     It has the model's settings, except for the settings that belong to the model's checkpoint.
 
     Args:
-        config: the configuration of an engine with a draft model or a head.
+        config: the configuration of an engine with a draft model, a head or an MTP layer.
     """
     if config.speculation.method is SpeculationMethod.mtp:  # a layer of the model's checkpoint
         return replace(config, speculation=NO_DRAFTS)

@@ -155,7 +155,7 @@ class ServerConfig(Section):
     health_timeout_s: float = setting(
         30.0,
         "/health and /ready fail if the engine is silent for this long beyond the predicted step "
-        "time; /live fails then if requests wait",
+        "time; /live then fails only if there are unfinished requests",
         above=0,
     )
     hang_timeout_s: float | None = setting(
@@ -208,7 +208,7 @@ class ServerConfig(Section):
     )
     record_trace: str = setting(
         "",
-        "JSON-lines file for arrival, lengths and shared prefixes of every request, without their "
+        "JSON-lines file for arrival, lengths and shared prefixes of every completion, without any "
         "text; empty = none",
     )
     log_format: str = setting(

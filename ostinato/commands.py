@@ -83,7 +83,7 @@ COMMANDS = {
     ),
     "simulate": Command(
         target="ostinato.benchmarks.simulate.command:simulate",
-        summary="Predict a server, or a fleet of them, under load, without a device.",
+        summary="Predict latency and throughput of one or many servers under load.",
         sections=("simulate", "workload", "load", "slo", *_ENGINE),
         examples=(
             "run simulate workload=random load.rates=[2,4,8]",
