@@ -136,7 +136,7 @@ class BucketTable:
 
     @property
     def keys(self) -> list[GraphKey]:
-        """All buckets, largest first. In this order of capture, they can share one memory pool."""
+        """All buckets, largest first. If captured in this order, they can share one memory pool."""
         keys = [
             GraphKey(size * tokens, size, tokens)
             for tokens, sizes in self._uniform_sizes.items()

@@ -119,7 +119,7 @@ class GraphRunner:
 
     @property
     def layers_by_program(self) -> dict[str, int]:
-        """Number of layers by the way they run in a step of few tokens (`LayerProgram`)."""
+        """How a layer runs in a small step (`LayerProgram`) -> number of such layers."""
         counts = dict.fromkeys(map(str, LayerProgram), 0)
         if self._program is None:
             counts[LayerProgram.eager] = len(self._model.layers)

@@ -151,7 +151,7 @@ class GraphSampler:
         row_logprobs(self._logits[:1], self._logits.new_zeros((1, 1), dtype=torch.int64), 1)
 
     def run_largest(self) -> None:
-        """Run every path on the largest number of rows, so that its memory can be measured."""
+        """Run every path on the largest number of rows, so that the memory can be measured."""
         self._bind(SamplingKey(len(self._logits), _MIXTURES[-1]))()
 
     def run(self, logits: Tensor) -> Tensor:

@@ -50,7 +50,8 @@ def trace_calls(
     Args:
         function: takes positional arguments and returns one tensor.
         examples: two, in which all sizes that differ between steps differ.
-        pieces: not used, because a program without other calls has no pieces.
+        pieces: passed to `lower_fx`, which compiles nothing with it: functions with torch ops that
+            need a compiler are not recorded.
     """
     try:
         first, second = (_record(function, each.arguments, pieces) for each in examples)

@@ -114,7 +114,7 @@ def _compile_whole(
 def _compile_layers(
     model: LanguageModel, example: ForwardBatch, kv_cache: KVCache, store: ProgramStore | None
 ) -> Binder:
-    """A compiled function for each kind of layer, and one for the last layer.
+    """Compile a function for each kind of layer, and one for the last layer.
 
     Most models have one kind of layer.
     """

@@ -68,7 +68,7 @@ class Program(Protocol):
 
     @property
     def layers_by_program(self) -> dict[LayerProgram, int]:
-        """Number of layers by the way they run in a step of few tokens."""
+        """How a layer runs in a small step -> number of such layers."""
         ...
 
     @property
