@@ -151,7 +151,7 @@ class WorkloadSection(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadSection(Section):
-    """How the requests arrive at a server; each rate and each concurrency is one point."""
+    """How the requests arrive at a server; each rate and each concurrency is measured apart."""
 
     key = "load"
     url: str = setting(

@@ -1,6 +1,6 @@
 """Descriptions of all configuration keys (type, default, range, meaning), read from the schema.
 
-`--help`, error messages and documentation use them, so they always agree with the checks.
+`--help` and error messages use them, so they always agree with the checks.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Maps vLLM's keyword arguments and command-line flags to settings.
 
 `LLM(model, max_model_len=4096)` and `run serve MODEL --max-model-len 4096` are both read with this
-table. Some arguments set a setting. Other arguments are accepted if they ask for what this engine
-does anyway. All others are refused with the reason. No argument is ignored.
+table. Some arguments set a setting. The other arguments are accepted only with values that ask for
+what this engine does anyway. All other values are refused with the reason. No argument is ignored.
 """
 
 from __future__ import annotations

@@ -372,7 +372,7 @@ class SchedulerConfig(Section):
         above=0,
     )
     max_slowdown: float | None = setting(
-        1.5, "factor by which a request's sequences may lengthen steps; null = no limit", at_least=1
+        1.5, "one request may make steps this many times as long; null = no limit", at_least=1
     )
     policy: SchedulingPolicy = setting(
         SchedulingPolicy.fcfs, "fcfs = in order of arrival; priority = the request's priority first"

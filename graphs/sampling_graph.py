@@ -55,7 +55,7 @@ class TokenSampler(Protocol):
 
 
 class EagerSampler:
-    """The sampler of CPUs, where control flow may depend on data: a path computes only its rows."""
+    """The sampler of CPUs, where control flow may depend on data: each path gets its rows only."""
 
     def __init__(self) -> None:
         self._draws: Sequence[RowSampling] = ()
@@ -88,7 +88,7 @@ class GraphSampler:
         Args:
             logits: [rows of the largest step, V] float32. Captured models write their logits here.
             recorder: captures the programs; None = they run uncaptured.
-            num_host_copies: as that of the step's `StaticBuffers`.
+            num_host_copies: the `num_host_copies` of the step's `StaticBuffers`.
         """
         max_num_rows, device = len(logits), logits.device
         cuda = device.type == "cuda"

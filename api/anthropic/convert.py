@@ -228,7 +228,7 @@ def block_events(change: BlockDelta) -> list[MessageEvent]:
     """The events of one change of a block."""
     block, index = change.block, change.block.index
     if change.begins:
-        # `input` starts as an empty object. Its text is sent as deltas.
+        # A block starts empty (a tool call with an empty object). Its text follows as deltas.
         return [BlockBegins(index=index, content_block=_reply_block(block, ""))]
     if change.ends:
         if block.kind is not BlockKind.reasoning:

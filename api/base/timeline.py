@@ -16,7 +16,7 @@ class TimelineEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
     event: str  # a name of TimelineEvent, or finished
     at_ms: float  # milliseconds since the request's arrival
-    # prefill: duration of the step; grammar_built: how long the request waited.
+    # prefill: duration of the step; grammar_built: how long the request waited for its grammar.
     ms: float | None = None
     start: int | None = None  # prefill: first position of the chunk
     tokens: int | None = None  # prefill: tokens of the chunk

@@ -24,7 +24,8 @@ class AnswerPlan(msgspec.Struct, frozen=True, kw_only=True):
     """How an answer is constrained and parsed."""
 
     form: AnswerForm  # makes the parser of an answer
-    skip_special_tokens: bool  # false if the request says so, or a marker is a special token
+    # False if the request says so, or if a marker that the parser looks for is a special token.
+    skip_special_tokens: bool
     # Replaces the request's own constraint. It is a grammar for tool calls, or the request's
     # constraint with reasoning allowed before it. None = the request's own constraint is used.
     constraint: StructuredOutputsParams | None = None

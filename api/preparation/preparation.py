@@ -81,7 +81,8 @@ class Preparation:
     Args:
         source: the model and its tokenizer, read at each call.
         settings: the settings of the server.
-        begin_part: called before each part of the work that can take long.
+        begin_part: called before each part of the work that can take long, with the part's name and
+            its limit of processor time in seconds.
         is_own_fork: whether this process prepares only one request and then ends.
     """
 

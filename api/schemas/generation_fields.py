@@ -134,7 +134,8 @@ class GenerationFields(ConstraintFields, frozen=True, kw_only=True, forbid_unkno
     priority: Int32 = 0  # lower runs first under scheduler.policy=priority
     speculation: bool = True  # false = no drafts; the answer is the same
     cache_salt: Annotated[str, msgspec.Meta(max_length=256)] = ""  # equal salts share cached blocks
-    # Milliseconds since the request's arrival, after which the answer ends where it is.
+    # Milliseconds since the request's arrival. Then the answer ends with its output so far. If it
+    # has no output yet, it is a 504.
     deadline_ms: Annotated[float, msgspec.Meta(ge=1, le=24 * 3600 * 1000)] | None = None
     request_id: RequestId | None = None  # names the reply and its log line
     user: str | None = None  # the caller's label of an end user; has no effect

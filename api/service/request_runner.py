@@ -154,6 +154,7 @@ class RequestRunner:
 
         Raises:
             InvalidRequestError: the grammar of a completion cannot be continued.
+            DeadlineError: the time limit of the request passed before its first output.
             EngineError: the engine failed, or gave a completion up.
         """
         stats = RequestStats(
@@ -306,7 +307,7 @@ async def _all_in_time(
 
 
 async def _started(work: Iterable[Coroutine[Any, Any, T]]) -> AsyncGenerator[asyncio.Task[T], None]:
-    """Start tasks for many coroutines. After every few, other tasks run."""
+    """Start tasks for many coroutines. After every few starts, other tasks of the loop run."""
     for number, one in enumerate(work, 1):
         yield asyncio.create_task(one)
         if number % _AT_ONCE == 0:
@@ -314,7 +315,7 @@ async def _started(work: Iterable[Coroutine[Any, Any, T]]) -> AsyncGenerator[asy
 
 
 async def _cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:
-    """Cancel and await many tasks. After every few, other tasks run."""
+    """Cancel and await many tasks, a few at a time. Other tasks of the loop run in between."""
     for begin in range(0, len(tasks), _AT_ONCE):
         some = tasks[begin : begin + _AT_ONCE]
         for task in some:

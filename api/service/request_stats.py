@@ -217,7 +217,7 @@ class RequestStats:
         if self._context.endpoint:
             fields["endpoint"] = self._context.endpoint
         name = self._context.request_id
-        if name and not self._reply_id.endswith(name):  # a reply id without the request id
+        if name and not self._reply_id.endswith(name):  # the reply's id does not show it
             fields["x_request_id"] = name
         return fields
 

@@ -129,7 +129,7 @@ class EscapedBody:
         return Calls([ToolCall(name=self._name, arguments=written)], end)
 
     def _so_far(self, body: str) -> str:
-        """The part that later text cannot change, as JSON without the closing bracket."""
+        """The arguments that later text cannot change, as JSON without the closing bracket."""
         entries: dict[str, str] = {}
         position = self._begin + 1
         while (key := _KEY.match(body, position)) and key[1] not in entries:
