@@ -361,8 +361,8 @@ class SchedulerConfig(Section):
     )
     max_num_batched_tokens: int | None = setting(
         None,
-        "tokens computed in one step, at least scheduler.max_num_seqs; null = derived from "
-        "measured step costs",
+        "the most tokens that one step computes, at least scheduler.max_num_seqs; null = derived "
+        "from measured step costs",
         at_least=1,
         at_most=1 << 20,
     )

@@ -285,7 +285,7 @@ class ParallelConfig(Section):
     exchange: ExchangeName = setting(
         ExchangeName.auto,
         "how ranks exchange values: auto = shared memory between CPUs, NCCL between GPUs; gloo = "
-        "the code for NCCL, with Gloo, between CPUs: slower and not encrypted, for tests",
+        "Gloo between CPUs, in the code path of NCCL: for tests, slower and not encrypted",
     )
     rank_timeout_s: float = setting(
         1.0,
@@ -303,7 +303,7 @@ class ParallelConfig(Section):
     nodes: int = setting(
         1,
         "machines, this one included, each with an equal part of the replicas, or of a replica's "
-        "ranks if there are more machines than replicas; the others join with run rank",
+        "ranks if there are more machines than replicas; other machines join with run rank",
         at_least=1,
         at_most=1024,
     )

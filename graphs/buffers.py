@@ -82,7 +82,7 @@ class StaticBuffers:
             async_tokens: whether a step's tokens stay on the device as inputs of the next step. The
                 next step can then be launched before the host has read these tokens. None = only
                 on a GPU.
-            table: the step tensors.
+            table: the class that declares the step tensors.
             max_drafts: K, draft tokens of a sequence that can stay on the device.
             num_host_copies: pieces of host memory, which steps use in turn. So this many steps can
                 be launched before the first of them has left its host memory.

@@ -217,5 +217,5 @@ class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET  # in the first chunk
     prompt_text: str | msgspec.UnsetType = msgspec.UNSET
     prompt_token_offsets: TokenOffsets | msgspec.UnsetType | None = msgspec.UNSET
-    # In a chunk without choices, which is the last one before the chunk with the whole usage.
+    # In a chunk without choices. It is the last chunk, except for the chunk with the whole usage.
     trace: Timeline | msgspec.UnsetType = msgspec.UNSET

@@ -69,7 +69,8 @@ def _record(
 ) -> Lowered:
     recorder = _Recorder()
     named = zip(inspect.signature(function).parameters, arguments, strict=True)
-    # A step tensor can also be an argument. The argument comes first, so it is the source.
+    # A tensor can be an argument and also a step tensor. Arguments that are tensors are added
+    # first, so the program reads the argument.
     for name, argument in sorted(named, key=lambda pair: not isinstance(pair[1], Tensor)):
         recorder.add_inputs(name, argument)
     with recorder:

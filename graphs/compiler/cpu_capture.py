@@ -58,7 +58,7 @@ class CpuReplay:
         Args:
             graph: the calls of the layers.
             hidden_size: D.
-            table: the step tensors.
+            table: the class that declares the step tensors.
             gives_rows: the result has the wanted tokens only, as the model's last layer gives them.
         """
         self._graph = graph
