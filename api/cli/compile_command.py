@@ -1,4 +1,4 @@
-"""`run compile`: builds and saves a model's compiled bundle, which `run serve` loads."""
+"""`run compile` for this machine: builds and saves a model's bundle, which `run serve` loads."""
 
 from __future__ import annotations
 
