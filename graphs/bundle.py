@@ -1,8 +1,8 @@
 """The compiled bundle: a directory of compiled programs, step costs and kernels for later starts.
 
 The name of the directory has the model, the device, and a digest of the settings that a program
-depends on. The manifest has a digest of the sources that made the bundle, their versions, and the
-digest of every file. A bundle can be copied to any place.
+depends on. The manifest has a digest of the sources that made the bundle, the versions of torch and
+Python, and the digest of every file. A bundle can be copied to any place.
 
 A bundle is code. It is loaded only from a directory that belongs to the user or to root, and that
 no other user can write to. A bundle that is damaged, or that other sources or versions made, is set
@@ -65,7 +65,7 @@ class _Unfit(Exception):
 
 @cache
 def _sources() -> str:
-    """A digest of the sources. It is computed once, because this process runs what it imported."""
+    """A digest of the sources. Imported code does not change, so it is computed once."""
     digest = hashlib.sha256()
     for folder in ("graphs", "models", "ops"):
         for directory, _, names in sorted(os.walk(_PACKAGE / folder)):
