@@ -186,7 +186,9 @@ class CausalLM(LanguageModel):
 
 
 class EncoderModel(LanguageModel):
-    """Every token sees its whole sequence. One step computes a sequence, without a KV cache.
+    """Every token sees its whole sequence. One step computes all tokens of a sequence.
+
+    So there is no KV cache.
 
     A token of segment s (the second text of a pair is segment 1) has the id
     `token id + s * vocab_size`. The API makes these ids, and the embedding takes them apart.

@@ -214,7 +214,7 @@ def _from_checkpoint(
     if make is None:
         raise ValueError(
             f"config.json: quantization_config.quant_method={method!r} is not supported; "
-            "use the checkpoint before quantization, with model.quantization=int8 or int4"
+            "use the unquantized checkpoint of the model, with model.quantization=int8 or int4"
         )
     markers = {marker: name for name in headers for marker in _MARKERS if name.endswith(marker)}
     if len(markers) > 1:

@@ -1,4 +1,4 @@
-"""The decoder that all causal models share: embedding, blocks, final norm, output head.
+"""The decoder that all decoder families share: embedding, blocks, final norm, output head.
 
 A family has a `CheckpointLayout` and reads its config.json. The differences between the blocks of
 families are data (`BlockSpec`). A stage of a pipeline has some of the blocks. It gets hidden states

@@ -56,7 +56,7 @@ class BuildOptions:
     memory: WeightMemory = field(default_factory=WeightMemory, compare=False)  # only used on a CPU
 
     def empty(self, *shape: int) -> nn.Parameter:
-        """Uninitialised memory for a weight. A CPU maps its pages when the weight is written."""
+        """Uninitialised memory for a weight. On a CPU, it takes memory when it is first written."""
         return nn.Parameter(
             torch.empty(shape, dtype=self.dtype, device=self.device), requires_grad=False
         )
@@ -274,7 +274,7 @@ class LinearBase(nn.Module):
         self.group = torch.zeros(1, dtype=torch.int64)
 
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:
-        """Uninitialised memory for a parameter. A CPU maps its pages when it is written."""
+        """Uninitialised memory for a parameter. On a CPU, it takes memory when first written."""
         return nn.Parameter(empty_weight(shape, dtype, self.spec.device), requires_grad=False)
 
     def _part(
@@ -394,7 +394,7 @@ class ExpertLinear(LinearBase):
         """Each row times the matrices of its experts; see `moe_linear` (ops/moe/moe_linear.py).
 
         Args:
-            x: [T, in_features], or [T * k, in_features].
+            x: [T, in_features], or a row for each token and expert: [T * k, in_features].
             ids: [T, k] int32, of this rank's experts.
             routing_weights: [T, k] float32, or None.
             residual: [T, out_features], or None.

@@ -1,6 +1,7 @@
 """Matrices with a row for each token of the vocabulary: embeddings and output heads.
 
-With tensor parallelism, each rank holds the rows of a part of the vocabulary.
+With tensor parallelism, the rows of an output head, and of an embedding that is also the output
+head, are divided among the ranks, if their number is divisible. Other embeddings are not divided.
 """
 
 from __future__ import annotations

@@ -20,10 +20,11 @@ __all__ = ("LatentAttention",)
 
 
 class LatentAttention(nn.Module):
-    """Causal attention whose keys and values are computed from one short vector for each token.
+    """Causal attention. A short vector of each token gives values and the unrotated part of keys.
 
-    The cache holds the keys and values of every head, as for other models. A cache of the short
-    vectors would be smaller, but each step would need two more matrix products.
+    The rotated part of keys is computed from the hidden state. The cache holds the keys and values
+    of every head, as for other models. A cache of the short vectors would be smaller, but each step
+    would need two more matrix products.
 
     Args:
         config: the model's configuration.

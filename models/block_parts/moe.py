@@ -25,8 +25,8 @@ __all__ = ("Experts", "MoE")
 class Experts(nn.Module):
     """Gated MLPs, each of two matrices: gate and up stacked, and down.
 
-    FlashInfer's kernels (`BuildOptions.experts`) read the rows of up before those of gate. The
-    matrix is loaded in this order, so no second copy exists.
+    FlashInfer's kernels (`BuildOptions.experts`) read the rows of up before those of gate. For
+    these kernels the matrix is loaded in that order, so no second copy is needed.
     """
 
     def __init__(

@@ -32,7 +32,8 @@ class Checkpoint:
     """Where a checkpoint is, and the contents of its two small JSON files."""
 
     path: Path | None  # a directory or a GGUF file; None = everything came from model.config
-    hf_config: dict[str, Any]  # config.json, with the values of model.config in place of its own
+    # config.json, or its counterpart made from a GGUF file; values of model.config replace its own
+    hf_config: dict[str, Any]
     generation_config: dict[str, Any]  # generation_config.json, {} when there is none
     gguf: GGUFFile | None = None  # the opened file, if the checkpoint is a GGUF file
 
@@ -80,8 +81,8 @@ def open_checkpoint(section: ModelSection) -> Checkpoint:
             unless `path` is a local directory.
 
     Raises:
-        CheckpointError: no such directory, no or invalid config.json, hub unreachable, or a GGUF
-            file that is broken or not supported.
+        CheckpointError: as `resolve_path`; or config.json is missing or invalid, or a GGUF file is
+            broken or not supported.
     """
     inline = section.load_format is LoadFormat.dummy and "architectures" in section.config
     if inline and not expand_user(section.path or "?").is_dir():
@@ -133,7 +134,9 @@ def resolve_path(
         key: the setting that `path` came from, for messages.
 
     Raises:
-        CheckpointError: there is no such directory, file or hub id, or the hub cannot be reached.
+        CheckpointError: there is no such directory, file or hub id; the path cannot be read, or is
+            a file of another kind; a directory has several GGUF models; or the hub cannot be
+            reached.
     """
     if not path:
         return Path(__file__).parents[1] / "demo"

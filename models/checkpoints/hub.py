@@ -1,7 +1,7 @@
 """Downloads a model from a hub: a directory in Hugging Face's format, or one GGUF model.
 
-A repository of GGUF files has the same model in many types. `owner/repository:Q4_K_M` names one by
-its type, `owner/repository:file.gguf` by its file.
+A repository of GGUF files often has the same model in many types. `owner/repository:Q4_K_M` names
+one by its type, `owner/repository:file.gguf` by its file.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class HubName(NamedTuple):
     """A repository, and perhaps one GGUF model of it."""
 
     repository: str
-    gguf: str  # a type, such as Q4_K_M, or a file; empty = a model in Hugging Face's format
+    gguf: str  # a type, such as Q4_K_M, or a file; empty = no GGUF model is named
 
     @classmethod
     def parse(cls, text: str) -> HubName | None:

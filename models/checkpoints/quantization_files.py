@@ -1,7 +1,8 @@
 """Finds the quantization settings of a checkpoint, in config.json or in a file of their own.
 
-Libraries write them to `quantization_config` in config.json. Earlier ones wrote a file beside it:
-AutoGPTQ `quantize_config.json`, AutoAWQ `quant_config.json`, ModelOpt `hf_quant_config.json`.
+Libraries write them to `quantization_config` in config.json, and early compressed-tensors to
+`compression_config`. Other early libraries wrote a file beside config.json: AutoGPTQ
+`quantize_config.json`, AutoAWQ `quant_config.json`, ModelOpt `hf_quant_config.json`.
 """
 
 from __future__ import annotations
@@ -19,20 +20,23 @@ _MODELOPT = "hf_quant_config.json"
 
 
 def read_quantization(checkpoint: Checkpoint) -> dict[str, Any] | None:
-    """The settings, with the key `quant_method`.
+    """The settings, with the key `quant_method`; those of config.json, if it has any.
 
     Returns:
         None when the checkpoint is not quantised.
 
     Raises:
-        CheckpointError: a file is broken, or the files name different methods.
+        CheckpointError: a file is broken, the settings are not an object, or the files name
+            different methods.
     """
     config = checkpoint.hf_config
     stated = config.get("quantization_config") or config.get("compression_config")
     found: dict[str, dict[str, Any]] = {}
     if stated:
         if not isinstance(stated, dict):
-            raise CheckpointError("config.json: quantization_config must be an object")
+            raise CheckpointError(
+                "config.json: quantization_config (or compression_config) must be an object"
+            )
         found["config.json"] = {"quant_method": "unknown", **stated}
     for file, settings in _files_of(checkpoint.path):
         found[file] = settings

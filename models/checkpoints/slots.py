@@ -44,7 +44,8 @@ class Slot(Protocol):
             matrices: the matrices of a stack to take; None = all.
 
         Raises:
-            CheckpointError: the tensor's dtype or shape is not what the model needs.
+            CheckpointError: the tensor's dtype or shape is not what the model needs, or the weight
+                method does not support its values.
         """
         ...
 

@@ -137,7 +137,8 @@ def read_head_dim(hf_config: HFConfig, hidden_size: int, num_heads: int) -> int:
     """Elements of a head: as stated, or the hidden size divided by the number of heads.
 
     Raises:
-        ValueError: it is not stated and the division leaves a remainder.
+        ValueError: it is not stated and the division leaves a remainder, or it is not an integer of
+            at least 1.
     """
     if hf_config.get("head_dim") is None and hidden_size % num_heads:
         raise ValueError(

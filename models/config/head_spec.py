@@ -29,8 +29,8 @@ class HeadSpec:
 
     target_hidden_size: int
     # Numbers of layers of the target, ascending. The hidden states that enter these layers are the
-    # head's input. None = the head does not state them; for n layers they are then 2, `n // 2` and
-    # `n - 3`.
+    # head's input. None = the head does not state them; in a target of n layers they are then 2,
+    # `n // 2` and `n - 3`.
     aux_layers: tuple[int, ...] | None
     num_aux_layers: int
     target_num_layers: int | None  # None = the head does not state it

@@ -11,8 +11,8 @@ __all__ = ("LatentSpec",)
 class LatentSpec:
     """Keys and values are computed from one vector for each token (DeepSeek-V2, arXiv:2405.04434).
 
-    The rotated elements of a head come first. All heads of a token's key have the same rotated
-    elements.
+    In this code the rotated elements of a head come first; checkpoints store them last. All heads
+    of a token's key have the same rotated elements.
     """
 
     # size of the vector from which queries are computed; 0 = the hidden state itself

@@ -45,7 +45,9 @@ _LAYOUT = CheckpointLayout(
 
 
 class Llama4ForCausalLM(Decoder):
-    """Llama with one expert for each token and a shared expert. Some layers have no RoPE."""
+    """Llama with a shared expert for all tokens, and routed experts: one for each token in known
+    models. Some layers have no RoPE.
+    """
 
     @classmethod
     def read_config(

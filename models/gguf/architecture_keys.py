@@ -11,7 +11,7 @@ __all__ = ("ArchitectureKeys",)
 
 # Keys that do not change the computation, or that repeat the shapes of tensors.
 _WITHOUT_EFFECT = {"vocab_size", "rope.scaling.finetuned", "tensor_data_layout"}
-# If a file has one of these keys, it must have this value, because no other is implemented.
+# If a file has one of these keys, the key must have this value: no other value is implemented.
 _MUST_BE = {
     "attention.causal": True,
     "expert_gating_func": 1,  # softmax
@@ -80,7 +80,7 @@ class ArchitectureKeys:
         return self.file.get(self._prefix + key, float)
 
     def flag(self, key: str, default: bool) -> bool:
-        """The value of a key: true or false.
+        """The value of a key, true or false; `default` if the file does not state it.
 
         Raises:
             GGUFError: the value is of another type.

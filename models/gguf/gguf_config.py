@@ -48,8 +48,9 @@ def read_gguf_config(file: GGUFFile) -> dict[str, Any]:
     """The config.json of a GGUF file's model.
 
     Raises:
-        GGUFError: the architecture or a key is not supported, or the metadata contradict the
-            tensors; the text names the key.
+        GGUFError: the file holds no model; the architecture, a key or the type of a tensor is not
+            supported; a key or a tensor is missing; or the metadata contradict the tensors. The
+            text names the key or the tensor.
     """
     kind = file.get("general.type", str)
     if kind not in (None, "model"):
@@ -124,7 +125,7 @@ def _common(keys: ArchitectureKeys) -> dict[str, Any]:
 
 
 def _refuse_types(file: GGUFFile) -> None:
-    """Refuse types of tensors that are not read."""
+    """Refuse a file with a tensor of an unsupported type."""
     for tensor in file.tensors.values():
         reason = why_unsupported(tensor.type)
         if reason is not None:
@@ -145,7 +146,7 @@ def _dtype_without_loss(file: GGUFFile) -> str:
 def _head_dim(keys: ArchitectureKeys, hidden: int, heads: int) -> int:
     head_dim = keys.integer("attention.key_length") or hidden // heads
     if (keys.integer("attention.value_length") or head_dim) != head_dim:
-        raise keys.error("attention.value_length", "differs from key_length", "equal ones are")
+        raise keys.error("attention.value_length", "differs from key_length", "only equal ones are")
     return head_dim
 
 
@@ -170,23 +171,24 @@ def _check_sizes(keys: ArchitectureKeys, hidden: int, layers: int, rows: dict[st
     embedding = _tensor(file, "token_embd.weight")
     if len(embedding.shape) != 2 or embedding.shape[1] != hidden:
         raise keys.error(
-            "embedding_length", f"is {hidden}, and token_embd.weight has the shape "
-            f"{list(embedding.shape)}", "rows of that length are",
+            "embedding_length", f"is {hidden}, but token_embd.weight has the shape "
+            f"{list(embedding.shape)}", "only rows of embedding_length values are",
         )  # fmt: skip
     blocks = {name.split(".")[1] for name in file.tensors if name.startswith("blk.")}
     if len(blocks) != layers or blocks != {str(number) for number in range(layers)}:
         raise keys.error(
             "block_count",
-            f"is {layers}, and there are tensors of {len(blocks)} blocks",
-            "equal ones are",
+            f"is {layers}, but there are tensors of {len(blocks)} blocks, which are not exactly "
+            f"the blocks 0 to {layers - 1}",
+            "only files with exactly these blocks are",
         )
     for side, size in rows.items():
         tensor = file.tensors.get(f"blk.0.attn_{side}.weight")
         if tensor is not None and tensor.shape[0] != size:
             raise keys.error(
                 "attention.head_count" + "_kv" * (side == "k"),
-                f"gives {size} rows, and {tensor.name} has {tensor.shape[0]}",
-                "equal ones are",
+                f"gives {size} rows, but {tensor.name} has {tensor.shape[0]}",
+                "only equal numbers are",
             )
 
 
@@ -204,7 +206,9 @@ def _rope(keys: ArchitectureKeys, head_dim: int) -> dict[str, Any]:
     if divisors:
         if kind not in ("none", "longrope", "su"):
             raise keys.error(
-                "rope.scaling.type", f"is {kind!r} beside rope factors", "only longrope is"
+                "rope.scaling.type",
+                f"is {kind!r}, and the file has tensors of rope factors",
+                "with these tensors, only none, longrope and su are",
             )
         short, long = divisors
         found["rope_scaling"] = {
@@ -230,7 +234,7 @@ def _rope(keys: ArchitectureKeys, head_dim: int) -> dict[str, Any]:
         raise keys.error(
             "rope.scaling.type",
             f"is {kind!r}",
-            "none, linear, yarn, and with tensors of rope factors longrope are",
+            "without tensors of rope factors, only none, linear and yarn are",
         )
     if attention not in (None, 1.0):
         raise keys.error("rope.scaling.attn_factor", f"is {attention}", "only 1 is")
@@ -254,7 +258,7 @@ def _divisors(keys: ArchitectureKeys) -> tuple[list[float], list[float]] | None:
 
 def _numbers(file: GGUFFile, tensor: GGUFTensor) -> list[float]:
     if tensor.type != "F32" or len(tensor.shape) != 1 or tensor.num_bytes > 1 << 16:
-        raise GGUFError(f"{file.path}: {tensor.name} must be a vector of at most 16384 F32")
+        raise GGUFError(f"{file.path}: {tensor.name} must be a vector of at most 16384 F32 values")
     with tensor.file.open("rb") as opened:
         opened.seek(tensor.offset)
         return np.frombuffer(opened.read(tensor.num_bytes), "<f4").tolist()
@@ -263,7 +267,7 @@ def _numbers(file: GGUFFile, tensor: GGUFTensor) -> list[float]:
 def _llama(keys: ArchitectureKeys, config: dict[str, Any]) -> dict[str, Any]:
     if "partial_rotary_factor" in config:
         raise keys.error(
-            "rope.dimension_count", "differs from the size of a head", "equal ones are"
+            "rope.dimension_count", "differs from the size of a head", "only equal ones are"
         )
     if not keys.integer("expert_count"):
         keys.ignore("expert_used_count")
@@ -359,7 +363,7 @@ def _phi3(keys: ArchitectureKeys, config: dict[str, Any]) -> dict[str, Any]:
 
 def _gpt_oss(keys: ArchitectureKeys, config: dict[str, Any]) -> dict[str, Any]:
     scaling = config.get("rope_scaling")
-    if scaling is not None:  # the model's own setting, which files do not have
+    if scaling is not None:  # gpt-oss has truncate=false, which GGUF files do not state
         scaling = {**scaling, "truncate": False}
     layers = range(config["num_hidden_layers"])
     kinds = ("sliding_attention", "full_attention")

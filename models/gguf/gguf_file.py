@@ -381,10 +381,10 @@ class _Header:
         kind, count = self._scalar("<I"), self._scalar("<Q")
         if kind == _STRING:
             if count > min(_MAX_STRINGS, (len(self._data) - self._place) // 8):
-                raise self._error(f"the key {key!r} states {count} strings")
+                raise self._error(f"the key {key!r} states {count} strings, too many for it")
             return self._strings(count)
         if kind not in _SCALARS:
-            raise self._error(f"the key {key!r} is an array of the type {kind}")
+            raise self._error(f"the key {key!r} is an array of the type {kind}, which is not read")
         dtype = np.dtype(_SCALARS[kind][1]).newbyteorder("<")
         place = self._take(count * dtype.itemsize, f"the key {key!r}")
         return np.frombuffer(self._data[place : self._place], dtype)
@@ -433,5 +433,5 @@ class _Header:
             raise self._error(f"the tensor {name!r} has {num_dims} dimensions; 1 to 4 are read")
         shape = tuple(reversed([self._scalar("<Q") for _ in range(num_dims)]))
         if 0 in shape or math.prod(shape) >= 1 << 62:
-            raise self._error(f"the tensor {name!r} has the shape {list(shape)}")
+            raise self._error(f"the tensor {name!r} has the shape {list(shape)}: not valid")
         return name, shape, self._scalar("<I"), self._scalar("<Q")

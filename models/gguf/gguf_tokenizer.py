@@ -29,7 +29,8 @@ def gguf_tokenizer_json(file: GGUFFile) -> str:
     """The tokenizer.json of a file's vocabulary.
 
     Raises:
-        GGUFError: there is no vocabulary, or its kind is not supported.
+        GGUFError: the vocabulary is missing, has a contradiction, or is of a kind that is not
+            supported.
     """
     whole = file.get("tokenizer.huggingface.json", str)
     if whole is not None:
@@ -44,7 +45,7 @@ def gguf_tokenizer_config(file: GGUFFile) -> dict[str, Any]:
     """The special tokens and the chat template, as in a tokenizer_config.json.
 
     Raises:
-        GGUFError: there is no vocabulary, or an id lies outside it.
+        GGUFError: there is no vocabulary, its kind is not supported, or an id lies outside it.
     """
     vocabulary = _Vocabulary(file)
     config: dict[str, Any] = {}
@@ -121,7 +122,7 @@ class _Vocabulary:
         for text in stated:
             place = text.find(" ", 1)  # a token can begin with a space
             left, right = (text, "") if place < 0 else (text[:place], text[place + 1 :])
-            # A file has 100,000 merges. To test each with a set of its three tokens would take
+            # A file can have 100,000 merges. To test each with a set of its three tokens would take
             # twice as long.
             if left not in known or right not in known or left + right not in known:
                 raise self.error(
@@ -298,7 +299,8 @@ def _sentencepiece(vocabulary: _Vocabulary) -> dict[str, Any]:
 
 
 def _merges_of(vocab: Mapping[str, int], ranks: Mapping[str, float]) -> list[tuple[str, str]]:
-    """All pairs of tokens that join into a token, in the order of the joined token's score.
+    """All pairs of tokens that join into a token; the pair of the joined token with the highest
+    score comes first.
 
     SentencePiece merges the pair whose result has the highest score. If scores are equal, it merges
     the leftmost pair.

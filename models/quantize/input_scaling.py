@@ -33,8 +33,8 @@ _GATED = ("silu", "swish", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh",
 class Fold:
     """Matrices that read one vector, and the module that can divide its elements."""
 
-    source: str  # an RMS norm, or a matrix that stacks gate and up
-    readers: tuple[str, ...]
+    source: str  # name of that module: an RMS norm, or a matrix that stacks gate and up
+    readers: tuple[str, ...]  # names of the matrices
 
 
 def find_folds(layer: DecoderLayer) -> list[Fold]:

@@ -109,7 +109,10 @@ def settings_of(
 
 
 def _words(values: Tensor, bits: int, order: tuple[int, ...] = ()) -> Tensor:
-    """[rows, columns] -> int32 [rows, columns * bits / 32], the first column in the lowest bits."""
+    """[rows, columns] -> int32 [rows, columns * bits / 32], the first column in the lowest bits.
+
+    With `order`, column order[0] of each word is in the lowest bits, then order[1], and so on.
+    """
     per_word = 32 // bits
     parts = values.to(torch.int64).view(values.shape[0], -1, per_word)
     if order:

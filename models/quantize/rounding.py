@@ -24,7 +24,7 @@ __all__ = (
 )
 
 BLOCK = 128
-"""Number of columns that are rounded before the later columns are corrected, all at once."""
+"""Columns of a block. After a block is rounded, all later columns are corrected at once."""
 
 _SHRUNK = tuple(1.0 - 0.04 * step for step in range(12))  # fractions of a range that are tried
 _DAMPING = 0.01  # added to the Hessian's diagonal, as a fraction of its mean

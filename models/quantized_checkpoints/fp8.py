@@ -50,7 +50,7 @@ class FloatPolicy(CheckpointPolicy):
 
 
 def per_matrix(headers: Headers, inputs: InputsStated) -> Float8:
-    """The method of matrices with one scale each, whose shape differs between libraries."""
+    """The method of matrices with one scale each: [] or [1], which differs between libraries."""
     shapes = {len(h.shape) for name, h in headers.items() if name.endswith(".weight_scale")}
     return Float8(scale_dims=min(shapes, default=0), inputs=inputs)
 

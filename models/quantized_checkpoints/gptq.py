@@ -168,7 +168,7 @@ def gptq_method(keys: ConfigKeys, headers: Headers, *, version: int) -> Gptq:
         raise keys.error(
             "bits",
             f"is {bits}: there is no kernel for integers of {bits} bits; use a checkpoint of 4 or "
-            "8 bits, or the checkpoint before quantization with model.quantization=int4",
+            "8 bits, or the unquantized checkpoint with model.quantization=int4",
         )
     if type(bits) is not int or bits not in (4, 8):
         raise keys.error("bits", f"is {bits!r}; supported: 4, 8")

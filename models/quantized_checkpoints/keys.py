@@ -54,7 +54,7 @@ class ConfigKeys:
         """An integer among those allowed.
 
         Raises:
-            ValueError: the value is not allowed.
+            ValueError: the value is missing and has no default, or is not allowed.
         """
         value = self.value(*names, default=default)
         allowed = tuple(one_of)
@@ -67,7 +67,7 @@ class ConfigKeys:
         """True or false.
 
         Raises:
-            ValueError: the value is neither.
+            ValueError: the value is missing and has no default, or is neither.
         """
         value = self.value(*names, default=default)
         if type(value) is not bool:
@@ -78,7 +78,7 @@ class ConfigKeys:
         """A string among those allowed, in lower case.
 
         Raises:
-            ValueError: the value is not allowed.
+            ValueError: the value is missing and has no default, or is not allowed.
         """
         value = self.value(*names, default=default)
         allowed = tuple(one_of)
@@ -101,7 +101,7 @@ class ConfigKeys:
         """The keys and values of an object.
 
         Raises:
-            ValueError: it is something else.
+            ValueError: it is missing and has no default, or is something else.
         """
         value = self.value(name, default=default)
         if not isinstance(value, dict):

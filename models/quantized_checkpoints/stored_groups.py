@@ -272,6 +272,6 @@ def stored_dtype(headers: Headers, suffix: str, default: str) -> str:
 
 
 def static_inputs(headers: Headers) -> InputsStated | None:
-    """Activations with the scales that a checkpoint stores; None if it stores none."""
+    """The rounding of activations by scales that a checkpoint stores; None if it stores none."""
     shapes = [h.shape for name, h in headers.items() if name.endswith(".input_scale")]
     return InputsStated(InputScales.static, dims=len(shapes[0])) if shapes else None

@@ -97,15 +97,15 @@ def _experts_of(name: str, module: Any, activation: str | None) -> ExpertsLeaf:
     usual = {"has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True}
     for key, value in usual.items():
         if getattr(module, key, value) is not value:
-            raise ValueError(f"the experts {name} have {key}={getattr(module, key)}")
+            raise ValueError(f"the experts {name} have {key}={getattr(module, key)}, unsupported")
     for key in ("has_post_expert_norm", "_is_expert_parallel"):
         if getattr(module, key, False):
-            raise ValueError(f"the experts {name} have {key}=True")
+            raise ValueError(f"the experts {name} have {key}=True, unsupported")
     is_own_gate = getattr(type(module), "_apply_gate", None)
     if is_own_gate is None or is_own_gate.__name__ != "_default_apply_gate":
         raise ValueError(f"the experts {name} ({type(module).__name__}) are not plain gated MLPs")
     if activation not in ACTIVATIONS:
-        raise ValueError(f"the experts {name} have the activation {activation!r}")
+        raise ValueError(f"the experts {name} have the unsupported activation {activation!r}")
     count, rows, columns = module.gate_up_proj.shape
     return ExpertsLeaf(count, columns, rows // 2, activation)
 

@@ -54,7 +54,7 @@ class WeightMemory:
 
 
 def empty_weight(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Memory of a weight without values. A CPU maps its pages when they are written."""
+    """Memory of a weight without values. On a CPU, a page is mapped when it is first written."""
     if device.type == "cpu" and math.prod(shape) * dtype.itemsize >= HUGE_PAGE:
         return zeroed(shape, dtype)
     return torch.empty(shape, dtype=dtype, device=device)

@@ -12,7 +12,7 @@ __all__ = ("Int4", "on_load")
 
 @dataclass(frozen=True, slots=True)
 class Int4(GroupQuantized):
-    """Groups of 32 by default."""
+    """Integers of 4 bits, whose scale is shared by a group of 32 weights by default."""
 
     bits: ClassVar[int] = 4
 

@@ -12,7 +12,7 @@ __all__ = ("Int8", "on_load")
 
 @dataclass(frozen=True, slots=True)
 class Int8(GroupQuantized):
-    """Groups of 128 by default."""
+    """Integers of 8 bits, whose scale is shared by a group of 128 weights by default."""
 
     bits: ClassVar[int] = 8
 

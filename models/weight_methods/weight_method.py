@@ -91,7 +91,7 @@ class Axis(NamedTuple):
     size: int = 0  # the fixed size
 
     def length(self, out_features: int, in_features: int) -> int:
-        """Elements of this dimension in the tensor of a matrix of this size."""
+        """The length of this dimension, if the stored matrix is [out_features, in_features]."""
         if not self.features:
             return self.size
         features = out_features if self.features == "out" else in_features
@@ -110,7 +110,7 @@ class StoredTensor:
     converted: bool = True  # converted to the activations' dtype when it is copied
 
     def shape(self, out_features: int, in_features: int) -> tuple[int, ...]:
-        """Its shape for a stored matrix of this size."""
+        """The tensor's shape, if the stored matrix is [out_features, in_features]."""
         return tuple(axis.length(out_features, in_features) for axis in self.axes)
 
 
@@ -139,15 +139,15 @@ class Part:
             each = axis.per_element
             if axis.features == "out" and each != 1:
                 if not isinstance(self.rows, slice):
-                    return f"rows cannot be reordered in elements of {each} rows"
+                    return f"its rows cannot be reordered: it packs {each} rows in one element"
                 first, stop = self.rows.start, self.rows.stop
                 if (first, stop) != (0, self.stored[0]) and (first % each or stop % each):
-                    return f"rows {first} to {stop} cannot be cut out of elements of {each} rows"
+                    return f"rows {first} to {stop} would split an element, which packs {each} rows"
             if axis.features == "in" and not self.columns.is_whole:
                 start, size, _ = self.columns
                 if start % each or size % each:
                     return (
-                        f"columns {start} to {start + size} cannot be cut out of elements of "
+                        f"columns {start} to {start + size} would split an element, which packs "
                         f"{each} columns"
                     )
         return None
@@ -250,7 +250,10 @@ class WeightMethod(ABC):
         part: Part,
         spec: MatrixSpec,
     ) -> None:
-        """Copy the rows and columns of a tensor that this rank holds to their place in `tensors`.
+        """Put the rows and columns of a tensor that this rank holds into `tensors`.
+
+        A tensor that fills its entry alone, and needs no conversion, is kept as a view. Others are
+        copied to their place in the entry.
 
         Args:
             tensors, name, value, part, spec: as for `load`.
@@ -264,8 +267,7 @@ class WeightMethod(ABC):
         out = [dim for dim, axis in enumerate(stored.axes) if axis.features == "out"]
         is_kept = part.count == 1 and not self.is_in_place and value.is_contiguous()
         if is_kept and value.dtype == dtype and value.device == spec.device:
-            # A view of the mapped file is enough, so the largest matrix is not copied before it is
-            # converted.
+            # `finish` converts the matrix, so it is not copied here as well.
             tensors[name] = value if out else value[None]
             return
         if name not in tensors:
@@ -313,7 +315,7 @@ class WeightMethod(ABC):
             x: [T, in_features] in the activations' dtype.
             bias: [out_features] in that dtype, or None.
             residual: [T, out_features] in that dtype, or None.
-            float32_output: return float32, for logits; without a residual.
+            float32_output: return float32, for logits and partial sums; `residual` is then None.
 
         Returns:
             [T, out_features] in the activations' dtype or float32.
@@ -340,8 +342,8 @@ class WeightMethod(ABC):
             ValueError: no kernel of this method multiplies experts.
         """
         raise ValueError(
-            f"weights as {self.name} have no kernel for mixtures of experts; use a checkpoint "
-            "before quantization"
+            f"weights as {self.name} have no kernel for mixtures of experts; use the "
+            "unquantized checkpoint of the model"
         )
 
     @abstractmethod

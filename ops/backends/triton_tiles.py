@@ -26,7 +26,7 @@ MAX_TILE_ROWS = 128  # query rows of the largest tile, hence the most query head
 _PARTITIONS = ((4, 128, 1), (16, 512, 2), (64, 1024, 4), (1 << 30, 2048, 8))
 _SEQUENCES_PER_CHUNK = 256  # a constant, so that no shape needs another program
 FIRST_OF_CLASS: tuple[int, ...] = (1, *(most + 1 for most, _, _ in _PARTITIONS[:-1]))
-"""The least number of sequences of each class, a line of `_PARTITIONS`.
+"""The least number of sequences of each class. Each line of `_PARTITIONS` is a class.
 
 Each class has kernels of its own, so one step of each class warms them all up."""
 _ANY_QUERY = 1 << 30

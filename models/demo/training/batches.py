@@ -24,7 +24,8 @@ __all__ = [
 END_OF_TEXT: Final = "<|endoftext|>"
 IM_START: Final = "<|im_start|>"
 IM_END: Final = "<|im_end|>"
-# Words with their leading space. Every digit is by itself, so a number always has the same tokens.
+# Splits a text into words, each with its leading space. Every digit is a word of its own, so a
+# number always has the same tokens.
 SPLIT: Final = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 VOCAB_SIZE: Final = 3072
 MAX_POSITIONS: Final = 2048
@@ -107,8 +108,9 @@ def batches(
 ) -> Iterator[Batch]:
     """An endless stream of packed batches; every row begins at the beginning of a document.
 
-    In some rows the positions jump ahead at a document or turn boundary, so that the model learns
-    distances up to MAX_POSITIONS although the rows are shorter than that.
+    In three of ten rows the positions jump ahead at the beginning of a turn (without turns, at the
+    beginning of the row). So the model learns distances up to MAX_POSITIONS, although the rows are
+    shorter than that.
     """
     rng = random.Random(seed)
     stream = documents(seed + 1, long=long)

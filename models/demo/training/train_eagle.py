@@ -1,6 +1,6 @@
 """Train an EAGLE-3 head for the demo model and write it in the layout of published heads.
 
-    python -m ostinato.models.demo.training.train_eagle                 # about a quarter of an hour
+    python -m ostinato.models.demo.training.train_eagle                 # 10 to 15 minutes
     python -m ostinato.models.demo.training.train_eagle --tokens 1e5 --out /tmp/head
 
 The demo model is frozen. The head reads the model's hidden states at three depths, and learns the
