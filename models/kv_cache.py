@@ -46,7 +46,7 @@ class KVCacheSpec:
         return elements * self.dtype.itemsize
 
     def allocate(self, num_blocks: int, device: torch.device) -> KVCache:
-        """The cache itself, zeroed; block 0 is the null block."""
+        """The cache itself, zeroed. Block 0 is the null block, which no sequence owns."""
         key, value = (
             (num_blocks, self.num_kv_heads, self.block_size, size) for size in self.place_sizes
         )

@@ -166,8 +166,8 @@ def build_model(  # noqa: PLR0913 - what a model is built for
         attention_backend: a name that `select_backend` returned.
         max_model_len: tokens of the longest context; None = that of the config.
         weights: the weight method of each matrix.
-        shard: the part of every layer that this rank holds. `join_group` (models/linear_layers.py)
-            must follow before the model is run.
+        shard: the part of every layer that this rank holds. If there are several ranks,
+            `join_group` (models/linear_layers.py) must be called before the model is run.
         exchange: how this rank exchanges values with the others.
         has_cache_scales: the checkpoint has scales for keys and values, and the cache uses them.
         experts: the kernels of the experts, if the model has any.

@@ -100,7 +100,8 @@ def packed_linear(
         out_features: N; the packed weight is padded beyond it.
         residual: [T, out_features] in x's dtype, last dimension contiguous, added in float32 before
             rounding, or None.
-        float32_output: return the float32 sums themselves, for logits. `residual` must be None.
+        float32_output: return the float32 sums themselves, for logits and partial sums. `residual`
+            must be None.
 
     Returns:
         [T, out_features] contiguous, in x's dtype or float32.

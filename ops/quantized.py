@@ -121,7 +121,8 @@ def quantized_linear(
             rounding, or None.
         order: [K] int32, for each column of the weight the column of x that it multiplies; None =
             the column with the same number.
-        float32_output: return the float32 sums themselves, for logits; without a residual.
+        float32_output: return the float32 sums themselves, for logits and partial sums. `residual`
+            must be None.
 
     Returns:
         [T, out_features] contiguous, in x's dtype or float32. Where x is quantised, a row of x with

@@ -1,5 +1,7 @@
 """A decoder block in few kernels, for steps of few tokens on a GPU.
 
+The kernels in their order. An RMS norm is divided between the two kernels before and after it:
+
     1. norm: multiplication by its weight, sums of squares
     2. QKV projection; norm: division of the result by the root mean square
     3. norms and rotation of the heads, write of K and V
@@ -8,7 +10,7 @@
     6. gate and up projection; norm: division of the result by the root mean square; activation
     7. down projection, residual
 
-With a mixture of experts, these replace the last three:
+With a mixture of experts, these replace the kernels 5 to 7:
 
     5. output projection, residual
     6. norm, router, choice of experts

@@ -72,7 +72,7 @@ class Experts(nn.Module):
     def why_unsupported(self) -> str | None:
         """Why the chosen kernels cannot compute these experts exactly, or None.
 
-        It can be read when the matrices have weight methods (`LinearBase.use`).
+        It can be read after `LinearBase.use` has set the weight methods of the matrices.
         """
         if not self.by_flashinfer:
             return None

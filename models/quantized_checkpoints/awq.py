@@ -4,7 +4,7 @@
     qzeros   int32 [groups, out / 8], likewise
     scales   [groups, out]
 
-A weight is `(q - z) * scale`.
+A weight is `(q - z) * scale`. With `zero_point: false` there are no `qzeros`, and z is 8.
 """
 
 from __future__ import annotations

@@ -217,7 +217,7 @@ class WeightMethod(ABC):
         """The parameters that the kernel reads, by name."""
 
     def num_bytes(self, spec: MatrixSpec) -> int:
-        """Memory of the parameters."""
+        """Bytes of the parameters."""
         return sum(parameter.num_bytes for parameter in self.parameters(spec).values())
 
     def load(
@@ -252,8 +252,8 @@ class WeightMethod(ABC):
     ) -> None:
         """Put the rows and columns of a tensor that this rank holds into `tensors`.
 
-        A tensor that fills its entry alone, and needs no conversion, is kept as a view. Others are
-        copied to their place in the entry.
+        The tensor of a module's only part is kept without a copy if it is contiguous and needs no
+        conversion. Other tensors are copied to their place in the entry of `tensors`.
 
         Args:
             tensors, name, value, part, spec: as for `load`.

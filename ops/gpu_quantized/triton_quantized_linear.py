@@ -153,7 +153,7 @@ def multiply_tile(
     SYMMETRIC: tl.constexpr, HEADER: tl.constexpr, UNIT: tl.constexpr, PANEL_BYTES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """The product of rows of x and rows of the matrix, for steps `first` to `last` of K.
+    """The product of rows of x and rows of the matrix, for the steps [first, last) of K.
 
     A step is BLOCK_K columns of one group.
 

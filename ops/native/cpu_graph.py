@@ -76,7 +76,7 @@ def why_not_callable(op: torch._ops.OpOverload) -> str | None:
 
 
 class CpuGraph:
-    """Calls are recorded once, then replayed with other inputs. One thread at a time may use it."""
+    """Records calls once, and replays them with other inputs. One thread at a time may use it."""
 
     def __init__(self) -> None:
         self._library = core_library()

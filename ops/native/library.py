@@ -54,8 +54,8 @@ class NativeLibrary(NamedTuple):
     functions: ctypes.CDLL  # its C functions (core/install.cpp)
 
 
-# Key: name of the library, namespace. A loop goes over a copy, because another thread may load a
-# library meanwhile. It does not take `_loading`: a thread holds this lock while it compiles.
+# Key: name of the library, namespace. Loops go over a copy, because another thread may load a
+# library meanwhile. They do not take the lock `_loading`, because a thread that compiles holds it.
 _loaded: dict[tuple[str, str], NativeLibrary] = {}
 _chosen: dict[str, str] = {}  # the level chosen for the namespace "ostinato", the only key
 _loading = threading.Lock()
@@ -95,7 +95,7 @@ def _default_isa() -> str | None:
 def load(name: str, isa: str | None = None) -> NativeLibrary:
     """Load a library and install its kernels. Build it first if neither cache nor wheel has one.
 
-    Later calls do nothing.
+    Later calls with the same arguments return the loaded library.
 
     Args:
         name: one of LIBRARIES or PARTS. The kernels of a whole library replace those of a part that
@@ -200,8 +200,8 @@ def set_pool_threads(count: int) -> None:
     """Choose the threads for the kernel calls that the calling thread makes from now on.
 
     Args:
-        count: most threads of the process's thread pool (core/thread_pool.h) that a call uses, the
-            caller included; 0 = torch's own threads, as many as `torch.get_num_threads()`.
+        count: the most threads of the process's thread pool (core/thread_pool.h) that a call uses,
+            the caller included; 0 = torch's own threads, as many as `torch.get_num_threads()`.
     """
     pool_threads_setter()(count)
 

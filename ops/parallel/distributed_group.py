@@ -180,7 +180,8 @@ class DistributedGroup:
         """End all present and later calls of this rank with an error; from any thread.
 
         On a GPU the running kernels end, and their results are wrong. The caller must drop them.
-        With gloo a present call ends only when the process of another rank ends.
+        With gloo a present call ends only when the process of another rank ends, or after
+        `timeout_s`.
         """
         self._is_aborted = True
         if self._exchange is Exchange.nccl and self._backend is not None:
@@ -205,7 +206,8 @@ class DistributedGroup:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """A context in which an error of the backend becomes a `GroupEndedError`."""
+        """A context in which an error of the backend becomes a `GroupEndedError`, unless it is that
+        of exhausted GPU memory."""
         if self._is_aborted:
             raise GroupEndedError(f"rank {self.rank}: the group of ranks was ended")
         try:

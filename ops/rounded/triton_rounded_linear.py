@@ -8,7 +8,8 @@ As in ops/gpu_quantized/, weights are the left operand, so a step of few rows ne
 the result has too few tiles to fill the GPU, programs also divide K.
 
 Large steps over e4m3 matrices with a scale for each row run `torch._scaled_mm`. On an H200 the
-products agree with plain torch. bfloat16 models with them are not yet verified on hardware.
+products agree with plain torch. Whole bfloat16 models with such matrices are not yet verified on
+hardware.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def multiply_rounded_tile(
     INPUT_GROUPS: tl.constexpr, IS_FLOAT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """The product of rows of x and rows of the matrix, for steps `first` to `last` of K.
+    """The product of rows of x and rows of the matrix, for the steps [first, last) of K.
 
     A step is BLOCK_K columns of one group.
 

@@ -1,11 +1,11 @@
-"""Write conversations that neither the demo model nor its head was trained on, for benchmarks.
+"""Write one-turn conversations on which neither the demo model nor its head was trained.
 
     python -m ostinato.models.demo.training.held_out 24 > held-out.json
     run bench speculation workload=sharegpt workload.path=held-out.json
 
-The file is in the form of ShareGPT. The chat template is already applied to the prompts. The
-conversations come from the generator of the training text, with another seed, so they have the same
-kinds of questions.
+They are for benchmarks. The file is in the form of ShareGPT. The chat template is already applied
+to the prompts. The conversations come from the generator of the training text, with another seed,
+so they have the same kinds of questions.
 """
 
 import json

@@ -145,7 +145,8 @@ OSTINATO_KERNEL(gather_vocab, gather_vocab);
 
 }  // namespace ostinato::collectives
 
-// Maps the segment of a group. Returns null if the system refuses; errno then holds the reason, and `notify` stays open.
+// Maps the segment of a group. Returns null if the system refuses; errno then holds the reason, and `notify` stays
+// open.
 OSTINATO_EXPORT void* ostinato_group_open(int fd, int64_t bytes, int rank, int64_t spin_us, int64_t timeout_ms,
                                           int notify) {
   void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd, 0);

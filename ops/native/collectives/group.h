@@ -5,9 +5,10 @@
 // published that number, and reads the slots. A rank publishes piece p + 1 after it has read piece p. So once all ranks
 // have published p + 1, all have read p, and a rank may write p + 2 into the slot of p. No second barrier is needed.
 //
-// Ranks on other machines have slots here too. A process of this machine, the bridge, writes them (segment.py). It learns
-// from an eventfd that a rank of this machine has published a piece, and sends it to the other machines. The rule above
-// holds for its copies: a rank elsewhere sends p + 2 when it has seen p + 1 of all ranks of this machine.
+// Ranks on other machines have slots here too. A process of this machine, the bridge, writes them (segment.py). The
+// bridge learns from an eventfd that a rank of this machine has published a piece, and sends that piece to the other
+// machines. The rule above holds for its copies: a rank elsewhere sends p + 2 when it has read p + 1 of all ranks of
+// this machine.
 //
 // A waiting rank spins for a short time, because ranks reach an exchange within microseconds of each other. Then it
 // sleeps on a futex, so that it uses no processor while another rank is late.

@@ -17,8 +17,8 @@ class AlignedMemory {
   // Null before the first allocation.
   void* data() const { return data_; }
 
-  // Frees the old memory and allocates `size` bytes, uninitialised. `alignment` divides `size`. If the allocation fails,
-  // nothing is allocated.
+  // Frees the old memory and allocates `size` bytes, uninitialised. `alignment` divides `size`. If the allocation
+  // fails, throws std::bad_alloc, and this object holds no memory.
   void allocate(size_t alignment, size_t size) {
     std::free(data_);
     data_ = std::aligned_alloc(alignment, size);

@@ -8,7 +8,8 @@
 // kernels on every machine, for tests. The instructions are written as assembly, because a compiler's intrinsics need
 // the numbers of registers as literals.
 //
-// Linux enables the registers on request. ops/native/instruction_sets.py makes the request before it chooses this level.
+// Linux enables the registers on request. ops/native/instruction_sets.py makes the request before it chooses this
+// level.
 #pragma once
 
 #include "core/simd.h"

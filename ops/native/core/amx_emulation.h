@@ -87,8 +87,8 @@ inline float widen(const unsigned char* bfloat16) {
 
 // a * b + c with one rounding to nearest even. The processor rounds to 24 bits and returns zero if the rounded value is
 // below 2**-126, the smallest normal number. std::fma rounds such a value to the spacing of subnormal numbers, and can
-// return 2**-126. So if the result is 2**-126 or less, it is computed again with arguments scaled by powers of two. There
-// the values near 2**-126 are far from the subnormal numbers.
+// return 2**-126. So if the result is 2**-126 or less, it is computed again with arguments scaled by powers of two.
+// There the values near 2**-126 are far from the subnormal numbers.
 inline float fused(float a, float b, float c) {
   const float x = std::fma(a, b, c);
   if (!(std::fabs(x) <= 0x1p-126f)) return x;

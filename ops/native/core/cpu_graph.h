@@ -91,8 +91,8 @@ class CpuGraph {
     return step.result;
   }
 
-  // A tensor with other sizes, of which one may be -1. Each row must be contiguous. If the number of rows changes and the
-  // rows do not lie side by side, they are copied.
+  // A tensor with other sizes, of which one may be -1. Each row must be contiguous. If the number of rows changes and
+  // the rows do not lie side by side, they are copied.
   int64_t add_view(int64_t source, const int64_t* sizes, int64_t dim) {
     Step step{Step::view};
     step.source = source;

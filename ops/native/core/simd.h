@@ -404,9 +404,9 @@ OSTINATO_INLINE void fence_lines() {
 
 // ---- built from the above --------------------------------------------------------------------------------
 
-// 2 ** x for x <= 120. The relative error is below 2e-7 from -126 on. The result is exactly 1 at 0, and exactly 0 below -126
-// (-127 without AVX-512). A subnormal result would take the processor a hundred cycles. The polynomial is the minimax one of
-// degree 5 on [-0.5, 0.5] with its constant term fixed to 1.
+// 2 ** x for x <= 120. The relative error is below 2e-7 from -126 on. The result is exactly 1 at 0, and exactly 0 below
+// -126 (-127 without AVX-512). A subnormal result would take the processor a hundred cycles. The polynomial is the
+// minimax one of degree 5 on [-0.5, 0.5] with its constant term fixed to 1.
 OSTINATO_INLINE F32 exp2(F32 x) {
 #if OSTINATO_ISA < 2
   x = max(x, broadcast(-127.0f));

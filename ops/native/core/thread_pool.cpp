@@ -1,4 +1,5 @@
-// The thread pool's loops. They have a file of their own because <chrono> and <thread> take a third of a second to parse.
+// The thread pool's loops. They have a file of their own because <chrono> and <thread> take a third of a second to
+// parse.
 #include "core/thread_pool.h"
 
 #include <chrono>

@@ -6,9 +6,9 @@
 // (kPassTiles). A pass is computed for all blocks, so that its weights stay in the first level cache.
 //
 // Order of a sum: K is cut at multiples of 32. In each part, the products with even k are summed from zero in ascending
-// order, and so are those with odd k. The two sums are added, and their sum is added to the result. Every step is rounded to
-// float32, and subnormal numbers count as zeros. The sum contains no other row, so the bits of a row do not depend on
-// other rows.
+// order, and so are those with odd k. The two sums are added, and their sum is added to the result. Every step is
+// rounded to float32, and subnormal numbers count as zeros. The sum contains no other row, so the bits of a row do not
+// depend on other rows.
 #pragma once
 
 #include "core/amx.h"
@@ -71,7 +71,8 @@ OSTINATO_INLINE void multiply_tiles(const TileRows& x, int64_t tile, const uint3
   }
 }
 
-// Weights to fetch into the second level cache while a block is multiplied: lines [first, last) of each pair of tiles B.
+// Weights to fetch into the second level cache while a block is multiplied: lines [first, last) of each pair of tiles
+// B.
 struct Upcoming {
   const uint32_t* weight;  // null = nothing
   int first;

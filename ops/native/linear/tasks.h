@@ -119,9 +119,9 @@ struct Problem {
   const int32_t* out_rows = nullptr;  // for each row of x, the row of `out` for its result; null = the same row
   // for each column of the weight, the element of x that it multiplies; null = the same
   const int32_t* order = nullptr;
-  // Whole cache lines of the result are written to memory without being read first. A panel writes one line of each row.
-  // The lines are a row apart, so the processor does not prefetch them, and a matrix unit that waits for them loses a third
-  // of its rate (6144 columns of 512 rows). A worker that streams calls `fence_lines` at its end.
+  // Whole cache lines of the result are written to memory without being read first. A panel writes one line of each
+  // row. The lines are a row apart, so the processor does not prefetch them, and a matrix unit that waits for them
+  // loses a third of its rate (6144 columns of 512 rows). A worker that streams calls `fence_lines` at its end.
   bool streams = false;
 
   int64_t out_row(int64_t row) const { return out_rows == nullptr ? row : out_rows[row]; }

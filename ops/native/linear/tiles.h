@@ -1,9 +1,9 @@
 // Register tiles of the packed linear op: a few rows of activations times one panel of packed weights.
 //
-// Activations are packed to [steps][rows] in the weights' four-byte units, or widened to float where the CPU
-// has no bfloat16 dot product. In each pass (row_worker.h), every output element is one float accumulator that runs over
-// K in ascending order, whatever the height and width of the tile. Passes are added in ascending order. So the bits of a
-// row do not depend on other rows.
+// Activations are packed to [steps][rows] in the weights' four-byte units, or widened to float where the CPU has no
+// bfloat16 dot product. In each pass (row_worker.h), every output element is one float accumulator that runs over K in
+// ascending order, whatever the height and width of the tile. Passes are added in ascending order. So the bits of a row
+// do not depend on other rows.
 #pragma once
 
 #include "linear/layout.h"

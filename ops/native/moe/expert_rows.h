@@ -3,8 +3,8 @@
 //
 // A step has T tokens with k slots each, so T * k pairs; pair p is slot p % k of token p / k. An expert's pairs are
 // computed as one product with its matrix. A row's result does not depend on the rows that are multiplied beside it
-// (linear/tiles.h, linear/amx_linear.h), and a token's results are added in the order of its slots. So a token's bits do
-// not depend on the other tokens.
+// (linear/tiles.h, linear/amx_linear.h), and a token's results are added in the order of its slots. So a token's bits
+// do not depend on the other tokens.
 #pragma once
 
 #include "linear/tasks.h"

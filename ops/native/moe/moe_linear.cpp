@@ -34,7 +34,8 @@ struct PackedExperts {
   int64_t steps;
 };
 
-// Runs the products of all experts. make_blocks(rows) cuts an expert's rows into blocks, which form num_groups(blocks) groups.
+// Runs the products of all experts. make_blocks(rows) cuts an expert's rows into blocks, which form num_groups(blocks)
+// groups.
 template <class Worker, class Blocks, class MakeBlocks, class NumGroups>
 void run(const ExpertCall& c, const ExpertRows& rows, const PackedExperts& weight, const std::vector<Problem>& problems,
          const MakeBlocks& make_blocks, const NumGroups& num_groups) {

@@ -1,5 +1,5 @@
-// The linear op over quantised matrices of experts: every token is multiplied by the matrices of the experts that it was
-// routed to. The matrices lie in the layout of quantized/layout.h, one after the other.
+// The linear op over quantised matrices of experts: every token is multiplied by the matrices of the experts that it
+// was routed to. The matrices lie in the layout of quantized/layout.h, one after the other.
 #include "moe/expert_rows.h"
 #include "quantized/float8.h"
 #include "quantized/row_worker.h"

@@ -9,7 +9,8 @@
 // vectors run at half their rate (docs/optimizations.md).
 //
 // The offset is subtracted from the values of symmetric weights, which become signed bytes. Scaling then needs no
-// correction for the offset. Other weights are multiplied as unsigned bytes. The unpacked bytes of a panel serve all rows.
+// correction for the offset. Other weights are multiplied as unsigned bytes. The unpacked bytes of a panel serve all
+// rows.
 #pragma once
 
 #include "linear/amx_linear.h"
@@ -23,7 +24,8 @@ constexpr int kPairRows = 2 * amx::kTileRows;
 inline int64_t chunk_steps(const QuantizedShape& shape) { return std::min<int64_t>(shape.group_steps, kTileSteps); }
 
 // Whether matrix tiles are faster for this number of rows, by measurement (docs/optimizations.md). They need groups of
-// whole chunks. In short groups, scaling the sums takes longer than the products. Weights of 4 bits have to be unpacked.
+// whole chunks. In short groups, scaling the sums takes longer than the products. Weights of 4 bits have to be
+// unpacked.
 inline bool suits_tiles(const QuantizedShape& shape, int64_t rows) {
   const int64_t least_rows = shape.format.group_size >= 64 ? 4 : shape.format.bits == 8 ? 8 : 13;
   return rows >= least_rows && shape.format.group_size >= 16 && shape.group_steps % chunk_steps(shape) == 0;
@@ -318,8 +320,8 @@ class QuantizedTileWorker {
     }
   }
 
-  // Quantises a row. `target` is its place in the first tile, `factor` the index of its first factors, and `line` memory
-  // for a group.
+  // Quantises a row. `target` is its place in the first tile, `factor` the index of its first factors, and `line`
+  // memory for a group.
   void pack_row(const In* x, int64_t factor, int8_t* line, int8_t* target) {
     const int64_t size = weight_.format.group_size;
     const int64_t chunk_bytes = chunk_ * 4;

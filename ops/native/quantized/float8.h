@@ -12,9 +12,9 @@
 
 namespace ostinato::linear {
 
-// The weights of one vector of columns, times 2 ** -8. The bits of an e4m3, shifted, are a float16 whose value is smaller by
-// this factor, because the bias of its exponent is larger by 8. NaN has no such float16, so weights are checked for NaN when
-// they are loaded.
+// The weights of one vector of columns, times 2 ** -8. The bits of an e4m3, shifted, are a float16 whose value is
+// smaller by this factor, because the bias of its exponent is larger by 8. NaN has no such float16, so weights are
+// checked for NaN when they are loaded.
 OSTINATO_INLINE F32 load_float8(const uint8_t* p) {
 #if OSTINATO_ISA >= 2
   const __m256i wide = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));

@@ -1,5 +1,6 @@
-// The op pack_stored: writes rows of a quantised weight (layout.h) from the values of a checkpoint, in the words or bytes
-// in which they are stored. One pass reads them, so memory never has a copy of the matrix with a byte for each value.
+// The op pack_stored: writes rows of a quantised weight (layout.h) from the values of a checkpoint, in the words or
+// bytes in which they are stored. One pass reads them, so memory never has a copy of the matrix with a byte for each
+// value.
 //
 // All packings are converted to word rows. Word row q of a panel has a word for each of the panel's 32 columns. The
 // word holds the column's values from number q * (values of a word) on, the first in the lowest bits. The packing

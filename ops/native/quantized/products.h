@@ -1,4 +1,5 @@
-// The products of the quantised linear op within a group of K: 8-bit activations of a few rows times 8-bit or 4-bit weights.
+// The products of the quantised linear op within a group of K: 8-bit activations of a few rows times 8-bit or 4-bit
+// weights.
 //
 // All products are whole numbers. Their sum is at most 256 * 255 * 127 < 2**24, so even floats hold it exactly, in
 // every order and on every instruction set. `sum_group` returns the sums as floats:

@@ -33,8 +33,8 @@ struct Stored {
   }
 };
 
-// Stores the first integers of a group whose rows are contiguous, 8 of each row at a time. Returns how many of the `count`
-// integers it stored.
+// Stores the first integers of a group whose rows are contiguous, 8 of each row at a time. Returns how many of the
+// `count` integers it stored.
 int64_t pack_eights(const QuantFormat& format, const uint8_t* values, int64_t row_stride, int64_t count, int columns,
                     uint8_t* data) {
   const int64_t whole = count / 8 * 8;

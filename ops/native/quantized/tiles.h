@@ -36,8 +36,8 @@ struct GroupFetch {
   int64_t per_column;
 };
 
-// sums[R][32] = x[groups][R] * w[groups][32], where all groups together have `steps` steps. The last group may be shorter.
-// When `added` is set, the products are added to `sums` instead.
+// sums[R][32] = x[groups][R] * w[groups][32], where all groups together have `steps` steps. The last group may be
+// shorter. When `added` is set, the products are added to `sums` instead.
 template <Widening Bits, int R>
 void quantized_tile(const QuantizedRows& x, const uint8_t* w, int64_t steps, const QuantizedShape& shape, float* sums,
                     bool added, const GroupFetch& fetch) {

@@ -1,6 +1,6 @@
-// Kernels between the matrix products of a layer: normalisation, rotary embedding, activation functions. They compute in
-// float32 and round once. Rows are independent, so the bits of a row depend neither on other rows nor on the number of
-// threads.
+// Kernels between the matrix products of a layer: normalisation, rotary embedding, activation functions. They compute
+// in float32 and round once. Rows are independent, so the bits of a row depend neither on other rows nor on the number
+// of threads.
 #include "core/elements.h"
 #include "core/kernel.h"
 #include "core/simd.h"

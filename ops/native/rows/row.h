@@ -23,8 +23,8 @@ struct Candidate {
 inline bool likelier(const Candidate& a, const Candidate& b) { return a.logit > b.logit || (a.logit == b.logit && a.id < b.id); }
 
 // A row in chunks of kDepth vectors. Elements past its end and logits that are NaN count as -inf, and `candidates`
-// leaves them out. There is a maximum for each lane of each chunk: that of lane l of chunk c covers the kDepth logits at
-// c * kChunk + l + multiples of the width. So finding the maxima needs no operation across lanes.
+// leaves them out. There is a maximum for each lane of each chunk: that of lane l of chunk c covers the kDepth logits
+// at c * kChunk + l + multiples of the width. So finding the maxima needs no operation across lanes.
 class Row {
  public:
   Row(const float* logits, int64_t count) : logits_(logits), count_(count), num_chunks_((count + kChunk - 1) / kChunk) {
@@ -105,7 +105,8 @@ class Row {
     return found;
   }
 
-  // The `wanted` largest logits in descending order, fewer if too few are numbers. Equal logits are in the order of their ids.
+  // The `wanted` largest logits in descending order, fewer if too few are numbers. Equal logits are in the order of
+  // their ids.
   void candidates(int64_t wanted, std::vector<Candidate>& found) const {
     float threshold = kNever;
     if (wanted < static_cast<int64_t>(maxima_.size())) {

@@ -2,9 +2,10 @@
 // inverts the cumulative distribution at the row's random number. Rows are independent: a row's token depends neither
 // on other rows nor on the number of threads.
 //
-// Plain torch needs a sort and four passes in float64. This kernel makes one pass for the sum, and then looks at the
-// few candidates that can be drawn. If the filters leave many candidates, nucleus.h finds the token without a sort.
-// Tests compare the kernel with the plain torch in ops/sampling/sample_rows.py.
+// Plain torch needs a sort and four passes in float64. This kernel finds the largest logits in one pass, adds up all
+// likelihoods in another one if the draw needs their sum, and then looks at the few candidates that can be drawn. If
+// the filters leave many candidates, nucleus.h finds the token without a sort. Tests compare the kernel with the plain
+// torch in ops/sampling/sample_rows.py.
 #include "core/kernel.h"
 #include "rows/nucleus.h"
 #include "rows/row.h"
