@@ -45,8 +45,9 @@ class AuxStates:
 
     Args:
         layers: for an EAGLE-3 head, the layers whose input is kept: indices in `model.layers`.
-        has_final: the final hidden states are kept, for a next-token layer (MTP). The model then
-            computes them for all tokens of every step.
+        has_final: the final hidden states are kept, for a next-token layer (MTP). The caller of the
+            model (graphs/capture.py) puts them into `states`. The model then computes them for all
+            tokens of every step.
         num_earlier: in a pipeline, the number of states that earlier stages keep. The previous
             stage sends them with its hidden states.
 
@@ -163,7 +164,8 @@ class LanguageModel(nn.Module):
     ) -> Tensor:
         """[T] tokens -> final hidden states [R, D] of `logits_indices`; writes K and V of all T.
 
-        Gives `aux` the hidden state that enters each layer.
+        A stage before the last returns the [T, D] that it sends on. Gives `aux` the hidden state
+        that enters each layer.
         """
         hidden, step = self.begin(batch)
         last = len(self.layers) - 1 if self.stage.is_last else None

@@ -6,8 +6,8 @@ order in which the kernel reads them. The packed tensor replaces the original. I
 the elements s * e to s * e + e - 1 of row 32 * p + r of the [N, K] matrix. The 32 rows of one p are
 a panel. Padding past N and K is zero.
 
-Every output element is a float32 sum, whose order depends only on K and on the instruction set. So
-the bits of a row depend neither on other rows nor on the number of threads.
+In the kernels, an output element is a float32 sum, whose order depends only on K and on the
+instruction set. So the bits of a row depend neither on other rows nor on the number of threads.
 
 The kernels are ops/native/linear/linear.cpp and pack.cpp. Until they are loaded, and on other
 devices, the same ops run as plain torch.

@@ -1,9 +1,9 @@
 """The op `ostinato::rotary_attention`: paged attention from the result of the QKV projection.
 
-One kernel normalises and rotates the heads and writes keys and values into the cache; then the
-backend attends. So rotated keys and split values are stored in the cache only. `takes_projection`
-says which backends have such a kernel. With other backends, models rotate the heads themselves and
-call `paged_attention`.
+In the backend `triton`, one kernel normalises and rotates the heads and writes keys and values into
+the cache; then the backend attends. So rotated keys and split values are stored in the cache only.
+`takes_projection` says which backends have this op. With other backends, models rotate the heads
+themselves and call `paged_attention`.
 """
 
 from __future__ import annotations

@@ -8,9 +8,9 @@ experts is two such layers and an activation between them:
     gate and up   [T, K] -> [T * k, N]: one row for each token and slot
     down          [T * k, K] -> [T, N]: the slots of a token, weighted and added
 
-A token's slots are added in their order, in float32. Each product is summed in the order of
-ops/linear.py. So on a CPU the bits of a token's result do not depend on other tokens. In the
-kernels no tensor's size depends on data, and the host reads no result.
+A token's slots are added in their order, in float32. The CPU kernels sum each product in the order
+of ops/linear.py or ops/quantized.py. So with them the bits of a token's result do not depend on
+other tokens. In all kernels no tensor's size depends on data, and the host reads no result.
 
 The CPU kernels are ops/native/moe/moe_linear.cpp, over packed weights, and
 quantized_moe_linear.cpp. Until they are loaded the same ops run as plain torch. On a GPU,

@@ -1,9 +1,10 @@
 """Loads libraries of C++ kernels (build.py) and makes them the CPU implementations of the ops.
 
-`load("core")` is called once, before the first call that should be fast. Until then the ops run as
-plain torch. `load("core", isa="avx2")` builds the kernels for a lower instruction set and installs
-them beside the default ones, as `torch.ops.ostinato_avx2.*` with the same schemas, so that a test
-can compare instruction sets in one process.
+`load("core")`, or `load_part` for some of its kernels, is called once, before the first call that
+should be fast. Until then the ops run as plain torch. `load("core", isa="avx2")` builds the kernels
+for a lower instruction set and installs them beside the default ones, as
+`torch.ops.ostinato_avx2.*` with the same schemas, so that a test can compare instruction sets in
+one process.
 """
 
 from __future__ import annotations

@@ -44,7 +44,10 @@ class Chat:
     said: str = ""
 
     def fresh(self, options: Sequence[str]) -> str:
-        """An option that the chat has not had yet, for requests such as "tell me another one"."""
+        """An option that is new to the chat, for requests such as "tell me another one".
+
+        If the chat has had all options, any of them.
+        """
         return self.rng.choice([o for o in options if o not in self.said] or options)
 
     def told(self, text: str) -> str:

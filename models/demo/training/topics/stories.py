@@ -127,7 +127,7 @@ def story(
     long: bool = False,
     avoid: str = "",
 ) -> str:
-    """A story of five to eight sentences whose hero is the given noun.
+    """A story of five to eight sentences (more with `long`), whose hero is the given noun.
 
     Args:
         rng: Source of every choice.
