@@ -152,7 +152,7 @@ class StepTensors(Generic[Array]):
 
     On the host these are NumPy arrays of the largest size, on the device tensors cut to the step.
     Padding tokens write their K and V into block 0, the null block. Padding sequences have no query
-    rows. A field that a subclass adds comes after those here.
+    rows. The fields that a subclass adds come after the fields here.
     """
 
     # [T]; on the host, `-1 - row` stands for a token that only the device has: the last token of

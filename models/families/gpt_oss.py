@@ -44,7 +44,7 @@ _LAYOUT = CheckpointLayout(
 class GptOssForCausalLM(Decoder):
     """A decoder with biases in attention, router and experts.
 
-    Gate rows and up rows of an expert are stored in turns.
+    In a stored matrix of an expert, gate rows and up rows alternate.
     """
 
     # GGUF files store the gate rows before the up rows, as in other families.

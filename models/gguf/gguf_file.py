@@ -248,7 +248,7 @@ def _all_files(path: Path) -> tuple[Path, ...]:
     if files == (path,):
         return files
     if path not in files:
-        raise GGUFError(f"{path}: the name is not that of file 1 to {len(files)} of {len(files)}")
+        raise GGUFError(f"{path}: the number in its name must be 1 to {len(files)}")
     missing = [file.name for file in files if not file.is_file()]
     if missing:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""

@@ -259,7 +259,7 @@ class _Names:
         if one is not None:
             return [prefix + self._expert_name(one[1], int(one[2]))]
         if name not in self._names:
-            raise GGUFError(f"{self._file.path}: the tensor {tensor.name!r} is not known")
+            raise GGUFError(f"{self._file.path}: {tensor.name!r} is no known name of a tensor")
         return [prefix + self._names[name]]
 
     def restored(self, tensor: GGUFTensor, value: Tensor) -> Tensor:

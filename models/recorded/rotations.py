@@ -1,8 +1,8 @@
 """Finds rotary embeddings in the graph of a recorded part, and replaces them by `rotate_heads`.
 
 `rotate_heads` rotates element i of a head with element i + R / 2, where R elements are rotated.
-Many models do the same. Others rotate element 2 i with element 2 i + 1. For those, the rows of the
-matrices of queries and keys get another order when they are loaded
+Many models do the same. Others rotate element 2 i with element 2 i + 1. For those models, the
+rows of the matrices of queries and keys get another order when they are loaded
 (models/checkpoints/row_orders.py). The products of queries and keys stay the same.
 """
 

@@ -340,7 +340,7 @@ def attention_kernel(
     MAX_PARTS: tl.constexpr,  # above 1 only where MAX_QUERY rows fit one tile
     MIN_PART_TILES: tl.constexpr,
     JOINED: tl.constexpr,  # partitions that are read at a time when they are joined
-    TAKES: tl.constexpr,  # programs take items from a shared counter; False = in turns
+    TAKES: tl.constexpr,  # programs take items from a counter; False = every n-th item
     EARLY: tl.constexpr,
 ):
     """Attention of every sequence with MIN_QUERY <= query rows <= MAX_QUERY.

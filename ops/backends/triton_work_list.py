@@ -95,7 +95,8 @@ def following_item(item, taken, TAKES: tl.constexpr):
     """The item that this program works on after `item`.
 
     With TAKES, programs take items in the order in which they become free, so that items of
-    different lengths keep all programs busy. Without, they take items in turns.
+    different lengths keep all programs busy. Without, each of n programs takes every
+    n-th item.
     """
     programs = tl.num_programs(0)
     if TAKES:  # noqa: SIM108 - known when the kernel is compiled

@@ -49,8 +49,8 @@ def choose_tile(
     """The tile of a launch.
 
     Its stages take most of the shared memory, so that one program runs on a multiprocessor. If two
-    ran there, those of a kernel that starts early would gather on a few multiprocessors. On an
-    H200, the product of one row with 4096 x 14336 took 50 us in that way, and 32 us with one
+    ran there, the programs of a kernel that starts early would gather on a few multiprocessors. On
+    an H200, the product of one row with 4096 x 14336 took 50 us in that way, and 32 us with one
     program.
 
     Args:

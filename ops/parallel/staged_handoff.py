@@ -114,9 +114,9 @@ class StagedSender(_Staged[HiddenSender]):
             self._values[index, : len(state)].copy_(state)
 
     def leave(self, num_tokens: int) -> None:
-        """Let the hidden states of a launched step be passed on when the device has computed it.
+        """Let the hidden states of a launched step be sent when the device has computed the step.
 
-        Waits only while those of `NUM_SENDING` earlier steps have not been sent.
+        Waits only while the hidden states of `NUM_SENDING` earlier steps have not been sent.
 
         Raises:
             HandoffEndedError: the other process has ended.

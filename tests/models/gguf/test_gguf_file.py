@@ -135,7 +135,7 @@ def test_a_file_under_another_number_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("numbers", ["00004-of-00003", "00000-of-00003", "00001-of-00000"])
 def test_a_file_with_an_impossible_number_is_refused(tmp_path: Path, numbers: str) -> None:
-    with pytest.raises(GGUFError, match="the name is not that of file 1 to"):
+    with pytest.raises(GGUFError, match="the number in its name must be 1 to"):
         open_gguf(tmp_path / f"model-{numbers}.gguf")
 
 
