@@ -178,7 +178,7 @@ _RECORDED_HEADING = "| architecture | through `transformers` |\n|---|---|\n"
 
 
 def recorded_table() -> str:
-    """The table of the architectures that run through transformers, and of those that do not."""
+    """The table of architectures in transformers: those that are served, and those refused."""
     states = dict.fromkeys(RECORDED, "served") | {
         name: f"refused: {why}" for name, why in NOT_RECORDED.items()
     }

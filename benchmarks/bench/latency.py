@@ -1,4 +1,4 @@
-"""`run bench latency`: batches of equal requests in this process, over a grid of sizes.
+"""`run bench latency`: batches of requests with equal lengths in this process, over a grid.
 
     run bench latency bench.batch_sizes=[1,8] bench.input_lens=[128,1024] bench.output_lens=[1,64]
 

@@ -1,6 +1,6 @@
 """The performance gate: compares this tree's speed with stored ratios, or with another commit.
 
-    python -m ostinato.benchmarks.gate                    # 0 = no slower, 1 = slower, 2 = unknown
+    python -m ostinato.benchmarks.gate
     python -m ostinato.benchmarks.gate --only scheduler,prefix
     python -m ostinato.benchmarks.gate --store            # store the measured ratios
     python -m ostinato.benchmarks.gate --against HEAD     # compare engine steps with a commit's
@@ -8,6 +8,9 @@
 Each check times its work and a reference in turns. The stored values are the ratios of the two, one
 set for each kind of machine (ratios.json). `--against` needs no stored values and detects smaller
 losses (benchmarks/gate/versions.py). Both take less than a minute on an idle machine.
+
+The exit code is 0 if no check is slower, 1 if one is, and 2 if nothing could be compared. A check
+for which this kind of machine has no stored ratio does not fail; a line names it.
 """
 
 from __future__ import annotations

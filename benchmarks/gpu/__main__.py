@@ -5,10 +5,12 @@
     python -m ostinato.benchmarks.gpu --tiny          # on any machine, a minute: checks the stages
     python -m ostinato.benchmarks.gpu --without-device          # on any machine: what would run
 
-The first two stages measure the machine's rates and run the GPU tests. Further stages measure
-decode and prefill against the roofline measured in the same process, the offline workload, the
-sampler and starts. Every stage is a process of its own. If one fails, this is recorded and the next
-one runs. A stage that hangs is ended when the budget is spent, and the stages after it do not run.
+The first two stages measure the machine's rates and run the GPU tests. Stages of decode and prefill
+first measure the rates of memory and matrix products in their own process. They compare decode with
+the roofline, and prefill with the rate of matrix products. Further stages measure the offline
+workload (also with vLLM, if it is installed), the sampler, and starts. Every stage is a process of
+its own. If one fails, this is recorded and the next one runs. A stage that hangs is ended when the
+budget is spent, and the stages after it do not run.
 The file keeps results of earlier commands for stages that do not run again.
 
 `--without-device` lowers and compiles the programs of models for described GPUs
@@ -44,12 +46,17 @@ from ostinato.runtime.machine_info import cpu_name, gpu_names, package_versions
 
 _PAGE = Path(ostinato.conf.__file__).parents[1] / "docs" / "kernels.md"
 _TITLE = "## Layers and steps"
-_FIRST = "h200"  # the device whose kernels are listed
+_FIRST = "h200"  # sorted before all others, because the page lists the first device's kernels
 _LEAST_S = 5.0  # a stage is not started if less time is left
 
 
 def main(arguments: list[str]) -> int:
-    """Run the chosen stages; returns 1 if one of them failed, 2 without a GPU."""
+    """Run the chosen stages, or with `--without-device` describe GPUs; returns the exit code.
+
+    Returns:
+        1 if a chosen stage failed or did not end in time, or has no result because no time was left
+        for it; 2 if stages are to run, `--tiny` is off and no GPU is visible; else 0.
+    """
     options = _parse(arguments)
     if options.start:
         from ostinato.benchmarks.gpu.stages import start
@@ -97,7 +104,11 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--budget-s", type=float, default=1800.0, help="seconds for all stages")
     parser.add_argument("--output", default="outputs/bench/gpu.json", help="the JSON file")
     parser.add_argument("--tiny", action="store_true", help="a small model, for any machine")
-    parser.add_argument("--without-device", action="store_true", help="for described GPUs only")
+    parser.add_argument(
+        "--without-device",
+        action="store_true",
+        help="run nothing: compile for the GPUs of --devices and predict the times of steps",
+    )
     parser.add_argument("--devices", default=",".join(described_devices()), help="described GPUs")
     parser.add_argument("--described", default="", help=argparse.SUPPRESS)
     parser.add_argument("--stage", default="", help=argparse.SUPPRESS)
@@ -126,7 +137,7 @@ def _describe_apart(devices: list[str], tiny: bool) -> dict[str, Any]:
     """Describe each device in its own process, because compilers remember the first device.
 
     Raises:
-        RuntimeError: a process failed; the end of its output is in the text.
+        RuntimeError: a process failed; the end of its standard error is in the text.
     """
     found: dict[str, Any] = {}
     for device in devices:

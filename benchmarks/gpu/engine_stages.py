@@ -1,4 +1,7 @@
-"""Stages that run the engine: decode and prefill against the roofline, and the offline workload."""
+"""Stages that run the engine: decode, prefill, the offline workload, and a start.
+
+Decode is compared with the roofline, and prefill with the measured rate of matrix products.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +60,10 @@ _TINY_MODEL = {
 
 
 def stage_config(model: str, overrides: list[str], *, tiny: bool) -> RunConfig:
-    """A model's shape with random weights; tiny = two small layers, uncompiled, for any machine."""
+    """The configuration of a stage: the shape of the preset `model`, with random weights.
+
+    With `tiny`, it has two small layers that are not compiled, and runs on any machine.
+    """
     common = ["model.load_format=dummy", "cache.enable_prefix_caching=false"]
     if tiny:
         small = ["graphs.mode=eager", "cache.memory_gib=0.01", "scheduler.max_num_seqs=8"]

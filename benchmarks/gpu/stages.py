@@ -38,7 +38,7 @@ from ostinato.runtime.startup.plan.device import resolve_device
 __all__ = ("STAGES", "Stage", "StageFailedError", "default_stages", "start")
 
 Stage = Callable[[bool], dict[str, Any]]
-"""A stage: takes whether to run in the tiny form, returns its measurements."""
+"""A stage: a function of `tiny` that returns its measurements. Tiny sizes run on any machine."""
 
 _WIDE = ["scheduler.max_num_seqs=256", "model.max_model_len=4096"]
 _LONG = ["scheduler.max_num_batched_tokens=8192", "model.max_model_len=16384"]
@@ -55,14 +55,20 @@ def _machine(tiny: bool) -> dict[str, Any]:
 
 
 def _tests(tiny: bool) -> dict[str, Any]:
-    """The tests that need a GPU; without one they are skipped and counted as skipped."""
+    """Run tests/gpu except its slow tests. Without a GPU they are skipped and counted as skipped.
+
+    Raises:
+        FileNotFoundError: there is no checkout with tests/gpu.
+        RuntimeError: pytest ended without a report.
+        StageFailedError: a test failed.
+    """
     root = Path(ostinato.__file__).resolve().parents[1]
     if not (root / "tests" / "gpu").is_dir():
         raise FileNotFoundError(f"{root}/tests/gpu: the tests are in a checkout, not in a wheel")
     cases: list[ElementTree.Element] = []
     output = ""
-    # Tests that read the free memory of the device run alone. The limit of a test is long because
-    # FlashInfer builds for minutes.
+    # Tests that read the free memory of the device run alone. The time limit of a test is long,
+    # because building FlashInfer's kernels takes minutes.
     for kind, workers in (("not whole_device", 8), ("whole_device", 0)):
         with tempfile.TemporaryDirectory() as folder:
             report = Path(folder) / "report.xml"

@@ -40,7 +40,7 @@ def offline_in_vllm(config: RunConfig, *, tiny: bool) -> dict[str, Any]:
     """Run the workload twice. The first run also loads kernels; the figures are of the second.
 
     Raises:
-        ImportError: vLLM does not import.
+        ImportError: vLLM cannot be imported.
         RuntimeError: a request ended early.
     """
     vllm = import_module("vllm")

@@ -44,6 +44,8 @@ OTHER_CHOICE = {
     "optional/content.json": "`contentEncoding` is enforced there; here it is an annotation",
     "optional/zeroTerminatedFloats.json": "1.0 is not an integer there; here it is one",
 }
+# "accepted" counts the schemas that are enforced. "produced" counts the valid documents that their
+# grammars allow, "written" the invalid ones.
 COUNTS = ("schemas", "accepted", "valid", "produced", "invalid", "written")
 
 

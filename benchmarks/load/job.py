@@ -14,7 +14,8 @@ class JobRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     prompt: list[int] | str  # for a later turn, the part after the previous answer
     max_tokens: int
-    at_s: float | None = None  # intended seconds after the start; None = closed loop
+    # intended seconds after the start; None = a closed loop decides, or it is a later turn
+    at_s: float | None = None
     after: int | None = None  # index of the previous turn in the job's requests
     think_s: float = 0.0  # seconds between the previous turn's answer and this request
 

@@ -222,8 +222,8 @@ class LoadClient:
     async def _warm_up(self) -> None:
         """Send requests before the measurement, with at most 8 output tokens.
 
-        Their prompts are the first ones of the job, reversed, so that they are not in the prefix
-        cache for the measured requests.
+        Their prompts are the first prompts of the job, reversed. So the measured prompts are not in
+        the prefix cache.
         """
         for request in self._job.requests[: self._job.num_warmups]:
             times = RequestTimes(status="")

@@ -49,7 +49,7 @@ class Target:
 def find_target(url: str, load: LoadSection, *, is_ours: bool = False) -> tuple[Target, list[str]]:
     """The server at `url` and its model, and a note if the server did not name its model.
 
-    A server that does not answer is still a target. Failed requests are counted.
+    A server that does not answer is a target too. Its requests will fail, and failures are counted.
 
     Raises:
         ConfigError: `url` is not an http URL.

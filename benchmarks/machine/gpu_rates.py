@@ -1,4 +1,7 @@
-"""Measures how fast a GPU copies memory and multiplies matrices, with CUDA events."""
+"""Measures how fast a device copies memory and multiplies matrices.
+
+Calls on a GPU are timed with CUDA events, calls on a CPU by the clock.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ _REPEATS = 20
 
 
 def time_calls(call: Callable[[], object], device: torch.device, repeats: int = _REPEATS) -> float:
-    """Median seconds of a call on the device. Three calls before are not counted."""
+    """Median seconds of a call on the device, after three calls that are not counted."""
     for _ in range(3):
         call()
     seconds: list[float] = []

@@ -1,4 +1,7 @@
-"""Measures this machine's memory read bandwidth and matrix rate, in the type of a model."""
+"""Measures this machine's memory bandwidth and its rate of matrix products in a model's type.
+
+The bandwidth is that of reads on a CPU, and that of a copy on CUDA.
+"""
 
 from __future__ import annotations
 

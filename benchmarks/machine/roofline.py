@@ -2,7 +2,8 @@
 
 A decode step reads every weight once, and the keys and values of every context. Every token of a
 prompt is multiplied with every weight of the layers, and its last token also with the output head.
-The rates of the memory and the matrix units are measured in the same run.
+A mixture of experts counts as if every token used all experts. The rates of the memory and the
+matrix units are measured in the same run.
 """
 
 from __future__ import annotations

@@ -64,5 +64,5 @@ class StepLog:
         return self._least_s / self._seconds if self._seconds else 0.0
 
     def columns(self) -> dict[str, list[float]]:
-        """The columns begin_s, seconds, prompt_tokens, decode_tokens, seqs: one entry per step."""
+        """begin_s, seconds, prompt_tokens, decode_tokens, seqs of the first 20,000 steps."""
         return self._columns

@@ -100,7 +100,7 @@ PAIRS = {
             **_SHARED,
         },
         _llama(intermediate_size=2048, **_PYTHIA),
-        "Pythia-160m and a Llama of its bytes",
+        "Pythia-160m and a Llama with as many bytes of weights",
     ),
     "falcon": Pair(
         {
@@ -124,7 +124,7 @@ PAIRS = {
             tie_word_embeddings=True,
             **_FALCON,
         ),
-        "4 layers of Falcon-7b and a Llama of their bytes",
+        "4 layers of Falcon-7b and a Llama with as many bytes of weights",
     ),
     "transformers": Pair(
         _LLAMA_45M,

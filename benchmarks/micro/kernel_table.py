@@ -71,7 +71,7 @@ _WEIGHTS = ("q_weight", "k_weight", "bias", "norm_weight", "residual")
 _SUMS = ("scaled", "squares", "new_squares")
 _OPTIONAL = (*_SINGLE, *_WEIGHTS, *_SUMS, "cleared", "score_bias")
 _MANY = 64  # sequences of a step that has the tile for many sequences
-# For few sequences, these models have nearly the same kernel as Llama-8B.
+# In steps of few sequences, these models have nearly the same kernel as Llama-8B. It is left out.
 _LIKE_LLAMA = {
     "Qwen3-0.6B 16/8 heads, D128",
     "Llama-8B, block 64",
@@ -81,14 +81,15 @@ _LIKE_LLAMA = {
 }
 _TITLE = "# Triton kernels\n"
 _INTRODUCTION = """
-`python -m ostinato.benchmarks.micro.kernel_table` compiled these kernels ahead of time for compute
-capability 9.0. There is one section per Triton version, because versions allocate registers
+[Layers and steps](#layers-and-steps) has the kernels of whole steps. The sections after it list
+single kernels. `python -m ostinato.benchmarks.micro.kernel_table` compiled them ahead of time for
+compute capability 9.0. There is one section per Triton version, because versions allocate registers
 differently. `tests/ops/test_triton_aot.py` requires: no spills, at most 227 KiB of shared memory,
 and tensor-core instructions in every 16-bit kernel of attention and of matrix products.
 
-The column *kernel* has these names. *Short* is attention of sequences whose query rows fit one tile
-(decode), *few* is the same in steps of at most 4 sequences, *long* is attention of other sequences
-(prefill). *Write* writes K and V into the cache.
+In these sections, the column *kernel* has these names. *Short* is attention of sequences whose
+query rows fit one tile (decode), *few* is the same in steps of at most 4 sequences, *long* is
+attention of other sequences (prefill). *Write* writes K and V into the cache.
 *Rotate* rotates the heads and writes K and V. *Scale* is the norm before QKV. *Linear*
 is a matrix product with the operations that are fused with it, for steps of up to 16 and 64 rows.
 *Router* and *experts* are the kernels of a mixture of experts for these steps. *8 bits* is a matrix

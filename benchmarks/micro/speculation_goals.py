@@ -5,17 +5,17 @@
     python -m ostinato.benchmarks.micro.speculation_goals model=demo --starts 3 --json FILE
 
 Every engine runs in a process of its own. It is called as by the server, but without HTTP. Engines
-answer each request, or each batch, in turns, in every order equally often. A turn begins when no
-engine works: after an answer an engine maps pages for 0.2 s, which made the next engine up to 10 %
-slower. Then the engine answers a short request that is not timed, because a process is slower after
-a pause. No two rounds have the same prompts.
+answer each request, or each batch, in turns. The order of the turns changes from round to round. A
+turn begins when no engine works: after an answer an engine maps pages for 0.2 s, which made the
+next engine up to 10 % slower. Then the engine answers a short request that is not timed, because a
+process is slower after a pause. No two rounds have the same prompts. The cases:
 
     free         tokens drawn at temperature 1, which no drafter predicts; 1 and 32 streams
     chat         the demo model answers questions at temperature 0.7; with 1 and with 32 streams
     replay       a prediction of which each token is wrong with probability 0.3, drafts of 3 tokens
     repeating    one token again and again, which is the only one that the requests allow
     prediction   a prediction of which each token is wrong with probability 0.03
-    head         the demo model with its EAGLE-3 head answers questions; its goal is tokens a step
+    head         the demo model with its EAGLE-3 head answers questions; its goal is 2 tokens a step
 
 The ratio of a case is that of drafts to plain decoding, in output tokens a second: the median over
 all turns, with its 95 % bootstrap interval. In `free` and `chat` the engine with drafts also
@@ -314,7 +314,8 @@ def _predicted(
 def _without_drafts(request: _Request, number: int) -> _Request:
     """The request without drafts.
 
-    With the salt, its prompt is not found in the prefix cache, nor its answer in the history.
+    It has another `cache_salt`. So its prompt is not found in the prefix cache, and its answer does
+    not become a draft of the request with drafts.
     """
     sampling = msgspec.structs.replace(request.sampling, speculation=False)
     return _Request(request.prompt, sampling, request.prepared, f"off {number}")

@@ -3,9 +3,9 @@
     python -m ostinato.benchmarks.parallel.head_on_ranks
     python -m ostinato.benchmarks.parallel.head_on_ranks --rounds 5 --json FILE
 
-Each division also runs without drafts. The engines are processes that answer held-out questions of
-the demo model greedily, in turns, with 1 and with 8 requests in progress. All drafts of 3 tokens
-are verified (`speculation.adaptive=false`). The machine should have two cores and no other work.
+Both also run without drafts. The four engines are processes that answer held-out questions of the
+demo model greedily, in turns, with 1 and with 8 requests in progress. All drafts of 3 tokens are
+verified (`speculation.adaptive=false`). The machine should have two cores and no other work.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ async def _round(client: EngineClient, prompts: list[list[int]], streams: int) -
 
 
 async def measure(rounds: int) -> dict[str, Any]:
-    """Figures by engine and number of requests in progress."""
+    """Figures by engine and number of requests in progress. All engines must give equal answers."""
     found: dict[str, dict[str, list[Round]]] = {}
     answers: dict[tuple[int, int], list[list[int]]] = {}
     async with AsyncExitStack() as stack:

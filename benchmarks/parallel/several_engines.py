@@ -5,7 +5,7 @@
 
 The engines are real processes with one thread for each rank. Only `ranks` also has an engine of one
 rank with two threads. Requests go through `EngineClient`, without HTTP. The machine should have two
-cores and no other work.
+cores and no other work. The parts:
 
 throughput  output tokens a second of one and of two engines, in turns
 ranks       output tokens a second of one process with two threads, of two ranks and of two stages,

@@ -15,7 +15,7 @@ folder), with the same prompts, numbers of tokens and threads. Engines stay load
 part by part, round by round (A B C, A B C). The memory speed of shared machines changes by a factor
 of two, so ratios from separate runs are not valid. Outside of its turn an engine is stopped
 (SIGSTOP), so that its idle threads do not slow another engine. The read bandwidth is measured
-before each turn.
+before each turn. The parts (`--parts`; `repeat` runs only if it is named):
 
 decode: tokens per second of one stream after its first token, from the times for 1 and 128 tokens.
 repeat: the same for 256 tokens after a prompt that repeats 32 tokens. A greedy model continues it.

@@ -41,7 +41,7 @@ def simulate_open(
         spec: the engine of every replica.
         traffic: the requests.
         num_replicas: engines behind the router.
-        router: a key of `ROUTERS`.
+        router: `round_robin`, `least_load` or `prefix_aware`.
         num_processes: processes at most; routers other than `round_robin` use one.
         fast_forward: whether equal decode steps are simulated at once.
         on_request: called repeatedly with the number of requests sent so far; not called if

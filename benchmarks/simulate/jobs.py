@@ -73,7 +73,7 @@ def simulate_job(
         spec: the engine of every replica.
         job: a job with prompts of token ids.
         num_replicas: engines behind the router.
-        router: a key of `ROUTERS`.
+        router: `round_robin`, `least_load` or `prefix_aware`.
         fast_forward: whether equal decode steps are simulated at once.
         on_request: called repeatedly with the number of requests sent so far.
     """

@@ -58,6 +58,7 @@ def run_soak(plan: SoakPlan) -> dict[str, Any]:
 
     Raises:
         RuntimeError: the server or a process beside the test did not start, or failed.
+        subprocess.TimeoutExpired: a process beside the test did not end.
     """
     return record_of(plan, measure(plan))
 

@@ -144,7 +144,8 @@ async def send_traffic(
         url: the URL of the server.
         seconds: how long requests are sent.
         seed: the seed of all requests.
-        num_clients: how many clients send; each has its own connection, and one request at a time.
+        num_clients: how many clients send. Each has one request in progress at a time, and they
+            share as many connections.
         rate: requests per second of all clients together; 0 = each sends as soon as it can.
     """
     counts = ClientCounts()

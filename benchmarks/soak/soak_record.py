@@ -1,4 +1,4 @@
-"""The checks of a soak test, and its record: the figures behind them and the conditions."""
+"""The checks of a soak test, and its record: the figures behind the checks, and the conditions."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _ERRORS_OF_KILLS = (
 
 
 def record_of(plan: SoakPlan, seen: Observations) -> dict[str, Any]:
-    """`checks` (name -> whether it holds), the figures behind them and the conditions."""
+    """The record: `checks` (name -> whether it holds), the figures behind them, `conditions`."""
     late = _late_compiles(seen.metrics)
     errors = [
         line.rstrip()

@@ -38,7 +38,7 @@ ALLOWED_GROWTH = Resources(
 )
 _SETTLE_S = 60.0
 _SAMPLE_S = 2.0
-_LATE_S = 300.0  # a helper process may take this long for its last answers
+_LATE_S = 300.0  # a process beside the test may take this long for its last answers
 _HERE = "ostinato.benchmarks.soak"
 
 
@@ -116,6 +116,7 @@ def measure(plan: SoakPlan) -> Observations:
 
     Raises:
         RuntimeError: the server or a process beside the test did not start, or failed.
+        subprocess.TimeoutExpired: a process beside the test did not end within `_LATE_S`.
     """
     seen = Observations()
     server = SoakServer([*OVERRIDES, *plan.overrides])

@@ -4,10 +4,10 @@
     run tune model=llama-45m workload=trace workload.path=trace.jsonl slo.itl_ms=30 tune.name=chat
 
 First, the step costs of the given configuration are measured, and it runs on a real server. This
-run shows which goals it misses, and it calibrates the serving overheads. Then the step costs of the
-other variants are measured, and an Optuna study searches with the simulator. Finally, the best few
-candidates run on a real server. Each measurement corrects the predictions by which the next
-candidate is chosen.
+run shows which goals it misses, and it calibrates the serving overheads. Then the step costs of
+other numbers of threads and block sizes are measured, and an Optuna study searches with the
+simulator. Finally, the best few candidates run on a real server. Each measurement corrects the
+predictions by which the next candidate is chosen.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from ostinato.conf.root import RunConfig
 
 __all__ = ("RealRun", "RealRuns")
 
-_CALIBRATIONS = 2  # before a run, and after it
+_CALIBRATIONS = 2  # rounds of calibration traffic before the workload, and as many after it
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

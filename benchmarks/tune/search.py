@@ -1,9 +1,9 @@
 """The search of `run tune`: an Optuna study over simulated configurations, resumable and seeded.
 
 The study has three objectives (TTFT, ITL, throughput) and the goals as constraints. Its sampler is
-the multi-objective tree-structured Parzen estimator (Ozaki et al., GECCO 2020). A trial is pruned
-if its first third is far from the goals. Optuna's pruners support one objective only, so this rule
-is implemented here.
+the multi-objective tree-structured Parzen estimator (Ozaki et al., GECCO 2020). A trial first
+simulates a third of the requests, and is pruned if the result is far from the goals. Optuna's
+pruners support one objective only, so this rule is implemented here.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The search space of `run tune`: the settings that vary, their values, configurations."""
+"""The search space of `run tune`: which settings vary, and which values they may have."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class LoadPoint:
 
 
 def load_points(load: LoadSection) -> list[LoadPoint]:
-    """The points of a load section; one without rate and concurrency if it has neither.
+    """The points of a load section; without rates and concurrencies, one point with neither.
 
     Raises:
         ConfigError: there is a ramp without a rate to begin or to end with, or a rate to end with

@@ -1,4 +1,4 @@
-"""Reads workloads from files of other projects: conversations of ShareGPT, and timed traces.
+"""Reads workloads from files: conversations of ShareGPT, and traces of requests with their times.
 
 | trace | recognised by | fields |
 |---|---|---|
@@ -197,7 +197,9 @@ def _csv(text: str, where: str) -> Iterator[_Arrival]:
 
 
 def _seconds(value: str | None, name: str, place: str) -> float:
-    """Unix seconds of a text: a number of seconds, or a date and time (UTC without an offset).
+    """Unix seconds of a text: a number of seconds, or a date and time.
+
+    A date and time without an offset is in UTC.
 
     Azure's times of 2023 have seven decimals and no offset, those of 2024 up to six and "+00:00".
     """

@@ -43,7 +43,7 @@ class WorkItem:
     max_tokens: int  # the number of output tokens
     arrival_s: float | None = None  # seconds after the first request, for recorded traffic
     after: int | None = None  # index of the previous turn in the list
-    think_s: float = 0.0  # seconds from that turn's answer to this request
+    think_s: float = 0.0  # seconds from the previous turn's answer to this request
 
     @property
     def num_tokens(self) -> int:
@@ -71,7 +71,7 @@ class Part:
         return max(max(item.prompt) for item in self.items)
 
     def repetition(self, number: int) -> Part:
-        """The same lengths with other ids, which depend on `number` only."""
+        """The same lengths with ids that depend on `number`; without `shifts`, this part itself."""
         if not self.shifts:
             return self
         items = [replace(item, prompt=shift(item.prompt, number)) for item in self.items]

@@ -1,4 +1,7 @@
-"""Makes torch, Inductor and Triton find a described GPU, so that they compile for it.
+"""Makes torch, Inductor and Triton compile for a GPU that is absent, from its description.
+
+A description is a file of benchmarks/machine/gpus/. Compilers find the described GPU as the only
+CUDA device.
 
 Nothing runs: tensors are fake (shapes without memory), and a kernel that would be launched raises
 an error. The functions through which compilers query the device are replaced.
@@ -27,7 +30,7 @@ _REGISTERS = 64 * 1024  # registers of a multiprocessor
 
 @contextmanager
 def replaced(owner: Any, **values: Any) -> Iterator[None]:
-    """Set attributes of an object or class, also new ones, and restore the object at the end."""
+    """Set attributes of `owner`, also new ones, and restore or remove them at the end."""
     missing = object()
     before = {name: vars(owner).get(name, missing) for name in values}
     for name, value in values.items():
@@ -85,8 +88,9 @@ def fake_device(device: DescribedDevice) -> Iterator[None]:
         stack.enter_context(replaced(FakeTensorMode, avoid_device_init=True))
         # A build of torch with CUDA would allocate a real tensor for the first fake one.
         stack.enter_context(replaced(fake_tensor, init_gpu_context=lambda device: None))
-        # Inductor would make patterns for torch's own attention, which needs a GPU. No layer calls
-        # this attention.
+        # Before it compiles, Inductor would trace patterns of torch's own attention, in order to
+        # recognise them in programs. Tracing them needs a GPU. The patterns are left out, because
+        # no compiled layer calls that attention.
         stack.enter_context(replaced(fuse_attention, _sfdp_init=lambda device=None: None))
         stack.enter_context(replaced(CudaInterface, **interface))
         stack.enter_context(replaced(CudaInterface.Worker, **worker))

@@ -35,7 +35,10 @@ class OwnLaunch:
 
     @property
     def resources(self) -> Resources:
-        """What the assembler reports for the kernel's PTX, which kernels of a bundle lack."""
+        """The resources, as the assembler reports them. This needs the PTX of the kernel.
+
+        A kernel that comes from a bundle has no PTX.
+        """
         return _resources(self.compiled, self.arch)
 
 
@@ -88,7 +91,7 @@ def compile_inductor_kernel(name: str, source: str) -> list[Any]:
     Returns:
         Triton's kernels.
     """
-    # Kernels of the static launcher do not keep their compiled text.
+    # Kernels of the static launcher do not keep their PTX, which `_resources` reads.
     with inductor_config.patch(use_static_triton_launcher=False):
         kernel: Any = getattr(PyCodeCache.load(source), name)
         kernel.precompile(warm_cache_only=True)

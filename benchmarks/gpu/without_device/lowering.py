@@ -46,14 +46,15 @@ class Launch:
 
     by: By
     name: str
-    # read and written, each element once; 0 for this project's ops, which are counted elsewhere
+    # Read and written, each element once. An op of this project has 0 bytes in a lowered program;
+    # steps.py counts the launches of its kernels instead.
     num_bytes: sympy.Expr
     input_bytes: sympy.Expr  # the part that is read
     num_flop: sympy.Expr  # floating point operations of matrix products
 
 
 def own_launch(name: str, read: int, written: int, flop: int) -> Launch:
-    """A launch of one of this project's kernels, from bytes and operations that are known."""
+    """A launch of one of this project's kernels in a step whose sizes are given."""
     return Launch(
         by=By.own,
         name=name,

@@ -53,7 +53,8 @@ class FusedLaunch:
     """A launch of a layer's program for steps of few tokens (models/block_parts/few_rows.py)."""
 
     launch: Launch
-    kernel: OwnLaunch | None  # None for attention, which makes several launches
+    # None for attention, which makes several launches, and for ops of torch
+    kernel: OwnLaunch | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +79,7 @@ class ModelPrograms:
     def eager_launches(self, sizes: StepSizes) -> tuple[list[Launch], list[Launch]]:
         """The launches before and after the layers: (begin, finish with the output head).
 
-        They run uncompiled: each torch op that is not a view is one launch.
+        They run uncompiled: each torch op is one launch, except views and `empty`.
         """
         batch = self.batch(sizes)
         with self.mode, torch.inference_mode():
@@ -105,7 +106,7 @@ class ModelPrograms:
     def fused_launches(
         self, sizes: StepSizes, arch: int, *, is_last: bool = False
     ) -> list[FusedLaunch]:
-        """The launches of a layer for few rows, with our matrix kernels compiled.
+        """The launches of a layer for few rows. Our kernels, except attention, are compiled.
 
         Args:
             sizes: the sizes of the step.
@@ -218,14 +219,14 @@ def _fake_batch(
 
 @contextmanager
 def counted_ops() -> Iterator[list[Launch]]:
-    """Inside, each op of torch that is not a view is appended to the list as a launch."""
+    """Inside, each op of torch is appended to the list as a launch, except views and `empty`."""
     launches: list[Launch] = []
     with _Counting(launches):
         yield launches
 
 
 class _Counting(TorchDispatchMode):
-    """Adds a launch for each op that is not a view."""
+    """Adds a launch for each op, except views and `empty`."""
 
     def __init__(self, launches: list[Launch]) -> None:
         super().__init__()

@@ -30,7 +30,8 @@ from ostinato.ops.fused.fused_linear import most_rows
 
 __all__ = ("MODELS", "describe_steps", "section_of")
 
-_MOST_LAUNCHES, _MOST_BYTES = 7, 1.05  # goals of a decode step
+# Goals of a decode step: launches of a layer, and its bytes / the least possible bytes.
+_MOST_LAUNCHES, _MOST_BYTES = 7, 1.05
 
 MODELS = ("llama-8b", "llama-8b, int4", "qwen3-30b-a3b", "qwen3-0.6b")
 
@@ -63,7 +64,9 @@ class _Kernel:
 def describe_steps(
     device_name: str, models: Iterable[str] = MODELS, steps: Iterable[Step] = STEPS
 ) -> dict[str, Any]:
-    """Lower, compile and count, in this process. A process can describe only one device.
+    """Lower the models, compile their kernels, and count the launches and bytes of steps.
+
+    This process can then describe no other device, because compilers remember the first one.
 
     Args:
         device_name: a file of benchmarks/machine/gpus/.

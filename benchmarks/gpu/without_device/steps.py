@@ -87,7 +87,8 @@ class CountedStep:
     step: Step
     is_fused: bool  # computed by the layers for few rows
     layer: tuple[TimedLaunch, ...]
-    ideal_bytes: int  # weights, cache, and the operands of each product and of attention, once each
+    # weights, cache, and the operands and results of each product and of attention, once each
+    ideal_bytes: int
     copies_cache: bool
     waits: tuple[str, ...]
     seconds: float  # duration of the whole step
@@ -110,8 +111,8 @@ def count_step(
         programs: the model's programs.
         step: the shape.
         device: the device whose rates are used.
-        is_fused: True = the layers for few rows, which the engine takes up to `most_rows` tokens;
-            False = the layers that Inductor lowers.
+        is_fused: True = the layers for few rows, which the engine uses in steps of up to
+            `most_rows` tokens; False = the layers that Inductor lowers.
     """
     attention = _attention_launches(programs, step, device)
     layer, ideal, copies = _count(programs, programs.layer, step, attention, device)
@@ -207,7 +208,7 @@ def _numbers(launch: Launch, values: dict[sympy.Symbol, int]) -> tuple[int, int]
 
 
 def _values(lowered: Lowered, sizes: StepSizes) -> dict[sympy.Symbol, int]:
-    """The value of each symbolic size. Its value in the example tells which size it is."""
+    """Symbolic size -> its value in a step. The value in the example tells which size it is."""
     by_hint = {
         16: sizes.num_tokens,
         2: sizes.num_seqs,

@@ -29,9 +29,9 @@ _SURE = 0.9  # confidence of the interval of the median
 class Accuracy(StrEnum):
     """The accuracy of a prediction."""
 
-    within = ""  # within the tolerance
+    within = ""  # within the tolerance of the measured median
     missed = "missed"
-    unknown = "unknown"  # the measured figure varies by more than the tolerance
+    unknown = "unknown"  # measured figures differ too much to confirm it, and do not refute it
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:

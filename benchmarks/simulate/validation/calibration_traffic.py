@@ -64,14 +64,14 @@ class Calibration:
         takes_s = max(simulate_job(spec, sample).last_s)
         self._rate: float | None = None  # requests a second of the last closed loop
         self._num_runs = 0
-        # Twice the expected number of requests, because the measurement ends by time.
+        # Twice the expected number of requests, because the closed loop ends after `_CLOSED_S`.
         self._num_closed = max(_BATCHES) + round(2 * _SAMPLE / takes_s * _CLOSED_S)
 
     def run(self) -> Recording:
-        """Measure for some seconds: a closed loop the first time, then rising rates, in turns.
+        """Measure for some seconds. Calls alternate: a closed loop, then a rising rate, and so on.
 
         Raises:
-            EngineError: the load client ended without a report, or the server without an answer.
+            EngineError: the load client ended without a report, or the server does not answer.
         """
         is_closed = self._rate is None or self._num_runs % 2 == 0
         self._num_runs += 1

@@ -139,6 +139,8 @@ def validate(config: RunConfig) -> int:
     """Predict, measure, compare; returns 1 if a figure misses by more than `simulate.tolerance`.
 
     Raises:
+        ConfigError: the file of `simulate.output` cannot be written, or a workload does not fit the
+            model's context.
         StartupError: the engine cannot start.
         EngineError: the load client or the server ended early.
         ValueError: the calibration had too few steps or requests.

@@ -2,12 +2,14 @@
 
     python -m ostinato.benchmarks.soak.hostile URL --connections 250 --seconds 60
 
-Every connection "drips": it sends one byte of an unfinished request every two seconds. At random
-times it performs an act instead. Light acts are the `STAGES` of faults.py, and requests with huge
-numbers. Heavy acts are hard constraints, hard templates and the cases of `stall_cases`. The groups
-of heavy acts take turns, so each group gets equally many acts. The process builds the requests of
-the stall cases and writes `ready`. It starts to send when it gets a line on stdin. At the end it
-writes its counts as one line of JSON.
+Each of the `--connections` clients has a connection that "drips": it sends one byte of an
+unfinished request every two seconds. At random times the client closes it, performs an act on new
+connections, and begins to drip again. Light acts are the `STAGES` of faults.py, and requests with
+huge numbers.
+Heavy acts are hard constraints, hard templates and the cases of `stall_cases`. The groups of heavy
+acts take turns, so each group gets equally many acts. The process builds the requests of the stall
+cases and writes `ready`. It starts to send when it gets a line on stdin. At the end it writes its
+counts as one line of JSON.
 """
 
 from __future__ import annotations
@@ -59,7 +61,7 @@ class _Rotation:
     """Chooses the heavy acts: the groups take turns, and the acts of a group are in random order.
 
     Args:
-        groups: the acts by the name of their group; none is empty.
+        groups: the acts by the name of their group; no group is empty.
         seed: the seed of these orders.
     """
 
