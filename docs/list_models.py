@@ -22,7 +22,7 @@ PAGE = _ROOT / "docs/models.md"
 
 
 class Refused(NamedTuple):
-    """A value in a config.json with which a model is not served."""
+    """A value in a config.json with which the model is refused."""
 
     key: str  # `a.b` = the key `b` of the object `a`
     value: Any

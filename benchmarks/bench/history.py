@@ -44,7 +44,7 @@ def history(config: RunConfig, context: BenchContext) -> Record:
     ]
     if not paths:
         raise ConfigError(
-            "bench.files names no result: bench.files=[history.jsonl], or a pattern such as "
+            "bench.files names no result: set it, for example bench.files=[history.jsonl], or "
             "bench.files=['outputs/bench/*.json']"
         )
     records = [record for path in paths for record in read_records(path)]

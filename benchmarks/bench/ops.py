@@ -223,7 +223,7 @@ def _elementwise_cases(
 def _attention_case(
     config: RunConfig, source: ModelSource, backend: str, lengths: list[tuple[int, int]]
 ) -> _Case:
-    """Attention over sequences, given as (new tokens, context length with them)."""
+    """Attention over sequences, each given as (new tokens, length of the context with these)."""
     model, dtype, device = source.config, source.dtype, source.device
     size = config.cache.block_size
     counts = [-(-context // size) for _, context in lengths]

@@ -75,7 +75,7 @@ def serve(config: RunConfig, context: BenchContext) -> Record:
 
 
 def workload_of(config: RunConfig, facts: ModelFacts) -> tuple[Part, list[str]]:
-    """The requests to send, and notes on those changed to fit the model's context.
+    """The requests to send, and notes on requests that were changed or left out to fit the model.
 
     Raises:
         ConfigError: the workload is missing, malformed or does not fit.

@@ -117,9 +117,9 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     options.stages = options.stages.split(",")
     options.devices = sorted(options.devices.split(","), key=lambda name: (name != _FIRST, name))
     if unknown := [name for name in options.devices if name not in described_devices()]:
-        parser.error(f"--devices {','.join(unknown)} must be some of {described_devices()}")
+        parser.error(f"unknown: {', '.join(unknown)}; choose from {', '.join(described_devices())}")
     if unknown := [name for name in options.stages if name not in STAGES]:
-        parser.error(f"--stages {','.join(unknown)} must be some of {', '.join(STAGES)}")
+        parser.error(f"unknown: {', '.join(unknown)}; choose from {', '.join(STAGES)}")
     return options
 
 

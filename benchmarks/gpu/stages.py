@@ -64,7 +64,7 @@ def _tests(tiny: bool) -> dict[str, Any]:
     """
     root = Path(ostinato.__file__).resolve().parents[1]
     if not (root / "tests" / "gpu").is_dir():
-        raise FileNotFoundError(f"{root}/tests/gpu: the tests are in a checkout, not in a wheel")
+        raise FileNotFoundError(f"{root}/tests/gpu does not exist; run this stage from a checkout")
     cases: list[ElementTree.Element] = []
     output = ""
     # Tests that read the free memory of the device run alone. The time limit of a test is long,

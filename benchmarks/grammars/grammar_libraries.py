@@ -124,7 +124,7 @@ class Xgrammar:
         info = xgrammar.TokenizerInfo(
             vocabulary, vocab_type=xgrammar.VocabType.RAW, stop_token_ids=[EOS]
         )
-        # One thread, as the other library has, and no cache, so that everything is compiled.
+        # One thread, as llguidance has, and no cache, so that everything is compiled.
         self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
         self._bits = xgrammar.allocate_token_bitmask(1, len(vocabulary))
 

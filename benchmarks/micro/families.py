@@ -224,7 +224,7 @@ def main(arguments: list[str]) -> None:
     options = parser.parse_args(arguments)
     names = options.pairs.split(",")
     if unknown := set(names) - PAIRS.keys():
-        parser.error(f"--pairs has {', '.join(sorted(unknown))}; known: {', '.join(PAIRS)}")
+        parser.error(f"unknown: {', '.join(sorted(unknown))}; choose from {', '.join(PAIRS)}")
     results = []
     for name in names:
         print(f"measuring {name}", file=sys.stderr)

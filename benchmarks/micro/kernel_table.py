@@ -71,7 +71,7 @@ _WEIGHTS = ("q_weight", "k_weight", "bias", "norm_weight", "residual")
 _SUMS = ("scaled", "squares", "new_squares")
 _OPTIONAL = (*_SINGLE, *_WEIGHTS, *_SUMS, "cleared", "score_bias")
 _MANY = 64  # sequences of a step that has the tile for many sequences
-# In steps of few sequences, these models have nearly the same kernel as Llama-8B. It is left out.
+# For few sequences, these models have nearly the same kernel as Llama-8B, so theirs is not listed.
 _LIKE_LLAMA = {
     "Qwen3-0.6B 16/8 heads, D128",
     "Llama-8B, block 64",

@@ -87,12 +87,12 @@ def _form(kind: str) -> QuantFormat:
     """
     name, _, size = kind.partition("-")
     if name not in _GROUPS or (size and not size.isdecimal()):
-        raise ValueError(f"--kinds has packed, int8, int4, int8-SIZE and int4-SIZE, not {kind!r}")
+        raise ValueError(f"--kinds={kind}: use packed, int8, int4, int8-SIZE or int4-SIZE")
     return QuantFormat(int(name[3:]), int(size or _GROUPS[name]), True)
 
 
 def _reordered(weights: list[Tensor]) -> list[Tensor]:
-    """The weights in oneDNN's own form; empty if it does not multiply them on this processor."""
+    """The weights in oneDNN's own form; empty if oneDNN cannot multiply them on this processor."""
     onednn = torch.ops.mkldnn
     if not torch.backends.mkldnn.is_available() or not hasattr(onednn, "_reorder_linear_weight"):
         return []

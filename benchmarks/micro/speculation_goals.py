@@ -146,7 +146,7 @@ class Summary(msgspec.Struct, frozen=True):
 
 
 def summarize(rates: Sequence[float], others: Sequence[float]) -> Summary:
-    """The ratios of `rates` to `others`, turn by turn; both have the same number, at least one."""
+    """The ratios of `rates` to `others`, turn by turn; both have equally many, at least one."""
     ratios = [one / other for one, other in zip(rates, others, strict=True)]
     generator = random.Random(0)
     medians = sorted(
@@ -160,7 +160,7 @@ def summarize(rates: Sequence[float], others: Sequence[float]) -> Summary:
 async def measure(
     overrides: Sequence[str], *, num_tokens: int, turns: int, starts: int, only: Sequence[str] = ()
 ) -> list[dict[str, Any]]:
-    """All cases with one model.
+    """Measure all cases with one model.
 
     Args:
         overrides: settings of every engine.
@@ -322,7 +322,7 @@ def _without_drafts(request: _Request, number: int) -> _Request:
 
 
 async def _settle() -> None:
-    """Wait until the processes that this one has started use no processor."""
+    """Wait until the processes that this process has started use no processor."""
     end = time.monotonic() + _MOST_SETTLE_S
     while time.monotonic() < end:
         before = _used_seconds()
@@ -332,7 +332,7 @@ async def _settle() -> None:
 
 
 def _used_seconds() -> float:
-    """Processor time of the running processes that this one has started."""
+    """Processor time of the running processes that this process has started."""
     used = 0.0
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):

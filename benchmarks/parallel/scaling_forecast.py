@@ -260,7 +260,7 @@ def _fleet_table(results: dict[str, Any], has_prefixes: bool) -> str:
 
 
 def with_tables(page: str, results: dict[str, Any]) -> str:
-    """The page with its tables replaced; each is between two comments with its name."""
+    """The page with its tables replaced. Each table is between two comments with its name."""
     tables = {model: _layout_table(results, model) for model in _NAMES}
     tables["fleets"] = _fleet_table(results, has_prefixes=False)
     tables["prefixes"] = _fleet_table(results, has_prefixes=True)
@@ -303,7 +303,7 @@ def _draw(results: dict[str, Any], file: Path) -> None:
 
 
 def main() -> int:
-    """Predict all cases, or read them, and write the tables and the figure."""
+    """Predict the cases that have no results, or all, and write the tables and the figure."""
     parser = argparse.ArgumentParser(description="Predicts the speed of serving on GPUs.")
     parser.add_argument("--again", action="store_true", help="predict all cases again")
     again = parser.parse_args().again or not RESULTS.exists()

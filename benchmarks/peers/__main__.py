@@ -173,7 +173,7 @@ def measure_part(engine: Engine, name: str, number: int) -> float:
 
 
 def _commands(options: argparse.Namespace) -> dict[str, list[str]]:
-    """{name: command line of its driver}."""
+    """{name of an engine: command line of its driver}."""
     model, tail = str(Path(options.model).resolve()), [options.dtype, str(options.threads)]
 
     def drive(python: str, script: str, *arguments: str) -> list[str]:

@@ -357,7 +357,7 @@ _PLOTS: tuple[tuple[str, str, str, Callable[[Record], Any]], ...] = (
         "pareto",
         "Throughput against latency",
         "Up is higher throughput, left is less latency. A point is on the front if no other point "
-        "is better in both.",
+        "is at least as good in both.",
         pareto,
     ),
     ("points", "All points", "Bars are medians, whiskers the range of the runs.", parameter_effect),

@@ -267,7 +267,7 @@ def _are_drafts_right(plan: SoakPlan, seen: Observations) -> bool:
 
 
 def _draft_figures(seen: Observations) -> dict[str, float]:
-    """Draft tokens of all requests, and numbers of answers that were compared with plain ones.
+    """Draft tokens of all requests, and numbers of answers that were repeated without drafts.
 
     Draft tokens are those of the log, because `/metrics` lacks the last counts of a killed engine.
     """

@@ -98,7 +98,7 @@ class Observations:
 
     @property
     def restarts(self) -> list[tuple[float, float]]:
-        """Times of each kill and of the first `/health` with a working engine after it."""
+        """The time of each kill, and of the first `/health` with a working engine after it."""
         spans = []
         for killed in self.kills:
             later = [poll for poll in self.polls if poll[0] >= killed]

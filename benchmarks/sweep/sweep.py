@@ -62,7 +62,7 @@ class _Task:
 
 
 def sweep(points: Sequence[SweepPoint], config_dir: str | None = None) -> int:
-    """Measure every point that has no result yet; then print and write one report of all.
+    """Measure every point that has no result yet; then print and write one report of all points.
 
     Returns 1 if a point failed or no point has results, else 0.
 

@@ -52,7 +52,7 @@ def main(config_dir: str) -> None:
 
 
 def _read(lines: queue.Queue[str], idle: threading.Event) -> None:
-    """Put input lines into the queue, and an empty one at the end of the input.
+    """Put input lines into the queue, and an empty text at the end of the input.
 
     If the input ends while a point runs, the parent process has ended, and this process exits.
     """

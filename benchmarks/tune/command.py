@@ -237,7 +237,10 @@ class _Tuning:
             try:
                 self.costs[variant] = measured_spec(_measurable(changed)).costs
             except StartupError as error:
-                self.notes.append(f"left out of the search: {variant}: {error}")
+                self.notes.append(
+                    f"{variant.threads} threads with blocks of {variant.block_size}: left out of "
+                    f"the search: {error}"
+                )
 
     def _verify(self) -> None:
         """Run the best candidates on a real server; each measurement corrects the next choice."""

@@ -63,7 +63,9 @@ class Forecast:
         return dataclasses.replace(self._plans[key], overheads=self.overheads)
 
     def predict(self, config: RunConfig, *, job: LoadJob | None = None) -> ServingMetrics | None:
-        """The metrics of a configuration under this job or another; None if it cannot start.
+        """The metrics of a configuration under `job`, or else the forecast's job.
+
+        None if the engine cannot start.
 
         Raises:
             ConfigError: such an engine can start, but cannot be simulated.

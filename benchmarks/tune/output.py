@@ -180,7 +180,7 @@ def plot_front(
 
 
 def _lower_left(points: Sequence[ServingMetrics]) -> list[ServingMetrics]:
-    """The points that no other point beats in both TTFT and ITL."""
+    """The points for which no different point is at least as good in both TTFT and ITL."""
     return [
         one
         for one in points

@@ -180,7 +180,7 @@ class Search:
         )
 
     def front(self) -> list[Candidate]:
-        """The Pareto front: candidates that no other one beats in every objective."""
+        """The candidates on the Pareto front of the objectives."""
         return [
             Candidate(
                 dict(trial.user_attrs["values"]), ServingMetrics(**trial.user_attrs["metrics"])

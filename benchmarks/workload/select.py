@@ -109,9 +109,12 @@ def fit_parts(
 
 
 def _within(part: Part, max_model_len: int) -> tuple[Part, int]:
-    """Leave out requests that are too long, and the turns after them; also returns their number.
+    """Leave out requests that are too long, and the turns after them.
 
     The standard parts are compared between engines, so they are kept as a whole or left out.
+
+    Returns:
+        The rest of the part, and the number of requests that were left out.
     """
     if part.longest() <= max_model_len:
         return part, 0

@@ -71,7 +71,9 @@ class _Portable:
 
 
 def bundle_for(config: EngineConfig, device: DescribedDevice) -> DescribedBundle:
-    """Compile and save a model's bundle; one device a process, because compilers remember it.
+    """Compile and save a model's bundle.
+
+    A process can do this for one device only, because compilers remember the device.
 
     Args:
         config: the engine's configuration.

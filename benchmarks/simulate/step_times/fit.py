@@ -125,7 +125,7 @@ def _compare(costs: CostTable, steps: Sequence[EngineStep], first: int) -> list[
 
 
 def _pauses(steps: Sequence[EngineStep]) -> list[float]:
-    """Seconds between successive steps without an idle time between them."""
+    """Seconds between successive steps, if the engine was not idle between them."""
     return [
         max(0.0, late.began_at - early.ended_at)
         for early, late in pairwise(steps)
@@ -177,7 +177,7 @@ def _add_requests(seen: _Seen, recording: Recording) -> None:
 
 
 def _add_admission(seen: _Seen, steps: Sequence[EngineStep], number: int, sent_at: float) -> None:
-    """Add the delay of a request until step `number`, its first, or bounds of the delay."""
+    """Add the delay of a request until its first step (`number`), or bounds of this delay."""
     step = steps[number]
     wait_s = step.began_at - sent_at
     if not number:

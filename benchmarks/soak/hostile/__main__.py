@@ -5,11 +5,10 @@
 Each of the `--connections` clients has a connection that "drips": it sends one byte of an
 unfinished request every two seconds. At random times the client closes it, performs an act on new
 connections, and begins to drip again. Light acts are the `STAGES` of faults.py, and requests with
-huge numbers.
-Heavy acts are hard constraints, hard templates and the cases of `stall_cases`. The groups of heavy
-acts take turns, so each group gets equally many acts. The process builds the requests of the stall
-cases and writes `ready`. It starts to send when it gets a line on stdin. At the end it writes its
-counts as one line of JSON.
+huge numbers. Heavy acts are hard constraints, hard templates and the cases of `stall_cases`. The
+groups of heavy acts take turns, so each group gets equally many acts. The process builds the
+requests of the stall cases and writes `ready`. It starts to send when it gets a line on stdin. At
+the end it writes its counts as one line of JSON.
 """
 
 from __future__ import annotations
