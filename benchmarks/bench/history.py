@@ -26,8 +26,8 @@ from ostinato.conf.root import RunConfig
 __all__ = ("history",)
 
 _MAX_CHANGES = 5
-# Settings that are not compared: those of the benchmark, the workload (it is part of `_what`), and
-# those that differ between the points of one result.
+# Settings that are not compared: those of the benchmark and its goals, those of the workload (it is
+# part of `_what`), and those that differ between the points of one result.
 _NOT_MEASURED = {"bench", "slo", "workload", "load.rates", "load.concurrency", "load.url"}
 
 

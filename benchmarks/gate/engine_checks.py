@@ -92,7 +92,9 @@ def _build(threads: int) -> Engine:
 
 
 class EngineChecks:
-    """An engine on one thread, and one on two for `SCALING`. Checks must run one after the other.
+    """Checks with an engine on one thread and, for `SCALING`, with a second engine on two threads.
+
+    Checks must run one after the other.
 
     Raises:
         StartupError: an engine cannot start.

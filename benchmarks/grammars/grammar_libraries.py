@@ -139,7 +139,7 @@ class Xgrammar:
 
 
 def read_vocabulary(file: Path) -> list[bytes]:
-    """Token bytes by id: special tokens, then those of the file."""
+    """Token bytes by id: special tokens, then the tokens of the file."""
     data = json.loads(file.read_text(encoding="utf-8"))
     size = data["config"]["default_vocab_size"]
     special = [f"<SPECIAL_{index}>".encode() for index in range(NUM_SPECIAL)]

@@ -1,4 +1,4 @@
-"""Workloads of token ids: the request type, the standard requests, and those of a JSON file.
+"""Workloads of token ids: the request type, the standard requests, and requests from a JSON file.
 
 A file holds either a list of requests
 

@@ -201,7 +201,7 @@ def _buffer(graph: GraphLowering, name: str) -> tuple[sympy.Expr, int]:
             (), dtype=graph.get_dtype(name)
         ).element_size()
     except (KeyError, NotImplementedError, AttributeError):
-        return sympy.S.Zero, 0  # the buffer stands for a change of another one
+        return sympy.S.Zero, 0  # it only marks that another buffer is changed
 
 
 def _flop(node: Any) -> sympy.Expr:
