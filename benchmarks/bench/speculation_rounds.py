@@ -8,9 +8,9 @@ result has the ratio of output tokens per second, the tokens per step, and wheth
 equal to those of plain decoding. Drafters, and where their drafts come from:
 
     ngram    the text of the request itself
-    auto     all drafters without a model. One of them searches earlier answers of this engine. From
-             the second round on these include answers to the same requests; in the runs with all
-             requests together, the answers of the runs one after the other are there at once
+    auto     all drafters without a model. One of them searches earlier answers of this engine. When
+             the requests run one after the other, it finds answers to the same requests from the
+             second round on. When they run together, it already finds them in the first round
     draft    the draft model of speculation.model, only with speculation.method=draft
     eagle3   the EAGLE-3 head of speculation.model, only with speculation.method=eagle3
     mtp      the layer of the checkpoint that predicts one token more (MTP), only with

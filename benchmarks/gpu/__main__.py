@@ -10,8 +10,8 @@ first measure the rates of memory and matrix products in their own process. They
 the roofline, and prefill with the rate of matrix products. Further stages measure the offline
 workload (also with vLLM, if it is installed), the sampler, and starts. Every stage is a process of
 its own. If one fails, this is recorded and the next one runs. A stage that hangs is ended when the
-budget is spent, and the stages after it do not run.
-The file keeps results of earlier commands for stages that do not run again.
+budget is spent, and the stages after it do not run. The file keeps results of earlier commands for
+stages that do not run again.
 
 `--without-device` lowers and compiles the programs of models for described GPUs
 (benchmarks/machine/gpus/), counts their launches and bytes, and predicts the times of steps.

@@ -2,7 +2,7 @@
 
 With requests at given times, a replica is advanced only when its state is needed: when a request is
 routed to it, or when its load may have changed. A round-robin router reads no state, so its
-replicas are independent and run in several processes.
+replicas are independent and can run in several processes.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ def _run(
 class _Watch:
     """Keeps a router's loads up to date, and runs only replicas whose load may have changed.
 
-    A replica's load cannot fall before one of its running requests has all its tokens. The replica
-    is not run before that time.
+    A replica's load cannot fall before one of its running requests has all its tokens. Until then
+    the replica is run only if a request is routed to it.
     """
 
     def __init__(self, replicas: dict[int, Replica]) -> None:

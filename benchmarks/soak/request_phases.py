@@ -27,7 +27,7 @@ class GoodRequest(NamedTuple):
     """A request of a good client that was answered."""
 
     request_id: str
-    client: str  # `good` or a library
+    client: str  # `good`, or the name of a client library
     kind: str  # endpoint and size in words
     sent: float  # time.time()
     seconds: float  # until the whole answer had arrived

@@ -1,4 +1,4 @@
-"""Lowers a program by Inductor, and lists its launches in order, their bytes and its kernels.
+"""Lowers a program with Inductor; lists its launches in order with their bytes, and its kernels.
 
 Sizes stay symbols. So a program is lowered once, as in the engine, and can be counted for any step.
 """
