@@ -4,9 +4,9 @@
     run bench startup model=qwen3-0.6b model.load_format=dummy bench.repeats=5
 
 It starts real server processes. A cold start has an empty cache directory, so it makes the model's
-programs, and compiles the kernels unless a wheel brings them. A warm start uses the bundle of the cold one. Both are measured
-until the first token of a request, in turns. In both, the files are already in the operating
-system's file cache. The first import of torch after a boot takes longer.
+programs, and compiles the kernels unless a wheel brings them. A warm start uses the bundle of the
+cold one. Both are measured until the first token of a request, in turns. In both, the files are
+already in the operating system's file cache. The first import of torch after a boot takes longer.
 
 `cpu` is the CPU time of all processes of the server until the first token, compilers included.
 Other programs on the machine change it less than the wall times.
