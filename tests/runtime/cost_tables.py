@@ -20,7 +20,7 @@ def make_table(
     score_ms: float | None = None,
 ) -> CostTable:
     """A table with a fixed cost a step, and a cost for each token, each sequence, each token of
-    context that a token attends to, and each log-probability of a prompt.
+    context that a token attends to, and, with `score_ms`, each log-probability of a prompt.
     """
 
     def seconds(tokens: int, seqs: int, context: int) -> float:

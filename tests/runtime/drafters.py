@@ -56,7 +56,9 @@ class OracleDrafter:
 
 
 class ReplayDrafter:
-    """Drafts the tokens that an earlier run gave for the same prompt; errs as `OracleDrafter` does.
+    """Drafts the tokens that an earlier run gave for the same prompt, with repeatable errors.
+
+    A hash of prompt and position decides where a guess is wrong.
 
     Args:
         max_drafts: the most guesses for one sequence in one step.

@@ -1,11 +1,12 @@
 """A CUDA device for tests that works as late, or as early, as the rules of streams allow.
 
 Tensors claim the device `cuda:0` and hold their data in host memory. Every op on them is queued on
-the current stream. In the mode `late` a stream runs only when something waits for it: an event, a
-copy to the host, a value that the host reads. In the mode `early` it runs at once. Copies from
-pinned memory read it when they run, so a host that rewrites such memory too soon is caught: the
-contents are compared with those at the call. Copies to pinned memory leave nonsense there until
-they have run. CUDA graphs are lists of ops on fixed tensors.
+the current stream. In the mode `late`, a stream's work runs only when the host or another stream
+waits for it. The host waits, for example, for an event, for a copy to pageable memory, or for a
+value that it reads. In the mode `early`, work runs at once. A copy from pinned memory reads this
+memory when the copy runs, and compares it with its contents at the call. So a host that rewrites
+pinned memory too soon is caught. Copies to pinned memory leave nonsense there until they have run.
+CUDA graphs are lists of ops on fixed tensors.
 
 What it does not model: memory that a caching allocator gives out again, and two streams that run
 side by side.
@@ -136,7 +137,7 @@ class LateDevice:
 
     Attributes:
         timing: when its work runs.
-        waits: names of ops at which the host waited for a value, in order.
+        waits: ops and copies to the host at which the host waited for a value, in order.
         num_late: how many pieces of work were still queued when the call that added them returned.
     """
 
@@ -218,7 +219,7 @@ class LateDevice:
         return self._wrap(results)
 
     def _outline(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Results without memory; None where their shapes depend on data."""
+        """Results without memory. () for ops in place; None if shapes of results depend on data."""
         returns = func._schema.returns
         if not returns or returns[0].alias_info is not None:
             return ()

@@ -99,7 +99,7 @@ def spoil_all(tensors: list[Tensor]) -> None:
 
 
 def spoil(tensor: Tensor) -> None:
-    """Fill with NaN, with a large negative integer or with True, which results rarely are."""
+    """Fill with NaN, with True, or with a negative integer (0 in unsigned dtypes)."""
     if tensor.dtype.is_floating_point:
         tensor.fill_(float("nan"))
     elif tensor.dtype is torch.bool:

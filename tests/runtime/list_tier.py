@@ -9,7 +9,7 @@ from ostinato.runtime.types.step import BlockTransfer
 
 
 class ListTier:
-    """An index of `num_places` places.
+    """Room for `num_places` blocks. Keeps only an index: which block is in which place.
 
     Attributes:
         num_loads: how many places were loaded.

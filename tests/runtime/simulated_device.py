@@ -313,7 +313,7 @@ class SimulatedDevice:
         return digest
 
     def _sample(self, entry: ScheduledSequence) -> list[int]:
-        """The entry's tokens, up to and including the first that differs from its draft."""
+        """The entry's tokens up to the first that differs from its draft; [] if the row waits."""
         row, tokens = self.rows[entry.row], []
         if row.held_at is not None:
             return []  # the step was planned as if the step before had given a token

@@ -180,7 +180,7 @@ class SimulatedEngine:
                 self.land()
 
     def check_drained(self) -> None:
-        """Each request ended once, with the tokens that it has alone, and left nothing."""
+        """Each request ended once, with its tokens when it runs alone (if aborted, the first ones)."""
         assert set(self.endings) == set(self.requests)
         for request_id, request in self.requests.items():
             if request.sampling.use_beam_search:
@@ -301,7 +301,7 @@ class SimulatedEngine:
             assert entry.start + entry.num_new_tokens < limit
 
     def _check_overlap(self, output: SchedulerOutput) -> None:
-        """No step uses the row or the written blocks of another request with a step in flight."""
+        """Steps in flight use no common row, and write no common block, for different requests."""
         holders = {entry.row: self.device.rows[entry.row].request_id for entry in output.scheduled}
         writers: dict[int, str] = {}
         for entry in output.scheduled:

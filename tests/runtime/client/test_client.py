@@ -39,7 +39,7 @@ def tokens(outputs: list[RequestOutput]) -> list[int]:
 
 
 async def until(condition: object) -> None:
-    """Polls until `condition` is true. Fails after 240 s; a busy machine pauses far less long."""
+    """Polls until `condition` is true. Fails after 240 s, far more than a busy machine pauses."""
     deadline = time.monotonic() + 240
     while not condition():  # type: ignore[operator]
         assert time.monotonic() < deadline, "the condition did not come true in time"
@@ -68,7 +68,7 @@ async def started(*overrides: str) -> AsyncIterator[EngineClient]:
 
 @pytest.fixture(scope="module")
 def run_with_client() -> Iterator[Run]:
-    """Runs scenarios with one client. Before and after each, its engine has no requests."""
+    """Runs scenarios with one client. Before and after each scenario the engine has no requests."""
 
     async def run(scenario: Scenario) -> None:
         assert client.num_unfinished == 0
@@ -95,7 +95,7 @@ def run_with_own_client(scenario: Scenario, *overrides: str) -> None:
 def test_a_request_passes_three_modules_on_its_way_to_the_socket(
     run_with_client: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The three modules between the request runner and `LocalChild`, which owns the socket.
+    """Three modules are between the request runner and `LocalChild`, which owns the socket.
 
     The whole way from a route to the socket has six hops. docs/design.md names its modules.
     """
@@ -265,7 +265,7 @@ def test_close_leaves_no_process_and_no_files() -> None:
 
 
 def test_engines_end_and_remove_their_files_when_their_client_is_killed() -> None:
-    """One engine that serves, and one that is still starting."""
+    """When the client is killed, one engine serves, and another one is still starting."""
     program = f"""
 import asyncio, sys, msgspec
 from ostinato.conf.root import RunConfig

@@ -1,4 +1,4 @@
-"""A request's deadline against a real engine: while it runs, and before its first token."""
+"""A real engine: deadlines that pass while a request runs, or before its first token."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_deadline_ends_what_runs_and_refuses_what_has_not_begun() -> None:
         os.kill(engine_pid(client), signal.SIGCONT)
 
         async def cut(seconds: float) -> list[RequestOutput]:
-            """The outputs of a request. Its engine is stopped when both completions have tokens."""
+            """The outputs of a request. The engine is stopped when both completions have some."""
             outputs: list[RequestOutput] = []
             deadline = time.monotonic() + seconds
             with suppress(DeadlineError):

@@ -1,4 +1,4 @@
-"""`EarlyTokenizer` gives the tokenizer that the engine names, even if it began to load another."""
+"""`EarlyTokenizer` gives the tokenizer that the engine names, even if another was begun."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Embeddings are close to those of transformers.
+"""Embeddings are close to those of transformers, also for prompts in chunks or with cached blocks.
 
-They do not depend on how a prompt is chunked, cached, preempted or batched.
+The scheduler runs with a simulated model too: pooled requests are cut, preempted and aborted.
 """
 
 from __future__ import annotations
@@ -415,7 +415,8 @@ def test_every_pooled_request_ends_once_with_all_its_tokens(
                 prompt_token_ids=prompt,
                 sampling=SamplingParams(max_tokens=5),
             )
-        # Only mean pooling uses no cached tokens, so only its vector is the sum of all tokens.
+        # Of these kinds only mean pooling uses no cached tokens. So only its vector is the sum of
+        # all tokens in every case.
         expected[f"{index}"] = str(sum(prompt)).encode() if kind == "mean" else None
         scheduler.add(request)
     ended = run_to_the_end(scheduler, ahead=ahead, aborted=aborted, whole=whole)

@@ -58,7 +58,7 @@ KINDS = {
 
 
 class Answer(NamedTuple):
-    """Everything that a client receives for one completion."""
+    """The joined outputs of one completion, as far as these tests compare them."""
 
     token_ids: list[int]
     logprobs: list[TokenLogprobs]

@@ -21,8 +21,9 @@ BLOCK_SIZE = 16
 class Device:
     """A device with a simulated clock.
 
-    Steps take 2 ms, plus 0.1 ms a token, 0.05 ms a sequence, 1 us for each token attended to, and
-    0.3 ms for each log-probability of a prompt.
+    Steps take 2 ms, plus 0.1 ms a token, 0.05 ms a sequence, 1 us for each pair of a token and an
+    earlier step's token in its context, and 0.3 ms for each log-probability of a prompt. All these
+    times are multiplied by `slowdown`.
 
     The device checks that a runner could execute each step, and which blocks it would write.
     """
@@ -106,7 +107,7 @@ def test_it_finds_the_devices_costs() -> None:
         for context in (0, 700, 4000):
             expected = 2e-3 + seqs * 1.5e-4 + seqs * context * 1e-6
             assert table.decode_seconds(seqs, context) == pytest.approx(expected, rel=1e-6)
-    # A mixed step was not measured; its cost follows from the others.
+    # A mixed step was not measured. Its cost is derived from the measured steps.
     assert table.step_seconds(64, 8, 0) == pytest.approx(2e-3 + 64e-4 + 8 * 5e-5, rel=1e-6)
     assert device.blocks_read == set(range(1, 40))
     assert table.seconds_per_score == pytest.approx(3e-4)

@@ -1,7 +1,7 @@
 """Step limits that the configuration does not set.
 
-Before step costs are measured, the limits are upper bounds. Afterwards they are the smallest sizes
-with nearly the best throughput.
+Before step costs are measured, the limits are upper bounds. Afterwards they are derived from the
+smallest sizes with nearly the best throughput.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def test_upper_bounds(
         (StepLimits(8, 64), 8),
         (StepLimits(8, 64, 4), 32),
         (StepLimits(8, 20, 4), 20),  # no more rows of logits than tokens
-        (StepLimits(8, 4, 4), 8),  # buckets are padded to all sequences
+        (StepLimits(8, 4, 4), 8),  # padded buckets have a row for each sequence
         (StepLimits(8, 64, 4, 5), 13),
         (StepLimits(8, 64, 4, 100), 32),
     ],

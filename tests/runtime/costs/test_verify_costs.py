@@ -10,7 +10,8 @@ from tests.runtime.costs.test_cost_probe import Device, make_space, measure
 def test_it_finds_what_verifying_drafts_costs() -> None:
     """A token takes 0.1 ms on this device. A step has at most 64 rows of logits.
 
-    16 sequences of 8 verified tokens would need 128 rows, so at most 4 sequences are measured.
+    The probe tries 1, 4, 16 and 64 sequences. 16 sequences of 8 verified tokens would need 128
+    rows, so the probe ends with 4 sequences.
     """
     device = Device(make_space(verified_tokens=(2, 4, 8), max_num_seqs=16))
     table = measure(device)

@@ -1,4 +1,4 @@
-"""The whole engine in-process: batches, caches, chunks and graphs change no token."""
+"""The engine in-process: batches, prefix caching, chunks and captured steps change no token."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_the_devices_time_is_counted(llm: LLM) -> None:
 def test_a_cache_of_eight_bits_serves(
     dtype: str, bytes_per_16: int, expected: list[list[int]]
 ) -> None:
-    """The cache takes a third of the memory or less. Some tokens differ, but rarely the first ones.
+    """It takes at most a third of a float32 cache. Some tokens differ, but rarely the first ones.
 
     The 16 values of a token and head take 64 bytes in float32, and 16 bytes in 8 bits. int8 adds a
     scale of 4 bytes.

@@ -1,6 +1,6 @@
 """Constrained answers of a whole engine with random weights.
 
-An answer is valid unless it ends because of its length.
+An answer is valid unless its length limit, a stop string or an error ends it.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ class Wire:
 
 
 class Machine:
-    """A `run rank` process, with these variables in its environment."""
+    """A `run rank` process, with `variables` added to its environment."""
 
     def __init__(self, address: str, token: str, **variables: str) -> None:
         self.address, self.token = address, token

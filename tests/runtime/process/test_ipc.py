@@ -1,4 +1,4 @@
-"""Messages to the engine: a request with the same grammar as the one before is sent without it."""
+"""Messages to the engine: a grammar that equals the last one sent is left out of the message."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Draft heads (EAGLE-3, MTP) with tensor-parallel ranks and pipeline stages.
 
 Answers with drafts equal those without. The first token of each draft is compared with that of an
-engine in one process. With stages all of them are equal. With tensor parallelism at least 90% are.
+engine in one process. With stages all first tokens are equal, with tensor parallelism at least 90%.
 So the head reads the same hidden states, embeddings and logits.
 """
 
@@ -47,7 +47,7 @@ Head = Callable[..., RunConfig]
 
 
 def tiny(*words: str, **model: object) -> RunConfig:
-    """A model of 6 layers with random weights, whose embedding is not its output head."""
+    """A model with random weights, of 6 layers by default. Its embedding is not its output head."""
     settings = {**MODEL, "num_hidden_layers": 6, "eos_token_id": 299, **model}
     return tiny_config(*DRAFTS, "graphs.cost_table_budget_s=0", *words, model__config=settings)
 
@@ -64,7 +64,7 @@ def mtp(directory: Path, *words: str) -> RunConfig:
 
 
 def stored_mtp(directory: Path, *words: str) -> RunConfig:
-    """A checkpoint with files, of 3 layers and a next-token layer."""
+    """A model that is loaded from files, with 3 layers and a next-token layer."""
     if not (directory / "config.json").exists():
         ReferenceLayer("glm4-moe", directory)
     return config(directory, "graphs.mode=eager", "speculation.method=mtp", *DRAFTS, *words)
@@ -136,7 +136,7 @@ def check_divisions(head: Head, directory: Path, *divisions: str, mode: str = "e
 
 
 def test_an_eagle_head_drafts_with_two_stages_as_in_one_process(tmp_path: Path) -> None:
-    """The head reads hidden states of both stages. One of them is the input of the last stage."""
+    """The head reads hidden states of both stages. One of them enters the last stage."""
     assert check_divisions(eagle3, tmp_path, "parallel.pipeline=2") == [3]
 
 

@@ -1,6 +1,6 @@
 """Engines of two ranks, with real processes: death and stop of each rank while streams run.
 
-The ranks divide every weight, or they are the stages of a pipeline.
+The ranks form a tensor-parallel group, or they are the stages of a pipeline.
 
 tests/e2e/test_ranks.py has the same for servers, with their logs.
 """

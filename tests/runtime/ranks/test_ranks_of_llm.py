@@ -77,7 +77,7 @@ def wait_for(condition: Callable[[], object]) -> None:
 
 
 def test_all_kinds_of_requests_have_the_tokens_of_one_rank(divided: LLM, whole: LLM) -> None:
-    """One batch has prompts in chunks, preemption, beams, grammars and scored prompts."""
+    """One batch has requests of all kinds, among them beams, grammars and scored prompts."""
     prompts = [text for text in TEXTS for _ in KINDS]
     params = list(KINDS.values()) * len(TEXTS)
     found = divided.generate(prompts, params, use_progress=False)

@@ -1,7 +1,7 @@
 """Engines whose ranks are on several "machines".
 
-In this file a machine is simulated: the first one is this process with its children, and each other
-one is a `run rank` process that connects over 127.0.0.1. The tokens must equal those of an engine
+In this file machines are simulated: the first one is this process with its children, and all others
+are `run rank` processes that connect over 127.0.0.1. The tokens must equal those of an engine
 whose ranks are all on one machine. tests/runtime/nodes/test_nodes.py tests machines that run whole
 engines.
 """

@@ -118,7 +118,10 @@ class SomeSequences:
         *,
         is_last: bool = False,
     ) -> Tensor:
-        """Logits [num_logits, V] float32 of the last of `count` positions from `start` on."""
+        """Logits [num_logits, V] float32 of the last positions of the `count` from `start` on.
+
+        Without `num_logits`, the logits of all `count` positions.
+        """
         num_logits = count if num_logits is None else num_logits
         token_ids = self.token_ids[start : start + count]
         entry = ScheduledSequence(0, start, count, token_ids, self._new_block_ids, num_logits)

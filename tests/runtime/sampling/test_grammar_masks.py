@@ -1,4 +1,4 @@
-"""A step makes grammar masks for a limited time: rows take turns, and no answer changes."""
+"""The time for grammar masks is limited in each step: rows take turns, and no answer changes."""
 
 from __future__ import annotations
 

@@ -161,7 +161,7 @@ def sampler_of(
 
 @pytest.mark.parametrize("recorder", [None, StaticRecorder()])
 def test_static_draws_give_the_same_results(recorder: StaticRecorder | None) -> None:
-    """Steps with any rows in any order, while rows join and leave, with log-probabilities."""
+    """Each step has some of the rows, in any order. Some rows have log-probabilities."""
     vocab_size, numbers = 1500, random.Random(0)
     token_sampler = GraphSampler(torch.zeros(len(EVERYTHING), vocab_size), recorder=recorder)
     token_sampler.capture()
@@ -177,7 +177,7 @@ def test_static_draws_give_the_same_results(recorder: StaticRecorder | None) -> 
 
 
 def test_sampling_stays_within_its_memory() -> None:
-    """Every row uses every parameter, and the peak of live tensors stays within the plan."""
+    """Rows with filters, penalties, allowed tokens and log-probabilities stay within the plan."""
     rows, vocab_size = 3, 2_000_000
     params = [
         SamplingParams(

@@ -208,7 +208,7 @@ def test_beams_beside_other_requests(llm: LLM) -> None:
 
 
 def test_beams_share_the_blocks_of_what_they_share(llm: LLM) -> None:
-    """In the middle of a search, 8 beams over a prompt of 5 blocks share them."""
+    """In the middle of a search, 8 beams share the 5 full blocks of their prompt."""
     prompt = make_prompts(20)[0][:1] * 41
     stream = llm.stream(prompt, params(8, ignore_eos=True, max_tokens=40))
     held = []
@@ -280,7 +280,7 @@ def brute_force(table: dict, width: int, length: int, penalty: float) -> list[tu
 
 @pytest.mark.parametrize("seed", range(8))
 def test_a_wide_search_finds_the_best_of_all(seed: int) -> None:
-    """Each possible sequence has its own beam, so the search must find the best one."""
+    """Each possible sequence has its own beam, so the search must find the best ones."""
     numbers = random.Random(seed)
     vocabulary, length, width = [0, EOS, 2], 3, 27
     table: dict[tuple, dict[int, float]] = {}

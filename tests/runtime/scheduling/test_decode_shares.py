@@ -89,7 +89,10 @@ class Run:
 
 
 def test_a_small_request_is_not_slowed_by_a_large_one():
-    """A step of 2 sequences takes 1.5 ms. Steps may take 1.55 times as long, so 5 fit (2.25 ms)."""
+    """A step with one sequence of each request takes 1.5 ms.
+
+    Steps may take 1.55 times as long, so 5 sequences fit (2.25 ms).
+    """
     run = Run(40, 1)
     for _ in range(20):
         assert run.step() == [4, 1]

@@ -83,7 +83,7 @@ def test_a_request_without_speculation_is_not_looked_up() -> None:
 
 
 class Guessing(Silent):
-    """A drafter that always has a draft of the request's prediction."""
+    """A drafter that always has a draft, and says that it comes from the request's prediction."""
 
     def propose(self, request: Request, token_ids: Sequence[int], most: int) -> Draft | None:
         return Draft([7] * most, DraftSource.prediction)
@@ -91,7 +91,7 @@ class Guessing(Silent):
 
 @pytest.mark.parametrize("place", range(4))
 def test_right_drafts_after_the_end_of_an_answer_are_not_accepted(place: int) -> None:
-    """Three drafts are right, and the answer's last token is the one with index `place`."""
+    """The result says that three drafts are right. The token with index `place` ends the answer."""
     scheduler = Scheduler(
         SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64),
         KVCacheManager(65, 4),

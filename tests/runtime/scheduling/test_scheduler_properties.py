@@ -73,7 +73,7 @@ def engines(draw: st.DrawFn) -> SimulatedEngine:
     max_num_seqs = draw(st.integers(1, 6))
     accuracy = draw(st.sampled_from([None, None, 0.0, 0.5, 1.0]))
     num_cross_groups = draw(st.sampled_from([0, 0, 0, 1, 2]))
-    # Drafts and slower tiers are not used with the stages of a pipeline.
+    # These tests do not combine drafts or a slower tier with the lanes of a pipeline.
     num_lanes = draw(st.sampled_from([1, 1, 2, 3])) if accuracy is None else 1
     least_blocks += num_cross_groups * -(-6 // block_size)
     return SimulatedEngine(
@@ -100,7 +100,7 @@ def engines(draw: st.DrawFn) -> SimulatedEngine:
 
 
 class EngineMachine(RuleBasedStateMachine):
-    """Requests come, end and are aborted at any moment, with any number of steps in flight."""
+    """Requests come, end and are aborted at any moment, with up to the most steps in flight."""
 
     @initialize(engine=engines())
     def start(self, engine: SimulatedEngine) -> None:

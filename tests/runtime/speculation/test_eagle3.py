@@ -192,7 +192,7 @@ def test_a_token_that_the_model_does_not_have_is_refused(tmp_path: Path) -> None
 
 
 def test_auto_takes_the_head_beside_the_texts(tmp_path: Path) -> None:
-    """The kind of the second model follows from its config."""
+    """That `speculation.model` is a head follows from its config."""
     write_head(tmp_path, TARGET)
     words = ("graphs.mode=eager", "speculation.method=auto")
     repeating = [[5, 9, 14, 20, 27, 35, 44] * 8]

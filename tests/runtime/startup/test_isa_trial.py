@@ -1,4 +1,7 @@
-"""The trial that times instruction sets: its choice, starts without it, reuse of its result."""
+"""The trial that times instruction sets at a start, and chooses one of them.
+
+Tested are the choice, the starts that make no trial, and the reuse of a stored result.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The CUDA control flow of the engine on a device that works as late, or as early, as it may.
 
 A test fails if the host rewrites a buffer while a copy still needs it, or reads a result before
-its event. Three tests plant such a race and check that it is found. The engine compiles nothing.
+its event. Three tests plant a race and check that it is found. The engine compiles nothing.
 Its other parts are real: overlap, capture and replay, preemption, masks of reasoning limits,
 sampling, beams, log-probabilities.
 """

@@ -1,4 +1,4 @@
-"""The start of a native model imports no compiler, no hub client and only half of torch."""
+"""The start of a native model imports no compiler, no hub client and not all of torch."""
 
 from __future__ import annotations
 

@@ -218,7 +218,7 @@ class TestLengths:
 
 
 class TestUnknownKinds:
-    """For a tokenizer of another kind no text is cut, and no bound of token lengths is given."""
+    """Some other tokenizers: their texts are not cut, or their token lengths have no bound."""
 
     @pytest.mark.parametrize(
         "change",
