@@ -130,7 +130,7 @@ def test_many_shapes_compile_nothing_late_and_leak_nothing(
 
 
 def test_measured_costs_choose_the_number_of_drafts(tmp_path: Path) -> None:
-    """With the start's measurements, drafts of the model are drawn and their time is predicted."""
+    """With step costs measured at the start, drafts change no token and compile nothing late."""
     words = ("speculation.adaptive=true", "graphs.cost_table_budget_s=1")
     plain = LLM(config=cuda_config())
     prompts = make_prompts(6, seed=9, longest=60)

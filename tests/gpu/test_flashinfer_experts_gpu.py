@@ -67,7 +67,7 @@ class Problem:
         return moe_linear(inner, self.ids, self.down, self.down_bias, routing_weights=self.weights)
 
     def exact(self, activation: str) -> Tensor:
-        """[T, SIZE] float64, without any rounding."""
+        """[T, SIZE], computed in float64 without rounding to a smaller dtype."""
         out = torch.zeros(len(self.x), SIZE, dtype=torch.float64, device=CUDA)
         for expert in range(NUM_EXPERTS):
             token, slot = (self.ids == expert).nonzero(as_tuple=True)

@@ -85,7 +85,7 @@ def test_a_row_gets_the_same_bits_among_others(count: int, fewest: int) -> None:
 
 
 def test_a_chain_of_captured_calls_waits_for_each_result() -> None:
-    """A kernel starts before the previous one ends, but must read all results of that one."""
+    """A kernel starts before the previous one ends, but must read all its results."""
     weights = [random(1024, 1024, seed=seed) * 1024**-0.5 for seed in range(12)]
     norm_weight = 1 + 0.1 * random(1024, seed=20)
     x = random(8, 1024, seed=21)

@@ -75,7 +75,7 @@ def test_replay_equals_eager_through_joins_and_leaves(
 
 @torch.inference_mode()
 def test_a_decode_step_in_a_mixed_bucket_equals_eager() -> None:
-    """A step of one token for each sequence has the same logits from both kinds of bucket."""
+    """A step of one token a sequence has the eager logits in a decode and in a mixed bucket."""
     captured = make_graphs(torch.float32, captured=True)
     eager = make_graphs(torch.float32, captured=False)
     captured.runner.capture()

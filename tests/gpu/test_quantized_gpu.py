@@ -83,8 +83,9 @@ def test_captured_steps_round_activations_like_eager_ones(
 ) -> None:
     """In float32 the first tokens are equal, and their log-probabilities are close.
 
-    In bfloat16 captured and eager steps round at other places, and a rounded activation can fall on
-    the other side of a border. So only the mean distance of the log-probabilities is limited.
+    In bfloat16 captured and eager steps round at different places, and a rounded activation can
+    fall on the other side of a border. So only the mean distance of the log-probabilities is
+    limited.
     """
     source, quantised = tmp_path / "floats", tmp_path / "quantised"
     variant = VARIANTS["qwen2"]

@@ -32,7 +32,7 @@ MODEL = {
     "max_position_embeddings": 1024,
 }
 VOCAB_SIZE = 300
-# Attention splits contexts of up to 640 tokens into partitions.
+# Contexts have up to 640 tokens (16 x 40). Attention splits the longer ones into partitions.
 BLOCK_SIZE, MAX_SEQS, MAX_TOKENS, MAX_BLOCKS = 16, 8, 512, 40
 # Steps of 320 tokens do not use the layers' form for few rows, so cuBLAS is captured, too.
 DECODE_SIZES, MIXED_SIZES = (1, 2, 4, 8), (32, 64, 320)

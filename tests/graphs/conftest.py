@@ -7,7 +7,7 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def nothing_compiles_late() -> None:
-    """Replaces the fixture of this name: the tests here have no engine, and compile on purpose.
+    """Replaces the fixture of this name in tests/conftest.py: these tests compile on purpose.
 
     An engine of another test that still awaits garbage collection would count these compiles as
     late.

@@ -19,7 +19,7 @@ from ostinato.graphs.kernel_archive import (
 
 
 def add_kernel(cache: Path, key: str, name: str) -> None:
-    """The files that Triton leaves for a kernel."""
+    """Writes the files that Triton leaves in its cache for a kernel."""
     folder = cache / key
     folder.mkdir(parents=True)
     files = {f"{name}.{end}": f"{end} of {key}" for end in ("cubin", "json", "ptx", "ttir")}

@@ -1,4 +1,4 @@
-"""A decoder that compiles in seconds, with every feature that the graph layer must handle."""
+"""A decoder that compiles in seconds, with the features that tests of programs and capture need."""
 
 from __future__ import annotations
 

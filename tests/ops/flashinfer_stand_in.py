@@ -1,7 +1,8 @@
 """FlashInfer's wrappers as their documentation describes them, in plain torch on a CPU.
 
 They check what callers must keep (fixed sizes, causal rows, data types). They compute from the
-index buffers alone, as a captured kernel does. So their results show what the planner put there.
+index buffers alone, as a captured kernel does. So their results show what the planner put into
+these buffers.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ STEPS = [
     (MIXED, [(1, 8), (1, 9), (1, 10), (1, 11), (1, 12), (1, 13)]),
     (MIXED, []),
     (DECODE, [(1, 45), (1, 46)]),
-    # Not captured: planned without fixed buffers, in any shape.
+    # Three steps that are not captured: planned without fixed buffers, in any shape.
     (GraphKey(9, 2, 0), [(7, 7), (2, 50)]),
     (GraphKey(3, 3, 1), [(1, 20), (1, 30), (1, 40)]),
     (GraphKey(40, 8, 0), [(33, 33)]),

@@ -1,7 +1,8 @@
 """AMX tiles (ops/native/core/amx.h): the emulation and the processor give the same bits.
 
 This holds for single products and for the kernels. On a processor without AMX the emulation is
-compared only with integers and with exact fractions.
+compared only with the kernels of the instruction set below it, which give the same bits for
+quantised weights, and with exact fractions.
 """
 
 from __future__ import annotations
@@ -240,7 +241,7 @@ def _packed(form: QuantFormat, out_features: int, in_features: int) -> Tensor:
 def test_tiles_of_bytes_have_the_bits_of_the_level_below(
     form: QuantFormat, shape: tuple[int, int]
 ) -> None:
-    """With 1 row no level uses tiles. 100 rows are more than two groups of blocks."""
+    """With 1 row no level uses tiles. Tiles take 32 rows at a time: 100 rows need several turns."""
     below = EMULATION.removeprefix("amx_on_")
     tiled = [
         ops_of("quantized", level, linear="quantized_linear").linear

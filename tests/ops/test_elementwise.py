@@ -1,7 +1,7 @@
 """The C++ kernels between a layer's products against float64, on all runnable instruction sets.
 
-Each kernel is one pass in float32 with one rounding: errors are a few units in the last place of
-float32 (the exponential's approximation included), plus half a unit of the result's type.
+The kernels compute in float32 and round the result once. So errors are a few units in the last
+place of float32 (the exponential's approximation included), plus half a unit of the result's type.
 """
 
 from __future__ import annotations

@@ -61,7 +61,10 @@ def test_every_row_sees_its_sequence_and_no_other(level: str, dtype: torch.dtype
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 def test_bits_of_a_sequence_depend_on_it_alone(level: str, dtype: torch.dtype) -> None:
-    """Sequences have several partitions of keys and tiles of queries; numbers of threads differ."""
+    """A sequence has the same bits in a batch and alone, where it runs on 1 or on 2 threads.
+
+    A partition has 256 keys, so the sequences of 300 and 517 tokens have several partitions.
+    """
     attend = ops_of("core", level, attend=OP).attend
     lengths = [5, 300, 1, 64, 517]
     q, k, v = inputs(sum(lengths), dtype, 32)
@@ -81,7 +84,10 @@ def test_bits_of_a_sequence_depend_on_it_alone(level: str, dtype: torch.dtype) -
 
 
 def test_memory_of_the_call_before_has_no_effect() -> None:
-    """Elements of a block without a token keep the memory's earlier content, such as NaN."""
+    """The kernel copies keys and values into blocks of 16 tokens.
+
+    Places after a sequence's last token keep what an earlier call left in this memory, such as NaN.
+    """
     load("core")
     for dtype in DTYPES:
         arguments = [*inputs(37, dtype), starts_of([3, 34])]

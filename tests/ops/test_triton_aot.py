@@ -21,7 +21,7 @@ UNMARKED = {
     "Qwen3-30B-A3B down, 8 rows",
     "DeepSeek-V3 output, blocks, 256 rows",
 }
-# These two models have unmarked cases of one cache dtype only, and the others of every cache dtype.
+# Of these two models, cases of one cache dtype are unmarked; of the rest of UNMARKED, all are.
 ONE_CACHE = {"32/8 heads, D64": "fp8_e4m3", "window 4096, cap 50, D128": ""}
 
 

@@ -180,7 +180,7 @@ class SimulatedEngine:
                 self.land()
 
     def check_drained(self) -> None:
-        """Each request ended once, with its tokens when it runs alone (if aborted, the first ones)."""
+        """Each request ended once, with its tokens when alone (if aborted, the first ones)."""
         assert set(self.endings) == set(self.requests)
         for request_id, request in self.requests.items():
             if request.sampling.use_beam_search:

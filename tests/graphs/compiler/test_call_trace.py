@@ -1,4 +1,4 @@
-"""A recorded program makes the calls that Dynamo traces; other functions are left to Dynamo."""
+"""A recorded program makes the calls that Dynamo traces; what is not recorded, Dynamo traces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replayed steps of a CPU graph equal called ones bit for bit; logs name what is not captured."""
+"""Replayed steps equal uncaptured ones bit for bit; the log names layers that are not captured."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def test_the_profiler_sees_every_kernel_of_a_replay() -> None:
 
 
 class CappedLayer(DecoderLayer):
-    """A Llama layer between torch ops. They scale its input, unless by 1, and cap its output."""
+    """A Llama layer. Torch ops scale its input, if `scale` is not 1, and cap its output."""
 
     def __init__(self, layer: DecoderBlock, scale: float) -> None:
         super().__init__()

@@ -113,7 +113,7 @@ def called(found: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def name_of(value: int | set[str]) -> str:
-    """A part of a test's name. It is the same in each process, and the order of a set is not."""
+    """A part of a test's name. Sets are sorted, because their order differs between processes."""
     return "-".join(sorted(value)) if isinstance(value, set) else str(value)
 
 

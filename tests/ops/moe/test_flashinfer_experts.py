@@ -54,7 +54,7 @@ def fused_moe(
     activation_type: int = Activations.Swiglu,
     use_fused_finalize: bool = True,
 ) -> Tensor:
-    """`cutlass_fused_moe` of FlashInfer 0.6.18.post1 as its sources read, token by token.
+    """`cutlass_fused_moe` of FlashInfer 0.6.18.post1, written after its sources, token by token.
 
     The first half of the rows of the first product is up ("linear"), the second half is gate.
     Constants of the gate turn Swiglu into the clamped one. Both products and the activation are

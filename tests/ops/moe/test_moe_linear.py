@@ -1,7 +1,7 @@
 """Linear ops over experts, on every instruction set that this processor runs.
 
-A row must have the same bits as from the linear op of its expert's matrix. Other modules bound the
-errors of the linear ops. This module adds tests of the sum over a token's experts.
+A row must have the same bits as from the linear op of its expert's matrix. Other test modules check
+the errors of the linear ops. This module adds tests of the sum over a token's experts.
 """
 
 from __future__ import annotations

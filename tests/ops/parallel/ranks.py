@@ -26,7 +26,7 @@ from ostinato.ops.parallel.exchange import Exchange, Share
 from ostinato.ops.parallel.group import ParallelGroup
 from ostinato.ops.parallel.segment import create_segment
 
-_SHARE_OF_DELAYS, _MEAN_DELAY_S = 0.02, 0.0005  # some are longer than a rank spins, some shorter
+_SHARE_OF_DELAYS, _MEAN_DELAY_S = 0.02, 0.0005  # some delays are longer than a rank spins
 _START = "from tests.ops.parallel.ranks import main; main()"
 
 

@@ -52,7 +52,7 @@ def test_sums_in_shared_memory_are_those_of_gloo(
     out: torch.dtype,
     has_residual: bool,
 ) -> None:
-    """Two ranks have the same bits, because a + b = b + a. Three may be added in another order."""
+    """Sums of two ranks have equal bits: a + b = b + a. Three parts may be added in any order."""
     command = Reduce(seed, shape, torch.float32, out, has_residual)
     memory, gloo = (ranks.results(command) for ranks in both)
     for ours, theirs in zip(memory, gloo, strict=True):

@@ -1,4 +1,4 @@
-"""Hidden states between devices, on a device that works as late as the rules of streams allow."""
+"""Hidden states between devices that work as late, or as early, as the rules of streams allow."""
 
 from __future__ import annotations
 

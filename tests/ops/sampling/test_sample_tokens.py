@@ -182,7 +182,7 @@ def test_selected_tokens_are_those_of_a_sorted_row(
 ) -> None:
     """The C++ program draws from each row with selection and from the sorted row, and compares.
 
-    Rows are flat or peaked, or have ties, clusters or impossible tokens; top-p is 0.0001 to 1.
+    Rows are flat or peaked, or have ties, clusters or impossible tokens; top-p is between 0 and 1.
     """
     rows, selected, wrong = check_sampling(isa, num_rows)
     assert rows == 4 * num_rows
