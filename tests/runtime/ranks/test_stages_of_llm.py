@@ -44,7 +44,7 @@ def whole() -> Iterator[LLM]:
 
 
 def mixed(llm: LLM) -> list[GenerationOutput]:
-    """Every kind of request for two texts in one batch. One text takes several chunks."""
+    """Every kind of request for two texts in one batch. One text fills a block of the cache."""
     texts = [TEXTS[0], TEXTS[1] * 9]
     prompts = [text for text in texts for _ in KINDS]
     return llm.generate(prompts, list(KINDS.values()) * len(texts), use_progress=False)

@@ -56,7 +56,7 @@ def test_drafts_that_are_right_go_deep_and_wrong_ones_end() -> None:
 
 
 def test_a_batch_that_is_bound_by_arithmetic_gets_no_drafts() -> None:
-    """A draft token costs a sequence's share of a step, so an uncertain draft does not pay."""
+    """A draft token costs 1/16 of a step of 16 sequences, so an uncertain draft does not pay."""
     load = StepLoad(16, 0.0)
     costs = table(4.0 / 16)
     chooser = DepthChooser(costs, MAX_DRAFTS)
