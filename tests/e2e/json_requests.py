@@ -52,7 +52,7 @@ def events(server: ServerProcess, path: str, **body: object) -> list[dict[str, A
 
 
 def complete(server: ServerProcess, prompt: object = "Once upon", **fields: object) -> dict:
-    """The one choice of a greedy completion, with its token ids."""
+    """The only choice of a completion with its token ids; greedy unless `fields` say otherwise."""
     body = {"prompt": prompt, **GREEDY, "return_token_ids": True, **fields}
     (choice,) = post(server, COMPLETIONS, **body)["choices"]
     return choice

@@ -1,4 +1,4 @@
-"""A second machine for tests: a network namespace with a cable to this machine, and `run rank`."""
+"""A simulated second machine: a network namespace with a virtual cable, and `run rank` in it."""
 
 from __future__ import annotations
 
@@ -25,14 +25,16 @@ def lives(pid: int) -> bool:
 
 
 def join_command(line: str) -> list[str]:
-    """The address and the token in the line that a server logs."""
+    """The address and the token of the command `run rank ADDRESS TOKEN` that a server logs."""
     found = re.search(r"run rank (tcp://\S+) (\w+)", line)
     assert found is not None, line
     return [found[1], found[2]]
 
 
 class Namespace:
-    """A network namespace; the test is skipped where the system does not allow one.
+    """A network namespace, joined to this machine by a pair of virtual network devices (the cable).
+
+    The test is skipped where the system allows no namespace.
 
     Attributes:
         host: this machine's address on the cable.

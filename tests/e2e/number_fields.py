@@ -1,4 +1,4 @@
-"""Sends numbers of every size to every place of a request that takes a number."""
+"""Sends numbers of many sizes to the places of requests that take a number."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ SCHEMAS: dict[str, dict[str, Any]] = {
         )
     },
 }
-"""Schemas by name, in which MARK stands for a number."""
+"""Name -> JSON schema, in which MARK stands for a number."""
 
 
 class Endpoint(NamedTuple):
@@ -73,7 +73,7 @@ class Endpoint(NamedTuple):
 
     path: str
     schema: type[msgspec.Struct]
-    body: dict[str, Any]  # the smallest body that the endpoint accepts
+    body: dict[str, Any]  # a small body that the endpoint accepts
 
 
 class Place(NamedTuple):
@@ -85,7 +85,7 @@ class Place(NamedTuple):
 
 
 def places(endpoint: Endpoint) -> list[Place]:
-    """All places of an endpoint's schema that take a number, or any JSON."""
+    """The places of an endpoint's schema that take a number or any JSON, at most 4 structs deep."""
     found = []
     for field in types.type_info(endpoint.schema).fields:  # pyright: ignore[reportAttributeAccessIssue]
         for name, value in _places(field.type, 0):
@@ -149,7 +149,7 @@ def _sample(kind: types.Type) -> Any:
 
 
 def send(client: httpx.Client, place: Place, number: str) -> httpx.Response:
-    """Send a number. Checks that the answer is a 200, a 400 with an error, or a deadline's 504."""
+    """Send a number. The status must be 200, 400 with an error, or 504 if it is a deadline."""
     body = json.dumps({**place.endpoint.body, **place.fields})
     if f'"{MARK}":' in body:  # the number is the key of a map
         body = body.replace(MARK, number)

@@ -1,10 +1,10 @@
-"""A model that writes given texts: a checkpoint whose every token has one successor.
+"""A model that writes given texts: a checkpoint in which each token has one successor.
 
 The weights of attention and MLP are zero, so the hidden state is the last token's embedding, a unit
 vector, and `lm_head` maps it to the next token. The last word of the prompt selects the answer.
-Each character of each answer is a token of its own. Its text ends in a number, which the decoder
-drops. Grammar libraries do not support such a decoder. For them an answer is a list of pieces, all
-different, which are the tokens of a byte-level tokenizer.
+Each character of each answer is a token of its own. The token's text ends in a number, which the
+decoder drops. Grammar libraries do not support such a decoder. For tests with grammars an answer is
+therefore a list of pieces, all different. Each piece is a token of a byte-level tokenizer.
 """
 
 from __future__ import annotations

@@ -59,8 +59,8 @@ class ServerProcess:
 
     Args:
         overrides: more arguments of the command line.
-        prefix: words before the server's command that confine it (tests/confinement.py).
-        environment: variables that differ from those of this process; None removes one.
+        prefix: words before the server's command, which confine it (tests/confinement.py).
+        environment: variables that differ from those of this process; the value None removes one.
 
     Attributes:
         url: the address of the server.
@@ -164,7 +164,7 @@ class ServerProcess:
         try:
             yield
         finally:
-            with suppress(psutil.NoSuchProcess):  # the test has ended it
+            with suppress(psutil.NoSuchProcess):  # the test may have ended it
                 engine.resume()
 
     def send(self, path: str, body: Any, request_id: str) -> http.client.HTTPConnection:
@@ -188,7 +188,7 @@ class ServerProcess:
             yield connection
 
     def log_of(self, request_id: str) -> str:
-        """The log line of a finished request."""
+        """The first log line with this id, without its time and level; waits for it."""
         return re.sub(r"^\S+ \S+ \w+ ", "", self.wait_for_line(request_id)).rstrip()
 
     def _read(self, stream: IO[str] | None) -> None:

@@ -12,7 +12,7 @@ HI = [{"role": "user", "content": "Tell me about a cat."}]
 
 
 def complete(server: ServerProcess, **fields: object) -> dict[str, Any]:
-    """The one choice of a completion."""
+    """Send a completion request that must succeed; returns its first choice."""
     body = {"prompt": "A cat: ", "max_tokens": 80, "temperature": 1, "seed": 1, **fields}
     response = HTTP.post(f"{server.url}/v1/completions", json=body)
     assert response.status_code == 200, response.text
@@ -20,7 +20,7 @@ def complete(server: ServerProcess, **fields: object) -> dict[str, Any]:
 
 
 def refused(server: ServerProcess, path: str = "/v1/completions", **fields: object) -> dict:
-    """The error object of a reply with status 400."""
+    """Send a request that must be refused with status 400; returns the error object."""
     body = {"prompt": "A cat: "} if path == "/v1/completions" else {"messages": HI}
     response = HTTP.post(f"{server.url}{path}", json=body | fields)
     assert response.status_code == 400, response.text

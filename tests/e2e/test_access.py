@@ -24,9 +24,9 @@ LISTED = "sk-listed-Rr41aa"  # given on the command line, which every user of th
 
 class Site(NamedTuple):
     server: ServerProcess
-    authority: Path  # certificate of the authority that signed the server's certificate
+    authority: Path  # file with the certificate of the authority that signed the server's
     traces: list[bytes]
-    dumps: Path  # the flight recorder's files
+    dumps: Path  # directory of the flight recorder's files
 
     @property
     def trust(self) -> ssl.SSLContext:

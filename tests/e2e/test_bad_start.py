@@ -34,7 +34,7 @@ class Case(NamedTuple):
 
 
 def write_models(root: Path) -> dict[str, str]:
-    """Write models with mistakes in their files; returns an override for each kind of mistake."""
+    """Write a model with half its weights, and an unreadable one; returns name -> override."""
     for name in ("truncated", "locked"):
         (root / name).mkdir()
     for file in DEMO.glob("*.json"):

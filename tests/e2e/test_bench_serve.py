@@ -60,7 +60,7 @@ def test_load_then_its_trace_again(server: ServerProcess, trace: Path, tmp_path:
     for title in ("Requests over time", "Steps and what they computed"):
         assert title in page
 
-    # Two points of six requests, each after one warm-up request.
+    # Two points of load have six requests each. One warm-up request precedes each point.
     lines = [json.loads(line) for line in trace.read_text().splitlines()]
     assert len(lines) == 14
     assert sorted({line["output_length"] for line in lines}) == [5]

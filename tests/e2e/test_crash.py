@@ -1,5 +1,7 @@
-"""Streams through a real server whose engine is killed: each stream has the same events as
-without the kill, for every kind of request.
+"""Streams through a real server whose engine is killed.
+
+Each stream has the same events as without the kill. The requests are of seven plain kinds and of
+three kinds with a constraint.
 """
 
 from __future__ import annotations

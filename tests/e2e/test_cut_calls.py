@@ -11,7 +11,7 @@ from tests.e2e.json_requests import HI, MODEL
 
 
 class TestACallThatIsCut:
-    """`max_tokens` may cut a required call. The reply then has no such call, as in vLLM."""
+    """`max_tokens` may cut a required call. A reply that is no stream then omits it, as in vLLM."""
 
     FUNCTION: Any = {
         "name": "get_weather",

@@ -13,7 +13,7 @@ from tests.e2e.server_process import HTTP
 
 
 class TestNewerFields:
-    """Fields that vLLM added to chat completions."""
+    """Fields that vLLM added to chat completions; log probabilities and truncation of responses."""
 
     def test_repetition_detection(self, server):
         schema = {"type": "array", "items": {"const": "la"}, "minItems": 300}

@@ -42,7 +42,7 @@ def tool(name: str) -> dict[str, Any]:
 
 
 def bad_word(num_tokens: int) -> str:
-    """A word that has `num_tokens` tokens with a space before it, each character being a token."""
+    """A word that has `num_tokens` tokens after a space: one for the space, one a character."""
     return ("!?" * num_tokens)[: num_tokens - 1]
 
 

@@ -1,6 +1,7 @@
 """The server tells a busy engine from a frozen one.
 
-The busy engine is in a step that is longer than every limit. The frozen one is suspended.
+The busy engine is in a step that takes longer than `server.health_timeout_s`; on a machine that is
+too quick for this, the test is skipped. The frozen engine is suspended.
 """
 
 from __future__ import annotations

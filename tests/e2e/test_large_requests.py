@@ -177,7 +177,7 @@ def large_forks(server: ServerProcess) -> list[psutil.Process]:
 def held_forks(server: ServerProcess) -> Iterator[None]:
     """Suspend the two processes that prepare large bodies.
 
-    A process may end before it can be suspended. So there should be more than two such bodies.
+    A process may end before it can be suspended. So the caller should send more than two bodies.
     """
 
     def are_held() -> bool:

@@ -39,7 +39,7 @@ class TestLogprobs:
         for index, entry in enumerate(scores, 1):
             assert 2 <= len(entry) <= 3
             assert str(prompt[index]) in entry
-            # A greedy request with this part of the prompt gives the likeliest token.
+            # A greedy request with the tokens before this one gives the likeliest token.
             (likeliest,) = [int(key) for key, one in entry.items() if one["rank"] == 1]
             assert complete(server, prompt[:index], max_tokens=1)["token_ids"] == [likeliest]
 

@@ -1,4 +1,4 @@
-"""`run serve parallel.tensor=2`: what a server of two ranks shows, and its log when a rank ends."""
+"""A server with `parallel.tensor=2`: what it shows of its ranks, and its log when one dies."""
 
 from __future__ import annotations
 

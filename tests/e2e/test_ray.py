@@ -1,7 +1,7 @@
 """Engines that Ray places on a cluster of two nodes of this machine, and Ray Serve.
 
-Ray's own processes take seconds to start on an idle machine, and minutes on a busy one. So waits
-here are about as long as the timeout of a test, and the cluster keeps a node that answers late.
+Ray's own processes take seconds to start on an idle machine, and minutes on a busy one. So the
+timeouts here are minutes long, and the cluster keeps a node that answers late.
 """
 
 from __future__ import annotations

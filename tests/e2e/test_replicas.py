@@ -1,7 +1,7 @@
 """A real server with two engines: kills, hangs, drains, reloads, and its reports of them.
 
-Streams have the same events as undisturbed ones. tests/runtime/replicas/test_replicas.py tests the
-choice of the engine.
+The disturbed streams have the same events as undisturbed ones.
+tests/runtime/replicas/test_replicas.py tests the choice of the engine.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class SpreadServer:
 
     @property
     def engines(self) -> list[dict[str, Any]]:
-        """The engines. A single engine is listed only while it has ranks: not while it is down."""
+        """The engines. The list is empty while the only engine of a server is down."""
         return HTTP.get(f"{self.server.url}/health").json().get("engines", [])
 
     def all_serve(self) -> bool:

@@ -181,7 +181,7 @@ class TestTime:
                 one = kept.enter_context(Connection(impatient))
                 one.send(head() + BODY)
                 with Connection(impatient) as silent:
-                    assert silent.read() == b""  # a limit has passed
+                    assert silent.read() == b""  # the limit for headers has passed
             assert one.answer()[0] == 200
             with Connection(impatient) as silent:
                 assert silent.read() == b""

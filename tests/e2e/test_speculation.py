@@ -110,7 +110,7 @@ def test_a_prediction_contradicts_a_request_without_drafts(server):
 
 
 def test_a_stop_string_ends_within_the_tokens_of_one_step(server):
-    """The text repeats, so several tokens arrive at once."""
+    """The text repeats, so a step with drafts may give several tokens at once."""
     request = {"prompt": TEXT * 6, "max_tokens": 80, "temperature": 0, "ignore_eos": True}
     plain = post(server, COMPLETIONS, {**request, "speculation": False})["choices"][0]["text"]
     stop = plain[len(plain) // 2 :][:3]

@@ -251,7 +251,7 @@ class TestRefusals:
 
 
 class TestNumbers:
-    """Numbers of any size in every keyword of a schema."""
+    """Numbers of any size in the keywords of the schemas in `SCHEMAS`."""
 
     def places(self) -> list[Place]:
         short = {"max_tokens": 3}

@@ -64,7 +64,7 @@ def optional(count: int, **more: Any) -> dict[str, Any]:
 
 
 class TestLimits:
-    """The limits in docs/structured-output.md: a constraint at each limit, and one beyond it."""
+    """Limits in docs/structured-output.md: a constraint at a limit, and one beyond it."""
 
     def test_choices(self, server):
         words = [f"w{index:05}" for index in range(MAX_CHOICES)]
@@ -115,7 +115,7 @@ def grammar_processes(server: ServerProcess) -> list[psutil.Process]:
 def processes(server: ServerProcess, module: str) -> list[psutil.Process]:
     found = []
     for one in psutil.Process(server.pid).children():
-        with contextlib.suppress(psutil.Error):  # it was killed, and the server has not reaped it
+        with contextlib.suppress(psutil.Error):  # a killed process that is not reaped yet
             if module in one.cmdline():
                 found.append(one)
     return found

@@ -278,8 +278,8 @@ class TestChosenTokens:
     def test_completions_report_them_at_every_position(self, server):
         fields = {**GREEDY, **self.NAMES, "max_tokens": 5}
         plain = self.logprobs(server, COMPLETIONS, prompt="Once upon", **fields, logprobs=20)
-        # Each token is among the 20 likeliest at some position. The plain reply shows its log
-        # probability there only.
+        # Each chosen token is among the 20 likeliest at some position. Only at such positions does
+        # the plain reply show its log probability.
         chosen = [int(name[9:]) for top in plain["top_logprobs"] for name in list(top)[2:9:3]]
         asked = {"logprobs": 1, "logprob_token_ids": chosen}
         found = self.logprobs(server, COMPLETIONS, prompt="Once upon", **fields, **asked)
@@ -352,7 +352,10 @@ class TestChosenTokens:
 
 
 def check_offsets(server: ServerProcess, shown: dict[str, Any], text: str) -> None:
-    """The offsets of each token give its characters, and all offsets cover the whole text."""
+    """Check that offsets give the characters of tokens, from the beginning to the end of the text.
+
+    Up to four tokens are not compared: special tokens, and tokens with a part of a character.
+    """
     ids, offsets = shown["prompt_token_ids"], shown["prompt_token_offsets"]
     assert len(ids) == len(offsets)
     covered = [pair for pair in offsets if pair != [0, 0]]
