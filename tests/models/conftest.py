@@ -19,7 +19,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def nothing_compiles_late() -> None:
-    """Replaces the fixture of all tests: these tests have no engine, and compile on purpose.
+    """Replaces the fixture of tests/conftest.py: these tests have no engine and compile on purpose.
 
     An engine that another test has left to the garbage collector would count their compilations
     as late.

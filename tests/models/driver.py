@@ -21,7 +21,7 @@ Forward = Callable[[ForwardBatch, KVCache], Tensor]
 
 
 class Sequence:
-    """Tokens, how many of them are computed, and the blocks that hold them."""
+    """Tokens, how many of them are computed, and the blocks of their keys and values."""
 
     def __init__(self, token_ids: list[int]) -> None:
         self.token_ids = list(token_ids)
@@ -103,7 +103,7 @@ class Driver:
 
     @torch.no_grad()
     def step(self, scheduled: list[tuple[Sequence, int]]) -> list[Tensor]:
-        """Compute tokens; logits [num_tokens, vocab_size] for each scheduled sequence."""
+        """Compute tokens; returns logits [num_tokens, vocab_size] of each scheduled sequence."""
         batch = self.batch(scheduled)
         hidden = self.forward(batch, self.cache)
         logits = self.model.compute_logits(hidden)
@@ -113,7 +113,7 @@ class Driver:
         return list(logits[: sum(sizes)].split(sizes))
 
     def prefill(self, sequence: Sequence, chunks: list[int]) -> Tensor:
-        """Compute the rest of a prompt in steps of these sizes; logits of all its new positions."""
+        """Compute the rest of a prompt in steps of these sizes; returns all their logits."""
         todo = len(sequence.token_ids) - sequence.num_computed
         assert sum(chunks) == todo, f"{chunks} do not add up to {todo} tokens"
         return torch.cat([self.step([(sequence, size)])[0] for size in chunks])

@@ -1,8 +1,8 @@
-"""Compares a model with the transformers model whose checkpoint it loaded, in float32.
+"""Compares a model in float32 with the transformers model that saved its checkpoint.
 
 The logits at every prompt position must agree within 1e-4, and the greedy continuations must be
-equal. The same is checked for prompts that are computed in several steps, and with blocks that
-another sequence has computed.
+equal. The logits are also compared for prompts that are computed in several steps, and for prompts
+that begin with blocks of another sequence.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def load(
 
 
 def check_whole(driver: Driver, expected: Expected) -> Sequence:
-    """One step for the prompt, then one for every token; returns the finished sequence."""
+    """Check one step for the prompt, and then one for each token; returns the finished sequence."""
     sequence = Sequence(PROMPT)
     logits = driver.prefill(sequence, [NUM_PROMPT])
     torch.testing.assert_close(logits, expected.prompt_logits, atol=TOLERANCE, rtol=0)

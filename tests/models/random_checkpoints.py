@@ -1,4 +1,4 @@
-"""Small random-weight checkpoints made with transformers, one for each architecture and variant."""
+"""Small random checkpoints made with transformers: one or more variants of each architecture."""
 
 from __future__ import annotations
 

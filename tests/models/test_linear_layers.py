@@ -56,7 +56,7 @@ class Holder(LanguageModel):
 
 
 def fill(model: LanguageModel, tensors: dict[str, Tensor], method: WeightMethod) -> None:
-    """Load tensors that are exactly those that the model needs."""
+    """Load tensors. Checks that they are exactly those that the model needs."""
     for module in model.modules():
         if isinstance(module, LinearBase):
             module.use(method)
@@ -114,7 +114,7 @@ def test_column_and_row_parallel_layers_add_up(
     for name, count in rows.items():
         expected = linear(x, tensors[f"{name}.weight"], tensors[f"{name}.bias"])
         parts = sides[name]
-        if name != "q_proj" and kv_heads < ranks:  # every head stands on several ranks
+        if name != "q_proj" and kv_heads < ranks:  # each of these heads is on several ranks
             copies = ranks // kv_heads
             for index, part in enumerate(parts):
                 assert torch.equal(part, parts[index - index % copies])

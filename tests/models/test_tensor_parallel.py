@@ -125,7 +125,7 @@ class Together:
 
 @contextmanager
 def folded(ranks: Together, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Replace the collectives by sums in rank order in plain torch."""
+    """Replace the collectives by plain torch: sums in rank order, and concatenation."""
     barrier = threading.Barrier(ranks.world, timeout=120)
     shown: list[Tensor] = [torch.empty(0)] * ranks.world
 

@@ -93,7 +93,7 @@ def test_invalid_config(tmp_path: Path, text: str) -> None:
 
 
 def test_unreachable_hub(tmp_path: Path) -> None:
-    """A hub that refuses connections ends in one clear line within seconds."""
+    """If the hub refuses connections, the error is one clear line."""
     code = (
         "from ostinato.conf.schema import ModelSection\n"
         "from ostinato.models.checkpoints.checkpoint import CheckpointError, open_checkpoint\n"

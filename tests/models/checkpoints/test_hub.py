@@ -124,7 +124,11 @@ def hub(tmp_path: Path) -> Iterator[str]:
 
 
 def resolve(path: str, endpoint: str, home: Path, *, is_offline: bool = False) -> str:
-    """The result of `resolve_path` in a new process: the hub's package reads the address once."""
+    """What `resolve_path` gives in a new process: the path, or the text of its error.
+
+    The package `huggingface_hub` reads HF_ENDPOINT when it is imported. So each call needs its own
+    process.
+    """
     code = (
         "import sys\n"
         "from ostinato.models.checkpoints.checkpoint import CheckpointError, resolve_path\n"
@@ -134,7 +138,8 @@ def resolve(path: str, endpoint: str, home: Path, *, is_offline: bool = False) -
         "    print(error)\n"
     )
     environment = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(home)}
-    # After a timeout the package uses its local copy; this machine may be busy.
+    # If the hub does not answer in time, the package uses its local copy instead. The limits are
+    # long, because a busy machine answers late.
     environment |= {"HF_HUB_ETAG_TIMEOUT": "240", "HF_HUB_DOWNLOAD_TIMEOUT": "240"}
     environment["HF_HUB_OFFLINE"] = "1" if is_offline else "0"
     done = subprocess.run(

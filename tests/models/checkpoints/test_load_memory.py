@@ -117,7 +117,7 @@ def write(directory: Path, layers: int, experts: int, *, is_stacked: bool) -> st
     return str(directory)
 
 
-@pytest.mark.slow  # it writes a quarter of a gigabyte
+@pytest.mark.slow  # each case writes half a gigabyte
 @pytest.mark.parametrize("is_stacked", [True, False], ids=["stacked", "one by one"])
 def test_the_peak_is_the_weights_and_one_expert(tmp_path: Path, is_stacked: bool) -> None:
     paths = [

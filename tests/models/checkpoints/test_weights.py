@@ -43,7 +43,7 @@ class Saved:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Saved]:
-    """The checkpoint of each variant, by its name."""
+    """Name of a variant -> its checkpoint, for the variants of this file."""
     everything = {}
     for name in ("gpt2", "llama-tied", "qwen2", "qwen3"):
         directory = tmp_path_factory.mktemp(name)

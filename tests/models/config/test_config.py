@@ -1,4 +1,4 @@
-"""ModelConfig from the forms of config.json that are in use; keys that it refuses by name."""
+"""ModelConfig from the forms of config.json that are in use; errors that name the wrong key."""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""Every key of every family's config.json changes the model or is refused; exceptions are listed.
+"""Another value of a key in config.json changes the model's configuration, or it is refused.
 
-The keys are those of transformers' configurations, so a key that a release adds fails this test.
+This is checked for each key of each variant in `VARIANTS`. Keys without effect are listed here. The
+keys are those that transformers writes, and those that the settings of a variant add. So the test
+fails if a new release of transformers adds a key that the family neither reads nor refuses.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ import transformers
 from ostinato.models.registry import model_class
 from tests.models.random_checkpoints import VARIANTS, Variant
 
-# Keys of training, of generation with transformers, of other tasks, and of the file itself.
+# Keys without effect in all families: those of training, of generation with transformers, of other
+# tasks, and of the file itself.
 NEUTRAL = {
     "_name_or_path", "attention_dropout", "attn_pdrop", "chunk_size_feed_forward",
     "classifier_dropout", "dropout", "emb_pdrop", "embd_pdrop", "embedding_dropout",
@@ -28,37 +31,37 @@ _LATENT = {
     "head_dim": "qk_rope_head_dim and qk_nope_head_dim decide",
     "qk_head_dim": "qk_rope_head_dim and qk_nope_head_dim decide",
 }
-# Family or variant -> keys that change nothing there, and why.
+# Model type or name of a variant -> keys that change nothing there, and why.
 NEUTRAL_IN = {
     "bloom": {
-        "intermediate_size": "no key of BLOOM: always four times the hidden size",
-        "pretraining_tp": "the order of sums only",
-        "slow_but_exact": "the order of sums only",
+        "intermediate_size": "the variant adds it; in BLOOM it is always 4 times the hidden size",
+        "pretraining_tp": "changes only the order of additions",
+        "slow_but_exact": "changes only the order of additions",
     },
     "falcon-rw": {"rope_parameters.rope_theta": "this variant has ALiBi"},
     "falcon": {
-        "intermediate_size": "no key of Falcon, which has ffn_hidden_size",
+        "intermediate_size": "the variants add it; Falcon reads ffn_hidden_size",
         "multi_query": "only read without the new architecture",
         "num_kv_heads": "only read with the new architecture",
         "num_ln_in_parallel_attn": "only read with the new architecture",
     },
     "codegen": {"n_ctx": "it has no effect in transformers either"},
-    "deepseek_v2": {**_LATENT, "pretraining_tp": "the order of sums only"},
+    "deepseek_v2": {**_LATENT, "pretraining_tp": "changes only the order of additions"},
     "deepseek-v2": {"n_group": "topk_method is greedy", "topk_group": "topk_method is greedy"},
     "deepseek_v3": {
         **_LATENT,
         "num_nextn_predict_layers": "read for speculation.method=mtp alone",
-        "pretraining_tp": "the order of sums only",
+        "pretraining_tp": "changes only the order of additions",
     },
     "gemma3_text": {"_sliding_window_pattern": "layer_types decides"},
     "glm4_moe": {"num_nextn_predict_layers": "read for speculation.method=mtp alone"},
     "glm4_moe_lite": {
         **_LATENT,
         "first_k_dense_replace": "mlp_layer_types decides",
-        "pretraining_tp": "the order of sums only",
+        "pretraining_tp": "changes only the order of additions",
     },
     "gpt2": {
-        "reorder_and_upcast_attn": "float32 logits, which are used anyway",
+        "reorder_and_upcast_attn": "asks for float32 attention scores, which are used anyway",
         "summary_activation": "a head of another task",
         "summary_first_dropout": "a head of another task",
         "summary_proj_to_labels": "a head of another task",
@@ -69,22 +72,22 @@ NEUTRAL_IN = {
     "llama-dynamic": {"rope_parameters.factor": "only for longer contexts than are served"},
     "llama4_text": {
         "interleave_moe_layer_step": "moe_layers decides",
-        "no_rope_layers": "the added entry is past the last layer",
+        "no_rope_layers": "`other` adds an entry, which is past the last layer",
         "no_rope_layer_interval": "no_rope_layers decides",
     },
     "llama4-two-experts": {
         "attn_scale": "attn_temperature_tuning is off",
         "floor_scale": "attn_temperature_tuning is off",
     },
-    "llama": {"pretraining_tp": "the order of sums only"},
+    "llama": {"pretraining_tp": "changes only the order of additions"},
     "mpt": {
         "attn_config.architectures": "a general key of transformers",
         "attn_config.dtype": "a general key of transformers",
         "attn_config.is_encoder_decoder": "a general key of transformers",
-        "attn_config.attn_impl": "one result by several kernels",
+        "attn_config.attn_impl": "selects a kernel; all kernels give the same result",
         "attn_config.attn_pdrop": "training",
-        "learned_pos_emb": "only read without ALiBi, which is refused",
-        "norm_type": "its kinds differ in precision only",
+        "learned_pos_emb": "read only without ALiBi, and models without ALiBi are refused",
+        "norm_type": "the kinds of norms differ in precision only",
     },
     "opt": {"intermediate_size": "no key of OPT, which has ffn_dim"},
     "phi3": {"original_max_position_embeddings": "only for scaled rotary embeddings"},
@@ -108,7 +111,7 @@ NEUTRAL_IN = {
         "use_sliding_window": "there is no window",
     },
     "smollm3": {
-        "no_rope_layers": "the added entry is past the last layer",
+        "no_rope_layers": "`other` adds an entry, which is past the last layer",
         "no_rope_layer_interval": "no_rope_layers decides",
         "sliding_window": "use_sliding_window is off",
         "use_sliding_window": "there is no window",
@@ -137,7 +140,7 @@ def other(value: Any) -> Any:
 
 
 def mutations(config: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(key, the config with another value for it); keys inside an object have a dot."""
+    """(key, the config with another value for it). A key inside an object is "object.key"."""
     for key, value in config.items():
         if not isinstance(value, dict):
             yield key, {**config, key: other(value)}
@@ -147,7 +150,7 @@ def mutations(config: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]
 
 
 def config_of(variant: Variant) -> dict[str, Any]:
-    """The config.json that transformers writes."""
+    """The config.json that transformers writes for a variant."""
     config = transformers.AutoConfig.for_model(variant.model_type, **variant.settings)
     model = transformers.AutoModelForCausalLM._model_mapping[type(config)]
     return {**config.to_dict(), "architectures": [model.__name__]}

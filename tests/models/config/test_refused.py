@@ -1,4 +1,8 @@
-"""The values that docs/models.md lists as refused are refused, and no others."""
+"""docs/models.md lists the refused values of keys.
+
+The listed values are refused. Each key of which another value is refused as unsupported is listed,
+or is in `MUST_BE`.
+"""
 
 from __future__ import annotations
 

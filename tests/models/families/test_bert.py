@@ -1,4 +1,4 @@
-"""BERT against transformers: random weights of every form, and a real checkpoint."""
+"""BERT against transformers: random weights, eager and compiled, and a real checkpoint."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_bits_of_a_sequence_do_not_depend_on_its_batch(tiny):
 def test_layers_run_on_our_kernels_alone_and_are_captured(tiny):
     """The program has no OpenMP loop.
 
-    A replay in C++ gives the bits of calls from Python, and those of the eager model.
+    A replay in C++ gives the same bits as calls from Python, and as the eager model.
     """
     model, config = load(tiny[1], packed=True)
     cache = no_cache(config)

@@ -190,5 +190,5 @@ def test_one_expert_at_a_time_exists_twice(directory: Path, quantization: Quanti
     one = max(4 * module.out_features * module.in_features for module in experts)
     layer = one * experts[0].experts.size
     assert 2 * max(largest, one) < layer  # otherwise the bound below would always hold
-    # All finished weights lie in memory that LiveBytes does not see.
+    # All finished weights lie in memory that LiveBytes does not count.
     assert live.peak < 2 * max(largest, one)

@@ -1,4 +1,4 @@
-"""Models with graphs.experts=flashinfer, whose op runs in plain torch here."""
+"""Models with graphs.experts=flashinfer. On the CPU of these tests its op runs in plain torch."""
 
 from __future__ import annotations
 
@@ -73,7 +73,8 @@ def experts_of(model: CausalLM) -> list[Experts]:
     return [module for module in model.modules() if isinstance(module, Experts)]
 
 
-# Every order of rows in checkpoints, every routing, biases and shared experts.
+# These families have every order of an expert's rows in checkpoints, biases, shared experts, and
+# every kind of routing but one: softmax scores in groups (`deepseek-v2-groups`).
 FAMILIES = [
     *("qwen3-moe-mixed", "gpt-oss", "granitemoe", "deepseek-v3"),
     *(
@@ -106,7 +107,7 @@ def test_up_comes_before_gate_and_no_copy_is_kept(name: str, ranks: int, tmp_pat
             load_weights(model, open_checkpoint(ModelSection(path=str(directory))))
         theirs = experts_of(model)
         assert size == sum(tensor.nbytes for tensor in model.parameters())
-        one = max(each.nbytes for each in model.parameters())  # of all experts of a layer
+        one = max(each.nbytes for each in model.parameters())  # a matrix of all experts of a layer
         assert live.peak < one
         assert len(ours) == len(theirs) > 0
         for our, their in zip(ours, theirs, strict=True):

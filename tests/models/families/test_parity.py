@@ -1,4 +1,4 @@
-"""Every architecture against transformers on the same random weights (tests/models/parity.py)."""
+"""Each variant in `VARIANTS` against transformers on the same weights (tests/models/parity.py)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PACKED = [
     "qwen3-moe-mixed",
     "qwen3-tied",
 ]
-# Variants that differ from another variant of their family in the configuration alone.
+# Variants that differ from another variant only in the configuration or the order of stored rows.
 SECOND = {
     "codegen",
     "deepseek-v2-groups",
@@ -37,7 +37,8 @@ SECOND = {
     "glm4-moe-lite",
     "llama4-two-experts",
 }
-# A variant of each kind of attention: other variants run the reference backend in the slow tests.
+# A variant of each kind of attention. For other variants, the test with the reference backend is
+# slow.
 # Equal results of the backends are tested in tests/ops.
 ATTENTION = {
     "bloom",  # ALiBi

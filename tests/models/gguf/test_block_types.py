@@ -1,4 +1,4 @@
-"""Every type of quantised tensors gives the bits of the `gguf` package's formula."""
+"""Every type of quantised tensors gives the values of the `gguf` package's formula."""
 
 from __future__ import annotations
 

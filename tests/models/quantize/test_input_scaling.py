@@ -1,4 +1,4 @@
-"""Scaling the inputs of matrices: a layer's result stays the same, and rounding costs less."""
+"""Scaling the inputs of matrices: a layer's result stays the same, and rounding errors shrink."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Every key of a quantization_config changes the result or is refused by its name.
+"""Other values of a key of a quantization_config change the result, or are refused.
 
 Each key of each format's settings, nested ones too, gets other values of its own type and of
-other types. Keys without effect are listed here. Most of them say how a checkpoint was made.
+other types. Keys without effect are listed here. Most of them say how a checkpoint was made. A
+change from or to a null or empty value may have no effect.
 """
 
 from __future__ import annotations

@@ -49,8 +49,8 @@ def test_one_matrix_at_a_time_is_converted(floats: Path, tmp_path: Path, form: F
     found = [module for module in model.modules() if isinstance(module, LinearBase)]
     made = [module for module in found if module.method.is_quantized]
     sizes = [module.out_features * module.in_features for module in made]  # a byte a weight
-    assert 4 * max(sizes) < sum(sizes)  # otherwise the bound would always hold
-    # The finished weights lie in memory that LiveBytes does not see. Besides them, memory
+    assert 4 * max(sizes) < sum(sizes)  # otherwise the bound below would always hold
+    # The finished weights lie in memory that LiveBytes does not count. Besides them, memory
     # holds one packed matrix, its zero points and its scales. The stored values are views of the
     # mapped file.
     assert max(sizes) // 2 < live.peak < 2 * max(sizes)

@@ -34,7 +34,7 @@ def floats(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def written(floats: Path, tmp_path: Path) -> Callable[[Form], Path]:
-    """Writes a checkpoint of a form."""
+    """A function that writes a checkpoint of a form and returns its directory."""
 
     def make(form: Form) -> Path:
         write(floats, tmp_path / form.id, form)

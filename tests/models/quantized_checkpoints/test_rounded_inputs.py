@@ -36,7 +36,9 @@ from tests.models.random_checkpoints import VARIANTS, reference_model, save
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 PROMPT = [(7 * index * index + 13 * index + 5) % 199 for index in range(43)]
 STATIC = 0.02  # the stored scale of activations
-FORMS = {  # name -> form, the part of an input that shares a scale, whether it becomes floats
+# name -> (form, the part of an input that shares a scale, whether inputs are rounded to 8-bit
+# floats; otherwise they are rounded to integers)
+FORMS = {
     "int8, a scale a row": (Form("int_quantized", bits=8, group=-1), "row", False),
     "int8 in groups": (Form("int_quantized", bits=8, group=32), "row", False),
     "channel": (Form("float_quantized", bits=8, group=-1), "row", True),

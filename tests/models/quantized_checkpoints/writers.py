@@ -22,14 +22,14 @@ QUANTISED = ("_proj.weight", "dense.weight", "_h.weight", "_4h.weight", "query_k
 
 @dataclass(frozen=True)
 class Form:
-    """A format with its parameters; a row of the table in docs/quantization.md."""
+    """A format with its parameters. docs/quantization.md has a row for each in test_formats.py."""
 
     method: str  # a key of WRITERS
     bits: int = 4
     group: int = 32  # columns with one scale; -1 = a whole row or matrix
     symmetric: bool = True
     act_order: bool = False
-    settings: dict[str, Any] = field(default_factory=dict)  # further keys of the config
+    settings: dict[str, Any] = field(default_factory=dict)  # further keys
 
     @property
     def id(self) -> str:
@@ -191,7 +191,7 @@ FLOAT4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3,
 
 
 def to_float4(weight: Tensor, scale: Tensor) -> Tensor:
-    """The indices of the nearest floats of 4 bits."""
+    """The indices of the nearest numbers in `FLOAT4`."""
     return ((weight / scale)[..., None] - FLOAT4).abs().argmin(-1)
 
 

@@ -22,7 +22,7 @@ def scaled_heads(x: Tensor, parameter: Tensor) -> Tensor:
 
 
 def reshaped_parameter(x: Tensor, parameter: Tensor) -> Tensor:
-    """Operations that have no input with a batch dimension but the parameter."""
+    """Operations whose only input is the parameter, except for the last one."""
     return x + (parameter * 2).squeeze(0).unsqueeze(0)
 
 

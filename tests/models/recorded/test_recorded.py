@@ -167,8 +167,8 @@ def calls(model: torch.nn.Module) -> dict[str, int]:
 def test_quantised_weights_are_those_of_the_native_model(
     expected, name: str, quantization: Quantization
 ) -> None:
-    # The plain torch forms of the norms round differently, and a value at the border of two steps
-    # would then be rounded to the other step.
+    # Norms in plain torch round differently. A value at the border of two steps could then be
+    # rounded to the other step.
     native.load("core")
 
     def logits(implementation: ModelImplementation) -> torch.Tensor:

@@ -26,7 +26,10 @@ PROMPT = [(7 * index * index + 13 * index + 5) % 199 for index in range(23)]
 
 
 def write_quantised(source: Path, target: Path, ignored: tuple[str, ...]) -> dict[str, Tensor]:
-    """Rewrite every matrix as int8 with a scale a row; returns the dequantised matrices."""
+    """Write matrices as int8 with a scale a row, apart from those in `ignored`.
+
+    Returns all tensors, dequantised.
+    """
     stored: dict[str, Tensor] = {}
     restored: dict[str, Tensor] = {}
     for name, value in load_file(source / "model.safetensors").items():

@@ -1,7 +1,7 @@
 """Quantised models against float models with the dequantised weights.
 
 The float models round activations as the kernels do, so only the order of float32 sums differs. A
-value at the border of two steps may then be rounded to the other one. That is one step of 127 in
+value at the border of two steps may then be rounded to the other step. That is one step of 127 in
 one of hundreds of values. The tolerance allows it.
 """
 
@@ -191,7 +191,7 @@ def test_only_one_matrix_at_a_time_is_whole_and_unquantised(directory) -> None:
     sizes = [4 * m.out_features * m.in_features for m in matrices(model).values()]
     assert 3 * max(sizes) < sum(sizes)  # otherwise the bound below would always hold
     # These are in memory at once: the file's matrix, its merged copy, and one matrix's quantised
-    # form. The finished weights lie in memory that LiveBytes does not see.
+    # form. The finished weights lie in memory that LiveBytes does not count.
     assert max(sizes) // 4 < live.peak < 3 * max(sizes)
     # An embedding of few rows is not quantised.
     left = [module for module in matrices(model).values() if module.method == Plain()]
