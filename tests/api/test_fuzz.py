@@ -1,4 +1,4 @@
-"""The answer to any JSON is a reply, or a 4xx with the error object of the endpoint's dialect."""
+"""The answer to any body is a reply, or a 4xx with the error object of the endpoint's dialect."""
 
 from __future__ import annotations
 

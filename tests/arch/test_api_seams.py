@@ -26,7 +26,7 @@ PARAMETERS = (
     "repetition_detection",
     "repetition_penalty",
 )
-# Modules that translate the fields of another dialect into the fields of chat.
+# Folders that translate other fields into those of chat: two dialects, and the command line.
 DIALECTS = ("api/anthropic/", "api/responses/", "api/cli/")
 
 

@@ -173,7 +173,7 @@ class TestAnswers:
 
 
 class TestConstraints:
-    """The constraint that the engine gets. Tests with a real engine check that it obeys."""
+    """The constraint that the engine gets. Tests with a real engine check that answers obey it."""
 
     def format_of(self, app: Any, **fields: object) -> dict[str, Any]:
         response = app.chat(tools=[ADD], **fields)

@@ -1,6 +1,6 @@
 """`run generate`, `run chat`, `run bench` and `run plan` in this process.
 
-All but `run plan` use a real engine.
+Most tests of the first three start a real engine. `run plan` starts none.
 """
 
 import io

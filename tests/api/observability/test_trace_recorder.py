@@ -1,4 +1,4 @@
-"""A recorded trace has lengths, arrival times and shared prefixes. It has no text and no ids."""
+"""A recorded trace has lengths, arrival times and shared prefixes, but no text and no token ids."""
 
 import json
 from pathlib import Path

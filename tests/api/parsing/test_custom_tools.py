@@ -34,7 +34,8 @@ def events_of(text: str, cuts: list[int], form: str) -> list[Event]:
 def test_the_text_is_what_was_written(text, cuts, form, data):
     shape = FORMATS[form].shape
     ways = [json.dumps({"input": text}, ensure_ascii=flag) for flag in (True, False)]
-    if RAW_END + shape.end not in text + RAW_END:  # else the call ends there
+    # The raw form is possible only if the text does not have the end of a call.
+    if RAW_END + shape.end not in text + RAW_END:
         ways.append(f"{RAW_BEGIN}{text}{RAW_END}")
     call = f"{shape.begin}note{shape.middle}{data.draw(st.sampled_from(ways))}{shape.end}"
     written = f"{shape.opening}{call}{shape.closing}"

@@ -46,7 +46,7 @@ class Recorded(msgspec.Struct, kw_only=True):
     content: str = ""
     reasoning: str = ""
     call_format: str
-    thinks: str = ""  # the row of REASONING; empty = none
+    thinks: str = ""  # a key of REASONING; empty: no markers of reasoning
     is_open: bool = False
 
 
@@ -395,7 +395,7 @@ def test_a_template_without_marks_has_the_format_of_the_architecture():
     assert found("{{ tools }} <arg_key>", "Lfm2ForCausalLM") == "glm45"
     assert found("{{ tools }}", "LlamaForCausalLM") is None  # its models have several formats
     assert found("{{ tools }}", "") is None
-    # The server's prompt describes this format.
+    # This template shows no tools, so the server's prompt describes them, with calls in JSON.
     assert found("no functions", "Lfm2ForCausalLM") == "json"
 
 

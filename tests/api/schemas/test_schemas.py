@@ -156,7 +156,7 @@ class TestRefused:
         ),
     )
     def test_the_template_sees_each_key_of_a_message(self, role, others):
-        """The role is any text, and the keys are not fields of `Message`. A null drops its key."""
+        """The role is any text, and the keys are not fields of `Message`. Null drops a key."""
         given_message = {"role": role, "content": "Hi", **others}
         body = msgspec.json.encode({"messages": [given_message]})
         (message,) = decode(body, ChatCompletionRequest).messages

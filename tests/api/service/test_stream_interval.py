@@ -15,7 +15,7 @@ OUTPUTS = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3)), max_size=30)
 
 
 def outputs_of(sizes: list[tuple[int, int]]) -> list[RequestOutput]:
-    """The outputs as the engine's client gives them: each completion ends."""
+    """The outputs as the engine's client gives them. The last of each completion has no tokens."""
     totals = {0: 0, 1: 0, 2: 0}
     result = []
     for index, count in [*sizes, *((index, 0) for index in totals)]:

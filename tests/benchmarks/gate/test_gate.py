@@ -1,4 +1,4 @@
-"""The performance gate: it passes twice on the same code and fails on a planted slowdown."""
+"""The performance gate: it passes on unchanged code and fails on a planted slowdown."""
 
 from __future__ import annotations
 

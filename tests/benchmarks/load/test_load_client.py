@@ -104,7 +104,7 @@ def test_a_turn_carries_the_answer_before_it():
             [5, 0, 1, 6, 0, 1, 9],
         ]
         server.bodies.clear()
-        # The answer has no token ids, so the same number of other ids keeps the length right.
+        # This answer has no token ids. So the client puts as many ids of the prompt in their place.
         run(server.url, [JobRequest(prompt=[5, 4], max_tokens=3), sent[1]], concurrency=1)
         assert server.bodies[1]["prompt"] == [5, 4, 5, 4, 5, 6]
         server.bodies.clear()

@@ -1,4 +1,4 @@
-"""A workload has the same ids everywhere, and a bad file gives an error of one line."""
+"""A workload has the same ids on each machine, and a bad file gives an error of one line."""
 
 import hashlib
 import json
