@@ -113,10 +113,10 @@ class FakeClient:
         raise InvalidRequestError("no other engine takes requests", status=409)
 
     def resume_engine(self, engine: int) -> None:
-        """It always takes requests."""
+        """Does nothing: the fake engine always takes requests."""
 
     async def reload_weights(self, timeout_s: float) -> None:
-        """It has no weights."""
+        """Does nothing: the fake engine has no weights."""
 
     async def inspect(self, timeout_s: float = 2.0, engine: int = 0) -> EngineState:
         if isinstance(self.state, Exception):
@@ -251,6 +251,6 @@ class FakeClient:
 
 HELLO = (
     scripted("Hel", [5], num_cached_tokens=2),
-    scripted("", [6], num_cached_tokens=2),  # held back
+    scripted("", [6], num_cached_tokens=2),  # its text is held back
     scripted("lo", [7], num_cached_tokens=2, finish_reason=FinishReason.stop),
 )

@@ -1,4 +1,4 @@
-"""The measurement of loading writes checkpoints that load, and counts their bytes."""
+"""The benchmark of weight loading writes GGUF files that load, and counts their bytes."""
 
 from __future__ import annotations
 

@@ -149,7 +149,7 @@ def _sample(kind: types.Type) -> Any:
 
 
 def send(client: httpx.Client, place: Place, number: str) -> httpx.Response:
-    """Send a number. The status must be 200, 400 with an error, or 504 if it is a deadline."""
+    """Send a number. The status must be 200, 400 with an error, or 504 for `deadline_ms`."""
     body = json.dumps({**place.endpoint.body, **place.fields})
     if f'"{MARK}":' in body:  # the number is the key of a map
         body = body.replace(MARK, number)

@@ -25,7 +25,7 @@ QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """The demo model as a split GGUF model, and a checkpoint of the same numbers."""
+    """The demo model as a split GGUF model, and as a checkpoint with the dequantised weights."""
     directory = tmp_path_factory.mktemp("demo")
     checkpoint = directory / "checkpoint"
     checkpoint.mkdir()

@@ -1,4 +1,4 @@
-"""A server with `parallel.tensor=2`: what it shows of its ranks, and its log when one dies."""
+"""A server with `parallel.tensor=2`: what it shows of its ranks, and its log when one fails."""
 
 from __future__ import annotations
 

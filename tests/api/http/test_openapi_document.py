@@ -1,4 +1,4 @@
-"""The OpenAPI document: its references resolve, and the answers match it."""
+"""The OpenAPI document: its references resolve; it describes bodies, errors and streams."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ class Chunk(msgspec.Struct):
 
 
 class Source:
-    """Yields the chunks of a list. An exception in the list is raised; it waits at `None`."""
+    """Yields the chunks of a list. It raises an exception of the list, and waits at `None`."""
 
     def __init__(self, *items: Chunk | Exception | None) -> None:
         self.items = items

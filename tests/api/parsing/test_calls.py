@@ -48,7 +48,7 @@ HERMES = [
         f"<tool_call>\n{ADD}\n</tool_call>\n<tool_call>\n{ADD}\n</tool_call>",
         add(0, '{"a": 1}') + add(1, '{"a": 1}'),
     ),
-    (f"<tool_call>{ADD}", add(0, '{"a": 1}')),  # the end-of-sequence token came first
+    (f"<tool_call>{ADD}", add(0, '{"a": 1}')),  # the answer ended before the end marker
     (f"<tool_call>{ADD}</tool_call> done", [*add(0, '{"a": 1}'), Content("done")]),
     (f"<tool_call>{ADD}</tool_", [*add(0, '{"a": 1}'), Content("</tool_")]),
     ('<tool_call>{"name": "add"}</tool_call>', add(0, "{}")),

@@ -391,9 +391,9 @@ def test_a_template_without_marks_has_the_format_of_the_architecture():
 
     assert found("{{ tools }}", "Lfm2ForCausalLM") == "lfm2"
     assert found("{{ tools }}", "DeepseekV32ForCausalLM") == "deepseek_v32"
-    # The marks of a template come first.
+    # The marks of a template take precedence.
     assert found("{{ tools }} <arg_key>", "Lfm2ForCausalLM") == "glm45"
-    assert found("{{ tools }}", "LlamaForCausalLM") is None  # its models have several formats
+    assert found("{{ tools }}", "LlamaForCausalLM") is None  # Llama models have several formats
     assert found("{{ tools }}", "") is None
     # This template shows no tools, so the server's prompt describes them, with calls in JSON.
     assert found("no functions", "Lfm2ForCausalLM") == "json"

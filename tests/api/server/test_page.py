@@ -106,7 +106,7 @@ class TestState:
         monkeypatch.setattr(FakeClient, "replicas", property(lambda self: [self, self]))
         state = app.http.get("/debug/state?engine=1").json()
         assert [one["status"]["state"] for one in state["engines"]] == ["serving", "serving"]
-        app.engine.stats = EngineStats()  # before the first report, without blocks
+        app.engine.stats = EngineStats()  # as before the engine's first report: no blocks
         state = app.http.get("/debug/state").json()
         assert [one["kv_cache_usage"] for one in state["engines"]] == [0, 0]
         for path in ("/debug/state", "/debug/flight"):

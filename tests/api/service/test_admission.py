@@ -98,7 +98,7 @@ class TestKeys:
 
     def test_each_key_has_so_many_requests_at_once(self, make_app):
         server = ServerConfig(api_keys=KEYS, max_requests_per_key=1)
-        app = make_app([None, *HELLO], server=server)  # waits until `released` is set
+        app = make_app([None, *HELLO], server=server)  # a reply waits until `released` is set
 
         def ask(key: str):
             body = {"prompt": "Hi"}
@@ -119,7 +119,7 @@ class TestKeys:
 
     def test_a_reply_in_the_background_counts_until_it_ends(self, make_app):
         server = ServerConfig(api_keys=KEYS, max_requests_per_key=1)
-        app = make_app([None, *HELLO], server=server)  # waits until `released` is set
+        app = make_app([None, *HELLO], server=server)  # a reply waits until `released` is set
 
         def ask(**fields: object):
             body = {"input": "Hi", **fields}

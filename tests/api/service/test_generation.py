@@ -1,4 +1,4 @@
-"""Parts that all dialects use: names of models, ids, usage, log probabilities, tokenisation."""
+"""Parts that several endpoints use: model names, ids, usage, log probabilities, tokenisation."""
 
 from __future__ import annotations
 

@@ -62,9 +62,10 @@ def check(found: dict[str, Any]) -> None:
     fused, decode, prefill = found["steps"]
     assert [row["step"] for row in found["steps"]] == ["decode 8", "decode 8", "prefill 512"]
     assert [row["is_taken"] for row in found["steps"]] == [True, False, True]
-    # The launches: a norm; four matrix products; rotate and write, attend.
+    # The launches: a norm, four matrix products, a kernel that rotates and writes, and attention.
     assert (fused["launches"], fused["ours"]) == (7, 7)
-    # In this order: two norms and the gate; rotate and write, attend; four matrix products.
+    # Inductor: two norms and the gate. Ours: rotation with writing, and attention. cuBLAS: four
+    # matrix products.
     assert (decode["Inductor"], decode["ours"], decode["cuBLAS"], decode["torch"]) == (3, 2, 4, 0)
     assert prefill["launches"] == decode["launches"] + 1, "long query ranges have their own launch"
     weights = 2 * (4096 * 1024 + 1024 * 2048 + 6144 * 1024 + 1024 * 3072)

@@ -1,4 +1,4 @@
-"""Fast-forward against single steps: equal figures, equal blocks, and no step over an end."""
+"""Fast-forward against single steps: equal figures and blocks; no leap past a sequence's end."""
 
 from __future__ import annotations
 

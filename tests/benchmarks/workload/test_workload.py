@@ -45,7 +45,7 @@ def test_shifted_ids_stay_ordinary_and_different(number: int, ids: list[int]):
     shifted = shift(ids, number)
     assert all(256 <= token_id < 30_000 for token_id in shifted)
     assert shifted[0] != shifted[1]
-    assert shift(shifted, 29_744 - number) == ids  # the whole period
+    assert shift(shifted, 29_744 - number) == ids  # after the whole period
 
 
 def test_shift_is_the_formula_of_the_peers():

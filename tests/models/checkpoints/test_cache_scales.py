@@ -66,7 +66,11 @@ def logits(directory: Path, *, scales: bool) -> Tensor:
 
 
 def scaled_matrices(source: Path, target: Path, scales: list[tuple[float, float]]) -> Path:
-    """Divide keys and values by the scales; multiply queries and the output's inputs by them."""
+    """Copy a checkpoint and scale its matrices.
+
+    Keys and values are divided by the scales. Queries and the inputs of the output projection are
+    multiplied by them.
+    """
     tensors: dict[str, Tensor] = {}
     stored = load_file(source / "model.safetensors")
     for layer, (k, v) in enumerate(scales):

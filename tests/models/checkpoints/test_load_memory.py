@@ -26,7 +26,8 @@ CONFIG = {
     "max_position_embeddings": 128,
     "dtype": "bfloat16",
 }
-# Prints the bytes of the weights, and by how many bytes loading raises the peak of memory.
+# Prints the bytes of the weights, and by how many bytes the peak of memory while they are loaded
+# exceeds the memory before.
 MEASURE = """
 import sys
 from pathlib import Path

@@ -101,7 +101,7 @@ SEQUENCES = [[(7 * i * i + 13 * i + n) % 199 for i in range(n)] for n in (5, 31,
     [
         (False, None),
         pytest.param(False, GraphForm.layer, marks=pytest.mark.slow),
-        pytest.param(False, GraphForm.model, marks=pytest.mark.slow),  # see test_parity.py
+        pytest.param(False, GraphForm.model, marks=pytest.mark.slow),  # as in test_parity.py
         (True, None),
         (True, GraphForm.layer),
         pytest.param(True, GraphForm.model, marks=pytest.mark.slow),

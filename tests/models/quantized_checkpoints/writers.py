@@ -29,7 +29,8 @@ class Form:
     group: int = 32  # columns with one scale; -1 = a whole row or matrix
     symmetric: bool = True
     act_order: bool = False
-    settings: dict[str, Any] = field(default_factory=dict)  # further keys
+    # Further keys of quantization_config. The key `strategy` is one of its `weights` instead.
+    settings: dict[str, Any] = field(default_factory=dict)
 
     @property
     def id(self) -> str:

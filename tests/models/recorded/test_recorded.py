@@ -99,7 +99,7 @@ def test_compiled_as_one_graph(expected) -> None:
 def test_a_model_becomes_the_ops_of_the_native_model(
     expected, name: str, dtype: torch.dtype
 ) -> None:
-    """The matrices are the same, so packing and quantization apply. No torch operation is left."""
+    """The matrices are the same, so packing and quantisation apply. No torch operation is left."""
     directory = expected(name).directory
     recorded, _ = load(directory, "cpu", dtype, implementation=TRANSFORMERS)
     native_model, _ = load(directory, "cpu", dtype)
