@@ -108,7 +108,7 @@ def test_the_space_has_what_keys_name():
         {"scheduler.max_num_seqs": 64, "scheduler.max_num_batched_tokens": 32}
     )
     assert space.is_legal({"device.threads": 1})
-    assert not space.is_legal({"device.threads": 1, "cache.block_size": 64})  # no costs of this pair
+    assert not space.is_legal({"device.threads": 1, "cache.block_size": 64})  # no costs
 
 
 def test_drafts_are_searched_if_they_are_named():

@@ -1,4 +1,4 @@
-"""docs/migrating-from-vllm.md has every argument that the engine knows, with its key."""
+"""docs/migrating-from-vllm.md names all arguments in `ARGUMENTS`, and the keys that they set."""
 
 from __future__ import annotations
 

@@ -41,9 +41,9 @@ NEUTRAL_IN = {
     "falcon-rw": {"rope_parameters.rope_theta": "this variant has ALiBi"},
     "falcon": {
         "intermediate_size": "the variants add it; Falcon reads ffn_hidden_size",
-        "multi_query": "only read without the new architecture",
-        "num_kv_heads": "only read with the new architecture",
-        "num_ln_in_parallel_attn": "only read with the new architecture",
+        "multi_query": "read only if new_decoder_architecture is false",
+        "num_kv_heads": "read only if new_decoder_architecture is true",
+        "num_ln_in_parallel_attn": "read only if new_decoder_architecture is true",
     },
     "codegen": {"n_ctx": "it has no effect in transformers either"},
     "deepseek_v2": {**_LATENT, "pretraining_tp": "changes only the order of additions"},

@@ -1,4 +1,4 @@
-"""The memory that loading a quantised checkpoint takes besides its result: one matrix."""
+"""The memory that loading a quantised checkpoint takes besides its result: about one matrix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parts of a recorded graph whose parameters have a first dimension of size 1."""
+"""Recorded graphs with parameters whose first dimension has the size 1, as the batch has."""
 
 from __future__ import annotations
 

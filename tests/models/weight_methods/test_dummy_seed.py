@@ -44,7 +44,7 @@ METHODS: tuple[WeightMethod, ...] = (
 
 
 def methods() -> set[type]:
-    """The classes of weight methods that no other method derives from."""
+    """The classes of weight methods without those that other methods derive from."""
     modules = [
         import_module(f"{package.__name__}.{module.name}")
         for package in (quantized_checkpoints, weight_methods)
