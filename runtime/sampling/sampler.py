@@ -310,7 +310,13 @@ class Sampler:
         """Like `_pick`, for some rows of the logits. Only the rows of beams are changed."""
         states = [self._staged[index] for index in chosen]
         positions = [self._positions[index] for index in chosen]
-        part = logits[to_device(chosen, self._device)]
+        is_read_only = not any(
+            state.is_edited or state.is_beam or state.mask is not None for state in states
+        )
+        if is_read_only and chosen[-1] + 1 == len(chosen):
+            part = logits[: len(chosen)]  # all rows: a copy would take longer than the draws
+        else:
+            part = logits[to_device(chosen, self._device)]
         self._stage_draws(states, positions)
         token_ids, masks, held = self._pick(
             part, [self._rows[index] for index in chosen], states, positions

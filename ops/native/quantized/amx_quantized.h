@@ -24,10 +24,10 @@ constexpr int kPairRows = 2 * amx::kTileRows;
 inline int64_t chunk_steps(const QuantizedShape& shape) { return std::min<int64_t>(shape.group_steps, kTileSteps); }
 
 // Whether matrix tiles are faster for this number of rows, by measurement (docs/optimizations.md). They need groups of
-// whole chunks. In short groups, scaling the sums takes longer than the products. Weights of 4 bits have to be
-// unpacked.
+// whole chunks. With weights in memory both ways take about the same time from 4 rows on. With weights in a cache, tiles
+// are slower for fewer rows than these: a tile computes 16 rows in any case, and its sums are stored before they are scaled.
 inline bool suits_tiles(const QuantizedShape& shape, int64_t rows) {
-  const int64_t least_rows = shape.format.group_size >= 64 ? 4 : shape.format.bits == 8 ? 8 : 13;
+  const int64_t least_rows = shape.format.group_size >= 64 ? 13 : 16;
   return rows >= least_rows && shape.format.group_size >= 16 && shape.group_steps % chunk_steps(shape) == 0;
 }
 

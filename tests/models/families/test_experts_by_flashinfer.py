@@ -175,7 +175,7 @@ def test_what_the_kernels_cannot_do_is_refused(tmp_path: Path) -> None:
         build(directory, shard=Shard(0, 8), num_heads=8, num_kv_heads=8)
     with pytest.raises(
         ValueError,
-        match="flashinfer takes one input for all experts of a token, but this model scales the "
-        "input for each of 2 experts; leave graphs.experts at auto",
+        match=r"flashinfer takes one input for all experts of a token, but this model scales the "
+        r"input for each of 2 experts; leave graphs\.experts at auto",
     ):
         build(saved("llama4-two-experts", tmp_path / "llama4"))
