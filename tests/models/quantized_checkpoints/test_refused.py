@@ -192,7 +192,7 @@ def test_quantising_again_is_refused(written: Callable[[Form], Path]) -> None:
     ("settings", "message"),
     [
         ({"quant_method": "gptq", "bits": 3}, "bits is 3: there is no kernel .* use a checkpoint"),
-        ({"quant_method": "bitsandbytes"}, "'bitsandbytes' is not supported; use the checkpoint"),
+        ({"quant_method": "bitsandbytes"}, "'bitsandbytes' is not supported; use the unquantized"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version is 'gemv'; supported: "),
         ({"quant_method": "gptq", "bits": 4}, "group_size is missing"),
         ({"quant_method": "fp8", "weight_block_size": [100, 100]}, "weight_block_size is .100"),
