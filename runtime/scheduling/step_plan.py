@@ -33,6 +33,7 @@ class StepPlan:
         "load",
         "num_accepted",
         "num_drafts",
+        "num_further",
         "num_grown",
         "num_pooled",
         "num_prompt_logits",
@@ -63,6 +64,7 @@ class StepPlan:
         self.num_grown = 0  # how many sequences of `running` are planned, from the first on
         self.num_samples = 0  # entries that sample
         self.num_drafts = 0
+        self.num_further = 0  # admitted sequences besides the first of each HTTP request
         self.num_accepted = 0  # drafts that the model confirmed; set with the result
         self.load: StepLoad | None = None  # the work without drafts; None = no cost is predicted
         self.num_prompt_logits = 0

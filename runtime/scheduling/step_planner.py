@@ -25,9 +25,8 @@ from ostinato.runtime.types.step import AdmittedSequence, ScheduledSequence
 __all__ = ("StepPlanner",)
 
 _RUNNING = SequenceStatus.running
-# In a step with decodes, one call of `_admit_waiting` admits at most this many sequences that are
-# not the first of their HTTP request. Every call counts from 0, and `plan` may call it several
-# times for one step. Setting up a row takes up to a millisecond, and the decodes wait for it.
+# A step with decodes admits at most this many sequences that are not the first of their HTTP
+# request. Setting up a row takes up to a millisecond, and the decodes wait for it.
 _MOST_FURTHER = 16
 T = TypeVar("T")
 
@@ -223,7 +222,7 @@ class StepPlanner:
             ones before the next waiting sequence. If it is closed, they are all the rest.
         """
         running, waiting = self._queues.running, self._queues.waiting
-        has_decodes, num_further = step.num_samples > 0, 0
+        has_decodes = step.num_samples > 0
         if waiting and not step.is_closed:
             step.is_closed = not step.takes_prompts
         while waiting and not step.is_closed:
@@ -238,8 +237,8 @@ class StepPlanner:
             self._announce(sequence, step)
             self._take_chunk(sequence, limit, step)
             self._plan_chunk(sequence, limit, sequence.block_table.block_ids[:], step)
-            num_further += sequence.request.place > 0
-            is_full = has_decodes and num_further >= _MOST_FURTHER
+            step.num_further += sequence.request.place > 0
+            is_full = has_decodes and step.num_further >= _MOST_FURTHER
             step.is_closed = is_full or not step.takes_prompts
         return step.num_grown < len(running)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -53,13 +54,12 @@ def describe_model(plan: EnginePlan, phases: dict[str, float]) -> ServedModel:
     section, source, isa = plan.config.model, plan.source, _isa(plan)
     path = source.checkpoint.path
     generation = source.checkpoint.generation_config
-    defaults = {
-        key: generation[key]
-        for key in _SAMPLING_DEFAULTS
-        if plan.config.sampling.use_generation_config and generation.get(key) is not None
-    }
-    if generation.get("do_sample") is False:
-        defaults = {"temperature": 0.0}
+    defaults: dict[str, Any] = {}
+    if plan.config.sampling.use_generation_config:
+        given = ((key, generation.get(key)) for key in _SAMPLING_DEFAULTS)
+        defaults = {key: value for key, value in given if value is not None}
+        if generation.get("do_sample") is False:
+            defaults["temperature"] = 0.0
     tokenizer, eos_token_ids = tokenizer_and_ends(plan)
     return ServedModel(
         name=model_name(section, path),

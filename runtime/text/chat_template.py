@@ -152,7 +152,7 @@ class ChatTemplate:
 
 
 def _mark_end(conversation: list[dict[str, Any]]) -> None:
-    content = conversation[-1].get("content")
+    content = conversation[-1].get("content") if conversation else None
     if isinstance(content, str):
         conversation[-1]["content"] = content + _END_OF_MESSAGE
         return

@@ -259,6 +259,8 @@ def test_what_the_configuration_asks_for() -> None:
 def test_a_checkpoint_of_an_unknown_method_is_refused(method: str) -> None:
     stated = {"quantization_config": {"quant_method": method}}
     checkpoint = Checkpoint(path=None, hf_config=stated, generation_config={})
-    with pytest.raises(ValueError, match="is not supported; use the unquantized checkpoint") as error:
+    with pytest.raises(
+        ValueError, match="is not supported; use the unquantized checkpoint"
+    ) as error:
         choose_weights(ModelSection(), checkpoint, pack=True, device=CPU, dtype=torch.float32)
     assert f"quant_method={method!r}" in str(error.value)

@@ -33,6 +33,21 @@ def run_step(scheduler: Scheduler) -> tuple[list[str], list[str]]:
     return admitted, [one.request_id for one in ended if one.finish_reason is not None]
 
 
+def test_a_step_with_decodes_admits_few_further_sequences() -> None:
+    """16 besides the first sequence of each request, although there are rows for all."""
+    scheduler = make_scheduler(
+        *many("one", 1), max_num_seqs=64, max_num_batched_tokens=512, num_blocks=1000
+    )
+    run_step(scheduler)
+    for request in [*many("large", 40), *many("other", 1)]:
+        scheduler.add(request)
+    counts = []
+    while scheduler.num_waiting:
+        admitted = run_step(scheduler)[0]
+        counts.append(sum(not name.endswith(":0") for name in admitted))
+    assert counts == [16, 16, 7]
+
+
 def test_a_new_request_gets_the_row_of_the_last_sequence_of_a_large_one() -> None:
     scheduler = make_scheduler(*many("large", 8))
     assert run_step(scheduler)[0] == [f"large:{place}" for place in range(4)]
