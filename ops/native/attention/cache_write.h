@@ -4,8 +4,6 @@
 #include "attention/plan.h"
 #include "core/elements.h"
 
-#include <cmath>
-
 namespace ostinato::attention {
 
 constexpr int64_t kParallelWriteBytes = 1 << 18;  // with fewer bytes, one thread writes all
@@ -66,27 +64,26 @@ inline void write_pairs(const uint16_t* rows, int64_t row_stride, const Run& run
 }
 
 // One token's keys or values as whole numbers from -127 to 127, and their scale: the largest magnitude / 127.
+// Up to kWidth - 1 bytes after the `size` bytes of `out` are overwritten.
 template <class T>
 float quantise(const T* row, int size, int8_t* out) {
-  float values[kMaxHeadDim];
-  float largest = 0.0f;
-  for (int d = 0; d < size; ++d) {
-    values[d] = to_float(row[d]);
-    largest = std::fmax(largest, std::fabs(values[d]));
+  const auto values_at = [&](int d) __attribute__((always_inline)) {
+    return d + kWidth <= size ? load(row + d) : load_8(row + d);
+  };
+  F32 largest = broadcast(0.0f);
+  for (int d = 0; d < size; d += kWidth) {
+    const F32 x = values_at(d);
+    largest = max(max(x, broadcast(0.0f) - x), largest);  // if x is NaN, `largest` stays
   }
-  const float scale = largest / 127.0f;
+  const float scale = reduce_max(largest) / 127.0f;
   if (!(scale > 0.0f)) {
     std::memset(out, 0, size);
     return scale;
   }
-  alignas(64) float rounded[kWidth];
   for (int d = 0; d < size; d += kWidth) {
-    const int count = size - d < kWidth ? size - d : kWidth;
-    std::memcpy(rounded, values + d, count * sizeof(float));
     // The bounds matter if the scale is subnormal, and therefore not exact.
-    const F32 quotient = min(max(load(rounded) / broadcast(scale), broadcast(-127.0f)), broadcast(127.0f));
-    store(rounded, round_to_integer(quotient));
-    for (int i = 0; i < count; ++i) out[d + i] = static_cast<int8_t>(rounded[i]);
+    const F32 quotient = min(max(values_at(d) / broadcast(scale), broadcast(-127.0f)), broadcast(127.0f));
+    store(out + d, round_to_integer(quotient));
   }
   return scale;
 }
@@ -101,7 +98,7 @@ void write_byte_run(const Problem& p, const Run& run, int64_t block, int64_t off
     return reinterpret_cast<int8_t*>(cache.data + block * cache.block_stride + head * cache.head_stride +
                                      offset * place_bytes);
   };
-  int8_t bytes[kMaxHeadDim];
+  int8_t bytes[kMaxHeadDim + kWidth];
   for (int head = 0; head < p.num_kv_heads; ++head) {
     int8_t* keys = group_of(p.k_cache, head, p.key_bytes);
     int8_t* values = group_of(p.v_cache, head, p.value_bytes);
@@ -112,8 +109,8 @@ void write_byte_run(const Problem& p, const Run& run, int64_t block, int64_t off
       const int place = run.place + i;
       set_scale(keys, p.head_dim, place, quantise(row_of(p.k, head, i), p.head_dim, bytes));
       for (int d = 0; d < p.head_dim; ++d) keys[d * tokens + place] = bytes[d];
-      set_scale(values, p.value_dim, place,
-                quantise(row_of(p.v, head, i), p.value_dim, values + place * p.value_dim));
+      set_scale(values, p.value_dim, place, quantise(row_of(p.v, head, i), p.value_dim, bytes));
+      std::memcpy(values + place * p.value_dim, bytes, p.value_dim);
     }
   }
 }

@@ -111,6 +111,9 @@ OSTINATO_INLINE F32 load_8(const Float16* p) {
   return {_mm512_zextps256_ps512(wide)};
 }
 OSTINATO_INLINE void store(float* p, F32 x) { _mm512_storeu_ps(p, x.v); }
+OSTINATO_INLINE void store(int8_t* p, F32 x) {  // whole numbers from -128 to 127
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(_mm512_cvttps_epi32(x.v)));
+}
 OSTINATO_INLINE void store(BFloat16* p, F32 x) {
 #if OSTINATO_ISA >= 3
   const __m256i bits = (__m256i)_mm512_cvtneps_pbh(x.v);
@@ -197,6 +200,11 @@ OSTINATO_INLINE F32 load(const Float16* p) {
   return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
 }
 OSTINATO_INLINE void store(float* p, F32 x) { _mm256_storeu_ps(p, x.v); }
+OSTINATO_INLINE void store(int8_t* p, F32 x) {  // whole numbers from -128 to 127
+  const __m256i whole = _mm256_cvttps_epi32(x.v);
+  const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(whole), _mm256_extracti128_si256(whole, 1));
+  _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(words, words));
+}
 OSTINATO_INLINE void store(BFloat16* p, F32 x) {
   const __m256i whole = _mm256_castps_si256(x.v);
   const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(whole, 16), _mm256_set1_epi32(1));
@@ -301,6 +309,9 @@ OSTINATO_INLINE void store(Float16* p, F32 x) {
   for (int i = 0; i < 4; ++i) from_float(x.v[i], p + i);
 }
 OSTINATO_INLINE void store(float* p, F32 x) { std::memcpy(p, &x.v, sizeof(x.v)); }
+OSTINATO_INLINE void store(int8_t* p, F32 x) {  // whole numbers from -128 to 127
+  for (int i = 0; i < 4; ++i) p[i] = static_cast<int8_t>(x.v[i]);
+}
 OSTINATO_INLINE F32 operator+(F32 a, F32 b) { return {a.v + b.v}; }
 OSTINATO_INLINE F32 operator-(F32 a, F32 b) { return {a.v - b.v}; }
 OSTINATO_INLINE F32 operator*(F32 a, F32 b) { return {a.v * b.v}; }
