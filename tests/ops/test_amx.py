@@ -10,6 +10,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -30,8 +31,9 @@ from ostinato.ops.native.instruction_sets import (
     why_no_tiles,
 )
 from ostinato.ops.quantized_reference import QuantFormat, pack_quantized_reference
-from tests.ops.attention_steps import Shape, make_step
+from tests.ops.attention_steps import Shape, make_step, run, to_cache
 from tests.ops.kernel_checks import LEVELS, linear_problem, ops_of
+from tests.ops.level_backend import LevelBackend
 
 CHECK = Path(__file__).with_name("amx_check.cpp")
 HEADERS = Path(quantized.__file__).parent / "native"
@@ -195,17 +197,47 @@ def test_a_linear_layer_has_the_emulations_bits(
 @needs_amx
 @pytest.mark.parametrize("head_dim", [64, 72, 128])
 @pytest.mark.parametrize("block_size", [8, 16])
-def test_attention_has_the_emulations_bits(head_dim: int, block_size: int) -> None:
-    shape = Shape(head_dim=head_dim, block_size=block_size, dtype=torch.bfloat16)
-    lengths = [(1, 1), (1, 300), (70, 70), (33, 290)]
-    results = []
-    for level in ("amx", EMULATION):
-        attend = ops_of("core", level, attend="paged_attention").attend
-        step = make_step(lengths, shape)
-        tensors = step[:5]
-        results.append(attend(*tensors, *step.metadata, head_dim**-0.5, 0, 0.0, None, None, "cpu"))
+@pytest.mark.parametrize("cache_dtype", [None, torch.int8], ids=["plain", "int8"])
+def test_attention_has_the_emulations_bits(
+    head_dim: int, block_size: int, cache_dtype: torch.dtype | None
+) -> None:
+    shape = Shape(
+        head_dim=head_dim, block_size=block_size, dtype=torch.bfloat16, cache_dtype=cache_dtype
+    )
+    step = make_step([(1, 1), (1, 300), (70, 70), (33, 290)], shape)
+    results = [run(LevelBackend(level), step, shape)[0] for level in ("amx", EMULATION)]
     assert torch.equal(*results)
     assert not bool(results[0].isnan().any())
+
+
+def _whole_numbers(x: Tensor) -> Tensor:
+    """Whole numbers of which the largest of each row is 127; NaNs stay."""
+    whole = (40.0 * x.float()).round().clamp(-127.0, 127.0)
+    whole[..., 3] = torch.where(whole[..., 3].isnan(), torch.nan, 127.0)
+    return whole
+
+
+@pytest.mark.parametrize("level", [level for level in LEVELS if level.startswith("amx")])
+@pytest.mark.parametrize(
+    ("head_dim", "value_dim", "block_size"), [(64, 64, 16), (72, 24, 8), (40, 128, 24)], ids=str
+)
+def test_bytes_in_the_cache_are_multiplied_as_bfloat16(
+    level: str, head_dim: int, value_dim: int, block_size: int
+) -> None:
+    """Over whole numbers, whose scale is 1, both caches give the same bits."""
+    plain = Shape(
+        head_dim=head_dim, value_dim=value_dim, block_size=block_size, dtype=torch.bfloat16
+    )
+    step = make_step([(1, 1), (1, 300), (70, 70), (33, 290)], plain)
+    k, v = (_whole_numbers(x).bfloat16() for x in (step.k, step.v))
+    caches = [_whole_numbers(x) for x in (step.k_cache, step.v_cache)]
+    results = []
+    for shape in (plain, replace(plain, cache_dtype=torch.int8)):
+        k_cache, v_cache = (to_cache(x, shape.cache_dtype or shape.dtype) for x in caches)
+        same = step._replace(q=step.q / 32, k=k, v=v, k_cache=k_cache, v_cache=v_cache)
+        results.append(run(LevelBackend(level), same, shape)[0])
+    assert bool(results[0].isfinite().all())
+    assert torch.equal(*results)
 
 
 _TILED_FORMS = [

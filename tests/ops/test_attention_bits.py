@@ -150,18 +150,23 @@ def test_chunks_and_batches_over_a_cache_of_eight_bits(
 
 
 @pytest.mark.parametrize(
-    ("level", "window", "exponent"),
-    all_combinations(LEVELS, (0, 70, -70), (-120, -126, -130)),
+    ("level", "window", "exponent", "cache_dtype"),
+    all_combinations(LEVELS, (0, 70, -70), (-120, -126, -130), (None, torch.int8)),
     indirect=["level"],
 )
 def test_sums_that_become_subnormal_in_a_whole_prefill_and_in_chunks(
-    level: LevelBackend, exponent: int, window: int
+    level: LevelBackend, exponent: int, window: int, cache_dtype: torch.dtype | None
 ) -> None:
     """Matrix tiles replace subnormal sums by zeros. Whether they do may depend only on a row's own
     tokens, although other rows of the tile may see more keys.
     """
     shape = Shape(
-        dtype=torch.bfloat16, head_dim=64, num_heads=6, num_kv_heads=2, sliding_window=window
+        dtype=torch.bfloat16,
+        cache_dtype=cache_dtype,
+        head_dim=64,
+        num_heads=6,
+        num_kv_heads=2,
+        sliding_window=window,
     )
     step = make_step([(500, 500)], shape)
     step = step._replace(v=step.v * 2.0**exponent)

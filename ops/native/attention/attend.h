@@ -93,7 +93,12 @@ inline void attend_in(DType dtype, const Problem& p) {
   if (dtype == DType::float16) return attend<ByteLayout<Float16>>(p);
 #endif
 #if OSTINATO_HAS(OSTINATO_BFLOAT16 | OSTINATO_BYTE_CACHE)
-  if (dtype == DType::bfloat16) return attend<ByteLayout<BFloat16>>(p);
+#if OSTINATO_AMX
+  using Bytes = ByteTileLayout;
+#else
+  using Bytes = ByteLayout<BFloat16>;
+#endif
+  if (dtype == DType::bfloat16) return attend<Bytes>(p);
 #endif
   throw_not_compiled();
 }

@@ -275,7 +275,7 @@ struct FloatFactors {
   }
 };
 
-// Keys and values in 8 bits, multiplied in float32 on every level.
+// Keys and values in 8 bits, multiplied in float32. Matrix tiles have a layout for bfloat16 of their own (amx_tile.h).
 template <class T>
 struct ByteLayout : FloatFactors<T> {
   using Element = T;

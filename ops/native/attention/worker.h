@@ -83,7 +83,7 @@ class Worker {
       }
 #if OSTINATO_AMX
       if (Layout::kHasMatrixTiles) {
-        joined_keys_ = scratch.take<uint32_t>(static_cast<size_t>(kTile) * num_steps_);
+        joined_keys_ = scratch.take<uint32_t>(static_cast<size_t>(kTile) / 2 * std::max(2 * num_steps_, padded_dim_));
         joined_values_ = scratch.take<uint32_t>(static_cast<size_t>(kTile) / 2 * padded_dim_);
       }
 #endif
@@ -254,16 +254,29 @@ class Worker {
 
 #if OSTINATO_AMX
   // Does what run_blocks does, by matrix tiles.
-  void run_matrix_blocks(const QueryTile& tile, int first_key, const TileGroups<uint32_t>& groups,
-                         const TileGroups<uint32_t>* next, int rows, State state) {
-    copy_values(groups, tokens_, count_keys(tile, first_key), p_.value_dim, padded_dim_, joined_values_);
-    const bool joins = tokens_ == kMinGroup;
-    if (joins) join_keys(groups, num_steps_, joined_keys_);
+  void run_matrix_blocks(const QueryTile& tile, int first_key, const TileGroups<Unit>& groups,
+                         const TileGroups<Unit>* next, int rows, State state) {
+    const int num_keys = count_keys(tile, first_key);
+    TilePrefetch<Unit> prefetch(next, kTile / tokens_, static_cast<int64_t>(tokens_) * p_.key_bytes,
+                                static_cast<int64_t>(tokens_) * p_.value_bytes);
+    // For a single block of rows, a part of the tile is widened and then multiplied, while the processor already widens the
+    // next part. Keys and values take turns in one memory, so that they stay in the first cache.
+    const bool takes_turns = kHasScales && rows <= Layout::kRows;
+    uint32_t* values = takes_turns ? joined_keys_ : joined_values_;
     const uint32_t* keys[kKeyVectors];
-    for (int v = 0; v < kKeyVectors; ++v) {
-      keys[v] = joins ? joined_keys_ + v * num_steps_ * amx::kTileColumns : groups.keys[v];
+    for (int v = 0; v < kKeyVectors; ++v) keys[v] = joined_keys_ + v * num_steps_ * amx::kTileColumns;
+    const KeyColumns<Unit> key_columns(groups, tokens_);
+    if constexpr (kHasScales) {
+      collect_scales(groups, nullptr);
+      // The scales past the end can be NaN, and a weight of zero would not hide them.
+      std::fill(scales_.values + num_keys, scales_.values + kTile, 0.0f);
+      if (!takes_turns) widen_vectors(key_columns, 0, kKeyVectors, prefetch);
+    } else if (tokens_ == kMinGroup) {
+      join_keys(groups, num_steps_, joined_keys_);
+    } else {
+      std::copy(groups.keys, groups.keys + kKeyVectors, keys);
     }
-    const TileGroups<uint32_t>* fetched = joins ? nullptr : next;
+    if (!takes_turns) join_values(groups, num_keys, 0, padded_dim_, prefetch, values);
     for (int row = 0; row < rows; row += Layout::kRows) {
       const int count = std::min(Layout::kRows, rows - row);
       Visible visible[Layout::kRows];
@@ -272,32 +285,56 @@ class Worker {
       if (last_seen <= 0) continue;
       registers_.shape(count, p_.head_dim);
       const int num_vectors = (last_seen + amx::kTileColumns - 1) / amx::kTileColumns;
-      with_tiles(num_vectors, [&]<int kVectors>(std::integral_constant<int, kVectors>) {
-        score_tiles<kVectors>(queries_ + static_cast<size_t>(row) * num_factors_, num_steps_, keys,
-                              fetched == nullptr ? nullptr : fetched->values, scores_);
-      });
+      const Factor* queries = queries_ + static_cast<size_t>(row) * num_factors_;
+      if (takes_turns) {
+        for (int v = 0; v < num_vectors; ++v) {
+          widen_vectors(key_columns, v, v + 1, prefetch);
+          score_tiles<1>(queries, num_steps_, keys + v, scores_ + v * amx::kTileColumns, prefetch);
+        }
+      } else {
+        with_tiles(num_vectors, [&]<int kVectors>(std::integral_constant<int, kVectors>) {
+          score_tiles<kVectors>(queries, num_steps_, keys, scores_, prefetch);
+        });
+      }
       alignas(64) float rescale[Layout::kRows];
       softmax_block<Layout>(count, visible, p_.alibi_slopes == nullptr ? nullptr : alibi, p_.scaling,
-                            nullptr, scores_, weights_, state.maximum + row, totals_ + row * kWidth, rescale);
+                            kHasScales ? &scales_ : nullptr, scores_, weights_, state.maximum + row,
+                            totals_ + row * kWidth, rescale);
       float* out = state.accumulator + static_cast<size_t>(row) * padded_dim_;
       rescale_rows(count, rescale, padded_dim_, out);
       for (int column = 0; column < padded_dim_; column += 4 * amx::kTileColumns) {
         const int columns = std::min(4, (padded_dim_ - column) / amx::kTileColumns);
-        const uint32_t* next_keys[kKeyVectors];
-        for (int v = 0; v < kKeyVectors && fetched != nullptr; ++v) {
-          next_keys[v] = fetched->keys[v] + column / 2 * amx::kTileColumns;
-        }
+        const int last = column + columns * amx::kTileColumns;
+        if (takes_turns) join_values(groups, num_keys, column, last, prefetch, values);
         with_tiles(columns, [&]<int kColumns>(std::integral_constant<int, kColumns>) {
-          add_value_tiles<kColumns>(weights_, joined_values_ + column, padded_dim_, fetched == nullptr ? nullptr : next_keys,
-                                    out + column);
+          add_value_tiles<kColumns>(weights_, values + column, padded_dim_, out + column, prefetch);
         });
       }
-      fetched = nullptr;
+    }
+  }
+
+  // Widens vectors [first, last) of a tile's keys into joined_keys_, if they are bytes.
+  void widen_vectors(const KeyColumns<Unit>& keys, int first, int last, TilePrefetch<Unit>& prefetch) {
+    if constexpr (kHasScales) {
+      for (int v = first; v < last; ++v) {
+        widen_keys<ByteStep>(keys, v, tokens_, num_steps_, prefetch, joined_keys_ + v * num_steps_ * amx::kTileColumns);
+      }
+    }
+  }
+
+  // The columns [first, last) of a tile's values, as matrix tiles take them.
+  void join_values(const TileGroups<Unit>& groups, int num_keys, int first, int last, TilePrefetch<Unit>& prefetch,
+                   uint32_t* values) {
+    if constexpr (kHasScales) {
+      widen_values(groups, tokens_, num_keys, p_.value_dim, first, last, padded_dim_, prefetch, values);
+    } else {
+      copy_values(groups, tokens_, num_keys, p_.value_dim, padded_dim_, values);
     }
   }
 
   TileRegisters registers_;
-  uint32_t* joined_keys_ = nullptr;    // [kKeyVectors][num_steps][16], where groups have 8 tokens
+  // [kKeyVectors][num_steps][16], or values, see run_matrix_blocks
+  uint32_t* joined_keys_ = nullptr;
   uint32_t* joined_values_ = nullptr;  // [kTile / 2][padded_dim]
 #endif
 
