@@ -148,8 +148,8 @@ COMMANDS = {
 def main() -> NoReturn:
     """The console script: `run` with the process's arguments.
 
-    SIGTERM ends a command as Ctrl-C does, with the exit code 143: its child processes end and its
-    temporary files are removed. `run serve` handles the signal itself.
+    SIGTERM ends a command with the exit code 143: its child processes end and its temporary files
+    are removed. `run serve` handles the signal itself.
     """
     signal.signal(signal.SIGTERM, _exit_on_signal)
     sys.exit(run(sys.argv[1:]))

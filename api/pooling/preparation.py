@@ -77,7 +77,7 @@ def prepare_embedding(preparation: Preparation, data: bytes, arrival: Arrival) -
 
     Raises:
         InvalidRequestError: the body is not valid, the model makes no embeddings, a value is out of
-            range, or an input does not fit.
+            range, there are too many inputs, or an input does not fit.
     """
     body = preparation.decode(data, EmbeddingRequest)
     model = preparation.model

@@ -26,7 +26,7 @@ _PREFIXES = {
 
 
 def listed_items(given: str | Sequence[dict[str, Any]], response_id: str) -> list[dict[str, Any]]:
-    """The items of an `input` as the endpoint lists them: with ids, and with texts as parts.
+    """The items of an `input` with ids, and with the texts of messages as parts.
 
     Args:
         given: the `input` of the request.
@@ -114,7 +114,7 @@ def item_page(
         ids = [_id_of(item) for item in ordered]
         if after not in ids:
             raise InvalidRequestError(
-                f"after must be the id of an item of this reply, got {after[:100]!r}",
+                f"after must be the id of one of the listed input items, got {after[:100]!r}",
                 param="after",
                 code="invalid_value",
             )

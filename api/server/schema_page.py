@@ -108,7 +108,7 @@ class SchemaPage(OpenAPIRenderPlugin):
 def _rows(schema: Mapping[str, Any]) -> Iterator[tuple[str, str, bool, str]]:
     """(name, type, is required, description) of each field.
 
-    A schema that is not an object is one row without a name.
+    A schema without properties is one row without a name.
     """
     if "properties" not in schema:
         yield "", _type(schema), False, schema.get("description", "")

@@ -5,9 +5,9 @@
 
 The model has dummy weights in bfloat16 and runs in this process. Prompts are computed once and then
 found in the prefix cache, so that only decode steps are timed. The roofline is the larger of two
-times: reading every weight and the keys and values of the contexts once at the machine's read
-bandwidth, and all multiplications at its matrix rate. Both rates are measured before and after each
-point.
+times: reading every weight and the keys and values of the contexts once at the machine's memory
+bandwidth (of reads on a CPU, of a copy on CUDA), and all multiplications at its matrix rate. Both
+rates are measured before and after each point.
 """
 
 from __future__ import annotations

@@ -41,7 +41,10 @@ class CodeGenForCausalLM(GPTJForCausalLM):
 
 
 def _qkv_order(num_heads: int, head_dim: int, rotary_dim: int) -> Tensor:
-    """Stored as [parts, (queries, values, keys)]; see models/checkpoints/row_orders.py."""
+    """The rows of queries, keys and values, which are stored as [parts, (queries, values, keys)].
+
+    See models/checkpoints/row_orders.py.
+    """
     rows = torch.arange(3 * num_heads * head_dim).view(_PARTS, 3, -1)
     queries, values, keys = (rows[:, side].reshape(-1) for side in range(3))
     rotated = interleaved_rope(num_heads, head_dim, rotary_dim)

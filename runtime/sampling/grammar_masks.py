@@ -4,11 +4,13 @@ A row's mask depends on the token that the row sampled last. If two successive s
 row, the sampling of the second step waits until the first step has been read. The model of the
 second step runs meanwhile.
 
-The masks of a step take a limited time. A row whose mask does not fit into this time draws no token
-in this step. In the next step its mask is made first, and its position is computed again.
+The masks of a step take a limited time. The token of a row whose mask does not fit into this time
+is dropped. A later step computes the row's position again. There its mask precedes the others of
+its kind if time is short.
 
-Masks of costly grammars take a hundred times as long as other masks. They are made last. If other
-rows of the step need no costly mask, all costly masks together get a limited share of the time.
+Masks of costly grammars take a hundred times as long as other masks. They are made last. If the
+step also has rows that need no costly mask, all costly masks together may take only a share of the
+time that the model takes.
 """
 
 from __future__ import annotations
@@ -32,9 +34,10 @@ if TYPE_CHECKING:
 
 __all__ = ("MASKS_S", "GrammarMasks", "MatcherSource")
 
-# Seconds of a step after which no further masks are begun. Masks that are being made then are
-# completed. One call makes a batch of masks. It has as many masks as fit into the remaining time if
-# each takes as long as the last masks did, but at least one for each thread.
+# The time for the masks of one step in seconds, unless the caller allows more. After it no further
+# masks are begun, and masks that are being made are completed. One call makes a batch of masks. It
+# has as many masks as fit into the remaining time if each takes as long as the last masks did. It
+# has at least one for each thread, and at most `_MOST_ROWS_PER_THREAD`.
 MASKS_S = 0.01
 _MOST_ROWS_PER_THREAD = 64
 _MAX_THREADS = 32
@@ -154,7 +157,7 @@ class GrammarMasks:
 
         Args:
             states: the mask states of C rows.
-            num_free: number of further rows of the step, which need no mask.
+            num_free: number of further rows of the step, which get no mask.
 
         Returns:
             [C, W] int32, W = V / 32 rounded up, and the indices of the rows whose masks were not

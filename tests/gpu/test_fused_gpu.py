@@ -19,7 +19,7 @@ pytestmark = pytest.mark.gpu
 
 CUDA = torch.device("cuda")
 MOST_ROWS = most_rows(torch.bfloat16)
-# (N, K) of an 8B model: QKV, output, gate and up, down. The last size is no multiple of a tile.
+# (N, K) of an 8B model: QKV, output, gate or up, down. The last size is no multiple of a tile.
 SIZES = [(6144, 4096), (4096, 4096), (14336, 4096), (4096, 14336), (1000, 712)]
 
 
@@ -156,5 +156,5 @@ def test_experts(tokens: int) -> None:
     result = call(*operands)
     expected = call(*(tensor.cpu().float() for tensor in operands))
     assert float((result.cpu().float() - expected).abs().max()) <= 3 * rounding(expected)
-    for _ in range(20):  # each time another program may be the last of a token
+    for _ in range(20):  # a different program may be the last to add to a token
         assert torch.equal(call(*operands), result)

@@ -36,7 +36,6 @@ from ostinato.ops.fused.early_start import starts_early
 
 __all__ = ("main",)
 
-_SHARED_MEMORY = 227 * 1024
 _CONTEXT = 2090
 _PREFILL_TOKENS = 8192
 _BLOCK_SIZE = 16
@@ -96,7 +95,9 @@ class Variant:
     num_seqs: int
     is_long: bool
     changes: tuple[tuple[str, int], ...]
-    programs: int  # on a multiprocessor; 0 = the number in use, or one for each item of prefill
+    # Decode: programs on a multiprocessor, 0 = the number in use. Prefill: always 0, because a launch
+    # has one program for each query tile and KV head.
+    programs: int
 
     def constants(self, heads: Heads) -> dict[str, Any]:
         shape = heads.shape(self.num_seqs)
@@ -246,7 +247,10 @@ def _timed(heads: Heads, batch: _Batch, variants: list[Variant]) -> Iterator[dic
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """The tensors of a step; `caches` has several pairs, which launches read in turns."""
+    """The tensors of a step.
+
+    `caches` has one pair for prefill. For decode it has several, which launches read in turns.
+    """
 
     q: Tensor
     caches: list[tuple[Tensor, Tensor]]

@@ -1,7 +1,7 @@
 """The logits of a position have the same bits in every step that computes it.
 
-The steps compute the position alone or among 32 sequences, as one of 1 or k + 1 positions, in any
-chunk of a prompt, after a prefix hit or a preemption, and with 1 or 2 threads. Speculation and
+The steps compute the position alone or among up to 32 sequences, as one of 1 to 64 positions, in
+any chunk of a prompt, after a prefix hit or a preemption, and with 1 or 2 threads. Speculation and
 `runtime.determinism` rely on equal bits. The project's CPU kernels give equal bits. PyTorch's
 matrix products do not. tests/runtime/client/test_recovery.py tests the same after crashes.
 """

@@ -127,8 +127,8 @@ def test_the_fit_finds_what_the_server_does():
     delays = [delay for one in overheads.delivery_s for delay in one]
     assert delays == pytest.approx([truth.delivery_s] * len(delays), abs=1e-6)
     assert overheads.end_s == pytest.approx([0.0001] * len(overheads.end_s), abs=1e-6)
-    # For a busy engine only a bound is known: the request arrived after the beginning of the
-    # step that it missed.
+    # For a busy engine only bounds are known: the request arrived after the beginning of the step
+    # that it missed, and before the beginning of its first step.
     [busy] = overheads.busy_request_s
     assert truth.request_s - 2e-6 <= min(busy.values)
     assert max(busy.values) < truth.request_s + TABLE.decode_seconds(1, 400) * truth.decode * 1.5
