@@ -95,8 +95,8 @@ class Variant:
     num_seqs: int
     is_long: bool
     changes: tuple[tuple[str, int], ...]
-    # Decode: programs on a multiprocessor, 0 = the number in use. Prefill: always 0, because a launch
-    # has one program for each query tile and KV head.
+    # Decode: programs on a multiprocessor, 0 = the number in use. Prefill: always 0, because a
+    # launch has one program for each query tile and KV head.
     programs: int
 
     def constants(self, heads: Heads) -> dict[str, Any]:
