@@ -139,7 +139,9 @@ class ToolDefinition(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     cache_control: CacheControl | None = None
     allowed_callers: list[Literal["direct"]] | None = None
     defer_loading: Literal[False] | None = None
-    eager_input_streaming: bool | None = None  # inputs are always streamed as they are written
+    # No effect: inputs of constrained calls are streamed as they are written, others when they are
+    # complete.
+    eager_input_streaming: bool | None = None
 
 
 class AutoChoice(

@@ -1,4 +1,4 @@
-"""The table of all GPU stages, and the stages that do not run the engine."""
+"""The table of all GPU stages, and the stages that do not run the engine in this process."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _tests(tiny: bool) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: there is no checkout with tests/gpu.
-        RuntimeError: pytest ended without a report.
+        RuntimeError: pytest ended without a report, or with a status other than 0, 1 and 5.
         StageFailedError: a test failed.
     """
     root = Path(ostinato.__file__).resolve().parents[1]

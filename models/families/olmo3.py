@@ -14,7 +14,7 @@ __all__ = ("Olmo3ForCausalLM",)
 
 
 class Olmo3ForCausalLM(Olmo2ForCausalLM):
-    """OLMo 2 with windows. Rotary scaling applies only to layers without a window."""
+    """OLMo 2 with windows. In older configs, rotary scaling applies only to layers without a window."""
 
     @classmethod
     def read_config(

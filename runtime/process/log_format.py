@@ -9,9 +9,9 @@ import msgspec
 __all__ = ("FIELDS", "JsonFormatter", "configure_logging")
 
 FIELDS = "fields_of_line"
-"""The attribute of a log record that holds a dict, which the JSON line gets instead of the text.
+"""The name of the attribute of a log record whose dict a JSON line gets in place of the text.
 
-The dict has the text too, under `message`.
+The dict has a `message` of its own, such as `request`.
 """
 
 

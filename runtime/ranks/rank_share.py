@@ -16,7 +16,7 @@ _GIB = 1 << 30
 def share_of_rank(config: EngineConfig, *, on_gpu: bool = False) -> EngineConfig:
     """The configuration of one rank, with its part of this machine's cores and free memory.
 
-    With `on_gpu` each rank has the memory of its own GPU.
+    With `on_gpu` each rank has the memory of its own GPU, unless `device.memory_gib` is set.
     """
     device = divide_device(
         config.device,
@@ -36,7 +36,8 @@ def divide_device(
         device: `threads` and `memory_gib` are those of these ranks together; None = all there is.
         num_ranks: ranks of the engine on this machine, at least 1.
         cores: the cores that this process may use.
-        free_bytes: free memory that the ranks share; None = each has the memory of its GPU.
+        free_bytes: free memory that the ranks share; None = each has the memory of its GPU, unless
+            `device.memory_gib` is set.
     """
     limits = [] if device.memory_gib is None else [device.memory_gib]
     limits += [] if free_bytes is None else [free_bytes / _GIB]

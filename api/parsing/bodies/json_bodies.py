@@ -78,7 +78,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     before: tuple[str, ...] = ()  # optional texts before the name
-    id_marker: str = ""  # an optional text; the call's id follows it, then the arguments
+    id_marker: str = ""  # an optional text after the name; the call's id follows it
     after: tuple[str, ...] = ()  # optional texts before the arguments
     name_is_id: bool = False  # the name is written as `functions.NAME:3`, which is also the id
 

@@ -8,7 +8,7 @@ from ostinato.models.quantized_checkpoints.packed_integers import PackedIntegers
 from ostinato.models.sharding import Span
 from ostinato.models.weight_methods.weight_method import MatrixSpec, Part
 
-SIZES, COLUMNS = (40, 24, 8), 64
+SIZES, COLUMNS = (40, 20, 8), 64
 
 
 def test_the_order_of_rows_counts_and_not_the_order_of_loading() -> None:
