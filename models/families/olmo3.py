@@ -14,7 +14,7 @@ __all__ = ("Olmo3ForCausalLM",)
 
 
 class Olmo3ForCausalLM(Olmo2ForCausalLM):
-    """OLMo 2 with windows. In older configs, rotary scaling applies only to layers without a window."""
+    """OLMo 2 with windows. In older configs, layers with a window have no rotary scaling."""
 
     @classmethod
     def read_config(
