@@ -1,4 +1,4 @@
-"""`/invocations` and `POST /ping`: the paths that SageMaker calls."""
+"""`POST /invocations`, which SageMaker calls, and `POST /ping`, which answers like `GET /ping`."""
 
 from __future__ import annotations
 

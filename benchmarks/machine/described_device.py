@@ -33,7 +33,7 @@ class DescribedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         return 10 * self.capability[0] + self.capability[1]
 
     def resident_programs(self, registers: int, shared_bytes: int, num_threads: int) -> int:
-        """How many programs of a kernel one multiprocessor holds at once.
+        """How many programs of a kernel a multiprocessor has registers, memory and threads for.
 
         Args:
             registers: the registers of a thread; they are given out in groups of 8.

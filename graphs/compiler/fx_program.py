@@ -1,8 +1,8 @@
 """Lowers the FX graph of a layer that calls this package's ops to Python source.
 
 On a CPU a layer of Llama is nine calls of ops with C++ kernels, and some views. A compiler could
-fuse nothing between them. So such a graph becomes a flat Python function without modules,
-attributes or branches. It is stored as text, because a warm start that imports Dynamo and Inductor
+fuse nothing between them. So such a graph becomes a flat Python function without modules
+or branches. It is stored as text, because a warm start that imports Dynamo and Inductor
 takes two seconds longer.
 
 Torch ops between our ops are compiled: each sequence of them becomes a library (compiled_piece.py)
@@ -83,8 +83,8 @@ class Lowered(NamedTuple):
     """The result of a trace and of `lower_fx`."""
 
     program: FxProgram | None
-    # Why there is no program. After `trace_calls` Dynamo traces the function, after `trace_fx`
-    # Inductor compiles the whole graph.
+    # Why there is no program. If `trace_calls` gives none, Dynamo traces the function. If `trace_fx`
+    # gives none, Inductor compiles the whole graph.
     reason: str | None
 
 
@@ -105,7 +105,8 @@ def lower_fx(
 
     A graph that has no torch ops besides views, look-ups and matrix products becomes a program. So
     does a graph with other torch ops, if it also calls ops of this package, and a CPU graph can
-    hold the rest of it. If an input does not follow from the arguments, there is no program.
+    hold the rest of it. There is no program if an input does not follow from the arguments, or if
+    the other torch ops cannot be compiled apart.
 
     Args:
         traced: from `function`; unchanged.
@@ -157,7 +158,7 @@ def _as_text(
 
 
 class _Run:
-    """Torch ops that follow one another, with the views between them."""
+    """Torch ops that follow one another, with the views and look-ups between them."""
 
     def __init__(self) -> None:
         self.nodes: list[Node] = []
@@ -260,7 +261,7 @@ def _is_plain(node: Node) -> bool:
 
 
 def _obstacle(node: Node) -> str | None:
-    """Why a CPU graph cannot hold this node, or None; torch ops are compiled and not looked at."""
+    """Why a CPU graph cannot hold this node, or None. Other torch ops are compiled apart."""
     match node.target:
         case "size":
             return "it reads a size that differs between steps"

@@ -37,8 +37,9 @@ FORMATS = {
 super-block is the product of a float16 and an integer of 4 to 8 bits. So it needs float32.
 """
 
-# Type -> what is added to its integers so that the least one becomes 0. With a larger number,
-# `integer * scale` of Q6_K would not be exact in float32.
+# Type -> what is added to its integers so that the least one becomes 0. A format with minimums adds
+# this number, and not the 128 of 8-bit formats without minimums: with 128, `integer * scale` of
+# Q6_K would not be exact in float32.
 _LEAST = {name: layout.least for name, layout in BLOCK_LAYOUTS.items()} | {"Q3_K": 4}
 _LEAST |= {"IQ4_NL": 127, "IQ4_XS": 127}
 
@@ -113,7 +114,7 @@ def _offsets(type_name: str, form: QuantFormat) -> tuple[int, int]:
 def _in_groups(
     scales: Tensor, shifts: Tensor | None, form: QuantFormat, offset: int
 ) -> dict[str, Tensor]:
-    """`scales` and, if the format has them, `minimums`, for the groups of `block_factors`."""
+    """`scales` and, if the format has them, `minimums`, for groups of the format."""
     if form.kind != "minimums":
         return {"scales": scales}
     return {"scales": scales, "minimums": scales * offset if shifts is None else -shifts}

@@ -63,10 +63,11 @@ def check_pooling(
     """Check a text and its pooling parameters against the model.
 
     Args:
-        has_segments: the ids are from `pair_token_ids`, so `vocab_size` is added to some of them.
+        has_segments: the ids are from `pair_token_ids`, which adds multiples of `vocab_size` for
+            the segment types.
 
     Raises:
-        InvalidRequestError: a value cannot be served; names parameter, value and range.
+        InvalidRequestError: the model does not have the task, or a value cannot be served.
     """
     require_task(model, ServedTask.classify if params.classify else ServedTask.embed)
     length = len(prompt_token_ids)

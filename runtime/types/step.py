@@ -66,7 +66,7 @@ class ScheduledSequence(msgspec.Struct, frozen=True, array_like=True):
 class BlockTransfer(msgspec.Struct, frozen=True, array_like=True):
     """Copies of whole KV blocks between the device and a slower tier.
 
-    The executor starts the transfers of a step in their order. It starts them before the
+    An executor with tiers starts the transfers of a step in their order, before the
     `block_copies` and before the step writes keys and values, because the step can overwrite a
     block that is to be stored. A load can last longer than its step. No step uses the blocks of a
     load before `StepResult.finished_loads` names the load.

@@ -40,7 +40,7 @@ class PythonLayout(msgspec.Struct, frozen=True, kw_only=True):
 
         Raises:
             InvalidRequestError: `strict` is true, and the schema cannot be enforced. Or the name of
-                a parameter is not a name in Python.
+                a parameter is not a name in Python of at most 128 characters.
         """
         parameters = parameters_of(function, schema, strict=strict, limits_text=True)
         if parameters is None:

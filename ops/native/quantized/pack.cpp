@@ -14,8 +14,8 @@
 namespace ostinato::linear {
 namespace {
 
-// Symmetric groups of 4 bits have the integers -8 to 7. Each grid divides the value of largest magnitude by one of
-// these numbers to get the scale. A number above 8 clips that value: it becomes the integer -8.
+// Symmetric groups of 4 bits have the integers -8 to 7. The scale of a grid is the value of largest magnitude
+// divided by minus one of these numbers. A number above 8 clips that value: it becomes the integer -8.
 constexpr std::array<float, 5> kSpans = {8.0f, 7.0f, 7.5f, 8.5f, 9.0f};
 // Asymmetric groups of 4 bits: the part of the group's range that each grid keeps. Values outside it are clipped.
 constexpr std::array<float, 4> kParts = {1.0f, 0.95f, 0.9f, 0.85f};

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-pytest.importorskip("triton", reason="triton has wheels for Linux x86-64 only")
+pytest.importorskip("triton", reason="triton is installed on Linux x86-64 only")
 
 from ostinato.ops.sampling.triton_unsorted_draw import draw_kernel, parts_kernel
 from tests.ops.triton_checks import compiled_kernel, interpreted

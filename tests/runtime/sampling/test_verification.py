@@ -107,7 +107,7 @@ def test_any_drafter_gives_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """All parameters beside each other in one batch."""
-    MaskClock(monkeypatch)  # no row waits for its mask: the drafts of such a row are refused
+    MaskClock(monkeypatch)  # so no row waits for its mask; the drafts of a waiting row are refused
     drafter.accuracy = accuracy
     scheduler = drafting._engine._scheduler
     assert scheduler.drafts is not None
