@@ -28,9 +28,9 @@ class ChannelSplitter:
     """Splits one answer: `feed` its text, then `finish`.
 
     Messages on the channel `analysis` are reasoning. All other messages are content. Consecutive
-    messages of reasoning, or of content, are joined by a line end. A message to a recipient, such as
-    a function, becomes content that begins with `<|channel|>commentary to=RECIPIENT`. The model can
-    write the recipient before or after the channel.
+    messages of reasoning, or of content, are joined by a line end. A message to a recipient, such
+    as a function, becomes content that begins with `<|channel|>commentary to=RECIPIENT`. The model
+    can write the recipient before or after the channel.
     """
 
     def __init__(self) -> None:

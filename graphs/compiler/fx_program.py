@@ -83,8 +83,8 @@ class Lowered(NamedTuple):
     """The result of a trace and of `lower_fx`."""
 
     program: FxProgram | None
-    # Why there is no program. If `trace_calls` gives none, Dynamo traces the function. If `trace_fx`
-    # gives none, Inductor compiles the whole graph.
+    # Why there is no program. If `trace_calls` gives none, Dynamo traces the function. If
+    # `trace_fx` gives none, Inductor compiles the whole graph.
     reason: str | None
 
 
