@@ -162,9 +162,9 @@ class BucketTable:
     def round_up(
         self, num_tokens: int, num_seqs: int, num_rows: int, *, tokens_per_seq: int
     ) -> GraphKey | None:
-        """The smallest bucket that holds the step, or None when there is none.
+        """The smallest bucket with the step's `tokens_per_seq` that holds it.
 
-        A step whose `tokens_per_seq` has no bucket of its own is looked up as a mixed one.
+        If there is none, the smallest mixed bucket that holds it; None if there is none either.
         """
         sizes = self._uniform_sizes.get(tokens_per_seq, [])
         index = bisect_left(sizes, num_seqs)

@@ -80,7 +80,7 @@ class Calibrator:
     def round_layers(
         self, rows: Sequence[list[int]], round_matrices: RoundMatrices, scale_layer: ScaleLayer
     ) -> None:
-        """Round every matrix of every layer.
+        """Round every matrix of every layer, except those of routers.
 
         Args:
             rows: token ids of the calibration text; empty = nothing is observed or scaled.

@@ -100,8 +100,8 @@ class PrefixAware:
 
     The router does not see the replicas' caches. It remembers to which replica it sent each block
     of a prompt, up to `_MEMORY` blocks times the number of replicas. It chooses the least loaded
-    replica if it remembers no block of the prompt, or if the remembered replica has more requests
-    than twice the least load plus `_SLACK`.
+    replica if it does not remember the first block of the prompt, or if the remembered replica has
+    more requests than twice the least load plus `_SLACK`.
     """
 
     reads_loads = True

@@ -30,8 +30,9 @@ from ostinato.runtime.types.step import ScheduledSequence
 
 __all__ = ("DraftPlanner",)
 
-# With measured step costs and no draft model, only one in this many of the steps that look for no
-# draft is compared with its predicted cost. A prediction takes 2 % of a step of a small model.
+# With measured step costs and no draft model, a step that looks for no draft is compared with its
+# predicted cost only if no step since this many steps was. A prediction takes 2 % of a step of a
+# small model.
 _OBSERVED_STRIDE = 8
 
 
@@ -99,9 +100,10 @@ class DraftPlanner:
         return None if self._model is None else self._model.costs
 
     def waits_for(self, sequence: Sequence) -> bool:
-        """Whether a sequence with a step in flight skips this step, so that it can get a draft.
+        """Whether a sequence with a step in flight skips this step.
 
-        A draft needs the sequence's last token, which is known when the step in flight is read.
+        It does if that step verifies its drafts, or so that it can get a draft. A draft needs the
+        sequence's last token, which is known when the step in flight is read.
         """
         if sequence.num_drafts:  # the step in flight verifies them
             return True
@@ -317,7 +319,10 @@ class DraftPlanner:
         return _Place(index, draft, count, new_block_ids)
 
     def _follow(self, model: BatchProposer, step: StepPlan) -> None:
-        """Let a draft head compute positions that cannot wait for a draft (`BatchProposer`)."""
+        """Let a draft head catch up on sequences with many positions that it has not computed.
+
+        Otherwise their hidden states would be kept until the next draft (`BatchProposer.follow`).
+        """
         begin = time.perf_counter()
         model.follow(
             [

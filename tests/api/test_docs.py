@@ -1,4 +1,4 @@
-"""The documents list the fields of OpenAI requests, refused fields, endpoints and metrics."""
+"""The documents list the fields of requests, refused fields, endpoints and metrics."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def test_what_it_has_allocated_goes_back(server):
 
     send(1_000_000)
     before = process.memory_info().rss
-    for megabytes in range(2, 8):  # each larger than all before
+    for megabytes in range(2, 8):  # in bodies of rising size
         send(megabytes * 1_000_000)
     until(
         lambda: process.memory_info().rss - before < 24 << 20,
@@ -162,7 +162,10 @@ def connect(server: ServerProcess, path: str, body: dict, request_id: str) -> so
 
 
 def large_forks(server: ServerProcess) -> list[psutil.Process]:
-    """The processes that prepare large bodies. They have a lower priority than the server."""
+    """The processes that prepare large bodies or endless templates.
+
+    They have a lower priority than the server.
+    """
     process = psutil.Process(server.pid)
     forks = process.children(recursive=True)
     found = []
@@ -175,7 +178,7 @@ def large_forks(server: ServerProcess) -> list[psutil.Process]:
 
 @contextmanager
 def held_forks(server: ServerProcess) -> Iterator[None]:
-    """Suspend the two processes that prepare large bodies.
+    """Suspend the two processes that prepare large bodies or endless templates.
 
     A process may end before it can be suspended. So the caller should send more than two bodies.
     """
@@ -217,7 +220,7 @@ def test_templates_leave_the_processes_to_other_requests(server):
     """Endless templates take 2 processes at a time, so ordinary requests do not wait for them."""
     endless = ENDLESS | {"messages": [{"role": "user", "content": "Hi " * 2000}]}
     sent = [connect(server, CHAT, endless, f"endless-{number}") for number in range(12)]
-    with held_forks(server):  # if templates could take all 8 processes, 8 would be held
+    with held_forks(server):  # two of the 12 are prepared at a time, in processes of their own
         assert post(server, "/tokenize", {"prompt": PROSE[:12_000]}).status_code == 200
         assert len(large_forks(server)) == 2
     for connection in sent:

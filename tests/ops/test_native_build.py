@@ -335,7 +335,9 @@ print(library.kernel_address("route") is not None)
 
 
 def test_the_whole_library_replaces_the_kernels_of_a_part(tmp_path: Path) -> None:
-    """In a process with its own cache, because a part is not loaded where the whole library is.
+    """The test runs in a new process with an empty cache.
+
+    `load_part` loads the whole library instead of a part if the process or the cache has it.
 
     Both libraries come from the user's cache, because compiling them again takes half a minute.
     """

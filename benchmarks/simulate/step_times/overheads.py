@@ -46,7 +46,11 @@ class ServingOverheads:
     end_s: tuple[float, ...]  # from the last token to the end of the answer at the client
 
     def typical(self) -> ServingOverheads:
-        """The same overheads without variation: every distribution is replaced by its median."""
+        """The same overheads with little variation.
+
+        Step noise is 1. Other distributions are replaced by their medians. `busy_request_s` has a
+        median for each size, and a draw still chooses between the two neighbouring sizes.
+        """
 
         def typical(groups: tuple[SizedValues, ...]) -> tuple[SizedValues, ...]:
             return tuple(SizedValues(size, (median(values),)) for size, values in groups)

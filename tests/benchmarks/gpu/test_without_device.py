@@ -90,7 +90,10 @@ def test_a_layer_on_a_described_gpu(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_layer_of_a_head_on_a_described_gpu() -> None:
-    """The head is compiled like any layer: four products, attention, three kernels of Inductor."""
+    """The layer of an EAGLE-3 head is compiled like any decoder layer.
+
+    It has four products, attention and three kernels of Inductor.
+    """
     command = [sys.executable, str(Path(__file__).with_name("head_layer.py")), "h200"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -65,8 +65,8 @@ def test_a_second_of_computing_counts_a_fifth() -> None:
 
 def test_with_overlap_the_step_after_is_announced_before_the_first_is_done() -> None:
     watchdog = Watchdog()
-    watchdog.on_step_started(6.0)
-    busy(watchdog, 1)  # the first of the two steps
+    watchdog.on_step_started(6.0)  # the second step
+    busy(watchdog, 1)  # the first step is done
     pass_time(watchdog, 25)
     assert watchdog.seconds_overdue == 0.0
     busy(watchdog, 2)
