@@ -71,6 +71,11 @@ class _Row:
         """The state that masks the next token; None if no token is masked."""
         return None if self.grammar is None or self.grammar.is_free else self.grammar
 
+    @property
+    def changes_logits(self) -> bool:
+        """Whether a logits processor or a mask can change its logits before the draw."""
+        return self.is_edited or self.mask is not None
+
     def draw(self, position: int) -> RowSampling:
         """The parameters of the draw of the token at `position`."""
         params = self.params
@@ -310,9 +315,7 @@ class Sampler:
         """Like `_pick`, for some rows of the logits. Only the rows of beams are changed."""
         states = [self._staged[index] for index in chosen]
         positions = [self._positions[index] for index in chosen]
-        is_read_only = not any(
-            state.is_edited or state.is_beam or state.mask is not None for state in states
-        )
+        is_read_only = not any(state.is_beam or state.changes_logits for state in states)
         if is_read_only and chosen[-1] + 1 == len(chosen):
             part = logits[: len(chosen)]  # all rows: a copy would take longer than the draws
         else:
@@ -369,7 +372,7 @@ class Sampler:
     def _reports_before(self, index: int) -> bool:
         """Whether a staged row needs a copy of its logits before they are changed."""
         state = self._staged[index]
-        return not state.is_beam and (state.is_edited or state.mask is not None)
+        return not state.is_beam and state.changes_logits
 
     def _state(self, row: int) -> _Row:
         state = self._states[row]
