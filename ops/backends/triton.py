@@ -136,10 +136,11 @@ class _Planner:
 
 
 class TritonBackend:
-    """Attention for any lengths. The host plans nothing but the value of `metadata.plan`.
+    """Attention by Triton kernels, for sequences of any lengths.
 
-    That is 1 if no sequence of the step has more than one query row, else 0. With 1 the launch for
-    sequences with many query rows is left out.
+    The host computes one number for each step, `metadata.plan`. It is 1 if no sequence of the step
+    has more than one query row, else 0. With 1 the launch for sequences with many query rows is
+    left out.
     """
 
     name = "triton"
