@@ -183,10 +183,8 @@ def _unpack(
             data = torch.tensor(E2M1, dtype=torch.uint8, device=data.device)[data.long()]
         if form.kind == "e4m3":
             data = data.contiguous().view(torch.float8_e4m3fn).float()
-            values.append(data.view(len(data), size, PANEL).transpose(1, 2).reshape(-1, size))
-        else:
-            steps = data.reshape(len(data), -1, PANEL, 4)
-            values.append(steps.transpose(1, 2).reshape(-1, size))
+        steps = data.reshape(len(data), -1, PANEL, 4)
+        values.append(steps.transpose(1, 2).reshape(-1, size))
         factors = factors.float()
         scales.append(factors[:, :PANEL].reshape(-1, 1))
         zero = torch.zeros_like(scales[-1]) if form.symmetric else factors[:, PANEL:].reshape(-1, 1)
@@ -281,8 +279,7 @@ def pack_quantized_reference(
     panels = []
     for group, part in enumerate(padded.split(group_size, 1)):
         part = pad(part, (0, -part.shape[1] % 8))
-        elements = 1 if kind == "e4m3" else 4
-        steps = part.reshape(len(padded) // PANEL, PANEL, -1, elements).transpose(1, 2)
+        steps = part.reshape(len(padded) // PANEL, PANEL, -1, 4).transpose(1, 2)
         if bits == 4:
             steps = steps[:, 0::2] | steps[:, 1::2] << 4
         header = torch.cat([each[:, group].reshape(-1, PANEL) for each in factors], 1)

@@ -31,7 +31,7 @@ def format_constants(form: QuantFormat, out_features: int, in_features: int) -> 
 
 def typed_views(weight: Tensor, form: QuantFormat) -> tuple[Tensor, Tensor]:
     """Two views of a weight's bytes: one to read values, one in the dtype of its scales."""
-    return weight if form.kind == "e4m3" else weight.view(torch.int32), weight.view(form.factors)
+    return weight.view(torch.int32), weight.view(form.factors)
 
 
 def check_operands(

@@ -27,7 +27,6 @@ from ostinato.ops.gpu_quantized.packed_bytes import (
 )
 from ostinato.ops.gpu_quantized.triton_values import (
     factors_of,
-    float8_value,
     one_value,
     unit_base,
     unit_values,
@@ -73,7 +72,7 @@ def _source_columns(order, k, K: tl.constexpr):
 def few_rows_kernel(
     out,  # [SPLIT, T, N] float32, or [T, N]
     x,  # [T, K]
-    words,  # the weight as int32, or as bytes for e4m3
+    words,  # the weight as int32
     factors,  # the weight in the dtype of its scales
     order,  # [K] int32 or None
     bias,  # [N] or None
@@ -110,18 +109,11 @@ def few_rows_kernel(
         mask = (wide_column // 32 < (N + 31) // 32) & (unit < end)
         base = unit_base(wide_column, unit, GROUP, HEADER, UNIT, BITS, PANEL_BYTES)
         scale, zero = factors_of(factors, base, wide_column, mask, KIND, BITS, SYMMETRIC)
-        if KIND != "e4m3":
-            word = unit_words(words, base, wide_column, unit, mask, GROUP, HEADER, UNIT)
+        word = unit_words(words, base, wide_column, unit, mask, GROUP, HEADER, UNIT)
         products = tl.zeros([ROWS, BLOCK_N, BLOCK_U], tl.float32)
         added = tl.zeros([ROWS, 1, BLOCK_U], tl.float32)
         for i in tl.static_range(UNIT):
-            if KIND == "e4m3":
-                within = unit % (GROUP // UNIT) * UNIT + i
-                place = base + HEADER + within * 32 + wide_column % 32
-                code = tl.load(words + place, mask=mask, other=0)
-                value = float8_value(code)
-            else:
-                value = one_value(word, (i % 4) * 8 + (i // 4) * 4, zero, KIND, BITS)
+            value = one_value(word, (i % 4) * 8 + (i // 4) * 4, zero, KIND, BITS)
             k = unit * UNIT + i
             source = _source_columns(order, k, K)
             inside = row_ok[:, None, None] & ((k < K) & (unit < end))[None, :, :]
@@ -201,7 +193,7 @@ def multiply_tile(
 def many_rows_kernel(
     out,  # [parts, T, N] float32, or [T, N]
     x,  # [T, K]
-    words,  # the weight as int32, or as bytes for e4m3
+    words,  # the weight as int32
     factors,  # the weight in the dtype of its scales
     order,  # [K] int32 or None
     bias,  # [N] or None

@@ -29,7 +29,7 @@ __all__ = ("quantized_experts_constants", "quantized_experts_kernel", "quantized
 @triton.jit
 def quantized_experts_kernel(
     x,  # [T, K], or [T * SLOTS, K]
-    words,  # the weights [experts, ...] as int32, or as bytes for e4m3
+    words,  # the weights [experts, ...] as int32
     factors,  # the weights in the dtype of their scales
     bias,  # [experts, N] or None
     order,  # [T * SLOTS] int64: pairs (token * SLOTS + slot) sorted by expert

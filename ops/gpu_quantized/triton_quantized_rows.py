@@ -18,7 +18,7 @@ __all__ = ("quantized_rows_kernel", "quantized_rows_on_cuda")
 def quantized_rows_kernel(
     out,  # [T, K]
     ids,  # [T]
-    words,  # the weight as int32, or as bytes for e4m3
+    words,  # the weight as int32
     factors,  # the weight in the dtype of its scales
     N: tl.constexpr,
     K: tl.constexpr,

@@ -6,7 +6,6 @@ then 32 zero points or minimums) and then its values. Values are stored in units
 
     4 bits   a 32-bit word is 8 columns of a row; the low halves of its bytes are the first 4
     8 bits   a 32-bit word is 4 columns of a row
-    e4m3     4 columns are 4 bytes, 32 bytes apart
 
 32 words side by side are one unit of 32 rows, so that neighbouring threads read neighbouring words.
 A value, before it is multiplied by its scale, is a whole number from -255 to 255 or a float of 8
@@ -20,7 +19,6 @@ import triton.language as tl
 
 __all__ = (
     "factors_of",
-    "float8_value",
     "one_value",
     "unit_base",
     "unit_values",
@@ -51,7 +49,7 @@ def unit_base(
 def unit_words(
     words, base, column, unit, mask, GROUP: tl.constexpr, HEADER: tl.constexpr, UNIT: tl.constexpr
 ):  # fmt: skip
-    """The words of units that hold integers. `base` is what `unit_base` returned."""
+    """The words of units. `base` is what `unit_base` returned."""
     within = unit % (GROUP // UNIT)
     place = (base + HEADER) // 4 + within * _PANEL + column % _PANEL
     return tl.load(words + place, mask=mask, other=0)
@@ -81,14 +79,28 @@ def factors_of(
 
 
 @triton.jit
+def _float8_value(code):
+    """The float32 value of e4m3 bits that are not a NaN.
+
+    Moved to their places in a float16, the bits give a number that is 2**8 times smaller. GPUs
+    before compute capability 8.9 have no conversion from e4m3.
+    """
+    bits = code.to(tl.uint16)
+    bits = ((bits & 128) << 8) | ((bits & 127) << 7)
+    return bits.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+
+
+@triton.jit
 def one_value(word, shift, zero, KIND: tl.constexpr, BITS: tl.constexpr):
     """The value that begins at bit `shift` of a word, in float32.
 
-    It is the integer minus the zero point. With minimums it is the integer, and for e2m1 twice the
-    float.
+    It is the integer minus the zero point. With minimums it is the integer, for e2m1 twice the
+    float, and for e4m3 the float.
     """
     code = (word >> shift) & ((1 << BITS) - 1)
-    if KIND == "e2m1":  # twice a float of 4 bits
+    if KIND == "e4m3":
+        value = _float8_value(code)
+    elif KIND == "e2m1":  # twice a float of 4 bits
         exponent = (code >> 1) & 3
         part = code & 1
         size = tl.where(exponent == 0, part, (2 + part) << tl.maximum(exponent - 1, 0))
@@ -101,18 +113,6 @@ def one_value(word, shift, zero, KIND: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
-def float8_value(code):
-    """The float32 value of e4m3 bits that are not a NaN.
-
-    Moved to their places in a float16, the bits give a number that is 2**8 times smaller. GPUs
-    before compute capability 8.9 have no conversion from e4m3.
-    """
-    bits = code.to(tl.uint16)
-    bits = ((bits & 128) << 8) | ((bits & 127) << 7)
-    return bits.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
-
-
-@triton.jit
 def unit_values(
     words, base, column, unit, zero, mask, GROUP: tl.constexpr, HEADER: tl.constexpr,
     UNIT: tl.constexpr, KIND: tl.constexpr, BITS: tl.constexpr,
@@ -120,7 +120,7 @@ def unit_values(
     """All values of units, in float32.
 
     Args:
-        words: int32 words, or bytes for e4m3.
+        words: int32 words.
         base: [N, U] or [N, 1], what `unit_base` returned.
         column: [N, 1] rows of the matrix.
         unit: [1, U]
@@ -131,13 +131,6 @@ def unit_values(
         [N, U, UNIT]
     """
     i = tl.arange(0, UNIT)[None, None, :]
-    if KIND == "e4m3":
-        within = (unit % (GROUP // UNIT) * UNIT)[:, :, None] + i
-        place = (base + HEADER)[:, :, None] + within * _PANEL + (column % _PANEL)[:, :, None]
-        code = tl.load(words + place, mask=mask[:, :, None] & (i >= 0), other=0)
-        values = float8_value(code)
-    else:
-        word = unit_words(words, base, column, unit, mask, GROUP, HEADER, UNIT)
-        shift = (i % 4) * 8 + (i // 4) * 4
-        values = one_value(word[:, :, None], shift, zero[:, :, None], KIND, BITS)
-    return values
+    word = unit_words(words, base, column, unit, mask, GROUP, HEADER, UNIT)
+    shift = (i % 4) * 8 + (i // 4) * 4
+    return one_value(word[:, :, None], shift, zero[:, :, None], KIND, BITS)

@@ -41,10 +41,11 @@ _AVX512BF16 = (*_AVX512, "-mavx512bf16", "-mavx512vnni")
 _HAS_AVX2 = frozenset({"avx2", "fma", "f16c"})
 _HAS_AVX512 = _HAS_AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
 _HAS_AVX512BF16 = _HAS_AVX512 | {"avx512_bf16", "avx512_vnni"}
-_HAS_AMX = _HAS_AVX512BF16 | {"amx_tile", "amx_bf16", "amx_int8"}
+_AMX = (*_AVX512BF16, "-mavx512vbmi", "-mgfni")
+_HAS_AMX = _HAS_AVX512BF16 | {"avx512vbmi", "gfni", "amx_tile", "amx_bf16", "amx_int8"}
 
 ISA_LEVELS: dict[str, InstructionSet] = {
-    "amx": InstructionSet((*_AVX512BF16, "-DOSTINATO_ISA=3", "-DOSTINATO_AMX=1"), _HAS_AMX),
+    "amx": InstructionSet((*_AMX, "-DOSTINATO_ISA=3", "-DOSTINATO_AMX=1"), _HAS_AMX),
     "avx512bf16": InstructionSet((*_AVX512BF16, "-DOSTINATO_ISA=3"), _HAS_AVX512BF16),
     "avx512": InstructionSet((*_AVX512, "-DOSTINATO_ISA=2"), _HAS_AVX512),
     "avx2": InstructionSet((*_AVX2, "-DOSTINATO_ISA=1"), _HAS_AVX2),

@@ -119,6 +119,27 @@ def test_products_with_and_without_an_order(
         assert torch.equal(same, whole)
 
 
+@pytest.mark.parametrize("group_size", [24, 64, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("level", LEVELS)
+def test_every_float_of_8_bits_is_widened_exactly(
+    level: str, dtype: torch.dtype, group_size: int
+) -> None:
+    """Each row of the unit matrix picks one value of each weight row, whatever its group."""
+    form = QuantFormat(8, group_size, True, "float32", "e4m3")
+    columns = 300  # groups end within a tile, and the last one is shorter
+    codes = (torch.arange(columns)[None, :] + torch.arange(35)[:, None] * 37) % 256
+    codes = codes.where((codes & 127) != 127, 0).to(torch.uint8)  # without NaN
+    scales = torch.full((35, -(-columns // group_size)), 0.75)
+    expected = (codes.view(torch.float8_e4m3fn).float() * 0.75).T
+    packed = pack_quantized_reference(codes, scales, None, *form)
+    linear = _kernels(level).linear
+    x = torch.eye(columns, dtype=dtype)
+    for rows in (1, 20, 40, columns):
+        product = linear(x[:rows], packed, None, 35, True, None, None, *form)
+        assert torch.equal(product, expected[:rows])
+
+
 def test_bad_arguments_are_refused() -> None:
     form = QuantFormat(4, 32, False, "float16")
     values, scales, zeros, _ = stored(40, 64, form)

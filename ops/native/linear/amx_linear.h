@@ -16,6 +16,7 @@
 
 namespace ostinato::linear {
 
+constexpr int kPairRows = 2 * amx::kTileRows;  // of two blocks
 constexpr int kTileSteps = 16;  // steps of two values of K
 constexpr int64_t kTileValues = 2 * kTileSteps;
 constexpr int kTileSize = kTileSteps * kPanel;             // four-byte units of a pair of tiles B
@@ -54,7 +55,44 @@ struct TileRows {
   int64_t block_bytes;
 };
 
-// C[2 b + v] += A[b] * B[v] for blocks b < kBlocks. Registers: 0 to 3 hold C, 4 and 5 A, 6 and 7 B.
+// Packs the rows of a group of blocks as tiles A. `row_at` returns the `in_features` values of a row. Missing rows and
+// values are zero.
+template <class RowAt>
+TileRows pack_tiles(const TileBlocks& blocks, int64_t group, int64_t in_features, const RowAt& row_at, char* packed) {
+  const int64_t tile_bytes = blocks.height * amx::kTileBytes;
+  const TileRows tiles{packed, amx::kTileBytes, tile_bytes, blocks.block_bytes()};
+  const int64_t whole = in_features / kTileValues;
+  const int64_t rest = in_features % kTileValues * 2;
+  for (int64_t block = blocks.first_block(group); block < blocks.first_block(group + 1); ++block, packed += tiles.block_bytes) {
+    const int rows = blocks.num_rows(block);
+    for (int r = 0; r < blocks.height; ++r) {
+      char* target = packed + r * amx::kTileBytes;
+      if (r >= rows) {
+        for (int64_t tile = 0; tile < blocks.tiles; ++tile) std::memset(target + tile * tile_bytes, 0, amx::kTileBytes);
+        continue;
+      }
+      const auto* row = reinterpret_cast<const char*>(row_at(blocks.row(block) + r));
+      for (int64_t tile = 0; tile < whole; ++tile) {
+        std::memcpy(target + tile * tile_bytes, row + tile * amx::kTileBytes, amx::kTileBytes);
+      }
+      if (rest > 0) {
+        std::memset(target + whole * tile_bytes, 0, amx::kTileBytes);
+        std::memcpy(target + whole * tile_bytes, row + whole * amx::kTileBytes, rest);
+      }
+    }
+  }
+  return tiles;
+}
+
+// Registers: 0 to 3 hold C, 4 and 5 A, 6 and 7 B.
+inline amx::TileShapes tile_shapes(int height) {
+  amx::TileShapes shapes;
+  shapes.set(0, 6, height, amx::kTileBytes);
+  shapes.set(6, 8, kTileSteps, amx::kTileBytes);
+  return shapes;
+}
+
+// C[2 b + v] += A[b] * B[v] for blocks b < kBlocks.
 template <int kBlocks>
 OSTINATO_INLINE void multiply_tiles(const TileRows& x, int64_t tile, const uint32_t* w) {
   const char* a = x.data + tile * x.tile_bytes;
@@ -138,7 +176,7 @@ template <class Out>
 class TileWorker {
  public:
   TileWorker(const Problem& problem, const PackedWeight& weight, const TileBlocks& blocks)
-      : p_(problem), weight_(weight), blocks_(blocks), registers_(shapes(blocks.height)) {}
+      : p_(problem), weight_(weight), blocks_(blocks), registers_(tile_shapes(blocks.height)) {}
   ~TileWorker() { fence_lines(); }
 
   void operator()(int64_t task) {
@@ -148,48 +186,19 @@ class TileWorker {
   }
 
  private:
-  static amx::TileShapes shapes(int height) {
-    amx::TileShapes shapes;
-    shapes.set(0, 6, height, amx::kTileBytes);
-    shapes.set(6, 8, kTileSteps, amx::kTileBytes);
-    return shapes;
-  }
-
   void pack(int64_t group) {
     packed_group_ = group;
     const int64_t first = blocks_.first_block(group);
     const int64_t last = blocks_.first_block(group + 1);
     const int64_t num_sums = (last - first) * blocks_.height * kPanel;
     sums_ = scratch(num_sums + (last - first) * blocks_.block_bytes() / 4);
-    const auto* x = static_cast<const char*>(p_.x);
-    const int64_t row_bytes = p_.row_stride * 2;
+    const auto* x = static_cast<const BFloat16*>(p_.x);
     if (p_.rows == 1 && p_.in_features % kTileValues == 0) {
-      activations_ = {x, 0, amx::kTileBytes, 0};  // x already has the order of a tile
+      activations_ = {reinterpret_cast<const char*>(x), 0, amx::kTileBytes, 0};  // x already has the order of a tile
       return;
     }
-    const int64_t tile_bytes = blocks_.height * amx::kTileBytes;
     auto* packed = reinterpret_cast<char*>(sums_ + num_sums);
-    activations_ = {packed, amx::kTileBytes, tile_bytes, blocks_.block_bytes()};
-    const int64_t whole = p_.in_features / kTileValues;
-    const int64_t rest = p_.in_features % kTileValues * 2;
-    for (int64_t block = first; block < last; ++block, packed += blocks_.block_bytes()) {
-      const int rows = blocks_.num_rows(block);
-      for (int r = 0; r < blocks_.height; ++r) {
-        const char* row = x + (blocks_.row(block) + r) * row_bytes;
-        char* target = packed + r * amx::kTileBytes;
-        if (r >= rows) {
-          for (int64_t tile = 0; tile < blocks_.tiles; ++tile) std::memset(target + tile * tile_bytes, 0, amx::kTileBytes);
-          continue;
-        }
-        for (int64_t tile = 0; tile < whole; ++tile) {
-          std::memcpy(target + tile * tile_bytes, row + tile * amx::kTileBytes, amx::kTileBytes);
-        }
-        if (rest > 0) {
-          std::memset(target + whole * tile_bytes, 0, amx::kTileBytes);
-          std::memcpy(target + whole * tile_bytes, row + whole * amx::kTileBytes, rest);
-        }
-      }
-    }
+    activations_ = pack_tiles(blocks_, group, p_.in_features, [&](int64_t row) { return x + row * p_.row_stride; }, packed);
   }
 
   void multiply(int64_t group, int64_t panel) const {

@@ -33,6 +33,9 @@ struct Fetch {
   // The tile's own weights, 4 KiB (32 steps) ahead.
   static Fetch ahead(const uint32_t* w) { return {reinterpret_cast<const char*>(w) + 4096, kPanel * 4, 4}; }
 
+  // Nothing: all weights are in the first level cache already.
+  static Fetch none(const uint32_t* w) { return {reinterpret_cast<const char*>(w), 0, 0}; }
+
   // All blocks are now multiplied by the `steps` steps at `w`. This is a block's share of the `steps` steps after them.
   static Fetch share(const uint32_t* w, int64_t steps, int64_t block, int64_t blocks, int rows) {
     const int64_t bytes = steps * kPanel * 4 / blocks;

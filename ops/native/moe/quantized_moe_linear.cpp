@@ -5,6 +5,7 @@
 #include "quantized/row_worker.h"
 
 #if OSTINATO_AMX
+#include "quantized/amx_float8.h"
 #include "quantized/amx_quantized.h"
 #endif
 
@@ -70,14 +71,31 @@ void run_integers(const ExpertCall& c, const ExpertRows& rows, const QuantizedEx
       [](const linear::RowGroups& groups) { return groups.count; });
 }
 
+template <class In, class Out>
+void run_float8(const ExpertCall& c, const ExpertRows& rows, const QuantizedExperts& weight, const std::vector<Problem>& problems) {
+  const QuantizedShape& shape = weight.shape;
+  const auto all = [](int64_t) { return true; };
+#if OSTINATO_AMX
+  if constexpr (std::is_same_v<In, BFloat16>) {
+    if (linear::suits_float8_tiles(shape)) {
+      using Worker = linear::Float8TileWorker<Out>;
+      return run<Worker, linear::TileBlocks>(
+          c, rows, weight, problems, all, [&](int64_t count) { return Worker::make_blocks(count, shape); },
+          [](const linear::TileBlocks& blocks) { return blocks.groups; });
+    }
+  }
+#endif
+  using Worker = linear::Float8RowWorker<In, Out>;
+  run<Worker, linear::RowGroups>(
+      c, rows, weight, problems, all,
+      [&](int64_t count) { return linear::RowGroups(count, linear::kMaxRows, Worker::row_bytes(shape)); },
+      [](const linear::RowGroups& groups) { return groups.count; });
+}
+
 template <linear::Widening Bits, class In, class Out>
 void run(const ExpertCall& c, const ExpertRows& rows, const QuantizedExperts& weight, const std::vector<Problem>& problems) {
   if constexpr (Bits == linear::kFloat8) {
-    const int64_t row_bytes = c.x.sizes[1] * 4;
-    run<linear::Float8RowWorker<In, Out>, linear::RowGroups>(
-        c, rows, weight, problems, [](int64_t) { return true; },
-        [&](int64_t count) { return linear::RowGroups(count, linear::kFloat8Rows, row_bytes); },
-        [](const linear::RowGroups& groups) { return groups.count; });
+    run_float8<In, Out>(c, rows, weight, problems);
   } else {
     run_integers<Bits, In, Out>(c, rows, weight, problems);
   }

@@ -19,8 +19,6 @@
 
 namespace ostinato::linear {
 
-constexpr int kPairRows = 2 * amx::kTileRows;
-
 inline int64_t chunk_steps(const QuantizedShape& shape) { return std::min<int64_t>(shape.group_steps, kTileSteps); }
 
 // Whether matrix tiles are faster for this number of rows, by measurement (docs/optimizations.md). They need groups of

@@ -1,102 +1,198 @@
-// A worker of the linear op over weights that are floats of 8 bits (e4m3): rows of activations times panels.
+// The linear op over weights that are floats of 8 bits (e4m3): rows of activations times panels.
 //
-// The weights are widened to float32 in registers, which is exact, and the activations are not rounded. For every
-// output element, one float accumulator runs over a group of K in ascending order. It is scaled and added to the sum of
-// the earlier groups. So the bits of a row do not depend on other rows.
+// A part of a panel is widened to floats in memory of the first level cache, which is exact. Then all rows are multiplied
+// by it (linear/tiles.h), and their sums are scaled and added to the sums of the earlier parts. Activations are not
+// rounded. A part is a group of K, or some of its values if a group has many. Parts follow in ascending order, so the
+// bits of a row do not depend on other rows.
+//
+// With a dot product of bfloat16, bfloat16 activations are multiplied by weights widened to bfloat16, of which a product
+// takes two values of K. The four bytes of a column are the values k to k + 3. The cheapest pairs to widen are (k, k + 2)
+// and (k + 1, k + 3), because they are the even and the odd bytes. The activations are packed in the same order.
 #pragma once
 
-#include "linear/tiles.h"
-#include "linear/transpose.h"
+#include "linear/row_worker.h"
 #include "quantized/activations.h"
 #include "quantized/layout.h"
 
 namespace ostinato::linear {
 
-// The weights of one vector of columns, times 2 ** -8. The bits of an e4m3, shifted, are a float16 whose value is
-// smaller by this factor, because the bias of its exponent is larger by 8. NaN has no such float16, so weights are
-// checked for NaN when they are loaded.
-OSTINATO_INLINE F32 load_float8(const uint8_t* p) {
 #if OSTINATO_ISA >= 2
-  const __m256i wide = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-  const __m256i sign = _mm256_slli_epi16(_mm256_and_si256(wide, _mm256_set1_epi16(0x80)), 8);
-  const __m256i rest = _mm256_slli_epi16(_mm256_and_si256(wide, _mm256_set1_epi16(0x7f)), 7);
-  return {_mm512_cvtph_ps(_mm256_or_si256(sign, rest))};
-#elif OSTINATO_ISA == 1
-  const __m128i wide = _mm_cvtepu8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
-  const __m128i sign = _mm_slli_epi16(_mm_and_si128(wide, _mm_set1_epi16(0x80)), 8);
-  const __m128i rest = _mm_slli_epi16(_mm_and_si128(wide, _mm_set1_epi16(0x7f)), 7);
-  return {_mm256_cvtph_ps(_mm_or_si128(sign, rest))};
-#else
-  F32 x;
-  for (int i = 0; i < F32::width; ++i) x.v[i] = from_float8(p[i]) * 0x1p-8f;
-  return x;
+// The bytes a where the mask's bits are 0, and those of b where they are 1.
+OSTINATO_INLINE __m512i select_bits(__m512i a, __m512i b, __m512i mask) { return _mm512_ternarylogic_epi32(a, b, mask, 0xd8); }
 #endif
+
+// widen_pairs(p, even, odd) widens four values of K of 16 columns to bfloat16. `even` receives the pairs (k, k + 2), and
+// `odd` the pairs (k + 1, k + 3). An e4m3 with the exponent e >= 1 has the exponent e + 120 as bfloat16. Its subnormals,
+// below 2 ** -6, are looked up.
+#if defined(__GFNI__) && defined(__AVX512VBMI__)
+
+// Computes the low bytes and the high bytes of all 64 bfloat16s, and then joins them.
+OSTINATO_INLINE void widen_pairs(const uint8_t* p, __m512i* even, __m512i* odd) {
+  const __m512i bytes = _mm512_loadu_si512(p);
+  __m512i low = _mm512_gf2p8affine_epi64_epi8(bytes, _mm512_set1_epi64(0x01020408), 0);  // bytes << 4
+  // The sign, and half of the exponent.
+  __m512i high = _mm512_gf2p8affine_epi64_epi8(bytes, _mm512_set1_epi64(0x1020400000000080), 0);
+  high = _mm512_add_epi8(high, _mm512_set1_epi8(60));
+  const __mmask64 small = _mm512_testn_epi8_mask(bytes, _mm512_set1_epi8(0x78));
+  // The low three bits of a subnormal are its index in these tables.
+  low = _mm512_mask_permutexvar_epi8(low, small, bytes, _mm512_set1_epi64(0x6040'2000'c080'0000));
+  high = _mm512_mask_permutexvar_epi8(high, small, bytes, _mm512_set1_epi64(0x3c3c'3c3c'3b3b'3b00));
+  high = _mm512_ternarylogic_epi32(high, bytes, _mm512_set1_epi8(-128), 0xf8);  // the sign, which tables lack
+  const __m512i second = _mm512_set1_epi16(static_cast<int16_t>(0xff00));
+  *even = select_bits(low, _mm512_slli_epi16(high, 8), second);
+  *odd = select_bits(_mm512_srli_epi16(low, 8), high, second);
 }
 
-// sums[R][32] = x[in_features][R] * the panel.
-template <int R>
-void float8_tile(const float* x, const uint8_t* panel, int64_t in_features, const QuantizedShape& shape, float* sums) {
-  constexpr int V = vectors_for(R);
-  const int64_t size = shape.format.group_size;
-  for (int column = 0; column < kPanel; column += V * F32::width) {
-    F32 total[R][V];
-#pragma GCC unroll 14
-    for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 8
-      for (int v = 0; v < V; ++v) total[r][v] = broadcast(0.0f);
+#elif OSTINATO_ISA >= 2
+
+alignas(64) constexpr uint16_t kSmallFloat8[32] = {0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60};
+
+// The low bytes of 16-bit lanes as bfloat16, without signs.
+OSTINATO_INLINE __m512i widen_magnitudes(__m512i bytes) {
+  const __m512i wide = _mm512_add_epi16(_mm512_slli_epi16(bytes, 4), _mm512_set1_epi16(120 << 7));
+  const __mmask32 small = _mm512_cmplt_epu16_mask(bytes, _mm512_set1_epi16(8));
+  return _mm512_mask_permutexvar_epi16(wide, small, bytes, _mm512_load_si512(kSmallFloat8));
+}
+
+OSTINATO_INLINE void widen_pairs(const uint8_t* p, __m512i* even, __m512i* odd) {
+  const __m512i bytes = _mm512_loadu_si512(p);
+  const __m512i mask = _mm512_set1_epi16(0x7f);
+  const __m512i sign = _mm512_set1_epi16(static_cast<int16_t>(0x8000));
+  const __m512i low = widen_magnitudes(_mm512_and_si512(bytes, mask));
+  const __m512i high = widen_magnitudes(_mm512_and_si512(_mm512_srli_epi16(bytes, 8), mask));
+  *even = select_bits(low, _mm512_slli_epi16(bytes, 8), sign);
+  *odd = select_bits(high, bytes, sign);
+}
+
+#endif
+
+// The units of a widened weight: pairs of bfloat16 for a dot product, or floats.
+template <class Kind>
+constexpr bool kIsPairs = Kind::kElements == 2;
+
+// Weights this far ahead are prefetched into the second level cache. Widening is so long that the processor does not
+// reach the next loads by itself.
+constexpr int64_t kFetchAhead = 4096;
+
+// Widens `steps` of 4 values of K to the panel layout of linear/layout.h: out[2 * steps][32] pairs.
+inline void widen_to_pairs(const uint8_t* data, int64_t steps, uint32_t* out) {
+  for (int64_t step = 0; step < steps; ++step, data += 4 * kPanel, out += 2 * kPanel) {
+#if OSTINATO_ISA >= 2
+    for (int column = 0; column < kPanel; column += 16) {
+      __m512i even, odd;
+      __builtin_prefetch(data + column * 4 + kFetchAhead, 0, 2);
+      widen_pairs(data + column * 4, &even, &odd);
+      _mm512_storeu_si512(out + column, even);
+      _mm512_storeu_si512(out + kPanel + column, odd);
     }
-    const float* values = x;
-    for (int64_t group = 0; group < shape.groups; ++group) {
-      const uint8_t* header = panel + shape.group_offset(group);
-      const uint8_t* data = header + shape.format.header_bytes() + column;
-      const int64_t count = std::min(size, in_features - group * size);
-      F32 sum[R][V];
-#pragma GCC unroll 14
-      for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 8
-        for (int v = 0; v < V; ++v) sum[r][v] = broadcast(0.0f);
-      }
-      for (int64_t k = 0; k < count; ++k, values += R, data += kPanel) {
-        F32 columns[V];
-#pragma GCC unroll 8
-        for (int v = 0; v < V; ++v) columns[v] = load_float8(data + v * F32::width);
-        add_products(sum, values, columns);
-      }
-#pragma GCC unroll 8
-      for (int v = 0; v < V; ++v) {
-        const F32 scale = load_factors(shape.format, header, column + v * F32::width) * broadcast(0x1p8f);
-#pragma GCC unroll 14
-        for (int r = 0; r < R; ++r) total[r][v] = fma(sum[r][v], scale, total[r][v]);
+#else
+    const auto high = [](uint8_t value) { return bit_cast<uint32_t>(from_float8(value)) >> 16; };
+    for (int column = 0; column < kPanel; ++column) {
+      const uint8_t* four = data + column * 4;
+      out[column] = high(four[0]) | high(four[2]) << 16;
+      out[kPanel + column] = high(four[1]) | high(four[3]) << 16;
+    }
+#endif
+  }
+}
+
+// Widens `steps` of 4 values of K to floats: out[4 * steps][32].
+inline void widen_to_floats(const uint8_t* data, int64_t steps, float* out) {
+  for (int64_t step = 0; step < steps; ++step, data += 4 * kPanel, out += 4 * kPanel) {
+#if OSTINATO_ISA >= 2
+    for (int column = 0; column < kPanel; column += 16) {
+      __m512i pairs[2];
+      widen_pairs(data + column * 4, pairs, pairs + 1);
+      for (int i = 0; i < 2; ++i) {
+        const __m512i high = _mm512_and_si512(pairs[i], _mm512_set1_epi32(static_cast<int>(0xffff0000u)));
+        _mm512_storeu_si512(out + i * kPanel + column, _mm512_slli_epi32(pairs[i], 16));
+        _mm512_storeu_si512(out + (i + 2) * kPanel + column, high);
       }
     }
-#pragma GCC unroll 14
-    for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 8
-      for (int v = 0; v < V; ++v) store(sums + r * kPanel + column + v * F32::width, total[r][v]);
+#elif OSTINATO_ISA == 1
+    for (int column = 0; column < kPanel; column += 8) {
+      // The bits of an e4m3, shifted, are a float16 whose value is smaller by 2 ** 8, because the bias of its exponent is
+      // larger by 8. The processor converts float16.
+      const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(data + column * 4));
+      const auto store_values = [&](__m256i signed_bytes, float* target) {
+        const __m256i halves = _mm256_and_si256(_mm256_srai_epi16(signed_bytes, 1), _mm256_set1_epi16(static_cast<int16_t>(0xbf80)));
+        const __m256 factor = _mm256_set1_ps(256.0f);
+        const __m256 first = _mm256_mul_ps(_mm256_cvtph_ps(_mm256_castsi256_si128(halves)), factor);
+        const __m256 second = _mm256_mul_ps(_mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1)), factor);
+        const auto in_order = [](__m256 x) {
+          return _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(x), 0xd8));
+        };
+        _mm256_storeu_ps(target + column, in_order(_mm256_shuffle_ps(first, second, 0x88)));
+        _mm256_storeu_ps(target + 2 * kPanel + column, in_order(_mm256_shuffle_ps(first, second, 0xdd)));
+      };
+      store_values(_mm256_slli_epi16(bytes, 8), out);
+      store_values(bytes, out + kPanel);
+    }
+#else
+    for (int column = 0; column < kPanel; ++column) {
+      for (int i = 0; i < 4; ++i) out[i * kPanel + column] = from_float8(data[column * 4 + i]);
+    }
+#endif
+  }
+}
+
+template <class Kind>
+OSTINATO_INLINE void widen(const uint8_t* data, int64_t steps, uint32_t* out) {
+  if constexpr (kIsPairs<Kind>) {
+    widen_to_pairs(data, steps, out);
+  } else {
+    widen_to_floats(data, steps, reinterpret_cast<float*>(out));
+  }
+}
+
+// Copies a row of bfloat16 in the order of widened pairs: in each four values, the second and third are exchanged.
+// Writes `padded` values, a multiple of 4, of which those from `count` on are zero.
+inline void copy_in_pairs(const BFloat16* x, int64_t count, int64_t padded, BFloat16* out) {
+  int64_t k = 0;
+#if OSTINATO_ISA >= 2
+  const __m512i places = _mm512_set4_epi32(0x0f0e0b0a, 0x0d0c0908, 0x07060302, 0x05040100);
+  for (; k + 32 <= count; k += 32) {
+    _mm512_storeu_si512(out + k, _mm512_shuffle_epi8(_mm512_loadu_si512(x + k), places));
+  }
+#endif
+  for (; k < padded; k += 4) {
+    BFloat16 four[4] = {};
+    if (k < count) std::memcpy(four, x + k, std::min<int64_t>(4, count - k) * sizeof(BFloat16));
+    const BFloat16 exchanged[] = {four[0], four[2], four[1], four[3]};
+    std::memcpy(out + k, exchanged, sizeof exchanged);
+  }
+}
+
+// sums[rows][32] += part[rows][32] * scales, or = if `is_first`.
+inline void add_scaled(const float* part, const float* scales, int64_t rows, bool is_first, float* sums) {
+  for (int column = 0; column < kPanel; column += F32::width) {
+    const F32 scale = load(scales + column);
+    for (int64_t r = 0; r < rows; ++r) {
+      float* target = sums + r * kPanel + column;
+      store(target, fma(load(part + r * kPanel + column), scale, is_first ? broadcast(0.0f) : load(target)));
     }
   }
 }
 
-using Float8Tile = void (*)(const float* x, const uint8_t* panel, int64_t in_features, const QuantizedShape& shape,
-                            float* sums);
-
-// Rows of the tallest tile: half as many as of bfloat16, because two sets of sums are kept.
-constexpr int kFloat8Rows = kMaxRows / 2;
-
-template <int... R>
-constexpr std::array<Float8Tile, sizeof...(R)> make_float8_tiles(std::integer_sequence<int, R...>) {
-  return {&float8_tile<R + 1>...};
+// A group's scales as floats.
+inline void load_scales(const QuantFormat& format, const uint8_t* header, float* scales) {
+  for (int c = 0; c < kPanel; c += F32::width) store(scales + c, load_factors(format, header, c));
 }
-
-// The function for `rows` rows is at index `rows - 1`.
-constexpr std::array<Float8Tile, kFloat8Rows> kFloat8Tiles =
-    make_float8_tiles(std::make_integer_sequence<int, kFloat8Rows>{});
 
 template <class In, class Out>
 class Float8RowWorker {
+#if OSTINATO_ISA >= 3
+  using Kind = std::conditional_t<std::is_same_v<In, BFloat16>, BFloat16Pairs, Float32>;
+#else
+  using Kind = Float32;
+#endif
+
  public:
+  // The bytes of a packed row of activations.
+  static int64_t row_bytes(const QuantizedShape& shape) { return shape.steps * kUnits * 4; }
+
   Float8RowWorker(const Problem& problem, const QuantizedWeight& weight, const RowGroups& groups)
-      : p_(problem), weight_(weight), groups_(groups) {}
+      : p_(problem), weight_(weight), groups_(groups), row_units_(weight.steps * kUnits) {}
 
   void operator()(int64_t task) {
     const int64_t group = task / weight_.panels;
@@ -105,45 +201,70 @@ class Float8RowWorker {
   }
 
  private:
-  // Packs each block as [in_features][rows] floats.
+  static constexpr int kUnits = 4 / Kind::kElements;    // units of a step of 4 values of K
+  static constexpr int64_t kPartSteps = 64 / kUnits;    // steps of the largest part: 8 KiB when widened
+
+  // Packs each block as [units][rows].
   void pack(int64_t group) {
     packed_group_ = group;
     const int64_t first_row = groups_.first_row(group);
     const int64_t rows = groups_.first_row(group + 1) - first_row;
-    const int64_t size = p_.in_features;
-    float* memory = scratch(line_bytes<In>(p_) / 4 + (rows + kFloat8Rows) * size);
+    float* memory = scratch(line_bytes<In>(p_) / 4 + (rows + kMaxRows) * row_units_);
     auto* line = reinterpret_cast<In*>(memory);
     activations_ = memory + line_bytes<In>(p_) / 4;
-    float* wide = activations_ + rows * size;
+    float* wide = activations_ + rows * row_units_;
     for (int64_t block = groups_.first_block(group); block < groups_.first_block(group + 1); ++block) {
       const int64_t row = groups_.blocks.begin(block);
       const int height = groups_.blocks.height(block);
+      float* packed = activations_ + (row - first_row) * row_units_;
       for (int r = 0; r < height; ++r) {
         const In* x = row_in_order(p_, row + r, line);
-        for (int64_t k = 0; k < size; ++k) wide[r * size + k] = to_float(x[k]);
+        float* units = height == 1 ? packed : wide + r * row_units_;
+        if constexpr (kIsPairs<Kind>) {
+          copy_in_pairs(x, p_.in_features, row_units_ * 2, reinterpret_cast<BFloat16*>(units));
+        } else {
+          for (int64_t k = 0; k < row_units_; ++k) units[k] = k < p_.in_features ? to_float(x[k]) : 0.0f;
+        }
       }
-      transpose_units(wide, size * 4, height, size, activations_ + (row - first_row) * size, height);
+      if (height > 1) transpose_units(wide, row_units_ * 4, height, row_units_, packed, height);
     }
   }
 
   void multiply(int64_t group, int64_t panel) const {
-    alignas(64) float sums[kFloat8Rows * kPanel];
+    alignas(64) uint32_t widened[kPartSteps * kUnits * kPanel];
+    alignas(64) float sums[kMaxGroupRows * kPanel];
     alignas(64) float bias[kPanel];
+    alignas(64) float scales[kPanel];
     const int64_t column = panel * kPanel;
     load_bias<In>(p_, column, bias);
     const int64_t first_row = groups_.first_row(group);
-    for (int64_t block = groups_.first_block(group); block < groups_.first_block(group + 1); ++block) {
-      const int64_t row = groups_.blocks.begin(block);
-      const int rows = groups_.blocks.height(block);
-      const float* x = activations_ + (row - first_row) * p_.in_features;
-      kFloat8Tiles[rows - 1](x, weight_.panel(panel), p_.in_features, weight_, sums);
-      write_rows<Out>(p_, sums, rows, bias, row, column);
+    const int64_t first_block = groups_.first_block(group);
+    const int64_t blocks = groups_.first_block(group + 1) - first_block;
+    for (int64_t step = 0; step < weight_.steps;) {
+      const int64_t number = step / weight_.group_steps;
+      const int64_t within = step % weight_.group_steps;
+      const uint8_t* header = weight_.panel(panel) + weight_.group_offset(number);
+      if (within == 0) load_scales(weight_.format, header, scales);
+      const int64_t steps = std::min({kPartSteps, weight_.group_steps - within, weight_.steps - step});
+      widen<Kind>(header + weight_.format.header_bytes() + within * weight_.format.step_bytes(), steps, widened);
+      for (int64_t block = 0; block < blocks; ++block) {
+        alignas(64) float part[kMaxRows * kPanel];
+        const int64_t row = groups_.blocks.begin(first_block + block);
+        const int rows = groups_.blocks.height(first_block + block);
+        const float* x = activations_ + (row - first_row) * row_units_ + step * kUnits * rows;
+        float* block_sums = sums + (row - first_row) * kPanel;
+        kTiles<Kind>[rows - 1](x, widened, steps * kUnits, part, false, Fetch::none(widened));
+        add_scaled(part, scales, rows, step == 0, block_sums);
+        if (step + steps == weight_.steps) write_rows<Out>(p_, block_sums, rows, bias, row, column);
+      }
+      step += steps;
     }
   }
 
   const Problem& p_;
   const QuantizedWeight& weight_;
   const RowGroups& groups_;
+  const int64_t row_units_;
   int64_t packed_group_ = -1;
   float* activations_ = nullptr;
 };

@@ -11,9 +11,9 @@
 //
 // A value stands for (value - offset - zero point) * scale, where the offset is 128 (8 bits) or 8 (4 bits). With
 // minimums it stands for value * scale - minimum. Values of the kind e2m1 are floats of 4 bits: indices into kE2m1,
-// which holds twice each float plus an offset of 12. Values of the kind e4m3 are floats of 8 bits, in the order [K][32
-// columns]. A factor is a bfloat16, float16 or float32. K is padded to a multiple of 8 with zero bytes. Kernels skip
-// these bytes or multiply them by activations of 0.
+// which holds twice each float plus an offset of 12. Values of the kind e4m3 are floats of 8 bits, and stand for
+// themselves times the scale. A factor is a bfloat16, float16 or float32. K is padded to a multiple of 8 with zero bytes.
+// Kernels skip these bytes or multiply them by activations of 0.
 #pragma once
 
 #include "linear/layout.h"

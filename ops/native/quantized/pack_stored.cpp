@@ -150,14 +150,6 @@ OSTINATO_INLINE void write_unit(const QuantFormat& format, int stored_bits, cons
     for (int c = 0; c < kPanel; ++c) target[c] = interleave_halves(words[0][c]);
   } else if (format.bits == 4) {
     for (int c = 0; c < kPanel; ++c) target[c] = (words[0][c] & 0x0F0F0F0Fu) | (words[1][c] & 0x0F0F0F0Fu) << 4;
-  } else if (format.is_e4m3) {
-    for (int half = 0; half < 2; ++half) {
-      for (int j = 0; j < 4; ++j) {
-        for (int c = 0; c < kPanel; ++c) {
-          out[(half * 4 + j) * kPanel + c] = static_cast<uint8_t>(words[half][c] >> (8 * j));
-        }
-      }
-    }
   } else {
     std::memcpy(target, words, 2 * sizeof(Words));
   }
@@ -242,7 +234,7 @@ int64_t begin_unit(const StoredPart& part, const PanelRows& rows, const Quantize
 template <class Action>
 void for_each_run(const QuantizedShape& shape, const Action& action) {
   const QuantFormat& format = shape.format;
-  const int64_t factors = kPanel * format.factor_bytes(), run = format.is_e4m3 ? kPanel : 4 * kPanel;
+  const int64_t factors = kPanel * format.factor_bytes(), run = 4 * kPanel;
   for (int64_t group = 0; group < shape.groups; ++group) {
     int64_t place = shape.group_offset(group);
     const int64_t values = place + format.header_bytes();

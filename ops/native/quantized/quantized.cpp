@@ -1,5 +1,5 @@
 // The linear op over quantised weights for CPUs: x @ weight.T + bias + residual. Layout in layout.h,
-// arithmetic in row_worker.h, tiles.h and amx_quantized.h.
+// arithmetic in row_worker.h, tiles.h, amx_quantized.h, and for floats of 8 bits in float8.h and amx_float8.h.
 //
 // The activations are quantised too, unless the weights are floats of 8 bits. A row is cut into the groups of the
 // weight, and each group becomes 8-bit integers and a scale. So the products are products of small integers, for which
@@ -8,6 +8,7 @@
 #include "quantized/row_worker.h"
 
 #if OSTINATO_AMX
+#include "quantized/amx_float8.h"
 #include "quantized/amx_quantized.h"
 #endif
 
@@ -24,12 +25,23 @@ void run_integers(const Problem& problem, const QuantizedWeight& weight) {
                  [&] { return QuantizedRowWorker<Bits, In, Out>(problem, weight, groups); });
 }
 
+template <class In, class Out>
+void run_float8(const Problem& problem, const QuantizedWeight& weight) {
+#if OSTINATO_AMX
+  if constexpr (std::is_same_v<In, BFloat16>) {
+    if (suits_float8_tiles(weight)) return run_float8_tiles<Out>(problem, weight);
+  }
+#endif
+  using Worker = Float8RowWorker<In, Out>;
+  const RowGroups groups(problem.rows, kMaxRows, Worker::row_bytes(weight));
+  for_each_panel(problem.threads, groups.count * weight.panels, weight.bytes(), groups.blocks.count,
+                 [&] { return Worker(problem, weight, groups); });
+}
+
 template <Widening Bits, class In, class Out>
 void run(const Problem& problem, const QuantizedWeight& weight) {
   if constexpr (Bits == kFloat8) {
-    const RowGroups groups(problem.rows, kFloat8Rows, problem.in_features * 4);
-    for_each_panel(problem.threads, groups.count * weight.panels, weight.bytes(), groups.blocks.count,
-                   [&] { return Float8RowWorker<In, Out>(problem, weight, groups); });
+    run_float8<In, Out>(problem, weight);
   } else {
     run_integers<Bits, In, Out>(problem, weight);
   }

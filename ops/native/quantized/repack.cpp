@@ -33,8 +33,8 @@ struct Stored {
   }
 };
 
-// Stores the first integers of a group whose rows are contiguous, 8 of each row at a time. Returns how many of the
-// `count` integers it stored.
+// Stores the first values of a group whose rows are contiguous, 8 of each row at a time. Returns how many of the `count`
+// values it stored.
 int64_t pack_eights(const QuantFormat& format, const uint8_t* values, int64_t row_stride, int64_t count, int columns,
                     uint8_t* data) {
   const int64_t whole = count / 8 * 8;
@@ -77,14 +77,11 @@ void pack_panel(const Stored& stored, int64_t first, int64_t row, int columns, c
     data += format.header_bytes();
     const int64_t begin = group * format.group_size;
     const int64_t count = std::min(format.group_size, in_features - begin);
-    const bool is_integers = stride == 1 && !format.is_e4m3;
-    const int64_t done = is_integers ? pack_eights(format, values + begin, row_stride, count, columns, data) : 0;
+    const int64_t done = stride == 1 ? pack_eights(format, values + begin, row_stride, count, columns, data) : 0;
     for (int64_t k = done; k < count; ++k) {
       const uint8_t* source = values + (begin + k) * stride;
       const int64_t step = k / 4;
-      if (format.is_e4m3) {
-        for (int c = 0; c < columns; ++c) data[k * kPanel + c] = source[c * row_stride];
-      } else if (format.bits == 8) {
+      if (format.bits == 8) {
         uint8_t* out = data + step * 4 * kPanel + k % 4;
         for (int c = 0; c < columns; ++c) out[c * 4] = source[c * row_stride];
       } else {
@@ -187,10 +184,12 @@ float read_factor(const QuantFormat& format, const uint8_t* header, int64_t inde
 
 // The k-th value of a column of a group, widened.
 float read_value(const QuantFormat& format, const uint8_t* values, int64_t k, int column) {
-  if (format.is_e4m3) return from_float8(values[k * kPanel + column]);
   const int64_t step = k / 4;
   const int64_t byte = column * 4 + k % 4;
-  if (format.bits == 8) return static_cast<float>(values[step * 4 * kPanel + byte]);
+  if (format.bits == 8) {
+    const uint8_t value = values[step * 4 * kPanel + byte];
+    return format.is_e4m3 ? from_float8(value) : static_cast<float>(value);
+  }
   const int value = values[step / 2 * 4 * kPanel + byte] >> (step % 2 * 4) & 15;
   return static_cast<float>(format.is_e2m1 ? kE2m1[value] : value);
 }

@@ -51,7 +51,7 @@ def test_every_format_under_the_interpreter() -> None:
 
 def compiled(kernel: Any, form: QuantFormat, constants: dict[str, Any], **types: str) -> Resources:
     known = {"x": "*bf16", "out": "*bf16", "parts": "*fp32"}
-    known |= {"words": "*u8" if form.kind == "e4m3" else "*i32", "factors": FACTORS[form.scales]}
+    known |= {"words": "*i32", "factors": FACTORS[form.scales]}
     return compiled_kernel(kernel, constants, known | types)
 
 
