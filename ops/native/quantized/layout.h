@@ -102,14 +102,6 @@ struct Factors {
   F32 zero;  // the value that stands for zero, or the minimum
 };
 
-// The factors of `kVectors` vectors of columns from a column on.
-template <int kVectors>
-OSTINATO_INLINE std::array<Factors, kVectors> make_factors(const QuantFormat& format, const uint8_t* header, int64_t column) {
-  return [&]<int... v>(std::integer_sequence<int, v...>) __attribute__((always_inline)) {
-    return std::array<Factors, kVectors>{Factors(format, header, column + v * F32::width)...};
-  }(std::make_integer_sequence<int, kVectors>{});
-}
-
 struct QuantizedShape {
   QuantizedShape(int64_t out_features, int64_t in_features, const QuantFormat& chosen) : format(chosen) {
     OSTINATO_CHECK((format.bits == 8 || format.bits == 4) && format.group_size >= 8 && format.group_size <= 256 &&

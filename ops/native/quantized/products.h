@@ -3,7 +3,7 @@
 //
 // All products are whole numbers. Their sum is at most 256 * 255 * 127 < 2**24, so even floats hold it exactly, in
 // every order and on every instruction set. `sum_group` returns the sums as floats:
-//   whole[R][V] = x * w over `steps` steps of 4 values, of V vectors of columns
+//   whole[R][V] = starts[R] + x * w over `steps` steps of 4 values, of V vectors of columns
 //   x           [steps * quant_units][R], activations as the instruction set multiplies them (row_worker.h)
 //   data        the group's steps (layout.h) from the first of the columns on
 #pragma once
@@ -36,7 +36,8 @@ OSTINATO_INLINE Bytes from_table(Bytes x) {
   const __m128i table = _mm_loadu_si128(reinterpret_cast<const __m128i*>(kE2m1));
   return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), x);
 }
-OSTINATO_INLINE Sums all_lanes(int32_t x) { return (Sums)_mm512_set1_epi32(x); }
+using Start = int32_t;  // a lane of the sums
+OSTINATO_INLINE Sums all_lanes(Start x) { return (Sums)_mm512_set1_epi32(x); }
 OSTINATO_INLINE Sums add(Sums a, Sums b) { return a + b; }
 OSTINATO_INLINE F32 as_floats(Sums x) { return {_mm512_cvtepi32_ps((__m512i)x)}; }
 
@@ -74,7 +75,8 @@ OSTINATO_INLINE Bytes from_table(Bytes x) {
   const __m128i table = _mm_loadu_si128(reinterpret_cast<const __m128i*>(kE2m1));
   return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), x);
 }
-OSTINATO_INLINE Sums all_lanes(int32_t x) { return _mm512_set1_epi32(x); }
+using Start = int32_t;
+OSTINATO_INLINE Sums all_lanes(Start x) { return _mm512_set1_epi32(x); }
 OSTINATO_INLINE Sums add(Sums a, Sums b) { return _mm512_add_epi32(a, b); }
 OSTINATO_INLINE F32 as_floats(Sums x) { return {_mm512_cvtepi32_ps(x)}; }
 
@@ -110,6 +112,7 @@ constexpr int64_t word_steps(Widening bits) { return bits == kTable ? 4 : 8; }  
 // Vector types with lanes of 32 and of 16 bits. With casts around each product, compilers would copy the sums in every
 // step.
 typedef int32_t Sums __attribute__((vector_size(32)));
+using Start = int32_t;
 typedef int16_t Words __attribute__((vector_size(32)));
 
 // One part of 4 bytes of each of 8 columns, as a product takes it. Weights of 8 bits: the even (part 0) or odd bytes,
@@ -167,7 +170,8 @@ OSTINATO_INLINE void sum_lines(Lanes (&sum)[R][V], const uint32_t* x, const uint
 }
 
 template <Widening Bits, int R, int V>
-OSTINATO_INLINE void sum_group(const uint32_t* x, const uint8_t* data, int64_t steps, F32 (&whole)[R][V]) {
+OSTINATO_INLINE void sum_group(const uint32_t* x, const uint8_t* data, int64_t steps, const Start* starts,
+                               F32 (&whole)[R][V]) {
   Sums sum[R][V];
   if constexpr (Bits == kBytes) {
     sum_lines<kBytes>(sum, x, data, steps);
@@ -184,7 +188,7 @@ OSTINATO_INLINE void sum_group(const uint32_t* x, const uint8_t* data, int64_t s
     for (int64_t done = word_steps(Bits); done < steps; done += word_steps(Bits)) sum_words(done, std::true_type{});
   }
   for_sums<R, V>([&](auto r, auto v) __attribute__((always_inline)) {
-    whole[r][v].v = _mm256_cvtepi32_ps((__m256i)sum[r][v]);
+    whole[r][v].v = _mm256_cvtepi32_ps(_mm256_add_epi32((__m256i)sum[r][v], _mm256_set1_epi32(starts[r])));
   });
 }
 
@@ -214,7 +218,8 @@ OSTINATO_INLINE Bytes from_table(Bytes x) {
   for (uint8_t& byte : bytes) byte = kE2m1[byte];
   return load_bytes(bytes);
 }
-OSTINATO_INLINE Sums all_lanes(int32_t x) { return broadcast(static_cast<float>(x)); }
+using Start = float;
+OSTINATO_INLINE Sums all_lanes(Start x) { return broadcast(x); }
 OSTINATO_INLINE Sums add(Sums a, Sums b) { return a + b; }
 OSTINATO_INLINE F32 as_floats(Sums x) { return x; }
 
@@ -239,16 +244,20 @@ OSTINATO_INLINE void add_step(Sums (&sum)[R][V], const uint32_t* x, const Bytes 
 
 #if OSTINATO_ISA != 1
 template <Widening Bits, int R, int V>
-OSTINATO_INLINE void sum_group(const uint32_t* x, const uint8_t* data, int64_t steps, F32 (&whole)[R][V]) {
+OSTINATO_INLINE void sum_group(const uint32_t* x, const uint8_t* data, int64_t steps, const Start* starts,
+                               F32 (&whole)[R][V]) {
   constexpr int kUnits = quant_units(Bits);
   // even and odd steps are summed apart, to hide the latency of products of few rows
-  constexpr bool kTwoChains = R <= 2;
+  constexpr bool kTwoChains = R <= 3;
   Sums sum[R][V];
   [[maybe_unused]] Sums odd_sum[R][V];
 #pragma GCC unroll 12
   for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 2
-    for (int v = 0; v < V; ++v) sum[r][v] = odd_sum[r][v] = all_lanes(0);
+    for (int v = 0; v < V; ++v) {
+      sum[r][v] = all_lanes(starts[r]);
+      odd_sum[r][v] = all_lanes(0);
+    }
   }
   int64_t step = 0;
   if constexpr (Bits == kBytes && !kTwoChains) {

@@ -28,15 +28,15 @@ OSTINATO_INLINE void widen_step(const int8_t* values, uint32_t* units) {
 // The offsets of the activations of a group of row blocks in a worker's memory, in four-byte units.
 struct RowLayout {
   explicit RowLayout(const QuantizedShape& shape)
-      : units(shape.steps * quant_units(shape.format.widening())), groups(shape.groups), row(units + 2 * groups) {}
+      : units(shape.steps * quant_units(shape.format.widening())), groups(shape.groups), row(units + 3 * groups) {}
   int64_t units;
   int64_t groups;
-  int64_t row;  // four-byte units of a packed row: its values, scales and sums
+  int64_t row;  // four-byte units of a packed row: its values, scales, sums and starts
 
   QuantizedRows block(const uint32_t* first_row, int64_t offset_rows, int64_t rows) const {
     const uint32_t* begin = first_row + offset_rows * row;
     const auto* scales = reinterpret_cast<const float*>(begin + units * rows);
-    return {begin, scales, scales + groups * rows};
+    return {begin, scales, scales + groups * rows, reinterpret_cast<const Start*>(scales + 2 * groups * rows)};
   }
 };
 
@@ -77,6 +77,8 @@ class QuantizedRowWorker {
   void pack_block(int64_t first_row, int rows, uint32_t* packed, int8_t* bytes, uint32_t* wide, In* line) {
     auto* scales = reinterpret_cast<float*>(packed + layout_.units * rows);
     float* sums = scales + layout_.groups * rows;
+    auto* starts = reinterpret_cast<Start*>(sums + layout_.groups * rows);
+    const auto offset = weight_.format.symmetric ? static_cast<Start>(weight_.format.offset()) : Start{0};
     for (int r = 0; r < rows; ++r) {
       const In* x = row_in_order(p_, first_row + r, line);
       const int64_t size = weight_.format.group_size;
@@ -84,8 +86,9 @@ class QuantizedRowWorker {
         const int64_t begin = group * size;
         const int64_t count = std::min(size, p_.in_features - begin);
         const int64_t padded = std::min(size, weight_.steps * 4 - begin);
-        sums[group * rows + r] =
-            -quantize_group(x + begin, count, padded, bytes + begin, scales + group * rows + r);
+        const float sum = -quantize_group(x + begin, count, padded, bytes + begin, scales + group * rows + r);
+        sums[group * rows + r] = sum;
+        starts[group * rows + r] = offset * static_cast<Start>(sum);
       }
       uint32_t* target = rows == 1 ? packed : wide + r * layout_.units;
       if constexpr (kUnits == 1) {
@@ -123,9 +126,11 @@ class QuantizedRowWorker {
         x.units += step * kUnits * rows;
         x.scales += first * rows;
         x.sums += first * rows;
+        x.starts += first * rows;
         GroupFetch fetch{};
         if (kSharesFetch && blocks > 1) fetch = GroupFetch::share(data + bytes, bytes, count, block, blocks, rows);
-        kQuantizedTiles<Bits>[rows - 1](x, data, steps, weight_, block_sums, first > 0, fetch);
+        if (first == 0) std::memset(block_sums, 0, rows * kPanel * sizeof(float));
+        kQuantizedTiles<Bits>[rows - 1](x, data, steps, weight_, block_sums, fetch);
         if (step + steps == weight_.steps) write_rows<Out>(p_, block_sums, rows, bias, row, column);
       }
     }

@@ -16,6 +16,7 @@ struct QuantizedRows {
   const uint32_t* units;  // [steps * quant_units][R]
   const float* scales;    // [groups][R]
   const float* sums;      // [groups][R], minus the sum of the group's values
+  const Start* starts;    // [groups][R], the offset of symmetric weights times minus the sum; else 0
 };
 
 // Weights that a tile prefetches while it is computed. For each group, and each range of columns that is summed
@@ -36,49 +37,83 @@ struct GroupFetch {
   int64_t per_column;
 };
 
-// sums[R][32] = x[groups][R] * w[groups][32], where all groups together have `steps` steps. The last group may be
-// shorter. When `added` is set, the products are added to `sums` instead.
+// The factors of V vectors of columns, from the first one on.
+template <int V>
+OSTINATO_INLINE void load_factors(const QuantFormat& format, const uint8_t* header, int64_t first, F32 (&factors)[V]) {
+  const auto load_all = [&](const auto* all) __attribute__((always_inline)) {
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) factors[v] = load(all + first + v * F32::width);
+  };
+  if (format.factors == DType::bfloat16) return load_all(reinterpret_cast<const BFloat16*>(header));
+  if (format.factors == DType::float16) return load_all(reinterpret_cast<const Float16*>(header));
+  load_all(reinterpret_cast<const float*>(header));
+}
+
+// sums[R][32] += x[groups][R] * w[groups][32], where all groups together have `steps` steps. The last group may be
+// shorter.
 template <Widening Bits, int R>
 void quantized_tile(const QuantizedRows& x, const uint8_t* w, int64_t steps, const QuantizedShape& shape, float* sums,
-                    bool added, const GroupFetch& fetch) {
+                    const GroupFetch& fetch) {
   constexpr int V = quant_vectors(R);
   const QuantFormat& format = shape.format;
+  const bool is_symmetric = format.symmetric;
+  const bool has_minimums = format.has_minimums;
+  const auto offset = static_cast<float>(format.offset());
+  const int64_t header_bytes = format.header_bytes();
   for (int column = 0; column < kPanel; column += V * F32::width) {
     const uint32_t* units = x.units;
     const uint8_t* panel = w;
     const uint8_t* fetched = fetch.begin + column * fetch.per_column;
-    bool add_before = added;
     int64_t group = 0;
     for (int64_t done = 0; done < steps; done += shape.group_steps, ++group) {
       const int64_t count = std::min(shape.group_steps, steps - done);
-      const uint8_t* data = panel + format.header_bytes() + column * 4;
+      const uint8_t* data = panel + header_bytes + column * 4;
       const float* row_scales = x.scales + group * R;
       const float* row_sums = x.sums + group * R;
       for (int64_t byte = 0; byte < fetch.per_group; byte += 64) __builtin_prefetch(fetched + byte);
       fetched += fetch.per_group;
       F32 whole[R][V];
-      sum_group<Bits>(units, data, count, whole);
+      sum_group<Bits>(units, data, count, x.starts + group * R, whole);
       units += count * quant_units(Bits) * R;
-      const auto factors = make_factors<V>(format, panel, column);
+      // The expressions of `Factors::add_product`. Whatever the format, the sums are read and written at one place, because
+      // compilers move what two branches have in common before the branch, and run out of registers.
+      F32 scales[V];
+      F32 zeros[V];
+      load_factors(format, panel, column, scales);
+      if (!is_symmetric) load_factors(format, panel, kPanel + column, zeros);
+      if (!is_symmetric && !has_minimums) {
+#pragma GCC unroll 12
+        for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+          for (int v = 0; v < V; ++v) {
+            whole[r][v] = fma(zeros[v] + broadcast(offset), broadcast(row_sums[r]), whole[r][v]);
+          }
+        }
+      }
 #pragma GCC unroll 12
       for (int r = 0; r < R; ++r) {
-        const F32 row_scale = broadcast(row_scales[r]);
-        const F32 minus_sum = broadcast(row_sums[r]);
 #pragma GCC unroll 4
         for (int v = 0; v < V; ++v) {
           float* target = sums + r * kPanel + column + v * F32::width;
-          const F32 before = add_before ? load(target) : broadcast(0.0f);
-          store(target, factors[v].add_product(format.has_minimums, whole[r][v], row_scale, minus_sum, before));
+          store(target, fma(whole[r][v], scales[v] * broadcast(row_scales[r]), load(target)));
         }
       }
-      add_before = true;
-      panel += format.header_bytes() + count * format.step_bytes();
+      if (has_minimums) {
+        for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+          for (int v = 0; v < V; ++v) {
+            float* target = sums + r * kPanel + column + v * F32::width;
+            store(target, fma(zeros[v] * broadcast(row_scales[r]), broadcast(row_sums[r]), load(target)));
+          }
+        }
+      }
+      panel += header_bytes + count * format.step_bytes();
     }
   }
 }
 
 using QuantizedTile = void (*)(const QuantizedRows& x, const uint8_t* w, int64_t steps, const QuantizedShape& shape,
-                               float* sums, bool added, const GroupFetch& fetch);
+                               float* sums, const GroupFetch& fetch);
 
 template <Widening Bits, int... R>
 constexpr std::array<QuantizedTile, sizeof...(R)> make_quantized_tiles(std::integer_sequence<int, R...>) {
