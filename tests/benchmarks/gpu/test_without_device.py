@@ -38,6 +38,8 @@ def test_resident_programs_are_limited_by_the_scarcest_resource() -> None:
     assert device.resident_programs(255, 0, 128) == 2  # 65536 registers / (256 x 128)
     assert device.resident_programs(32, 0, 128) == 16  # 2048 threads
     assert device.resident_programs(32, 100 * 1024, 128) == 2  # 228 KiB
+    assert device.resident_programs(16, 0, 32) == 32  # programs
+    assert described_device("l40s").resident_programs(16, 0, 32) == 24
 
 
 def test_shapes_of_steps() -> None:
