@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ostinato.ops.logprobs import row_logprobs as module
 from ostinato.ops.logprobs.row_logprobs import RowLogprobs
-from tests.ops.kernel_checks import LEVELS, ops_of
+from tests.ops.kernel_checks import EACH_LEVEL, ops_of
 from tests.ops.logprobs.logit_rows import check, make_rows
 
 Score = Callable[[Tensor, Tensor, int], RowLogprobs]
@@ -27,7 +27,7 @@ def kernel(isa: str) -> Score:
     return lambda *arguments: RowLogprobs(*op(*arguments))
 
 
-@pytest.mark.parametrize("isa", [*LEVELS, "plain"])
+@pytest.mark.parametrize("isa", [*EACH_LEVEL, "plain"])
 @settings(max_examples=25)
 @given(
     seed=st.integers(0, 10_000),
@@ -42,7 +42,7 @@ def test_results_are_the_definitions(
     check(kernel(isa), seed, vocabulary, form, num_tokens, min(top, vocabulary))
 
 
-@pytest.mark.parametrize("isa", LEVELS)
+@pytest.mark.parametrize("isa", EACH_LEVEL)
 @settings(max_examples=8)
 @given(data=st.data())
 def test_a_row_has_the_same_bits_in_every_batch(isa: str, data: st.DataObject) -> None:
@@ -62,7 +62,7 @@ def test_a_row_has_the_same_bits_in_every_batch(isa: str, data: st.DataObject) -
         assert torch.equal(part, column[some])
 
 
-@pytest.mark.parametrize("isa", LEVELS)
+@pytest.mark.parametrize("isa", EACH_LEVEL)
 @pytest.mark.parametrize(
     ("token", "top", "message"),
     [(9, 1, r"token_ids\[0, 0\] = 9 must be in \[0, 9\)"), (0, 10, r"top must be in \[0, 9\]")],
@@ -72,7 +72,7 @@ def test_what_is_out_of_range_is_refused(isa: str, token: int, top: int, message
         kernel(isa)(torch.zeros(1, 9), torch.tensor([[token]]), top)
 
 
-@pytest.mark.parametrize("isa", [*LEVELS, "plain"])
+@pytest.mark.parametrize("isa", [*EACH_LEVEL, "plain"])
 def test_a_token_that_is_not_a_number_is_impossible(isa: str) -> None:
     logits = torch.tensor([[math.nan, 1.0, -math.inf, 1.0]])
     found = kernel(isa)(logits, torch.tensor([[0, 1, 2, 3]]), 4)

@@ -24,7 +24,7 @@ from ostinato.ops.linear import pack_linear_weight
 from ostinato.ops.moe.moe_linear import moe_linear, packed_moe_linear
 from ostinato.ops.quantized import quantize_linear_weight
 from ostinato.ops.quantized_reference import QuantFormat
-from tests.ops.kernel_checks import LEVELS, name_of, ops_of
+from tests.ops.kernel_checks import EACH_LEVEL, name_of, ops_of
 
 ROOT = Path(__file__).parents[3]
 NUM_EXPERTS, OUT, IN = 5, 70, 140
@@ -67,7 +67,7 @@ def problem(tokens: int, slots: int, dtype: torch.dtype, seed: int) -> SimpleNam
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: "packed" if form is None else form.name)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=name_of)
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", EACH_LEVEL)
 def test_a_row_has_the_bits_of_its_experts_linear_op(
     level: str, dtype: torch.dtype, form: QuantFormat | None
 ) -> None:
