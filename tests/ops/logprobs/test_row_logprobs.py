@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from importlib.util import find_spec
 
 import pytest
 import torch
@@ -80,11 +79,3 @@ def test_a_token_that_is_not_a_number_is_impossible(isa: str) -> None:
     assert found.ranks.tolist() == [3]
     assert set(found.top_ids[0, :2].tolist()) == {1, 3}
     assert found.top_logprobs[0, 2:].tolist() == [-math.inf, -math.inf]
-
-
-@pytest.mark.skipif(find_spec("triton") is None, reason="triton has wheels for Linux x86-64 only")
-@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the kernel itself here")
-def test_the_triton_kernel_under_the_interpreter() -> None:
-    from tests.ops.triton_checks import interpreted  # imports triton
-
-    interpreted("tests/ops/logprobs/interpreted_row_logprobs.py")
