@@ -85,6 +85,7 @@ def check(found: dict[str, Any]) -> None:
     assert all(0 < row["occupancy"] <= 1 for row in kernels.values())
 
 
+@pytest.mark.slow  # half a minute
 def test_a_layer_on_a_described_gpu(tmp_path: Path) -> None:
     """The engine's compiler lowers the layer; its Triton kernels are for capability 9.0."""
     check(describe("h200", tmp_path))
