@@ -231,10 +231,15 @@ class LinearBase(nn.Module):
                 self._replace(parameter, tensor, part.expert)
             del self._pending[part.expert]
 
+    def is_comparable(self, part: Part) -> bool:
+        """Whether one stored tensor gives the whole matrix, so that `equals` can compare it."""
+        return len(self.method.stored) == 1 and part.count == 1
+
     def equals(self, name: str, value: Tensor, part: Part) -> bool:
-        """Whether the loaded matrix equals the one that this stored tensor alone gives."""
-        if len(self.method.stored) != 1 or part.count != 1:
-            return False
+        """Whether the loaded matrix equals the one that this stored tensor gives.
+
+        The matrix must be comparable (`is_comparable`).
+        """
         if self.method.is_in_place:
             value = part.cut(value, self.method.stored[name]).to(self.spec.device, self.spec.dtype)
             return torch.equal(self.weights[name], value)

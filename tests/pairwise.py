@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import pytest
@@ -20,9 +20,13 @@ def pairwise(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
     return [_values(axes, place) for place in _fewest(axes)]
 
 
-def all_combinations(*axes: Sequence[Any]) -> list[Any]:
-    """Every combination of one value of each axis. Those outside of `pairwise` are marked slow."""
-    often = set(_fewest(axes))
+def all_combinations(*axes: Sequence[Any], rare: Collection[Any] = ()) -> list[Any]:
+    """Every combination of one value of each axis. Some are marked slow.
+
+    These are the combinations outside of `pairwise`, and all with a value of `rare`.
+    """
+    common = [[place for place, value in enumerate(axis) if value not in rare] for axis in axes]
+    often = {_values(common, place) for place in _fewest(common)}
     return [
         pytest.param(*_values(axes, place), marks=() if place in often else pytest.mark.slow)
         for place in itertools.product(*(range(len(axis)) for axis in axes))

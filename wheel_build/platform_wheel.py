@@ -47,7 +47,8 @@ def platform_tag(libraries: list[Path]) -> str:
         than Linux with glibc, the platform of this machine.
     """
     platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
-    if not platform.startswith("linux_") or "CS_GNU_LIBC_VERSION" not in os.confstr_names:
+    this_glibc = _this_glibc()
+    if not platform.startswith("linux_") or this_glibc is None:
         return platform
     glibc, glibcxx, cxxabi = (
         max(_versions(library, prefix) for library in libraries)
@@ -59,7 +60,7 @@ def platform_tag(libraries: list[Path]) -> str:
         if glibcxx <= most_glibcxx and cxxabi <= most_cxxabi
     ]
     if not fitting:  # the compiler is newer than the table, so older systems are left out
-        return f"manylinux_{_this_glibc()}_{platform.removeprefix('linux_')}"
+        return f"manylinux_{this_glibc}_{platform.removeprefix('linux_')}"
     return (
         f"manylinux_2_{max(_OLDEST_GLIBC, glibc, min(fitting))}_{platform.removeprefix('linux_')}"
     )
@@ -72,5 +73,13 @@ def _versions(library: Path, prefix: str) -> int:
     return max(map(int, found), default=0)
 
 
-def _this_glibc() -> str:
-    return (os.confstr("CS_GNU_LIBC_VERSION") or "").split()[-1].replace(".", "_")
+def _this_glibc() -> str | None:
+    """The version of glibc as `2_N`; None with another C library.
+
+    musl's headers have the name of the version, but no value for it.
+    """
+    try:
+        version = os.confstr("CS_GNU_LIBC_VERSION")
+    except (OSError, ValueError):
+        return None
+    return version.split()[-1].replace(".", "_") if version else None

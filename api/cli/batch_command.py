@@ -96,20 +96,19 @@ class _Run:
 
     @property
     def summary(self) -> str:
-        """The numbers of answered, failed and skipped lines, as a sentence.
+        """The numbers of lines that this run answered, and of those answered before, as a sentence.
 
-        A line whose answer is an HTTP error counts as answered and as failed. A line that could not
-        be sent counts as failed only.
+        Every line that the run wrote is an answer. The answer of a line that could not be sent, and
+        an answer with a status of 400 or more, is an error.
         """
         return (
-            f"{self._num_answered} answered, {self._num_failed} with an error, "
+            f"{self._num_answered} answered, {self._num_failed} of them with an error, "
             f"{self._num_skipped} were answered before"
         )
 
     def refuse(self, line: BatchLine) -> None:
         """Write an error answer for a line that cannot be sent."""
-        self._output.write(refused_line(line))
-        self._num_failed += 1
+        self._write(refused_line(line), is_error=True)
 
     async def answer(self, todo: list[BatchLine], concurrency: int | None) -> None:
         """Start the engine and answer the lines, `concurrency` at a time."""
@@ -156,9 +155,14 @@ class _Run:
         if answer.status == 503:
             # The line is not the cause. It gets no answer, and the next run sends it again.
             raise EngineDeadError(f"the batch is not finished: {_message(answer.body)}")
+        row = answered_line(line, answer.status, line.id, answer.body)
+        self._write(row, is_error=answer.status >= 400)
+
+    def _write(self, row: bytes, *, is_error: bool) -> None:
+        """Write an answer and count it."""
+        self._output.write(row)
         self._num_answered += 1
-        self._num_failed += answer.status >= 400
-        self._output.write(answered_line(line, answer.status, line.id, answer.body))
+        self._num_failed += is_error
 
     def _progress(self) -> Progress:
         return Progress(

@@ -9,9 +9,10 @@ The first two stages measure the machine's rates and run the GPU tests. Stages o
 first measure the rates of memory and matrix products in their own process. They compare decode with
 the roofline, and prefill with the rate of matrix products. Further stages measure the offline
 workload (also with vLLM, if it is installed), the sampler, and starts. Every stage is a process of
-its own. If one fails, this is recorded and the next one runs. A stage that hangs is ended when the
-budget is spent, and the stages after it do not run. The file keeps results of earlier commands for
-stages that do not run again.
+its own. If one fails, this is recorded and the next one runs. A stage that is not done after its
+limit (`limit_s` in stages.py) is ended, and the next one runs. A stage for which no time of the
+budget is left does not run. The file keeps results of earlier commands for stages that do not run
+again.
 
 `--without-device` lowers and compiles the programs of models for described GPUs
 (benchmarks/machine/gpus/), counts their launches and bytes, and predicts the times of steps.
@@ -80,6 +81,16 @@ def main(arguments: list[str]) -> int:
         record["without_device"] = _describe_apart(options.devices, options.tiny)
         _write(output, record)
         return _write_page(record["without_device"], None if options.tiny else _PAGE)
+    _run_stages(options, record)
+    _print(record, options.stages)
+    print(f"everything: {output}")
+    return int(any(record["stages"][name]["status"] != "ok" for name in options.stages))
+
+
+def _run_stages(options: argparse.Namespace, record: dict[str, Any]) -> None:
+    """Run the chosen stages within the budget. The file is written after each of them."""
+    from ostinato.benchmarks.gpu.stages import limit_s
+
     deadline = time.monotonic() + options.budget_s
     for name in options.stages:
         left = deadline - time.monotonic()
@@ -87,11 +98,8 @@ def main(arguments: list[str]) -> int:
             record["stages"].setdefault(name, {"status": "not run", "error": "no time was left"})
         else:
             print(f"{name} ...", flush=True)
-            record["stages"][name] = _run_apart(name, options.tiny, left)
-        _write(output, record)
-    _print(record, options.stages)
-    print(f"everything: {output}")
-    return int(any(record["stages"][name]["status"] != "ok" for name in options.stages))
+            record["stages"][name] = _run_apart(name, options.tiny, min(left, limit_s(name)))
+        _write(Path(options.output), record)
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:

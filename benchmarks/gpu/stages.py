@@ -35,7 +35,7 @@ from ostinato.graphs.sampling_graph import GraphSampler
 from ostinato.ops.sampling.sample_rows import RowSampling, SamplePath
 from ostinato.runtime.startup.plan.device import resolve_device
 
-__all__ = ("STAGES", "Stage", "StageFailedError", "default_stages", "start")
+__all__ = ("LIMITS_S", "STAGES", "Stage", "StageFailedError", "default_stages", "limit_s", "start")
 
 Stage = Callable[[bool], dict[str, Any]]
 """A stage: a function of `tiny` that returns its measurements. Tiny sizes run on any machine."""
@@ -181,6 +181,16 @@ STAGES: dict[str, Stage] = {
     f"startup-{QWEN}": partial(_startup, QWEN),
     f"startup-{LLAMA}": partial(_startup, LLAMA),
 }
+
+
+LIMITS_S = {"tests": 600.0, f"vllm-offline-{QWEN}": 600.0}
+"""Seconds after which a stage is ended, for stages that build kernels for minutes."""
+_USUAL_LIMIT_S = 300.0
+
+
+def limit_s(stage: str) -> float:
+    """The seconds after which a stage is ended, because it probably hangs."""
+    return LIMITS_S.get(stage, _USUAL_LIMIT_S)
 
 
 def default_stages() -> list[str]:

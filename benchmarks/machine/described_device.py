@@ -26,6 +26,7 @@ class DescribedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     shared_per_multiprocessor: int  # bytes
     shared_per_program: int  # bytes, the most that one program may have
     threads_per_multiprocessor: int
+    programs_per_multiprocessor: int
 
     @property
     def arch(self) -> int:
@@ -33,7 +34,9 @@ class DescribedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         return 10 * self.capability[0] + self.capability[1]
 
     def resident_programs(self, registers: int, shared_bytes: int, num_threads: int) -> int:
-        """How many programs of a kernel a multiprocessor has registers, memory and threads for.
+        """How many programs of a kernel run on a multiprocessor at the same time.
+
+        Registers, shared memory, threads and the number of programs are limited.
 
         Args:
             registers: the registers of a thread; they are given out in groups of 8.
@@ -42,7 +45,8 @@ class DescribedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         """
         by_registers = _REGISTERS // (max(-(-registers // 8), 1) * 8 * num_threads)
         by_memory = self.shared_per_multiprocessor // (shared_bytes + _RESERVED_SHARED_MEMORY)
-        return min(by_registers, by_memory, self.threads_per_multiprocessor // num_threads)
+        by_threads = self.threads_per_multiprocessor // num_threads
+        return min(by_registers, by_memory, by_threads, self.programs_per_multiprocessor)
 
 
 def described_devices() -> list[str]:

@@ -85,7 +85,9 @@ _INTRODUCTION = """
 single kernels. `python -m ostinato.benchmarks.micro.kernel_table` compiled them ahead of time for
 compute capability 9.0. There is one section per Triton version, because versions allocate registers
 differently. `tests/ops/test_triton_aot.py` requires: no spills, at most 227 KiB of shared memory,
-and tensor-core instructions in every 16-bit kernel of attention and of matrix products.
+and tensor-core instructions in every 16-bit kernel of attention and of matrix products. Two kernels
+for steps of at most 4 sequences (*few*) may spill: 164 bytes with 71 heads of one KV head, and 20
+bytes with D256.
 
 In these sections, the column *kernel* has these names. *Short* is attention of sequences whose
 query rows fit one tile (decode), *few* is the same in steps of at most 4 sequences, *long* is

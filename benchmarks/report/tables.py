@@ -1,7 +1,8 @@
-"""Prints a result as a table, 80 to 100 columns wide.
+"""Prints a result: title, figures, errors, notes and paths. Tables have at most 100 columns.
 
-A few points are printed side by side, with one metric in a row. Many points are printed one below
-the other, with the most important metrics only.
+Up to four points with short labels are printed side by side, with one metric in a row. If they do
+not fit the width of the terminal, they are divided among several tables. Other points are printed
+one below the other in one table, with the most important metrics only.
 """
 
 from __future__ import annotations

@@ -49,12 +49,18 @@ class Slot(Protocol):
         """
         ...
 
-    def compare(self, stored_name: str, tensor: Tensor) -> None:
+    def compare(self, stored_name: str, tensor: Tensor, first_name: str) -> None:
         """Check that a second tensor for a filled slot repeats the first.
 
+        Args:
+            stored_name: the name of the second tensor.
+            tensor: the second tensor, as stored.
+            first_name: the name of the first one. It is another name if the checkpoint stores an
+                output head and the embedding that it is tied to.
+
         Raises:
-            CheckpointError: the second tensor differs, its dtype or shape is wrong, or the slot is
-                that of a parameter, which is stored only once.
+            CheckpointError: the second tensor differs or cannot be compared, or its dtype or shape
+                is wrong.
         """
         ...
 
@@ -210,7 +216,7 @@ class _ParameterSlot:
         value = tensor if self.order is None else tensor[self.order]
         self.parameter.copy_(value.double() + self.offset if self.offset else value)
 
-    def compare(self, stored_name: str, tensor: Tensor) -> None:
+    def compare(self, stored_name: str, tensor: Tensor, first_name: str) -> None:
         raise CheckpointError(f"{stored_name} is stored twice")
 
 
@@ -249,13 +255,18 @@ class MatrixSlot:
         except ValueError as error:
             raise CheckpointError(f"{stored_name}: {error}") from error
 
-    def compare(self, stored_name: str, tensor: Tensor) -> None:
+    def compare(self, stored_name: str, tensor: Tensor, first_name: str) -> None:
         value = self._checked(stored_name, tensor)
-        if not (len(self.parts) == 1 and self.module.equals(self.kind, value, self.parts[0])):
-            raise CheckpointError(
-                f"{stored_name} differs from the embedding that it is tied to; "
-                "set model.config.tie_word_embeddings=false"
-            )
+        if len(self.parts) != 1 or not self.module.is_comparable(self.parts[0]):
+            raise CheckpointError(f"{stored_name} is stored twice")
+        if self.module.equals(self.kind, value, self.parts[0]):
+            return
+        if stored_name == first_name:
+            raise CheckpointError(f"{stored_name} is stored twice, with different values")
+        raise CheckpointError(
+            f"{stored_name} differs from {first_name}, to which it is tied; "
+            "set model.config.tie_word_embeddings=false"
+        )
 
     def _checked(self, stored_name: str, tensor: Tensor) -> Tensor:
         _check(stored_name, tensor, self.stored_shape, self.stored.dtypes)

@@ -80,7 +80,7 @@ def load_weights(
     all_slots = slots if whole is None else find_slots(whole, layout)
     files = checkpoint.weight_files()
     ignored = [re.compile(pattern) for pattern in layout.ignored]
-    loaded: set[str] = set()
+    loaded: dict[str, str] = {}  # slot -> the name of the tensor that filled it
     unexpected: list[str] = []
     scales = CacheScales(model)
     with _progress_bar(shown=bool(progress)) as bar:
@@ -88,11 +88,11 @@ def load_weights(
         for stored_name, tensor, part in _stored_tensors(model, checkpoint, files, all_slots):
             name = _own_name(stored_name, layout, all_slots)
             if name in loaded:
-                slots[name].compare(stored_name, tensor)
+                slots[name].compare(stored_name, tensor, loaded[name])
             elif name in slots:
                 slots[name].fill(stored_name, tensor, part.matrices)
                 if part.is_last:
-                    loaded.add(name)
+                    loaded[name] = stored_name
             elif name in all_slots:
                 pass  # another stage has it
             elif scales.take(name, stored_name, tensor):

@@ -94,15 +94,15 @@ class Engine:
                 f"the engine has ended and a new one must be made: {self._failure}",
                 self._failure.reason,
             )
-        # Checked here, because a request whose grammar is built must not be refused within a step.
-        self._scheduler.check(request)
         self._grammars.check(request)
-        self._observer.add(request)
-        self._counters.add(request)
         if request.grammar:
+            # Checked here, because a request whose grammar is built must not be refused in a step.
+            self._scheduler.check(request)
             self._grammars.add(request)
         else:
             self._scheduler.add(request)
+        self._observer.add(request)
+        self._counters.add(request)
 
     def abort(self, request_id: str) -> SequenceOutput | None:
         """End a request now; returns its last output, or None if it is unknown or has ended."""

@@ -96,19 +96,20 @@ class LeastLoad:
 
 
 class PrefixAware:
-    """Chooses the replica that got the longest common prefix, unless it is much busier.
+    """Chooses the replica that got the longest beginning of the prompt, unless it is much busier.
 
-    The router does not see the replicas' caches. It remembers to which replica it sent each block
-    of a prompt, up to `_MEMORY` blocks times the number of replicas. It chooses the least loaded
-    replica if it does not remember the first block of the prompt, or if the remembered replica has
-    more requests than twice the least load plus `_SLACK`.
+    The router does not see the replicas' caches. It remembers the last replica to which it sent
+    each block of a prompt, up to `_MEMORY` blocks times the number of replicas. It chooses the
+    least loaded replica in two cases. No replica that it remembers for the beginning of the prompt
+    takes requests. Or the remembered replica has more requests than twice the least load plus
+    `_SLACK`.
     """
 
     reads_loads = True
     _MEMORY = 1 << 16
     _SLACK = 4
     # Blocks of a prompt that are compared. Hashing takes about a microsecond a block, in the API
-    # process. Prompts that differ only after these blocks go to the same replica.
+    # process. Prompts that differ only after these blocks are equal for the router.
     _LONGEST = 1024
 
     def __init__(self, num_replicas: int, block_size: int) -> None:

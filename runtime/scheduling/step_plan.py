@@ -133,7 +133,8 @@ class StepPlan:
     def return_drafts(self, num_drafts: int) -> None:
         """Return tokens to the token budget: those of drafts that the drafter did not propose.
 
-        The allowance stays as it is.
+        The allowance stays as it is: drafts are the last entries of a plan, and all are taken
+        before the first is returned. So nothing asks the allowance afterwards.
         """
         self.num_drafts -= num_drafts
         self.num_tokens_left += num_drafts

@@ -1,5 +1,6 @@
 """The wheel has the package's modules and data, and compiled CPU kernels that need no compiler."""
 
+import errno
 import importlib
 import os
 import re
@@ -142,6 +143,23 @@ def test_the_tag_names_the_glibc_that_the_symbol_versions_need(
     assert tag("GLIBC_2.14", "GLIBCXX_3.4.21", "CXXABI_1.3.13") == f"manylinux_2_34_{machine}"
     assert tag("GLIBC_2.38", "GLIBCXX_3.4.29") == f"manylinux_2_38_{machine}"
     assert tag("GLIBCXX_3.4.99") == f"manylinux_{this}_{machine}"
+
+
+@pytest.mark.parametrize("answer", [OSError(errno.EINVAL, "Invalid argument"), ValueError(), None])
+def test_without_glibc_the_tag_is_the_platform_of_the_machine(
+    answer: Exception | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """With musl, `confstr` knows the name of glibc's version and fails, or has no answer."""
+    monkeypatch.syspath_prepend(ROOT / "wheel_build")
+    platform_tag = importlib.import_module("platform_wheel").platform_tag
+
+    def confstr(name: str) -> None:
+        if answer is not None:
+            raise answer
+
+    monkeypatch.setattr(os, "confstr", confstr)
+    (tmp_path / "library.so").write_bytes(b"\x7fELF\0GLIBC_2.14\0")
+    assert platform_tag([tmp_path / "library.so"]) == sysconfig.get_platform().replace("-", "_")
 
 
 def libraries_of(levels: list[str]) -> set[str]:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from ostinato.benchmarks.gpu import stages
 from ostinato.benchmarks.gpu.__main__ import _run_apart, main
 from ostinato.benchmarks.machine.roofline import Machine, ModelSizes, sizes_of
 from ostinato.conf.compose import load_config
@@ -63,6 +64,21 @@ def test_a_stage_that_fails_is_recorded() -> None:
 def test_a_stage_that_hangs_is_ended() -> None:
     found = _run_apart("machine", True, 0.2)
     assert (found["status"], found["error"]) == ("timeout", "not done after 0 s")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, the command itself is run")
+def test_a_stage_that_hangs_leaves_time_for_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No stage is done within these limits. Each of them is ended at its own limit."""
+    limits = {"machine": 0.1, "sampler": 0.2}
+    monkeypatch.setattr(stages, "LIMITS_S", limits)
+    output = tmp_path / "gpu.json"
+    assert main(["--tiny", "--stages", "machine,sampler", "--output", str(output)]) == 1
+    found = json.loads(output.read_text())["stages"]
+    assert {name: stage["status"] for name, stage in found.items()} == dict.fromkeys(
+        limits, "timeout"
+    )
 
 
 STAGES = [
@@ -118,5 +134,5 @@ def test_no_time_left_is_recorded(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "ostinato.benchmarks.gpu", "--tiny", "--budget-s", "1"]
     done = subprocess.run([*command, "--output", str(output)], cwd=ROOT, check=False)
     assert done.returncode == 1
-    stages = json.loads(output.read_text())["stages"]
-    assert {stage["status"] for stage in stages.values()} == {"not run"}
+    found = json.loads(output.read_text())["stages"]
+    assert {stage["status"] for stage in found.values()} == {"not run"}

@@ -61,8 +61,15 @@ def test_a_batch_is_answered_and_goes_on_after_an_interruption(tmp_path):
         command(source, target), cwd=_ROOT, capture_output=True, text=True, timeout=240, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert f"{num_before} were answered before" in done.stderr
-    assert target.read_bytes().startswith(before[: before.rindex(b"\n") + 1])
+    whole = before.rindex(b"\n") + 1  # an incomplete last line is written again
+    written = [json.loads(row) for row in target.read_bytes()[whole:].splitlines()]
+    num_errors = sum(
+        row["error"] is not None or row["response"]["status_code"] >= 400 for row in written
+    )
+    assert (
+        f"{len(written)} answered, {num_errors} of them with an error, {num_before} were answered before"
+    ) in done.stderr
+    assert target.read_bytes().startswith(before[:whole])
 
     answers = rows(target)
     assert answers.keys() == {request["custom_id"] for request in requests}
@@ -82,7 +89,7 @@ def test_a_batch_is_answered_and_goes_on_after_an_interruption(tmp_path):
         command(source, target), cwd=_ROOT, capture_output=True, text=True, timeout=240, check=False
     )
     assert (again.returncode, target.read_text().count("\n")) == (0, len(requests))
-    assert "0 answered, 0 with an error, 66 were answered before" in again.stderr
+    assert "0 answered, 0 of them with an error, 66 were answered before" in again.stderr
 
 
 def test_files_are_named_when_they_are_missing(tmp_path):

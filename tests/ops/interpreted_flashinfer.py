@@ -1,6 +1,6 @@
 """The flashinfer backend over stand-ins of FlashInfer, against the reference.
 
-test_flashinfer_signatures.py runs this file with TRITON_INTERPRET=1, because a Triton kernel writes
+test_interpreted_kernels.py runs this file with TRITON_INTERPRET=1, because a Triton kernel writes
 the keys and values.
 """
 

@@ -4,17 +4,32 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 from torch import Tensor
 
 from ostinato.ops.native.instruction_sets import runnable_levels
 from ostinato.ops.native.library import load
 
-__all__ = ("LEVELS", "assert_within", "linear_problem", "name_of", "ops_of")
+__all__ = (
+    *("EACH_LEVEL", "LEVELS", "OFTEN", "RARELY", "assert_within"),
+    *("linear_problem", "name_of", "ops_of"),
+)
 
 LEVELS = [*runnable_levels(), f"amx_on_{next(n for n in runnable_levels() if n != 'amx')}"]
 """The instruction sets that this machine runs, and the emulation of matrix tiles over the best one
 without AMX."""
+
+_HAS_TWIN = {"avx512": "avx512bf16", LEVELS[-1]: "amx"}
+RARELY = [level for level in LEVELS if _HAS_TWIN.get(level) in LEVELS]
+"""Levels whose tests are marked slow, because each takes half a minute to compile. On a processor
+with avx512bf16, avx512 is one of them: only its products of bfloat16 and of bytes differ. On a
+processor with AMX, the emulation is one of them: test_amx.py compares it with AMX."""
+
+OFTEN = [level for level in LEVELS if level not in RARELY]
+EACH_LEVEL = [
+    pytest.param(level, marks=pytest.mark.slow if level in RARELY else ()) for level in LEVELS
+]
 
 
 def ops_of(library: str, level: str, **names: str) -> SimpleNamespace:

@@ -32,7 +32,7 @@ from ostinato.ops.native.instruction_sets import (
 )
 from ostinato.ops.quantized_reference import QuantFormat, pack_quantized_reference
 from tests.ops.attention_steps import Shape, make_step, run, to_cache
-from tests.ops.kernel_checks import LEVELS, linear_problem, ops_of
+from tests.ops.kernel_checks import EACH_LEVEL, LEVELS, linear_problem, ops_of
 from tests.ops.level_backend import LevelBackend
 
 CHECK = Path(__file__).with_name("amx_check.cpp")
@@ -176,9 +176,11 @@ def test_the_emulation_is_what_the_manual_says(
 
 
 EMULATION = LEVELS[-1]
+TILED = [EACH_LEVEL[0], EACH_LEVEL[-1]] if HAS_AMX else [EACH_LEVEL[-1]]  # with matrix tiles
 
 
 @needs_amx
+@pytest.mark.slow  # the emulation takes half a minute to compile
 @pytest.mark.parametrize("float32_output", [False, True])
 @pytest.mark.parametrize("shape", [(33, 7), (96, 64), (100, 513), (65, 2101)], ids=str)
 def test_a_linear_layer_has_the_emulations_bits(
@@ -195,6 +197,7 @@ def test_a_linear_layer_has_the_emulations_bits(
 
 
 @needs_amx
+@pytest.mark.slow  # the emulation takes half a minute to compile
 @pytest.mark.parametrize("head_dim", [64, 72, 128])
 @pytest.mark.parametrize("block_size", [8, 16])
 @pytest.mark.parametrize("cache_dtype", [None, torch.int8], ids=["plain", "int8"])
@@ -217,7 +220,7 @@ def _whole_numbers(x: Tensor) -> Tensor:
     return whole
 
 
-@pytest.mark.parametrize("level", [level for level in LEVELS if level.startswith("amx")])
+@pytest.mark.parametrize("level", TILED)
 @pytest.mark.parametrize(
     ("head_dim", "value_dim", "block_size"), [(64, 64, 16), (72, 24, 8), (40, 128, 24)], ids=str
 )
@@ -270,17 +273,15 @@ def _packed(form: QuantFormat, out_features: int, in_features: int) -> Tensor:
 
 @pytest.mark.parametrize("form", _TILED_FORMS, ids=str)
 @pytest.mark.parametrize("shape", [(96, 1024), (100, 1000), (33, 70)], ids=str)
+@pytest.mark.parametrize("level", TILED)
 def test_tiles_of_bytes_have_the_bits_of_the_level_below(
-    form: QuantFormat, shape: tuple[int, int]
+    form: QuantFormat, shape: tuple[int, int], level: str
 ) -> None:
     """With 1 row no level uses tiles. Tiles take 32 rows at a time: 100 rows need several turns."""
     below = EMULATION.removeprefix("amx_on_")
-    tiled = [
-        ops_of("quantized", level, linear="quantized_linear").linear
-        for level in LEVELS
-        if level.startswith("amx")
-    ]
-    other = ops_of("quantized", below, linear="quantized_linear").linear
+    tiled, other = (
+        ops_of("quantized", each, linear="quantized_linear").linear for each in (level, below)
+    )
     packed = _packed(form, *shape)
     for rows in (1, 7, 8, 16, 33, 100):
         x, _, bias = linear_problem(rows, *shape, torch.bfloat16)
@@ -288,9 +289,8 @@ def test_tiles_of_bytes_have_the_bits_of_the_level_below(
         if rows > 1:
             x[1, 3] = torch.inf
         arguments = (packed, bias, shape[0], False, None, None, *form)
-        expected = other(x, *arguments)
-        for linear in tiled:
-            assert torch.equal(linear(x, *arguments).view(torch.int16), expected.view(torch.int16))
+        result, expected = tiled(x, *arguments), other(x, *arguments)
+        assert torch.equal(result.view(torch.int16), expected.view(torch.int16))
 
 
 def test_the_levels_that_run_here_are_named(record_property: Callable[[str, object], None]) -> None:

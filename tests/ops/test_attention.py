@@ -20,7 +20,7 @@ from torch import Tensor
 from ostinato.ops.backends.cpu import BACKEND as CPU
 from ostinato.ops.backends.reference import BACKEND as REFERENCE
 from tests.ops.attention_steps import Shape, Step, check, make_step, run
-from tests.ops.kernel_checks import LEVELS
+from tests.ops.kernel_checks import EACH_LEVEL
 from tests.ops.level_backend import LevelBackend
 from tests.pairwise import pairwise
 
@@ -31,7 +31,7 @@ BLOCK_SIZES = (8, 16, 32, 64, 128)
 MIXED = [(1, 1), (1, 300), (70, 70), (1, 64), (33, 290), (2, 257)]
 
 
-@pytest.fixture(scope="module", params=LEVELS)
+@pytest.fixture(scope="module", params=EACH_LEVEL)
 def level(request: pytest.FixtureRequest) -> LevelBackend:
     return LevelBackend(request.param)
 

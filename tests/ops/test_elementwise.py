@@ -14,14 +14,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ostinato.ops import activation, norm, rope
-from tests.ops.kernel_checks import LEVELS, name_of, ops_of
+from tests.ops.kernel_checks import EACH_LEVEL, name_of, ops_of
 
 _DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 _COUNTS = [1, 7, 16, 64, 129, 1536]  # around the widths of vectors, and more than a chunk of 512
 _KINDS = sorted(set(activation.ACTIVATIONS.values()))
 
 
-@pytest.fixture(params=LEVELS)
+@pytest.fixture(params=EACH_LEVEL)
 def kernels(request: pytest.FixtureRequest) -> SimpleNamespace:
     """The ops at one instruction set."""
     assert all(hasattr(module, "__all__") for module in (activation, norm, rope))  # ops are defined

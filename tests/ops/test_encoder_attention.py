@@ -11,7 +11,7 @@ from torch import Tensor
 from ostinato.ops.encoder_attention import _kernel as python_kernel
 from ostinato.ops.encoder_attention import encoder_attention, encoder_attention_reference
 from ostinato.ops.native.library import load
-from tests.ops.kernel_checks import LEVELS, name_of, ops_of
+from tests.ops.kernel_checks import EACH_LEVEL, name_of, ops_of
 
 OP = "encoder_attention"
 HEADS = 3
@@ -40,7 +40,7 @@ def check(attend, arguments: list[Tensor], scale: float) -> None:
     torch.testing.assert_close(got, expected, atol=error, rtol=error)
 
 
-@pytest.mark.parametrize("level", ["python", *LEVELS])
+@pytest.mark.parametrize("level", ["python", *EACH_LEVEL])
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 def test_every_row_sees_its_sequence_and_no_other(level: str, dtype: torch.dtype) -> None:
     attend = python_kernel if level == "python" else ops_of("core", level, attend=OP).attend
@@ -58,7 +58,7 @@ def test_every_row_sees_its_sequence_and_no_other(level: str, dtype: torch.dtype
     run()
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", EACH_LEVEL)
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 def test_bits_of_a_sequence_depend_on_it_alone(level: str, dtype: torch.dtype) -> None:
     """A sequence has the same bits in a batch and alone, where it runs on 1 or on 2 threads.

@@ -19,7 +19,7 @@ from ostinato.ops.quantized_reference import (
     pack_quantized_reference,
     quantized_linear_reference,
 )
-from tests.ops.kernel_checks import LEVELS, ops_of
+from tests.ops.kernel_checks import EACH_LEVEL, ops_of
 
 _FORMATS = [
     QuantFormat(4, 128, True, "float16"),
@@ -75,7 +75,7 @@ def _kernels(level: str) -> SimpleNamespace:
 
 
 @pytest.mark.parametrize("form", _FORMATS, ids=_name)
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", EACH_LEVEL)
 def test_what_is_stored_is_restored_bit_for_bit(level: str, form: QuantFormat) -> None:
     kernels = _kernels(level)
     for shape in _SHAPES:
@@ -91,7 +91,7 @@ def test_what_is_stored_is_restored_bit_for_bit(level: str, form: QuantFormat) -
 
 @pytest.mark.parametrize("form", _FORMATS, ids=_name)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", EACH_LEVEL)
 def test_products_with_and_without_an_order(
     level: str, dtype: torch.dtype, form: QuantFormat
 ) -> None:

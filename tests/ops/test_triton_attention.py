@@ -1,11 +1,6 @@
-"""The triton backend without a GPU: its interpreted tests, and the code outside its kernels."""
+"""The triton backend without a GPU: the code outside its kernels."""
 
 from __future__ import annotations
-
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,32 +10,6 @@ from ostinato.ops.attention import AttentionSpec, load_backend
 from ostinato.ops.backends.triton_tiles import KernelShape, TileShape
 
 pytest.importorskip("triton", reason="triton has wheels for Linux x86-64 only")
-ROOT = Path(__file__).parents[2]
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the kernels themselves here")
-@pytest.mark.timeout(1200)  # half a minute of one core; a busy machine may give less than one
-@pytest.mark.parametrize("marks", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
-def test_under_the_interpreter(marks: str) -> None:
-    """The interpreted tests with these marks, in a process where no kernel is decorated yet."""
-    environment = os.environ | {
-        "TRITON_INTERPRET": "1",
-        # NumPy multiplies small tiles, for which more threads are slower.
-        "OMP_NUM_THREADS": "1",
-        "OPENBLAS_NUM_THREADS": "1",
-    }
-    options = ["-x", "-q", "-n", "0", "-p", "no:cacheprovider", "-m", marks]
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, "tests/ops/interpreted_triton_attention.py"],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert " passed" in run.stdout
-    assert "skipped" not in run.stdout
 
 
 def spec(**more: object) -> AttentionSpec:

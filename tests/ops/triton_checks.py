@@ -1,12 +1,8 @@
-"""Helpers of the Triton kernels' tests: Triton's interpreter, and compiling without a GPU."""
+"""Compiles Triton kernels without a GPU, for tests."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import triton
@@ -15,33 +11,12 @@ from triton.compiler import ASTSource
 
 from ostinato.benchmarks.machine.kernel_resources import Resources, read_resources
 
-__all__ = ("compiled_kernel", "interpreted")
+__all__ = ("compiled_kernel",)
 
-_ROOT = Path(__file__).parents[2]
 _CAPABILITY = 90
 _OPTIONS = ("num_warps", "num_stages")
 _INTEGERS = ("num_rows", "x_stride", "residual_stride")
 _OPTIONAL = {"bias", "residual", "order", "given"}
-
-
-def interpreted(module: str, *options: str) -> None:
-    """Run a module of tests in a process where no kernel is decorated yet.
-
-    Args:
-        module: its path in the repository.
-        options: more options for pytest.
-    """
-    fixed = ["-x", "-q", "-n", "0", "-p", "no:cacheprovider"]
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", *fixed, *options, module],
-        cwd=_ROOT,
-        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert " passed" in run.stdout
 
 
 def compiled_kernel(

@@ -1,5 +1,6 @@
-// The linear op over quantised weights for CPUs: x @ weight.T + bias + residual. Layout in layout.h,
-// arithmetic in row_worker.h, tiles.h, amx_quantized.h, and for floats of 8 bits in float8.h and amx_float8.h.
+// The linear op over quantised weights for CPUs: x @ weight.T + bias + residual. Layout in layout.h, rounding of
+// activations in activations.h. Arithmetic in row_worker.h, tiles.h and products.h; on matrix tiles in amx_quantized.h;
+// over weights that are floats of 8 bits in float8.h and amx_float8.h.
 //
 // The activations are quantised too, unless the weights are floats of 8 bits. A row is cut into the groups of the
 // weight, and each group becomes 8-bit integers and a scale. So the products are products of small integers, for which

@@ -38,6 +38,8 @@ def test_resident_programs_are_limited_by_the_scarcest_resource() -> None:
     assert device.resident_programs(255, 0, 128) == 2  # 65536 registers / (256 x 128)
     assert device.resident_programs(32, 0, 128) == 16  # 2048 threads
     assert device.resident_programs(32, 100 * 1024, 128) == 2  # 228 KiB
+    assert device.resident_programs(16, 0, 32) == 32  # programs
+    assert described_device("l40s").resident_programs(16, 0, 32) == 24
 
 
 def test_shapes_of_steps() -> None:
@@ -83,6 +85,7 @@ def check(found: dict[str, Any]) -> None:
     assert all(0 < row["occupancy"] <= 1 for row in kernels.values())
 
 
+@pytest.mark.slow  # half a minute
 def test_a_layer_on_a_described_gpu(tmp_path: Path) -> None:
     """The engine's compiler lowers the layer; its Triton kernels are for capability 9.0."""
     check(describe("h200", tmp_path))

@@ -89,6 +89,7 @@ def test_a_constant_that_was_a_size_is_refused() -> None:
         trace_fx(function, examples(), PieceCompiler())
 
 
+@pytest.mark.slow  # Inductor compiles; other tests trace layers of families, which have such sizes
 @torch.inference_mode()
 def test_sizes_that_are_equal_in_all_steps_are_no_obstacle() -> None:
     """Dynamo adds two guards, which hold in all steps.

@@ -219,7 +219,31 @@ def test_stored_head_of_a_tied_model(saved: dict[str, Saved], tmp_path: Path) ->
     load(directory)
     tensors["lm_head.weight"] = embedding + 1
     save_file(tensors, directory / "model.safetensors")
-    assert refusal(directory).endswith("set model.config.tie_word_embeddings=false")
+    names = ("lm_head.weight", "model.embed_tokens.weight")
+    assert refusal(directory) in [
+        f"{one} differs from {other}, to which it is tied; set model.config.tie_word_embeddings=false"
+        for one, other in (names, names[::-1])
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("model.layers.0.self_attn.q_proj.weight", ""),  # a part of the matrix QKV
+        ("model.layers.0.mlp.down_proj.weight", ", with different values"),
+        ("model.norm.weight", ""),
+    ],
+)
+def test_a_tensor_in_two_shards_is_named(
+    saved: dict[str, Saved], tmp_path: Path, name: str, reason: str
+) -> None:
+    directory = saved["llama-tied"].write_small_files(tmp_path)
+    tensors = saved["llama-tied"].tensors
+    save_file(tensors, directory / "one.safetensors")
+    save_file({name: tensors[name] + 1}, directory / "two.safetensors")
+    index = {"weight_map": dict.fromkeys(tensors, "one.safetensors") | {name: "two.safetensors"}}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert refusal(directory) == f"{name} is stored twice{reason}"
 
 
 def dummy(

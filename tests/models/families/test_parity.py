@@ -59,7 +59,7 @@ EAGER = [
     for backend in ("reference", "cpu")
 ]
 # A packed model is lowered to calls of our ops within 1 s. For one that is not packed, Inductor
-# takes 10 s.
+# takes 10 s; tests/graphs/compiler has a quick case of it.
 COMPILED = [
     (GraphForm.layer, "bloom", True),
     pytest.param(GraphForm.layer, "bloom", False, marks=SLOW),
@@ -70,7 +70,7 @@ COMPILED = [
     pytest.param(GraphForm.layer, "gpt-neox", False, marks=SLOW),
     (GraphForm.layer, "gpt2", True),
     pytest.param(GraphForm.layer, "gpt2", False, marks=SLOW),
-    (GraphForm.layer, "llama3", False),
+    pytest.param(GraphForm.layer, "llama3", False, marks=SLOW),
     pytest.param(GraphForm.layer, "mpt", False, marks=SLOW),
     pytest.param(GraphForm.layer, "olmo2", False, marks=SLOW),
     pytest.param(GraphForm.layer, "mistral", False, marks=SLOW),
@@ -78,7 +78,6 @@ COMPILED = [
     (GraphForm.layer, "qwen2-window", True),  # two kinds of layers
     pytest.param(GraphForm.layer, "qwen2-window", False, marks=SLOW),
     (GraphForm.layer, "qwen3-tied", True),
-    # tests/graphs/compiler has a quick case of this form.
     pytest.param(GraphForm.model, "gpt2", False, marks=SLOW),
     pytest.param(GraphForm.model, "qwen2-window", False, marks=SLOW),
     (GraphForm.model, "qwen3-tied", True),

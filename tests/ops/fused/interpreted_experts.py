@@ -1,6 +1,6 @@
 """The kernels of `fused_experts` against plain torch in float64, under Triton's interpreter.
 
-pytest collects no file of this name: test_fused_kernels.py runs it with TRITON_INTERPRET=1.
+pytest collects no file of this name: test_interpreted_kernels.py runs it with TRITON_INTERPRET=1.
 """
 
 from __future__ import annotations

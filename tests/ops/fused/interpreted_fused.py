@@ -1,7 +1,7 @@
 """The fused kernels against plain torch and the reference backend, under Triton's interpreter.
 
 The interpreter must be chosen before a kernel is decorated. So this file has a name that pytest
-does not collect. test_fused_kernels.py runs it in a process with TRITON_INTERPRET=1.
+does not collect. test_interpreted_kernels.py runs it in a process with TRITON_INTERPRET=1.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The Triton kernels of quantised weights under Triton's interpreter, against dequantised matrices.
 
-pytest collects no file of this name: test_triton_quantized.py runs it with TRITON_INTERPRET=1.
+pytest collects no file of this name: test_interpreted_kernels.py runs it with TRITON_INTERPRET=1.
 Products are of float32 and float16: the interpreter multiplies no bfloat16.
 """
 

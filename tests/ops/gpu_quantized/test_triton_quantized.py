@@ -24,9 +24,8 @@ from ostinato.ops.gpu_quantized.triton_quantized_moe import (
 )
 from ostinato.ops.gpu_quantized.triton_quantized_rows import quantized_rows_kernel
 from ostinato.ops.quantized_reference import QuantFormat
-from tests.ops.triton_checks import compiled_kernel, interpreted
+from tests.ops.triton_checks import compiled_kernel
 
-MODULE = "tests/ops/gpu_quantized/interpreted_quantized.py"
 SLOW = pytest.mark.slow
 FACTORS = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32"}
 GPTQ = QuantFormat(4, 128, False, "float16")
@@ -36,17 +35,6 @@ MXFP4 = QuantFormat(4, 32, True, "bfloat16", "e2m1")
 NVFP4 = QuantFormat(4, 16, True, "float32", "e2m1")
 Q4_K = QuantFormat(4, 32, False, "float32", "minimums")
 FORMS = [GPTQ, INT8, FP8, MXFP4, NVFP4, Q4_K, QuantFormat(4, 32, True)]
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels themselves run here")
-def test_the_kernels_under_the_interpreter() -> None:
-    interpreted(MODULE)
-
-
-@SLOW
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels themselves run here")
-def test_every_format_under_the_interpreter() -> None:
-    interpreted(MODULE, "-m", "slow")
 
 
 def compiled(kernel: Any, form: QuantFormat, constants: dict[str, Any], **types: str) -> Resources:

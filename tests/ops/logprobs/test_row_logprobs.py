@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from importlib.util import find_spec
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from ostinato.ops.logprobs import row_logprobs as module
 from ostinato.ops.logprobs.row_logprobs import RowLogprobs
-from tests.ops.kernel_checks import LEVELS, ops_of
+from tests.ops.kernel_checks import EACH_LEVEL, ops_of
 from tests.ops.logprobs.logit_rows import check, make_rows
 
 Score = Callable[[Tensor, Tensor, int], RowLogprobs]
@@ -27,7 +26,7 @@ def kernel(isa: str) -> Score:
     return lambda *arguments: RowLogprobs(*op(*arguments))
 
 
-@pytest.mark.parametrize("isa", [*LEVELS, "plain"])
+@pytest.mark.parametrize("isa", [*EACH_LEVEL, "plain"])
 @settings(max_examples=25)
 @given(
     seed=st.integers(0, 10_000),
@@ -42,7 +41,7 @@ def test_results_are_the_definitions(
     check(kernel(isa), seed, vocabulary, form, num_tokens, min(top, vocabulary))
 
 
-@pytest.mark.parametrize("isa", LEVELS)
+@pytest.mark.parametrize("isa", EACH_LEVEL)
 @settings(max_examples=8)
 @given(data=st.data())
 def test_a_row_has_the_same_bits_in_every_batch(isa: str, data: st.DataObject) -> None:
@@ -62,7 +61,7 @@ def test_a_row_has_the_same_bits_in_every_batch(isa: str, data: st.DataObject) -
         assert torch.equal(part, column[some])
 
 
-@pytest.mark.parametrize("isa", LEVELS)
+@pytest.mark.parametrize("isa", EACH_LEVEL)
 @pytest.mark.parametrize(
     ("token", "top", "message"),
     [(9, 1, r"token_ids\[0, 0\] = 9 must be in \[0, 9\)"), (0, 10, r"top must be in \[0, 9\]")],
@@ -72,7 +71,7 @@ def test_what_is_out_of_range_is_refused(isa: str, token: int, top: int, message
         kernel(isa)(torch.zeros(1, 9), torch.tensor([[token]]), top)
 
 
-@pytest.mark.parametrize("isa", [*LEVELS, "plain"])
+@pytest.mark.parametrize("isa", [*EACH_LEVEL, "plain"])
 def test_a_token_that_is_not_a_number_is_impossible(isa: str) -> None:
     logits = torch.tensor([[math.nan, 1.0, -math.inf, 1.0]])
     found = kernel(isa)(logits, torch.tensor([[0, 1, 2, 3]]), 4)
@@ -80,11 +79,3 @@ def test_a_token_that_is_not_a_number_is_impossible(isa: str) -> None:
     assert found.ranks.tolist() == [3]
     assert set(found.top_ids[0, :2].tolist()) == {1, 3}
     assert found.top_logprobs[0, 2:].tolist() == [-math.inf, -math.inf]
-
-
-@pytest.mark.skipif(find_spec("triton") is None, reason="triton has wheels for Linux x86-64 only")
-@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the kernel itself here")
-def test_the_triton_kernel_under_the_interpreter() -> None:
-    from tests.ops.triton_checks import interpreted  # imports triton
-
-    interpreted("tests/ops/logprobs/interpreted_row_logprobs.py")

@@ -1,6 +1,6 @@
 """The Triton kernels of `moe_linear` and `route` under Triton's interpreter, against plain torch.
 
-pytest collects no file of this name: test_moe_linear.py runs it with TRITON_INTERPRET=1.
+pytest collects no file of this name: test_interpreted_kernels.py runs it with TRITON_INTERPRET=1.
 """
 
 from __future__ import annotations

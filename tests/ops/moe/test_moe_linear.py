@@ -6,12 +6,7 @@ the errors of the linear ops. This module adds tests of the sum over a token's e
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
-from importlib.util import find_spec
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -24,9 +19,8 @@ from ostinato.ops.linear import pack_linear_weight
 from ostinato.ops.moe.moe_linear import moe_linear, packed_moe_linear
 from ostinato.ops.quantized import quantize_linear_weight
 from ostinato.ops.quantized_reference import QuantFormat
-from tests.ops.kernel_checks import LEVELS, name_of, ops_of
+from tests.ops.kernel_checks import EACH_LEVEL, name_of, ops_of
 
-ROOT = Path(__file__).parents[3]
 NUM_EXPERTS, OUT, IN = 5, 70, 140
 FORMS = [None, QuantFormat(8, 64, True), QuantFormat(8, 32, False), QuantFormat(4, 64, False)]
 
@@ -67,7 +61,7 @@ def problem(tokens: int, slots: int, dtype: torch.dtype, seed: int) -> SimpleNam
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: "packed" if form is None else form.name)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=name_of)
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", EACH_LEVEL)
 def test_a_row_has_the_bits_of_its_experts_linear_op(
     level: str, dtype: torch.dtype, form: QuantFormat | None
 ) -> None:
@@ -147,20 +141,3 @@ def test_what_does_not_fit_is_refused() -> None:
         }
         with pytest.raises(ValueError, match=message):
             packed_moe_linear(**(given_arguments | changes))
-
-
-@pytest.mark.skipif(find_spec("triton") is None, reason="triton has wheels for Linux x86-64 only")
-@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the kernels themselves here")
-def test_the_triton_kernels_under_the_interpreter() -> None:
-    """In a process of its own: the interpreter is chosen before a kernel is decorated."""
-    options = ["-x", "-q", "-n", "0", "-p", "no:cacheprovider"]
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, "tests/ops/moe/interpreted_moe_linear.py"],
-        cwd=ROOT,
-        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert " passed" in run.stdout

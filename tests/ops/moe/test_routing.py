@@ -15,7 +15,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from ostinato.ops.moe.routing import RouteSpec, Scoring, route, route_reference
-from tests.ops.kernel_checks import LEVELS, ops_of
+from tests.ops.kernel_checks import EACH_LEVEL, LEVELS, ops_of
 
 NUM_EXPERTS = 12
 GROUPS = [(1, 1, 1), (3, 2, 2), (4, 3, 1)]
@@ -43,7 +43,7 @@ def table(ids: Tensor, weights: Tensor) -> Tensor:
     return torch.zeros(len(ids), NUM_EXPERTS).scatter(1, ids.long(), weights)
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", EACH_LEVEL)
 @settings(deadline=None, max_examples=60)
 @given(
     rows=st.lists(st.lists(VALUES, min_size=NUM_EXPERTS, max_size=NUM_EXPERTS), max_size=4),

@@ -1,6 +1,6 @@
 """The Triton kernels for operands of 8 bits under Triton's interpreter, against the formula.
 
-pytest collects no file of this name: test_triton_rounded.py runs it with TRITON_INTERPRET=1.
+pytest collects no file of this name: test_interpreted_kernels.py runs it with TRITON_INTERPRET=1.
 """
 
 from __future__ import annotations

@@ -22,22 +22,10 @@ from ostinato.ops.rounded.triton_rounded_moe import (
     rounded_experts_constants,
     rounded_experts_kernel,
 )
-from tests.ops.triton_checks import compiled_kernel, interpreted
+from tests.ops.triton_checks import compiled_kernel
 
 SLOW = pytest.mark.slow
 E4M3, INT8 = torch.float8_e4m3fn, torch.int8
-MODULE = "tests/ops/rounded/interpreted_rounded.py"
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels themselves run here")
-def test_the_kernels_under_the_interpreter() -> None:
-    interpreted(MODULE)
-
-
-@SLOW
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels themselves run here")
-def test_every_form_under_the_interpreter() -> None:
-    interpreted(MODULE, "-m", "slow")
 
 
 def compiled(kernel: Any, dtype: torch.dtype, constants: dict[str, Any], **types: str) -> Resources:

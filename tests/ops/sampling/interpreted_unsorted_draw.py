@@ -1,6 +1,6 @@
 """The Triton kernels of greedy and full draws (`draw_unsorted`) under Triton's interpreter.
 
-pytest collects no file of this name: test_unsorted_draw.py runs it with TRITON_INTERPRET=1.
+pytest collects no file of this name: test_interpreted_kernels.py runs it with TRITON_INTERPRET=1.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from ostinato.ops.native.build import find_compiler
 from ostinato.ops.native.instruction_sets import instruction_set
 from ostinato.ops.sampling import sample_rows as sampling
 from ostinato.ops.sampling.sample_rows import RowSampling, SamplePath, sample_path, sample_rows
-from tests.ops.kernel_checks import LEVELS, ops_of
+from tests.ops.kernel_checks import EACH_LEVEL, LEVELS, ops_of
 
 CHECK = Path(__file__).with_name("sampling_check.cpp")
 
@@ -54,7 +54,7 @@ def plain(logits: Tensor, rows: list[RowSampling]) -> list[int]:
     return sample_rows(logits, inputs, set(SamplePath)).tolist()
 
 
-@pytest.mark.parametrize("isa", LEVELS)
+@pytest.mark.parametrize("isa", EACH_LEVEL)
 @settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 10_000),
@@ -104,7 +104,7 @@ def test_a_draw_is_that_of_plain_torch(
         assert token in {tokens[index] for tokens in near}
 
 
-@pytest.mark.parametrize("isa", LEVELS)
+@pytest.mark.parametrize("isa", EACH_LEVEL)
 @settings(max_examples=40, deadline=None)
 @given(
     seed=st.integers(0, 10_000),
@@ -190,7 +190,7 @@ def test_selected_tokens_are_those_of_a_sorted_row(
     assert wrong == 0
 
 
-@pytest.mark.parametrize("isa", LEVELS)
+@pytest.mark.parametrize("isa", EACH_LEVEL)
 @pytest.mark.parametrize("vocabulary", [3, 300])
 def test_frequencies_are_likelihoods(isa: str, vocabulary: int) -> None:
     generator = torch.Generator().manual_seed(1)
@@ -202,7 +202,7 @@ def test_frequencies_are_likelihoods(isa: str, vocabulary: int) -> None:
     assert torch.allclose(shares, (row / 0.7).softmax(-1), atol=2 / count)
 
 
-@pytest.mark.parametrize("isa", LEVELS)
+@pytest.mark.parametrize("isa", EACH_LEVEL)
 @pytest.mark.parametrize("filters", [{}, {"top_k": 2}, {"top_p": 0.9999}, {"min_p": 1e-6}])
 def test_impossible_tokens_are_never_drawn(isa: str, filters: dict[str, float]) -> None:
     logits = torch.full((2, 500), -math.inf)
@@ -211,7 +211,7 @@ def test_impossible_tokens_are_never_drawn(isa: str, filters: dict[str, float]) 
     assert kernel(isa)(logits, ends) == ([77, 444])
 
 
-@pytest.mark.parametrize("isa", LEVELS)
+@pytest.mark.parametrize("isa", EACH_LEVEL)
 @pytest.mark.parametrize(
     "filters",
     [{}, {"top_k": 2}, {"top_k": 600}, {"top_p": 0.9}, {"min_p": 1e-6}, {"temperature": 0.0}],
@@ -228,7 +228,7 @@ def test_logits_that_are_not_numbers_are_never_drawn(isa: str, filters: dict[str
     assert drawn[2] % 2 == 1
 
 
-@pytest.mark.parametrize("isa", LEVELS)
+@pytest.mark.parametrize("isa", EACH_LEVEL)
 def test_the_first_of_equal_logits_is_the_likeliest(isa: str) -> None:
     logits = torch.zeros(3, 700)
     logits[1, 40] = logits[1, 699] = 2.0
@@ -236,7 +236,7 @@ def test_the_first_of_equal_logits_is_the_likeliest(isa: str) -> None:
     assert kernel(isa)(logits, [row_sampling(0.5, 700, temperature=0.0)] * 3) == [0, 40, 0]
 
 
-@pytest.mark.parametrize("isa", LEVELS)
+@pytest.mark.parametrize("isa", EACH_LEVEL)
 def test_a_row_does_not_depend_on_its_neighbours_or_threads(
     isa: str, set_threads: Callable[[int], None]
 ) -> None:

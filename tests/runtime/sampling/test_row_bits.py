@@ -16,7 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from tests.ops.kernel_checks import LEVELS
+from tests.ops.kernel_checks import EACH_LEVEL
 from tests.runtime.sampling.row_bits import (
     FORMS,
     Life,
@@ -46,7 +46,7 @@ def test_positions_differ(sequences: SomeSequences) -> None:
 
 
 @pytest.mark.slow  # 20 seconds a level; tests/ops compares the kernels of all levels in every run
-@pytest.mark.parametrize("level", LEVELS[1:])
+@pytest.mark.parametrize("level", EACH_LEVEL[1:])
 def test_on_the_other_instruction_sets(level: str) -> None:
     """Each level has a process of its own, because a process uses one instruction set only."""
     program = [sys.executable, "-m", "tests.runtime.sampling.row_bits", level]
