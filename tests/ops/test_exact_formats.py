@@ -121,7 +121,7 @@ def test_products_with_and_without_an_order(
 
 @pytest.mark.parametrize("group_size", [24, 64, 128, 256])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", EACH_LEVEL)
 def test_every_float_of_8_bits_is_widened_exactly(
     level: str, dtype: torch.dtype, group_size: int
 ) -> None:
