@@ -41,6 +41,7 @@ import ostinato
 import ostinato.conf
 from ostinato.benchmarks.machine.described_device import described_devices
 from ostinato.benchmarks.machine.probes import commit_of
+from ostinato.benchmarks.report.json_file import write_json
 from ostinato.conf.environment import environment_with
 from ostinato.runtime.machine_info import cpu_name, gpu_names, package_versions
 
@@ -228,8 +229,7 @@ def _read(output: Path) -> dict[str, Any]:
 
 
 def _write(output: Path, record: dict[str, Any]) -> None:
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    write_json(record, output)
 
 
 def _conditions(arguments: list[str]) -> dict[str, Any]:

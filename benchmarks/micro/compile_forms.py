@@ -29,6 +29,7 @@ from torch._inductor.utils import fresh_cache
 
 import ostinato
 from ostinato.benchmarks.machine.probes import LoadMeter, commit_of
+from ostinato.benchmarks.report.json_file import write_json
 from ostinato.conf.compose import load_config
 from ostinato.conf.schema import GraphForm
 from ostinato.graphs.buffers import StaticBuffers
@@ -270,8 +271,7 @@ def main(arguments: list[str]) -> None:
     record = _measure(options)
     _report(record, options.batches)
     if options.json is not None:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        write_json(record, options.json)
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from torch._inductor.utils import fresh_cache
 import ostinato
 from ostinato.benchmarks.machine.probes import LoadMeter, commit_of
 from ostinato.benchmarks.micro.compile_forms import Bench
+from ostinato.benchmarks.report.json_file import write_json
 from ostinato.conf.schema import GraphForm
 from ostinato.graphs.compiler.compile import compile_model
 from ostinato.graphs.recorder import CpuRecorder
@@ -249,8 +250,7 @@ def main(arguments: list[str]) -> None:
     console.print(json.dumps(conditions), markup=False)
     console.print(table)
     if options.json is not None:
-        record = {"conditions": conditions, "median_ms": results}
-        options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        write_json({"conditions": conditions, "median_ms": results}, options.json)
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from rich.table import Table
 import ostinato
 from ostinato.benchmarks.machine.probes import LoadMeter, commit_of, read_bandwidth
 from ostinato.benchmarks.micro.scaling import measure_decode
+from ostinato.benchmarks.report.json_file import write_json
 from ostinato.benchmarks.report.statistics import bootstrap_ratio
 from ostinato.conf.compose import load_config
 from ostinato.models.vocabulary_layers import Embedding
@@ -180,8 +181,7 @@ def main(arguments: list[str]) -> None:
     console.print(json.dumps(conditions, indent=1), markup=False)
     console.print(table)
     if options.json is not None:
-        record = {"conditions": conditions, "results": results}
-        options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        write_json({"conditions": conditions, "results": results}, options.json)
 
 
 if __name__ == "__main__":

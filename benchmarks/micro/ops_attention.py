@@ -34,6 +34,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from ostinato.benchmarks.machine.probes import LoadMeter
 from ostinato.benchmarks.machine.processor import RESULTS, fma_peak, processor_class
+from ostinato.benchmarks.report.json_file import write_json
 from ostinato.models.kv_cache import KVCacheSpec
 from ostinato.ops.attention import AttentionMetadata
 from ostinato.ops.native.instruction_sets import runnable_levels
@@ -286,8 +287,7 @@ def main(arguments: list[str]) -> None:
         print(f"\n{title}\n\n{_table(results, figure)}")
     if options.save:
         path = RESULTS / processor_class() / options.save
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"conditions": conditions, "results": results}, indent=1) + "\n")
+        write_json({"conditions": conditions, "results": results}, path)
 
 
 if __name__ == "__main__":

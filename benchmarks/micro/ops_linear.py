@@ -40,6 +40,7 @@ from torch import Tensor
 
 from ostinato.benchmarks.machine.probes import LoadMeter
 from ostinato.benchmarks.machine.processor import RESULTS, fma_peak, processor_class
+from ostinato.benchmarks.report.json_file import write_json
 from ostinato.ops.linear import pack_linear_weight
 from ostinato.ops.native.build import LIBRARIES
 from ostinato.ops.native.instruction_sets import runnable_levels
@@ -300,9 +301,8 @@ def main(arguments: list[str]) -> None:
     print(f"\n{_tables(conditions, results)}")
     path = RESULTS / processor_class() / _FILE if options.save else options.json
     if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
         rows = [result._asdict() for result in results]
-        path.write_text(json.dumps({"conditions": conditions, "results": rows}, indent=1) + "\n")
+        write_json({"conditions": conditions, "results": rows}, path)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from ostinato.benchmarks.machine.probes import LoadMeter
+from ostinato.benchmarks.report.json_file import write_json
 from ostinato.ops.native.library import load
 from ostinato.ops.sampling.sample_rows import (
     RowSampling,
@@ -111,8 +112,7 @@ def main(arguments: list[str]) -> None:
                 print(f"{case} native {native} ms | torch {plain} ms")
     conditions["other_cpu"] = meter.stop()
     if options.json is not None:
-        record = {"conditions": conditions, "results": results}
-        options.json.write_text(json.dumps(record) + "\n", encoding="utf-8")
+        write_json({"conditions": conditions, "results": results}, options.json)
 
 
 if __name__ == "__main__":

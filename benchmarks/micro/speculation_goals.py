@@ -47,6 +47,7 @@ import psutil
 
 import ostinato
 from ostinato.benchmarks.machine.probes import LoadMeter, commit_of
+from ostinato.benchmarks.report.json_file import write_json
 from ostinato.conf.compose import load_config
 from ostinato.models.demo.training import held_out
 from ostinato.runtime.async_engine import AsyncEngine
@@ -408,8 +409,7 @@ def main(arguments: list[str]) -> None:
             "tokens": options.tokens,
             "starts": options.starts,
         }
-        record = {"conditions": conditions, "results": results}
-        options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        write_json({"conditions": conditions, "results": results}, options.json)
 
 
 if __name__ == "__main__":

@@ -56,6 +56,7 @@ from rich.table import Table
 
 import ostinato
 from ostinato.benchmarks.machine.probes import LoadMeter, commit_of, read_bandwidth
+from ostinato.benchmarks.report.json_file import write_json
 from ostinato.benchmarks.report.tables import median_and_range
 from ostinato.benchmarks.workload.workload import Part, WorkItem, standard_workload
 from ostinato.conf.environment import environment_with
@@ -430,7 +431,7 @@ def main(arguments: list[str]) -> None:
     _show("")
     _print(record, [engine.name for engine in engines], options.parts)
     if options.json is not None:
-        options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        write_json(record, options.json)
 
 
 if __name__ == "__main__":
