@@ -157,7 +157,7 @@ def _describe_apart(devices: list[str], tiny: bool) -> dict[str, Any]:
 def _write_page(records: dict[str, Any], page: Path | None) -> int:
     """Print the tables, and put them into the page of kernels."""
     from ostinato.benchmarks.gpu.without_device.step_table import section_of
-    from ostinato.benchmarks.micro.kernel_table import replace_section
+    from ostinato.benchmarks.micro.kernels.kernel_table import replace_section
 
     # The part of the version after "+" is left out: all builds of a version give the same tables.
     versions = {name: text.partition("+")[0] for name, text in package_versions().items()}

@@ -1,7 +1,8 @@
 """Measures the CPU attention kernel on each instruction set beside torch's own attention.
 
-    python -m ostinato.benchmarks.micro.ops_attention --threads 1 --save
-    python -m ostinato.benchmarks.micro.ops_attention --dtype bfloat16 --cases 1:8192,512:512
+    python -m ostinato.benchmarks.micro.kernels.ops_attention --threads 1 --save
+    python -m ostinato.benchmarks.micro.kernels.ops_attention \\
+        --dtype bfloat16 --cases 1:8192,512:512
 
 A case is `query rows:context` of one sequence: 1:8192 is a decode step, 512:512 a prompt. It can
 go on with `:sequences:shared tokens`: 1:1120:16:1024 is a decode step of 16 sequences with 1,120
@@ -261,7 +262,7 @@ def main(arguments: list[str]) -> None:
     heads = _Heads(*(int(each) for each in options.heads.split(",")))
     conditions = {
         "command": shlex.join(
-            ["python", "-m", "ostinato.benchmarks.micro.ops_attention", *arguments]
+            ["python", "-m", "ostinato.benchmarks.micro.kernels.ops_attention", *arguments]
         ),
         "cpu": cpu_name(),
         "processor_class": processor_class(),

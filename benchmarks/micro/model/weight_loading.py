@@ -1,6 +1,6 @@
 """Measures the speed of loading stored weights from the page cache, and the memory it takes.
 
-    python -m ostinato.benchmarks.micro.weight_loading --model qwen3-0.6b --json FILE
+    python -m ostinato.benchmarks.micro.model.weight_loading --model qwen3-0.6b --json FILE
 
 For each format a checkpoint with random numbers is written to a temporary directory, and loaded
 several times in bfloat16 on a CPU. GGUF files can be written for qwen3 models only. "GB/s" counts

@@ -1,8 +1,9 @@
 """Measures how much faster or slower drafts make an engine, in turns with plain decoding.
 
-    python -m ostinato.benchmarks.micro.speculation_goals
-    python -m ostinato.benchmarks.micro.speculation_goals model=llama-45m model.quantization=int4
-    python -m ostinato.benchmarks.micro.speculation_goals model=demo --starts 3 --json FILE
+    python -m ostinato.benchmarks.micro.engine.speculation_goals
+    python -m ostinato.benchmarks.micro.engine.speculation_goals \\
+        model=llama-45m model.quantization=int4
+    python -m ostinato.benchmarks.micro.engine.speculation_goals model=demo --starts 3 --json FILE
 
 Every engine runs in a process of its own. It is called as by the server, but without HTTP. Engines
 answer each request, or each batch, in turns. The order of the turns changes from round to round. A

@@ -1,7 +1,8 @@
 """Measures the share of a step outside the model: scheduling, batch building, reporting.
 
-    python -m ostinato.benchmarks.micro.host_gap
-    python -m ostinato.benchmarks.micro.host_gap --models llama-45m --batches 1,8,32 --json FILE
+    python -m ostinato.benchmarks.micro.engine.host_gap
+    python -m ostinato.benchmarks.micro.engine.host_gap \\
+        --models llama-45m --batches 1,8,32 --json FILE
 
 The model has dummy weights in bfloat16 and decodes batches in this process. The gap is the share of
 a step that is not between its launch and the arrival of its tokens (`EngineStats.step_seconds` and

@@ -1,7 +1,8 @@
 """Measures decode throughput by batch size and context, and compares it with the roofline.
 
-    python -m ostinato.benchmarks.micro.scaling
-    python -m ostinato.benchmarks.micro.scaling --models llama-45m --contexts 128,1024 --json F
+    python -m ostinato.benchmarks.micro.engine.scaling
+    python -m ostinato.benchmarks.micro.engine.scaling \\
+        --models llama-45m --contexts 128,1024 --json F
 
 The model has dummy weights in bfloat16 and runs in this process. Prompts are computed once and then
 found in the prefix cache, so that only decode steps are timed. The roofline is the larger of two

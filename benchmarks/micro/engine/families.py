@@ -1,7 +1,7 @@
 """Compares the decode speed of model families at equal bytes of weights, in turns in one run.
 
-    python -m ostinato.benchmarks.micro.families
-    python -m ostinato.benchmarks.micro.families --pairs pythia,moe --rounds 9 --json F
+    python -m ostinato.benchmarks.micro.engine.families
+    python -m ostinato.benchmarks.micro.engine.families --pairs pythia,moe --rounds 9 --json F
 
 Each pair is a family and a reference whose decode step reads as many bytes of weights. Both have
 dummy weights in bfloat16 and run in this process, one after the other within each round, in a
@@ -27,7 +27,7 @@ from rich.table import Table
 
 import ostinato
 from ostinato.benchmarks.machine.probes import commit_of
-from ostinato.benchmarks.micro.scaling import measure_decode
+from ostinato.benchmarks.micro.engine.scaling import measure_decode
 from ostinato.benchmarks.report.json_file import write_json
 from ostinato.benchmarks.report.statistics import bootstrap_ratio
 from ostinato.conf.compose import load_config

@@ -1,7 +1,8 @@
 """Compares sampling of tokens from logits by the C++ op and by torch, in turns.
 
-    python -m ostinato.benchmarks.micro.ops_sample
-    python -m ostinato.benchmarks.micro.ops_sample --vocabularies 32000 --rows 1,64 --json FILE
+    python -m ostinato.benchmarks.micro.kernels.ops_sample
+    python -m ostinato.benchmarks.micro.kernels.ops_sample \\
+        --vocabularies 32000 --rows 1,64 --json FILE
 
 It prints the best and median milliseconds of a call on random logits, for every way of sampling.
 Logits have a standard deviation of 3. Flat logits have 0.1, so that top-p keeps most of the

@@ -1,9 +1,11 @@
 """Compares the linear ops with torch and oneDNN: GB/s of weights and GFLOP/s for each shape.
 
-    python -m ostinato.benchmarks.micro.ops_linear --threads 1
-    python -m ostinato.benchmarks.micro.ops_linear --shapes 3072x1024 --rows 1,8,512 --kinds packed
-    python -m ostinato.benchmarks.micro.ops_linear --threads 1 --dtype bfloat16,float32 --save
-    python -m ostinato.benchmarks.micro.ops_linear --show FILE
+    python -m ostinato.benchmarks.micro.kernels.ops_linear --threads 1
+    python -m ostinato.benchmarks.micro.kernels.ops_linear \\
+        --shapes 3072x1024 --rows 1,8,512 --kinds packed
+    python -m ostinato.benchmarks.micro.kernels.ops_linear \\
+        --threads 1 --dtype bfloat16,float32 --save
+    python -m ostinato.benchmarks.micro.kernels.ops_linear --show FILE
 
 The candidates are, for each instruction set (`--levels`), the packed op and the quantised op with 8
 and 4 bits, in the default groups (`int8`, `int4`) or others (`int8-32`);
@@ -284,7 +286,9 @@ def main(arguments: list[str]) -> None:
         for library in LIBRARIES:
             load(library, level)
     conditions = {
-        "command": shlex.join(["python", "-m", "ostinato.benchmarks.micro.ops_linear", *arguments]),
+        "command": shlex.join(
+            ["python", "-m", "ostinato.benchmarks.micro.kernels.ops_linear", *arguments]
+        ),
         "cpu": cpu_name(),
         "processor_class": processor_class(),
         "levels": levels,

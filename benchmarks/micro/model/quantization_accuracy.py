@@ -1,6 +1,6 @@
 """Measures the accuracy of quantised weights and of an int8 KV cache: perplexity, logit errors.
 
-    python -m ostinato.benchmarks.micro.quantization_accuracy --json FILE
+    python -m ostinato.benchmarks.micro.model.quantization_accuracy --json FILE
 
 The perplexity is that of the demo model on text that it was not trained on. The text is in rows of
 `--length` tokens. Each row begins where a document begins, and is scored without text before it.
