@@ -74,10 +74,11 @@ PREBUILT_DIR = _SOURCE_DIR / "prebuilt"  # libraries that a wheel carries (wheel
 LIBRARIES: dict[str, tuple[tuple[str, ...], ...]] = {
     # Name of a library: its sources, without .cpp, in groups. Each group is compiled by one process
     # as one translation unit, so that the headers are parsed once. So two sources of a group cannot
-    # define the same name. Every library needs core/install and core/thread_pool.
+    # define the same name. Every library needs core/install, core/call and core/thread_pool.
     "core": (
         (
             "core/install",
+            "core/call",
             "core/thread_pool",
             "core/cpu_graph",
             "attention/attention",
@@ -98,6 +99,7 @@ LIBRARIES: dict[str, tuple[tuple[str, ...], ...]] = {
     "quantized": (
         (
             "core/install",
+            "core/call",
             "core/thread_pool",
             "quantized/blocks",
             "quantized/quantized",
@@ -122,6 +124,7 @@ class Part(NamedTuple):
 _DENSE = (
     (
         "core/install",
+        "core/call",
         "core/thread_pool",
         "core/cpu_graph",
         "attention/attention",
