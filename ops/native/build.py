@@ -128,9 +128,8 @@ _DENSE = (
         "core/thread_pool",
         "core/cpu_graph",
         "attention/attention",
-        "rows/logprobs",
     ),
-    ("linear/linear", "linear/pack", "rows/elementwise", "rows/sampling"),
+    ("linear/linear", "linear/pack", "rows/elementwise", "rows/sampling", "rows/logprobs"),
 )
 PARTS: dict[str, Part] = {
     # By name. A decoder with one dtype for weights and cache calls no other kernels of `core`,
