@@ -42,6 +42,7 @@ import ostinato
 import ostinato.conf
 from ostinato.benchmarks.machine.described_device import described_devices
 from ostinato.benchmarks.machine.probes import commit_of
+from ostinato.benchmarks.report.json_file import write_json
 from ostinato.conf.environment import environment_with
 from ostinato.runtime.machine_info import cpu_name, gpu_names, package_versions
 
@@ -164,7 +165,7 @@ def _describe_apart(devices: list[str], tiny: bool) -> dict[str, Any]:
 def _write_page(records: dict[str, Any], page: Path | None) -> int:
     """Print the tables, and put them into the page of kernels."""
     from ostinato.benchmarks.gpu.without_device.step_table import section_of
-    from ostinato.benchmarks.micro.kernel_table import replace_section
+    from ostinato.benchmarks.micro.kernels.kernel_table import replace_section
 
     # The part of the version after "+" is left out: all builds of a version give the same tables.
     versions = {name: text.partition("+")[0] for name, text in package_versions().items()}
@@ -236,8 +237,7 @@ def _read(output: Path) -> dict[str, Any]:
 
 
 def _write(output: Path, record: dict[str, Any]) -> None:
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    write_json(record, output)
 
 
 def _conditions(arguments: list[str]) -> dict[str, Any]:

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import json
 import math
 import os
 import subprocess
@@ -35,6 +34,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ostinato.benchmarks.machine.probes import LoadMeter, commit_of
+from ostinato.benchmarks.report.json_file import write_json
 from ostinato.ops.native.cpu_graph import CpuGraph
 from ostinato.ops.native.library import load
 from ostinato.ops.parallel.collectives import all_reduce
@@ -165,7 +165,7 @@ def main() -> int:
     console.print(table)
     console.print(", ".join(f"{key} {value}" for key, value in list(conditions.items())[2:7]))
     if arguments.json:
-        arguments.json.write_text(json.dumps({"conditions": conditions, "sums": figures}, indent=1))
+        write_json({"conditions": conditions, "sums": figures}, arguments.json)
     return max(codes, default=0)
 
 

@@ -26,6 +26,7 @@ from urllib.parse import urlsplit
 import psutil
 
 from ostinato.benchmarks.machine.probes import commit_of
+from ostinato.benchmarks.report.json_file import write_json
 from ostinato.runtime.machine_info import cpu_name, package_versions
 
 __all__ = ("stream",)
@@ -127,7 +128,7 @@ def main() -> int:
             "tokens_per_cpu_second": rates,
             "median": median,
         }
-        arguments.json.write_text(json.dumps(results, indent=1))
+        write_json(results, arguments.json)
     return 0
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
-import json
 import os
 import statistics
 import sys
@@ -28,6 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ostinato.benchmarks.machine.probes import commit_of
+from ostinato.benchmarks.report.json_file import write_json
 from ostinato.conf.compose import load_config
 from ostinato.models.demo.training.held_out import questions
 from ostinato.runtime.client.client import EngineClient
@@ -151,7 +151,7 @@ def main(arguments: list[str]) -> int:
             "versions": package_versions(),
             "results": results,
         }
-        given.json.write_text(json.dumps(record, indent=1) + "\n")
+        write_json(record, given.json)
     return 0
 
 

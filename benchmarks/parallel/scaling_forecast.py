@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ostinato.benchmarks.report.json_file import write_json
 from ostinato.benchmarks.report.plot_style import COLOURS, STYLE, make_axes, plain_log
 from ostinato.benchmarks.simulate.command import simulated_record
 from ostinato.conf.compose import load_config
@@ -202,7 +203,7 @@ def _predict(results: dict[str, Any]) -> None:
         print(line, file=sys.stderr, flush=True)
         results[line] = forecast(command)
         ordered = {one: results[one] for one in lines if one in results}
-        RESULTS.write_text(json.dumps(ordered, indent=1) + "\n")
+        write_json(ordered, RESULTS)
 
 
 def command_line(command: list[str]) -> str:

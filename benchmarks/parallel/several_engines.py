@@ -23,7 +23,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
-import json
 import math
 import os
 import random
@@ -44,6 +43,7 @@ from rich.table import Table
 
 from ostinato.benchmarks.load.job import JobRequest, LoadJob
 from ostinato.benchmarks.machine.probes import commit_of
+from ostinato.benchmarks.report.json_file import write_json
 from ostinato.benchmarks.simulate.jobs import simulate_job
 from ostinato.benchmarks.simulate.specs import planned_spec
 from ostinato.conf.compose import load_config
@@ -384,7 +384,7 @@ def main() -> int:
             "rounds": arguments.rounds,
             "versions": package_versions(),
         }
-        arguments.json.write_text(json.dumps({"conditions": conditions, **results}, indent=1))
+        write_json({"conditions": conditions, **results}, arguments.json)
     return 0
 
 

@@ -10,12 +10,20 @@
 
     ... --drafts --llama-cpp-draft Q4_0.gguf --parts decode repeat
 
+    python -m ostinato.benchmarks.peers --show FILE
+
 Each peer runs in its own virtual environment at its best settings (the drive_*.py files in this
 folder), with the same prompts, numbers of tokens and threads. Engines stay loaded and take turns
 part by part, round by round (A B C, A B C). The memory speed of shared machines changes by a factor
 of two, so ratios from separate runs are not valid. Outside of its turn an engine is stopped
 (SIGSTOP), so that its idle threads do not slow another engine. The read bandwidth is measured
-before each turn. The parts (`--parts`; `repeat` runs only if it is named):
+before each turn.
+
+The file of `--json` is replaced after each round. On SIGINT, SIGTERM and SIGHUP the engines are
+ended and the table of the complete rounds is printed; `--show` prints it again. Figures of a round
+that is not complete are dropped, because ratios compare engines within a round.
+
+The parts (`--parts`; `repeat` runs only if it is named):
 
 decode: tokens per second of one stream after its first token, from the times for 1 and 128 tokens.
 repeat: the same for 256 tokens after a prompt that repeats 32 tokens. A greedy model continues it.
@@ -42,6 +50,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -50,13 +59,12 @@ from typing import Any
 
 import psutil
 import torch
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 import ostinato
 from ostinato.benchmarks.machine.probes import LoadMeter, commit_of, read_bandwidth
-from ostinato.benchmarks.report.tables import median_and_range
+from ostinato.benchmarks.peers.driver_commands import driver_commands
+from ostinato.benchmarks.peers.peer_table import print_comparison
+from ostinato.benchmarks.report.json_file import write_json
 from ostinato.benchmarks.workload.workload import Part, WorkItem, standard_workload
 from ostinato.conf.environment import environment_with
 from ostinato.runtime.machine_info import cpu_name, package_versions
@@ -64,7 +72,6 @@ from ostinato.runtime.machine_info import cpu_name, package_versions
 __all__ = ("Engine", "measure_part")
 
 _FOLDER = Path(__file__).parent
-_OURS = "ostinato"
 _PARTS = ("decode", "ttft", "offline", "prefix")
 _UNITS = {
     **dict.fromkeys(("decode", "offline", "prefix", "repeat"), "tok/s"),
@@ -73,16 +80,15 @@ _UNITS = {
 _PERIOD, _PERIODS, _REPEAT_TOKENS = 32, 4, 256  # of `repeat`: its prompt and output
 # prompts of `ttft` in a round; several, because one takes only a tenth of a second
 _NUM_PROMPTS = 5
-_KINDS = ("int8", "int4", "drafts")
-# The drafters of llama-server that need no model; {} = draft tokens. The first three look for
-# matches of only 3 or 4 tokens, because longer ones are less frequent.
-_NGRAM_TYPES = {
-    "ngram-simple": "--spec-ngram-simple-size-n 3 --spec-ngram-simple-size-m {}",
-    "ngram-map-k": "--spec-ngram-map-k-size-n 3 --spec-ngram-map-k-size-m {}",
-    "ngram-mod": "--spec-ngram-mod-n-match 4 --spec-ngram-mod-n-min 1 --spec-ngram-mod-n-max {}",
-    "ngram-cache": "--spec-draft-n-max {}",
-}
-_WIDTH = 100
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class _Ended(BaseException):
+    """One of `_SIGNALS` arrived."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"ended by {signal.Signals(number).name}")
+        self.exit_code = 128 + number
 
 
 class Engine:
@@ -101,9 +107,14 @@ class Engine:
             text=True,
             cwd=_FOLDER,
             env=environment_with(**variables),
+            start_new_session=True,  # ctrl-C ends this program, which then ends the engines
         )
-        self.ready_s = self._read()["ready_s"]
         self.peak_rss_mib = 0.0
+        try:
+            self.ready_s = self._read()["ready_s"]
+        except BaseException:
+            self.close()
+            raise
         self._signal(signal.SIGSTOP)
 
     def run(self, part: Part) -> float:
@@ -172,99 +183,40 @@ def measure_part(engine: Engine, name: str, number: int) -> float:
     return part.num_output_tokens / engine.run(part)
 
 
-def _commands(options: argparse.Namespace) -> dict[str, list[str]]:
-    """{name of an engine: command line of its driver}."""
-    model, tail = str(Path(options.model).resolve()), [options.dtype, str(options.threads)]
-
-    def drive(python: str, script: str, *arguments: str) -> list[str]:
-        return [python, str(_FOLDER / f"drive_{script}.py"), *arguments]
-
-    plain = ["speculation.method=none", *options.overrides]
-    ours = drive(sys.executable, "ostinato", model, *tail, *plain)
-    commands = {} if options.only_quantized else {_OURS: ours}
-    drafts = [str(options.draft_tokens)] if options.drafts else []
-    if drafts:
-        more = ["speculation.method=auto", f"speculation.max_tokens={options.draft_tokens}"]
-        commands[_named(_OURS, "drafts")] = ours + more
-    for quantized in options.quantized:
-        kind, _, more = quantized.partition(":")
-        overrides = [f"model.quantization={kind}", *filter(None, more.split(","))]
-        commands[_named(_OURS, kind)] = ours + overrides
-    for stored in options.stored:
-        name, _, path = stored.partition("=")
-        checkpoint = str(Path(path).resolve())
-        commands[_named(_OURS, name)] = drive(sys.executable, "ostinato", checkpoint, *tail, *plain)
-    if options.vllm:
-        commands["vllm"] = drive(options.vllm, "vllm", model, *tail)
-        if drafts:
-            commands["vllm-drafts"] = commands["vllm"] + drafts
-    for openvino in options.openvino:
-        python, directory, *kind = openvino.split("=")
-        command = drive(python, "openvino", str(Path(directory).resolve()), *tail)
-        commands[_named("openvino", *kind)] = command
-        if drafts and not kind:
-            commands["openvino-drafts"] = command + drafts
-    for llama_cpp in options.llama_cpp:
-        binary, gguf, *kind = llama_cpp.split("=")
-        paths = (str(Path(binary).resolve()), str(Path(gguf).resolve()))
-        command = drive(sys.executable, "llamacpp", *paths, str(options.threads))
-        commands[_named("llama.cpp", *kind)] = command
-        if drafts and not kind:
-            commands |= _with_drafts(command, options)
-    if options.transformers:
-        commands["transformers"] = drive(options.transformers, "transformers", model, *tail)
-    return commands
-
-
-def _with_drafts(command: list[str], options: argparse.Namespace) -> dict[str, list[str]]:
-    """llama-server with each of its drafters that needs no model, and with a draft model."""
-    most = str(options.draft_tokens)
-    commands = {
-        f"llama.cpp-{kind}-drafts": [*command, "--spec-type", kind, *more.format(most).split()]
-        for kind, more in _NGRAM_TYPES.items()
-    }
-    if options.llama_cpp_draft:
-        gguf = str(Path(options.llama_cpp_draft).resolve())
-        more = ["--spec-type", "draft-simple", "-md", gguf, "--spec-draft-n-max", most]
-        commands["llama.cpp-model-drafts"] = command + more
-    return commands
-
-
-def _named(engine: str, kind: str = "") -> str:
-    return f"{engine}-{kind}" if kind else engine
-
-
-def _kind(name: str) -> str:
-    """The class of an engine by its name; "" = unquantised."""
-    last = name.rpartition("-")[2]
-    return last if last in _KINDS else ""
-
-
-def _measure(
+def _rounds(
     engines: list[Engine], parts: list[str], warmup: int, rounds: int
-) -> list[dict[str, Any]]:
-    device = torch.device("cpu")
-    results = []
+) -> Iterator[list[dict[str, Any]]]:
+    """The results of each round that counts, as soon as it is complete."""
     for number in range(warmup + rounds):
-        for part in parts:
-            for engine in engines:
-                bandwidth = read_bandwidth(device)
-                load = LoadMeter()
-                value = measure_part(engine, part, number)
-                if number >= warmup:
-                    results.append(
-                        {
-                            "round": number - warmup,
-                            "part": part,
-                            "engine": engine.name,
-                            "value": value,
-                            "unit": _UNITS[part],
-                            "read_gb_s": bandwidth,
-                            "other_cpu": load.stop(),
-                        }
-                    )
-                _show(f"round {number + 1}: {part} of {engine.name}: {value:.1f} {_UNITS[part]}")
-    return results
+        began = time.monotonic()
+        results = [
+            {"round": number - warmup} | _turn(engine, part, number)
+            for part in parts
+            for engine in engines
+        ]
+        seconds = time.monotonic() - began
+        left = warmup + rounds - number - 1
+        remaining = f"; about {left * seconds:.0f} s remain" if left else ""
+        name = f"round {number - warmup + 1} of {rounds}" if number >= warmup else "a warm-up round"
+        _show("")
+        print(f"{name} took {seconds:.0f} s{remaining}", file=sys.stderr, flush=True)
+        if number >= warmup:
+            yield results
+
+
+def _turn(engine: Engine, part: str, number: int) -> dict[str, Any]:
+    bandwidth = read_bandwidth(torch.device("cpu"))
+    load = LoadMeter()
+    value = measure_part(engine, part, number)
+    _show(f"round {number + 1}: {part} of {engine.name}: {value:.1f} {_UNITS[part]}")
+    return {
+        "part": part,
+        "engine": engine.name,
+        "value": value,
+        "unit": _UNITS[part],
+        "read_gb_s": bandwidth,
+        "other_cpu": load.stop(),
+    }
 
 
 @contextmanager
@@ -277,6 +229,26 @@ def _busy_processes(count: int) -> Iterator[None]:
         for process in processes:
             process.kill()
             process.wait()
+
+
+def _end(number: int, _frame: object) -> None:
+    for each in _SIGNALS:  # a second signal must not interrupt the end of the engines
+        signal.signal(each, signal.SIG_IGN)
+    raise _Ended(number)
+
+
+def _keep(
+    options: argparse.Namespace, engines: list[Engine], rounds: list[list[dict[str, Any]]]
+) -> dict[str, Any]:
+    """The record of the complete rounds; it is written to the file of `--json`."""
+    record = {
+        "conditions": _conditions(options, engines),
+        "rounds": {"asked": options.rounds, "complete": len(rounds)},
+        "results": [result for results in rounds for result in results],
+    }
+    if options.json is not None:
+        write_json(record, options.json)
+    return record
 
 
 def _conditions(options: argparse.Namespace, engines: list[Engine]) -> dict[str, Any]:
@@ -300,64 +272,13 @@ def _show(text: str) -> None:
         sys.stderr.flush()
 
 
-def _print(record: dict[str, Any], names: list[str], parts: list[str]) -> None:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("part")
-    for name in names:
-        table.add_column(name, justify="right")
-    ours = [name for name in names if name.startswith(_OURS)]
-    for name in ours:
-        table.add_column(f"{name} to the best peer", justify="right")
-    table.add_column("GB/s", justify="right")
-    for part in parts:
-        results = [result for result in record["results"] if result["part"] == part]
-        values = {
-            name: [result["value"] for result in results if result["engine"] == name]
-            for name in names
-        }
-        bandwidth = statistics.median(result["read_gb_s"] for result in results)
-        table.add_row(
-            f"{part}, {_UNITS[part]}",
-            *(median_and_range(values[name]) for name in names),
-            *(_ratio(part, values, name) for name in ours),
-            f"{bandwidth:.0f}",
-        )
-    console = Console(width=max(_WIDTH, 24 * (len(names) + len(ours))), highlight=False)
-    conditions = record["conditions"]
-    console.print(
-        f"{conditions['model']} {conditions['dtype']}, {conditions['threads']} threads, "
-        f"{conditions['cpu']}, {conditions['busy_processes']} other busy processes",
-        markup=False,
-    )
-    console.print(table)
-    console.print(
-        f"medians of the rounds with ranges; a ratio above 1 means that {_OURS} is faster",
-        markup=False,
-    )
-
-
-def _ratio(part: str, values: dict[str, list[float]], own: str) -> str:
-    """The median over the rounds of the ratio of `own` to the best peer of its class."""
-    kind = _kind(own)
-    peers = [name for name in values if not name.startswith(_OURS) and _kind(name) == kind]
-    if not peers:
-        return ""
-    best = min if part == "ttft" else max
-    ratios = []
-    for number, ours in enumerate(values[own]):
-        peer = best(values[name][number] for name in peers)
-        ratios.append(peer / ours if part == "ttft" else ours / peer)
-    return median_and_range(ratios)
-
-
-def main(arguments: list[str]) -> None:
-    """Compare what the command line names; see --help."""
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m ostinato.benchmarks.peers",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--model", required=True, help="checkpoint directory, the same for all")
+    parser.add_argument("--model", help="checkpoint directory, the same for all")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--vllm", help="python of its environment")
@@ -405,33 +326,60 @@ def main(arguments: list[str]) -> None:
     )
     parser.add_argument("--overrides", nargs="+", default=[], help="configuration of this engine")
     parser.add_argument("--json", type=Path, help="write every single figure to this file")
+    parser.add_argument("--show", type=Path, help="print the table of such a file; measure nothing")
+    return parser
+
+
+def main(arguments: list[str]) -> int:
+    """Compare what the command line names; see --help.
+
+    Returns:
+        The exit code: 0, or 128 plus the number of the signal that ended the run.
+    """
+    parser = _parser()
     options = parser.parse_args(arguments)
-    # On SIGTERM the engines are ended too. Those that are stopped (SIGSTOP) would otherwise stay.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
+    if options.show is not None:
+        print_comparison(json.loads(options.show.read_text(encoding="utf-8")))
+        return 0
+    if options.model is None:
+        parser.error("--model is missing: name the checkpoint directory")
     engines: list[Engine] = []
+    rounds: list[list[dict[str, Any]]] = []
+    for number in _SIGNALS:
+        signal.signal(number, _end)
+    try:
+        _load(options, engines)
+        with _busy_processes(options.busy):
+            for results in _rounds(engines, options.parts, options.warmup, options.rounds):
+                rounds.append(results)
+                _keep(options, engines, rounds)
+    except _Ended as ended:
+        _show("")
+        print(ended, file=sys.stderr)
+        return ended.exit_code
+    finally:  # also if an engine fails
+        for engine in engines:
+            engine.close()
+        _show("")
+        if rounds:
+            print_comparison(_keep(options, engines, rounds))
+    return 0
+
+
+def _load(options: argparse.Namespace, engines: list[Engine]) -> None:
+    """Start the engines one after the other, and append each as soon as it is ready."""
     variables = {
         "VLLM_CPU_OMP_THREADS_BIND": f"0-{options.threads - 1}",
         "VLLM_CPU_KVCACHE_SPACE": "2",  # GiB
         "HF_HUB_OFFLINE": "1",
     }
-    try:
-        for name, command in _commands(options).items():
-            _show(f"loading {name}")
-            preload = options.vllm_preload if name.startswith("vllm") else ""
-            engines.append(
-                Engine(name, command, variables | ({"LD_PRELOAD": preload} if preload else {}))
-            )
-        with _busy_processes(options.busy):
-            results = _measure(engines, options.parts, options.warmup, options.rounds)
-        record = {"conditions": _conditions(options, engines), "results": results}
-    finally:
-        for engine in engines:
-            engine.close()
-    _show("")
-    _print(record, [engine.name for engine in engines], options.parts)
-    if options.json is not None:
-        options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    for name, command in driver_commands(options).items():
+        _show(f"loading {name}")
+        preload = options.vllm_preload if name.startswith("vllm") else ""
+        engines.append(
+            Engine(name, command, variables | ({"LD_PRELOAD": preload} if preload else {}))
+        )
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))

@@ -24,6 +24,7 @@ import psutil
 
 import ostinato
 from ostinato.benchmarks.machine.probes import commit_of
+from ostinato.benchmarks.report.json_file import write_json
 from ostinato.conf.environment import expand_user, require_writable
 from ostinato.conf.errors import ConfigError
 from ostinato.conf.root import RunConfig
@@ -183,10 +184,7 @@ def output_path(output: str, kind: str, key: str = "bench.output") -> Path:
 
 def write_record(record: Record, path: Path) -> None:
     """Write the file atomically."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.part")
-    part.write_text(json.dumps(record.to_dict(), indent=1) + "\n", encoding="utf-8")
-    part.replace(path)
+    write_json(record.to_dict(), path)
 
 
 def append_record(record: Record, path: Path) -> None:

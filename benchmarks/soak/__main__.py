@@ -37,7 +37,6 @@ its own `cache.memory_gib`. Needs `httpx`, of the extra `test`. The exit code is
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -46,6 +45,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from ostinato.benchmarks.report.json_file import write_json
 from ostinato.benchmarks.soak.libraries.client_libraries import LIBRARIES, install
 from ostinato.benchmarks.soak.soak_record import record_of
 from ostinato.benchmarks.soak.soak_run import SoakPlan, measure
@@ -185,7 +185,7 @@ def main(arguments: list[str]) -> int:
     )
     record = run_soak(plan)
     if options.json is not None:
-        options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        write_json(record, options.json)
     _print(record)
     return 0 if all(record["checks"].values()) else 1
 

@@ -41,6 +41,7 @@ from rich.table import Table
 
 import ostinato
 from ostinato.benchmarks.machine.probes import commit_of
+from ostinato.benchmarks.report.json_file import write_json
 from ostinato.benchmarks.soak.soak_server import SoakServer
 from ostinato.benchmarks.soak.stall_cases import StallCase, generation_cases, pooling_cases
 from ostinato.runtime.machine_info import cpu_name, package_versions
@@ -341,7 +342,7 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     record = measure_stalls(options.overrides, options.only)
     if options.json is not None:
-        options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        write_json(record, options.json)
     _print(record)
     return record["exit_code"]
 

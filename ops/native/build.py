@@ -74,10 +74,11 @@ PREBUILT_DIR = _SOURCE_DIR / "prebuilt"  # libraries that a wheel carries (wheel
 LIBRARIES: dict[str, tuple[tuple[str, ...], ...]] = {
     # Name of a library: its sources, without .cpp, in groups. Each group is compiled by one process
     # as one translation unit, so that the headers are parsed once. So two sources of a group cannot
-    # define the same name. Every library needs core/install and core/thread_pool.
+    # define the same name. Every library needs core/install, core/call and core/thread_pool.
     "core": (
         (
             "core/install",
+            "core/call",
             "core/thread_pool",
             "core/cpu_graph",
             "attention/attention",
@@ -98,6 +99,7 @@ LIBRARIES: dict[str, tuple[tuple[str, ...], ...]] = {
     "quantized": (
         (
             "core/install",
+            "core/call",
             "core/thread_pool",
             "quantized/blocks",
             "quantized/quantized",
@@ -122,12 +124,12 @@ class Part(NamedTuple):
 _DENSE = (
     (
         "core/install",
+        "core/call",
         "core/thread_pool",
         "core/cpu_graph",
         "attention/attention",
-        "rows/logprobs",
     ),
-    ("linear/linear", "linear/pack", "rows/elementwise", "rows/sampling"),
+    ("linear/linear", "linear/pack", "rows/elementwise", "rows/sampling", "rows/logprobs"),
 )
 PARTS: dict[str, Part] = {
     # By name. A decoder with one dtype for weights and cache calls no other kernels of `core`,
@@ -299,10 +301,9 @@ def _digest(path: Path) -> str:
 def _build(library: str, isa: str, directory: Path) -> Path:
     """Compile each unit in a process of its own, link, move the result in with one rename."""
     compiler = find_compiler()
-    torch_dir = _torch_directory()
     for scratch in directory.glob("build-*/"):  # left by builds that were killed
         shutil.rmtree(scratch, ignore_errors=True)
-    include = (f"-I{_SOURCE_DIR}", f"-I{torch_dir / 'include'}")
+    include = (f"-I{_SOURCE_DIR}", f"-I{_torch_directory() / 'include'}")
     flags = (*_FLAGS, *_defines(library), *instruction_set(isa).flags, *include)
     with tempfile.TemporaryDirectory(dir=directory, prefix="build-") as scratch:
         commands, objects = [], []
@@ -314,14 +315,30 @@ def _build(library: str, isa: str, directory: Path) -> Path:
         workers = min(len(commands), os.cpu_count() or 1)
         with ThreadPoolExecutor(max_workers=workers) as pool:
             list(pool.map(_run, commands))
-        linked = Path(scratch) / f"{library}.so"
-        libraries = [f"-L{torch_dir / 'lib'}", "-ltorch_cpu"]
-        _run([compiler, "-shared", *map(str, objects), "-o", str(linked), *libraries])
+        linked = _link(compiler, objects, Path(scratch))
         path = directory / f"{_digest(linked)}.so"
         for stale in directory.glob("*.so"):
             stale.unlink(missing_ok=True)
         linked.replace(path)
     return path
+
+
+def _link(compiler: str, objects: list[Path], scratch: Path) -> Path:
+    """Link the units into a library that needs torch's library `libtorch_cpu.so`.
+
+    On Linux, the linker gets an empty library of that name in place of torch's. It would read the
+    symbols of torch's library for a third of a second. They are found when the result is loaded.
+    """
+    linked = scratch / "linked.so"
+    needed = [f"-L{_torch_directory() / 'lib'}", "-ltorch_cpu"]
+    if sys.platform == "linux":
+        named, empty = scratch / "libtorch_cpu.so", scratch / "empty.cpp"
+        empty.touch()
+        name = f"-Wl,-soname,{named.name}"
+        _run([compiler, "-shared", "-nostdlib", name, str(empty), "-o", str(named)])
+        needed = ["-Wl,--no-as-needed", str(named)]
+    _run([compiler, "-shared", *map(str, objects), "-o", str(linked), *needed])
+    return linked
 
 
 def _torch_directory() -> Path:

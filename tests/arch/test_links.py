@@ -17,6 +17,8 @@ from tests.arch.tree import FOLDERS, ROOT
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("models/demo/*.md")])
 SOURCE_PATH = re.compile(rf"(?:{'|'.join((*FOLDERS, 'ostinato', 'tests', 'docs'))})/[\w.<>*/-]*")
 
+PYTHON_M = re.compile(r"\bpython -m (ostinato(?:\.[\w<>]+)*)")
+
 
 def name_of(document: Path) -> str:
     return str(document.relative_to(ROOT))
@@ -37,6 +39,13 @@ def source_paths(text: str) -> list[str]:
 def is_there(path: str) -> bool:
     """Whether a path exists. A path with `<name>` or `*` exists if any file fits it."""
     return any(ROOT.glob(re.sub(r"<\w+>", "*", path).rstrip("/")))
+
+
+def is_program(module: str) -> bool:
+    """Whether `python -m` of a module, or of any module that fits one with `<name>`, runs it."""
+    path = re.sub(r"<\w+>", "*", "/".join(module.split(".")[1:] or ["ostinato"]))
+    files = [*ROOT.glob(f"{path}.py"), *ROOT.glob(f"{path}/__main__.py")]
+    return any('if __name__ == "__main__":' in file.read_text(encoding="utf-8") for file in files)
 
 
 def quoted_keys(text: str) -> set[str]:
@@ -82,10 +91,17 @@ def test_commands_exist(document: Path) -> None:
     assert named - COMMANDS.keys() == set()
 
 
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
+def test_commands_of_modules_run_something(document: Path) -> None:
+    named = set(PYTHON_M.findall(document.read_text(encoding="utf-8")))
+    assert [module for module in named if not is_program(module)] == []
+
+
 def test_the_documents_name_keys_and_commands() -> None:
     text = "".join(document.read_text(encoding="utf-8") for document in DOCUMENTS)
     assert {"scheduler.itl_target_ms", "model.path"} <= quoted_keys(text)
     assert len(quoted_keys(text)) > 80
+    assert len(set(PYTHON_M.findall(text))) > 20
 
 
 def test_where_to_add_what_counts_its_files() -> None:

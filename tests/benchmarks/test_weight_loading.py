@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ostinato.benchmarks.micro.weight_loading import GGUF_TYPES, measure
+from ostinato.benchmarks.micro.model.weight_loading import GGUF_TYPES, measure
 from ostinato.benchmarks.workload.random_gguf import write_random_gguf
 from ostinato.models.gguf.gguf_file import TENSOR_TYPES
 from ostinato.ops.native.library import load

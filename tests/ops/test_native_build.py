@@ -23,7 +23,7 @@ from tests.confinement import no_execution
 # A library of few sources, with two compiler processes as for `core`.
 SMALL = """
 from ostinato.ops.native import build
-build.LIBRARIES["small"] = (("core/install", "core/thread_pool"), ("rows/sampling",))
+build.LIBRARIES["small"] = (("core/install", "core/call", "core/thread_pool"), ("rows/sampling",))
 """
 BUILD = (  # imports no torch
     SMALL
@@ -178,7 +178,7 @@ def test_every_source_is_in_a_library_and_every_library_has_its_entry_point() ->
     libraries = [*LIBRARIES.values(), *(part.units for part in PARTS.values())]
     named = [{name for unit in units for name in unit} for units in libraries]
     assert set.union(*named[: len(LIBRARIES)]) == files
-    assert all({"core/install", "core/thread_pool"} <= set(names) for names in named)
+    assert all({"core/install", "core/call", "core/thread_pool"} <= set(names) for names in named)
 
 
 def test_numbers_that_differ_from_pythons_are_named_with_both_values(

@@ -7,7 +7,12 @@ import pytest
 pytest.importorskip("triton", reason="triton has wheels for Linux x86-64 only")
 
 from ostinato.benchmarks.machine.described_device import described_device
-from ostinato.benchmarks.micro.kernel_table import Variant, compile_variant, render, variants
+from ostinato.benchmarks.micro.kernels.kernel_table import (
+    Variant,
+    compile_variant,
+    render,
+    variants,
+)
 
 # The rest of the table takes more than a minute of one core and shares its code paths with these.
 # Kernels of attention take 2 s each: among these, each role, size of heads, type of cache and

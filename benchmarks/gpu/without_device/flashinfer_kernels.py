@@ -13,7 +13,6 @@ needs FlashInfer, ninja and a CUDA toolkit with its stub of libcuda:
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import subprocess
 import sys
@@ -26,6 +25,7 @@ import torch
 import triton
 
 from ostinato.benchmarks.machine.described_device import described_device
+from ostinato.benchmarks.report.json_file import write_json
 from ostinato.runtime.machine_info import package_versions
 
 __all__ = ("main",)
@@ -49,7 +49,7 @@ def main(arguments: list[str]) -> int:
         "versions": versions,
         "modules": rows,
     }
-    options.output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    write_json(record, options.output)
     for row in rows:
         print(row)
     return 0

@@ -20,28 +20,25 @@ constexpr int64_t kMaxWindow = 1 << 30;  // longer than any context, so it stand
 void check_metadata(const Problem& p, int64_t table_width) {
   for (int64_t token = 0; token < p.num_tokens; ++token) {
     OSTINATO_CHECK(p.slot_mapping[token] >= 0 && p.slot_mapping[token] < p.num_blocks * p.block_size,
-                   "paged_attention: slot_mapping[" + std::to_string(token) + "] = " +
-                       std::to_string(p.slot_mapping[token]) + " is outside of the cache's " +
-                       std::to_string(p.num_blocks * p.block_size) + " slots");
+                   "paged_attention: slot_mapping[", token, "] = ", p.slot_mapping[token],
+                   " is outside of the cache's ", p.num_blocks * p.block_size, " slots");
   }
   OSTINATO_CHECK(p.query_start_loc[0] == 0, "paged_attention: query_start_loc must begin with 0");
   for (int64_t seq = 0; seq < p.num_seqs; ++seq) {
     const int64_t queries = p.query_start_loc[seq + 1] - p.query_start_loc[seq];
     const int64_t length = p.seq_lens[seq];
     OSTINATO_CHECK(queries >= 0 && p.query_start_loc[seq + 1] <= p.num_tokens,
-                   "paged_attention: query_start_loc must not fall, and must stay within " +
-                       std::to_string(p.num_tokens) + " tokens, sequence " + std::to_string(seq));
+                   "paged_attention: query_start_loc must not fall, and must stay within ", p.num_tokens,
+                   " tokens, sequence ", seq);
     if (queries == 0) continue;
     OSTINATO_CHECK(queries <= length && length <= table_width * p.block_size,
-                   "paged_attention: seq_lens[" + std::to_string(seq) + "] = " + std::to_string(length) +
-                       " must be in [" + std::to_string(queries) + ", " +
-                       std::to_string(table_width * p.block_size) + "]");
+                   "paged_attention: seq_lens[", seq, "] = ", length, " must be in [", queries, ", ",
+                   table_width * p.block_size, "]");
     for (int64_t i = 0; i * p.block_size < length; ++i) {
       const int64_t block = p.block_table[seq * p.block_table_stride + i];
       OSTINATO_CHECK(block >= 0 && block < p.num_blocks,
-                     "paged_attention: block_table[" + std::to_string(seq) + ", " + std::to_string(i) +
-                         "] = " + std::to_string(block) + " is outside of the cache's " +
-                         std::to_string(p.num_blocks) + " blocks");
+                     "paged_attention: block_table[", seq, ", ", i, "] = ", block, " is outside of the cache's ",
+                     p.num_blocks, " blocks");
     }
   }
 }
@@ -62,10 +59,10 @@ void check_tensors(const Tensor& q, const Tensor& k, const Tensor& v, const Tens
   const int64_t head_dim = q.sizes[2], value_dim = v.sizes[2], scale_bytes = has_bytes ? kScaleBytes : 0;
   for (const int64_t size : {head_dim, value_dim}) {
     OSTINATO_CHECK(size % 8 == 0 && size >= 8 && size <= kMaxHeadDim,
-                   "paged_attention: head_dim must be a multiple of 8 up to 256, got " + std::to_string(size));
+                   "paged_attention: head_dim must be a multiple of 8 up to 256, got ", size);
   }
-  OSTINATO_CHECK(k_cache.sizes[2] % kMinGroup == 0, "paged_attention: block_size must be a multiple of 8, got " +
-                                                     std::to_string(k_cache.sizes[2]));
+  OSTINATO_CHECK(k_cache.sizes[2] % kMinGroup == 0, "paged_attention: block_size must be a multiple of 8, got ",
+                 k_cache.sizes[2]);
   for (const Tensor* x : {&k, &v}) {
     OSTINATO_CHECK(x->sizes[0] == q.sizes[0] && x->sizes[1] == k_cache.sizes[1],
                    "paged_attention: k and v must be [T, Hkv, D] with q's T and the cache's Hkv");
@@ -95,8 +92,7 @@ void check_tensors(const Tensor& q, const Tensor& k, const Tensor& v, const Tens
 void check_per_head(const Tensor& x, const char* name, int64_t heads) {
   if (!x.exists()) return;
   OSTINATO_CHECK(x.dtype == DType::float32 && x.dim == 1 && x.sizes[0] == heads && (heads == 1 || x.strides[0] == 1),
-                 std::string("paged_attention: ") + name + " must be float32 [" + std::to_string(heads) +
-                     "], contiguous");
+                 "paged_attention: ", name, " must be float32 [", heads, "], contiguous");
 }
 
 Problem describe_problem(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& k_cache,

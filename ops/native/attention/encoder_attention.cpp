@@ -23,7 +23,7 @@ void check_encoder_tensors(const Tensor& q, const Tensor& k, const Tensor& v, co
   OSTINATO_CHECK(q.dtype == DType::float32 || q.dtype == DType::float16 || q.dtype == DType::bfloat16,
                  "encoder_attention: dtype must be float32, bfloat16 or float16");
   OSTINATO_CHECK(q.sizes[2] >= 1 && q.sizes[2] <= kMaxHeadDim,
-                 "encoder_attention: head_dim must be from 1 to 256, got " + std::to_string(q.sizes[2]));
+                 "encoder_attention: head_dim must be from 1 to 256, got ", q.sizes[2]);
   OSTINATO_CHECK(query_start_loc.dtype == DType::int32 && query_start_loc.dim == 1 && query_start_loc.sizes[0] >= 1 &&
                      (query_start_loc.sizes[0] == 1 || query_start_loc.strides[0] == 1),
                  "encoder_attention: query_start_loc must be int32 [S+1], contiguous");
@@ -35,8 +35,8 @@ int64_t longest_of(const int32_t* starts, int64_t num_seqs, int64_t num_tokens) 
   int64_t longest = 0;
   for (int64_t seq = 0; seq < num_seqs; ++seq) {
     OSTINATO_CHECK(starts[seq] <= starts[seq + 1] && starts[seq + 1] <= num_tokens,
-                   "encoder_attention: query_start_loc must not fall, and must stay within " + std::to_string(num_tokens) +
-                       " tokens, sequence " + std::to_string(seq));
+                   "encoder_attention: query_start_loc must not fall, and must stay within ", num_tokens,
+                   " tokens, sequence ", seq);
     longest = std::max<int64_t>(longest, starts[seq + 1] - starts[seq]);
   }
   return longest;

@@ -27,20 +27,19 @@ class Scratch {
     used_ += (count * sizeof(T) + 63) / 64 * 64;
     return is_measuring_ ? nullptr : reinterpret_cast<T*>(static_cast<char*>(memory_.data()) + begin);
   }
-  // Runs `layout` twice: first to measure how many bytes it takes, then with that memory.
+  // Runs `layout` twice: first to measure how many bytes it takes, then with that memory. A loop, so that `layout` is
+  // compiled once.
   template <class Layout>
   void lay_out(Layout&& layout) {
-    is_measuring_ = true;
-    used_ = 0;
-    layout();
-    if (used_ > size_) {
+    for (is_measuring_ = true;; is_measuring_ = false) {
+      used_ = 0;
+      layout();
+      if (!is_measuring_) return;
+      if (used_ <= size_) continue;
       size_ = 0;  // if the allocation fails, the next call tries again
       memory_.allocate(64, used_);
       size_ = used_;
     }
-    is_measuring_ = false;
-    used_ = 0;
-    layout();
   }
 
  private:
@@ -171,7 +170,8 @@ class Worker {
     return tile.last_key - first_key < kTile ? tile.last_key - first_key : kTile;
   }
 
-  TileGroups<Unit> locate(const QueryTile& tile, int first_key) const {
+  // Not inlined: run_partition calls it three times.
+  [[gnu::noinline]] TileGroups<Unit> locate(const QueryTile& tile, int first_key) const {
     TileGroups<Unit> groups;
     const int32_t* blocks = p_.block_table + tile.seq * p_.block_table_stride;
     const int count = count_keys(tile, first_key);

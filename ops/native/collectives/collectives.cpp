@@ -83,7 +83,7 @@ DType dtype_named(const std::string& name) {
   if (name == "float32") return DType::float32;
   if (name == "bfloat16") return DType::bfloat16;
   if (name == "float16") return DType::float16;
-  throw std::invalid_argument("dtype must be float32, bfloat16 or float16, got " + name);
+  throw_invalid_argument({"dtype must be float32, bfloat16 or float16, got ", name});
 }
 
 // all_reduce(Tensor partial, Tensor? residual, Tensor group, str dtype) -> Tensor

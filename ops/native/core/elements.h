@@ -16,13 +16,13 @@
 
 #define OSTINATO_HAS(bits) ((OSTINATO_ELEMENTS & (bits)) == (bits))
 
-#include <stdexcept>
+#include "core/tensor.h"
 
 namespace ostinato {
 
 // library.py loads a library that has the kernels of a model, so no step gets here.
 [[noreturn]] inline void throw_not_compiled() {
-  throw std::invalid_argument("the loaded kernels were compiled for another element type; load the library core");
+  throw_invalid_argument({"the loaded kernels were compiled for another element type; load the library core"});
 }
 
 }  // namespace ostinato

@@ -7,19 +7,35 @@
 
 #include <cstdint>
 #include <cstring>
-#include <stdexcept>
+#include <initializer_list>
 #include <string>
 
 namespace ostinato {
 
+// A text or a number of an error's message. The text is borrowed.
+struct MessagePart {
+  MessagePart(const char* text) : text(text) {}
+  MessagePart(const std::string& text) : text(text.c_str()) {}
+  MessagePart(int64_t number) : text(nullptr), number(number) {}
+
+  const char* text;  // null = the number
+  int64_t number = 0;
+};
+
+// These throw. They are not inlined: a kernel has up to twenty checks, and the code that puts messages together was a
+// seventh of a library.
+[[noreturn]] void throw_invalid_argument(std::initializer_list<MessagePart> message);
+[[noreturn]] void throw_torch_failed(const char* what);
+
 inline void require_ok(AOTITorchError code, const char* what) {
-  if (code != 0) throw std::runtime_error(std::string("ostinato native: torch failed to ") + what);
+  if (code != 0) throw_torch_failed(what);
 }
 
-// Throws std::invalid_argument, which reaches Python as a ValueError.
-#define OSTINATO_CHECK(condition, message) \
-  do {                                     \
-    if (!(condition)) throw std::invalid_argument(message); \
+// OSTINATO_CHECK(condition, message...) throws std::invalid_argument, which reaches Python as a ValueError. The message
+// consists of texts and integers.
+#define OSTINATO_CHECK(condition, ...)                                   \
+  do {                                                                   \
+    if (!(condition)) ::ostinato::throw_invalid_argument({__VA_ARGS__}); \
   } while (0)
 
 // torch's codes of the dtypes that kernels take. abi.py compares them with the codes of torch and with its own.
@@ -79,20 +95,7 @@ struct OwnedTensor {
   OwnedTensor& operator=(const OwnedTensor&) = delete;
 
   // Sets everything but the memory. Returns the number of bytes that the tensor takes.
-  int64_t set_contiguous(const int64_t* new_sizes, int64_t dim, DType dtype) {
-    OSTINATO_CHECK(dim <= kMaxRank, "results have at most 5 dimensions");
-    int64_t stride = 1;
-    for (int64_t i = dim - 1; i >= 0; --i) {
-      sizes[i] = new_sizes[i];
-      strides[i] = stride;
-      stride *= new_sizes[i] > 1 ? new_sizes[i] : 1;
-    }
-    tensor.sizes = sizes;
-    tensor.strides = strides;
-    tensor.dim = dim;
-    tensor.dtype = dtype;
-    return stride * element_size(dtype);
-  }
+  int64_t set_contiguous(const int64_t* new_sizes, int64_t dim, DType dtype);
 
   Tensor tensor;
   int64_t sizes[kMaxRank];
@@ -100,21 +103,6 @@ struct OwnedTensor {
 };
 
 // Address, sizes, strides and dtype of a torch tensor.
-inline Tensor describe(AtenTensorHandle handle) {
-  Tensor tensor;
-  int64_t* sizes;
-  int64_t* strides;
-  int32_t dtype;
-  tensor.handle = handle;
-  require_ok(aoti_torch_get_data_ptr(handle, &tensor.data), "read a tensor's address");
-  require_ok(aoti_torch_get_sizes(handle, &sizes), "read a tensor's sizes");
-  require_ok(aoti_torch_get_strides(handle, &strides), "read a tensor's strides");
-  require_ok(aoti_torch_get_dim(handle, &tensor.dim), "read a tensor's rank");
-  require_ok(aoti_torch_get_dtype(handle, &dtype), "read a tensor's dtype");
-  tensor.sizes = sizes;
-  tensor.strides = strides;
-  tensor.dtype = static_cast<DType>(dtype);
-  return tensor;
-}
+Tensor describe(AtenTensorHandle handle);
 
 }  // namespace ostinato

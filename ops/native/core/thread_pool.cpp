@@ -1,10 +1,9 @@
-// The thread pool's loops. They have a file of their own because <chrono> and <thread> take a third of a second to
-// parse.
+// The thread pool's loops. Threads and clocks are those of POSIX, because <chrono> and <thread> take a third of a second
+// to parse.
 #include "core/thread_pool.h"
 
-#include <chrono>
-#include <system_error>
-#include <thread>
+#include <pthread.h>
+#include <time.h>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -13,13 +12,18 @@
 namespace ostinato {
 namespace {
 
-using Clock = std::chrono::steady_clock;
 // How long a pool thread spins before it sleeps. This is longer than the time between two kernels of a step, and longer
 // than the last part of another thread (a tenth of a millisecond).
-constexpr std::chrono::microseconds kWorkerSpinTimeout{500};
+constexpr int64_t kWorkerSpinNanoseconds = 500'000;
 // How long the caller spins for pool threads that are computing a part. Then the caller sleeps. So if another program
 // has taken the core of a pool thread, that thread can run on the caller's core.
-constexpr std::chrono::microseconds kCallerSpinTimeout{300};
+constexpr int64_t kCallerSpinNanoseconds = 300'000;
+
+int64_t now_nanoseconds() {
+  timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return now.tv_sec * int64_t{1'000'000'000} + now.tv_nsec;
+}
 
 // Tells the processor that this thread spins.
 void relax() {
@@ -30,19 +34,19 @@ void relax() {
 #endif
 }
 
-// Returns once accept(value) holds. Spins for `spin_timeout`, then sleeps until the value changes.
+// Returns once accept(value) holds. Spins for `spin_nanoseconds`, then sleeps until the value changes.
 template <class Accept>
-void wait_for(std::atomic<uint32_t>& value, const Accept& accept, std::chrono::microseconds spin_timeout) {
+void wait_for(std::atomic<uint32_t>& value, const Accept& accept, int64_t spin_nanoseconds) {
   uint32_t seen = value.load(std::memory_order_acquire);
   if (accept(seen)) return;
-  const auto end = Clock::now() + spin_timeout;
+  const int64_t end = now_nanoseconds() + spin_nanoseconds;
   do {
     for (int i = 0; i < 32; ++i) {
       relax();
       seen = value.load(std::memory_order_acquire);
       if (accept(seen)) return;
     }
-  } while (Clock::now() < end);
+  } while (now_nanoseconds() < end);
   while (!accept(seen)) {
     value.wait(seen);
     seen = value.load(std::memory_order_acquire);
@@ -67,24 +71,29 @@ void ThreadPool::run(int num_workers, Part part, void* context) {
   calls_.store(call);
   calls_.notify_all();
   take_parts();
-  wait_for(num_done_, [&](uint32_t done) { return done == static_cast<uint32_t>(num_workers); }, kCallerSpinTimeout);
+  wait_for(num_done_, [&](uint32_t done) { return done == static_cast<uint32_t>(num_workers); }, kCallerSpinNanoseconds);
   const std::exception_ptr failure = failure_;
   busy_.store(false, std::memory_order_release);
   if (failure) std::rethrow_exception(failure);
 }
 
 void ThreadPool::spawn_workers(int count) {
-  try {
-    for (; num_spawned_ < count; ++num_spawned_) std::thread([this] { worker_loop(); }).detach();
-  } catch (const std::system_error&) {
-    // The system allows no more threads. The existing threads do the work.
+  for (; num_spawned_ < count; ++num_spawned_) {
+    const auto loop = [](void* pool) -> void* {
+      static_cast<ThreadPool*>(pool)->worker_loop();
+      return nullptr;
+    };
+    pthread_t thread;
+    // If the system allows no more threads, the existing threads do the work.
+    if (pthread_create(&thread, nullptr, loop, this) != 0) return;
+    pthread_detach(thread);
   }
 }
 
 void ThreadPool::worker_loop() {
   uint32_t call = 0;
   while (true) {
-    wait_for(calls_, [&](uint32_t newest) { return newest != call; }, kWorkerSpinTimeout);
+    wait_for(calls_, [&](uint32_t newest) { return newest != call; }, kWorkerSpinNanoseconds);
     call = calls_.load(std::memory_order_acquire);
     take_parts();
   }

@@ -30,19 +30,7 @@ inline ThreadState*& thread_state() {
 class Threads {
  public:
   // The choice of the calling thread.
-  static Threads of_caller() {
-    Threads threads;
-    const ThreadState& state = *thread_state();
-    threads.count_ = state.num_pool_threads();
-    if (threads.count_ > 0) {
-      threads.pool_ = state.pool;
-      return threads;
-    }
-    uint32_t count;
-    require_ok(torch_get_num_threads(&count), "read the number of threads");
-    threads.count_ = static_cast<int>(count);
-    return threads;
-  }
+  static Threads of_caller();
 
   // How many threads a kernel may use.
   int count() const { return count_; }
@@ -51,25 +39,13 @@ class Threads {
   // must not wait for another.
   template <class Body>
   void run(int num_workers, Body&& body) const {
-    if (num_workers <= 1) {
-      body(0);
-      return;
-    }
     using Function = std::remove_reference_t<Body>;
-    if (pool_ != nullptr) {
-      pool_->run(
-          num_workers, [](void* context, int worker) { (*static_cast<Function*>(context))(worker); }, &body);
-      return;
-    }
-    auto trampoline = [](int64_t begin, int64_t end, void* context) {
-      for (int64_t worker = begin; worker < end; ++worker) {
-        (*static_cast<Function*>(context))(static_cast<int>(worker));
-      }
-    };
-    require_ok(torch_parallel_for(0, num_workers, 1, trampoline, &body), "run on its threads");
+    run_parts(num_workers, [](void* context, int worker) { (*static_cast<Function*>(context))(worker); }, &body);
   }
 
  private:
+  void run_parts(int num_workers, ThreadPool::Part part, void* context) const;
+
   ThreadPool* pool_ = nullptr;  // null = torch's threads
   int count_ = 1;
 };

@@ -30,9 +30,8 @@ struct PackedWeight {
                    "[panels, steps, 32, 1] float32");
     steps = ceil_divide(in_features, elements);
     OSTINATO_CHECK(tensor.sizes[0] == panels && tensor.sizes[1] == steps,
-                   "a packed weight of " + std::to_string(tensor.sizes[0]) + " panels and " +
-                       std::to_string(tensor.sizes[1]) + " steps does not hold " + std::to_string(out_features) +
-                       " x " + std::to_string(in_features) + " values");
+                   "a packed weight of ", tensor.sizes[0], " panels and ", tensor.sizes[1], " steps does not hold ",
+                   out_features, " x ", in_features, " values");
     const int64_t strides[] = {steps * kPanel * elements, kPanel * elements, elements, 1};
     for (int i = 0; i < 4; ++i) {
       OSTINATO_CHECK(tensor.sizes[i] <= 1 || tensor.strides[i] == strides[i],

@@ -84,8 +84,7 @@ void packed_rows(Call& call) {
     const int64_t offset = wrong_row * ids.strides[0];
     const int64_t id = wide ? ids.as<int64_t>()[offset] : ids.as<int32_t>()[offset];
     if (out.handle != nullptr) aoti_torch_delete_tensor_object(out.handle);
-    OSTINATO_CHECK(false, "ids[" + std::to_string(wrong_row) + "] is " + std::to_string(id) +
-                              ", not a row of the weight: 0 to " + std::to_string(out_features - 1));
+    OSTINATO_CHECK(false, "ids[", wrong_row.load(), "] is ", id, ", not a row of the weight: 0 to ", out_features - 1);
   }
   call.give(out);
 }

@@ -17,7 +17,7 @@ Scoring scoring_named(const std::string& name) {
   if (name == "softmax") return Scoring::softmax;
   if (name == "sigmoid") return Scoring::sigmoid;
   if (name == "top_softmax") return Scoring::top_softmax;
-  throw std::invalid_argument("scoring must be softmax, sigmoid or top_softmax, got " + name);
+  throw_invalid_argument({"scoring must be softmax, sigmoid or top_softmax, got ", name});
 }
 
 struct Routing {

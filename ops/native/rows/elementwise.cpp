@@ -329,7 +329,7 @@ Activation activation_named(const std::string& name) {
   if (name == "gelu") return Activation::gelu;
   if (name == "relu") return Activation::relu;
   if (name == "swigluoai") return Activation::swigluoai;
-  throw std::invalid_argument("kind must be silu, gelu_tanh, quick_gelu, gelu, relu or swigluoai, got " + name);
+  throw_invalid_argument({"kind must be silu, gelu_tanh, quick_gelu, gelu, relu or swigluoai, got ", name});
 }
 
 // The factor on an activated gate.

@@ -64,14 +64,13 @@ void row_logprobs(Call& call) {
                      token_ids.sizes[1] > 0 && (token_ids.sizes[1] == 1 || token_ids.strides[1] == 1),
                  "row_logprobs: token_ids must be int64 [R, W] with contiguous rows, W at least 1");
   OSTINATO_CHECK(top >= 0 && top <= count,
-                 "row_logprobs: top must be in [0, " + std::to_string(count) + "], got " + std::to_string(top));
+                 "row_logprobs: top must be in [0, ", count, "], got ", top);
   const int64_t num_tokens = token_ids.sizes[1];
   for (int64_t r = 0; r < num_rows; ++r) {
     for (int64_t i = 0; i < num_tokens; ++i) {
       const int64_t id = token_ids.as<int64_t>()[r * token_ids.strides[0] + i];
-      OSTINATO_CHECK(id >= 0 && id < count, "row_logprobs: token_ids[" + std::to_string(r) + ", " + std::to_string(i) +
-                                                "] = " + std::to_string(id) + " must be in [0, " +
-                                                std::to_string(count) + ")");
+      OSTINATO_CHECK(id >= 0 && id < count, "row_logprobs: token_ids[", r, ", ", i, "] = ", id, " must be in [0, ",
+                     count, ")");
     }
   }
   const int64_t wide[] = {num_rows, num_tokens}, leading[] = {num_rows, top};

@@ -10,6 +10,8 @@
 // would find the same token.
 #pragma once
 
+#include "rows/row.h"
+
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -153,24 +155,19 @@ class Nucleus {
     double before = 0.0;
     const int bucket = buckets_.find(border, before);
     if (bucket == Buckets::kCount) return std::nullopt;
-    std::vector<Entry> entries;
+    std::vector<Candidate> entries;
     entries.reserve(buckets_.size(bucket));
     for (int64_t first = 0; first < count_; first += kScan) {
       if (!has(places_.data() + first, static_cast<uint16_t>(bucket))) continue;
       for (int64_t id = first; id < first + kScan; ++id) {
-        if (places_[id] == bucket) entries.push_back({logits_[id], static_cast<int32_t>(id), 0.0});
+        if (places_[id] == bucket) entries.push_back({logits_[id], static_cast<int32_t>(id)});
       }
     }
-    weigh(entries);
     return find_among(entries, border, before);
   }
 
  private:
-  struct Entry {
-    float logit;
-    int32_t id;
-    double mass;
-  };
+  using Candidate = logit_rows::Candidate;
 
   static constexpr size_t kSortable = 256;
 
@@ -208,23 +205,27 @@ class Nucleus {
     return any != 0;
   }
 
-  void weigh(std::vector<Entry>& entries) const {
+  // Calls take(entry, likelihood) for each entry in order, until it returns true.
+  template <class Take>
+  void weigh(const std::vector<Candidate>& entries, const Take& take) const {
     float logits[kBlock] = {};
     double masses[kBlock];
     for (size_t first = 0; first < entries.size(); first += kBlock) {
       const size_t size = std::min<size_t>(kBlock, entries.size() - first);
       for (size_t i = 0; i < size; ++i) logits[i] = entries[first + i].logit;
       likelihoods(logits, most_, temperature_, masses);
-      for (size_t i = 0; i < size; ++i) entries[first + i].mass = masses[i];
+      for (size_t i = 0; i < size; ++i) {
+        if (take(entries[first + i], masses[i])) return;
+      }
     }
   }
 
   // `entries` are sorted by id. `before` is the running sum before all of them.
-  static std::optional<Place> find_among(std::vector<Entry>& entries, double border, double before) {
+  std::optional<Place> find_among(std::vector<Candidate>& entries, double border, double before) const {
     bool is_sorted = false;
     while (entries.size() > kSortable) {
       float highest = entries[0].logit, lowest = highest;
-      for (const Entry& entry : entries) {
+      for (const Candidate& entry : entries) {
         highest = std::max(highest, entry.logit);
         lowest = std::min(lowest, entry.logit);
       }
@@ -232,21 +233,26 @@ class Nucleus {
       if (is_sorted) break;
       Buckets buckets(highest, lowest);
       if (!buckets.is_valid()) break;
-      for (const Entry& entry : entries) buckets.add(buckets.of(entry.logit), entry.mass);
+      weigh(entries, [&](const Candidate& entry, double mass) {
+        buckets.add(buckets.of(entry.logit), mass);
+        return false;
+      });
       const int bucket = buckets.find(border, before);
       if (bucket == Buckets::kCount) return std::nullopt;
       if (buckets.size(bucket) == static_cast<int64_t>(entries.size())) break;
-      std::erase_if(entries, [&](const Entry& entry) { return buckets.of(entry.logit) != bucket; });
+      std::erase_if(entries, [&](const Candidate& entry) { return buckets.of(entry.logit) != bucket; });
     }
-    const auto likelier = [](const Entry& a, const Entry& b) {
-      return a.logit > b.logit || (a.logit == b.logit && a.id < b.id);
-    };
-    if (!is_sorted) std::sort(entries.begin(), entries.end(), likelier);
-    for (const Entry& entry : entries) {
-      if (before + entry.mass > border) return Place{entry.id, before, before + entry.mass};
-      before += entry.mass;
-    }
-    return std::nullopt;
+    if (!is_sorted) std::sort(entries.begin(), entries.end(), logit_rows::likelier);
+    std::optional<Place> found;
+    weigh(entries, [&](const Candidate& entry, double mass) {
+      if (before + mass > border) {
+        found = Place{entry.id, before, before + mass};
+        return true;
+      }
+      before += mass;
+      return false;
+    });
+    return found;
   }
 
   // Approximately the smallest logit whose likelihood counts.

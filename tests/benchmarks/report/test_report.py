@@ -1,10 +1,12 @@
 """Tables and plots of results. The committed results fit the schema."""
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 
+from ostinato.benchmarks.report.json_file import write_json
 from ostinato.benchmarks.report.plot_style import make_axes, plain_log
 from ostinato.benchmarks.report.record import Metric, Point, Record, conditions_of, read_records
 from ostinato.benchmarks.report.tables import median_and_range, print_record
@@ -82,3 +84,13 @@ def test_logarithmic_axes_have_plain_numbers():
         texts = [tick.get_text() for tick in ticks if tick.get_text()]
         assert len(texts) > 2
         assert not any("$" in text for text in texts)
+
+
+def test_a_file_is_replaced_as_a_whole(tmp_path: Path):
+    path = tmp_path / "new" / "result.json"
+    write_json({"results": [1, 2]}, path)
+    with path.open() as opened:  # as a reader that began before the next write
+        write_json({"results": [3]}, path)
+        assert json.load(opened) == {"results": [1, 2]}
+    assert json.loads(path.read_text()) == {"results": [3]}
+    assert [each.name for each in path.parent.iterdir()] == ["result.json"]

@@ -159,8 +159,7 @@ def check_sampling(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, i
                 f"-I{headers}",
                 f"-I{root / 'include'}",
                 str(CHECK),
-                str(headers / "core/install.cpp"),
-                str(headers / "core/thread_pool.cpp"),
+                *(str(headers / f"core/{name}.cpp") for name in ("install", "call", "thread_pool")),
             ),
             *(f"-L{root / 'lib'}", "-ltorch_cpu", f"-Wl,-rpath,{root / 'lib'}", "-o", str(program)),
         ]

@@ -1,7 +1,8 @@
 """Measures the CPU attention kernel on each instruction set beside torch's own attention.
 
-    python -m ostinato.benchmarks.micro.ops_attention --threads 1 --save
-    python -m ostinato.benchmarks.micro.ops_attention --dtype bfloat16 --cases 1:8192,512:512
+    python -m ostinato.benchmarks.micro.kernels.ops_attention --threads 1 --save
+    python -m ostinato.benchmarks.micro.kernels.ops_attention \\
+        --dtype bfloat16 --cases 1:8192,512:512
 
 A case is `query rows:context` of one sequence: 1:8192 is a decode step, 512:512 a prompt. It can
 go on with `:sequences:shared tokens`: 1:1120:16:1024 is a decode step of 16 sequences with 1,120
@@ -34,6 +35,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from ostinato.benchmarks.machine.probes import LoadMeter
 from ostinato.benchmarks.machine.processor import RESULTS, fma_peak, processor_class
+from ostinato.benchmarks.report.json_file import write_json
 from ostinato.models.kv_cache import KVCacheSpec
 from ostinato.ops.attention import AttentionMetadata
 from ostinato.ops.native.instruction_sets import runnable_levels
@@ -260,7 +262,7 @@ def main(arguments: list[str]) -> None:
     heads = _Heads(*(int(each) for each in options.heads.split(",")))
     conditions = {
         "command": shlex.join(
-            ["python", "-m", "ostinato.benchmarks.micro.ops_attention", *arguments]
+            ["python", "-m", "ostinato.benchmarks.micro.kernels.ops_attention", *arguments]
         ),
         "cpu": cpu_name(),
         "processor_class": processor_class(),
@@ -286,8 +288,7 @@ def main(arguments: list[str]) -> None:
         print(f"\n{title}\n\n{_table(results, figure)}")
     if options.save:
         path = RESULTS / processor_class() / options.save
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"conditions": conditions, "results": results}, indent=1) + "\n")
+        write_json({"conditions": conditions, "results": results}, path)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 It compiles the kernels of common models ahead of time, so no GPU is needed. It prints a table and
 writes it to docs/kernels.md, in the section of the installed Triton version:
 
-    python -m ostinato.benchmarks.micro.kernel_table
+    python -m ostinato.benchmarks.micro.kernels.kernel_table
 """
 
 from __future__ import annotations
@@ -82,12 +82,12 @@ _LIKE_LLAMA = {
 _TITLE = "# Triton kernels\n"
 _INTRODUCTION = """
 [Layers and steps](#layers-and-steps) has the kernels of whole steps. The sections after it list
-single kernels. `python -m ostinato.benchmarks.micro.kernel_table` compiled them ahead of time for
-compute capability 9.0. There is one section per Triton version, because versions allocate registers
-differently. `tests/ops/test_triton_aot.py` requires: no spills, at most 227 KiB of shared memory,
-and tensor-core instructions in every 16-bit kernel of attention and of matrix products. Two kernels
-for steps of at most 4 sequences (*few*) may spill: 164 bytes with 71 heads of one KV head, and 20
-bytes with D256.
+single kernels. `python -m ostinato.benchmarks.micro.kernels.kernel_table` compiled them ahead of
+time for compute capability 9.0. There is one section per Triton version, because versions allocate
+registers differently. `tests/ops/test_triton_aot.py` requires: no spills, at most 227 KiB of shared
+memory, and tensor-core instructions in every 16-bit kernel of attention and of matrix products. Two
+kernels for steps of at most 4 sequences (*few*) may spill: 164 bytes with 71 heads of one KV head,
+and 20 bytes with D256.
 
 In these sections, the column *kernel* has these names. *Short* is attention of sequences whose
 query rows fit one tile (decode), *few* is the same in steps of at most 4 sequences, *long* is
@@ -351,7 +351,7 @@ def main() -> None:
     rows = [(variant, compile_variant(variant)) for variant in variants()]
     table = render(rows)
     print(table)
-    path = Path(__file__).parents[2] / "docs" / "kernels.md"
+    path = Path(__file__).parents[3] / "docs" / "kernels.md"
     document = path.read_text() if path.exists() else ""
     path.parent.mkdir(exist_ok=True)
     path.write_text(replace_section(document, f"## Triton {triton.__version__}", table))

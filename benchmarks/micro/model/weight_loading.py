@@ -1,6 +1,6 @@
 """Measures the speed of loading stored weights from the page cache, and the memory it takes.
 
-    python -m ostinato.benchmarks.micro.weight_loading --model qwen3-0.6b --json FILE
+    python -m ostinato.benchmarks.micro.model.weight_loading --model qwen3-0.6b --json FILE
 
 For each format a checkpoint with random numbers is written to a temporary directory, and loaded
 several times in bfloat16 on a CPU. GGUF files can be written for qwen3 models only. "GB/s" counts
@@ -31,6 +31,7 @@ from torch import Tensor
 
 import ostinato
 from ostinato.benchmarks.machine.probes import commit_of
+from ostinato.benchmarks.report.json_file import write_json
 from ostinato.benchmarks.workload.random_gguf import write_random_gguf
 from ostinato.conf.compose import load_config
 from ostinato.conf.schema import ModelSection, Quantization
@@ -248,8 +249,7 @@ def main(arguments: list[str]) -> None:
             "model": options.model,
         }
         figures = [each._asdict() | {"gb_per_s": each.rate} for each in results]
-        record = {"conditions": conditions, "results": figures}
-        options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        write_json({"conditions": conditions, "results": figures}, options.json)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """Measures how much faster or slower drafts make an engine, in turns with plain decoding.
 
-    python -m ostinato.benchmarks.micro.speculation_goals
-    python -m ostinato.benchmarks.micro.speculation_goals model=llama-45m model.quantization=int4
-    python -m ostinato.benchmarks.micro.speculation_goals model=demo --starts 3 --json FILE
+    python -m ostinato.benchmarks.micro.engine.speculation_goals
+    python -m ostinato.benchmarks.micro.engine.speculation_goals \\
+        model=llama-45m model.quantization=int4
+    python -m ostinato.benchmarks.micro.engine.speculation_goals model=demo --starts 3 --json FILE
 
 Every engine runs in a process of its own. It is called as by the server, but without HTTP. Engines
 answer each request, or each batch, in turns. The order of the turns changes from round to round. A
@@ -47,6 +48,7 @@ import psutil
 
 import ostinato
 from ostinato.benchmarks.machine.probes import LoadMeter, commit_of
+from ostinato.benchmarks.report.json_file import write_json
 from ostinato.conf.compose import load_config
 from ostinato.models.demo.training import held_out
 from ostinato.runtime.async_engine import AsyncEngine
@@ -408,8 +410,7 @@ def main(arguments: list[str]) -> None:
             "tokens": options.tokens,
             "starts": options.starts,
         }
-        record = {"conditions": conditions, "results": results}
-        options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        write_json({"conditions": conditions, "results": results}, options.json)
 
 
 if __name__ == "__main__":

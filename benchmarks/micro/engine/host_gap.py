@@ -1,7 +1,8 @@
 """Measures the share of a step outside the model: scheduling, batch building, reporting.
 
-    python -m ostinato.benchmarks.micro.host_gap
-    python -m ostinato.benchmarks.micro.host_gap --models llama-45m --batches 1,8,32 --json FILE
+    python -m ostinato.benchmarks.micro.engine.host_gap
+    python -m ostinato.benchmarks.micro.engine.host_gap \\
+        --models llama-45m --batches 1,8,32 --json FILE
 
 The model has dummy weights in bfloat16 and decodes batches in this process. The gap is the share of
 a step that is not between its launch and the arrival of its tokens (`EngineStats.step_seconds` and
@@ -12,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
@@ -25,6 +25,7 @@ from rich.table import Table
 
 import ostinato
 from ostinato.benchmarks.machine.probes import LoadMeter, commit_of
+from ostinato.benchmarks.report.json_file import write_json
 from ostinato.benchmarks.report.tables import median_and_range
 from ostinato.conf.compose import load_config
 from ostinato.runtime.llm import LLM
@@ -112,8 +113,7 @@ def main(arguments: list[str]) -> None:
     console.print(f"{conditions['cpu']}, torch {conditions['versions'].get('torch')}", markup=False)
     console.print(table)
     if options.json is not None:
-        record = {"conditions": conditions, "results": results}
-        options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        write_json({"conditions": conditions, "results": results}, options.json)
 
 
 if __name__ == "__main__":

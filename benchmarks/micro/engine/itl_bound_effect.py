@@ -1,6 +1,6 @@
 """Measures the ITL of streams while long prompts arrive, with and without `itl_target_ms`.
 
-    python -m ostinato.benchmarks.micro.itl_bound_effect model=llama-45m [key=value ...]
+    python -m ostinato.benchmarks.micro.engine.itl_bound_effect model=llama-45m [key=value ...]
 
 One engine for each target in `TARGETS_MS` runs in this process, in turns. Streams decode all the
 time, and long prompts arrive one after the other. The program prints one JSON object: percentiles

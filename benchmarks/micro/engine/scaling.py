@@ -1,7 +1,8 @@
 """Measures decode throughput by batch size and context, and compares it with the roofline.
 
-    python -m ostinato.benchmarks.micro.scaling
-    python -m ostinato.benchmarks.micro.scaling --models llama-45m --contexts 128,1024 --json F
+    python -m ostinato.benchmarks.micro.engine.scaling
+    python -m ostinato.benchmarks.micro.engine.scaling \\
+        --models llama-45m --contexts 128,1024 --json F
 
 The model has dummy weights in bfloat16 and runs in this process. Prompts are computed once and then
 found in the prefix cache, so that only decode steps are timed. The roofline is the larger of two
@@ -14,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import statistics
 import sys
 import time
@@ -31,6 +31,7 @@ import ostinato
 from ostinato.benchmarks.machine.machine_rates import machine_of, measure_rates
 from ostinato.benchmarks.machine.probes import commit_of
 from ostinato.benchmarks.machine.roofline import ModelSizes
+from ostinato.benchmarks.report.json_file import write_json
 from ostinato.conf.compose import load_config
 from ostinato.runtime.llm import LLM
 from ostinato.runtime.machine_info import cpu_name, gpu_names, package_versions
@@ -212,8 +213,7 @@ def main(arguments: list[str]) -> None:
     console.print(title, markup=False)
     console.print(table)
     if options.json is not None:
-        record = {"conditions": conditions, "results": results}
-        options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        write_json({"conditions": conditions, "results": results}, options.json)
     if options.png is not None:
         draw(results, title, options.png)
 

@@ -1,7 +1,7 @@
 """Compares the decode speed of model families at equal bytes of weights, in turns in one run.
 
-    python -m ostinato.benchmarks.micro.families
-    python -m ostinato.benchmarks.micro.families --pairs pythia,moe --rounds 9 --json F
+    python -m ostinato.benchmarks.micro.engine.families
+    python -m ostinato.benchmarks.micro.engine.families --pairs pythia,moe --rounds 9 --json F
 
 Each pair is a family and a reference whose decode step reads as many bytes of weights. Both have
 dummy weights in bfloat16 and run in this process, one after the other within each round, in a
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import statistics
 import sys
 from collections.abc import Callable
@@ -28,7 +27,8 @@ from rich.table import Table
 
 import ostinato
 from ostinato.benchmarks.machine.probes import commit_of
-from ostinato.benchmarks.micro.scaling import measure_decode
+from ostinato.benchmarks.micro.engine.scaling import measure_decode
+from ostinato.benchmarks.report.json_file import write_json
 from ostinato.benchmarks.report.statistics import bootstrap_ratio
 from ostinato.conf.compose import load_config
 from ostinato.models.config.model_config import ModelConfig
@@ -254,8 +254,7 @@ def main(arguments: list[str]) -> None:
     console.print(f"{conditions['cpu']}, bfloat16, one sequence", markup=False)
     console.print(table)
     if options.json is not None:
-        record = {"conditions": conditions, "results": results}
-        options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        write_json({"conditions": conditions, "results": results}, options.json)
 
 
 if __name__ == "__main__":

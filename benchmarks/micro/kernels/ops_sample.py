@@ -1,7 +1,8 @@
 """Compares sampling of tokens from logits by the C++ op and by torch, in turns.
 
-    python -m ostinato.benchmarks.micro.ops_sample
-    python -m ostinato.benchmarks.micro.ops_sample --vocabularies 32000 --rows 1,64 --json FILE
+    python -m ostinato.benchmarks.micro.kernels.ops_sample
+    python -m ostinato.benchmarks.micro.kernels.ops_sample \\
+        --vocabularies 32000 --rows 1,64 --json FILE
 
 It prints the best and median milliseconds of a call on random logits, for every way of sampling.
 Logits have a standard deviation of 3. Flat logits have 0.1, so that top-p keeps most of the
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor
 
 from ostinato.benchmarks.machine.probes import LoadMeter
+from ostinato.benchmarks.report.json_file import write_json
 from ostinato.ops.native.library import load
 from ostinato.ops.sampling.sample_rows import (
     RowSampling,
@@ -111,8 +113,7 @@ def main(arguments: list[str]) -> None:
                 print(f"{case} native {native} ms | torch {plain} ms")
     conditions["other_cpu"] = meter.stop()
     if options.json is not None:
-        record = {"conditions": conditions, "results": results}
-        options.json.write_text(json.dumps(record) + "\n", encoding="utf-8")
+        write_json({"conditions": conditions, "results": results}, options.json)
 
 
 if __name__ == "__main__":

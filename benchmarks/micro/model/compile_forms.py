@@ -1,7 +1,8 @@
 """Measures compile and step times of both compiled forms: a layer or the model as one program.
 
-    python -m ostinato.benchmarks.micro.compile_forms 4 32
-    python -m ostinato.benchmarks.micro.compile_forms 4 32 --json F --overrides device.threads=2
+    python -m ostinato.benchmarks.micro.model.compile_forms 4 32
+    python -m ostinato.benchmarks.micro.model.compile_forms \\
+        4 32 --json F --overrides device.threads=2
 
 The model is `model=llama-45m` with random weights and the given numbers of layers. Every compile
 runs in a process with an empty Inductor cache. For each depth, another process times the steps. The
@@ -29,6 +30,7 @@ from torch._inductor.utils import fresh_cache
 
 import ostinato
 from ostinato.benchmarks.machine.probes import LoadMeter, commit_of
+from ostinato.benchmarks.report.json_file import write_json
 from ostinato.conf.compose import load_config
 from ostinato.conf.schema import GraphForm
 from ostinato.graphs.buffers import StaticBuffers
@@ -46,7 +48,7 @@ from ostinato.runtime.startup.plan.model_source import open_model
 
 __all__ = ("Bench", "compile_once", "step_times")
 
-_MODULE = "ostinato.benchmarks.micro.compile_forms"
+_MODULE = "ostinato.benchmarks.micro.model.compile_forms"
 _FORMS = tuple(form.value for form in GraphForm)
 _NUM_WARMUP_STEPS = 5
 
@@ -270,8 +272,7 @@ def main(arguments: list[str]) -> None:
     record = _measure(options)
     _report(record, options.batches)
     if options.json is not None:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        write_json(record, options.json)
 
 
 if __name__ == "__main__":

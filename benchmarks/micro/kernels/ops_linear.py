@@ -1,9 +1,11 @@
 """Compares the linear ops with torch and oneDNN: GB/s of weights and GFLOP/s for each shape.
 
-    python -m ostinato.benchmarks.micro.ops_linear --threads 1
-    python -m ostinato.benchmarks.micro.ops_linear --shapes 3072x1024 --rows 1,8,512 --kinds packed
-    python -m ostinato.benchmarks.micro.ops_linear --threads 1 --dtype bfloat16,float32 --save
-    python -m ostinato.benchmarks.micro.ops_linear --show FILE
+    python -m ostinato.benchmarks.micro.kernels.ops_linear --threads 1
+    python -m ostinato.benchmarks.micro.kernels.ops_linear \\
+        --shapes 3072x1024 --rows 1,8,512 --kinds packed
+    python -m ostinato.benchmarks.micro.kernels.ops_linear \\
+        --threads 1 --dtype bfloat16,float32 --save
+    python -m ostinato.benchmarks.micro.kernels.ops_linear --show FILE
 
 The candidates are, for each instruction set (`--levels`), the packed op and the quantised op with 8
 and 4 bits, in the default groups (`int8`, `int4`) or others (`int8-32`);
@@ -40,6 +42,7 @@ from torch import Tensor
 
 from ostinato.benchmarks.machine.probes import LoadMeter
 from ostinato.benchmarks.machine.processor import RESULTS, fma_peak, processor_class
+from ostinato.benchmarks.report.json_file import write_json
 from ostinato.ops.linear import pack_linear_weight
 from ostinato.ops.native.build import LIBRARIES
 from ostinato.ops.native.instruction_sets import runnable_levels
@@ -283,7 +286,9 @@ def main(arguments: list[str]) -> None:
         for library in LIBRARIES:
             load(library, level)
     conditions = {
-        "command": shlex.join(["python", "-m", "ostinato.benchmarks.micro.ops_linear", *arguments]),
+        "command": shlex.join(
+            ["python", "-m", "ostinato.benchmarks.micro.kernels.ops_linear", *arguments]
+        ),
         "cpu": cpu_name(),
         "processor_class": processor_class(),
         "levels": levels,
@@ -300,9 +305,8 @@ def main(arguments: list[str]) -> None:
     print(f"\n{_tables(conditions, results)}")
     path = RESULTS / processor_class() / _FILE if options.save else options.json
     if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
         rows = [result._asdict() for result in results]
-        path.write_text(json.dumps({"conditions": conditions, "results": rows}, indent=1) + "\n")
+        write_json({"conditions": conditions, "results": rows}, path)
 
 
 if __name__ == "__main__":

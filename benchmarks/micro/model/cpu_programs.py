@@ -1,7 +1,7 @@
 """Measures ways to run decoder layers on a CPU: milliseconds of a decode step.
 
-    python -m ostinato.benchmarks.micro.cpu_programs
-    python -m ostinato.benchmarks.micro.cpu_programs --steps 100 --batches 1 8 --json F
+    python -m ostinato.benchmarks.micro.model.cpu_programs
+    python -m ostinato.benchmarks.micro.model.cpu_programs --steps 100 --batches 1 8 --json F
 
 The model is `model=llama-45m` with random weights. Every way runs the same ops on the same weights
 and inputs, on one thread. The ways take turns, step by step, so that a change of the machine's
@@ -30,7 +30,8 @@ from torch._inductor.utils import fresh_cache
 
 import ostinato
 from ostinato.benchmarks.machine.probes import LoadMeter, commit_of
-from ostinato.benchmarks.micro.compile_forms import Bench
+from ostinato.benchmarks.micro.model.compile_forms import Bench
+from ostinato.benchmarks.report.json_file import write_json
 from ostinato.conf.schema import GraphForm
 from ostinato.graphs.compiler.compile import compile_model
 from ostinato.graphs.recorder import CpuRecorder
@@ -249,8 +250,7 @@ def main(arguments: list[str]) -> None:
     console.print(json.dumps(conditions), markup=False)
     console.print(table)
     if options.json is not None:
-        record = {"conditions": conditions, "median_ms": results}
-        options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        write_json({"conditions": conditions, "median_ms": results}, options.json)
 
 
 if __name__ == "__main__":

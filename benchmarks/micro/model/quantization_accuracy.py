@@ -1,6 +1,6 @@
 """Measures the accuracy of quantised weights and of an int8 KV cache: perplexity, logit errors.
 
-    python -m ostinato.benchmarks.micro.quantization_accuracy --json FILE
+    python -m ostinato.benchmarks.micro.model.quantization_accuracy --json FILE
 
 The perplexity is that of the demo model on text that it was not trained on. The text is in rows of
 `--length` tokens. Each row begins where a document begins, and is scored without text before it.
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import math
 import sys
 from datetime import UTC, datetime
@@ -30,6 +29,7 @@ from torch import Tensor, nn
 
 import ostinato
 from ostinato.benchmarks.machine.probes import commit_of
+from ostinato.benchmarks.report.json_file import write_json
 from ostinato.conf.compose import load_config
 from ostinato.conf.schema import LoadFormat
 from ostinato.models.base import CausalLM
@@ -248,8 +248,7 @@ def main(arguments: list[str]) -> None:
         results += _measure_random(option, options.random_length)
     _print(results)
     if options.json is not None:
-        record = {"conditions": conditions, "results": results}
-        options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        write_json({"conditions": conditions, "results": results}, options.json)
 
 
 if __name__ == "__main__":

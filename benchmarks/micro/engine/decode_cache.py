@@ -1,7 +1,7 @@
 """Compares the decode speed of dtypes of the KV cache at a long context, in turns in one process.
 
-    python -m ostinato.benchmarks.micro.decode_cache model=qwen3-0.6b model.load_format=dummy
-    python -m ostinato.benchmarks.micro.decode_cache model.path=DIR --sequences 1,4 --json F
+    python -m ostinato.benchmarks.micro.engine.decode_cache model=qwen3-0.6b model.load_format=dummy
+    python -m ostinato.benchmarks.micro.engine.decode_cache model.path=DIR --sequences 1,4 --json F
 
 There is an engine for each dtype. In each round they decode the same sequences, one engine after
 the other, in a changing order. Prompts are computed once and then found in the prefix cache, so
@@ -30,7 +30,8 @@ from rich.table import Table
 
 import ostinato
 from ostinato.benchmarks.machine.probes import LoadMeter, commit_of, read_bandwidth
-from ostinato.benchmarks.micro.scaling import measure_decode
+from ostinato.benchmarks.micro.engine.scaling import measure_decode
+from ostinato.benchmarks.report.json_file import write_json
 from ostinato.benchmarks.report.statistics import bootstrap_ratio
 from ostinato.conf.compose import load_config
 from ostinato.models.vocabulary_layers import Embedding
@@ -155,7 +156,7 @@ def main(arguments: list[str]) -> None:
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit_of(Path(ostinato.__file__).parent),
         "command": shlex.join(
-            ["python", "-m", "ostinato.benchmarks.micro.decode_cache", *arguments]
+            ["python", "-m", "ostinato.benchmarks.micro.engine.decode_cache", *arguments]
         ),
         "cpu": cpu_name(),
         "threads": torch.get_num_threads(),
@@ -180,8 +181,7 @@ def main(arguments: list[str]) -> None:
     console.print(json.dumps(conditions, indent=1), markup=False)
     console.print(table)
     if options.json is not None:
-        record = {"conditions": conditions, "results": results}
-        options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        write_json({"conditions": conditions, "results": results}, options.json)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ A launch is timed in a CUDA graph, as a captured decode step launches it.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -18,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 
 from ostinato.benchmarks.machine.roofline import Machine
+from ostinato.benchmarks.report.json_file import write_json
 from ostinato.runtime.machine_info import gpu_names, package_versions
 
 __all__ = ("finish", "graph_us", "make_parser", "usable_jobs")
@@ -87,4 +87,4 @@ def finish(machine: Machine, rows: list[dict[str, Any]], output: Path | None) ->
             "machine": asdict(machine),
             "rows": rows,
         }
-        output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        write_json(record, output)

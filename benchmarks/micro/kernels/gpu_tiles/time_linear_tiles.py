@@ -1,6 +1,7 @@
 """Times tiles of the fused linear kernel on a GPU, beside the tile in use and cuBLAS.
 
-    python -m ostinato.benchmarks.micro.gpu_tiles.time_linear_tiles --models llama-8b --output FILE
+    python -m ostinato.benchmarks.micro.kernels.gpu_tiles.time_linear_tiles \\
+        --models llama-8b --output FILE
 
 The matrices are those of a model's layers. A measurement replays a CUDA graph of launches that read
 different copies of a matrix, more bytes than the device's cache holds. So a launch reads its matrix
@@ -23,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ostinato.benchmarks.machine.gpu_rates import measure_machine
-from ostinato.benchmarks.micro.gpu_tiles.tile_runs import (
+from ostinato.benchmarks.micro.kernels.gpu_tiles.tile_runs import (
     finish,
     graph_us,
     make_parser,

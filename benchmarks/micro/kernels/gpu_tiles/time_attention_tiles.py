@@ -1,6 +1,6 @@
 """Times tiles and partitions of the Triton attention kernel on a GPU, beside those in use.
 
-    python -m ostinato.benchmarks.micro.gpu_tiles.time_attention_tiles --output FILE
+    python -m ostinato.benchmarks.micro.kernels.gpu_tiles.time_attention_tiles --output FILE
 
 Decode rows: sequences of 2,090 tokens with one query row each. A measurement replays a CUDA graph
 of launches that read different caches, more bytes than the device's cache holds. The table shows
@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ostinato.benchmarks.machine.gpu_rates import measure_machine
-from ostinato.benchmarks.micro.gpu_tiles.tile_runs import (
+from ostinato.benchmarks.micro.kernels.gpu_tiles.tile_runs import (
     finish,
     graph_us,
     make_parser,

@@ -1,6 +1,6 @@
 """Measures host microseconds of `Scheduler.schedule` plus `update` for a decode step.
 
-    python -m ostinato.benchmarks.micro.scheduler_step 1 32 256
+    python -m ostinato.benchmarks.micro.engine.scheduler_step 1 32 256
 
 It prints two JSON lines per number of sequences: without and with a step in flight. Prompts have
 different lengths, so that blocks are filled in different steps, as in service. On a shared machine,
