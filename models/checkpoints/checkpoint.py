@@ -17,8 +17,8 @@ from ostinato.conf.environment import expand_user
 from ostinato.conf.schema import LoadFormat, ModelSection
 from ostinato.models.checkpoints.hub import HubError, HubName, download
 from ostinato.models.gguf.gguf_config import read_gguf_config, read_gguf_generation_config
-from ostinato.models.gguf.gguf_file import GGUFFile, find_gguf, open_gguf
-from ostinato.models.gguf.gguf_paths import GGUFError, is_gguf_path
+from ostinato.models.gguf.gguf_file import GGUFFile, open_gguf
+from ostinato.models.gguf.gguf_paths import GGUFError, find_gguf, is_gguf_path
 
 __all__ = ("Checkpoint", "CheckpointError", "open_checkpoint", "resolve_path")
 

@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from ostinato.conf.errors import first_line
-from ostinato.models.gguf.gguf_file import split_files
+from ostinato.models.gguf.gguf_paths import split_files
 
 __all__ = ("HubError", "HubName", "choose_gguf", "download")
 

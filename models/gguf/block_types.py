@@ -17,13 +17,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ostinato.ops.stored.stored_blocks import BLOCK_LAYOUTS, block_values
+from ostinato.ops.stored.stored_blocks import (
+    BLOCK_LAYOUTS,
+    block_factors,
+    block_values,
+    half_at,
+)
 
 __all__ = (
     "FLOAT_TYPES",
     "GROUPED_TYPES",
     "Grouped",
-    "block_factors",
     "dequantize",
     "why_unsupported",
 )
@@ -37,10 +41,6 @@ FLOAT_TYPES = {
 
 # The 16 values of IQ4_NL and IQ4_XS.
 _NONLINEAR = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-
-
-Factors = tuple[Tensor, Tensor | None]
-"""Scales [blocks, groups of a block] float32, and shifts or None."""
 
 
 class Grouped(NamedTuple):
@@ -79,12 +79,6 @@ def why_unsupported(type_name: str) -> str | None:
     )
 
 
-def _half(blocks: Tensor, begin: int) -> Tensor:
-    """The float16 number at an even byte of each block: [blocks, 1] float32."""
-    place = begin // 2
-    return blocks.contiguous().view(torch.float16)[:, place : place + 1].float()
-
-
 def _integers(type_name: str, blocks: Tensor) -> Tensor:
     values, least = block_values(blocks, type_name), BLOCK_LAYOUTS[type_name].least
     return values.view(torch.int8) - least if least else values
@@ -109,8 +103,8 @@ def _q2_k(blocks: Tensor) -> Grouped:
     factors = blocks[:, :16]
     # Two halves of 128 values, each with its 2-bit planes one after the other.
     values = _bit_planes(blocks[:, 16:80].reshape(-1, 32), 2).reshape(-1, 256)
-    scales = _half(blocks, 80) * (factors & 15).float()
-    return Grouped(values, scales, -(_half(blocks, 82) * (factors >> 4).float()))
+    scales = half_at(blocks, 80) * (factors & 15).float()
+    return Grouped(values, scales, -(half_at(blocks, 82) * (factors >> 4).float()))
 
 
 def _q3_k(blocks: Tensor) -> Grouped:
@@ -119,57 +113,8 @@ def _q3_k(blocks: Tensor) -> Grouped:
     factors = _nibbles(packed[:, :8]) | _bit_planes(packed[:, 8:], 2).reshape(-1, 16) << 4
     values = _bit_planes(low.reshape(-1, 32), 2).reshape(-1, 256).to(torch.int8)
     is_clear = _bit_planes(high, 1).reshape(-1, 256).to(torch.int8) ^ 1
-    scales = _half(blocks, 108) * (factors.to(torch.int8) - 32).float()
+    scales = half_at(blocks, 108) * (factors.to(torch.int8) - 32).float()
     return Grouped(values - (is_clear << 2), scales, None)
-
-
-def _k_factors(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """Eight 6-bit scales and eight 6-bit minima from 12 bytes (Q4_K, Q5_K): each [blocks, 8]."""
-    # four bytes at a time; what a shift moves across a byte's border is masked out
-    scale, least, rest = packed.contiguous().view(torch.int32).unbind(1)
-    low, high = 0x0F0F0F0F, 0x30303030
-    scales = torch.stack((scale & 0x3F3F3F3F, rest & low | scale >> 2 & high), 1)
-    minima = torch.stack((least & 0x3F3F3F3F, rest >> 4 & low | least >> 2 & high), 1)
-    return scales.view(torch.uint8).float(), minima.view(torch.uint8).float()
-
-
-def _halves(scale: int, shift: int | None = None) -> Callable[[Tensor], Factors]:
-    """Reads one scale from each block, at byte `scale`, and a shift, if given, at byte `shift`."""
-    return lambda blocks: (_half(blocks, scale), None if shift is None else _half(blocks, shift))
-
-
-def _k_products(blocks: Tensor) -> Factors:
-    scales, minima = _k_factors(blocks[:, 4:16])
-    return _half(blocks, 0) * scales, -(_half(blocks, 2) * minima)
-
-
-def _q6_k_scales(blocks: Tensor) -> Factors:
-    return _half(blocks, 208) * blocks[:, 192:208].contiguous().view(torch.int8).float(), None
-
-
-def _power_of_two(blocks: Tensor) -> Factors:
-    exponent = blocks[:, :1].int()
-    # 2 ** (exponent - 128), as bits; the two smallest are subnormal numbers.
-    bits = torch.where(exponent < 2, 0x00200000 << exponent, (exponent - 1) << 23)
-    return bits.int().view(torch.float32), None
-
-
-_FACTORS: dict[str, Callable[[Tensor], Factors]] = {
-    "Q4_0": _halves(0),
-    "Q4_1": _halves(0, 2),
-    "Q5_0": _halves(0),
-    "Q5_1": _halves(0, 2),
-    "Q8_0": _halves(0),
-    "Q4_K": _k_products,
-    "Q5_K": _k_products,
-    "Q6_K": _q6_k_scales,
-    "MXFP4": _power_of_two,
-}
-
-
-def block_factors(type_name: str, blocks: Tensor) -> Factors:
-    """The scales, and shifts or None, of a type whose integers `block_values` unpacks."""
-    return _FACTORS[type_name](blocks)
 
 
 def _unpacked(type_name: str) -> Callable[[Tensor], Grouped]:
@@ -180,7 +125,7 @@ def _unpacked(type_name: str) -> Callable[[Tensor], Grouped]:
 
 
 def _iq4_nl(blocks: Tensor) -> Grouped:
-    return Grouped(_looked_up(_nibbles(blocks[:, 2:]), _NONLINEAR), _half(blocks, 0), None)
+    return Grouped(_looked_up(_nibbles(blocks[:, 2:]), _NONLINEAR), half_at(blocks, 0), None)
 
 
 def _iq4_xs(blocks: Tensor) -> Grouped:
@@ -188,7 +133,7 @@ def _iq4_xs(blocks: Tensor) -> Grouped:
     high = _bit_planes(blocks[:, 2:4], 2).transpose(1, 2).reshape(-1, 8)
     factors = (low | high << 4).to(torch.int8) - 32
     values = _nibbles(blocks[:, 8:].view(-1, 8, 16)).view(-1, 256)
-    return Grouped(_looked_up(values, _NONLINEAR), _half(blocks, 0) * factors.float(), None)
+    return Grouped(_looked_up(values, _NONLINEAR), half_at(blocks, 0) * factors.float(), None)
 
 
 GROUPED_TYPES: dict[str, Callable[[Tensor], Grouped]] = {

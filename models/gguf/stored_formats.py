@@ -12,9 +12,14 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
-from ostinato.models.gguf.block_types import GROUPED_TYPES, block_factors
+from ostinato.models.gguf.block_types import GROUPED_TYPES
 from ostinato.ops.quantized_reference import QuantFormat
-from ostinato.ops.stored.stored_blocks import BLOCK_LAYOUTS, block_values, pack_blocks
+from ostinato.ops.stored.stored_blocks import (
+    BLOCK_LAYOUTS,
+    block_factors,
+    block_values,
+    pack_blocks,
+)
 
 __all__ = ("FORMATS", "common_format", "in_format", "packed_blocks")
 
@@ -95,13 +100,9 @@ def packed_blocks(type_name: str, blocks: Tensor) -> Tensor:
         type_name: a key of `BLOCK_LAYOUTS`.
         blocks: [N, blocks of a row, bytes] uint8.
     """
-    form, rows = FORMATS[type_name], blocks.shape[0]
-    added, offset = _offsets(type_name, form)
-    flat = blocks.reshape(-1, blocks.shape[2])
-    factors = _in_groups(*block_factors(type_name, flat), form, offset)
-    scales, minimums = factors["scales"].view(rows, -1), factors.get("minimums")
-    zeros = None if minimums is None else minimums.view(rows, -1)
-    return pack_blocks(flat, type_name, added, scales, zeros, form)
+    form = FORMATS[type_name]
+    added, _ = _offsets(type_name, form)
+    return pack_blocks(blocks.flatten(0, 1), type_name, added, blocks.shape[0], form)
 
 
 def _offsets(type_name: str, form: QuantFormat) -> tuple[int, int]:

@@ -104,6 +104,7 @@ LIBRARIES: dict[str, tuple[tuple[str, ...], ...]] = {
             "quantized/blocks",
             "quantized/quantized",
             "quantized/pack",
+            "quantized/pack_blocks",
             "quantized/pack_stored",
             "quantized/repack",
             "quantized/unpack",

@@ -1,15 +1,17 @@
 """The blocks of GGUF files: unpacks their integers, and packs them as quantised weights.
 
 A row of a matrix is a sequence of blocks of 32 or 256 values. `block_values` gives the integers of
-blocks as bytes. `pack_blocks` gives the weight that ops/quantized.py multiplies, panel by panel, so
-that the integers of a whole matrix are never in memory as bytes.
+blocks as bytes, and `block_factors` their scales. `pack_blocks` gives the weight that
+ops/quantized.py multiplies, in one pass over the blocks, so that the integers and the scales of a
+whole matrix are in memory in the weight only.
 
-The kernels are blocks.cpp and repack.cpp in ops/native/quantized/. Until they are loaded the same
-ops run as plain torch.
+The kernels are blocks.cpp and pack_blocks.cpp in ops/native/quantized/. Until they are loaded the
+same ops run as plain torch.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -19,7 +21,18 @@ from ostinato.ops.native.library import load
 from ostinato.ops.quantized_reference import E2M1, QuantFormat, pack_quantized_reference
 from ostinato.ops.register import register_op
 
-__all__ = ("BLOCK_LAYOUTS", "BlockLayout", "block_values", "pack_blocks")
+__all__ = (
+    "BLOCK_LAYOUTS",
+    "BlockLayout",
+    "Factors",
+    "block_factors",
+    "block_values",
+    "half_at",
+    "pack_blocks",
+)
+
+Factors = tuple[Tensor, Tensor | None]
+"""Scales [blocks, groups of a block] float32, and shifts or None."""
 
 
 class BlockLayout(NamedTuple):
@@ -64,29 +77,87 @@ def block_values(blocks: Tensor, type_name: str, added: int = 0) -> Tensor:
     return _block_values(blocks.contiguous(), type_name, added)
 
 
-def pack_blocks(
-    blocks: Tensor,
-    type_name: str,
-    added: int,
-    scales: Tensor,
-    zeros: Tensor | None,
-    form: QuantFormat,
-) -> Tensor:
-    """`pack_quantized_weight` of the integers of blocks. They are never all in memory at once.
+def block_factors(type_name: str, blocks: Tensor) -> Factors:
+    """The scales, and shifts or None, of blocks.
+
+    Args:
+        type_name: a key of BLOCK_LAYOUTS.
+        blocks: [blocks, bytes] uint8.
+    """
+    return _FACTORS[type_name](blocks)
+
+
+def half_at(blocks: Tensor, begin: int) -> Tensor:
+    """The float16 number at an even byte of each block: [blocks, 1] float32."""
+    place = begin // 2
+    return blocks.contiguous().view(torch.float16)[:, place : place + 1].float()
+
+
+def pack_blocks(blocks: Tensor, type_name: str, added: int, rows: int, form: QuantFormat) -> Tensor:
+    """`pack_quantized_weight` of the integers, the scales and minus the shifts of blocks.
 
     Builds and loads the native library on first use.
 
     Args:
         blocks: [blocks, bytes] uint8, contiguous; each row of the matrix has equally many.
         type_name, added: as for `block_values`.
-        scales, zeros, form: as for `pack_quantized_weight`.
+        rows: of the matrix.
+        form: a format with the type's groups, and with minimums if the type has shifts.
 
     Raises:
         ValueError: a shape or dtype is not as above.
         NativeBuildError: the kernels cannot be built here.
     """
     load("quantized")
-    return _pack_blocks(blocks, type_name, added, scales, zeros, *form)
+    return _pack_blocks(blocks, type_name, added, rows, *form)
+
+
+def _k_factors(packed: Tensor) -> tuple[Tensor, Tensor]:
+    """Eight 6-bit scales and eight 6-bit minima from 12 bytes (Q4_K, Q5_K): each [blocks, 8]."""
+    # four bytes at a time; what a shift moves across a byte's border is masked out
+    scale, least, rest = packed.contiguous().view(torch.int32).unbind(1)
+    low, high = 0x0F0F0F0F, 0x30303030
+    scales = torch.stack((scale & 0x3F3F3F3F, rest & low | scale >> 2 & high), 1)
+    minima = torch.stack((least & 0x3F3F3F3F, rest >> 4 & low | least >> 2 & high), 1)
+    return scales.view(torch.uint8).float(), minima.view(torch.uint8).float()
+
+
+def _halves(scale: int, shift: int | None = None) -> Callable[[Tensor], Factors]:
+    """Reads one scale from each block, at byte `scale`, and a shift, if given, at byte `shift`."""
+    return lambda blocks: (
+        half_at(blocks, scale),
+        None if shift is None else half_at(blocks, shift),
+    )
+
+
+def _k_products(blocks: Tensor) -> Factors:
+    scales, minima = _k_factors(blocks[:, 4:16])
+    return half_at(blocks, 0) * scales, -(half_at(blocks, 2) * minima)
+
+
+def _q6_k_scales(blocks: Tensor) -> Factors:
+    factors = blocks[:, 192:208].contiguous().view(torch.int8).float()
+    return half_at(blocks, 208) * factors, None
+
+
+def _power_of_two(blocks: Tensor) -> Factors:
+    exponent = blocks[:, :1].int()
+    # 2 ** (exponent - 128), as bits; the two smallest are subnormal numbers.
+    bits = torch.where(exponent < 2, 0x00200000 << exponent, (exponent - 1) << 23)
+    return bits.int().view(torch.float32), None
+
+
+_FACTORS: dict[str, Callable[[Tensor], Factors]] = {
+    "Q4_0": _halves(0),
+    "Q4_1": _halves(0, 2),
+    "Q5_0": _halves(0),
+    "Q5_1": _halves(0, 2),
+    "Q8_0": _halves(0),
+    "Q4_K": _k_products,
+    "Q5_K": _k_products,
+    "Q6_K": _q6_k_scales,
+    "MXFP4": _power_of_two,
+}
 
 
 def _block_values_reference(blocks: Tensor, type_name: str, added: int) -> Tensor:
@@ -123,17 +194,18 @@ def _pack_blocks_reference(
     blocks: Tensor,
     type_name: str,
     added: int,
-    scales: Tensor,
-    zeros: Tensor | None,
+    rows: int,
     bits: int,
     group_size: int,
     symmetric: bool,
     scale_dtype: str,
     kind: str,
 ) -> Tensor:
-    values = _block_values_reference(blocks, type_name, added).view(len(scales), -1)
+    values = _block_values_reference(blocks, type_name, added).view(rows, -1)
+    scales, shifts = block_factors(type_name, blocks)
+    minimums = None if shifts is None else -shifts.view(rows, -1)
     return pack_quantized_reference(
-        values, scales, zeros, bits, group_size, symmetric, scale_dtype, kind
+        values, scales.view(rows, -1), minimums, bits, group_size, symmetric, scale_dtype, kind
     )
 
 
@@ -141,16 +213,14 @@ def _pack_blocks_fake(
     blocks: Tensor,
     type_name: str,
     added: int,
-    scales: Tensor,
-    zeros: Tensor | None,
+    rows: int,
     bits: int,
     group_size: int,
     symmetric: bool,
     scale_dtype: str,
     kind: str,
 ) -> Tensor:
-    row_blocks = blocks.shape[0] // scales.shape[0]
-    size = (scales.shape[0], row_blocks * BLOCK_LAYOUTS[type_name].values)
+    size = (rows, blocks.shape[0] // rows * BLOCK_LAYOUTS[type_name].values)
     form = QuantFormat(bits, group_size, symmetric, scale_dtype, kind)
     return blocks.new_empty(form.packed_shape(*size))
 

@@ -47,7 +47,7 @@ class TokenizerFiles:
         Raises:
             StartupError: the file cannot be read.
         """
-        if self._gguf is None:
+        if not self._is_gguf:
             return _read_text(self.path / "tokenizer.json")
         from ostinato.models.gguf.gguf_tokenizer import gguf_tokenizer_json
 
@@ -63,7 +63,7 @@ class TokenizerFiles:
         Raises:
             StartupError: the file cannot be read.
         """
-        if self._gguf is None:
+        if not self._is_gguf:
             return _read_json(self.path / "tokenizer_config.json")
         from ostinato.models.gguf.gguf_tokenizer import gguf_tokenizer_config
 
@@ -79,7 +79,7 @@ class TokenizerFiles:
         Raises:
             StartupError: the file cannot be read.
         """
-        return _read_json(self.path / "special_tokens_map.json") if self._gguf is None else {}
+        return {} if self._is_gguf else _read_json(self.path / "special_tokens_map.json")
 
     def eos_token_id(self) -> int | None:
         """The id of the end-of-sequence token that the directory names.
@@ -90,7 +90,7 @@ class TokenizerFiles:
         Raises:
             StartupError: a file cannot be read.
         """
-        if self._gguf is not None:
+        if self._is_gguf:
             return None
         token = {**self.special_tokens_map, **self.config}.get("eos_token")
         text = token.get("content") if isinstance(token, dict) else token
@@ -115,7 +115,7 @@ class TokenizerFiles:
             StartupError: a file cannot be read, or the user's file does not exist.
         """
         for file in (Path(user_file),) if user_file else (self.path / "chat_template.jinja",):
-            text = None if self._gguf is not None and not user_file else _read_text(file)
+            text = None if self._is_gguf and not user_file else _read_text(file)
             if text is not None:
                 return text
             if user_file:
@@ -124,14 +124,17 @@ class TokenizerFiles:
         if isinstance(template, list):  # named templates for several uses, such as tools
             named = {entry["name"]: entry["template"] for entry in template}
             template = named.get("default")
-        if template is None and self._gguf is None:
+        if template is None and not self._is_gguf:
             template = _read_json(self.path / "chat_template.json").get("chat_template")
         return template if isinstance(template, str) else None
 
+    @property
+    def _is_gguf(self) -> bool:
+        return is_gguf_path(self.path)
+
     @cached_property
-    def _gguf(self) -> GGUFFile | None:
-        if not is_gguf_path(self.path):
-            return None
+    def _gguf(self) -> GGUFFile:
+        """The opened GGUF file. To read a vocabulary takes up to 0.1 s."""
         from ostinato.models.gguf.gguf_file import open_gguf
 
         try:

@@ -1,9 +1,9 @@
-// Three ops on quantised weights in the layout of layout.h. pack_quantized writes that layout from the integers and
-// factors of a quantised checkpoint. pack_blocks takes the integers from the blocks of a GGUF file. quantized_rows
-// reads rows back, so an embedding that shares the output layer's weight needs no second copy.
+// Two ops on quantised weights in the layout of layout.h. pack_quantized writes that layout from the integers and
+// factors of a quantised checkpoint. quantized_rows reads rows back, so an embedding that shares the output layer's
+// weight needs no second copy.
 #include "linear/tasks.h"
-#include "quantized/blocks.h"
 #include "quantized/bytes.h"
+#include "quantized/give_packed.h"
 #include "quantized/layout.h"
 
 #include <algorithm>
@@ -107,19 +107,6 @@ void check_factors(const Stored& stored, int64_t out_features, const QuantizedSh
   }
 }
 
-// Makes a weight. write_panels(begin, end, weight) writes its panels from `begin` to `end`.
-template <class WritePanels>
-void give_packed(Call& call, const QuantizedShape& shape, const WritePanels& write_panels) {
-  const int64_t sizes[] = {shape.panels, shape.panel_bytes};
-  const Tensor packed = call.empty(sizes, 2, DType::uint8);
-  prefer_huge_pages(packed.data, shape.bytes());
-  const int workers = workers_for(call.threads(), shape.bytes(), shape.panels);
-  call.threads().run(workers, [&](int worker) {
-    write_panels(shape.panels * worker / workers, shape.panels * (worker + 1) / workers, packed.as<uint8_t>());
-  });
-  call.give(packed);
-}
-
 // pack_quantized(Tensor values, Tensor scales, Tensor? zeros, SymInt bits, SymInt group_size, bool symmetric, str scales,
 //                str kind) -> Tensor
 void pack_quantized(Call& call) {
@@ -137,40 +124,6 @@ void pack_quantized(Call& call) {
       const int64_t row = panel * kPanel;
       const int columns = static_cast<int>(std::min<int64_t>(kPanel, out_features - row));
       pack_panel(stored, row, row, columns, shape, packed + panel * shape.panel_bytes);
-    }
-  });
-}
-
-// pack_blocks(Tensor blocks, str type, SymInt added, Tensor scales, Tensor? zeros, SymInt bits, SymInt group_size,
-//             bool symmetric, str scales, str kind) -> Tensor
-void pack_blocks(Call& call) {
-  const Tensor blocks = call.tensor();
-  const std::string name = call.text();
-  const int64_t added = call.integer();
-  Stored stored{};
-  stored.scales = call.tensor();
-  stored.zeros = call.optional_tensor();
-  const QuantFormat format = read_format(call);
-  const BlockType& type = block_type(name, blocks);
-  const int64_t out_features = stored.scales.sizes[0];
-  OSTINATO_CHECK(out_features > 0 && blocks.sizes[0] % out_features == 0,
-                 "the number of blocks must be a multiple of the number of rows, " + std::to_string(out_features));
-  const int64_t row_blocks = blocks.sizes[0] / out_features;
-  const int64_t in_features = row_blocks * type.values;
-  const QuantizedShape shape(out_features, in_features, format);
-  check_factors(stored, out_features, shape);
-  const int64_t sizes[] = {kPanel, in_features}, strides[] = {in_features, 1};
-  give_packed(call, shape, [&](int64_t begin, int64_t end, uint8_t* packed) {
-    // The integers of one panel, which stay in a core's caches.
-    std::vector<uint8_t> values(static_cast<size_t>(kPanel * in_features));
-    Stored mine = stored;
-    mine.values = {nullptr, values.data(), sizes, strides, 2, DType::uint8};
-    for (int64_t panel = begin; panel < end; ++panel) {
-      const int64_t row = panel * kPanel;
-      const int columns = static_cast<int>(std::min<int64_t>(kPanel, out_features - row));
-      const uint8_t* source = blocks.as<uint8_t>() + row * row_blocks * type.bytes;
-      type.unpack(source, 0, columns * row_blocks, static_cast<uint8_t>(added), values.data());
-      pack_panel(mine, 0, row, columns, shape, packed + panel * shape.panel_bytes);
     }
   });
 }
@@ -255,7 +208,6 @@ void quantized_rows(Call& call) {
 }  // namespace
 
 OSTINATO_KERNEL(pack_quantized, pack_quantized);
-OSTINATO_KERNEL(pack_blocks, pack_blocks);
 OSTINATO_KERNEL(quantized_rows, quantized_rows);
 
 }  // namespace ostinato::linear

@@ -24,6 +24,7 @@ from ostinato.ops.quantized import pack_quantized_weight
 from ostinato.ops.stored import stored_blocks
 from ostinato.ops.stored.stored_blocks import BLOCK_LAYOUTS, block_values
 from tests.arch.tree import ROOT
+from tests.ops.kernel_checks import LEVELS, ops_of
 
 
 @pytest.mark.parametrize("name", GROUPED_TYPES)
@@ -66,26 +67,28 @@ def test_packed_blocks_are_what_separate_steps_pack(name: str, rows: int) -> Non
     }
     expected = pack_quantized_weight(parts["values"], parts["scales"], parts.get("minimums"), form)
     assert torch.equal(packed_blocks(name, blocks), expected)
-    # Check the op's form in plain torch, too.
+    # Check the op of each instruction set and its form in plain torch, too.
     added = {"Q5_0": 112, "Q6_K": 96, "MXFP4": 116}.get(name, 0)
-    given = (blocks.flatten(0, 1), name, added, parts["scales"], parts.get("minimums"), *form)
-    assert torch.equal(stored_blocks._pack_blocks_reference(*given), expected)  # pyright: ignore[reportPrivateUsage]
-    fake = torch.ops.ostinato.pack_blocks(
-        *[each.to("meta") if isinstance(each, torch.Tensor) else each for each in given]
-    )
+    flat = blocks.flatten(0, 1)
+    for level in LEVELS:
+        pack = ops_of("quantized", level, pack="pack_blocks").pack
+        assert torch.equal(pack(flat, name, added, rows, *form), expected)
+    reference = stored_blocks._pack_blocks_reference(flat, name, added, rows, *form)  # pyright: ignore[reportPrivateUsage]
+    assert torch.equal(reference, expected)
+    fake = torch.ops.ostinato.pack_blocks(flat.to("meta"), name, added, rows, *form)
     assert fake.shape == expected.shape
 
 
 def test_blocks_that_do_not_make_rows_are_refused() -> None:
     load("quantized")
-    form, scales = FORMATS["Q4_0"], torch.ones(3, 2)
-    for blocks, message in (
-        (torch.zeros(7, 18, dtype=torch.uint8), "must be a multiple of the number of rows, 3"),
-        (torch.zeros(6, 17, dtype=torch.uint8), "one block a row"),
-        (torch.zeros(9, 18, dtype=torch.uint8), r"scales and zero points must be float32 \[3, 3\]"),
+    for blocks, form, message in (
+        ((7, 18), FORMATS["Q4_0"], "must be a multiple of the number of rows, 3"),
+        ((6, 17), FORMATS["Q4_0"], "one block a row"),
+        ((6, 18), FORMATS["Q4_1"], "blocks of the type Q4_0 have another size of groups"),
     ):
+        zeros = torch.zeros(blocks, dtype=torch.uint8)
         with pytest.raises(ValueError, match=message):
-            stored_blocks.pack_blocks(blocks, "Q4_0", 0, scales, None, form)
+            stored_blocks.pack_blocks(zeros, "Q4_0", 0, 3, form)
 
 
 @pytest.mark.parametrize("names", list(itertools.combinations_with_replacement(FORMATS, 2)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import resource
 import struct
 from collections.abc import Callable
@@ -17,8 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ostinato.models.gguf.gguf_config import read_gguf_config, read_gguf_generation_config
-from ostinato.models.gguf.gguf_file import TENSOR_TYPES, GGUFFile, find_gguf, open_gguf
-from ostinato.models.gguf.gguf_paths import GGUFError
+from ostinato.models.gguf.gguf_file import TENSOR_TYPES, GGUFFile, open_gguf
+from ostinato.models.gguf.gguf_paths import GGUFError, find_gguf
 from ostinato.models.gguf.gguf_tensors import read_tensors
 from ostinato.models.gguf.gguf_tokenizer import gguf_tokenizer_config, gguf_tokenizer_json
 
@@ -95,6 +96,14 @@ def test_metadata_and_tensors_are_those_of_the_package(
         assert (found.type, found.num_bytes) == (tensor.tensor_type.name, tensor.n_bytes)
         stored = path.read_bytes()[found.offset : found.offset + found.num_bytes]
         assert stored == tensor.data.tobytes()
+
+
+def test_an_opened_file_is_shared_until_it_changes(tmp_path: Path) -> None:
+    path = write(tmp_path / "model.gguf")
+    first = open_gguf(path)
+    assert open_gguf(path) is first
+    os.utime(path, ns=(0, 0))
+    assert open_gguf(path) is not first
 
 
 def test_types_have_the_sizes_of_the_package() -> None:

@@ -62,3 +62,8 @@ def test_both_end_a_sequence(tmp_path: Path) -> None:
 def test_the_demo_models_tokenizer_ends_no_other_model() -> None:
     with LLM(config=tiny_config()) as llm:
         assert llm.model.eos_token_ids == (MODEL["eos_token_id"],)
+
+
+def test_the_vocabulary_of_a_gguf_file_is_not_read_for_its_end_token() -> None:
+    # Its configuration has the id. To read the vocabulary would delay the start.
+    assert TokenizerFiles("absent.gguf").eos_token_id() is None

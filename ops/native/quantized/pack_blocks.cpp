@@ -1,0 +1,143 @@
+// The op pack_blocks: writes a quantised weight (layout.h) from the blocks of a GGUF file, one panel after the other.
+// Integers and factors of 32 rows are unpacked into buffers that stay in a core's caches, and transposed from there.
+#include "linear/tasks.h"
+#include "linear/transpose.h"
+#include "quantized/blocks.h"
+#include "quantized/bytes.h"
+#include "quantized/give_packed.h"
+#include "quantized/layout.h"
+
+#include <algorithm>
+#include <string>
+#include <vector>
+
+namespace ostinato::linear {
+namespace {
+
+// 32 rows of bytes, which are moved in units of four.
+struct UnitRows {
+  explicit UnitRows(int64_t row_bytes)
+      : units(ceil_divide(row_bytes, 4)), pitch(units * 4 + 64), data(kPanel * pitch + 64) {}
+
+  uint8_t* row(int64_t index) { return data.data() + index * pitch; }
+
+  int64_t units;  // of a row
+  int64_t pitch;  // bytes; not a multiple of 4096, at which loads of all rows would share a set of the first cache
+  std::vector<uint8_t> data;
+};
+
+// Writes unit u of all rows at panel + offset(u), one row after the other.
+template <class Offset>
+void write_units(UnitRows& rows, uint8_t* panel, const Offset& offset) {
+  constexpr int kBlock = F32::width;
+  for (int64_t unit = 0; unit < rows.units; unit += kBlock) {
+    const int count = static_cast<int>(std::min<int64_t>(kBlock, rows.units - unit));
+    int64_t places[kBlock];
+    for (int i = 0; i < count; ++i) places[i] = offset(unit + i);
+    for (int row = 0; row < kPanel; row += kBlock) {
+      F32 block[kBlock];
+      for (int i = 0; i < kBlock; ++i) block[i] = load(reinterpret_cast<const float*>(rows.row(row + i)) + unit);
+      transpose(block);
+      for (int i = 0; i < count; ++i) store(reinterpret_cast<float*>(panel + places[i]) + row, block[i]);
+    }
+  }
+}
+
+// Packs panels one after the other.
+class BlockPacker {
+ public:
+  BlockPacker(const BlockType& type, const QuantizedShape& shape, int64_t row_blocks, uint8_t added)
+      : type_(type),
+        shape_(shape),
+        row_blocks_(row_blocks),
+        added_(added),
+        bytes_(row_blocks * type.values),
+        integers_(row_blocks * type.values * shape.format.bits / 8),
+        scales_(shape.groups * shape.format.factor_bytes()),
+        minimums_(type.has_minimums ? shape.groups * shape.format.factor_bytes() : 0) {}
+
+  // Writes a panel from the blocks of its `columns` rows. The other columns become zero.
+  void write(const uint8_t* blocks, int columns, uint8_t* panel) {
+    for (int c = 0; c < columns; ++c) {
+      const uint8_t* source = blocks + c * row_blocks_ * type_.bytes;
+      read_integers(source, integers_.row(c));
+      type_.read_factors(source, row_blocks_, scales_.row(c), minimums_.row(c));
+    }
+    for (int c = columns; c < kPanel; ++c) {
+      for (UnitRows* rows : {&integers_, &scales_, &minimums_}) std::memset(rows->row(c), 0, rows->pitch);
+    }
+    const QuantFormat& format = shape_.format;
+    const int64_t group_units = format.group_size * format.bits / 32, header = format.header_bytes();
+    write_units(integers_, panel, [&](int64_t unit) {
+      return shape_.group_offset(unit / group_units) + header + unit % group_units * 4 * kPanel;
+    });
+    write_factors(scales_, 0, panel);
+    if (type_.has_minimums) write_factors(minimums_, kPanel * format.factor_bytes(), panel);
+  }
+
+ private:
+  // The integers of a row, in the order of a panel's bytes.
+  void read_integers(const uint8_t* source, uint8_t* out) {
+    if (shape_.format.bits == 8) return type_.unpack(source, 0, row_blocks_, added_, out);
+    type_.unpack(source, 0, row_blocks_, added_, bytes_.data());
+    const auto count = static_cast<int64_t>(bytes_.size());
+    for (int64_t k = 0; k < count; k += 32) {
+      uint64_t words[4];
+      uint32_t joined[4];
+      std::memcpy(words, bytes_.data() + k, sizeof(words));
+      for (int i = 0; i < 4; ++i) joined[i] = join_halves(words[i]);
+      std::memcpy(out + k / 2, joined, sizeof(joined));
+    }
+  }
+
+  // Writes the factors of all groups, `place` bytes behind the begin of each group.
+  void write_factors(UnitRows& factors, int64_t place, uint8_t* panel) {
+    if (shape_.format.factor_bytes() == 4) {
+      return write_units(factors, panel, [&](int64_t group) { return shape_.group_offset(group) + place; });
+    }
+    for (int64_t group = 0; group < shape_.groups; ++group) {
+      uint8_t* target = panel + shape_.group_offset(group) + place;
+      for (int c = 0; c < kPanel; ++c) std::memcpy(target + c * 2, factors.row(c) + group * 2, 2);
+    }
+  }
+
+  const BlockType& type_;
+  const QuantizedShape& shape_;
+  const int64_t row_blocks_;
+  const uint8_t added_;
+  std::vector<uint8_t> bytes_;  // the integers of a row
+  UnitRows integers_, scales_, minimums_;
+};
+
+// pack_blocks(Tensor blocks, str type, SymInt added, SymInt rows, SymInt bits, SymInt group_size, bool symmetric,
+//             str scales, str kind) -> Tensor
+void pack_blocks(Call& call) {
+  const Tensor blocks = call.tensor();
+  const std::string name = call.text();
+  const int64_t added = call.integer();
+  const int64_t rows = call.integer();
+  const QuantFormat format = read_format(call);
+  const BlockType& type = block_type(name, blocks);
+  OSTINATO_CHECK(rows > 0 && blocks.sizes[0] > 0 && blocks.sizes[0] % rows == 0,
+                 "the number of blocks must be a multiple of the number of rows, " + std::to_string(rows));
+  OSTINATO_CHECK(format.group_size * type.groups == type.values && format.factors == type.factors &&
+                     format.has_minimums == type.has_minimums && format.symmetric == !type.has_minimums &&
+                     !format.is_e2m1 && !format.is_e4m3,
+                 "blocks of the type " + name + " have another size of groups, or other scales, than the format");
+  const int64_t row_blocks = blocks.sizes[0] / rows;
+  const QuantizedShape shape(rows, row_blocks * type.values, format);
+  give_packed(call, shape, [&](int64_t begin, int64_t end, uint8_t* packed) {
+    BlockPacker packer(type, shape, row_blocks, static_cast<uint8_t>(added));
+    for (int64_t panel = begin; panel < end; ++panel) {
+      const int64_t row = panel * kPanel;
+      const int columns = static_cast<int>(std::min<int64_t>(kPanel, rows - row));
+      packer.write(blocks.as<uint8_t>() + row * row_blocks * type.bytes, columns, packed + panel * shape.panel_bytes);
+    }
+  });
+}
+
+}  // namespace
+
+OSTINATO_KERNEL(pack_blocks, pack_blocks);
+
+}  // namespace ostinato::linear
