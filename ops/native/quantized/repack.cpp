@@ -56,15 +56,13 @@ int64_t pack_eights(const QuantFormat& format, const uint8_t* values, int64_t ro
   return whole;
 }
 
-// Writes one panel: `columns` rows of the matrix from `row` on, then zeros. `stored.values` has these rows from its row
-// `first` on.
-void pack_panel(const Stored& stored, int64_t first, int64_t row, int columns, const QuantizedShape& shape,
-                uint8_t* panel) {
+// Writes one panel: `columns` rows of the matrix from `row` on, then zeros.
+void pack_panel(const Stored& stored, int64_t row, int columns, const QuantizedShape& shape, uint8_t* panel) {
   const QuantFormat& format = shape.format;
   const int64_t in_features = stored.values.sizes[1];
   const int64_t row_stride = stored.values.strides[0];
   const int64_t stride = stored.values.strides[1];
-  const uint8_t* values = stored.values.as<uint8_t>() + first * row_stride;
+  const uint8_t* values = stored.values.as<uint8_t>() + row * row_stride;
   std::memset(panel, 0, shape.panel_bytes);
   for (int64_t group = 0; group < shape.groups; ++group) {
     uint8_t* data = panel + shape.group_offset(group);
@@ -123,7 +121,7 @@ void pack_quantized(Call& call) {
     for (int64_t panel = begin; panel < end; ++panel) {
       const int64_t row = panel * kPanel;
       const int columns = static_cast<int>(std::min<int64_t>(kPanel, out_features - row));
-      pack_panel(stored, row, row, columns, shape, packed + panel * shape.panel_bytes);
+      pack_panel(stored, row, columns, shape, packed + panel * shape.panel_bytes);
     }
   });
 }
