@@ -8,7 +8,8 @@
     python -m ostinato.benchmarks.micro.kernels.ops_linear --show FILE
 
 The candidates are, for each instruction set (`--levels`), the packed op and the quantised op with 8
-and 4 bits, in the default groups (`int8`, `int4`) or others (`int8-32`);
+and 4 bits, in the default groups (`int8`, `int4`) or others (`int8-32`), and with floats of 8 bits
+(`fp8`);
 `torch.nn.functional.linear`; and oneDNN with weights in its own packed form, if this torch and this
 processor support that for the dtype. A sum over the bytes of the weights measures
 the bandwidth of the memory. Calls of all candidates alternate, so that a change of the machine's
@@ -47,13 +48,13 @@ from ostinato.ops.linear import pack_linear_weight
 from ostinato.ops.native.build import LIBRARIES
 from ostinato.ops.native.instruction_sets import runnable_levels
 from ostinato.ops.native.library import load
-from ostinato.ops.quantized import quantize_linear_weight
+from ostinato.ops.quantized import pack_quantized_weight, quantize_linear_weight
 from ostinato.ops.quantized_reference import QuantFormat
 from ostinato.runtime.machine_info import cpu_name
 
 __all__ = ("measure_rows",)
 
-_GROUPS = {"int8": 128, "int4": 32}  # the default group sizes
+_GROUPS = {"int8": 128, "int4": 32, "fp8": 128}  # the default group sizes
 _SHAPES = "3072x1024,1024x3072,6144x1024,1024x1024"
 _ROWS = "1,4,16,32,64,128,512"
 _KINDS = ("packed", "int8", "int4")
@@ -76,22 +77,34 @@ class _Weights(NamedTuple):
         stock = [weight, *(weight.clone() for _ in range(count - 1))]
         packed = [pack_linear_weight(each) for each in stock]
         quantized = {
-            kind: (form, _copies(quantize_linear_weight(weight, form), cold_bytes))
+            kind: (form, _copies(_quantized(weight, form), cold_bytes))
             for kind, form in ((kind, _form(kind)) for kind in kinds if kind != "packed")
         }
         return cls(stock, packed, quantized, _reordered(stock))
 
 
 def _form(kind: str) -> QuantFormat:
-    """The symmetric format of a kind: `int8` or `int4`, and `-32` for groups of 32.
+    """The symmetric format of a kind: `int8`, `int4` or `fp8`, and `-32` for groups of 32.
 
     Raises:
         ValueError: the text is not of this form.
     """
     name, _, size = kind.partition("-")
     if name not in _GROUPS or (size and not size.isdecimal()):
-        raise ValueError(f"--kinds={kind}: use packed, int8, int4, int8-SIZE or int4-SIZE")
-    return QuantFormat(int(name[3:]), int(size or _GROUPS[name]), True)
+        raise ValueError(f"--kinds={kind}: use packed, int8, int4, fp8, int8-SIZE, ...")
+    group_size = int(size or _GROUPS[name])
+    if name == "fp8":
+        return QuantFormat(8, group_size, True, "float32", "e4m3")
+    return QuantFormat(int(name[3:]), group_size, True)
+
+
+def _quantized(weight: Tensor, form: QuantFormat) -> Tensor:
+    """The weight in a format; floats of 8 bits get the scale 1 / 64."""
+    if form.kind != "e4m3":
+        return quantize_linear_weight(weight, form)
+    floats = (weight.float() * 64).clamp(-448, 448).to(torch.float8_e4m3fn)
+    scales = torch.full((len(weight), -(-weight.shape[1] // form.group_size)), 1 / 64)
+    return pack_quantized_weight(floats.view(torch.uint8), scales, None, form)
 
 
 def _reordered(weights: list[Tensor]) -> list[Tensor]:
@@ -257,7 +270,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument(
         "--kinds",
         default=",".join(_KINDS),
-        help="comma-separated ops of this project: packed, int8, int4, int8-32, int4-128, ...",
+        help="comma-separated ops of this project: packed, int8, int4, fp8, int8-32, int4-128, ...",
     )
     parser.add_argument("--threads", type=int, help="default torch's own")
     parser.add_argument("--seconds", type=float, default=1.0, help="for each shape and rows")
