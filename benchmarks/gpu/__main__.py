@@ -80,7 +80,7 @@ def main(arguments: list[str]) -> int:
     record["conditions"] = _conditions(arguments)
     if options.without_device:
         record["without_device"] = _describe_apart(options.devices, options.tiny)
-        _write(output, record)
+        write_json(record, output)
         return _write_page(record["without_device"], None if options.tiny else _PAGE)
     _run_stages(options, record)
     _print(record, options.stages)
@@ -100,7 +100,7 @@ def _run_stages(options: argparse.Namespace, record: dict[str, Any]) -> None:
         else:
             print(f"{name} ...", flush=True)
             record["stages"][name] = _run_apart(name, options.tiny, min(left, limit_s(name)))
-        _write(Path(options.output), record)
+        write_json(record, Path(options.output))
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
@@ -234,10 +234,6 @@ def _read(output: Path) -> dict[str, Any]:
     if output.is_file():
         return json.loads(output.read_text(encoding="utf-8"))
     return {"conditions": {}, "stages": {}}
-
-
-def _write(output: Path, record: dict[str, Any]) -> None:
-    write_json(record, output)
 
 
 def _conditions(arguments: list[str]) -> dict[str, Any]:

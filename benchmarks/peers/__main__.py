@@ -92,14 +92,12 @@ class _Ended(BaseException):
 
 
 class Engine:
-    """One engine's process, loaded once and stopped between its turns.
-
-    Raises:
-        RuntimeError: the process ended or answered with an error; its log is on standard error.
-    """
+    """One engine's process, stopped between its turns. The constructor starts it."""
 
     def __init__(self, name: str, command: list[str], variables: dict[str, str]) -> None:
         self.name = name
+        self.ready_s = 0.0  # how long it took to load
+        self.peak_rss_mib = 0.0
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -109,16 +107,22 @@ class Engine:
             env=environment_with(**variables),
             start_new_session=True,  # ctrl-C ends this program, which then ends the engines
         )
-        self.peak_rss_mib = 0.0
-        try:
-            self.ready_s = self._read()["ready_s"]
-        except BaseException:
-            self.close()
-            raise
+
+    def wait_until_loaded(self) -> None:
+        """Wait until the engine can run parts.
+
+        Raises:
+            RuntimeError: the process ended or answered with an error; its log is on standard error.
+        """
+        self.ready_s = self._read()["ready_s"]
         self._signal(signal.SIGSTOP)
 
     def run(self, part: Part) -> float:
-        """Seconds until all output tokens of a part's requests were generated."""
+        """Seconds until all output tokens of a part's requests were generated.
+
+        Raises:
+            RuntimeError: as `wait_until_loaded`.
+        """
         self._signal(signal.SIGCONT)
         assert self._process.stdin is not None, "stdin=PIPE"
         requests = [{"prompt": item.prompt, "max_tokens": item.max_tokens} for item in part.items]
@@ -222,8 +226,9 @@ def _turn(engine: Engine, part: str, number: int) -> dict[str, Any]:
 @contextmanager
 def _busy_processes(count: int) -> Iterator[None]:
     command = [sys.executable, "-c", "while True: pass"]
-    processes = [subprocess.Popen(command) for _ in range(count)]
+    processes: list[subprocess.Popen[bytes]] = []
     try:
+        processes.extend(subprocess.Popen(command) for _ in range(count))
         yield
     finally:
         for process in processes:
@@ -232,23 +237,25 @@ def _busy_processes(count: int) -> Iterator[None]:
 
 
 def _end(number: int, _frame: object) -> None:
-    for each in _SIGNALS:  # a second signal must not interrupt the end of the engines
-        signal.signal(each, signal.SIG_IGN)
+    _ignore_signals()
     raise _Ended(number)
 
 
-def _keep(
+def _ignore_signals() -> None:
+    """Do this before the engines are ended, which a signal must not interrupt."""
+    for each in _SIGNALS:
+        signal.signal(each, signal.SIG_IGN)
+
+
+def _record(
     options: argparse.Namespace, engines: list[Engine], rounds: list[list[dict[str, Any]]]
 ) -> dict[str, Any]:
-    """The record of the complete rounds; it is written to the file of `--json`."""
-    record = {
+    """The record of the complete rounds."""
+    return {
         "conditions": _conditions(options, engines),
         "rounds": {"asked": options.rounds, "complete": len(rounds)},
         "results": [result for results in rounds for result in results],
     }
-    if options.json is not None:
-        write_json(record, options.json)
-    return record
 
 
 def _conditions(options: argparse.Namespace, engines: list[Engine]) -> dict[str, Any]:
@@ -346,28 +353,31 @@ def main(arguments: list[str]) -> int:
     engines: list[Engine] = []
     rounds: list[list[dict[str, Any]]] = []
     for number in _SIGNALS:
-        signal.signal(number, _end)
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
+            signal.signal(number, _end)
     try:
         _load(options, engines)
         with _busy_processes(options.busy):
             for results in _rounds(engines, options.parts, options.warmup, options.rounds):
                 rounds.append(results)
-                _keep(options, engines, rounds)
+                if options.json is not None:
+                    write_json(_record(options, engines, rounds), options.json)
     except _Ended as ended:
         _show("")
         print(ended, file=sys.stderr)
         return ended.exit_code
     finally:  # also if an engine fails
+        _ignore_signals()
         for engine in engines:
             engine.close()
         _show("")
         if rounds:
-            print_comparison(_keep(options, engines, rounds))
+            print_comparison(_record(options, engines, rounds))
     return 0
 
 
 def _load(options: argparse.Namespace, engines: list[Engine]) -> None:
-    """Start the engines one after the other, and append each as soon as it is ready."""
+    """Start the engines one after the other, and append each as soon as it has a process."""
     variables = {
         "VLLM_CPU_OMP_THREADS_BIND": f"0-{options.threads - 1}",
         "VLLM_CPU_KVCACHE_SPACE": "2",  # GiB
@@ -376,9 +386,9 @@ def _load(options: argparse.Namespace, engines: list[Engine]) -> None:
     for name, command in driver_commands(options).items():
         _show(f"loading {name}")
         preload = options.vllm_preload if name.startswith("vllm") else ""
-        engines.append(
-            Engine(name, command, variables | ({"LD_PRELOAD": preload} if preload else {}))
-        )
+        engine = Engine(name, command, variables | ({"LD_PRELOAD": preload} if preload else {}))
+        engines.append(engine)
+        engine.wait_until_loaded()
 
 
 if __name__ == "__main__":

@@ -6,10 +6,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from ostinato.benchmarks.peers.peer_table import OURS
+__all__ = ("OURS", "driver_commands")
 
-__all__ = ("driver_commands",)
-
+OURS = "ostinato"
 _FOLDER = Path(__file__).parent
 # The drafters of llama-server that need no model; {} = draft tokens. The first three look for
 # matches of only 3 or 4 tokens, because longer ones are less frequent.

@@ -9,11 +9,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from ostinato.benchmarks.peers.driver_commands import OURS
 from ostinato.benchmarks.report.tables import median_and_range
 
-__all__ = ("OURS", "print_comparison")
+__all__ = ("print_comparison",)
 
-OURS = "ostinato"
 _CLASSES = ("int8", "int4", "drafts")  # ends of engines' names
 _WIDTH = 100
 

@@ -217,7 +217,7 @@ class _ParameterSlot:
         self.parameter.copy_(value.double() + self.offset if self.offset else value)
 
     def compare(self, stored_name: str, tensor: Tensor, first_name: str) -> None:
-        raise CheckpointError(f"{stored_name} is stored twice")
+        raise _stored_twice(stored_name)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -257,20 +257,24 @@ class MatrixSlot:
 
     def compare(self, stored_name: str, tensor: Tensor, first_name: str) -> None:
         value = self._checked(stored_name, tensor)
-        if len(self.parts) != 1 or not self.module.is_comparable(self.parts[0]):
-            raise CheckpointError(f"{stored_name} is stored twice")
-        if self.module.equals(self.kind, value, self.parts[0]):
+        is_comparable = len(self.parts) == 1 and self.module.is_comparable(self.parts[0])
+        if is_comparable and self.module.equals(self.kind, value, self.parts[0]):
             return
         if stored_name == first_name:
-            raise CheckpointError(f"{stored_name} is stored twice, with different values")
+            raise _stored_twice(stored_name, ", with different values" if is_comparable else "")
+        what = "differs from" if is_comparable else "cannot be compared with"
         raise CheckpointError(
-            f"{stored_name} differs from {first_name}, to which it is tied; "
+            f"{stored_name} {what} {first_name}, to which it is tied; "
             "set model.config.tie_word_embeddings=false"
         )
 
     def _checked(self, stored_name: str, tensor: Tensor) -> Tensor:
         _check(stored_name, tensor, self.stored_shape, self.stored.dtypes)
         return tensor.transpose(-1, -2) if self.transposed else tensor
+
+
+def _stored_twice(stored_name: str, how: str = "") -> CheckpointError:
+    return CheckpointError(f"{stored_name} is stored twice{how}; remove it from one of the files")
 
 
 def _check(

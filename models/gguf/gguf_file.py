@@ -25,7 +25,7 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
-from ostinato.models.gguf.gguf_paths import GGUFError, all_files
+from ostinato.models.gguf.gguf_paths import GGUFError, files_of_model
 
 __all__ = (
     "TENSOR_TYPES",
@@ -188,8 +188,8 @@ _opened: WeakValueDictionary[tuple[Any, ...], GGUFFile] = WeakValueDictionary()
 def open_gguf(path: Path) -> GGUFFile:
     """Open a GGUF file, or all files of a split one.
 
-    While an earlier result exists and the files have not changed, returns that result. It must not
-    be changed.
+    While an earlier result exists and the files have not changed, returns that result. Callers must
+    not change the result.
 
     Args:
         path: the file; for a split model, any of its files.
@@ -197,7 +197,7 @@ def open_gguf(path: Path) -> GGUFFile:
     Raises:
         GGUFError: a file is missing, cannot be read, or is not a valid GGUF file.
     """
-    files = all_files(path)
+    files = files_of_model(path)
     key = tuple((file, *_version_of(file)) for file in files)
     found = _opened.get(key)
     if found is None:

@@ -1,4 +1,4 @@
-"""Which paths name GGUF files and the files of split models, and the error of reading one.
+"""The names of GGUF files and of the files of split models, and the error of reading a GGUF file.
 
 The API process calls `is_gguf_path` for every model, so this module does not import NumPy.
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 __all__ = (
     "GGUF_ENDING",
     "GGUFError",
-    "all_files",
+    "files_of_model",
     "find_gguf",
     "is_gguf_path",
     "split_files",
@@ -61,7 +61,7 @@ def split_files(name: str) -> list[str]:
     return [f"{split['stem']}-{n:05}-of-{count:05}.gguf" for n in range(1, count + 1)]
 
 
-def all_files(path: Path) -> tuple[Path, ...]:
+def files_of_model(path: Path) -> tuple[Path, ...]:
     """The files of the model that a file belongs to.
 
     Raises:

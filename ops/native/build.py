@@ -327,8 +327,8 @@ def _build(library: str, isa: str, directory: Path) -> Path:
 def _link(compiler: str, objects: list[Path], scratch: Path) -> Path:
     """Link the units into a library that needs torch's library `libtorch_cpu.so`.
 
-    On Linux, the linker gets an empty library of that name in place of torch's. It would read the
-    symbols of torch's library for a third of a second. They are found when the result is loaded.
+    On Linux, the linker gets an empty library of that name. Reading the symbols of torch's own
+    library would take a third of a second. The loader finds the symbols when it loads the result.
     """
     linked = scratch / "linked.so"
     needed = [f"-L{_torch_directory() / 'lib'}", "-ltorch_cpu"]
@@ -337,7 +337,7 @@ def _link(compiler: str, objects: list[Path], scratch: Path) -> Path:
         empty.touch()
         name = f"-Wl,-soname,{named.name}"
         _run([compiler, "-shared", "-nostdlib", name, str(empty), "-o", str(named)])
-        needed = ["-Wl,--no-as-needed", str(named)]
+        needed = ["-Wl,--push-state,--no-as-needed", str(named), "-Wl,--pop-state"]
     _run([compiler, "-shared", *map(str, objects), "-o", str(linked), *needed])
     return linked
 

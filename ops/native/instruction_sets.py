@@ -38,10 +38,10 @@ class InstructionSet(NamedTuple):
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
 _AVX512BF16 = (*_AVX512, "-mavx512bf16", "-mavx512vnni")
+_AMX = (*_AVX512BF16, "-mavx512vbmi", "-mgfni")
 _HAS_AVX2 = frozenset({"avx2", "fma", "f16c"})
 _HAS_AVX512 = _HAS_AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
 _HAS_AVX512BF16 = _HAS_AVX512 | {"avx512_bf16", "avx512_vnni"}
-_AMX = (*_AVX512BF16, "-mavx512vbmi", "-mgfni")
 _HAS_AMX = _HAS_AVX512BF16 | {"avx512vbmi", "gfni", "amx_tile", "amx_bf16", "amx_int8"}
 
 ISA_LEVELS: dict[str, InstructionSet] = {
@@ -106,7 +106,10 @@ def check_runnable(isa: str) -> None:
     """
     runnable = runnable_levels()
     if isa not in runnable:
-        reason = why_no_tiles() if isa == "amx" else None
+        missing = sorted(instruction_set(isa).features - _cpu_features())
+        reason = f"the processor reports no {', '.join(missing)}" if missing else None
+        if reason is None and isa == "amx":
+            reason = why_no_tiles()
         raise ValueError(
             f"{isa} does not run here{f' ({reason})' if reason else ''}; this machine runs "
             f"{', '.join(runnable)}"

@@ -24,15 +24,14 @@ from ostinato.ops.register import register_op
 __all__ = (
     "BLOCK_LAYOUTS",
     "BlockLayout",
-    "Factors",
     "block_factors",
     "block_values",
     "half_at",
     "pack_blocks",
 )
 
-Factors = tuple[Tensor, Tensor | None]
-"""Scales [blocks, groups of a block] float32, and shifts or None."""
+# scales [blocks, groups of a block] float32, and shifts or None
+_Factors = tuple[Tensor, Tensor | None]
 
 
 class BlockLayout(NamedTuple):
@@ -77,12 +76,15 @@ def block_values(blocks: Tensor, type_name: str, added: int = 0) -> Tensor:
     return _block_values(blocks.contiguous(), type_name, added)
 
 
-def block_factors(type_name: str, blocks: Tensor) -> Factors:
+def block_factors(type_name: str, blocks: Tensor) -> _Factors:
     """The scales, and shifts or None, of blocks.
 
     Args:
         type_name: a key of BLOCK_LAYOUTS.
         blocks: [blocks, bytes] uint8.
+
+    Returns:
+        Scales [blocks, groups of a block] float32; shifts of the same shape, or None.
     """
     return _FACTORS[type_name](blocks)
 
@@ -94,7 +96,9 @@ def half_at(blocks: Tensor, begin: int) -> Tensor:
 
 
 def pack_blocks(blocks: Tensor, type_name: str, added: int, rows: int, form: QuantFormat) -> Tensor:
-    """`pack_quantized_weight` of the integers, the scales and minus the shifts of blocks.
+    """Pack blocks as `pack_quantized_weight` packs their integers, scales and minimums.
+
+    Minimums are minus the shifts.
 
     Builds and loads the native library on first use.
 
@@ -102,7 +106,7 @@ def pack_blocks(blocks: Tensor, type_name: str, added: int, rows: int, form: Qua
         blocks: [blocks, bytes] uint8, contiguous; each row of the matrix has equally many.
         type_name, added: as for `block_values`.
         rows: of the matrix.
-        form: a format with the type's groups, and with minimums if the type has shifts.
+        form: the type's own format: its groups, its dtype of scales, and minimums if it has shifts.
 
     Raises:
         ValueError: a shape or dtype is not as above.
@@ -122,7 +126,7 @@ def _k_factors(packed: Tensor) -> tuple[Tensor, Tensor]:
     return scales.view(torch.uint8).float(), minima.view(torch.uint8).float()
 
 
-def _halves(scale: int, shift: int | None = None) -> Callable[[Tensor], Factors]:
+def _halves(scale: int, shift: int | None = None) -> Callable[[Tensor], _Factors]:
     """Reads one scale from each block, at byte `scale`, and a shift, if given, at byte `shift`."""
     return lambda blocks: (
         half_at(blocks, scale),
@@ -130,24 +134,24 @@ def _halves(scale: int, shift: int | None = None) -> Callable[[Tensor], Factors]
     )
 
 
-def _k_products(blocks: Tensor) -> Factors:
+def _k_products(blocks: Tensor) -> _Factors:
     scales, minima = _k_factors(blocks[:, 4:16])
     return half_at(blocks, 0) * scales, -(half_at(blocks, 2) * minima)
 
 
-def _q6_k_scales(blocks: Tensor) -> Factors:
+def _q6_k_scales(blocks: Tensor) -> _Factors:
     factors = blocks[:, 192:208].contiguous().view(torch.int8).float()
     return half_at(blocks, 208) * factors, None
 
 
-def _power_of_two(blocks: Tensor) -> Factors:
+def _power_of_two(blocks: Tensor) -> _Factors:
     exponent = blocks[:, :1].int()
     # 2 ** (exponent - 128), as bits; the two smallest are subnormal numbers.
     bits = torch.where(exponent < 2, 0x00200000 << exponent, (exponent - 1) << 23)
     return bits.int().view(torch.float32), None
 
 
-_FACTORS: dict[str, Callable[[Tensor], Factors]] = {
+_FACTORS: dict[str, Callable[[Tensor], _Factors]] = {
     "Q4_0": _halves(0),
     "Q4_1": _halves(0, 2),
     "Q5_0": _halves(0),

@@ -51,7 +51,8 @@ class StoredValues(NamedTuple):
 
     values: Tensor  # int32 words, or bytes of any dtype
     packing: Packing
-    is_signed: bool = False  # of bytes: 2**(bits - 1) is added to each, modulo 256
+    # of bytes that are integers: 2**(bits - 1) is added to each, modulo 256
+    is_signed: bool = False
 
 
 def pack_stored(
@@ -79,8 +80,7 @@ def pack_stored(
         stored: the values of these rows.
         scales: [rows, stored groups] float16, bfloat16 or float32, of any strides.
         zeros: [rows, stored groups] int32, the integers that stand for zero; None if symmetric.
-        order: [in] int32, for each column of the weight the stored column, or None; not for AWQ
-            nor for e4m3.
+        order: [in] int32, for each column of the weight the stored column, or None; not for AWQ.
         form: the format of the weight; its kind is not `minimums`.
         first_row: the first row that is written; a multiple of 8 for AWQ.
         in_features: columns of the matrix.

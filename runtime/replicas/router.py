@@ -100,8 +100,8 @@ class PrefixAware:
 
     The router does not see the replicas' caches. It remembers the last replica to which it sent
     each block of a prompt, up to `_MEMORY` blocks times the number of replicas. It chooses the
-    least loaded replica in two cases. No replica that it remembers for the beginning of the prompt
-    takes requests. Or the remembered replica has more requests than twice the least load plus
+    least loaded replica in two cases: it remembers no replica that takes requests for the beginning
+    of the prompt, or the remembered replica has more requests than twice the least load plus
     `_SLACK`.
     """
 

@@ -12,8 +12,14 @@ from ostinato.ops.native.instruction_sets import runnable_levels
 from ostinato.ops.native.library import load
 
 __all__ = (
-    *("EACH_LEVEL", "LEVELS", "OFTEN", "RARELY", "assert_within"),
-    *("linear_problem", "name_of", "ops_of"),
+    "EACH_LEVEL",
+    "LEVELS",
+    "QUICK_LEVELS",
+    "SLOW_LEVELS",
+    "assert_within",
+    "linear_problem",
+    "name_of",
+    "ops_of",
 )
 
 LEVELS = [*runnable_levels(), f"amx_on_{next(n for n in runnable_levels() if n != 'amx')}"]
@@ -21,15 +27,16 @@ LEVELS = [*runnable_levels(), f"amx_on_{next(n for n in runnable_levels() if n !
 without AMX."""
 
 _HAS_TWIN = {"avx512": "avx512bf16", LEVELS[-1]: "amx"}
-RARELY = [level for level in LEVELS if _HAS_TWIN.get(level) in LEVELS]
+SLOW_LEVELS = [level for level in LEVELS if _HAS_TWIN.get(level) in LEVELS]
 """Levels whose tests are marked slow, because each takes half a minute to compile. On a processor
 with avx512bf16, avx512 is one of them: only its products of bfloat16 and of bytes differ. On a
 processor with AMX, the emulation is one of them: test_amx.py compares it with AMX."""
 
-OFTEN = [level for level in LEVELS if level not in RARELY]
+QUICK_LEVELS = [level for level in LEVELS if level not in SLOW_LEVELS]
 EACH_LEVEL = [
-    pytest.param(level, marks=pytest.mark.slow if level in RARELY else ()) for level in LEVELS
+    pytest.param(level, marks=pytest.mark.slow if level in SLOW_LEVELS else ()) for level in LEVELS
 ]
+"""LEVELS as test parameters; those of SLOW_LEVELS are marked slow."""
 
 
 def ops_of(library: str, level: str, **names: str) -> SimpleNamespace:

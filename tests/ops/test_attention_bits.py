@@ -10,7 +10,7 @@ import torch
 
 from ostinato.ops.attention import AttentionMetadata
 from tests.ops.attention_steps import Shape, Step, known, make_step, run
-from tests.ops.kernel_checks import EACH_LEVEL, LEVELS, RARELY
+from tests.ops.kernel_checks import EACH_LEVEL, LEVELS, SLOW_LEVELS
 from tests.ops.level_backend import LevelBackend
 from tests.pairwise import all_combinations
 
@@ -49,7 +49,7 @@ def part_of(step: Step, row: int) -> Step:
         LEVELS,
         DTYPES,
         ({}, {"sliding_window": 90}, {"soft_cap": 4.0}, {"has_alibi": True, "has_sinks": True}),
-        rare=RARELY,
+        rare=SLOW_LEVELS,
     ),
     indirect=["level"],
     ids=str,
@@ -125,7 +125,7 @@ def test_sequences_that_share_blocks(
         DTYPES,
         ([1] * 5 + [495], [499, 1], [33, 167, 3, 297], [128, 372]),
         ({}, {"sliding_window": 70}, {"has_alibi": True, "has_sinks": True}),
-        rare=RARELY,
+        rare=SLOW_LEVELS,
     ),
     indirect=["level"],
     ids=str,
@@ -153,7 +153,9 @@ def test_chunks_and_batches_over_a_cache_of_eight_bits(
 
 @pytest.mark.parametrize(
     ("level", "window", "exponent", "cache_dtype"),
-    all_combinations(LEVELS, (0, 70, -70), (-120, -126, -130), (None, torch.int8), rare=RARELY),
+    all_combinations(
+        LEVELS, (0, 70, -70), (-120, -126, -130), (None, torch.int8), rare=SLOW_LEVELS
+    ),
     indirect=["level"],
 )
 def test_sums_that_become_subnormal_in_a_whole_prefill_and_in_chunks(

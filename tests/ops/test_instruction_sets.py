@@ -35,17 +35,27 @@ def test_the_setting_names_every_level() -> None:
 def test_a_processor_without_tiles_refuses_them(monkeypatch: pytest.MonkeyPatch) -> None:
     features = ISA_LEVELS["avx2"].features
     monkeypatch.setattr(instruction_sets, "_cpu_features", lambda: features)
-    with pytest.raises(
-        ValueError,
-        match=r"^amx does not run here \(the processor reports no amx_tile\); "
-        r"this machine runs avx2, portable$",
-    ):
-        library.use_isa("amx")
-    with pytest.raises(ValueError, match=r"^avx512 does not run here; this machine runs avx2, "):
-        library.use_isa("avx512")
+    for level in ("amx", "avx512"):
+        missing = ", ".join(sorted(ISA_LEVELS[level].features - features))
+        with pytest.raises(
+            ValueError,
+            match=rf"^{level} does not run here \(the processor reports no {missing}\); "
+            r"this machine runs avx2, portable$",
+        ):
+            library.use_isa(level)
     library.use_isa("avx2")
     with pytest.raises(ValueError, match=r"^this process uses avx2 already; "):
         library.use_isa("portable")
+
+
+@pytest.mark.usefixtures("nothing_loaded")
+def test_features_that_a_hypervisor_masks_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    features = ISA_LEVELS["amx"].features - {"avx512vbmi", "gfni"}
+    monkeypatch.setattr(instruction_sets, "_cpu_features", lambda: features)
+    with pytest.raises(
+        ValueError, match=r"^amx does not run here \(the processor reports no avx512vbmi, gfni\); "
+    ):
+        library.use_isa("amx")
 
 
 @pytest.mark.usefixtures("nothing_loaded")

@@ -118,9 +118,12 @@ def test_float32_output_is_what_bfloat16_output_rounds(kernels: SimpleNamespace)
 @pytest.mark.parametrize("dtype", _DTYPES, ids=name_of)
 def test_no_rows(kernels: SimpleNamespace, dtype: torch.dtype) -> None:
     _, weight, bias = linear_problem(1, 40, 12, dtype)
-    result = kernels.linear(torch.empty(0, 12, dtype=dtype), kernels.pack(weight), bias, 40, False)
+    packed = kernels.pack(weight)
+    result = kernels.linear(torch.empty(0, 12, dtype=dtype), packed, bias, 40, False)
     assert result.shape == (0, 40)
     assert result.dtype == dtype
+    assert kernels.rows(packed, torch.empty(0, dtype=torch.int64), 40, 12).shape == (0, 12)
+    assert kernels.pack(weight[:0]).shape == (0, *packed.shape[1:])
 
 
 @pytest.mark.parametrize("dtype", _DTYPES, ids=name_of)

@@ -170,6 +170,14 @@ def test_stored_floats(pack, form: QuantFormat) -> None:
         assert torch.equal(packed, given.expected())
 
 
+@pytest.mark.parametrize("packing", [Packing.bytes, Packing.rows, Packing.columns])
+def test_floats_of_8_bits_in_each_packing_and_order(pack, packing: Packing) -> None:
+    form = QuantFormat(8, 32, True, "bfloat16", "e4m3")
+    for ordered in (False, True):
+        given = stored((70, 100), form, 64, ordered=ordered)
+        assert torch.equal(packed_in_parts(given, packing, [0, 33, 70], pack), given.expected())
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 def test_bytes_with_a_sign(pack, bits: int) -> None:
     form = QuantFormat(bits, 64, True, "bfloat16")
@@ -239,6 +247,11 @@ def test_bad_arguments_are_refused() -> None:
                 in_features=64,
                 group_columns=32,
             )
+    floats = stored((64, 64), QuantFormat(8, 32, True, "bfloat16", "e4m3"), 32)
+    packed = torch.empty(tuple(floats.form.packed_shape(64, 64)), dtype=torch.uint8)
+    with pytest.raises(ValueError, match="floats of 8 bits have their own sign"):
+        pack_stored(packed, StoredValues(floats.values, Packing.bytes, True), floats.scales, None,
+                    None, floats.form, first_row=0, in_features=64, group_columns=32)  # fmt: skip
     awq = stored((64, 64), form, 32, ordered=True)
     with pytest.raises(ValueError, match="AWQ's order have 4 bits, no order of columns"):
         packed_in_parts(awq, Packing.awq, [0, 64])

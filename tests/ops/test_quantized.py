@@ -33,7 +33,7 @@ from ostinato.ops.quantized_reference import (
 from tests.ops.kernel_checks import (
     EACH_LEVEL,
     LEVELS,
-    OFTEN,
+    QUICK_LEVELS,
     assert_within,
     linear_problem,
     name_of,
@@ -157,7 +157,7 @@ def test_the_number_of_threads_does_not_show(
         assert torch.equal(result, results[0][1])
 
 
-@pytest.mark.parametrize("levels", [OFTEN, pytest.param(LEVELS, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("levels", [QUICK_LEVELS, pytest.param(LEVELS, marks=pytest.mark.slow)])
 def test_instruction_sets_agree_to_the_last_bits(levels: list[str]) -> None:
     x, weight, bias = linear_problem(17, 70, 700, torch.float32)
     form = QuantFormat(4, 32, True)
@@ -223,6 +223,9 @@ def test_no_rows(kernels: SimpleNamespace, form: QuantFormat) -> None:
     quantized = kernels.quantize(weight, *form)
     result = kernels.linear(torch.empty(0, 12), quantized, bias, 40, False, None, None, *form)
     assert result.shape == (0, 40)
+    no_ids = torch.empty(0, dtype=torch.int64)
+    assert kernels.rows(quantized, no_ids, 40, 12, True, *form).shape == (0, 12)
+    assert kernels.quantize(weight[:0], *form).shape == (0, quantized.shape[1])
 
 
 @pytest.mark.parametrize("form", _FORMATS, ids=_name)
@@ -329,6 +332,8 @@ def test_bad_arguments_are_refused() -> None:
     for wrong in (QuantFormat(5, 32, True), QuantFormat(8, 12, True), QuantFormat(8, 512, True)):
         with pytest.raises(ValueError, match="8 or 4 bits and groups of 8 to 256 values"):
             quantize_linear_weight(torch.zeros(40, 8), wrong)
+    with pytest.raises(ValueError, match="must have at least one column, got 0"):
+        quantized_linear(torch.zeros(3, 0), quantized, None, 40, form)
     with pytest.raises(ValueError, match="cannot be quantised: the CPU's matrix kernels take"):
         quantize_linear_weight(torch.zeros(4, 4, dtype=torch.float16), form)
     message = r"ids\[1\] is 40, not a row of the weight: 0 to 39"

@@ -22,8 +22,8 @@ struct MessagePart {
   int64_t number = 0;
 };
 
-// These throw. They are not inlined: a kernel has up to twenty checks, and the code that puts messages together was a
-// seventh of a library.
+// These throw. They are not inlined: a kernel has up to twenty checks. With the reading of arguments (core/call.cpp),
+// the code that puts messages together was a seventh of a library.
 [[noreturn]] void throw_invalid_argument(std::initializer_list<MessagePart> message);
 [[noreturn]] void throw_torch_failed(const char* what);
 

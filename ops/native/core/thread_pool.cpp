@@ -1,5 +1,5 @@
-// The thread pool's loops. Threads and clocks are those of POSIX, because <chrono> and <thread> take a third of a second
-// to parse.
+// The thread pool's loops. Threads and clocks are those of POSIX, because <chrono> and <thread> take a third of a
+// second to parse.
 #include "core/thread_pool.h"
 
 #include <pthread.h>
@@ -71,7 +71,8 @@ void ThreadPool::run(int num_workers, Part part, void* context) {
   calls_.store(call);
   calls_.notify_all();
   take_parts();
-  wait_for(num_done_, [&](uint32_t done) { return done == static_cast<uint32_t>(num_workers); }, kCallerSpinNanoseconds);
+  const auto all_done = [&](uint32_t done) { return done == static_cast<uint32_t>(num_workers); };
+  wait_for(num_done_, all_done, kCallerSpinNanoseconds);
   const std::exception_ptr failure = failure_;
   busy_.store(false, std::memory_order_release);
   if (failure) std::rethrow_exception(failure);

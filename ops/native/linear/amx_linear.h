@@ -20,15 +20,17 @@ constexpr int kPairRows = 2 * amx::kTileRows;  // of two blocks
 constexpr int kTileSteps = 16;  // steps of two values of K
 constexpr int64_t kTileValues = 2 * kTileSteps;
 constexpr int kTileSize = kTileSteps * kPanel;             // four-byte units of a pair of tiles B
-constexpr int64_t kTileGroupBytes = 1 << 20;               // packed activations of a group of rows: half of a 2 MiB cache
-constexpr int64_t kPassTiles = 8;                          // tiles of K at a time if a panel serves many blocks: 16 KiB
+constexpr int64_t kTileGroupBytes = 1 << 20;  // packed activations of a group of rows: half of a 2 MiB cache
+constexpr int64_t kPassTiles = 8;             // tiles of K at a time if a panel serves many blocks: 16 KiB
 constexpr int kLines = kTileSize / 16;                     // cache lines of 64 bytes in a pair of tiles B
 
 // The rows [0, rows) cut into blocks of one tile A each. All blocks except the last have the same height. Groups of
 // blocks have nearly equal sizes.
 struct TileBlocks {
   TileBlocks(int64_t rows, int64_t steps)
-      : rows(rows), count(ceil_divide(rows, amx::kTileRows)), height(static_cast<int>(ceil_divide(rows, std::max<int64_t>(count, 1)))),
+      : rows(rows),
+        count(ceil_divide(rows, amx::kTileRows)),
+        height(static_cast<int>(ceil_divide(rows, std::max<int64_t>(count, 1)))),
         tiles(ceil_divide(steps, kTileSteps)) {
     const int64_t pair_bytes = 2 * std::max<int64_t>(block_bytes(), 1);
     groups = ceil_divide(ceil_divide(count, 2), std::max<int64_t>(kTileGroupBytes / pair_bytes, 1));
@@ -55,15 +57,17 @@ struct TileRows {
   int64_t block_bytes;
 };
 
-// Packs the rows of a group of blocks as tiles A. `row_at` returns the `in_features` values of a row. Missing rows and
-// values are zero.
+// Packs the rows of a group of blocks as tiles A. `row_at` returns the `in_features` values of a row. `row_at` may
+// return the same memory each time, because the values are copied before the next call. Missing rows and values are
+// zero.
 template <class RowAt>
 TileRows pack_tiles(const TileBlocks& blocks, int64_t group, int64_t in_features, const RowAt& row_at, char* packed) {
   const int64_t tile_bytes = blocks.height * amx::kTileBytes;
   const TileRows tiles{packed, amx::kTileBytes, tile_bytes, blocks.block_bytes()};
   const int64_t whole = in_features / kTileValues;
   const int64_t rest = in_features % kTileValues * 2;
-  for (int64_t block = blocks.first_block(group); block < blocks.first_block(group + 1); ++block, packed += tiles.block_bytes) {
+  const int64_t last = blocks.first_block(group + 1);
+  for (int64_t block = blocks.first_block(group); block < last; ++block, packed += tiles.block_bytes) {
     const int rows = blocks.num_rows(block);
     for (int r = 0; r < blocks.height; ++r) {
       char* target = packed + r * amx::kTileBytes;
@@ -198,7 +202,8 @@ class TileWorker {
       return;
     }
     auto* packed = reinterpret_cast<char*>(sums_ + num_sums);
-    activations_ = pack_tiles(blocks_, group, p_.in_features, [&](int64_t row) { return x + row * p_.row_stride; }, packed);
+    const auto row_at = [&](int64_t row) { return x + row * p_.row_stride; };
+    activations_ = pack_tiles(blocks_, group, p_.in_features, row_at, packed);
   }
 
   void multiply(int64_t group, int64_t panel) const {

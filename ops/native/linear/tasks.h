@@ -67,10 +67,10 @@ inline float* scratch(int64_t floats) {
   return static_cast<float*>(memory.data());
 }
 
-// The number of workers for converting the layout of `bytes` in `tasks` parts.
+// The number of workers, at least one, for converting the layout of `bytes` in `tasks` parts.
 inline int workers_for(const Threads& threads, int64_t bytes, int64_t tasks) {
   constexpr int64_t kWorth = 64 << 10;
-  return static_cast<int>(std::min<int64_t>({bytes / kWorth + 1, tasks, threads.count()}));
+  return static_cast<int>(std::min<int64_t>({bytes / kWorth + 1, std::max<int64_t>(tasks, 1), threads.count()}));
 }
 
 // Runs all tasks in [0, num_tasks). Each worker calls make_body() once, and then calls the returned function for every

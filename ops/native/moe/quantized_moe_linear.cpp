@@ -50,7 +50,8 @@ void run(const ExpertCall& c, const ExpertRows& rows, const QuantizedExperts& we
 }
 
 template <linear::Widening Bits, class In, class Out>
-void run_integers(const ExpertCall& c, const ExpertRows& rows, const QuantizedExperts& weight, const std::vector<Problem>& problems) {
+void run_integers(const ExpertCall& c, const ExpertRows& rows, const QuantizedExperts& weight,
+                  const std::vector<Problem>& problems) {
   const QuantizedShape& shape = weight.shape;
   const auto by_tiles = [&]([[maybe_unused]] int64_t count) {
 #if OSTINATO_AMX
@@ -72,7 +73,8 @@ void run_integers(const ExpertCall& c, const ExpertRows& rows, const QuantizedEx
 }
 
 template <class In, class Out>
-void run_float8(const ExpertCall& c, const ExpertRows& rows, const QuantizedExperts& weight, const std::vector<Problem>& problems) {
+void run_float8(const ExpertCall& c, const ExpertRows& rows, const QuantizedExperts& weight,
+                const std::vector<Problem>& problems) {
   const QuantizedShape& shape = weight.shape;
   const auto all = [](int64_t) { return true; };
 #if OSTINATO_AMX
@@ -93,7 +95,8 @@ void run_float8(const ExpertCall& c, const ExpertRows& rows, const QuantizedExpe
 }
 
 template <linear::Widening Bits, class In, class Out>
-void run(const ExpertCall& c, const ExpertRows& rows, const QuantizedExperts& weight, const std::vector<Problem>& problems) {
+void run(const ExpertCall& c, const ExpertRows& rows, const QuantizedExperts& weight,
+         const std::vector<Problem>& problems) {
   if constexpr (Bits == linear::kFloat8) {
     run_float8<In, Out>(c, rows, weight, problems);
   } else {
@@ -102,7 +105,8 @@ void run(const ExpertCall& c, const ExpertRows& rows, const QuantizedExperts& we
 }
 
 template <linear::Widening Bits>
-void run(const ExpertCall& c, const ExpertRows& rows, const QuantizedExperts& weight, const std::vector<Problem>& problems) {
+void run(const ExpertCall& c, const ExpertRows& rows, const QuantizedExperts& weight,
+         const std::vector<Problem>& problems) {
   if (c.x.dtype == DType::float32) {
     run<Bits, float, float>(c, rows, weight, problems);
   } else if (c.sums != nullptr) {

@@ -2,9 +2,9 @@
 // number of rows.
 //
 // A group of a panel is widened to bfloat16 tiles B (float8.h), which stay in the first level cache. All blocks of rows
-// are multiplied by it as in linear/amx_linear.h. If there is only one block, each tile is multiplied while the next one
-// is widened, because products take longer than the issue of their instructions. The sums of the group are scaled and added to the sums of the earlier
-// groups, in ascending order. So the bits of a row do not depend on other rows.
+// are multiplied by it as in linear/amx_linear.h. With one block, the next tile is widened while the processor still
+// computes the products of this one. The sums of a group are scaled and added to those of the earlier groups, in
+// ascending order. So the bits of a row do not depend on other rows.
 #pragma once
 
 #include "linear/amx_linear.h"
@@ -32,7 +32,8 @@ class Float8TileWorker {
   }
 
  private:
-  static constexpr int64_t kStepsPerTile = kTileSteps / 2;  // a step of a tile has two values of K, one of the weight four
+  // A step of a tile has two values of K, a step of the weight four.
+  static constexpr int64_t kStepsPerTile = kTileSteps / 2;
   static constexpr int64_t kMaxTiles = 256 / kTileValues;  // of the largest group
 
   void pack(int64_t group) {
@@ -111,7 +112,7 @@ class Float8TileWorker {
         }
         if (number % 2 == 0) {
           add_tile<0>(x, current, tile == 0);
-          if (tile == 0 && number > 0) add_group<2>(previous, rows, number == 1);
+          if (tile == 0 && number > 0) add_group<2>(previous, rows, false);
         } else {
           add_tile<2>(x, current, tile == 0);
           if (tile == 0) add_group<0>(previous, rows, number == 1);
@@ -170,7 +171,7 @@ class Float8TileWorker {
       TileRows x = x_of_group;
       x_of_group.data += group.tiles * x.tile_bytes;
       float* sums = sums_;
-      for (int64_t block = first; block < last; block += 2, x.data += 2 * x.block_bytes, sums += 2 * blocks_.height * kPanel) {
+      for (int64_t block = first; block < last; block += 2) {
         alignas(64) float part[kPairRows * kPanel];
         const int64_t end = std::min(block + 2, last);
         const int64_t row = blocks_.row(block);
@@ -183,6 +184,8 @@ class Float8TileWorker {
         }
         add_scaled(part, scales, rows, number == 0, sums);
         if (is_last) write_rows<Out>(p_, sums, static_cast<int>(rows), bias, row, column);
+        x.data += 2 * x.block_bytes;
+        sums += 2 * blocks_.height * kPanel;
       }
     }
   }

@@ -2,7 +2,6 @@
 #include "linear/tasks.h"
 #include "quantized/blocks.h"
 
-#include <algorithm>
 #include <string>
 
 namespace ostinato::linear {
@@ -19,7 +18,7 @@ void block_values(Call& call) {
   const Tensor out = call.empty(sizes, 2, DType::uint8);
   const uint8_t* source = blocks.as<uint8_t>();
   uint8_t* target = out.as<uint8_t>();
-  const int workers = workers_for(call.threads(), count * type.values, std::max<int64_t>(count, 1));
+  const int workers = workers_for(call.threads(), count * type.values, count);
   call.threads().run(workers, [&](int worker) {
     type.unpack(source, count * worker / workers, count * (worker + 1) / workers, static_cast<uint8_t>(added), target);
   });

@@ -12,37 +12,37 @@
 namespace ostinato::linear {
 
 // 16 bytes, in a register of the instruction set or in the compiler's own.
-typedef uint8_t Sixteen __attribute__((vector_size(16)));
-typedef uint64_t BytePairs __attribute__((vector_size(16)));  // for shifts: no processor shifts single bytes
+typedef uint8_t SixteenBytes __attribute__((vector_size(16)));
+typedef uint64_t EightByteLanes __attribute__((vector_size(16)));  // for shifts: no processor shifts single bytes
 
-OSTINATO_INLINE Sixteen load_sixteen(const void* p) {
-  Sixteen x;
+OSTINATO_INLINE SixteenBytes load_sixteen(const void* p) {
+  SixteenBytes x;
   std::memcpy(&x, p, sizeof(x));
   return x;
 }
-OSTINATO_INLINE void store_sixteen(uint8_t* p, Sixteen x) { std::memcpy(p, &x, sizeof(x)); }
+OSTINATO_INLINE void store_sixteen(uint8_t* p, SixteenBytes x) { std::memcpy(p, &x, sizeof(x)); }
 
-// Bits `first` to `first + count` of each byte.
-OSTINATO_INLINE Sixteen bits_of(Sixteen x, int first, int count) {
-  return (Sixteen)((BytePairs)x >> first) & static_cast<uint8_t>((1 << count) - 1);
+// The `count` bits of each byte from bit `first` on.
+OSTINATO_INLINE SixteenBytes bits_of(SixteenBytes x, int first, int count) {
+  return (SixteenBytes)((EightByteLanes)x >> first) & static_cast<uint8_t>((1 << count) - 1);
 }
 
 // The bits of 16 successive values, the first in the lowest bit, as bytes of 16 or 0.
-OSTINATO_INLINE Sixteen spread_bits(const uint8_t* bits) {
+OSTINATO_INLINE SixteenBytes spread_bits(const uint8_t* bits) {
   constexpr uint64_t kOnes = 0x0101010101010101ull, kPlaces = 0x8040201008040201ull;
-  const BytePairs pair = {bits[0] * kOnes & kPlaces, bits[1] * kOnes & kPlaces};
-  return (Sixteen)((Sixteen)pair != 0) & 16;
+  const EightByteLanes pair = {bits[0] * kOnes & kPlaces, bits[1] * kOnes & kPlaces};
+  return (SixteenBytes)((SixteenBytes)pair != 0) & 16;
 }
 
 // Twice each float of 4 bits, plus 12 (kE2m1 of layout.h).
-OSTINATO_INLINE Sixteen widen_e2m1(Sixteen codes) {
+OSTINATO_INLINE SixteenBytes widen_e2m1(SixteenBytes codes) {
 #if OSTINATO_ISA >= 1
   const __m128i table = _mm_loadu_si128(reinterpret_cast<const __m128i*>(kE2m1));
-  return (Sixteen)_mm_shuffle_epi8(table, (__m128i)codes);
+  return (SixteenBytes)_mm_shuffle_epi8(table, (__m128i)codes);
 #else
-  const Sixteen code = codes & 7;
-  const Sixteen size = code + ((Sixteen)(code > 4) & (code - 4)) + ((Sixteen)(code == 7) & 2);
-  const Sixteen is_negative = (Sixteen)(codes > 7);
+  const SixteenBytes code = codes & 7;
+  const SixteenBytes size = code + ((SixteenBytes)(code > 4) & (code - 4)) + ((SixteenBytes)(code == 7) & 2);
+  const SixteenBytes is_negative = (SixteenBytes)(codes > 7);
   return 12 + ((size ^ is_negative) - is_negative);
 #endif
 }
@@ -65,14 +65,14 @@ struct Integers {
 
  private:
   // Adds what lies above the low 4 bits of the 16 integers from number `first` on, and `added`.
-  OSTINATO_INLINE static Sixteen complete(const uint8_t* source, int first, Sixteen values, uint8_t added) {
+  OSTINATO_INLINE static SixteenBytes complete(const uint8_t* source, int first, SixteenBytes values, uint8_t added) {
     if constexpr (kIsE2m1) return widen_e2m1(values) + added;
     if constexpr (kHighBits == 1 && kValues == 32) values |= spread_bits(source + kHigh + first / 8);
     // The low bits of 32 bytes are of 32 values, the next bits of the next 32.
     if constexpr (kHighBits > 0 && kValues > 32) {
       constexpr int kPlanes = 8 / kHighBits;
-      const Sixteen bytes = load_sixteen(source + kHigh + first / (32 * kPlanes) * 32 + first % 32);
-      values |= (Sixteen)((BytePairs)bits_of(bytes, first / 32 % kPlanes * kHighBits, kHighBits) << 4);
+      const SixteenBytes bytes = load_sixteen(source + kHigh + first / (32 * kPlanes) * 32 + first % 32);
+      values |= (SixteenBytes)((EightByteLanes)bits_of(bytes, first / 32 % kPlanes * kHighBits, kHighBits) << 4);
     }
     return values + added;
   }
@@ -83,7 +83,7 @@ struct Integers {
     } else {
 #pragma GCC unroll 8
       for (int i = 0; i < kValues / 2; i += 16) {
-        const Sixteen both = load_sixteen(source + kLow + i);
+        const SixteenBytes both = load_sixteen(source + kLow + i);
         const int low = i / kChunk * 2 * kChunk + i % kChunk, high = low + kChunk;
         store_sixteen(target + low, complete(source, low, both & 15, added));
         store_sixteen(target + high, complete(source, high, bits_of(both, 4, 4), added));

@@ -1,16 +1,19 @@
 // The linear op over weights that are floats of 8 bits (e4m3): rows of activations times panels.
 //
-// A part of a panel is widened to floats in memory of the first level cache, which is exact. Then all rows are multiplied
-// by it (linear/tiles.h), and their sums are scaled and added to the sums of the earlier parts. Activations are not
+// A part of a panel is widened to floats in the first level cache. Widening is exact. Then all rows are multiplied by
+// it (linear/tiles.h), and their sums are scaled and added to the sums of the earlier parts. Activations are not
 // rounded. A part is a group of K, or some of its values if a group has many. Parts follow in ascending order, so the
 // bits of a row do not depend on other rows.
 //
-// With a dot product of bfloat16, bfloat16 activations are multiplied by weights widened to bfloat16, of which a product
-// takes two values of K. The four bytes of a column are the values k to k + 3. The cheapest pairs to widen are (k, k + 2)
-// and (k + 1, k + 3), because they are the even and the odd bytes. The activations are packed in the same order.
+// With a dot product of bfloat16, bfloat16 activations are multiplied by weights widened to bfloat16, of which a
+// product takes two values of K. The four bytes of a column are the values k to k + 3. The cheapest pairs to widen are
+// (k, k + 2) and (k + 1, k + 3), because they are the even and the odd bytes. The activations are packed in the same
+// order.
 #pragma once
 
-#include "linear/row_worker.h"
+#include "linear/tasks.h"
+#include "linear/tiles.h"
+#include "linear/transpose.h"
 #include "quantized/activations.h"
 #include "quantized/layout.h"
 
@@ -18,12 +21,14 @@ namespace ostinato::linear {
 
 #if OSTINATO_ISA >= 2
 // The bytes a where the mask's bits are 0, and those of b where they are 1.
-OSTINATO_INLINE __m512i select_bits(__m512i a, __m512i b, __m512i mask) { return _mm512_ternarylogic_epi32(a, b, mask, 0xd8); }
+OSTINATO_INLINE __m512i select_bits(__m512i a, __m512i b, __m512i mask) {
+  return _mm512_ternarylogic_epi32(a, b, mask, 0xd8);
+}
 #endif
 
-// widen_pairs(p, even, odd) widens four values of K of 16 columns to bfloat16. `even` receives the pairs (k, k + 2), and
-// `odd` the pairs (k + 1, k + 3). An e4m3 with the exponent e >= 1 has the exponent e + 120 as bfloat16. Its subnormals,
-// below 2 ** -6, are looked up.
+// widen_pairs(p, even, odd) widens four values of K of 16 columns to bfloat16. `even` receives the pairs (k, k + 2),
+// and `odd` the pairs (k + 1, k + 3). An e4m3 with the exponent e >= 1 has the exponent e + 120 as bfloat16. Its
+// subnormals, below 2 ** -6, are looked up.
 #if defined(__GFNI__) && defined(__AVX512VBMI__)
 
 // Computes the low bytes and the high bytes of all 64 bfloat16s, and then joins them.
@@ -66,12 +71,12 @@ OSTINATO_INLINE void widen_pairs(const uint8_t* p, __m512i* even, __m512i* odd) 
 
 #endif
 
-// The units of a widened weight: pairs of bfloat16 for a dot product, or floats.
+// Whether the units of a widened weight are pairs of bfloat16, for a dot product. Otherwise they are floats.
 template <class Kind>
 constexpr bool kIsPairs = Kind::kElements == 2;
 
-// Weights this far ahead are prefetched into the second level cache. Widening is so long that the processor does not
-// reach the next loads by itself.
+// Bytes ahead of the present weights that are prefetched into the second level cache. Widening is so long that the
+// processor does not reach the next loads by itself.
 constexpr int64_t kFetchAhead = 4096;
 
 // Widens `steps` of 4 values of K to the panel layout of linear/layout.h: out[2 * steps][32] pairs.
@@ -111,11 +116,12 @@ inline void widen_to_floats(const uint8_t* data, int64_t steps, float* out) {
     }
 #elif OSTINATO_ISA == 1
     for (int column = 0; column < kPanel; column += 8) {
-      // The bits of an e4m3, shifted, are a float16 whose value is smaller by 2 ** 8, because the bias of its exponent is
-      // larger by 8. The processor converts float16.
+      // The bits of an e4m3, shifted, are a float16 whose value is smaller by 2 ** 8, because the bias of its exponent
+      // is larger by 8. The processor converts float16.
       const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(data + column * 4));
       const auto store_values = [&](__m256i signed_bytes, float* target) {
-        const __m256i halves = _mm256_and_si256(_mm256_srai_epi16(signed_bytes, 1), _mm256_set1_epi16(static_cast<int16_t>(0xbf80)));
+        const __m256i mask = _mm256_set1_epi16(static_cast<int16_t>(0xbf80));
+        const __m256i halves = _mm256_and_si256(_mm256_srai_epi16(signed_bytes, 1), mask);
         const __m256 factor = _mm256_set1_ps(256.0f);
         const __m256 first = _mm256_mul_ps(_mm256_cvtph_ps(_mm256_castsi256_si128(halves)), factor);
         const __m256 second = _mm256_mul_ps(_mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1)), factor);

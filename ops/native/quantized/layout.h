@@ -12,16 +12,14 @@
 // A value stands for (value - offset - zero point) * scale, where the offset is 128 (8 bits) or 8 (4 bits). With
 // minimums it stands for value * scale - minimum. Values of the kind e2m1 are floats of 4 bits: indices into kE2m1,
 // which holds twice each float plus an offset of 12. Values of the kind e4m3 are floats of 8 bits, and stand for
-// themselves times the scale. A factor is a bfloat16, float16 or float32. K is padded to a multiple of 8 with zero bytes.
-// Kernels skip these bytes or multiply them by activations of 0.
+// themselves times the scale. A factor is a bfloat16, float16 or float32. K is padded to a multiple of 8 with zero
+// bytes. Kernels skip these bytes or multiply them by activations of 0.
 #pragma once
 
 #include "linear/layout.h"
 #include "core/simd.h"
 
-#include <array>
 #include <string>
-#include <utility>
 
 namespace ostinato::linear {
 
@@ -31,12 +29,13 @@ enum Widening : int { kBytes, kHalves, kTable, kFloat8 };
 // Twice the floats of 4 bits with 2 bits of exponent and 1 of mantissa (OCP Microscaling Formats 1.0), plus 12.
 constexpr uint8_t kE2m1[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
 
-// A float of 8 bits with 4 bits of exponent and 3 of mantissa (arXiv:2209.05433).
+// A float of 8 bits with 4 bits of exponent and 3 of mantissa (arXiv:2209.05433). NaN has no case here, because weights
+// are checked for NaN when they are loaded (models/quantized_checkpoints/stored_floats.py).
 inline float from_float8(uint8_t bits) {
   const int exponent = bits >> 3 & 15;
   const float mantissa = static_cast<float>(bits & 7) / 8.0f;
-  const float magnitude = exponent == 0 ? mantissa * 0x1p-6f
-                                        : (1.0f + mantissa) * bit_cast<float>(static_cast<uint32_t>(exponent + 120) << 23);
+  const auto power = bit_cast<float>(static_cast<uint32_t>(exponent + 120) << 23);
+  const float magnitude = exponent == 0 ? mantissa * 0x1p-6f : (1.0f + mantissa) * power;
   return (bits & 0x80) != 0 ? -magnitude : magnitude;
 }
 
@@ -64,11 +63,11 @@ inline QuantFormat read_format(Call& call) {
   const std::string factors = call.text();
   const std::string kind = call.text();
   OSTINATO_CHECK(factors == "bfloat16" || factors == "float16" || factors == "float32",
-                 "scales must be bfloat16, float16 or float32, got " + factors);
+                 "scales must be bfloat16, float16 or float32, got ", factors);
   OSTINATO_CHECK(kind == "steps" || (kind == "minimums" && !symmetric) || (kind == "e2m1" && bits == 4 && symmetric) ||
                      (kind == "e4m3" && bits == 8 && symmetric),
                  "a quantised weight consists of steps, of steps with minimums, or of symmetric e2m1 (4 bits) or e4m3 "
-                 "(8 bits), got " + kind);
+                 "(8 bits), got ", kind);
   const DType type = factors == "bfloat16"  ? DType::bfloat16
                      : factors == "float16" ? DType::float16
                                             : DType::float32;
@@ -107,6 +106,7 @@ struct QuantizedShape {
     OSTINATO_CHECK((format.bits == 8 || format.bits == 4) && format.group_size >= 8 && format.group_size <= 256 &&
                        format.group_size % 8 == 0,
                    "a quantised weight has 8 or 4 bits and groups of 8 to 256 values, a multiple of 8");
+    OSTINATO_CHECK(in_features > 0, "a quantised weight must have at least one column, got ", in_features);
     panels = ceil_divide(out_features, kPanel);
     steps = ceil_divide(in_features, 8) * 2;
     group_steps = format.group_size / 4;
@@ -135,9 +135,8 @@ struct QuantizedWeight : QuantizedShape {
     OSTINATO_CHECK(tensor.dtype == DType::uint8 && tensor.dim == 2 && tensor.sizes[0] == panels &&
                        tensor.sizes[1] == panel_bytes && (panel_bytes <= 1 || tensor.strides[1] == 1) &&
                        (panels <= 1 || tensor.strides[0] == panel_bytes),
-                   "the weight must be what quantize_linear_weight made of " + std::to_string(out_features) + " x " +
-                       std::to_string(in_features) + " values: contiguous uint8 [" + std::to_string(panels) + ", " +
-                       std::to_string(panel_bytes) + "]");
+                   "the weight must be what quantize_linear_weight made of ", out_features, " x ", in_features,
+                   " values: contiguous uint8 [", panels, ", ", panel_bytes, "]");
   }
 
   const uint8_t* panel(int64_t index) const { return data + index * panel_bytes; }

@@ -4,12 +4,13 @@
 // are tried, which clip the group's extremes more or less, and the grid with the least squared error is taken. Scales
 // are rounded to bfloat16 away from zero, so that this rounding clips no value. Sums run over a row's values in order,
 // so that every instruction set, and the reference in ops/quantized_reference.py, choose the same grid.
-#include "linear/tasks.h"
 #include "linear/transpose.h"
+#include "quantized/give_packed.h"
 #include "quantized/layout.h"
 
 #include <array>
 #include <cmath>
+#include <vector>
 
 namespace ostinato::linear {
 namespace {
@@ -195,17 +196,12 @@ void quantize_linear(Call& call) {
   const int64_t out_features = weight.sizes[0];
   const int64_t in_features = weight.sizes[1];
   const QuantizedShape shape(out_features, in_features, format);
-  const int64_t sizes[] = {shape.panels, shape.panel_bytes};
-  const Tensor quantized = call.empty(sizes, 2, DType::uint8);
-  prefer_huge_pages(quantized.data, shape.bytes());
-  const int workers = workers_for(call.threads(), shape.bytes(), shape.panels);
-  call.threads().run(workers, [&](int worker) {
+  give_packed(call, shape, [&](int64_t begin, int64_t end, uint8_t* packed) {
     std::vector<float> memory(2 * kPanel * format.group_size);
-    const int64_t last = shape.panels * (worker + 1) / workers;
-    for (int64_t panel = shape.panels * worker / workers; panel < last; ++panel) {
+    for (int64_t panel = begin; panel < end; ++panel) {
       const int64_t row = panel * kPanel;
       const int columns = static_cast<int>(std::min<int64_t>(kPanel, out_features - row));
-      uint8_t* target = quantized.as<uint8_t>() + panel * shape.panel_bytes;
+      uint8_t* target = packed + panel * shape.panel_bytes;
       const int64_t offset = row * weight.strides[0];
       if (weight.dtype == DType::float32) {
         quantize_panel(weight.as<float>() + offset, weight.strides[0], columns, in_features, shape, target,
@@ -216,7 +212,6 @@ void quantize_linear(Call& call) {
       }
     }
   });
-  call.give(quantized);
 }
 
 }  // namespace

@@ -17,7 +17,9 @@ namespace {
 // 32 rows of bytes, which are moved in units of four.
 struct UnitRows {
   explicit UnitRows(int64_t row_bytes)
-      : units(ceil_divide(row_bytes, 4)), pitch(units * 4 + 64), data(kPanel * pitch + 64) {}
+      : units(ceil_divide(row_bytes, 4)),
+        pitch(units * 4 + (units % 1024 == 1008 ? 128 : 64)),
+        data(kPanel * pitch + 64) {}
 
   uint8_t* row(int64_t index) { return data.data() + index * pitch; }
 
@@ -28,7 +30,7 @@ struct UnitRows {
 
 // Writes unit u of all rows at panel + offset(u), one row after the other.
 template <class Offset>
-void write_units(UnitRows& rows, uint8_t* panel, const Offset& offset) {
+void scatter_words(UnitRows& rows, uint8_t* panel, const Offset& offset) {
   constexpr int kBlock = F32::width;
   for (int64_t unit = 0; unit < rows.units; unit += kBlock) {
     const int count = static_cast<int>(std::min<int64_t>(kBlock, rows.units - unit));
@@ -68,7 +70,7 @@ class BlockPacker {
     }
     const QuantFormat& format = shape_.format;
     const int64_t group_units = format.group_size * format.bits / 32, header = format.header_bytes();
-    write_units(integers_, panel, [&](int64_t unit) {
+    scatter_words(integers_, panel, [&](int64_t unit) {
       return shape_.group_offset(unit / group_units) + header + unit % group_units * 4 * kPanel;
     });
     write_factors(scales_, 0, panel);
@@ -93,7 +95,7 @@ class BlockPacker {
   // Writes the factors of all groups, `place` bytes behind the begin of each group.
   void write_factors(UnitRows& factors, int64_t place, uint8_t* panel) {
     if (shape_.format.factor_bytes() == 4) {
-      return write_units(factors, panel, [&](int64_t group) { return shape_.group_offset(group) + place; });
+      return scatter_words(factors, panel, [&](int64_t group) { return shape_.group_offset(group) + place; });
     }
     for (int64_t group = 0; group < shape_.groups; ++group) {
       uint8_t* target = panel + shape_.group_offset(group) + place;
@@ -119,11 +121,12 @@ void pack_blocks(Call& call) {
   const QuantFormat format = read_format(call);
   const BlockType& type = block_type(name, blocks);
   OSTINATO_CHECK(rows > 0 && blocks.sizes[0] > 0 && blocks.sizes[0] % rows == 0,
-                 "the number of blocks must be a multiple of the number of rows, " + std::to_string(rows));
+                 "the number of blocks must be a multiple of the number of rows, ", rows);
   OSTINATO_CHECK(format.group_size * type.groups == type.values && format.factors == type.factors &&
                      format.has_minimums == type.has_minimums && format.symmetric == !type.has_minimums &&
                      !format.is_e2m1 && !format.is_e4m3,
-                 "blocks of the type " + name + " have another size of groups, or other scales, than the format");
+                 "blocks of the type ", name, " have groups of ", type.values / type.groups,
+                 " values; use the format that models/gguf/stored_formats.py names for the type");
   const int64_t row_blocks = blocks.sizes[0] / rows;
   const QuantizedShape shape(rows, row_blocks * type.values, format);
   give_packed(call, shape, [&](int64_t begin, int64_t end, uint8_t* packed) {

@@ -322,7 +322,7 @@ StoredPacking stored_packing(const std::string& name) {
   if (name == "bytes") return StoredPacking::bytes;
   if (name == "rows") return StoredPacking::rows;
   if (name == "columns") return StoredPacking::columns;
-  OSTINATO_CHECK(name == "awq", "stored values are packed as bytes, rows, columns or awq, got " + name);
+  OSTINATO_CHECK(name == "awq", "stored values are packed as bytes, rows, columns or awq, got ", name);
   return StoredPacking::awq;
 }
 
@@ -339,8 +339,6 @@ void check_part(const StoredPart& part, const Tensor& order, const QuantizedShap
                  "stored values must be a matrix with contiguous rows: uint8 if packed as bytes or rows, otherwise int32");
   OSTINATO_CHECK(!is_awq || (shape.format.bits == 4 && !order.exists() && part.first_row % 8 == 0),
                  "values in AWQ's order have 4 bits, no order of columns, and begin at a multiple of 8 rows");
-  OSTINATO_CHECK(!shape.format.is_e4m3 || (part.packing == StoredPacking::bytes && !order.exists()),
-                 "floats of 8 bits are packed as bytes, in the order of columns");
   const int64_t groups = ceil_divide(part.in_features, part.group_columns);
   OSTINATO_CHECK(groups == 1 || part.group_columns % shape.format.group_size == 0,
                  "stored groups must consist of whole groups of the format");
@@ -360,7 +358,7 @@ void check_part(const StoredPart& part, const Tensor& order, const QuantizedShap
                  "order must be a contiguous int32 vector with an element for each column");
   for (int64_t k = 0; order.exists() && k < part.in_features; ++k) {
     OSTINATO_CHECK(part.order[k] >= 0 && part.order[k] < part.in_features,
-                   "order must consist of columns, 0 to " + std::to_string(part.in_features - 1));
+                   "order must consist of columns, 0 to ", part.in_features - 1);
   }
 }
 
@@ -388,6 +386,7 @@ void pack_stored(Call& call) {
   part.bits = part.packing == StoredPacking::bytes ? 8 : format.bits;
   part.flipped = !is_signed ? 0 : format.bits == 8 ? 0x80808080u : 0x08080808u;
   OSTINATO_CHECK(!is_signed || part.packing == StoredPacking::bytes, "only values of the packing bytes have a sign");
+  OSTINATO_CHECK(!is_signed || !format.is_e4m3, "floats of 8 bits have their own sign; is_signed must be false");
   OSTINATO_CHECK(part.in_features > 0 && part.rows > 0 && part.first_row >= 0 && part.group_columns > 0,
                  "a part must have rows, columns and columns of a group, and first_row must be at least 0");
   const QuantizedShape shape(part.first_row + part.rows, part.in_features, format);

@@ -1,8 +1,8 @@
 // The products of the quantised linear op within a group of K: 8-bit activations of a few rows times 8-bit or 4-bit
 // weights.
 //
-// All products are whole numbers. Their sum is at most 256 * 255 * 127 < 2**24, so even floats hold it exactly, in
-// every order and on every instruction set. `sum_group` returns the sums as floats:
+// All products are whole numbers. A sum and its start are at most 256 * (255 + 128) * 127 < 2**24, so even floats hold
+// them exactly, in every order and on every instruction set. `sum_group` returns the sums as floats:
 //   whole[R][V] = starts[R] + x * w over `steps` steps of 4 values, of V vectors of columns
 //   x           [steps * quant_units][R], activations as the instruction set multiplies them (row_worker.h)
 //   data        the group's steps (layout.h) from the first of the columns on

@@ -67,7 +67,7 @@ const int32_t* checked_order(const Tensor& order, int64_t in_features) {
   const auto* columns = order.as<int32_t>();
   uint32_t largest = 0;
   for (int64_t k = 0; k < in_features; ++k) largest = std::max(largest, static_cast<uint32_t>(columns[k]));
-  OSTINATO_CHECK(largest < in_features, "order must consist of columns of x, 0 to " + std::to_string(in_features - 1));
+  OSTINATO_CHECK(largest < in_features, "order must consist of columns of x, 0 to ", in_features - 1);
   return columns;
 }
 

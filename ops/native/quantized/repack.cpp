@@ -7,7 +7,6 @@
 #include "quantized/layout.h"
 
 #include <algorithm>
-#include <vector>
 
 namespace ostinato::linear {
 namespace {
@@ -33,8 +32,8 @@ struct Stored {
   }
 };
 
-// Stores the first values of a group whose rows are contiguous, 8 of each row at a time. Returns how many of the `count`
-// values it stored.
+// Stores the first values of a group whose rows are contiguous, 8 of each row at a time. Returns how many of the
+// `count` values it stored.
 int64_t pack_eights(const QuantFormat& format, const uint8_t* values, int64_t row_stride, int64_t count, int columns,
                     uint8_t* data) {
   const int64_t whole = count / 8 * 8;
@@ -100,8 +99,7 @@ void check_factors(const Stored& stored, int64_t out_features, const QuantizedSh
   for (const Tensor* factors : {&stored.scales, &stored.zeros}) {
     OSTINATO_CHECK(!factors->exists() || (factors->dtype == DType::float32 && factors->dim == 2 &&
                                           factors->sizes[0] == out_features && factors->sizes[1] == shape.groups),
-                   "scales and zero points must be float32 [" + std::to_string(out_features) + ", " +
-                       std::to_string(shape.groups) + "]");
+                   "scales and zero points must be float32 [", out_features, ", ", shape.groups, "]");
   }
 }
 
@@ -183,9 +181,8 @@ void quantized_rows(Call& call) {
     return wide ? ids.as<int64_t>()[offset] : static_cast<int64_t>(ids.as<int32_t>()[offset]);
   };
   for (int64_t row = 0; row < num_rows; ++row) {
-    OSTINATO_CHECK(id_of(row) >= 0 && id_of(row) < out_features,
-                   "ids[" + std::to_string(row) + "] is " + std::to_string(id_of(row)) +
-                       ", not a row of the weight: 0 to " + std::to_string(out_features - 1));
+    OSTINATO_CHECK(id_of(row) >= 0 && id_of(row) < out_features, "ids[", row, "] is ", id_of(row),
+                   ", not a row of the weight: 0 to ", out_features - 1);
   }
   const int64_t sizes[] = {num_rows, in_features};
   const Tensor out = call.empty(sizes, 2, float32_output ? DType::float32 : DType::bfloat16);

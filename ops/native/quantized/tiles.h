@@ -75,8 +75,9 @@ void quantized_tile(const QuantizedRows& x, const uint8_t* w, int64_t steps, con
       F32 whole[R][V];
       sum_group<Bits>(units, data, count, x.starts + group * R, whole);
       units += count * quant_units(Bits) * R;
-      // The expressions of `Factors::add_product`. Whatever the format, the sums are read and written at one place, because
-      // compilers move what two branches have in common before the branch, and run out of registers.
+      // The expressions of `Factors::add_product`. All formats share the loop that adds products to the sums. With such
+      // a loop in each of two branches, compilers would move their common part before the branch, and run out of
+      // registers. Minimums are subtracted by a loop of their own.
       F32 scales[V];
       F32 zeros[V];
       load_factors(format, panel, column, scales);

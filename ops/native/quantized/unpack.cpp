@@ -89,7 +89,7 @@ void unpack_words(Call& call) {
   const uint32_t* source = words.as<uint32_t>();
   uint8_t* target = out.as<uint8_t>();
   const int64_t tasks = is_columns || is_awq ? columns : rows * columns;
-  const int workers = workers_for(call.threads(), rows * columns * per_word, std::max<int64_t>(tasks, 1));
+  const int workers = workers_for(call.threads(), rows * columns * per_word, tasks);
   call.threads().run(workers, [&](int worker) {
     const int64_t begin = tasks * worker / workers, end = tasks * (worker + 1) / workers;
     if (is_awq) {

@@ -44,7 +44,7 @@ def test_a_run_that_is_ended_keeps_its_complete_rounds(
     arguments += ["--vllm", str(driver), "--transformers", str(driver)]
     command = [sys.executable, "-m", "ostinato.benchmarks.peers", *arguments]
     with subprocess.Popen(
-        [*command, "--rounds", "9999", "--json", str(path)],
+        ["nohup", *command, "--rounds", "9999", "--json", str(path)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -55,6 +55,7 @@ def test_a_run_that_is_ended_keeps_its_complete_rounds(
             assert time.monotonic() < deadline
             time.sleep(0.02)
         engines = psutil.Process(run.pid).children(recursive=True)
+        run.send_signal(signal.SIGHUP)  # nohup ignores it
         run.terminate()
         table, log = run.communicate(timeout=60)
     assert run.returncode == 128 + signal.SIGTERM, log

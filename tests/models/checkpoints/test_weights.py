@@ -243,7 +243,7 @@ def test_a_tensor_in_two_shards_is_named(
     save_file({name: tensors[name] + 1}, directory / "two.safetensors")
     index = {"weight_map": dict.fromkeys(tensors, "one.safetensors") | {name: "two.safetensors"}}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert refusal(directory) == f"{name} is stored twice{reason}"
+    assert refusal(directory) == f"{name} is stored twice{reason}; remove it from one of the files"
 
 
 def dummy(

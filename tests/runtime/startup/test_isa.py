@@ -45,8 +45,9 @@ def test_one_that_the_machine_does_not_run_ends_the_start(monkeypatch: pytest.Mo
     config = tiny_config("device.isa=amx")
     with pytest.raises(StartupError) as refused:
         prepare_kernels(config.engine)
+    missing = ", ".join(sorted(ISA_LEVELS["amx"].features - features))
     assert str(refused.value) == (
-        "device.isa=amx: amx does not run here (the processor reports no amx_tile); this machine "
+        f"device.isa=amx: amx does not run here (the processor reports no {missing}); this machine "
         "runs avx2, portable; choose one of these or auto"
     )
 
