@@ -212,7 +212,7 @@ def test_a_stored_head_is_compared_with_the_quantised_embedding(directory, tmp_p
     )
     head[3, 5] += 1.0
     save_file({**tensors, "lm_head.weight": head}, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"embed_tokens\.weight, to which it is tied"):
+    with pytest.raises(CheckpointError, match=r"differs from .*, to which it is tied"):
         loaded(tmp_path, BOTH["int8"])
 
 
