@@ -21,7 +21,7 @@ import httpx
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
-__all__ = ("HTTP", "PATIENCE_S", "SMALL", "ServerProcess", "until")
+__all__ = ("HTTP", "PATIENCE_S", "SMALL", "ServerProcess", "engine_of", "until")
 
 # The seconds that a test waits for an event. This is several times the longest pause of a busy
 # machine, and less than the time after which pytest ends the test.
@@ -52,6 +52,17 @@ def until(condition: Callable[[], object], what: str = "the condition did not co
     while not condition():
         assert time.monotonic() < end, what
         time.sleep(0.02)
+
+
+def engine_of(server_pid: int) -> psutil.Process:
+    """The engine process of a server, which may have other children for a moment."""
+    engines = []
+    for one in psutil.Process(server_pid).children():
+        with suppress(psutil.Error):  # it has ended
+            if "ostinato.runtime.process.engine_main" in one.cmdline():
+                engines.append(one)
+    (engine,) = engines
+    return engine
 
 
 class ServerProcess:
@@ -114,12 +125,7 @@ class ServerProcess:
     @property
     def engine(self) -> psutil.Process:
         """The engine process."""
-        (child,) = [
-            one
-            for one in psutil.Process(self.pid).children()
-            if "ostinato.runtime.process.engine_main" in one.cmdline()
-        ]
-        return child
+        return engine_of(self.pid)
 
     def wait_for_line(self, text: str) -> str:
         """The first line with `text`; waits for it while the process runs."""

@@ -21,7 +21,7 @@ import psutil
 import pytest
 
 from tests.confinement import few_files, no_temporary_files, without_privileges
-from tests.e2e.server_process import PATIENCE_S, SMALL
+from tests.e2e.server_process import PATIENCE_S, SMALL, engine_of
 
 DEMO = Path(__file__).parents[2] / "models" / "demo"
 
@@ -146,7 +146,7 @@ def test_a_signal_while_it_starts(short_path):
         for number, server in servers.items():
             assert server.stdout is not None, "stdout=PIPE"
             assert "answers 503 until" in server.stdout.readline()
-            (engine,) = psutil.Process(server.pid).children()
+            engine = engine_of(server.pid)
             server.send_signal(number)
             _, text = server.communicate(timeout=PATIENCE_S)
             assert server.returncode == 0
