@@ -74,11 +74,23 @@ inline QuantFormat read_format(Call& call) {
   return {static_cast<int>(bits), group_size, symmetric, type, kind == "minimums", kind == "e2m1", kind == "e4m3"};
 }
 
-// One vector of factors of a group's header, from the index-th on.
-OSTINATO_INLINE F32 load_factors(const QuantFormat& format, const uint8_t* header, int64_t index) {
-  if (format.factors == DType::bfloat16) return load(reinterpret_cast<const BFloat16*>(header) + index);
-  if (format.factors == DType::float16) return load(reinterpret_cast<const Float16*>(header) + index);
-  return load(reinterpret_cast<const float*>(header) + index);
+// V vectors of factors of a group's header, from the first-th factor on.
+template <int V>
+OSTINATO_INLINE void load_factors(const QuantFormat& format, const uint8_t* header, int64_t first, F32 (&factors)[V]) {
+  const auto load_all = [&](const auto* all) __attribute__((always_inline)) {
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) factors[v] = load(all + first + v * F32::width);
+  };
+  if (format.factors == DType::bfloat16) return load_all(reinterpret_cast<const BFloat16*>(header));
+  if (format.factors == DType::float16) return load_all(reinterpret_cast<const Float16*>(header));
+  load_all(reinterpret_cast<const float*>(header));
+}
+
+// One vector of them.
+OSTINATO_INLINE F32 load_factors(const QuantFormat& format, const uint8_t* header, int64_t first) {
+  F32 factors[1];
+  load_factors(format, header, first, factors);
+  return factors[0];
 }
 
 // The scales and zero points of a group, for one vector of columns.

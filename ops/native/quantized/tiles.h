@@ -37,18 +37,6 @@ struct GroupFetch {
   int64_t per_column;
 };
 
-// The factors of V vectors of columns, from the first one on.
-template <int V>
-OSTINATO_INLINE void load_factors(const QuantFormat& format, const uint8_t* header, int64_t first, F32 (&factors)[V]) {
-  const auto load_all = [&](const auto* all) __attribute__((always_inline)) {
-#pragma GCC unroll 4
-    for (int v = 0; v < V; ++v) factors[v] = load(all + first + v * F32::width);
-  };
-  if (format.factors == DType::bfloat16) return load_all(reinterpret_cast<const BFloat16*>(header));
-  if (format.factors == DType::float16) return load_all(reinterpret_cast<const Float16*>(header));
-  load_all(reinterpret_cast<const float*>(header));
-}
-
 // sums[R][32] += x[groups][R] * w[groups][32], where all groups together have `steps` steps. The last group may be
 // shorter.
 template <Widening Bits, int R>
