@@ -2,12 +2,17 @@
 
     python -m ostinato.benchmarks.parallel.several_engines
     python -m ostinato.benchmarks.parallel.several_engines --parts throughput,death --json FILE
+    python -m ostinato.benchmarks.parallel.several_engines --parts throughput,ranks \
+        --model qwen3-0.6b --tokens 32
 
 The engines are real processes with one thread for each rank. Only `ranks` also has an engine of one
 rank with two threads. Requests go through `EngineClient`, without HTTP. The machine should have two
-cores and no other work. The parts:
+cores and no other work. An engine with one thread leaves a core to the client, all others share
+their cores with it: `client_cores` is the client's processor time divided by the elapsed time. The
+parts:
 
-throughput  output tokens a second of one and of two engines, in turns
+throughput  output tokens a second of one and of two engines, in turns, with as many requests in
+            progress as two engines hold
 ranks       output tokens a second of one process with two threads, of two ranks and of two stages,
             in turns, with 1, 8 and 32 requests in progress
 prefixes    share of prompt tokens found in the cache, for two routers: measured, simulated (with
@@ -58,8 +63,7 @@ _BLOCK = 16  # tokens
 _PREFIX = 16 * _BLOCK  # tokens that prompts share
 _OWN = 32  # tokens of each prompt after its prefix
 _OUTPUT = 8  # tokens of the answers to prompts with a prefix
-_STREAMS = 32  # requests in progress
-_TOKENS = 96  # output tokens of a request of `throughput` and `ranks`
+_STREAMS = 32  # requests that an engine holds
 _COUNTS = (1, 8, 32)  # requests in progress for `ranks`
 # Settings of engines that have two cores each.
 _DIVISIONS = {
@@ -96,6 +100,14 @@ async def _started(config: RunConfig) -> AsyncIterator[EngineClient]:
         await client.close()
 
 
+class Asked(NamedTuple):
+    """What the command line asks for."""
+
+    model: str  # a preset
+    rounds: int
+    tokens: int  # output tokens of a request of `throughput` and `ranks`
+
+
 class Answer(NamedTuple):
     """One request that has ended."""
 
@@ -121,63 +133,75 @@ def _random_prompt(draw: random.Random, length: int) -> list[int]:
     return [draw.randrange(2, 900) for _ in range(length)]
 
 
-async def throughput(model: str, rounds: int) -> dict[str, Any]:
+async def throughput(asked: Asked) -> dict[str, Any]:
     """Output tokens a second of one and of two engines, measured in turns."""
-    draw = random.Random(1)
-    rates: dict[int, list[float]] = {1: [], 2: []}
-    async with _started(_config(model, 1)) as single, _started(_config(model, 2)) as double:
-        clients = {1: single, 2: double}
-        for client in clients.values():
-            await _rate(client, draw, _STREAMS)  # the first round maps memory
-        for _ in range(rounds):
-            for count, client in clients.items():
-                rates[count].append(await _rate(client, draw, _STREAMS))
-    medians = {count: statistics.median(values) for count, values in rates.items()}
-    return {"tokens_per_s": rates, "ratio": medians[2] / medians[1]}
+    async with (
+        _started(_config(asked.model, 1)) as single,
+        _started(_config(asked.model, 2)) as double,
+    ):
+        clients = {"1": single, "2": double}
+        return await _in_turns(clients, 2 * _STREAMS, asked)
 
 
-async def ranks(model: str, rounds: int) -> dict[str, Any]:
-    """Output tokens a second of an engine with two cores, divided in three ways, in turns."""
-    draw = random.Random(4)
-    rates: dict[str, dict[str, list[float]]] = {
-        name: {str(count): [] for count in _COUNTS} for name in _DIVISIONS
-    }
+async def ranks(asked: Asked) -> dict[str, Any]:
+    """By the number of requests: output tokens a second of an engine with two cores, in turns.
+
+    The engine is one process, two ranks or two stages.
+    """
     async with AsyncExitStack() as stack:
         clients = {
             name: await stack.enter_async_context(
-                _started(_config(model, 1, "device.threads=2", *overrides))
+                _started(_config(asked.model, 1, "device.threads=2", *overrides))
             )
             for name, overrides in _DIVISIONS.items()
         }
-        for client in clients.values():
-            await _rate(client, draw, _STREAMS)
-        for _, count in itertools.product(range(rounds), _COUNTS):
-            for name, client in clients.items():
-                rates[name][str(count)].append(await _rate(client, draw, count))
-    whole = rates["one process"]
+        return {str(count): await _in_turns(clients, count, asked) for count in _COUNTS}
+
+
+async def _in_turns(clients: dict[str, EngineClient], streams: int, asked: Asked) -> dict[str, Any]:
+    """Measures each client once in each round, after a round that does not count.
+
+    Args:
+        clients: by a name that the result uses.
+        streams: requests in progress.
+        asked: its `rounds` count.
+
+    Returns:
+        By name, a list with one value for each round: `tokens_per_s`, `client_cores` (processor
+        time of this process divided by time), and `ratio`, the tokens per second divided by those
+        of the first client in the same round. `ratio` has no entry for the first client.
+    """
+    draw = random.Random(1)
+    rates: dict[str, list[float]] = {name: [] for name in clients}
+    cores: dict[str, list[float]] = {name: [] for name in clients}
+    for number in range(1 + asked.rounds):  # the first round maps memory
+        for name, client in clients.items():
+            begin, begin_cpu = time.perf_counter(), time.process_time()
+            num_output = await _output_tokens(client, draw, streams, asked.tokens)
+            elapsed = time.perf_counter() - begin
+            if number:
+                rates[name].append(num_output / elapsed)
+                cores[name].append((time.process_time() - begin_cpu) / elapsed)
+    first, *others = clients
     ratios = {
-        name: {
-            count: statistics.median(values) / statistics.median(whole[count])
-            for count, values in found.items()
-        }
-        for name, found in rates.items()
-        if found is not whole
+        name: [rate / base for rate, base in zip(rates[name], rates[first], strict=True)]
+        for name in others
     }
-    return {"tokens_per_s": rates, "ratio": ratios}
+    return {"tokens_per_s": rates, "client_cores": cores, "ratio": ratios}
 
 
-async def _rate(client: EngineClient, draw: random.Random, streams: int) -> float:
-    """Output tokens a second with `streams` requests in progress."""
+async def _output_tokens(
+    client: EngineClient, draw: random.Random, streams: int, tokens: int
+) -> int:
+    """Answers two requests for each stream; returns the number of their output tokens."""
     prompts = [_random_prompt(draw, _OWN) for _ in range(2 * streams)]
     room = asyncio.Semaphore(streams)
 
     async def one(prompt: list[int]) -> int:
         async with room:
-            return (await _answer(client, prompt, _TOKENS)).num_output
+            return (await _answer(client, prompt, tokens)).num_output
 
-    begin = time.perf_counter()
-    counts = await asyncio.gather(*map(one, prompts))
-    return sum(counts) / (time.perf_counter() - begin)
+    return sum(await asyncio.gather(*map(one, prompts)))
 
 
 def ideal_share(prompts: Sequence[Sequence[int]]) -> float:
@@ -191,12 +215,12 @@ def ideal_share(prompts: Sequence[Sequence[int]]) -> float:
     return found / sum(map(len, prompts))
 
 
-async def prefixes(model: str, rounds: int) -> dict[str, Any]:
+async def prefixes(asked: Asked) -> dict[str, Any]:
     """Shares of prompt tokens found in the caches. No cache is large enough for all prefixes."""
     found: dict[str, Any] = {}
     prompts: list[list[int]] = []
     for router in ("least_load", "prefix_aware"):
-        config = _config(model, 2, f"parallel.router={router}", "cache.memory_gib=0.03")
+        config = _config(asked.model, 2, f"parallel.router={router}", "cache.memory_gib=0.03")
         async with _started(config) as client:
             if not prompts:
                 blocks = client.replicas[0].stats.num_blocks - _STREAMS * (_OWN + _OUTPUT) // _BLOCK
@@ -204,7 +228,7 @@ async def prefixes(model: str, rounds: int) -> dict[str, Any]:
                 known = [_random_prompt(draw, _PREFIX) for _ in range(number)]
                 prompts = [
                     draw.choice(known) + _random_prompt(draw, _OWN)
-                    for _ in range(10 * rounds * number)
+                    for _ in range(10 * asked.rounds * number)
                 ]
             room = asyncio.Semaphore(_STREAMS // 2)
 
@@ -239,12 +263,12 @@ def longest_gap(times: Sequence[float], begin: float, end: float) -> float:
     return max(gaps, default=0.0)
 
 
-async def death(model: str, rounds: int) -> dict[str, Any]:
+async def death(asked: Asked) -> dict[str, Any]:
     """The longest pause of any stream after SIGKILL of one of two engines.
 
     Only pauses that overlap the two seconds after the signal count.
     """
-    config = _config(model, 2, "server.max_restarts=1000", "server.restart_backoff_s=0")
+    config = _config(asked.model, 2, "server.max_restarts=1000", "server.restart_backoff_s=0")
     async with _started(config) as client:
 
         def victim() -> int:
@@ -252,11 +276,11 @@ async def death(model: str, rounds: int) -> dict[str, Any]:
             assert client.replicas[0].pid is not None, "it serves"
             return client.replicas[0].pid
 
-        gaps = [await _gap_after_kill(client, victim, 2.0) for _ in range(rounds)]
+        gaps = [await _gap_after_kill(client, victim, 2.0) for _ in range(asked.rounds)]
     return {"longest_gap_s": gaps, "median_s": statistics.median(gaps)}
 
 
-async def rank_death(model: str, rounds: int) -> dict[str, Any]:
+async def rank_death(asked: Asked) -> dict[str, Any]:
     """The longest pause of any stream after SIGKILL of the last rank of the only engine.
 
     `start_s` has the seconds of complete starts of the engine that load the compiled programs from
@@ -267,9 +291,9 @@ async def rank_death(model: str, rounds: int) -> dict[str, Any]:
         if not overrides:
             continue
         settings = (*overrides, "server.max_restarts=1000", "server.restart_backoff_s=0")
-        config = _config(model, 1, "device.threads=2", *settings)
+        config = _config(asked.model, 1, "device.threads=2", *settings)
         starts: list[float] = []
-        for _ in range(1 + rounds):  # the first one may compile
+        for _ in range(1 + asked.rounds):  # the first one may compile
             begin = time.perf_counter()
             async with _started(config):
                 starts.append(time.perf_counter() - begin)
@@ -278,7 +302,7 @@ async def rank_death(model: str, rounds: int) -> dict[str, Any]:
             def victim(client: EngineClient = client) -> int:
                 return client.replicas[0].status.ranks[-1].pid
 
-            gaps = [await _gap_after_kill(client, victim, math.inf) for _ in range(rounds)]
+            gaps = [await _gap_after_kill(client, victim, math.inf) for _ in range(asked.rounds)]
         found[name] = {
             "longest_gap_s": gaps,
             "median_s": statistics.median(gaps),
@@ -327,20 +351,29 @@ PARTS = {
 }
 
 
+def _median_and_range(values: Sequence[float]) -> str:
+    return f"{statistics.median(values):.2f} [{min(values):.2f}-{max(values):.2f}]"
+
+
 def _rows(results: dict[str, Any]) -> list[tuple[str, str, str]]:
     """(what, figure, goal) for the table."""
     rows: list[tuple[str, str, str]] = []
     if found := results.get("throughput"):
         for count, rates in found["tokens_per_s"].items():
-            rows.append((f"{count} engine(s), tokens/s", f"{statistics.median(rates):.0f}", ""))
-        rows.append(("two engines over one", f"{found['ratio']:.2f}", "1.8"))
-    if found := results.get("ranks"):
-        for name, by_count in found["ratio"].items():
+            cores = statistics.median(found["client_cores"][count])
+            rows.append(
+                (
+                    f"{count} engine(s), tokens/s (client: {cores:.2f} cores)",
+                    f"{statistics.median(rates):.0f}",
+                    "",
+                )
+            )
+        rows.append(("two engines over one", _median_and_range(found["ratio"]["2"]), "1.8"))
+    for count, found in results.get("ranks", {}).items():
+        for name, ratios in found["ratio"].items():
             goal = "0.90" if name == "two ranks" else ""
-            rows += [
-                (f"{name} over two threads, {count} requests", f"{ratio:.2f}", goal)
-                for count, ratio in by_count.items()
-            ]
+            what = f"{name} over two threads, {count} requests"
+            rows.append((what, _median_and_range(ratios), goal))
     if found := results.get("prefixes"):
         rows.append(("prefix hits, ideal", f"{found['ideal']:.1%}", ""))
         for router, share in found["share"].items():
@@ -364,12 +397,16 @@ def main() -> int:
     parser.add_argument("--parts", default=",".join(PARTS), help="comma-separated parts to measure")
     parser.add_argument("--model", default="demo", help="a preset; its weights are random")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--tokens", type=int, default=96, help="output tokens of a request of throughput and ranks"
+    )
     parser.add_argument("--json", type=Path, help="file for the results")
     arguments = parser.parse_args()
+    asked = Asked(arguments.model, arguments.rounds, arguments.tokens)
     results: dict[str, Any] = {}
     for part in arguments.parts.split(","):
         print(f"{part} ...", file=sys.stderr)
-        results[part] = asyncio.run(PARTS[part](arguments.model, arguments.rounds))
+        results[part] = asyncio.run(PARTS[part](asked))
     table = Table("measured", "figure", "goal", box=box.SIMPLE_HEAD, pad_edge=False)
     for row in _rows(results):
         table.add_row(*row)
@@ -380,8 +417,7 @@ def main() -> int:
             "commit": commit_of(Path(__file__).parent),
             "cpu": cpu_name(),
             "load_average": os.getloadavg()[1],
-            "model": arguments.model,
-            "rounds": arguments.rounds,
+            **asked._asdict(),
             "versions": package_versions(),
         }
         write_json({"conditions": conditions, **results}, arguments.json)
