@@ -41,6 +41,7 @@ __all__ = (
     "triton_cache_in",
     "visible_gpus",
     "with_own_caches",
+    "with_temporary_files",
     "with_visible_gpus",
 )
 
@@ -250,6 +251,11 @@ def with_own_caches(directory: Path) -> dict[str, str]:
     for variable in _LIBRARY_CACHES:
         environment.pop(variable, None)
     return environment
+
+
+def with_temporary_files(directory: Path) -> dict[str, str]:
+    """The environment for a child process that writes its temporary files to `directory`."""
+    return {**os.environ, "TMPDIR": str(directory)}
 
 
 def prepare_compiler(*, kernel_pool: bool) -> None:

@@ -38,11 +38,10 @@ import logging
 import os
 import platform
 import shutil
-import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
@@ -50,6 +49,7 @@ from typing import NamedTuple
 from filelock import FileLock
 
 from ostinato.conf.environment import cache_dir, cxx, forbids_execution
+from ostinato.ops.native.compiler_group import CompilerGroup
 from ostinato.ops.native.instruction_sets import instruction_set
 
 __all__ = (
@@ -302,21 +302,23 @@ def _digest(path: Path) -> str:
 def _build(library: str, isa: str, directory: Path) -> Path:
     """Compile each unit in a process of its own, link, move the result in with one rename."""
     compiler = find_compiler()
-    for scratch in directory.glob("build-*/"):  # left by builds that were killed
-        shutil.rmtree(scratch, ignore_errors=True)
+    _remove_stale(directory)
     include = (f"-I{_SOURCE_DIR}", f"-I{_torch_directory() / 'include'}")
     flags = (*_FLAGS, *_defines(library), *instruction_set(isa).flags, *include)
-    with tempfile.TemporaryDirectory(dir=directory, prefix="build-") as scratch:
+    units = _units(library)
+    # The group ends first: at an error or a Ctrl-C, the pool then waits for no compiler.
+    with (
+        ThreadPoolExecutor(max_workers=min(len(units), os.cpu_count() or 1)) as pool,
+        CompilerGroup(directory) as group,
+    ):
         commands, objects = [], []
-        for number, names in enumerate(_units(library)):
-            unit = Path(scratch) / f"unit{number}.cpp"
+        for number, names in enumerate(units):
+            unit = group.scratch / f"unit{number}.cpp"
             unit.write_text("".join(f'#include "{name}.cpp"\n' for name in names))
             objects.append(unit.with_suffix(".o"))
             commands.append([compiler, *flags, "-c", str(unit), "-o", str(objects[-1])])
-        workers = min(len(commands), os.cpu_count() or 1)
-        with ThreadPoolExecutor(max_workers=workers) as pool:
-            list(pool.map(_run, commands))
-        linked = _link(compiler, objects, Path(scratch))
+        list(pool.map(partial(_run, group), commands))
+        linked = _link(group, compiler, objects)
         path = directory / f"{_digest(linked)}.so"
         for stale in directory.glob("*.so"):
             stale.unlink(missing_ok=True)
@@ -324,21 +326,35 @@ def _build(library: str, isa: str, directory: Path) -> Path:
     return path
 
 
-def _link(compiler: str, objects: list[Path], scratch: Path) -> Path:
+def _remove_stale(directory: Path) -> None:
+    """Remove scratch directories that a crash of the machine left, also those of other libraries.
+
+    The caller holds the lock of `directory`. A library that another process builds is left alone.
+    """
+    for scratch in directory.parent.glob("*/build-*/"):
+        lock: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+        if scratch.parent != directory:
+            lock = FileLock(scratch.parent / "lock", timeout=0)
+        with contextlib.suppress(OSError), lock:  # the time-out is an OSError too
+            shutil.rmtree(scratch)
+
+
+def _link(group: CompilerGroup, compiler: str, objects: list[Path]) -> Path:
     """Link the units into a library that needs torch's library `libtorch_cpu.so`.
 
     On Linux, the linker gets an empty library of that name. Reading the symbols of torch's own
     library would take a third of a second. The loader finds the symbols when it loads the result.
     """
+    scratch = group.scratch
     linked = scratch / "linked.so"
     needed = [f"-L{_torch_directory() / 'lib'}", "-ltorch_cpu"]
     if sys.platform == "linux":
         named, empty = scratch / "libtorch_cpu.so", scratch / "empty.cpp"
         empty.touch()
         name = f"-Wl,-soname,{named.name}"
-        _run([compiler, "-shared", "-nostdlib", name, str(empty), "-o", str(named)])
+        _run(group, [compiler, "-shared", "-nostdlib", name, str(empty), "-o", str(named)])
         needed = ["-Wl,--push-state,--no-as-needed", str(named), "-Wl,--pop-state"]
-    _run([compiler, "-shared", *map(str, objects), "-o", str(linked), *needed])
+    _run(group, [compiler, "-shared", *map(str, objects), "-o", str(linked), *needed])
     return linked
 
 
@@ -364,9 +380,9 @@ def find_compiler() -> str:
     return found
 
 
-def _run(command: list[str]) -> None:
+def _run(group: CompilerGroup, command: list[str]) -> None:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = group.run(command)
     except OSError as error:
         raise NativeBuildError(f"{' '.join(command)} did not start: {error}; {REMEDY}") from error
     if done.returncode != 0:

@@ -6,10 +6,12 @@ Also the choice of libraries, their checks, and the threads of their kernels.
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -19,6 +21,7 @@ from ostinato.ops.native.build import LIBRARIES, PARTS
 from ostinato.ops.native.instruction_sets import ISA_LEVELS, detect_isa, runnable_levels
 from ostinato.ops.native.library import load
 from tests.confinement import no_execution
+from tests.e2e.server_process import PATIENCE_S, until
 
 # A library of few sources, with two compiler processes as for `core`.
 SMALL = """
@@ -146,6 +149,36 @@ def test_a_failing_compiler_is_quoted(tmp_path: Path) -> None:
         "graphs.pack_weights=false"
     )
     assert list((tmp_path / "cache").rglob("*.so")) == []
+
+
+# A compiler that starts a process of its own, as g++ does. It ends with the first of both.
+ENDLESS = """#!/bin/sh
+: > "$TMPDIR/part.s"
+sleep 600 &
+echo "$$ $!" >> "$STARTED"
+wait
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_compilers_and_their_files_end_with_the_build(tmp_path: Path, number: int) -> None:
+    compiler, started, cache = tmp_path / "endless", tmp_path / "started", tmp_path / "cache"
+    compiler.write_text(ENDLESS)
+    compiler.chmod(0o755)
+    stale = cache / "native" / "another-library" / "build-stale"
+    stale.mkdir(parents=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("STARTED", str(started))
+        process = start(BUILD, cache=cache, compiler=str(compiler))
+    until(lambda: started.exists() and len(started.read_text().split()) == 4)
+    compilers = [psutil.Process(int(pid)) for pid in started.read_text().split()]
+    assert len(list(cache.rglob("part.s"))) == 1
+    process.send_signal(number)
+    process.communicate(timeout=120)
+    assert process.returncode != 0
+    _, alive = psutil.wait_procs(compilers, timeout=PATIENCE_S)
+    assert alive == []
+    until(lambda: not list(cache.rglob("build-*")))
 
 
 def test_a_cache_that_can_not_be_written_is_named(tmp_path: Path) -> None:
