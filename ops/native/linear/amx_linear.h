@@ -33,11 +33,12 @@ struct TileBlocks {
         height(static_cast<int>(ceil_divide(rows, std::max<int64_t>(count, 1)))),
         tiles(ceil_divide(steps, kTileSteps)) {
     const int64_t pair_bytes = 2 * std::max<int64_t>(block_bytes(), 1);
-    groups = ceil_divide(ceil_divide(count, 2), std::max<int64_t>(kTileGroupBytes / pair_bytes, 1));
+    num_groups = ceil_divide(ceil_divide(count, 2), std::max<int64_t>(kTileGroupBytes / pair_bytes, 1));
   }
+  int64_t num_blocks() const { return count; }
   int64_t block_bytes() const { return tiles * height * amx::kTileBytes; }
   int64_t first_block(int64_t group) const {  // pairs of blocks stay together
-    return std::min(ceil_divide(count, 2) * group / groups * 2, count);
+    return std::min(ceil_divide(count, 2) * group / num_groups * 2, count);
   }
   int64_t row(int64_t block) const { return std::min(block * height, rows); }
   int num_rows(int64_t block) const { return static_cast<int>(row(block + 1) - row(block)); }
@@ -46,7 +47,7 @@ struct TileBlocks {
   int64_t count;
   int height;
   int64_t tiles;  // tiles along K
-  int64_t groups;
+  int64_t num_groups;
 };
 
 // The addresses of a block's tiles A.
@@ -183,15 +184,7 @@ class TileWorker {
       : p_(problem), weight_(weight), blocks_(blocks), registers_(tile_shapes(blocks.height)) {}
   ~TileWorker() { fence_lines(); }
 
-  void operator()(int64_t task) {
-    const int64_t group = task / weight_.panels;
-    if (group != packed_group_) pack(group);
-    multiply(group, task % weight_.panels);
-  }
-
- private:
   void pack(int64_t group) {
-    packed_group_ = group;
     const int64_t first = blocks_.first_block(group);
     const int64_t last = blocks_.first_block(group + 1);
     const int64_t num_sums = (last - first) * blocks_.height * kPanel;
@@ -225,6 +218,7 @@ class TileWorker {
     }
   }
 
+ private:
   struct Range {
     int64_t first;
     int64_t last;
@@ -262,18 +256,13 @@ class TileWorker {
   const PackedWeight& weight_;
   const TileBlocks& blocks_;
   const amx::TileScope registers_;
-  int64_t packed_group_ = -1;
   TileRows activations_{};
   float* sums_ = nullptr;  // [rows of the group][32]
 };
 
 template <class Out>
 void run_tiles(const Problem& problem, const PackedWeight& weight) {
-  if (problem.rows == 0) return;
-  const TileBlocks blocks(problem.rows, weight.steps);
-  const Problem call = streamed<Out>(problem);
-  for_each_panel(call.threads, blocks.groups * weight.panels, weight.bytes(), blocks.count,
-                 [&] { return TileWorker<Out>(call, weight, blocks); });
+  run_panels<TileWorker<Out>>(streamed<Out>(problem), weight, TileBlocks(problem.rows, weight.steps));
 }
 
 }  // namespace ostinato::linear

@@ -13,8 +13,7 @@ namespace {
 template <class Kind, class Out>
 void run(const Problem& problem, const PackedWeight& weight) {
   const RowGroups groups(problem.rows, kMaxRows, weight.steps * Kind::kFloats * 4);
-  for_each_panel(problem.threads, groups.count * weight.panels, weight.bytes(), groups.blocks.count,
-                 [&] { return RowWorker<Kind, Out>(problem, weight, groups); });
+  run_panels<RowWorker<Kind, Out>>(problem, weight, groups);
 }
 
 template <class Out>

@@ -43,20 +43,7 @@ class RowWorker {
   RowWorker(const Problem& problem, const PackedWeight& weight, const RowGroups& groups)
       : p_(problem), weight_(weight), groups_(groups) {}
 
-  void operator()(int64_t task) {
-    const int64_t group = task / weight_.panels;
-    if (group != packed_group_) pack(group);
-    multiply(group, task % weight_.panels);
-  }
-
- private:
-  using Element = typename Kind::Element;
-
-  const Element* rows_from(int64_t row) const { return static_cast<const Element*>(p_.x) + row * p_.row_stride; }
-  int64_t packed_floats(int64_t rows) const { return rows * weight_.steps * Kind::kFloats; }
-
   void pack(int64_t group) {
-    packed_group_ = group;
     if (p_.rows == 1 && Kind::kFloats == 1 && p_.in_features % Kind::kElements == 0 &&
         reinterpret_cast<uintptr_t>(p_.x) % alignof(float) == 0) {
       activations_ = static_cast<const float*>(p_.x);  // already in the packed order
@@ -99,10 +86,15 @@ class RowWorker {
     }
   }
 
+ private:
+  using Element = typename Kind::Element;
+
+  const Element* rows_from(int64_t row) const { return static_cast<const Element*>(p_.x) + row * p_.row_stride; }
+  int64_t packed_floats(int64_t rows) const { return rows * weight_.steps * Kind::kFloats; }
+
   const Problem& p_;
   const PackedWeight& weight_;
   const RowGroups& groups_;
-  int64_t packed_group_ = -1;
   const float* activations_ = nullptr;
 };
 

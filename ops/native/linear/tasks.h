@@ -92,14 +92,6 @@ void for_each_task(const Threads& threads, int64_t num_tasks, int num_workers, c
   });
 }
 
-// Runs the tasks [0, num_tasks) over weights of `bytes`. All weights are read `passes` times.
-template <class MakeBody>
-void for_each_panel(const Threads& threads, int64_t num_tasks, int64_t bytes, int64_t passes,
-                    const MakeBody& make_body) {
-  const int64_t worth = std::max<int64_t>(bytes * passes / kBytesPerWorker, 1);
-  for_each_task(threads, num_tasks, static_cast<int>(std::min<int64_t>(worth, threads.count())), make_body);
-}
-
 // A call's arguments and result besides the weight.
 struct Problem {
   const void* x;
@@ -170,13 +162,46 @@ struct RowGroups {
   RowGroups(int64_t rows, int64_t max_rows, int64_t row_bytes) : blocks(rows, max_rows) {
     const int64_t block_bytes = std::max<int64_t>(row_bytes * max_rows, 1);
     const int64_t fitting = std::min(kGroupBytes / block_bytes, kMaxGroupRows / max_rows);
-    count = ceil_divide(blocks.count, std::max<int64_t>(fitting, 1));
+    num_groups = ceil_divide(blocks.count, std::max<int64_t>(fitting, 1));
   }
-  int64_t first_block(int64_t group) const { return blocks.count * group / count; }
+  int64_t num_blocks() const { return blocks.count; }
+  int64_t first_block(int64_t group) const { return blocks.count * group / num_groups; }
   int64_t first_row(int64_t group) const { return blocks.begin(first_block(group)); }
   RowBlocks blocks;
-  int64_t count;
+  int64_t num_groups;
 };
+
+// Runs tasks of one panel times one group of rows. Consecutive tasks of a group pack its activations once.
+template <class Worker>
+class PanelTasks {
+ public:
+  template <class Weight, class Groups>
+  PanelTasks(const Problem& problem, const Weight& weight, const Groups& groups)
+      : worker_(problem, weight, groups), panels_(weight.panels) {}
+
+  void operator()(int64_t task) {
+    const int64_t group = task / panels_;
+    if (group != packed_group_) worker_.pack(group);
+    packed_group_ = group;
+    worker_.multiply(group, task % panels_);
+  }
+
+ private:
+  Worker worker_;
+  const int64_t panels_;
+  int64_t packed_group_ = -1;
+};
+
+// Multiplies all groups of rows by all panels. Every thread makes a Worker(problem, weight, groups), which has two
+// functions: pack(group), and multiply(group, panel).
+template <class Worker, class Weight, class Groups>
+void run_panels(const Problem& problem, const Weight& weight, const Groups& groups) {
+  if (problem.rows == 0) return;
+  const int64_t num_tasks = groups.num_groups * weight.panels;
+  const int64_t worth = std::max<int64_t>(weight.bytes() * groups.num_blocks() / kBytesPerWorker, 1);
+  for_each_task(problem.threads, num_tasks, static_cast<int>(std::min<int64_t>(worth, problem.threads.count())),
+                [&] { return PanelTasks<Worker>(problem, weight, groups); });
+}
 
 // The bias of a panel's columns as floats, zero past the last.
 template <class Element>

@@ -165,7 +165,7 @@ void run_experts(const Threads& threads, const std::vector<Tasks>& experts, int6
     explicit Body(const std::vector<Tasks>& experts) : experts_(experts) {}
     void operator()(int64_t task) {
       if (current_ == nullptr || task < current_->first_task || task >= end_) enter(task);
-      (*worker_)(task - current_->first_task);
+      (*tasks_)(task - current_->first_task);
     }
 
    private:
@@ -174,13 +174,13 @@ void run_experts(const Threads& threads, const std::vector<Tasks>& experts, int6
                                           [](int64_t number, const Tasks& expert) { return number < expert.first_task; });
       current_ = &*(after - 1);
       end_ = after == experts_.end() ? task + (int64_t{1} << 62) : after->first_task;
-      worker_.emplace(current_->problem, current_->weight, current_->blocks);
+      tasks_.emplace(current_->problem, current_->weight, current_->blocks);
     }
 
     const std::vector<Tasks>& experts_;
     const Tasks* current_ = nullptr;
     int64_t end_ = 0;
-    std::optional<Worker> worker_;
+    std::optional<linear::PanelTasks<Worker>> tasks_;
   };
   int64_t traffic = 0;
   for (const Tasks& expert : experts) traffic += expert.weight.bytes();
@@ -188,6 +188,24 @@ void run_experts(const Threads& threads, const std::vector<Tasks>& experts, int6
   const auto workers = static_cast<int>(std::min<int64_t>({worth, num_tasks, threads.count()}));
   linear::for_each_task(threads, num_tasks, workers, [&] { return Body(experts); });
 }
+
+// Multiplies the rows of the experts for which takes(number of rows) is true by their matrices. make_blocks cuts an
+// expert's rows into blocks. Worker is the type of the workers.
+template <class Worker, class Weights, class MakeBlocks, class Takes>
+void multiply_experts(const ExpertCall& c, const ExpertRows& rows, const Weights& weights,
+                      const std::vector<Problem>& problems, const MakeBlocks& make_blocks, const Takes& takes) {
+  std::vector<ExpertTasks<decltype(weights.matrix(0)), decltype(make_blocks(0))>> experts;
+  experts.reserve(problems.size());
+  int64_t num_tasks = 0;
+  for (size_t e = 0; e < problems.size(); ++e) {
+    if (!takes(problems[e].rows)) continue;
+    experts.push_back({problems[e], weights.matrix(rows.experts[e].id), make_blocks(problems[e].rows), num_tasks});
+    num_tasks += experts.back().blocks.num_groups * experts.back().weight.panels;
+  }
+  run_experts<Worker>(c.threads, experts, num_tasks);
+}
+
+inline bool any_rows(int64_t) { return true; }
 
 // out[t] = sum over slots s, in order, of routing_weights[t][s] * sums[t * k + s], plus the residual.
 template <class Element>

@@ -34,36 +34,20 @@ struct PackedExperts {
   int64_t steps;
 };
 
-// Runs the products of all experts. make_blocks(rows) cuts an expert's rows into blocks, which form num_groups(blocks)
-// groups.
-template <class Worker, class Blocks, class MakeBlocks, class NumGroups>
-void run(const ExpertCall& c, const ExpertRows& rows, const PackedExperts& weight, const std::vector<Problem>& problems,
-         const MakeBlocks& make_blocks, const NumGroups& num_groups) {
-  std::vector<ExpertTasks<PackedWeight, Blocks>> experts;
-  experts.reserve(problems.size());
-  int64_t num_tasks = 0;
-  for (size_t e = 0; e < problems.size(); ++e) {
-    experts.push_back({problems[e], weight.matrix(rows.experts[e].id), make_blocks(problems[e].rows), num_tasks});
-    num_tasks += num_groups(experts.back().blocks) * weight.panels;
-  }
-  run_experts<Worker>(c.threads, experts, num_tasks);
-}
-
 template <class Kind, class Out>
 void run_rows(const ExpertCall& c, const ExpertRows& rows, const PackedExperts& weight, const std::vector<Problem>& problems) {
-  run<linear::RowWorker<Kind, Out>, linear::RowGroups>(
-      c, rows, weight, problems,
-      [&](int64_t count) { return linear::RowGroups(count, linear::kMaxRows, weight.steps * Kind::kFloats * 4); },
-      [](const linear::RowGroups& groups) { return groups.count; });
+  const auto make_groups = [&](int64_t count) {
+    return linear::RowGroups(count, linear::kMaxRows, weight.steps * Kind::kFloats * 4);
+  };
+  multiply_experts<linear::RowWorker<Kind, Out>>(c, rows, weight, problems, make_groups, any_rows);
 }
 
 template <class Out>
 void run_bfloat16(const ExpertCall& c, const ExpertRows& rows, const PackedExperts& weight,
                   const std::vector<Problem>& problems) {
 #if OSTINATO_AMX
-  run<linear::TileWorker<Out>, linear::TileBlocks>(
-      c, rows, weight, problems, [&](int64_t count) { return linear::TileBlocks(count, weight.steps); },
-      [](const linear::TileBlocks& blocks) { return blocks.groups; });
+  const auto make_blocks = [&](int64_t count) { return linear::TileBlocks(count, weight.steps); };
+  multiply_experts<linear::TileWorker<Out>>(c, rows, weight, problems, make_blocks, any_rows);
 #else
   run_rows<linear::BFloat16Pairs, Out>(c, rows, weight, problems);
 #endif

@@ -33,22 +33,6 @@ struct QuantizedExperts {
   int64_t count;
 };
 
-// Computes the experts for which takes(number of rows) is true. make_blocks cuts an expert's rows into blocks. Worker
-// is the type of the workers.
-template <class Worker, class Blocks, class Takes, class MakeBlocks, class NumGroups>
-void run(const ExpertCall& c, const ExpertRows& rows, const QuantizedExperts& weight, const std::vector<Problem>& problems,
-         const Takes& takes, const MakeBlocks& make_blocks, const NumGroups& num_groups) {
-  std::vector<ExpertTasks<QuantizedWeight, Blocks>> experts;
-  experts.reserve(problems.size());
-  int64_t num_tasks = 0;
-  for (size_t e = 0; e < problems.size(); ++e) {
-    if (!takes(problems[e].rows)) continue;
-    experts.push_back({problems[e], weight.matrix(rows.experts[e].id), make_blocks(problems[e].rows), num_tasks});
-    num_tasks += num_groups(experts.back().blocks) * weight.shape.panels;
-  }
-  run_experts<Worker>(c.threads, experts, num_tasks);
-}
-
 template <linear::Widening Bits, class In, class Out>
 void run_integers(const ExpertCall& c, const ExpertRows& rows, const QuantizedExperts& weight,
                   const std::vector<Problem>& problems) {
@@ -61,37 +45,34 @@ void run_integers(const ExpertCall& c, const ExpertRows& rows, const QuantizedEx
 #endif
   };
 #if OSTINATO_AMX
-  run<linear::QuantizedTileWorker<Bits, In, Out>, linear::TileBlocks>(
-      c, rows, weight, problems, by_tiles,
-      [&](int64_t count) { return linear::TileBlocks(count, shape.groups * shape.group_steps); },
-      [](const linear::TileBlocks& blocks) { return blocks.groups; });
+  const auto make_blocks = [&](int64_t count) { return linear::TileBlocks(count, shape.groups * shape.group_steps); };
+  multiply_experts<linear::QuantizedTileWorker<Bits, In, Out>>(c, rows, weight, problems, make_blocks, by_tiles);
 #endif
-  run<linear::QuantizedRowWorker<Bits, In, Out>, linear::RowGroups>(
-      c, rows, weight, problems, [&](int64_t count) { return !by_tiles(count); },
-      [&](int64_t count) { return linear::RowGroups(count, linear::kQuantRows, linear::RowLayout(shape).row * 4); },
-      [](const linear::RowGroups& groups) { return groups.count; });
+  const auto make_groups = [&](int64_t count) {
+    return linear::RowGroups(count, linear::kQuantRows, linear::RowLayout(shape).row * 4);
+  };
+  multiply_experts<linear::QuantizedRowWorker<Bits, In, Out>>(c, rows, weight, problems, make_groups,
+                                                              [&](int64_t count) { return !by_tiles(count); });
 }
 
 template <class In, class Out>
 void run_float8(const ExpertCall& c, const ExpertRows& rows, const QuantizedExperts& weight,
                 const std::vector<Problem>& problems) {
   const QuantizedShape& shape = weight.shape;
-  const auto all = [](int64_t) { return true; };
 #if OSTINATO_AMX
   if constexpr (std::is_same_v<In, BFloat16>) {
     if (linear::suits_float8_tiles(shape)) {
       using Worker = linear::Float8TileWorker<Out>;
-      return run<Worker, linear::TileBlocks>(
-          c, rows, weight, problems, all, [&](int64_t count) { return Worker::make_blocks(count, shape); },
-          [](const linear::TileBlocks& blocks) { return blocks.groups; });
+      const auto make_blocks = [&](int64_t count) { return Worker::make_blocks(count, shape); };
+      return multiply_experts<Worker>(c, rows, weight, problems, make_blocks, any_rows);
     }
   }
 #endif
   using Worker = linear::Float8RowWorker<In, Out>;
-  run<Worker, linear::RowGroups>(
-      c, rows, weight, problems, all,
-      [&](int64_t count) { return linear::RowGroups(count, linear::kMaxRows, Worker::row_bytes(shape)); },
-      [](const linear::RowGroups& groups) { return groups.count; });
+  const auto make_groups = [&](int64_t count) {
+    return linear::RowGroups(count, linear::kMaxRows, Worker::row_bytes(shape));
+  };
+  multiply_experts<Worker>(c, rows, weight, problems, make_groups, any_rows);
 }
 
 template <linear::Widening Bits, class In, class Out>

@@ -25,19 +25,7 @@ class Float8TileWorker {
   // The blocks of `rows` rows. A step of the weight is 4 values of K.
   static TileBlocks make_blocks(int64_t rows, const QuantizedShape& shape) { return {rows, 2 * shape.steps}; }
 
-  void operator()(int64_t task) {
-    const int64_t group = task / weight_.panels;
-    if (group != packed_group_) pack(group);
-    multiply(group, task % weight_.panels);
-  }
-
- private:
-  // A step of a tile has two values of K, a step of the weight four.
-  static constexpr int64_t kStepsPerTile = kTileSteps / 2;
-  static constexpr int64_t kMaxTiles = 256 / kTileValues;  // of the largest group
-
   void pack(int64_t group) {
-    packed_group_ = group;
     const int64_t count = blocks_.first_block(group + 1) - blocks_.first_block(group);
     const int64_t num_sums = count * blocks_.height * kPanel;
     const int64_t padded = weight_.steps * 4;
@@ -65,6 +53,11 @@ class Float8TileWorker {
       multiply_pairs(first, last, panel);
     }
   }
+
+ private:
+  // A step of a tile has two values of K, a step of the weight four.
+  static constexpr int64_t kStepsPerTile = kTileSteps / 2;
+  static constexpr int64_t kMaxTiles = 256 / kTileValues;  // of the largest group
 
   // A group of a panel.
   struct Group {
@@ -194,18 +187,14 @@ class Float8TileWorker {
   const QuantizedWeight& weight_;
   const TileBlocks& blocks_;
   const amx::TileScope registers_;
-  int64_t packed_group_ = -1;
   TileRows activations_{};
   float* sums_ = nullptr;  // [rows of the group][32]
 };
 
 template <class Out>
 void run_float8_tiles(const Problem& problem, const QuantizedWeight& weight) {
-  if (problem.rows == 0) return;
-  const TileBlocks blocks = Float8TileWorker<Out>::make_blocks(problem.rows, weight);
-  const Problem call = streamed<Out>(problem);
-  for_each_panel(call.threads, blocks.groups * weight.panels, weight.bytes(), blocks.count,
-                 [&] { return Float8TileWorker<Out>(call, weight, blocks); });
+  using Worker = Float8TileWorker<Out>;
+  run_panels<Worker>(streamed<Out>(problem), weight, Worker::make_blocks(problem.rows, weight));
 }
 
 }  // namespace ostinato::linear

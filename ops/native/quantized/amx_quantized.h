@@ -263,28 +263,9 @@ class QuantizedTileWorker {
         registers_(shapes(blocks.height, static_cast<int>(chunk_))) {}
   ~QuantizedTileWorker() { fence_lines(); }
 
-  void operator()(int64_t task) {
-    const int64_t group = task / weight_.panels;
-    if (group != packed_group_) pack(group);
-    multiply(group, task % weight_.panels);
-  }
-
- private:
-  static amx::TileShapes shapes(int height, int chunk) {
-    amx::TileShapes shapes;
-    shapes.set(0, 4, height, amx::kTileBytes);
-    shapes.set(4, 6, height, chunk * 4);
-    shapes.set(6, 8, chunk, amx::kTileBytes);
-    return shapes;
-  }
-
-  int64_t block_values() const { return steps_ * 4 * blocks_.height; }  // bytes
-  int64_t pair_factors() const { return weight_.groups * kPairRows; }
-
   // Packs every block: values [chunks of K][rows][4 * chunk], scales and minus sums [pairs][groups][kPairRows]. Missing
   // rows are zero.
   void pack(int64_t group) {
-    packed_group_ = group;
     const int64_t first = blocks_.first_block(group);
     const int64_t count = blocks_.first_block(group + 1) - first;
     const int64_t factors = ceil_divide(count, 2) * pair_factors();
@@ -317,6 +298,43 @@ class QuantizedTileWorker {
       }
     }
   }
+
+  void multiply(int64_t group, int64_t panel) {
+    alignas(64) float bias[kPanel];
+    const int64_t column = panel * kPanel;
+    load_bias<In>(p_, column, bias);
+    unpack(weight_.panel(panel));
+    const int64_t first = blocks_.first_block(group);
+    const int64_t last = blocks_.first_block(group + 1);
+    const int64_t share = weight_.panel_bytes / ceil_divide(last - first, 2);
+    NextPanel next{panel + 1 < weight_.panels ? weight_.panel(panel + 1) : nullptr, share};
+    for (int64_t block = first; block < last; block += 2) {
+      alignas(64) float sums[kPairRows * kPanel];
+      const int64_t end = std::min(block + 2, last);
+      const int64_t row = blocks_.row(block);
+      const int64_t rows = blocks_.row(end) - row;
+      const int64_t factor = (block - first) / 2 * pair_factors();
+      fetch_output<Out>(p_, row, rows, column);
+      const GroupTiles x{values_ + (block - first) * block_values(), block_values(), tiles_.data(), blocks_.height,
+                         static_cast<int>(chunk_), static_cast<int>(chunks_)};
+      choose_multiply_pair(static_cast<int>(end - block), weight_.format)(
+          x, weight_.groups, {scales_ + factor, sums_ + factor, columns_}, rows, next, sums);
+      if (next.data != nullptr) next.data += share;
+      write_rows<Out>(p_, sums, static_cast<int>(rows), bias, row, column);
+    }
+  }
+
+ private:
+  static amx::TileShapes shapes(int height, int chunk) {
+    amx::TileShapes shapes;
+    shapes.set(0, 4, height, amx::kTileBytes);
+    shapes.set(4, 6, height, chunk * 4);
+    shapes.set(6, 8, chunk, amx::kTileBytes);
+    return shapes;
+  }
+
+  int64_t block_values() const { return steps_ * 4 * blocks_.height; }  // bytes
+  int64_t pair_factors() const { return weight_.groups * kPairRows; }
 
   // Quantises a row. `target` is its place in the first tile, `factor` the index of its first factors, and `line`
   // memory for a group.
@@ -377,31 +395,6 @@ class QuantizedTileWorker {
     }
   }
 
-  void multiply(int64_t group, int64_t panel) {
-    alignas(64) float bias[kPanel];
-    const int64_t column = panel * kPanel;
-    load_bias<In>(p_, column, bias);
-    unpack(weight_.panel(panel));
-    const int64_t first = blocks_.first_block(group);
-    const int64_t last = blocks_.first_block(group + 1);
-    const int64_t share = weight_.panel_bytes / ceil_divide(last - first, 2);
-    NextPanel next{panel + 1 < weight_.panels ? weight_.panel(panel + 1) : nullptr, share};
-    for (int64_t block = first; block < last; block += 2) {
-      alignas(64) float sums[kPairRows * kPanel];
-      const int64_t end = std::min(block + 2, last);
-      const int64_t row = blocks_.row(block);
-      const int64_t rows = blocks_.row(end) - row;
-      const int64_t factor = (block - first) / 2 * pair_factors();
-      fetch_output<Out>(p_, row, rows, column);
-      const GroupTiles x{values_ + (block - first) * block_values(), block_values(), tiles_.data(), blocks_.height,
-                         static_cast<int>(chunk_), static_cast<int>(chunks_)};
-      choose_multiply_pair(static_cast<int>(end - block), weight_.format)(
-          x, weight_.groups, {scales_ + factor, sums_ + factor, columns_}, rows, next, sums);
-      if (next.data != nullptr) next.data += share;
-      write_rows<Out>(p_, sums, static_cast<int>(rows), bias, row, column);
-    }
-  }
-
   const Problem& p_;
   const QuantizedWeight& weight_;
   const TileBlocks& blocks_;
@@ -410,7 +403,6 @@ class QuantizedTileWorker {
   const int64_t chunks_;  // chunks of a group
   const int64_t steps_;   // steps of all groups, as if the last one were not shorter
   const amx::TileScope registers_;
-  int64_t packed_group_ = -1;
   uint8_t* panel_ = nullptr;
   int8_t* values_ = nullptr;
   float* scales_ = nullptr;
@@ -422,9 +414,7 @@ class QuantizedTileWorker {
 template <Widening Bits, class In, class Out>
 void run_quantized_tiles(const Problem& problem, const QuantizedWeight& weight) {
   const TileBlocks blocks(problem.rows, weight.groups * weight.group_steps);
-  const Problem call = streamed<Out>(problem);
-  for_each_panel(call.threads, blocks.groups * weight.panels, weight.bytes(), blocks.count,
-                 [&] { return QuantizedTileWorker<Bits, In, Out>(call, weight, blocks); });
+  run_panels<QuantizedTileWorker<Bits, In, Out>>(streamed<Out>(problem), weight, blocks);
 }
 
 }  // namespace ostinato::linear

@@ -200,19 +200,8 @@ class Float8RowWorker {
   Float8RowWorker(const Problem& problem, const QuantizedWeight& weight, const RowGroups& groups)
       : p_(problem), weight_(weight), groups_(groups), row_units_(weight.steps * kUnits) {}
 
-  void operator()(int64_t task) {
-    const int64_t group = task / weight_.panels;
-    if (group != packed_group_) pack(group);
-    multiply(group, task % weight_.panels);
-  }
-
- private:
-  static constexpr int kUnits = 4 / Kind::kElements;    // units of a step of 4 values of K
-  static constexpr int64_t kPartSteps = 64 / kUnits;    // steps of the largest part: 8 KiB when widened
-
   // Packs each block as [units][rows].
   void pack(int64_t group) {
-    packed_group_ = group;
     const int64_t first_row = groups_.first_row(group);
     const int64_t rows = groups_.first_row(group + 1) - first_row;
     float* memory = scratch(line_bytes<In>(p_) / 4 + (rows + kMaxRows) * row_units_);
@@ -267,11 +256,14 @@ class Float8RowWorker {
     }
   }
 
+ private:
+  static constexpr int kUnits = 4 / Kind::kElements;    // units of a step of 4 values of K
+  static constexpr int64_t kPartSteps = 64 / kUnits;    // steps of the largest part: 8 KiB when widened
+
   const Problem& p_;
   const QuantizedWeight& weight_;
   const RowGroups& groups_;
   const int64_t row_units_;
-  int64_t packed_group_ = -1;
   float* activations_ = nullptr;
 };
 

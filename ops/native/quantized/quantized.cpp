@@ -22,8 +22,7 @@ void run_integers(const Problem& problem, const QuantizedWeight& weight) {
   if (suits_tiles(weight, problem.rows)) return run_quantized_tiles<Bits, In, Out>(problem, weight);
 #endif
   const RowGroups groups(problem.rows, kQuantRows, RowLayout(weight).row * 4);
-  for_each_panel(problem.threads, groups.count * weight.panels, weight.bytes(), groups.blocks.count,
-                 [&] { return QuantizedRowWorker<Bits, In, Out>(problem, weight, groups); });
+  run_panels<QuantizedRowWorker<Bits, In, Out>>(problem, weight, groups);
 }
 
 template <class In, class Out>
@@ -34,9 +33,7 @@ void run_float8(const Problem& problem, const QuantizedWeight& weight) {
   }
 #endif
   using Worker = Float8RowWorker<In, Out>;
-  const RowGroups groups(problem.rows, kMaxRows, Worker::row_bytes(weight));
-  for_each_panel(problem.threads, groups.count * weight.panels, weight.bytes(), groups.blocks.count,
-                 [&] { return Worker(problem, weight, groups); });
+  run_panels<Worker>(problem, weight, RowGroups(problem.rows, kMaxRows, Worker::row_bytes(weight)));
 }
 
 template <Widening Bits, class In, class Out>

@@ -46,17 +46,7 @@ class QuantizedRowWorker {
   QuantizedRowWorker(const Problem& problem, const QuantizedWeight& weight, const RowGroups& groups)
       : p_(problem), weight_(weight), groups_(groups), layout_(weight) {}
 
-  void operator()(int64_t task) {
-    const int64_t group = task / weight_.panels;
-    if (group != packed_group_) pack(group);
-    multiply(group, task % weight_.panels);
-  }
-
- private:
-  static constexpr int kUnits = quant_units(Bits);
-
   void pack(int64_t group) {
-    packed_group_ = group;
     const int64_t first_row = groups_.first_row(group);
     const int64_t rows = groups_.first_row(group + 1) - first_row;
     const int64_t bytes_per_row = ceil_divide(weight_.steps * 4 + 64, 64) * 64;  // whole vectors are written
@@ -72,34 +62,6 @@ class QuantizedRowWorker {
       pack_block(row, groups_.blocks.height(block), activations_ + (row - first_row) * layout_.row, bytes, wide,
                  line);
     }
-  }
-
-  void pack_block(int64_t first_row, int rows, uint32_t* packed, int8_t* bytes, uint32_t* wide, In* line) {
-    auto* scales = reinterpret_cast<float*>(packed + layout_.units * rows);
-    float* sums = scales + layout_.groups * rows;
-    auto* starts = reinterpret_cast<Start*>(sums + layout_.groups * rows);
-    const auto offset = weight_.format.symmetric ? static_cast<Start>(weight_.format.offset()) : Start{0};
-    for (int r = 0; r < rows; ++r) {
-      const In* x = row_in_order(p_, first_row + r, line);
-      const int64_t size = weight_.format.group_size;
-      for (int64_t group = 0; group < layout_.groups; ++group) {
-        const int64_t begin = group * size;
-        const int64_t count = std::min(size, p_.in_features - begin);
-        const int64_t padded = std::min(size, weight_.steps * 4 - begin);
-        const float sum = -quantize_group(x + begin, count, padded, bytes + begin, scales + group * rows + r);
-        sums[group * rows + r] = sum;
-        starts[group * rows + r] = offset * static_cast<Start>(sum);
-      }
-      uint32_t* target = rows == 1 ? packed : wide + r * layout_.units;
-      if constexpr (kUnits == 1) {
-        std::memcpy(target, bytes, weight_.steps * 4);
-      } else {
-        for (int64_t step = 0; step < weight_.steps; ++step) {
-          widen_step<kUnits>(bytes + step * 4, target + step * kUnits);
-        }
-      }
-    }
-    if (rows > 1) transpose_units(wide, layout_.units * 4, rows, layout_.units, packed, rows);
   }
 
   void multiply(int64_t group, int64_t panel) const {
@@ -137,11 +99,41 @@ class QuantizedRowWorker {
     }
   }
 
+ private:
+  static constexpr int kUnits = quant_units(Bits);
+
+  void pack_block(int64_t first_row, int rows, uint32_t* packed, int8_t* bytes, uint32_t* wide, In* line) {
+    auto* scales = reinterpret_cast<float*>(packed + layout_.units * rows);
+    float* sums = scales + layout_.groups * rows;
+    auto* starts = reinterpret_cast<Start*>(sums + layout_.groups * rows);
+    const auto offset = weight_.format.symmetric ? static_cast<Start>(weight_.format.offset()) : Start{0};
+    for (int r = 0; r < rows; ++r) {
+      const In* x = row_in_order(p_, first_row + r, line);
+      const int64_t size = weight_.format.group_size;
+      for (int64_t group = 0; group < layout_.groups; ++group) {
+        const int64_t begin = group * size;
+        const int64_t count = std::min(size, p_.in_features - begin);
+        const int64_t padded = std::min(size, weight_.steps * 4 - begin);
+        const float sum = -quantize_group(x + begin, count, padded, bytes + begin, scales + group * rows + r);
+        sums[group * rows + r] = sum;
+        starts[group * rows + r] = offset * static_cast<Start>(sum);
+      }
+      uint32_t* target = rows == 1 ? packed : wide + r * layout_.units;
+      if constexpr (kUnits == 1) {
+        std::memcpy(target, bytes, weight_.steps * 4);
+      } else {
+        for (int64_t step = 0; step < weight_.steps; ++step) {
+          widen_step<kUnits>(bytes + step * 4, target + step * kUnits);
+        }
+      }
+    }
+    if (rows > 1) transpose_units(wide, layout_.units * 4, rows, layout_.units, packed, rows);
+  }
+
   const Problem& p_;
   const QuantizedWeight& weight_;
   const RowGroups& groups_;
   const RowLayout layout_;
-  int64_t packed_group_ = -1;
   uint32_t* activations_ = nullptr;
 };
 
