@@ -44,7 +44,7 @@ def fma_peak(isa: str) -> float:
     """
     with tempfile.TemporaryDirectory() as folder:
         program = Path(folder) / "fma_rate"
-        flags = ("-std=c++20", "-O2", f"-I{_NATIVE}", *instruction_set(isa).flags)
+        flags = ("-std=c++17", "-O2", f"-I{_NATIVE}", *instruction_set(isa).flags)
         command = [build.find_compiler(), *flags, str(_SOURCE), "-o", str(program)]
         subprocess.run(command, check=True, capture_output=True)
         done = subprocess.run([str(program)], check=True, capture_output=True, text=True)

@@ -80,7 +80,7 @@ def multiply(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, bytes],
     def run(mode: int, problems: bytes) -> bytes:
         program = folder / f"check-{mode}"
         if not program.exists():
-            flags = ["-std=c++20", "-O2", "-ffp-contract=off", f"-I{HEADERS}", "-DOSTINATO_ISA=0"]
+            flags = ["-std=c++17", "-O2", "-ffp-contract=off", f"-I{HEADERS}", "-DOSTINATO_ISA=0"]
             command = [find_compiler(), *flags, f"-DOSTINATO_AMX={mode}", str(CHECK)]
             subprocess.run([*command, "-o", str(program)], check=True)
         return subprocess.run([program], input=problems, capture_output=True, check=True).stdout

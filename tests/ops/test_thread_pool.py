@@ -26,7 +26,7 @@ HEADERS = Path(library.__file__).parent
 @pytest.mark.parametrize("sanitizer", [None, "thread"])
 def test_the_pool_by_itself(tmp_path: Path, sanitizer: str | None) -> None:
     program = tmp_path / "check"
-    flags = ["-std=c++20", "-O1", "-pthread", f"-I{HEADERS}"]
+    flags = ["-std=c++17", "-O1", "-pthread", f"-I{HEADERS}"]
     flags += [f"-fsanitize={sanitizer}", "-g"] if sanitizer else []
     sources = [str(CHECK), str(HEADERS / "core/thread_pool.cpp")]
     command = [find_compiler(), *flags, *sources, "-o", str(program)]

@@ -2,7 +2,6 @@
 // second to parse.
 #include "core/thread_pool.h"
 
-#include <pthread.h>
 #include <time.h>
 
 #if defined(__x86_64__)
@@ -36,24 +35,41 @@ void relax() {
 
 // Returns once accept(value) holds. Spins for `spin_nanoseconds`, then sleeps until the value changes.
 template <class Accept>
-void wait_for(std::atomic<uint32_t>& value, const Accept& accept, int64_t spin_nanoseconds) {
-  uint32_t seen = value.load(std::memory_order_acquire);
+void wait_for(AwaitedNumber& number, const Accept& accept, int64_t spin_nanoseconds) {
+  uint32_t seen = number.value.load(std::memory_order_acquire);
   if (accept(seen)) return;
   const int64_t end = now_nanoseconds() + spin_nanoseconds;
   do {
     for (int i = 0; i < 32; ++i) {
       relax();
-      seen = value.load(std::memory_order_acquire);
+      seen = number.value.load(std::memory_order_acquire);
       if (accept(seen)) return;
     }
   } while (now_nanoseconds() < end);
   while (!accept(seen)) {
-    value.wait(seen);
-    seen = value.load(std::memory_order_acquire);
+    number.sleep_while(seen);
+    seen = number.value.load(std::memory_order_acquire);
   }
 }
 
 }  // namespace
+
+// All threads see the accesses of `value` and `num_sleepers` in one order. So either `wake_all` sees this sleeper, or
+// this thread sees the new value.
+void AwaitedNumber::sleep_while(uint32_t seen) {
+  pthread_mutex_lock(&mutex);
+  num_sleepers.fetch_add(1);
+  while (value.load() == seen) pthread_cond_wait(&changed, &mutex);
+  num_sleepers.fetch_sub(1);
+  pthread_mutex_unlock(&mutex);
+}
+
+void AwaitedNumber::wake_all() {
+  if (num_sleepers.load() == 0) return;
+  pthread_mutex_lock(&mutex);
+  pthread_cond_broadcast(&changed);
+  pthread_mutex_unlock(&mutex);
+}
 
 void ThreadPool::run(int num_workers, Part part, void* context) {
   if (busy_.exchange(true, std::memory_order_acquire)) {
@@ -65,11 +81,11 @@ void ThreadPool::run(int num_workers, Part part, void* context) {
   context_ = context;
   failed_.store(false, std::memory_order_relaxed);
   failure_ = nullptr;
-  num_done_.store(0, std::memory_order_relaxed);
-  const uint32_t call = calls_.load(std::memory_order_relaxed) + 1;
+  num_done_.value.store(0, std::memory_order_relaxed);
+  const uint32_t call = calls_.value.load(std::memory_order_relaxed) + 1;
   ticket_.store(uint64_t{call} << 32 | uint64_t(num_workers) << 16, std::memory_order_release);
-  calls_.store(call);
-  calls_.notify_all();
+  calls_.value.store(call);
+  calls_.wake_all();
   take_parts();
   const auto all_done = [&](uint32_t done) { return done == static_cast<uint32_t>(num_workers); };
   wait_for(num_done_, all_done, kCallerSpinNanoseconds);
@@ -95,7 +111,7 @@ void ThreadPool::worker_loop() {
   uint32_t call = 0;
   while (true) {
     wait_for(calls_, [&](uint32_t newest) { return newest != call; }, kWorkerSpinNanoseconds);
-    call = calls_.load(std::memory_order_acquire);
+    call = calls_.value.load(std::memory_order_acquire);
     take_parts();
   }
 }
@@ -116,8 +132,8 @@ void ThreadPool::take_parts() {
     } catch (...) {
       if (!failed_.exchange(true)) failure_ = std::current_exception();
     }
-    num_done_.fetch_add(1, std::memory_order_acq_rel);
-    num_done_.notify_all();
+    num_done_.value.fetch_add(1);
+    num_done_.wake_all();
     ticket = ticket_.load(std::memory_order_acquire);
   }
 }

@@ -12,11 +12,27 @@
 // Pool threads sleep when no call has come for a while, so an idle engine uses no processor.
 #pragma once
 
+#include <pthread.h>
+
 #include <atomic>
 #include <cstdint>
 #include <exception>
 
 namespace ostinato {
+
+// A number that threads wait for. std::atomic::wait does the same, but its headers, those of C++20, take a quarter of a
+// second to parse in each unit.
+struct alignas(64) AwaitedNumber {
+  // Sleeps until the number is not `seen`.
+  void sleep_while(uint32_t seen);
+  // Call this after each change of the number.
+  void wake_all();
+
+  std::atomic<uint32_t> value{0};
+  std::atomic<uint32_t> num_sleepers{0};
+  pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
+  pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
+};
 
 class ThreadPool {
  public:
@@ -33,8 +49,8 @@ class ThreadPool {
   void take_parts();
 
   alignas(64) std::atomic<uint64_t> ticket_{0};  // call << 32 | number of workers << 16 | the next worker to take
-  alignas(64) std::atomic<uint32_t> calls_{0};
-  alignas(64) std::atomic<uint32_t> num_done_{0};
+  AwaitedNumber calls_;
+  AwaitedNumber num_done_;
   alignas(64) std::atomic<bool> busy_{false};
   Part part_ = nullptr;
   void* context_ = nullptr;

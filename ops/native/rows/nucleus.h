@@ -240,7 +240,8 @@ class Nucleus {
       const int bucket = buckets.find(border, before);
       if (bucket == Buckets::kCount) return std::nullopt;
       if (buckets.size(bucket) == static_cast<int64_t>(entries.size())) break;
-      std::erase_if(entries, [&](const Candidate& entry) { return buckets.of(entry.logit) != bucket; });
+      const auto is_elsewhere = [&](const Candidate& entry) { return buckets.of(entry.logit) != bucket; };
+      entries.erase(std::remove_if(entries.begin(), entries.end(), is_elsewhere), entries.end());
     }
     if (!is_sorted) std::sort(entries.begin(), entries.end(), logit_rows::likelier);
     std::optional<Place> found;
