@@ -16,9 +16,9 @@ step with them and a step without them.
 The table is a grid of tokens, sequences and context. Only some of its lines are measured: prompts
 of one sequence, and decodes of several sequences, each without and with context. The other points
 are derived from these lines. A line is measured from small to large sizes with one run a point. It
-ends where its share of the time budget would leave no room for two more runs of each point. These
-two runs follow, from large to small sizes. A point's cost is the median of its runs, so a
-disturbance of one run changes it little.
+ends where its share of the time budget would leave no room for two more runs of each point. The
+second runs follow, from large to small sizes. A third run follows only if the first two differ. A
+point's cost is the median of its runs, so a disturbance of one run changes it little.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import cycle, islice
 from statistics import median
 
@@ -46,11 +47,10 @@ _CONTEXTS = (1024, 8192)
 # The share of the budget at which the measurement of each line ends. A pair is (prompts, decodes).
 # The first pair is without context, then one pair for each context.
 _SHARES = ((0.4, 0.65), (0.75, 0.9), (0.95, 1.0))
-_RUNS_UP, _RUNS_DOWN = 1, 2
+_MOST_RUNS = 3  # of a point
+_SAME = 1.05  # two runs agree if the longer takes less than this times the shorter
 _SCORED_TOKENS = 64  # prompt tokens of the step whose log-probabilities are timed
-_SCORED_RUNS = 3
 _VERIFY_SHARE = 0.25  # the timing of verification gets this share of the budget in addition
-_VERIFY_RUNS = 3
 _VERIFY_SEQS = (1, 4, 16, 64)  # verification is measured with these numbers of sequences
 
 
@@ -233,9 +233,9 @@ def _scored_seconds(
     most = min(_SCORED_TOKENS, space.max_num_batched_tokens, space.max_model_len)
     num_tokens = max(size for size in prompts if size <= most)
     # Guess: a log-probability takes as long as a token.
-    if prober.clock() + 2 * _SCORED_RUNS * prompts[num_tokens] > until:
+    if prober.clock() + 2 * _MOST_RUNS * prompts[num_tokens] > until:
         return None
-    with_scores = median(prober.scores(num_tokens, _SCORED_RUNS))
+    with_scores = _settled(partial(prober.scores, num_tokens))
     return max(0.0, with_scores - prompts[num_tokens]) / num_tokens
 
 
@@ -261,11 +261,11 @@ def _verify_surcharges(
             break
         plain = _interpolate(decodes, num_seqs)
         # Guess: each token adds a tenth of a step.
-        expected = _VERIFY_RUNS * sum(plain * (1 + 0.1 * count) for count in tokens)
+        expected = _MOST_RUNS * sum(plain * (1 + 0.1 * count) for count in tokens)
         if found and prober.clock() + expected > until:
             break
         for count in tokens:
-            seconds = median(prober.verifications(count, num_seqs, _VERIFY_RUNS))
+            seconds = _settled(partial(prober.verifications, count, num_seqs))
             found[count, num_seqs] = max(0.0, seconds - plain)
     return found
 
@@ -307,15 +307,31 @@ def _line(
     total = 0.0  # seconds of one run of each size
     for size in sizes:
         expected = _expected(seconds, size) if seconds else guess
-        end = clock() + (_RUNS_UP + _RUNS_DOWN) * expected + _RUNS_DOWN * total
+        end = clock() + _MOST_RUNS * expected + (_MOST_RUNS - 1) * total
         if (seconds or context) and end > until:
             break
-        seconds[size] = times(size, context, _RUNS_UP)
-        total += min(seconds[size])
+        seconds[size] = times(size, context, 1)
+        total += seconds[size][0]
     for size in reversed(seconds):
-        if clock() + min(seconds[size]) < until:
-            seconds[size] += times(size, context, _RUNS_DOWN)
+        runs = seconds[size]
+        while not _suffice(runs) and clock() + min(runs) < until:
+            runs += times(size, context, 1)
     return {size: median(runs) for size, runs in seconds.items()}
+
+
+def _suffice(runs: list[float]) -> bool:
+    """Whether a point needs no further run: two runs agree, or it has the most runs."""
+    return len(runs) == _MOST_RUNS or (len(runs) > 1 and max(runs) < _SAME * min(runs))
+
+
+def _settled(times: Callable[[int], list[float]]) -> float:
+    """Median seconds of two runs, or of three if the first two differ.
+
+    Args:
+        times: number of runs -> seconds of each run.
+    """
+    runs = times(2)
+    return median(runs if _suffice(runs) else [*runs, *times(1)])
 
 
 def _expected(seconds: dict[int, list[float]], size: int) -> float:
