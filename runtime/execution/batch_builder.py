@@ -18,7 +18,8 @@ from ostinato.runtime.types.step import ScheduledSequence, SchedulerOutput
 
 __all__ = ("BatchBuilder", "StepShape", "tokens_per_seq")
 
-_FEW_SEQUENCES = 4  # up to this number of decoding sequences, entries are written one by one
+# A step of at most this many sequences and tokens is written one by one if all tokens are sampled.
+_FEW_SEQUENCES, _FEW_TOKENS = 4, 32
 
 
 class StepShape(NamedTuple):
@@ -98,13 +99,13 @@ class BatchBuilder:
         for entry in output.scheduled:
             if entry.new_block_ids:
                 self._append_blocks(entry.row, entry.new_block_ids)
-        if output.num_tokens == len(output.scheduled) and all(
-            entry.num_logits for entry in output.scheduled
+        scheduled, num_tokens = output.scheduled, output.num_tokens
+        is_few = len(scheduled) <= self._few_sequences and num_tokens <= _FEW_TOKENS
+        if (is_few or num_tokens == len(scheduled)) and all(
+            entry.num_logits == entry.num_new_tokens for entry in scheduled
         ):
-            if output.num_tokens <= self._few_sequences:
-                return self._build_few(output.scheduled)
-            return self._build_decode(output.scheduled)
-        return self._build_mixed(output.scheduled, output.num_tokens)
+            return self._build_few(scheduled) if is_few else self._build_decode(scheduled)
+        return self._build_mixed(scheduled, num_tokens)
 
     def _append_blocks(self, row: int, block_ids: list[int]) -> None:
         used = self._num_blocks[row]
@@ -137,30 +138,42 @@ class BatchBuilder:
         return StepShape(count, count, row_list, positions, tokens_per_seq=1)
 
     def _build_few(self, scheduled: list[ScheduledSequence]) -> StepShape:
-        """Does what `_build_decode` does, with single writes.
+        """Write a step whose tokens are all sampled, with single writes.
 
         One array operation takes as long as ten single writes.
         """
         host, size, async_tokens = self._buffers.host, self._block_size, self._buffers.async_tokens
-        for index, entry in enumerate(scheduled):
-            row, start = entry.row, entry.start
-            if entry.token_ids:
-                host.token_ids[index] = entry.token_ids[0]
-            else:
-                host.token_ids[index] = -1 - row if async_tokens else self.last_token[row]
+        rows: list[int] = []
+        sampled_positions: list[int] = []
+        has_drafts = False
+        index = 0
+        for number, entry in enumerate(scheduled):
+            row, start, token_ids = entry.row, entry.start, entry.token_ids
             blocks = self._block_table[row]
-            host.positions[index] = start
-            host.slot_mapping[index] = int(blocks[start // size]) * size + start % size
-            host.block_table[index] = blocks
-            host.query_start_loc[index] = index
-            host.seq_lens[index] = start + 1
-            host.logits_indices[index] = index
-            host.sampled_rows[index] = row
-        count = len(scheduled)
-        host.query_start_loc[count] = count
-        rows = [entry.row for entry in scheduled]
-        positions = [entry.start + 1 for entry in scheduled]
-        return StepShape(count, count, rows, positions, tokens_per_seq=1)
+            host.block_table[number] = blocks
+            host.query_start_loc[number] = index
+            host.sampled_rows[number] = row
+            if not token_ids:
+                token_ids = (-1 - row if async_tokens else self.last_token[row],)
+            has_drafts = has_drafts or len(token_ids) > 1
+            for position, token in enumerate(token_ids, start):
+                host.token_ids[index] = token
+                host.positions[index] = position
+                host.slot_mapping[index] = int(blocks[position // size]) * size + position % size
+                host.logits_indices[index] = index
+                rows.append(row)
+                sampled_positions.append(position + 1)
+                index += 1
+            host.seq_lens[number] = start + len(token_ids)
+        host.query_start_loc[len(scheduled)] = index
+        return StepShape(
+            index,
+            len(scheduled),
+            rows,
+            sampled_positions,
+            tokens_per_seq=tokens_per_seq(scheduled) if has_drafts else 1,
+            drafts=[entry.token_ids[1:] for entry in scheduled] if has_drafts else None,
+        )
 
     def _build_mixed(self, scheduled: list[ScheduledSequence], num_tokens: int) -> StepShape:
         host = self._buffers.host

@@ -46,9 +46,9 @@ class DeviceDrafts:
         step = self._executor.queue(msgspec.structs.replace(output, scheduled=scheduled))
         if step.tokens is None:
             return StepResult([])
-        self._target.store_drafts(
-            place, self._drafter.sampled_rows(len(rows)), step.tokens.last_tokens
-        )
+        drawn = step.tokens.last_tokens
+        assert isinstance(drawn, torch.Tensor), "steps on a GPU have their tokens there"
+        self._target.store_drafts(place, self._drafter.sampled_rows(len(rows)), drawn)
         return StepResult([self._target.draft_mark(row, place) for row in rows])
 
     def _place_of(self, entry: ScheduledSequence) -> int:

@@ -91,7 +91,8 @@ class VerifiedTokens(NamedTuple):
     """The tokens of a step whose drafts the host has verified. The host has the tokens already.
 
     Attributes:
-        last_tokens: [N] int64 on the device, the last token of each sequence that samples.
+        last_tokens: [N], the last token of each sequence that samples: int64 on the device of a
+            GPU, a list on a CPU, because torch takes 10 microseconds or more to make a tensor.
         token_ids: the tokens of all sequences, flat.
         counts: the number of tokens of each sequence.
         endings: see `StepResult`.
@@ -99,7 +100,7 @@ class VerifiedTokens(NamedTuple):
         forced_token_ids: see `StepResult`.
     """
 
-    last_tokens: Tensor
+    last_tokens: Tensor | list[int]
     token_ids: list[int]
     counts: list[int]
     endings: dict[int, str]

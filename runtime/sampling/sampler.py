@@ -13,6 +13,7 @@ at once, unless a draw depends on the tokens before it.
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -239,9 +240,9 @@ class Sampler:
         if self._device.type == "cuda":
             # The token sampler copies the rows of each round to the memory of the captured logits.
             logits = logits.clone()
-        starts = [0]
-        for guesses in drafts:
-            starts.append(starts[-1] + 1 + len(guesses))
+        starts = [0, *accumulate(1 + len(guesses) for guesses in drafts)]
+        if not self._has_grammars and not any(s.is_edited or s.is_beam for s in self._staged):
+            return self._verified(logits, starts, self._draw_all(logits, drafts), {})
         tokens: list[list[int]] = [[] for _ in drafts]
         endings: dict[tuple[int, int], str] = {}  # by (sequence, index of the token)
         open_seqs = list(range(len(drafts)))
@@ -276,6 +277,25 @@ class Sampler:
             open_seqs = still_open
         return self._verified(logits, starts, tokens, endings)
 
+    def _draw_all(self, logits: Tensor, drafts: list[list[int]]) -> list[list[int]]:
+        """The tokens of `_verify` if no draw depends on the tokens before it: one round.
+
+        The rounds of `_verify` find the same tokens, and take a tenth of a millisecond longer.
+        """
+        self._stage_draws(self._staged, self._positions)
+        drawn: list[int] = self._token_sampler.run(logits).tolist()
+        tokens: list[list[int]] = []
+        begin = 0
+        for guesses in drafts:
+            end = begin + 1
+            for guess in guesses:
+                if drawn[end - 1] != guess:
+                    break
+                end += 1
+            tokens.append(drawn[begin:end])
+            begin += 1 + len(guesses)
+        return tokens
+
     def _verified(
         self,
         logits: Tensor,
@@ -285,28 +305,29 @@ class Sampler:
     ) -> VerifiedTokens:
         """The result of the verification. `logits` are raw, except in the rows of beams."""
         flat = [token for some in tokens for token in some]
-        kept = [
-            start + i for start, some in zip(starts, tokens, strict=False) for i in range(len(some))
-        ]
-        states = [self._staged[index] for index in kept]
+        counts = list(map(len, tokens))
         logprobs = None
-        if any(state.reported.num_top is not None for state in states):
-            where = to_device(kept, self._device)
-            ids = to_device(flat, self._device)
-            logprobs = start_logprobs(logits[where], ids, [state.reported for state in states])
-        begins = [0]
-        for some in tokens:
-            begins.append(begins[-1] + len(some))
+        if self._reporting:
+            kept = [
+                start + index
+                for start, count in zip(starts, counts, strict=False)
+                for index in range(count)
+            ]
+            where, ids = to_device(kept, self._device), to_device(flat, self._device)
+            reported = [self._staged[index].reported for index in kept]
+            logprobs = start_logprobs(logits[where], ids, reported)
+        begins = [0, *accumulate(counts)]
         last = [some[-1] if some else 0 for some in tokens]  # 0 is not read: the host has the token
+        forced: dict[int, list[int]] = {}
+        if self._reports_forced and self._has_grammars:
+            forced = forced_tokens(self._staged[start].mask for start in starts[:-1])
         return VerifiedTokens(
-            to_device(last, self._device),
+            to_device(last, self._device) if self._device.type == "cuda" else last,
             flat,
-            list(map(len, tokens)),
+            counts,
             {begins[seq] + index: ending for (seq, index), ending in endings.items()},
             logprobs,
-            forced_tokens(self._staged[start].mask for start in starts[:-1])
-            if self._reports_forced
-            else {},
+            forced,
         )
 
     def _pick_some(

@@ -299,7 +299,9 @@ class DraftPlanner:
                 Candidate(own, record), Candidate(draft, record), len(sequence.token_ids)
             ):
                 return own
-        return draft._replace(token_ids=draft.token_ids[:most])
+        if len(draft.token_ids) > most:
+            draft = draft._replace(token_ids=draft.token_ids[:most])
+        return draft
 
     def _take(
         self, step: StepPlan, index: int, draft: Draft, count: int, num_running: int

@@ -319,14 +319,11 @@ class Scheduler:
                     sequence.hold()
                 elif sequence.beam is not None:
                     self._beams.take(sequence, logprobs[index] if logprobs else None)
-                elif next_counts is None:
-                    outputs.append(self._append_token(sequence, index, result))
                 else:
                     found = self._append_tokens(sequence, index, count, result)
-                    num_new = len(found.new_token_ids)
-                    found.speculation = (
-                        drafts.report(step, verified, num_new) if drafts and verified else None
-                    )
+                    if drafts and verified:
+                        num_new = len(found.new_token_ids)
+                        found.speculation = drafts.report(step, verified, num_new)
                     outputs.append(found)
                 index += count
             if sequence.status is not _RUNNING:
@@ -389,57 +386,50 @@ class Scheduler:
     def _append_tokens(
         self, sequence: Sequence, index: int, count: int, result: StepResult
     ) -> SequenceOutput:
-        """Append `count` tokens of one step; drop the tokens after the output's end."""
-        output = self._append_token(sequence, index, result)
-        for following in range(index + 1, index + count):
-            if output.finish_reason is not None:
-                break
-            one = self._append_token(sequence, following, result)
-            one.new_token_ids = output.new_token_ids + one.new_token_ids
-            if output.logprobs is not None:
-                one.logprobs = output.logprobs + (one.logprobs or [])
-            one.num_cached_tokens = output.num_cached_tokens
-            one.prompt_logprobs = output.prompt_logprobs
-            output = one
-        return output
+        """Append `count` sampled tokens of one step, the first of which is number `index`.
 
-    def _append_token(self, sequence: Sequence, index: int, result: StepResult) -> SequenceOutput:
-        """Append a sampled token and decide whether it is the last."""
-        request_id, token_id = sequence.request.request_id, result.token_ids[index]
-        logprob = result.logprobs[index] if result.logprobs else None
-        grammar = result.endings.get(index) if result.endings else None
-        if grammar:
-            sequence.status = _FINISHED
-            self._forget(request_id)
-            return SequenceOutput(
-                request_id, [], FinishReason.error, error=grammar, is_refusal=True
-            )
-        sequence.append(token_id)
-        finish_reason, stop_reason = sequence.ending() or (None, None)
-        is_complete = grammar is not None and finish_reason is not FinishReason.stop
-        if is_complete:
-            finish_reason = FinishReason.stop
+        Tokens after the end of the output are dropped.
+        """
+        request_id, is_first = sequence.request.request_id, not sequence.num_output_tokens
+        finish_reason, stop_reason, error, is_complete = None, None, None, False
+        end = index
+        while end < index + count and finish_reason is None:
+            grammar = result.endings.get(end) if result.endings else None
+            if grammar:
+                finish_reason, error = FinishReason.error, grammar
+                break
+            sequence.append(result.token_ids[end])
+            end += 1
+            finish_reason, stop_reason = sequence.ending() or (None, None)
+            is_complete = grammar is not None and finish_reason is not FinishReason.stop
+            if is_complete:
+                finish_reason = FinishReason.stop
         num_computed = sequence.num_computed_tokens
         if num_computed // self._block_size > sequence.block_table.num_registered:
             self._cache.register(sequence.block_table, sequence.token_ids, num_computed)
         if finish_reason is not None:
-            self._num_ended += 1
-            self._num_ended_tokens += sequence.num_output_tokens
             sequence.status = _FINISHED
-            if self.drafts is not None:
-                self.drafts.proposer.learn(sequence.request, sequence.token_ids)
+            if error is None:
+                self._num_ended += 1
+                self._num_ended_tokens += sequence.num_output_tokens
+                if self.drafts is not None:
+                    self.drafts.proposer.learn(sequence.request, sequence.token_ids)
             self._forget(request_id)
-        is_first = len(sequence.token_ids) == sequence.num_prompt_tokens + 1
+        logprobs = None
+        if result.logprobs and end > index:
+            logprobs = [one for one in result.logprobs[index:end] if one is not None] or None
         prompt_logprobs, sequence.prompt_logprobs = sequence.prompt_logprobs, None
         return SequenceOutput(
             request_id,
-            [token_id],
+            result.token_ids[index:end],
             finish_reason,
             stop_reason,
-            None if logprob is None else [logprob],
+            logprobs,
             (sequence.num_cached_tokens or 0) if is_first else 0,
-            prompt_logprobs=prompt_logprobs,
+            error,
+            prompt_logprobs,
             is_complete=is_complete,
+            is_refusal=error is not None,
         )
 
     def _forget(self, request_id: str) -> None:

@@ -14,13 +14,18 @@ _OWN_HALF_LIFE = 32  # in verified draft tokens of one sequence
 _PRIOR_WEIGHT = 4.0  # the assumed initial rate counts like this many draft tokens
 _OWN_PRIOR_WEIGHT = 4.0  # in a sequence's own rate, the common rate counts like this many tokens
 _CLASSES = (2, 3, 4, 6, 8, 16, 32)  # match lengths; other lengths are rounded down to one of these
+# The class of each match length up to the last class. Every step looks one up.
+_CLASS_OF = [
+    max((one for one in _CLASSES if one <= length), default=0) for length in range(_CLASSES[-1] + 1)
+]
+_KEEP = 0.5 ** (1 / _HALF_LIFE)
 _PRIORS = {DraftSource.grammar: 0.9, DraftSource.prediction: 0.8}  # assumed initial rates
 _PRIOR = 0.4  # the initial rate of the other sources
 
 
 def strength_class(strength: int) -> int:
     """The class of a match length. Drafts of one class are expected to be right equally often."""
-    return max((one for one in _CLASSES if one <= strength), default=0)
+    return _CLASS_OF[min(strength, _CLASSES[-1])]
 
 
 class OwnRate:
@@ -57,10 +62,9 @@ class AcceptanceRates:
     def add(self, draft: Draft, num_drafts: int, num_accepted: int) -> None:
         """Count a verified draft of `num_drafts` tokens, the first `num_accepted` of them right."""
         tried, right = self._of(draft)
-        keep = 0.5 ** (1 / _HALF_LIFE)
         for place in range(self._max_drafts):
-            tried[place] *= keep
-            right[place] *= keep
+            tried[place] *= _KEEP
+            right[place] *= _KEEP
         for place in range(min(num_accepted + 1, num_drafts)):
             tried[place] += 1.0
             right[place] += place < num_accepted

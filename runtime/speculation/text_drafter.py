@@ -14,7 +14,7 @@ from ostinato.conf.speculation.speculation_schema import SpeculationConfig
 from ostinato.runtime.speculation.answer_history import AnswerHistory
 from ostinato.runtime.speculation.prediction import PredictionFollower
 from ostinato.runtime.speculation.proposer import Draft, DraftSource
-from ostinato.runtime.speculation.text_index import TextIndex
+from ostinato.runtime.speculation.text_index import MAX_MATCH, TextIndex
 from ostinato.runtime.types.request import Request
 
 __all__ = ("TextDrafter",)
@@ -57,6 +57,9 @@ class TextDrafter:
             best = texts.prediction.propose(token_ids, most)
         if texts.own is not None:
             texts.own.take(len(token_ids))
+        if best is not None and best.strength >= MAX_MATCH:
+            return best  # no match is longer
+        if texts.own is not None:
             match = texts.own.find(token_ids)
             if match is not None and (best is None or match.length > best.strength):
                 draft = _continue(token_ids, match.place, most)

@@ -22,6 +22,7 @@ def make_builder(few_sequences: int = 4) -> tuple[BatchBuilder, StaticBuffers]:
         max_num_seqs=3,
         max_blocks_per_seq=4,
         block_size=4,
+        max_num_rows=16,
         device=torch.device("cpu"),
     )
     return BatchBuilder(buffers, few_sequences=few_sequences), buffers
@@ -105,10 +106,11 @@ def test_few_sequences_are_written_as_many_are(data: st.DataObject) -> None:
     rows = data.draw(st.lists(st.integers(0, 2), min_size=1, max_size=3, unique=True))
     scheduled, last = [], data.draw(st.lists(st.integers(0, 99), min_size=3, max_size=3))
     for row in rows:
-        start = data.draw(st.integers(0, 15))
-        given_token = data.draw(st.lists(st.integers(100, 200), max_size=1))
-        blocks = [1 + 4 * row + index for index in range(start // 4 + 1)]
-        scheduled.append(ScheduledSequence(row, start, 1, given_token, blocks, True))
+        start = data.draw(st.integers(0, 11))
+        token_ids = data.draw(st.lists(st.integers(100, 200), max_size=4))
+        count = max(1, len(token_ids))
+        blocks = [1 + 4 * row + index for index in range((start + count - 1) // 4 + 1)]
+        scheduled.append(ScheduledSequence(row, start, count, token_ids, blocks, count))
     few, many = make_builder(3), make_builder(0)
     for builder, _ in (few, many):
         for row in rows:
