@@ -29,6 +29,7 @@ namespace ostinato::linear {
 constexpr int64_t kGroupBytes = (OSTINATO_ISA >= 2 ? 768 : 384) << 10;
 constexpr int64_t kMaxGroupRows = 256;
 constexpr int64_t kBytesPerWorker = 96 << 10;  // cache traffic for which waking one more thread pays
+constexpr int64_t kBytesAtOnce = 48 << 10;     // cache traffic of the tasks that a worker takes at once
 constexpr int64_t kStreamedBytes = 512 << 10;  // results of this size and above are streamed, see Problem::streams
 
 // Asks for huge pages. Streaming reads of 4 KiB pages lose about 15 % to address translation and to prefetches that
@@ -70,9 +71,11 @@ inline int workers_for(const Threads& threads, int64_t bytes, int64_t tasks) {
 }
 
 // Runs all tasks in [0, num_tasks). Each worker calls make_body() once, and then calls the returned function for every
-// task that it takes.
+// task that it takes. It takes `at_once` tasks with one atomic operation, which waits until the results of the tasks
+// before it have left the store buffer: that takes as long as a small task.
 template <class MakeBody>
-void for_each_task(const Threads& threads, int64_t num_tasks, int num_workers, const MakeBody& make_body) {
+void for_each_task(const Threads& threads, int64_t num_tasks, int num_workers, const MakeBody& make_body,
+                   int64_t at_once = 1) {
   struct alignas(64) Range {
     std::atomic<int64_t> next;
     int64_t end;
@@ -87,7 +90,9 @@ void for_each_task(const Threads& threads, int64_t num_tasks, int num_workers, c
     for (int i = 0; i < num_workers; ++i) {
       Range& range = ranges[(worker + i) % num_workers];
       int64_t task;
-      while ((task = range.next.fetch_add(1, std::memory_order_relaxed)) < range.end) body(task);
+      while ((task = range.next.fetch_add(at_once, std::memory_order_relaxed)) < range.end) {
+        for (const int64_t last = std::min(task + at_once, range.end); task < last; ++task) body(task);
+      }
     }
   });
 }
@@ -198,9 +203,14 @@ template <class Worker, class Weight, class Groups>
 void run_panels(const Problem& problem, const Weight& weight, const Groups& groups) {
   if (problem.rows == 0) return;
   const int64_t num_tasks = groups.num_groups * weight.panels;
-  const int64_t worth = std::max<int64_t>(weight.bytes() * groups.num_blocks() / kBytesPerWorker, 1);
-  for_each_task(problem.threads, num_tasks, static_cast<int>(std::min<int64_t>(worth, problem.threads.count())),
-                [&] { return PanelTasks<Worker>(problem, weight, groups); });
+  const int64_t traffic = std::max<int64_t>(weight.bytes() * groups.num_blocks(), 1);
+  const int64_t worth = std::max<int64_t>(traffic / kBytesPerWorker, 1);
+  const int num_workers = static_cast<int>(std::min<int64_t>(worth, problem.threads.count()));
+  // At least eight times a worker, so that a worker that is done early can take some of another's tasks.
+  const int64_t at_once = std::min(kBytesAtOnce * num_tasks / traffic, num_tasks / (8 * num_workers));
+  for_each_task(
+      problem.threads, num_tasks, num_workers, [&] { return PanelTasks<Worker>(problem, weight, groups); },
+      std::max<int64_t>(at_once, 1));
 }
 
 // The bias of a panel's columns as floats, zero past the last.
