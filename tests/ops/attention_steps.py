@@ -15,6 +15,8 @@ from torch import Tensor
 from ostinato.ops.attention import AttentionBackend, AttentionMetadata
 from ostinato.ops.backends.reference import BACKEND as REFERENCE
 from ostinato.ops.backends.reference import _to_cache
+from ostinato.ops.native.instruction_sets import detect_isa, instruction_set
+from tests.ops.level_backend import LevelBackend
 
 STALE_BLOCK = 1 << 24
 
@@ -127,61 +129,73 @@ class CpuOrder:
     """Converts caches [num_blocks, Hkv, block_size, D] to the CPU kernel's layout and back.
 
     Groups of 16 tokens (8 where blocks are no multiple of 16) hold keys as [D / e, tokens, e] and
-    values as [tokens / e, D, e], where e elements take four bytes. In int8 e is 1, and the scales
-    of a group follow its values.
+    values as [tokens / e, D, e], where e elements take four bytes. In int8 e is 1, except in
+    kernels with matrix tiles of bytes, and the scales of a group follow its values.
     """
 
-    def __init__(self, cache: Tensor) -> None:
-        _, _, self._block_size, self._head_dim = cache.shape
+    def __init__(self, cache: Tensor, *, has_byte_tiles: bool = False) -> None:
+        _, _, self._block_size, size = cache.shape
+        is_int8 = cache.dtype is torch.int8
         self._tokens = 16 if self._block_size % 16 == 0 else 8
-        self._is_int8 = cache.dtype is torch.int8
-        self._elements = 1 if self._is_int8 else 4 // cache.element_size()
+        self._scale_size = 4 if is_int8 else 0
+        self._head_dim = size - self._scale_size
+        self._elements = 1 if is_int8 and not has_byte_tiles else 4 // cache.element_size()
 
     def keys(self, cache: Tensor) -> Tensor:
-        if self._is_int8:
-            places = self._grouped(cache, (self._tokens, self._head_dim))
-            return self._joined(places[..., :-4].transpose(3, 4), places[..., -4:], cache)
-        parts = (self._tokens, self._head_dim // self._elements, self._elements)
-        return self._grouped(cache, parts).transpose(3, 4).reshape(cache.shape).contiguous()
+        numbers, scales = self._places(cache)
+        columns = numbers.unflatten(4, (-1, self._elements)).transpose(3, 4)
+        return self._joined(columns, scales, cache)
 
     def values(self, cache: Tensor) -> Tensor:
-        if self._is_int8:
-            places = self._grouped(cache, (self._tokens, self._head_dim))
-            return self._joined(places[..., :-4], places[..., -4:], cache)
-        parts = (self._tokens // self._elements, self._elements, self._head_dim)
-        return self._grouped(cache, parts).transpose(4, 5).reshape(cache.shape).contiguous()
+        numbers, scales = self._places(cache)
+        rows = numbers.unflatten(3, (-1, self._elements)).transpose(4, 5)
+        return self._joined(rows, scales, cache)
 
     def keys_by_token(self, cache: Tensor) -> Tensor:
-        if self._is_int8:
-            numbers, scales = self._parts(cache, (self._head_dim - 4, self._tokens))
-            return torch.cat((numbers.transpose(3, 4), scales), -1).reshape(cache.shape)
-        parts = (self._head_dim // self._elements, self._tokens, self._elements)
-        return self._grouped(cache, parts).transpose(3, 4).reshape(cache.shape).contiguous()
+        numbers, scales = self._parts(cache)
+        columns = numbers.unflatten(-1, (-1, self._tokens, self._elements))
+        tokens = columns.transpose(3, 4).flatten(4)
+        return torch.cat((tokens, scales), -1).reshape(cache.shape)
 
     def values_by_token(self, cache: Tensor) -> Tensor:
-        if self._is_int8:
-            numbers, scales = self._parts(cache, (self._tokens, self._head_dim - 4))
-            return torch.cat((numbers, scales), -1).reshape(cache.shape)
-        parts = (self._tokens // self._elements, self._head_dim, self._elements)
-        return self._grouped(cache, parts).transpose(4, 5).reshape(cache.shape).contiguous()
+        numbers, scales = self._parts(cache)
+        rows = numbers.unflatten(-1, (-1, self._head_dim, self._elements))
+        tokens = rows.transpose(4, 5).flatten(3, 4)
+        return torch.cat((tokens, scales), -1).reshape(cache.shape)
 
     @staticmethod
     def _joined(numbers: Tensor, scales: Tensor, cache: Tensor) -> Tensor:
         return torch.cat((numbers.flatten(3), scales.flatten(3)), -1).reshape(cache.shape)
 
-    def _parts(self, cache: Tensor, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        group = self._grouped(cache, (self._tokens * self._head_dim,))
-        numbers, scales = group[..., : -4 * self._tokens], group[..., -4 * self._tokens :]
-        return numbers.unflatten(-1, shape), scales.unflatten(-1, (self._tokens, 4))
+    def _places(self, cache: Tensor) -> tuple[Tensor, Tensor]:
+        """Numbers [..., tokens, D] and scales [..., tokens, bytes] of a cache by token."""
+        places = self._grouped(cache).unflatten(3, (self._tokens, -1))
+        return places[..., : self._head_dim], places[..., self._head_dim :]
 
-    def _grouped(self, cache: Tensor, parts: tuple[int, ...]) -> Tensor:
-        return cache.reshape(*cache.shape[:2], self._block_size // self._tokens, *parts)
+    def _parts(self, cache: Tensor) -> tuple[Tensor, Tensor]:
+        """Numbers [..., tokens * D] and scales [..., tokens, bytes] of a cache of the kernel."""
+        group = self._grouped(cache)
+        end = self._tokens * self._head_dim
+        scales = group[..., end:].reshape(*group.shape[:3], self._tokens, self._scale_size)
+        return group[..., :end], scales
+
+    def _grouped(self, cache: Tensor) -> Tensor:
+        return cache.reshape(*cache.shape[:2], self._block_size // self._tokens, -1)
+
+
+def _has_byte_tiles(backend: AttentionBackend, dtype: torch.dtype) -> bool:
+    """Whether the backend multiplies an int8 cache by matrix tiles of bytes."""
+    isa = backend.isa if isinstance(backend, LevelBackend) else detect_isa()
+    has_tiles = any("OSTINATO_AMX" in flag for flag in instruction_set(isa).flags)
+    return has_tiles and dtype is torch.bfloat16
 
 
 def run(backend: AttentionBackend, step: Step, shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
     """(output, k_cache, v_cache) after the call, caches by token; `step` is left as it was."""
     k_cache, v_cache = step.k_cache.clone(), step.v_cache.clone()
-    key_order, value_order = CpuOrder(k_cache), CpuOrder(v_cache)
+    has_byte_tiles = _has_byte_tiles(backend, step.q.dtype)
+    key_order = CpuOrder(k_cache, has_byte_tiles=has_byte_tiles)
+    value_order = CpuOrder(v_cache, has_byte_tiles=has_byte_tiles)
     if backend.name == "cpu":
         k_cache, v_cache = key_order.keys(k_cache), value_order.values(v_cache)
     out = backend.run(

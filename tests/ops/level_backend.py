@@ -17,6 +17,7 @@ class LevelBackend:
     name = "cpu"
 
     def __init__(self, isa: str) -> None:
+        self.isa = isa
         self._op = ops_of("core", isa, attend="paged_attention").attend
 
     def why_unsupported(self, spec: AttentionSpec) -> str | None:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import shlex
 import statistics
 import sys
@@ -89,13 +90,16 @@ def _caches(heads: _Heads, case: _Case, dtype: torch.dtype, cold_bytes: int) -> 
         block_size=_BLOCK_SIZE,
         dtype=dtype,
     )
-    # In int8 all bytes are 1. A scale is four such bytes, which are a finite float32.
-    is_int8 = dtype is torch.int8
     shapes = [(blocks, heads.keys, _BLOCK_SIZE, size) for size in spec.place_sizes]
-    one = tuple(
-        torch.ones(shape, dtype=dtype) if is_int8 else torch.randn(shape).to(dtype)
-        for shape in shapes
-    )
+    if dtype is torch.int8:
+        # Any four bytes are the float32 0.01, and so is the scale of each token. With tiny scales,
+        # products would be subnormal, which slows the processor down.
+        one = tuple(
+            torch.full((math.prod(shape) // 4,), 0.01).view(torch.int8).view(shape)
+            for shape in shapes
+        )
+    else:
+        one = tuple(torch.randn(shape).to(dtype) for shape in shapes)
     copies = -(-cold_bytes // sum(side.nbytes for side in one)) - 1
     return [one, *(tuple(side.clone() for side in one) for _ in range(copies))]
 

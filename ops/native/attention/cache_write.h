@@ -88,7 +88,8 @@ float quantise(const T* row, int size, int8_t* out) {
   return scale;
 }
 
-template <class T>
+// kElements: elements of a step (tile.h).
+template <class T, int kElements>
 void write_byte_run(const Problem& p, const Run& run, int64_t block, int64_t offset) {
   const int tokens = group_tokens(p.block_size);
   const auto row_of = [&](const Rows& rows, int head, int i) {
@@ -108,9 +109,12 @@ void write_byte_run(const Problem& p, const Run& run, int64_t block, int64_t off
     for (int i = 0; i < run.count; ++i) {
       const int place = run.place + i;
       set_scale(keys, p.head_dim, place, quantise(row_of(p.k, head, i), p.head_dim, bytes));
-      for (int d = 0; d < p.head_dim; ++d) keys[d * tokens + place] = bytes[d];
+      for (int d = 0; d < p.head_dim; d += kElements) {
+        std::memcpy(keys + d * tokens + place * kElements, bytes + d, kElements);
+      }
       set_scale(values, p.value_dim, place, quantise(row_of(p.v, head, i), p.value_dim, bytes));
-      std::memcpy(values + place * p.value_dim, bytes, p.value_dim);
+      int8_t* into = values + place / kElements * kElements * p.value_dim + place % kElements;
+      for (int d = 0; d < p.value_dim; ++d) into[d * kElements] = bytes[d];
     }
   }
 }
@@ -166,11 +170,11 @@ inline void write_cache(const Problem& p, DType dtype) {
     if (!p.has_byte_cache) return write_tokens(p, begin, end, write_run);
 #if OSTINATO_HAS(OSTINATO_BYTE_CACHE)
     if (dtype == DType::float32) {
-      write_tokens(p, begin, end, write_byte_run<float>);
+      write_tokens(p, begin, end, write_byte_run<float, 1>);
     } else if (dtype == DType::float16) {
-      write_tokens(p, begin, end, write_byte_run<Float16>);
+      write_tokens(p, begin, end, write_byte_run<Float16, 1>);
     } else {
-      write_tokens(p, begin, end, write_byte_run<BFloat16>);
+      write_tokens(p, begin, end, write_byte_run<BFloat16, kBFloat16ByteElements>);
     }
 #else
     throw_not_compiled();

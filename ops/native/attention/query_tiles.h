@@ -89,6 +89,28 @@ inline int first_seen_from(const Problem& p, int position) {
   return p.window == 0 || position < p.window ? 0 : position + 1 - p.window;
 }
 
+// For `count` rows of a tile, from `row` on: the keys that each row sees among the `num_keys` keys from `first_key` on, and
+// its ALiBi if the model has ALiBi. `positions` has a position for each token of the tile. Returns one past the last key
+// that a row sees, or 0 if no row sees a key.
+inline int look(const Problem& p, const QueryTile& tile, const int* positions, int first_key, int num_keys, int row,
+                int count, Visible* visible, Alibi* alibi) {
+  int last_seen = 0;
+  int first_seen = num_keys;
+  for (int r = 0; r < count; ++r) {
+    const int position = positions[(row + r) / p.group];
+    const int last = (p.is_bidirectional ? tile.last_key : position + 1) - first_key;
+    const int first = first_seen_from(p, position) - first_key;
+    visible[r] = {first > 0 ? first : 0, last < num_keys ? last : num_keys};
+    if (p.alibi_slopes != nullptr) {
+      const int head = tile.kv_head * p.group + (row + r) % p.group;
+      alibi[r] = {p.alibi_slopes[head] * kLog2E, static_cast<float>(first_key - position)};
+    }
+    last_seen = visible[r].last > last_seen ? visible[r].last : last_seen;
+    first_seen = visible[r].first < first_seen ? visible[r].first : first_seen;
+  }
+  return first_seen >= num_keys ? 0 : last_seen;
+}
+
 // The cost of the partitions that the tile's own items compute.
 inline double cost_of(const Problem& p, const QueryTile& tile) {
   const int first_key = std::max(tile.first_key, tile.own_partition * kPartition);

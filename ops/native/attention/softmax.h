@@ -13,7 +13,8 @@ struct LogitScaling {
 
 constexpr float kLog2E = 1.4426950408889634f;
 
-// ALiBi of one row: for the key with index i in a tile, `slope * (i + distance)` is added to the row's base-2 logit.
+// ALiBi of one row: for the key with index i from the tile's first key on, `slope * (i + distance)` is added to the row's
+// base-2 logit.
 struct Alibi {
   float slope;
   float distance;  // from the query to the tile's first key
@@ -21,9 +22,9 @@ struct Alibi {
 
 struct Places {
   constexpr Places() {
-    for (int i = 0; i < kTile; ++i) at[i] = static_cast<float>(i);
+    for (int i = 0; i < kWidth; ++i) at[i] = static_cast<float>(i);
   }
-  alignas(64) float at[kTile] = {};
+  alignas(64) float at[kWidth] = {};
 };
 constexpr Places kPlaces;
 
@@ -38,6 +39,19 @@ struct Visible {
   int first;
   int last;  // exclusive
 };
+
+// Applies the soft cap, ALiBi and the mask to the logits of a row and of the keys from index `place` on. If not
+// `is_partial`, the row sees all keys.
+OSTINATO_INLINE F32 change_logit(F32 logit, int place, float soft_cap, const Alibi* alibi, bool is_partial,
+                                 const Visible& visible) {
+  if (soft_cap != 0.0f) logit = tanh(logit) * broadcast(soft_cap);
+  if (alibi != nullptr) {
+    const F32 distance = load(kPlaces.at) + broadcast(alibi->distance + static_cast<float>(place));
+    logit = fma(broadcast(alibi->slope), distance, logit);
+  }
+  if (is_partial) logit = keep_range(logit, visible.first - place, visible.last - place, broadcast(kMinusInfinity));
+  return logit;
+}
 
 // Turns a block's scores into weights against the running maximum.
 //   alibi [num_rows] or null; scores [num_rows][kTile] in and scratch; weights [num_rows][factors of kTile keys] out;
@@ -58,15 +72,8 @@ void softmax_block(int num_rows, const Visible* visible, const Alibi* alibi, Log
     for (int i = 0; i < kVectors; ++i) {
       F32 logit = load(row + i * kWidth) * broadcast(scaling.factor);
       if (scales != nullptr) logit = logit * load(scales->keys + i * kWidth);
-      if (scaling.soft_cap != 0.0f) logit = tanh(logit) * broadcast(scaling.soft_cap);
-      if (alibi != nullptr) {
-        const F32 distance = load(kPlaces.at + i * kWidth) + broadcast(alibi[r].distance);
-        logit = fma(broadcast(alibi[r].slope), distance, logit);
-      }
-      if (partial) {
-        logit = keep_range(logit, visible[r].first - i * kWidth, visible[r].last - i * kWidth,
-                           broadcast(kMinusInfinity));
-      }
+      const Alibi* own = alibi == nullptr ? nullptr : alibi + r;
+      logit = change_logit(logit, i * kWidth, scaling.soft_cap, own, partial, visible[r]);
       store(row + i * kWidth, logit);
       highest = max(highest, logit);
     }

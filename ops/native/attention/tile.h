@@ -5,8 +5,8 @@
 // of a head (8 if the block size is not a multiple of 16). It holds
 //   keys   [head_dim / elements][tokens][elements]  and
 //   values [tokens / elements][value_dim][elements].
-// In a cache of 8 bits, a step is one element. After the elements of each group comes a float32 scale for each token:
-//   keys [head_dim][tokens], scales [tokens]  and  values [tokens][value_dim], scales [tokens].
+// In a cache of 8 bits, a step is one element, or four elements for matrix tiles of bytes (amx_bytes.h). After the elements
+// of each group comes a float32 scale for each token.
 // So the lanes of a vector are 16 keys in the product with a query, and 16 dimensions in the sum of values.
 // Keys are transposed once, when they are written. Every later engine step reads them without rearranging them.
 //
@@ -26,6 +26,11 @@ constexpr int kMaxGroup = 16;     // tokens of a group
 constexpr int kMinGroup = 8;
 constexpr int kRowBlock = 6;      // query rows per register block
 constexpr int kMaxHeadDim = 256;
+#if OSTINATO_AMX
+constexpr int kBFloat16ByteElements = 4;  // of a step in a cache of 8 bits of a bfloat16 model
+#else
+constexpr int kBFloat16ByteElements = 1;
+#endif
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 constexpr float kLowest = -1e30f;  // the maximum of no scores; finite, so that differences of maxima are not NaN
 constexpr int kWidth = F32::width;
@@ -275,7 +280,7 @@ struct FloatFactors {
   }
 };
 
-// Keys and values in 8 bits, multiplied in float32. Matrix tiles have a layout for bfloat16 of their own (amx_tile.h).
+// Keys and values in 8 bits, multiplied in float32. Matrix tiles have a layout for bfloat16 of their own (amx_bytes.h).
 template <class T>
 struct ByteLayout : FloatFactors<T> {
   using Element = T;

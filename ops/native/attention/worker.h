@@ -5,51 +5,18 @@
 #pragma once
 
 #include "attention/plan.h"
+#include "attention/scratch.h"
 #include "attention/softmax.h"
 #include "attention/softmax_state.h"
 #include "attention/tile.h"
-#include "core/aligned_memory.h"
 
 #if OSTINATO_AMX
-#include "attention/amx_tile.h"
+#include "attention/amx_bytes.h"
 #endif
 
 #include <type_traits>
 
 namespace ostinato::attention {
-
-// One allocation that grows and is kept by its thread.
-class Scratch {
- public:
-  template <class T>
-  T* take(size_t count) {
-    const size_t begin = used_;
-    used_ += (count * sizeof(T) + 63) / 64 * 64;
-    return is_measuring_ ? nullptr : reinterpret_cast<T*>(static_cast<char*>(memory_.data()) + begin);
-  }
-  // Runs `layout` twice: first to measure how many bytes it takes, then with that memory. A loop, so that `layout` is
-  // compiled once.
-  template <class Layout>
-  void lay_out(Layout&& layout) {
-    for (is_measuring_ = true;; is_measuring_ = false) {
-      used_ = 0;
-      layout();
-      if (!is_measuring_) return;
-      if (used_ <= size_) continue;
-      size_ = 0;  // if the allocation fails, the next call tries again
-      memory_.allocate(64, used_);
-      size_ = used_;
-    }
-  }
-
- private:
-  AlignedMemory memory_;
-  size_t size_ = 0;
-  size_t used_ = 0;
-  bool is_measuring_ = false;
-};
-
-// ---- one worker ------------------------------------------------------------------------------------------
 
 template <class Layout>
 class Worker {
@@ -59,6 +26,7 @@ class Worker {
   using Factor = typename Multiply::Factor;
   using Unit = typename Layout::Unit;
   static constexpr bool kHasScales = std::is_same_v<Unit, int8_t>;
+  static constexpr bool kHasByteTiles = kHasScales && Layout::kHasMatrixTiles;
 
  public:
   Worker(const Problem& problem, const Plan& plan, Scratch& scratch, int max_rows)
@@ -81,8 +49,11 @@ class Worker {
         values_ = scratch.take<float>(static_cast<size_t>(kTile) * problem.value_dim);
       }
 #if OSTINATO_AMX
-      if (Layout::kHasMatrixTiles) {
-        joined_keys_ = scratch.take<uint32_t>(static_cast<size_t>(kTile) / 2 * std::max(2 * num_steps_, padded_dim_));
+      if constexpr (kHasByteTiles) {
+        query_scales_ = scratch.take<float>(max_rows);
+        bytes_.lay_out(scratch);
+      } else if (Layout::kHasMatrixTiles) {
+        if (tokens_ == kMinGroup) joined_keys_ = scratch.take<uint32_t>(static_cast<size_t>(kTile) * num_steps_);
         joined_values_ = scratch.take<uint32_t>(static_cast<size_t>(kTile) / 2 * padded_dim_);
       }
 #endif
@@ -160,7 +131,14 @@ class Worker {
       for (int g = 0; g < p_.group; ++g, out += num_factors_) {
         const int64_t head = static_cast<int64_t>(tile.kv_head) * p_.group + g;
         const int64_t offset = (tile.first_token + t) * p_.q.token_stride + head * p_.q.head_stride;
-        Layout::queries(reinterpret_cast<const T*>(p_.q.data) + offset, p_.head_dim, out);
+        const T* row = reinterpret_cast<const T*>(p_.q.data) + offset;
+        if constexpr (kHasByteTiles) {
+          // Rows of one head are too far apart for the hardware to prefetch them.
+          for (int d = 0; d < p_.head_dim; d += 32) __builtin_prefetch(row + p_.q.token_stride + d);
+          query_scales_[(out - queries_) / num_factors_] = Layout::queries(row, p_.head_dim, out);
+        } else {
+          Layout::queries(row, p_.head_dim, out);
+        }
       }
     }
   }
@@ -192,10 +170,17 @@ class Worker {
   void run_partition(const QueryTile& tile, int partition, State state) {
     const int rows = tile.num_tokens * p_.group;
     clear(state, rows, padded_dim_);
-    std::memset(totals_, 0, static_cast<size_t>(rows) * kWidth * sizeof(float));
     const int begin = partition * kPartition;
     const int end = begin + kPartition < tile.last_key ? begin + kPartition : tile.last_key;
     const int from = begin > tile.first_key ? begin : tile.first_key / kTile * kTile;
+    run_keys(tile, from, end, rows, state);
+  }
+
+  // Computes all rows against the keys [from, end) of a partition.
+  void run_keys(const QueryTile& tile, int from, int end, int rows, State state)
+    requires(!kHasByteTiles)
+  {
+    std::memset(totals_, 0, static_cast<size_t>(rows) * kWidth * sizeof(float));
     for (int first_key = from; first_key < end; first_key += kTile) {
       const TileGroups<Unit> groups = locate(tile, first_key);
       if (first_key + kTile < tile.last_key) {
@@ -257,106 +242,89 @@ class Worker {
   void run_matrix_blocks(const QueryTile& tile, int first_key, const TileGroups<Unit>& groups,
                          const TileGroups<Unit>* next, int rows, State state) {
     const int num_keys = count_keys(tile, first_key);
-    TilePrefetch<Unit> prefetch(next, kTile / tokens_, static_cast<int64_t>(tokens_) * p_.key_bytes,
-                                static_cast<int64_t>(tokens_) * p_.value_bytes);
-    // For a single block of rows, a part of the tile is widened and then multiplied, while the processor already widens the
-    // next part. Keys and values take turns in one memory, so that they stay in the first cache.
-    const bool takes_turns = kHasScales && rows <= Layout::kRows;
-    uint32_t* values = takes_turns ? joined_keys_ : joined_values_;
+    GroupPrefetch prefetch(kTile / tokens_);
+    if (next != nullptr) {  // values are copied before keys are multiplied
+      prefetch.add(next->values, static_cast<int64_t>(tokens_) * p_.value_bytes);
+      prefetch.add(next->keys, static_cast<int64_t>(tokens_) * p_.key_bytes);
+    }
     const uint32_t* keys[kKeyVectors];
-    for (int v = 0; v < kKeyVectors; ++v) keys[v] = joined_keys_ + v * num_steps_ * amx::kTileColumns;
-    const KeyColumns<Unit> key_columns(groups, tokens_);
-    if constexpr (kHasScales) {
-      collect_scales(groups, nullptr);
-      // The scales past the end can be NaN, and a weight of zero would not hide them.
-      std::fill(scales_.values + num_keys, scales_.values + kTile, 0.0f);
-      if (!takes_turns) widen_vectors(key_columns, 0, kKeyVectors, prefetch);
-    } else if (tokens_ == kMinGroup) {
+    if (tokens_ == kMinGroup) {
+      for (int v = 0; v < kKeyVectors; ++v) keys[v] = joined_keys_ + v * num_steps_ * amx::kTileColumns;
       join_keys(groups, num_steps_, joined_keys_);
     } else {
       std::copy(groups.keys, groups.keys + kKeyVectors, keys);
     }
-    if (!takes_turns) join_values(groups, num_keys, 0, padded_dim_, prefetch, values);
+    copy_values(groups, tokens_, num_keys, p_.value_dim, padded_dim_, joined_values_);
     for (int row = 0; row < rows; row += Layout::kRows) {
       const int count = std::min(Layout::kRows, rows - row);
       Visible visible[Layout::kRows];
       Alibi alibi[Layout::kRows];
-      const int last_seen = look(tile, first_key, row, count, visible, alibi);
+      const int last_seen = look(p_, tile, positions_, first_key, kTile, row, count, visible, alibi);
       if (last_seen <= 0) continue;
-      registers_.shape(count, p_.head_dim);
+      registers_.shape(count, num_steps_);
       const int num_vectors = (last_seen + amx::kTileColumns - 1) / amx::kTileColumns;
-      const Factor* queries = queries_ + static_cast<size_t>(row) * num_factors_;
-      if (takes_turns) {
-        for (int v = 0; v < num_vectors; ++v) {
-          widen_vectors(key_columns, v, v + 1, prefetch);
-          score_tiles<1>(queries, num_steps_, keys + v, scores_ + v * amx::kTileColumns, prefetch);
-        }
-      } else {
-        with_tiles(num_vectors, [&]<int kVectors>(std::integral_constant<int, kVectors>) {
-          score_tiles<kVectors>(queries, num_steps_, keys, scores_, prefetch);
-        });
-      }
+      with_tiles(num_vectors, [&]<int kVectors>(std::integral_constant<int, kVectors>) {
+        score_tiles<kVectors>(queries_ + static_cast<size_t>(row) * num_factors_, num_steps_, keys, scores_, prefetch);
+      });
       alignas(64) float rescale[Layout::kRows];
-      softmax_block<Layout>(count, visible, p_.alibi_slopes == nullptr ? nullptr : alibi, p_.scaling,
-                            kHasScales ? &scales_ : nullptr, scores_, weights_, state.maximum + row,
-                            totals_ + row * kWidth, rescale);
+      softmax_block<Layout>(count, visible, p_.alibi_slopes == nullptr ? nullptr : alibi, p_.scaling, nullptr, scores_,
+                            weights_, state.maximum + row, totals_ + row * kWidth, rescale);
       float* out = state.accumulator + static_cast<size_t>(row) * padded_dim_;
       rescale_rows(count, rescale, padded_dim_, out);
       for (int column = 0; column < padded_dim_; column += 4 * amx::kTileColumns) {
-        const int columns = std::min(4, (padded_dim_ - column) / amx::kTileColumns);
-        const int last = column + columns * amx::kTileColumns;
-        if (takes_turns) join_values(groups, num_keys, column, last, prefetch, values);
-        with_tiles(columns, [&]<int kColumns>(std::integral_constant<int, kColumns>) {
-          add_value_tiles<kColumns>(weights_, values + column, padded_dim_, out + column, prefetch);
-        });
+        with_tiles(std::min(4, (padded_dim_ - column) / amx::kTileColumns),
+                   [&]<int kColumns>(std::integral_constant<int, kColumns>) {
+                     add_value_tiles<kColumns>(weights_, joined_values_ + column, padded_dim_, out + column, prefetch);
+                   });
       }
     }
   }
 
-  // Widens vectors [first, last) of a tile's keys into joined_keys_, if they are bytes.
-  void widen_vectors(const KeyColumns<Unit>& keys, int first, int last, TilePrefetch<Unit>& prefetch) {
-    if constexpr (kHasScales) {
-      for (int v = first; v < last; ++v) {
-        widen_keys<ByteStep>(keys, v, tokens_, num_steps_, prefetch, joined_keys_ + v * num_steps_ * amx::kTileColumns);
-      }
+  // The same by matrix tiles of bytes. Meanwhile the next partition is prefetched.
+  void run_keys(const QueryTile& tile, int from, int end, int rows, State state)
+    requires(kHasByteTiles)
+  {
+    PartitionGroups groups, next;
+    locate_all(tile, from, end, groups);
+    if (end < tile.last_key) {
+      locate_all(tile, end, std::min(end + kPartition, tile.last_key), next);
+    } else if (upcoming_ != nullptr) {
+      const int first_key = upcoming_->first_key / kTile * kTile;
+      locate_all(*upcoming_, first_key, std::min((first_key / kPartition + 1) * kPartition, upcoming_->last_key), next);
+    }
+    GroupPrefetch prefetch(kTile / tokens_);
+    for (int t = 0; t < next.count; ++t) prefetch.add(next.tiles[t].keys, static_cast<int64_t>(tokens_) * p_.key_bytes);
+    for (int t = 0; t < next.count; ++t) {
+      prefetch.add(next.tiles[t].values, static_cast<int64_t>(tokens_) * p_.value_bytes);
+    }
+    bytes_.begin(groups);
+    for (int row = 0; row < rows; row += Layout::kRows) {
+      const int count = std::min(Layout::kRows, rows - row);
+      Visible visible[Layout::kRows];
+      Alibi alibi[Layout::kRows];
+      const int last_seen = look(p_, tile, positions_, from, end - from, row, count, visible, alibi);
+      if (last_seen <= 0) continue;
+      const ByteRows block{count,
+                           queries_ + static_cast<size_t>(row) * num_factors_,
+                           query_scales_ + row,
+                           visible,
+                           p_.alibi_slopes == nullptr ? nullptr : alibi,
+                           last_seen,
+                           state.maximum + row,
+                           state.total + row,
+                           state.accumulator + static_cast<size_t>(row) * padded_dim_};
+      bytes_.run(block, rows <= Layout::kRows, prefetch);
     }
   }
 
-  // The columns [first, last) of a tile's values, as matrix tiles take them.
-  void join_values(const TileGroups<Unit>& groups, int num_keys, int first, int last, TilePrefetch<Unit>& prefetch,
-                   uint32_t* values) {
-    if constexpr (kHasScales) {
-      widen_values(groups, tokens_, num_keys, p_.value_dim, first, last, padded_dim_, prefetch, values);
-    } else {
-      copy_values(groups, tokens_, num_keys, p_.value_dim, padded_dim_, values);
-    }
+  void locate_all(const QueryTile& tile, int from, int end, PartitionGroups& groups) const {
+    for (int key = from; key < end; key += kTile) groups.tiles[groups.count++] = locate(tile, key);
   }
 
   TileRegisters registers_;
-  // [kKeyVectors][num_steps][16], or values, see run_matrix_blocks
-  uint32_t* joined_keys_ = nullptr;
+  uint32_t* joined_keys_ = nullptr;    // [kKeyVectors][num_steps][16], if groups have 8 tokens
   uint32_t* joined_values_ = nullptr;  // [kTile / 2][padded_dim]
 #endif
-
-  // For each of `count` rows: the keys of the tile at first_key that it sees, and its ALiBi if the model has ALiBi.
-  // Returns one past the last key that a row sees, or 0 if no row sees a key.
-  int look(const QueryTile& tile, int first_key, int row, int count, Visible* visible, Alibi* alibi) const {
-    int last_seen = 0;
-    int first_seen = kTile;
-    for (int r = 0; r < count; ++r) {
-      const int position = positions_[(row + r) / p_.group];
-      const int last = (p_.is_bidirectional ? tile.last_key : position + 1) - first_key;
-      const int first = first_seen_from(p_, position) - first_key;
-      visible[r] = {first > 0 ? first : 0, last < kTile ? last : kTile};
-      if (p_.alibi_slopes != nullptr) {
-        const int head = tile.kv_head * p_.group + (row + r) % p_.group;
-        alibi[r] = {p_.alibi_slopes[head] * kLog2E, static_cast<float>(first_key - position)};
-      }
-      last_seen = visible[r].last > last_seen ? visible[r].last : last_seen;
-      first_seen = visible[r].first < first_seen ? visible[r].first : first_seen;
-    }
-    return first_seen >= kTile ? 0 : last_seen;
-  }
 
   // Computes a block of rows against the tile that starts at first_key. Vectors of scores past the last key that a row
   // sees are not computed.
@@ -364,7 +332,7 @@ class Worker {
                 const Step* const* values, const Step* const* next_keys, const Step* const* next_values) {
     Visible visible[kRowBlock];
     Alibi alibi[kRowBlock];
-    const int last_seen = look(tile, first_key, row, count, visible, alibi);
+    const int last_seen = look(p_, tile, positions_, first_key, kTile, row, count, visible, alibi);
     if (last_seen <= 0) return;
     const int num_vectors = (last_seen + kWidth - 1) / kWidth;
     alignas(64) float rescale[16];
@@ -407,6 +375,7 @@ class Worker {
   const int num_factors_;
   Factor* queries_;          // [rows][num_factors]
   int* positions_;           // of the query tokens in their sequences
+  float* query_scales_ = nullptr;  // [rows], if queries are digits
   float* scores_;            // [kRows][kTile]
   Factor* weights_;          // [kRows][num_factors(kTile)]
   float* totals_;            // [rows][kWidth]
@@ -416,6 +385,9 @@ class Worker {
   float* values_ = nullptr;  // [groups][tokens][value_dim], widened
   TileScales scales_;        // scales of the present tile, if the cache has scales
   const QueryTile* upcoming_ = nullptr;
+#if OSTINATO_AMX
+  ByteTiles bytes_{p_, padded_dim_};
+#endif
 };
 
 }  // namespace ostinato::attention
