@@ -106,6 +106,11 @@ class QuantizeSection(Section):
         one_of=("gptq", "awq", "compressed-tensors"),
     )
     bits: int = setting(4, "bits of an integer", one_of=(4, 8))
+    head_bits: int = setting(
+        0,
+        "with format=gptq: bits of the output head's integers; 0 = it stays floats",
+        one_of=(0, 4, 8),
+    )
     group_size: int = setting(128, "weights that share a scale", one_of=(32, 64, 128))
     symmetric: bool = setting(True, "false = every group has a zero point too")
     calibration: str = setting(

@@ -42,6 +42,7 @@ from ostinato.models.quantize.rounding import (
     round_to_nearest,
 )
 from ostinato.models.registry import build_model
+from ostinato.models.vocabulary_layers import OutputHead
 from ostinato.ops.attention import select_backend
 from ostinato.ops.native.build import NativeBuildError
 from ostinato.ops.native.library import load
@@ -92,7 +93,8 @@ def quantize_model(
         source = open_model(config, torch.device("cpu"))
         model = _load(source, section)
         tokenizer = config.model.tokenizer or str(source.checkpoint.path)
-        rows, held_out = _read_texts(tokenizer, section)
+        length = min(section.length, source.config.max_model_len)
+        rows, held_out = _read_texts(tokenizer, section, length)
         return _Quantization(source, model, section, on_matrix).run(rows, held_out, target)
     except (CheckpointError, OSError) as error:
         raise StartupError(str(error)) from error
@@ -144,8 +146,43 @@ def _load(source: ModelSource, section: QuantizeSection) -> CausalLM:
                     f"{module.in_features} inputs of layers.{name}; choose another: "
                     "32, 64 or 128"
                 )
+    if section.head_bits:
+        _check_head(model, section)
     load_weights(model, source.checkpoint)
     return model
+
+
+def _check_head(model: CausalLM, section: QuantizeSection) -> None:
+    """Check that the output head can be written as integers.
+
+    Raises:
+        StartupError: the format or the model has no quantised head; the text says why.
+    """
+    key = f"quantize.head_bits={section.head_bits}"
+    if section.format != "gptq":
+        raise StartupError(
+            f"{key}: a checkpoint of quantize.format={section.format} has a head of floats; set "
+            "quantize.format=gptq"
+        )
+    head = _head_of(model)
+    if head is None or model.checkpoint_layout.head != "lm_head.weight":
+        raise StartupError(
+            f"{key}: the checkpoint has no separate lm_head, because its head is the table of "
+            "embeddings or has another name; leave the key out"
+        )
+    name, module = head
+    if module.out_features % 8 or module.in_features % section.group_size:
+        raise StartupError(
+            f"{key}: {name} has {module.out_features} x {module.in_features} weights; it needs a "
+            "multiple of 8 rows, and columns in whole groups of quantize.group_size="
+            f"{section.group_size}"
+        )
+
+
+def _head_of(model: CausalLM) -> tuple[str, OutputHead] | None:
+    """The name and the module of the output head; None = the head is the table of embeddings."""
+    heads = ((name, m) for name, m in model.named_modules() if isinstance(m, OutputHead))
+    return next(heads, None)
 
 
 def _attention_backend(source: ModelSource) -> str:
@@ -167,9 +204,9 @@ def _is_written(module: nn.Module, name: str, layout: CheckpointLayout) -> TypeG
 
 
 def _read_texts(
-    directory: str, section: QuantizeSection
+    directory: str, section: QuantizeSection, length: int
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """The calibration text and the evaluation text, each as rows of token ids."""
+    """The calibration text and the evaluation text, each as rows of `length` token ids."""
     if not section.calibration and not section.evaluation:
         return [], []
     tokenizer = Tokenizer.from_path(directory)
@@ -177,7 +214,7 @@ def _read_texts(
     for key in ("calibration", "evaluation"):
         file = getattr(section, key)
         ids = tokenizer.encode(Path(file).read_text(encoding="utf-8")) if file else []
-        rows = [ids[i : i + section.length] for i in range(0, len(ids), section.length)]
+        rows = [ids[i : i + length] for i in range(0, len(ids), length)]
         rows = [row for row in rows if len(row) > 1][: section.samples]
         if file and not rows:
             raise StartupError(f"quantize.{key}={file}: the file has fewer than 2 tokens")
@@ -203,8 +240,9 @@ class _Quantization:
         self._packed: dict[str, dict[str, Tensor]] = {}  # by the name of the stored module
         self._changed: dict[str, Tensor] = {}  # other tensors, by their stored names
         self._done = self._kept = 0
+        self._head = _head_of(model) if section.head_bits else None
         matrices = (m for layer in model.layers for m in layer_matrices(layer).values())
-        self._total = sum(map(num_matrices, matrices))
+        self._total = sum(map(num_matrices, matrices)) + (self._head is not None)
 
     def run(self, rows: list[list[int]], held_out: list[list[int]], target: Path) -> QuantizeReport:
         spec = self._source.config.kv_cache_spec(BLOCK_SIZE, torch.float32)
@@ -212,7 +250,7 @@ class _Quantization:
         cache = spec.allocate(num_blocks, torch.device("cpu"))
         calibrator = Calibrator(self._model, cache)
         before = calibrator.perplexity(held_out) if held_out else None
-        calibrator.round_layers(rows, self._round, self._scale)
+        calibrator.round_layers(rows, self._round, self._scale, self._head)
         after = calibrator.perplexity(held_out) if held_out else None
         files = self._source.checkpoint.weight_files()
         return QuantizeReport(
@@ -272,13 +310,14 @@ class _Quantization:
     ) -> None:
         """Round one matrix in place and pack it."""
         section, layout = self._section, self._model.checkpoint_layout
+        bits = section.head_bits if isinstance(module, OutputHead) else section.bits
         names = stored_modules(name, module, layout, expert)
         for stored, part in zip(names, matrix_parts(name, module, layout), strict=True):
             rows = slice(part.first_row, part.first_row + part.num_rows)
             own = seen
             if seen is not None and seen.miss is not None:
                 own = Seen(seen.hessian, seen.miss[rows])
-            rounded = _rounded(weight[rows].float(), own, section)
+            rounded = _rounded(weight[rows].float(), own, bits, section)
             weight[rows] = rounded.restored()
             order = None if isinstance(part.rows, slice) else part.rows.argsort()
             self._packed[stored] = pack(
@@ -325,6 +364,7 @@ class _Quantization:
             section.group_size,
             routers,
             symmetric=section.symmetric,
+            head_bits=section.head_bits,
         )
         _write_json(
             target / "config.json", {**checkpoint.hf_config, "quantization_config": settings}
@@ -342,11 +382,11 @@ class _Quantization:
         return name
 
 
-def _rounded(weight: Tensor, seen: Seen | None, section: QuantizeSection) -> Rounded:
+def _rounded(weight: Tensor, seen: Seen | None, bits: int, section: QuantizeSection) -> Rounded:
     def grid_of(target: Tensor, importance: Tensor | None) -> Grid:
         return choose_grid(
             target,
-            section.bits,
+            bits,
             section.group_size,
             torch.float16,
             symmetric=section.symmetric,

@@ -22,6 +22,7 @@ from ostinato.models.base import CausalLM, DecoderLayer
 from ostinato.models.kv_cache import KVCache
 from ostinato.models.linear_layers import ExpertLinear, LinearBase
 from ostinato.models.step_tensors import ForwardBatch, StepInputs
+from ostinato.models.vocabulary_layers import OutputHead
 from ostinato.models.weight_methods.weight_method import MatrixRole
 
 __all__ = ("BLOCK_SIZE", "Calibrator", "Seen", "layer_matrices", "num_matrices")
@@ -78,7 +79,11 @@ class Calibrator:
 
     @torch.inference_mode()
     def round_layers(
-        self, rows: Sequence[list[int]], round_matrices: RoundMatrices, scale_layer: ScaleLayer
+        self,
+        rows: Sequence[list[int]],
+        round_matrices: RoundMatrices,
+        scale_layer: ScaleLayer,
+        head: tuple[str, OutputHead] | None = None,
     ) -> None:
         """Round every matrix of every layer, except those of routers.
 
@@ -87,6 +92,7 @@ class Calibrator:
             round_matrices: rounds the matrices of a module, and gives it the new weights.
             scale_layer: scales the inputs of a layer's matrices, if it can. The layer's result must
                 stay the same.
+            head: the name and the module of the output head, if it is rounded after the layers.
         """
         exact = states = [self._model.begin(self._batch(row)) for row in rows]
         for index, (layer, cache) in enumerate(zip(self._model.layers, self._cache, strict=True)):
@@ -108,6 +114,24 @@ class Calibrator:
                 round_matrices(f"{prefix}.{name}", module, seen)
             exact = [(original(hidden, step, *cache), step) for hidden, step in exact]
             states = [(layer(hidden, step, *cache), step) for hidden, step in states]
+        if head is not None:
+            round_matrices(*head, [self._observe_head(head[1], exact, states)])
+
+    def _observe_head(self, head: OutputHead, exact: _States, states: _States) -> Seen | None:
+        """The statistics of the output head; None if there is no text.
+
+        The errors of its results are its weight times the errors of its inputs.
+        """
+        if not states:
+            return None
+        width, count = head.in_features, 0
+        hessian, moved = torch.zeros(width, width), torch.zeros(width, width)
+        for (unrounded, _), (hidden, _) in zip(exact, states, strict=True):
+            x = self._model.finish(hidden).float()
+            hessian.addmm_(x.T, x)
+            moved.addmm_((self._model.finish(unrounded).float() - x).T, x)
+            count += len(x)
+        return Seen(hessian / count, head.get_parameter("weight") @ (moved / count))
 
     @torch.inference_mode()
     def perplexity(self, rows: Sequence[list[int]]) -> float:

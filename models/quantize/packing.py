@@ -58,7 +58,13 @@ def pack(name: str, rounded: Rounded, form: str, *, symmetric: bool) -> dict[str
 
 
 def settings_of(
-    form: str, bits: int, group_size: int, floats: Sequence[str], *, symmetric: bool
+    form: str,
+    bits: int,
+    group_size: int,
+    floats: Sequence[str],
+    *,
+    symmetric: bool,
+    head_bits: int = 0,
 ) -> dict[str, Any]:
     """The `quantization_config` of a checkpoint.
 
@@ -68,18 +74,21 @@ def settings_of(
         group_size: columns that share a scale.
         floats: names of the layers' linear modules that stay floats, such as routers of experts.
         symmetric: there are no zero points.
+        head_bits: the number of bits of `lm_head`, with "gptq" only; 0 = it is not quantised.
     """
     if form == "gptq":
-        excluded = {f"-:^{re.escape(name)}$": {} for name in floats}
+        dynamic: dict[str, Any] = {f"-:^{re.escape(name)}$": {} for name in floats}
+        if head_bits not in (0, bits):
+            dynamic["+:^lm_head$"] = {"bits": head_bits}
         return {
             "quant_method": "gptq",
             "bits": bits,
             "group_size": group_size,
             "sym": symmetric,
             "desc_act": False,
-            "lm_head": False,
+            "lm_head": head_bits > 0,
             "checkpoint_format": "gptq",
-            **({"dynamic": excluded} if excluded else {}),
+            **({"dynamic": dynamic} if dynamic else {}),
         }
     if form == "awq":
         return {

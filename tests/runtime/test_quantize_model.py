@@ -81,6 +81,29 @@ def test_the_readers_load_what_was_written(tmp_path: Path, name: str, form: str,
     assert torch.equal(files[0][embedding], files[1][embedding])
 
 
+@pytest.mark.parametrize("head_bits", [4, 8])
+def test_a_head_is_quantised_with_the_bits_that_are_asked_for(
+    tmp_path: Path, head_bits: int
+) -> None:
+    source = save_checkpoint("mistral", tmp_path / "source", vocab_size=408)
+    byte_level_bpe().save(str(source / "tokenizer.json"))
+    text = tmp_path / "text"
+    text.write_text("\n".join(CORPUS), encoding="utf-8")
+    texts = [f"quantize.{use}={text}" for use in ("calibration", "evaluation")]
+    target = tmp_path / "new"
+    words = [f"model.path={source}", f"quantize.head_bits={head_bits}", "quantize.group_size=32"]
+    report = quantise(*words, *texts, f"quantize.output={target}", "quantize.format=gptq")
+    assert report.perplexity_before is not None
+    assert report.perplexity_after is not None
+    assert abs(math.log(report.perplexity_after / report.perplexity_before)) < 0.1
+    model, whole = (load(each)[0] for each in (target, source))
+    assert model.lm_head.method.name.startswith(f"int{head_bits}")  # type: ignore[union-attr]
+    before, after = (m.lm_head.dense() for m in (whole, model))  # type: ignore[operator, union-attr]
+    assert float((after - before).norm() / before.norm()) < (0.25 if head_bits == 4 else 0.1)
+    with pytest.raises(StartupError, match=r"quantize.head_bits=.*set quantize.format=gptq"):
+        quantise(*words, f"quantize.output={tmp_path / 'other'}", "quantize.format=awq")
+
+
 @pytest.mark.parametrize(
     ("form", "bits"), [("gptq", 4), ("awq", 4), ("compressed-tensors", 8)], ids=str
 )
@@ -149,6 +172,19 @@ def test_what_can_not_be_quantised_is_refused(tmp_path: Path) -> None:
     assert done.returncode != 0
     assert "matrices of this family are not written" in done.stderr
     assert "Traceback" not in done.stderr
+    tied = save(
+        reference_model(VARIANTS["llama-tied"]),
+        VARIANTS["llama-tied"].as_one_file(),
+        tmp_path / "t",
+    )
+    with pytest.raises(StartupError, match="head is the table of embeddings"):
+        quantise(
+            f"model.path={tied}",
+            f"quantize.output={tmp_path / 'new'}",
+            "quantize.format=gptq",
+            "quantize.group_size=32",
+            "quantize.head_bits=8",
+        )
     with pytest.raises(StartupError, match="must be a new or empty directory"):
         quantise(f"model.path={gpt2}", f"quantize.output={gpt2}")
 
