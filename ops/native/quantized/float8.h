@@ -35,9 +35,8 @@ OSTINATO_INLINE __m512i select_bits(__m512i a, __m512i b, __m512i mask) {
 OSTINATO_INLINE void widen_pairs(const uint8_t* p, __m512i* even, __m512i* odd) {
   const __m512i bytes = _mm512_loadu_si512(p);
   __m512i low = _mm512_gf2p8affine_epi64_epi8(bytes, _mm512_set1_epi64(0x01020408), 0);  // bytes << 4
-  // The sign, and half of the exponent.
-  __m512i high = _mm512_gf2p8affine_epi64_epi8(bytes, _mm512_set1_epi64(0x1020400000000080), 0);
-  high = _mm512_add_epi8(high, _mm512_set1_epi8(60));
+  // The sign, and 60 + half of the exponent. The half has three bits; its highest bit also inverts the bits of 60.
+  __m512i high = _mm512_gf2p8affine_epi64_epi8(bytes, _mm512_set1_epi64(0x1020404040404080), 60);
   const __mmask64 small = _mm512_testn_epi8_mask(bytes, _mm512_set1_epi8(0x78));
   // The low three bits of a subnormal are its index in these tables.
   low = _mm512_mask_permutexvar_epi8(low, small, bytes, _mm512_set1_epi64(0x6040'2000'c080'0000));
