@@ -173,13 +173,15 @@ class Worker {
     const int begin = partition * kPartition;
     const int end = begin + kPartition < tile.last_key ? begin + kPartition : tile.last_key;
     const int from = begin > tile.first_key ? begin : tile.first_key / kTile * kTile;
-    run_keys(tile, from, end, rows, state);
+    if constexpr (kHasByteTiles) {
+      this->run_byte_tiles(tile, from, end, rows, state);
+    } else {
+      run_tiles(tile, from, end, rows, state);
+    }
   }
 
   // Computes all rows against the keys [from, end) of a partition.
-  void run_keys(const QueryTile& tile, int from, int end, int rows, State state)
-    requires(!kHasByteTiles)
-  {
+  void run_tiles(const QueryTile& tile, int from, int end, int rows, State state) {
     std::memset(totals_, 0, static_cast<size_t>(rows) * kWidth * sizeof(float));
     for (int first_key = from; first_key < end; first_key += kTile) {
       const TileGroups<Unit> groups = locate(tile, first_key);
@@ -281,9 +283,7 @@ class Worker {
   }
 
   // The same by matrix tiles of bytes. Meanwhile the next partition is prefetched.
-  void run_keys(const QueryTile& tile, int from, int end, int rows, State state)
-    requires(kHasByteTiles)
-  {
+  void run_byte_tiles(const QueryTile& tile, int from, int end, int rows, State state) {
     PartitionGroups groups, next;
     locate_all(tile, from, end, groups);
     if (end < tile.last_key) {
