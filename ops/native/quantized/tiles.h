@@ -32,6 +32,13 @@ struct GroupFetch {
     return {next + share * block, ceil_divide(share * columns, kPanel * groups), share / kPanel};
   }
 
+  // The weights `kBytesAhead` after those that are multiplied, for a tile with AVX-512, whose columns are one range. A
+  // tile of several rows has so many instructions for a line of weights that the processor by itself reaches the next
+  // lines too late.
+  static GroupFetch ahead(const uint8_t* w, int64_t group_bytes) { return {w + kBytesAhead, group_bytes, 0}; }
+
+  static constexpr int64_t kBytesAhead = 6 << 10;
+
   const uint8_t* begin;
   int64_t per_group;   // 0 = nothing
   int64_t per_column;
