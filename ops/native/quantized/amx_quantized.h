@@ -6,7 +6,7 @@
 // A chunk is up to 64 values of K of one group: a tile A of 16 rows, and two tiles B of 16 columns each. Two blocks of
 // rows are multiplied by a panel at a time. The tiles of two groups are multiplied and stored, and then their sums are
 // scaled with vectors. Tile instructions and vectors are not interleaved further: beside tile instructions, products of
-// vectors run at half their rate (docs/optimizations.md).
+// vectors run at half their rate (docs/matrix-tiles.md).
 //
 // The offset is subtracted from the values of symmetric weights, which become signed bytes. Scaling then needs no
 // correction for the offset. Other weights are multiplied as unsigned bytes. The unpacked bytes of a panel serve all
@@ -21,7 +21,7 @@ namespace ostinato::linear {
 
 inline int64_t chunk_steps(const QuantizedShape& shape) { return std::min<int64_t>(shape.group_steps, kTileSteps); }
 
-// Whether matrix tiles are faster for this number of rows, by measurement (docs/optimizations.md). They need groups of
+// Whether matrix tiles are faster for this number of rows, by measurement (docs/matrix-tiles.md). They need groups of
 // whole chunks. With weights in memory both ways take about the same time from 4 rows on. With weights in a cache, tiles
 // are slower for fewer rows than these: a tile computes 16 rows in any case, and its sums are stored before they are scaled.
 inline bool suits_tiles(const QuantizedShape& shape, int64_t rows) {
