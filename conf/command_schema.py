@@ -123,4 +123,6 @@ class QuantizeSection(Section):
     )
     evaluation: str = setting("", "a text file whose perplexity is reported; empty = none")
     samples: int = setting(128, "largest number of rows of each text", at_least=1)
-    length: int = setting(512, "tokens of a row", at_least=16, at_most=8192)
+    length: int = setting(
+        512, "tokens of a row, at most the model's positions", at_least=16, at_most=8192
+    )

@@ -6,7 +6,9 @@ group they would run on for seconds, and leave files behind. This module imports
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import subprocess
 import tempfile
 from collections.abc import Sequence
@@ -18,16 +20,16 @@ from ostinato.conf.environment import with_temporary_files
 __all__ = ("CompilerGroup",)
 
 # Waits until its standard input is closed, then ends its process group and removes the directory.
-# An engine process ignores SIGINT and SIGTERM, and its compilers inherit that. SIGKILL would end
-# the shell too.
-_LEADER = "trap '' USR1; read -r line; kill -USR1 0; rm -rf -- \"$1\""
+# The compilers can have inherited that SIGINT and SIGTERM are ignored. SIGKILL would end the shell
+# too. The shell itself ignores signals that are sent to all processes of a service.
+_LEADER = "trap '' HUP INT TERM USR1; read -r line; kill -USR1 0; rm -rf -- \"$1\""
 
 
 class CompilerGroup:
     """Runs compilers in a process group that ends when this object is closed or this process ends.
 
-    A shell leads the group. The system closes its standard input when this process ends for any
-    reason, SIGKILL included.
+    A shell leads the group. If this process ends without closing this object, such as by SIGKILL,
+    the system closes the shell's standard input, and the shell ends the group.
 
     Args:
         parent: an existing directory; the scratch directory is made in it.
@@ -37,7 +39,8 @@ class CompilerGroup:
             the end.
 
     Raises:
-        OSError: the directory cannot be made, or the system has no shell.
+        ChildProcessError: /bin/sh cannot be started.
+        OSError: the directory cannot be made.
     """
 
     def __init__(self, parent: Path) -> None:
@@ -50,17 +53,18 @@ class CompilerGroup:
                 stderr=subprocess.DEVNULL,
                 process_group=0,
             )
-        except OSError:
+        except OSError as error:
             self.scratch.rmdir()
-            raise
+            raise ChildProcessError(f"/bin/sh cannot be started: {error}") from error
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
         """End the compilers that still run, and remove the scratch directory."""
+        # The shell keeps its id, also after its end, until `communicate` has waited for it.
+        os.killpg(self._leader.pid, signal.SIGKILL)
         self._leader.communicate()
-        # A compiler may have made a file while the shell removed the directory.
         shutil.rmtree(self.scratch, ignore_errors=True)
 
     def run(self, command: Sequence[str]) -> subprocess.CompletedProcess[str]:

@@ -280,7 +280,8 @@ class Sampler:
     def _draw_all(self, logits: Tensor, drafts: list[list[int]]) -> list[list[int]]:
         """The tokens of `_verify` if no draw depends on the tokens before it: one round.
 
-        The rounds of `_verify` find the same tokens, and take a tenth of a millisecond longer.
+        The rounds of `_verify` find the same tokens, which a test compares, and take a tenth of a
+        millisecond longer.
         """
         self._stage_draws(self._staged, self._positions)
         drawn: list[int] = self._token_sampler.run(logits).tolist()

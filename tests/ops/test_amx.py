@@ -248,7 +248,7 @@ def test_numbers_that_are_not_finite_stay_in_their_rows_over_bytes(level: str) -
     out, _, _ = run(LevelBackend(level), step._replace(q=q, v=v), shape)
     rows = [row for row in range(80) if row not in (20, 21)]
     assert torch.equal(out[rows], expected[rows])
-    assert not torch.equal(out[20], expected[20])
+    assert bool(out[[20, 21]].isnan().any(-1).all())
 
 
 _TILED_FORMS = [

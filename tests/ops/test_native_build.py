@@ -151,6 +151,11 @@ def test_a_failing_compiler_is_quoted(tmp_path: Path) -> None:
     assert list((tmp_path / "cache").rglob("*.so")) == []
 
 
+# Shells start background programs, such as a test run, with SIGINT ignored, and children inherit it.
+INTERRUPTIBLE = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+"""
 # A compiler that starts a process of its own, as g++ does. It ends with the first of both.
 ENDLESS = """#!/bin/sh
 : > "$TMPDIR/part.s"
@@ -169,7 +174,7 @@ def test_compilers_and_their_files_end_with_the_build(tmp_path: Path, number: in
     stale.mkdir(parents=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("STARTED", str(started))
-        process = start(BUILD, cache=cache, compiler=str(compiler))
+        process = start(INTERRUPTIBLE + BUILD, cache=cache, compiler=str(compiler))
     until(lambda: started.exists() and len(started.read_text().split()) == 4)
     compilers = [psutil.Process(int(pid)) for pid in started.read_text().split()]
     assert len(list(cache.rglob("part.s"))) == 1

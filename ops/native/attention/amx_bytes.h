@@ -166,9 +166,12 @@ class ByteTiles {
         std::memcpy(key_scales_ + t * kTile + i, groups.tiles[t].keys[group] + key_size + at, kBytes);
         std::memcpy(value_scales_ + t * kTile + i, groups.tiles[t].values[group] + value_size + at, kBytes);
       }
-      if (tokens_ == kMinGroup) join_keys(groups.tiles[t], t);
+      // [kKeyVectors][units][16]
+      uint32_t* joined = keys_ + static_cast<size_t>(t) * kTile * key_units_;
+      if (tokens_ == kMinGroup) join_keys(groups.tiles[t], key_units_, joined);
     }
-    // The weight of a key that a row does not see is zero. Its scale must be finite, so that their product is zero.
+    // The weight of a key that a row does not see is zero. Its scale must be finite, so that their product is zero. The
+    // infinite scale of a key that a row sees becomes the largest float too.
     for (int i = 0; i < groups.count * kTile; i += kWidth) {
       const F32 scale = max(load(value_scales_ + i), broadcast(0.0f));  // the second argument if the first is NaN
       store(value_scales_ + i, min(scale, broadcast(std::numeric_limits<float>::max())));
@@ -208,12 +211,7 @@ class ByteTiles {
 
  private:
   static constexpr int kSumStride = 4 * amx::kTileColumns;
-  static constexpr int kLinesPerProduct = 3;  // lines of four groups that are prefetched
-
-  // The keys of a tile if groups have 8 tokens: [kKeyVectors][units][16].
-  void join_keys(const TileGroups<int8_t>& groups, int t) {
-    attention::join_keys(groups, key_units_, keys_ + static_cast<size_t>(t) * kTile * key_units_);
-  }
+  static constexpr int kLinesPerByteProduct = 3;  // lines of four groups that are prefetched
 
   // products_ [2 * rows][kPartition] = digits of queries times the 64 keys of a tile.
   void score(const ByteRows& rows, int t, GroupPrefetch& prefetch) {
@@ -227,7 +225,7 @@ class ByteTiles {
     for (; unit + kUnits <= key_units_; unit += kUnits) {
       amx::load<4>(rows.queries + 4 * unit, p_.head_dim);
       for_tiles<kKeyVectors>([&](auto v) {
-        prefetch.lines(kLinesPerProduct);
+        prefetch.lines(kLinesPerByteProduct);
         amx::load<5>(keys[v] + unit * amx::kTileColumns, amx::kTileBytes);
         amx::multiply_signed_bytes<v, 4, 5>();
       });
@@ -235,7 +233,7 @@ class ByteTiles {
     if (unit < key_units_) {
       amx::load<6>(rows.queries + 4 * unit, p_.head_dim);
       for_tiles<kKeyVectors>([&](auto v) {
-        prefetch.lines(kLinesPerProduct);
+        prefetch.lines(kLinesPerByteProduct);
         amx::load<7>(keys[v] + unit * amx::kTileColumns, amx::kTileBytes);
         amx::multiply_signed_bytes<v, 6, 7>();
       });
@@ -281,7 +279,7 @@ class ByteTiles {
     for (int i = 0; i < num_keys; i += kTile) {
       store_tile_digits(row + i, inverse, half, weights + i, weights + kPartition + i);
     }
-    return is_zero ? 0.0f : magnitude / kMaxWhole;
+    return (is_zero ? 0.0f : magnitude / kMaxWhole) + 0.0f * rows.query_scales[r];  // NaN if the query is not finite
   }
 
   // The values of a tile side by side: values_ [kTile / 4][padded_dim] of the tile. Columns past value_dim hold bytes of
@@ -307,7 +305,7 @@ class ByteTiles {
       const uint32_t* values = values_ + static_cast<size_t>(t) * kTile / 4 * padded_dim_ + column;
       amx::load<4>(weights_ + t * kTile, kPartition);
       for_tiles<kColumns>([&](auto c) {
-        prefetch.lines(kLinesPerProduct);
+        prefetch.lines(kLinesPerByteProduct);
         amx::load<5>(values + c * amx::kTileColumns, row_bytes);
         amx::multiply_signed_bytes<c, 4, 5>();
       });

@@ -110,7 +110,7 @@ class GroupPrefetch {
     for (; count > 0 && stream_ < num_streams_; --count) {
       const Stream& stream = streams_[stream_];
       const char* groups[4];
-      std::memcpy(groups, stream.groups, sizeof groups);  // their type is another one
+      std::memcpy(groups, stream.groups, sizeof groups);  // the pointers have another type
       for (int i = 0; i < 4; ++i) __builtin_prefetch(groups[i] + offset_, 0, 2);
       offset_ += 64;
       if (offset_ >= stream.bytes) {

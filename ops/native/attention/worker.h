@@ -39,9 +39,11 @@ class Worker {
     scratch.lay_out([&] {
       queries_ = scratch.take<Factor>(static_cast<size_t>(max_rows) * num_factors_);
       positions_ = scratch.take<int>(max_rows);
-      scores_ = scratch.take<float>(Layout::kRows * kTile);
-      weights_ = scratch.take<Factor>(Layout::kRows * kTile);
-      totals_ = scratch.take<float>(static_cast<size_t>(max_rows) * kWidth);
+      if (!kHasByteTiles) {
+        scores_ = scratch.take<float>(Layout::kRows * kTile);
+        weights_ = scratch.take<Factor>(Layout::kRows * kTile);
+        totals_ = scratch.take<float>(static_cast<size_t>(max_rows) * kWidth);
+      }
       local_ = scratch.take<float>(state_floats(max_rows, padded_dim_));
       whole_ = scratch.take<float>(state_floats(max_rows, padded_dim_));
       if (Layout::kWidens) {
@@ -376,9 +378,9 @@ class Worker {
   Factor* queries_;          // [rows][num_factors]
   int* positions_;           // of the query tokens in their sequences
   float* query_scales_ = nullptr;  // [rows], if queries are digits
-  float* scores_;            // [kRows][kTile]
-  Factor* weights_;          // [kRows][num_factors(kTile)]
-  float* totals_;            // [rows][kWidth]
+  float* scores_ = nullptr;    // [kRows][kTile]; the three arrays are for tiles of other numbers than bytes
+  Factor* weights_ = nullptr;  // [kRows][num_factors(kTile)]
+  float* totals_ = nullptr;    // [rows][kWidth]
   float* local_;             // State
   float* whole_;             // State
   float* keys_ = nullptr;    // [groups][head_dim][tokens], widened

@@ -25,7 +25,7 @@
 
 namespace ostinato::linear {
 
-// Packed activations of a group: less than the second level cache, which has 1 MiB or more in servers with AVX-512.
+// Packed activations of a group: less than the second level cache, which has 1 MiB or more in the servers with AVX-512 on which this was measured.
 constexpr int64_t kGroupBytes = (OSTINATO_ISA >= 2 ? 768 : 384) << 10;
 constexpr int64_t kMaxGroupRows = 256;
 constexpr int64_t kBytesPerWorker = 96 << 10;  // cache traffic for which waking one more thread pays

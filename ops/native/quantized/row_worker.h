@@ -91,7 +91,7 @@ class QuantizedRowWorker {
         x.starts += first * rows;
         GroupFetch fetch{};
         if (OSTINATO_ISA >= 2 && groups_.blocks.count == 1 && rows > 1) fetch = GroupFetch::ahead(data, group_bytes);
-        // With AVX-512 this was not measured.
+        // Shares were not measured with AVX-512.
         if (OSTINATO_ISA <= 1 && blocks > 1) fetch = GroupFetch::share(data + bytes, bytes, count, block, blocks, rows);
         if (first == 0) std::memset(block_sums, 0, rows * kPanel * sizeof(float));
         kQuantizedTiles<Bits>[rows - 1](x, data, steps, weight_, block_sums, fetch);
