@@ -49,6 +49,7 @@ from rich.table import Table
 from ostinato.benchmarks.load.job import JobRequest, LoadJob
 from ostinato.benchmarks.machine.probes import commit_of
 from ostinato.benchmarks.report.json_file import write_json
+from ostinato.benchmarks.report.tables import median_and_range
 from ostinato.benchmarks.simulate.jobs import simulate_job
 from ostinato.benchmarks.simulate.specs import planned_spec
 from ostinato.conf.compose import load_config
@@ -351,10 +352,6 @@ PARTS = {
 }
 
 
-def _median_and_range(values: Sequence[float]) -> str:
-    return f"{statistics.median(values):.2f} [{min(values):.2f}-{max(values):.2f}]"
-
-
 def _rows(results: dict[str, Any]) -> list[tuple[str, str, str]]:
     """(what, figure, goal) for the table."""
     rows: list[tuple[str, str, str]] = []
@@ -368,12 +365,12 @@ def _rows(results: dict[str, Any]) -> list[tuple[str, str, str]]:
                     "",
                 )
             )
-        rows.append(("two engines over one", _median_and_range(found["ratio"]["2"]), "1.8"))
+        rows.append(("two engines over one", median_and_range(found["ratio"]["2"]), "1.8"))
     for count, found in results.get("ranks", {}).items():
         for name, ratios in found["ratio"].items():
             goal = "0.90" if name == "two ranks" else ""
             what = f"{name} over two threads, {count} requests"
-            rows.append((what, _median_and_range(ratios), goal))
+            rows.append((what, median_and_range(ratios), goal))
     if found := results.get("prefixes"):
         rows.append(("prefix hits, ideal", f"{found['ideal']:.1%}", ""))
         for router, share in found["share"].items():
