@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ostinato import LLM, SamplingParams
+from ostinato.conf.environment import cache_dir
 from ostinato.graphs.buffers import StaticBuffers
 from ostinato.graphs.compile_monitor import CompileMonitor
 from ostinato.graphs.sampling_graph import GraphSampler
@@ -94,6 +96,24 @@ def test_all_kinds_of_requests(
         assert llm.stats().steps_by_kind["captured"] > 0
     assert tokens(found) == tokens(expected)
     assert (device.num_late > 1000) == (device.timing is Timing.late)
+
+
+def test_building_the_guard_of_the_device_is_no_late_compile(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Engines of earlier tests, which are ready, would count it in a new cache folder."""
+    with LateDevice(Timing.late).installed(monkeypatch):
+        (built,) = (cache_dir() / "device-guard").glob("*.so")
+    compiler = tmp_path / "c++"
+    compiler.write_text(f"#!/bin/sh\nwhile [ $1 != -o ]; do shift; done\ncp {built} $2\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("OSTINATO_CACHE_DIR", str(tmp_path / "new"))
+    with closing(CompileMonitor()) as monitor:
+        monitor.mark_ready()
+        with LateDevice(Timing.late).installed(monkeypatch):
+            assert list((cache_dir() / "device-guard").glob("*.so")) != []
+        assert monitor.late_compiles == []
 
 
 @pytest.mark.slow
