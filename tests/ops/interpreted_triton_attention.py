@@ -256,6 +256,35 @@ def test_views_of_a_fused_projection() -> None:
         assert torch.equal(one.nan_to_num(7.0), other.nan_to_num(7.0))
 
 
+def test_a_cache_of_more_than_2_31_elements(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Offsets of 32 bits would wrap around. Only the pages of the last blocks become memory."""
+    case = shape(2, 1, 64, 128, FLOAT16)
+    step = make_step([(1, 40), (9, 12)], case)
+    expected = run(BACKEND, step, case)
+    # The interpreter copies every storage back, which is the same memory here.
+    monkeypatch.setattr(interpreter.GridExecutor, "_restore_args_dev", lambda *arguments: None)
+    first = (1 << 31) // step.k_cache[0].numel()
+    metadata = step.metadata._replace(
+        block_table=step.metadata.block_table + first,
+        slot_mapping=step.metadata.slot_mapping + first * 128,
+    )
+    projected = torch.cat([tensor.flatten(1) for tensor in step[:3]], 1)
+    none = (None, None)
+    for is_projected in (False, True):
+        caches = []
+        for small in (step.k_cache, step.v_cache):
+            large = torch.empty((first + len(small), *small.shape[1:]), dtype=small.dtype)
+            large[first:] = small
+            caches.append(large)
+        rest = (*caches, metadata, 64**-0.5, 0, 0.0, *none)
+        if is_projected:
+            out = BACKEND.run_projected(projected, *none, *none, 0.0, 2, *rest)
+        else:
+            out = BACKEND.run(*step[:3], *rest)
+        for one, other in zip(expected, (out, *(each[first:] for each in caches)), strict=True):
+            assert torch.equal(one.nan_to_num(7.0), other.nan_to_num(7.0))
+
+
 def test_blocks_shared_within_a_step() -> None:
     """A sequence reads a block that another sequence of the same step fills."""
     case = Shape(num_heads=2, num_kv_heads=1, head_dim=16)

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import Tensor
+from triton.runtime import interpreter
 
 from ostinato.ops.gpu_quantized.triton_quantized_linear import (
     few_rows_launch,
@@ -110,6 +111,25 @@ def test_rows_are_the_dequantised_ones(form: QuantFormat) -> None:
     got = quantized_rows_on_cuda(weight, ids, OUT, IN, torch.float32, form)
     assert torch.equal(got, dequantize_linear_weight(weight, form, OUT, IN)[ids])
     assert quantized_rows_on_cuda(weight, ids[:0], OUT, IN, torch.float32, form).shape == (0, IN)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", [FORMS[0], FORMS[7]], ids=lambda form: form.name)
+def test_rows_of_a_weight_of_more_than_2_31_bytes(
+    form: QuantFormat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Offsets of 32 bits would wrap around. Only the pages of the last panel become memory."""
+    # The interpreter copies every storage back, which is the same memory here.
+    monkeypatch.setattr(interpreter.GridExecutor, "_restore_args_dev", lambda *arguments: None)
+    panel = stored(form, 3, (32, 8192))
+    first = (1 << 31) // panel.numel() + 1
+    weight = torch.empty((first + 1, panel.numel()), dtype=torch.uint8)
+    weight[first:] = panel
+    ids = torch.tensor([0, 31])
+    got = quantized_rows_on_cuda(
+        weight, ids + first * 32, first * 32 + 32, 8192, torch.float32, form
+    )
+    assert torch.equal(got, dequantize_linear_weight(panel, form, 32, 8192)[ids])
 
 
 @pytest.mark.parametrize(
