@@ -104,10 +104,16 @@ def _run_stages(options: argparse.Namespace, record: dict[str, Any]) -> None:
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
-    from ostinato.benchmarks.gpu.stages import STAGES, default_stages
+    from ostinato.benchmarks.gpu.stages import STAGES, default_stages, limit_s
 
+    lines = [
+        f"  {name:<24} {stage.summary}; at most {limit_s(name):.0f} s"
+        for name, stage in STAGES.items()
+    ]
     parser = argparse.ArgumentParser(
-        prog="python -m ostinato.benchmarks.gpu", epilog=f"stages: {', '.join(STAGES)}"
+        prog="python -m ostinato.benchmarks.gpu",
+        epilog="stages, in running order:\n" + "\n".join(lines),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--stages", default=",".join(default_stages()), help="separated by commas")
     parser.add_argument("--budget-s", type=float, default=1800.0, help="seconds for all stages")
@@ -182,7 +188,7 @@ def _run_here(name: str, tiny: bool, output: Path) -> int:
     from ostinato.benchmarks.gpu.stages import STAGES, StageFailedError
 
     try:
-        result: dict[str, Any] = {"status": "ok", "result": STAGES[name](tiny)}
+        result: dict[str, Any] = {"status": "ok", "result": STAGES[name].measure(tiny)}
     except StageFailedError as error:
         result = {"status": "failed", "error": str(error), "result": error.result}
     except Exception as error:  # recorded, so that the other stages run

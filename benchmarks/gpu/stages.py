@@ -14,7 +14,7 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -37,8 +37,13 @@ from ostinato.runtime.startup.plan.device import resolve_device
 
 __all__ = ("LIMITS_S", "STAGES", "Stage", "StageFailedError", "default_stages", "limit_s", "start")
 
-Stage = Callable[[bool], dict[str, Any]]
-"""A stage: a function of `tiny` that returns its measurements. Tiny sizes run on any machine."""
+
+class Stage(NamedTuple):
+    """A group of measurements that runs in a process of its own."""
+
+    measure: Callable[[bool], dict[str, Any]]  # of `tiny`; tiny sizes run on any machine
+    summary: str  # what it measures, for `--help`
+
 
 _WIDE = ["scheduler.max_num_seqs=256", "model.max_model_len=4096"]
 _LONG = ["scheduler.max_num_batched_tokens=8192", "model.max_model_len=16384"]
@@ -165,21 +170,27 @@ def _of(
     return lambda tiny: measure(stage_config(model, overrides, tiny=tiny), tiny=tiny)
 
 
+_DECODE = "steps of 1, 8, 64 and 256 sequences with 2,048 tokens each"
+_OFFLINE = "256 requests at once, 100 to 1,024 tokens in and as many out"
+_PREFILL = "prompts of 512, 2,048 and 8,192 tokens"
+_STARTS = "two starts in new processes: with empty caches, and with those of the first"
 LLAMA, QWEN = "llama-8b", "qwen3-0.6b"
 # In running order: the machine's rates and the tests, then the other stages by importance.
 STAGES: dict[str, Stage] = {
-    "machine": _machine,
-    "tests": _tests,
-    f"decode-{LLAMA}": _of(decode, LLAMA, _WIDE),
-    f"decode-{QWEN}": _of(decode, QWEN, _WIDE),
-    f"offline-{QWEN}": _of(offline, QWEN, _WIDE),
-    f"vllm-offline-{QWEN}": _of(offline_in_vllm, QWEN, _WIDE),
-    f"prefill-{LLAMA}": _of(prefill, LLAMA, _LONG),
-    f"prefill-{QWEN}": _of(prefill, QWEN, _LONG),
-    "sampler": _sampler,
-    f"decode-fp8-{LLAMA}": _of(decode, LLAMA, [*_WIDE, "cache.dtype=fp8_e4m3"]),
-    f"startup-{QWEN}": partial(_startup, QWEN),
-    f"startup-{LLAMA}": partial(_startup, LLAMA),
+    "machine": Stage(_machine, "the rates of copies and of matrix products"),
+    "tests": Stage(_tests, "tests/gpu without its slow tests"),
+    f"decode-{LLAMA}": Stage(_of(decode, LLAMA, _WIDE), _DECODE),
+    f"decode-{QWEN}": Stage(_of(decode, QWEN, _WIDE), _DECODE),
+    f"offline-{QWEN}": Stage(_of(offline, QWEN, _WIDE), _OFFLINE),
+    f"vllm-offline-{QWEN}": Stage(_of(offline_in_vllm, QWEN, _WIDE), f"vLLM: {_OFFLINE}"),
+    f"prefill-{LLAMA}": Stage(_of(prefill, LLAMA, _LONG), _PREFILL),
+    f"prefill-{QWEN}": Stage(_of(prefill, QWEN, _LONG), _PREFILL),
+    "sampler": Stage(_sampler, "draws of 1 to 256 rows by each way of sampling"),
+    f"decode-fp8-{LLAMA}": Stage(
+        _of(decode, LLAMA, [*_WIDE, "cache.dtype=fp8_e4m3"]), f"a cache of 8 bits: {_DECODE}"
+    ),
+    f"startup-{QWEN}": Stage(partial(_startup, QWEN), _STARTS),
+    f"startup-{LLAMA}": Stage(partial(_startup, LLAMA), _STARTS),
 }
 
 
