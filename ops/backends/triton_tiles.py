@@ -106,6 +106,8 @@ class KernelShape:
         # Keys of 8 bits are widened in registers, which hold 64 keys at a time.
         most = 64 if self.converts_cache else 128
         block_n = 16 if self.itemsize == 4 else {128: 64, 256: 32}.get(self.block_d, most)
+        if block_m >= 64 and self.programs_per_processor == 1:
+            block_n = min(64, block_n)  # the logits of more keys would spill
         num_warps = 4 if block_m <= 64 and self.programs_per_processor == 2 else 8
         return self._deepest(TileShape(block_m, block_n, num_warps, stages) for stages in (3, 2))
 
@@ -119,6 +121,20 @@ class KernelShape:
         """
         few = self.num_seqs <= _PARTITIONS[0][0]
         return 1 if few and self.itemsize == 2 and not self.converts_cache else 2
+
+    def max_registers(self, sliding_window: int) -> int:
+        """The most registers of a thread of the short tile; 0 = as many as the compiler wants."""
+        tile = self.short
+        if self.programs_per_processor == 2:
+            # Without a limit, the compiler may spill so that three programs of 4 warps fit.
+            return 255 if tile.num_warps == 4 and self.itemsize == 2 else 0
+        # A program of the next kernel starts early and needs registers too: 168 leave 176 for each
+        # of its 128 threads, and 184 leave 144. Larger results leave none. By the tables of
+        # docs/kernels.md, nothing spills with 168 if values have 128 elements.
+        if tile.block_m * self.block_v > 8192:
+            return 0
+        is_small = self.value_size == 128 and tile.block_m < 64 and sliding_window >= 0
+        return 168 if is_small else 184
 
     @property
     def long(self) -> TileShape:
@@ -238,12 +254,8 @@ def attention_constants(
         "num_stages": num_stages,
         "enable_fp_fusion": True,
     }
-    if not is_long and shape.programs_per_processor == 1:
-        constants["maxnreg"] = 168
-    elif not is_long and tile.num_warps == 4 and shape.itemsize == 2:
-        # Two programs share a multiprocessor. Without a limit of registers, the compiler may spill
-        # so that three fit.
-        constants["maxnreg"] = 255
+    if not is_long and (most := shape.max_registers(sliding_window)):
+        constants["maxnreg"] = most
     return constants
 
 

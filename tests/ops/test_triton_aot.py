@@ -18,7 +18,7 @@ from ostinato.benchmarks.micro.kernels.kernel_table import (
 # Kernels of attention take 2 s each: among these, each role, size of heads, type of cache and
 # optional argument occurs.
 ATTENTION = {
-    ("Llama-8B 32/8 heads, D128", "few", ""),
+    ("16/8 heads, D256", "few", ""),
     ("Llama-8B 32/8 heads, D128", "long", "fp8_e4m3"),
     ("32/8 heads, D64", "short", "fp8_e4m3"),
     ("window 4096, cap 50, D128", "short", ""),
@@ -32,10 +32,6 @@ OTHERS = {
     "Qwen3-30B-A3B down, 8 rows",
     "DeepSeek-V3 output, blocks, 256 rows",
 }
-# (model, role) -> the most bytes that may be spilled. The kernels for steps of at most 4 sequences
-# have 8 warps, and so at most 168 registers a thread. These two do not fit: one has a tile of 128
-# rows, the other heads of 256 values.
-MOST_SPILLED = {("71/1 heads, D64", "few"): 164, ("16/8 heads, D256", "few"): 20}
 
 
 def is_unmarked(variant: Variant) -> bool:
@@ -59,7 +55,7 @@ CASES = [
 def test_compiles_within_registers_and_shared_memory(variant: Variant) -> None:
     used = compile_variant(variant)
     print(render([(variant, used)]))  # noqa: T201 - the report, seen with pytest -s
-    assert used.spill_bytes <= MOST_SPILLED.get((variant.model, variant.role), 0)
+    assert used.spill_bytes == 0
     assert used.shared_bytes <= 227 * 1024
     if variant.uses_tensor_cores:
         assert used.num_wgmma + used.num_mma > 0

@@ -71,23 +71,13 @@ _WEIGHTS = ("q_weight", "k_weight", "bias", "norm_weight", "residual")
 _SUMS = ("scaled", "squares", "new_squares")
 _OPTIONAL = (*_SINGLE, *_WEIGHTS, *_SUMS, "cleared", "score_bias")
 _MANY = 64  # sequences of a step that has the tile for many sequences
-# For few sequences, these models have nearly the same kernel as Llama-8B, so theirs is not listed.
-_LIKE_LLAMA = {
-    "Qwen3-0.6B 16/8 heads, D128",
-    "Llama-8B, block 64",
-    "GPT-2 12/12 heads, D64",
-    "32/32 heads, D80",
-    "Llama 4 40/8 heads, D128, chunks",
-}
 _TITLE = "# Triton kernels\n"
 _INTRODUCTION = """
 [Layers and steps](#layers-and-steps) has the kernels of whole steps. The sections after it list
 single kernels. `python -m ostinato.benchmarks.micro.kernels.kernel_table` compiled them ahead of
 time for compute capability 9.0. There is one section per Triton version, because versions allocate
 registers differently. `tests/ops/test_triton_aot.py` requires: no spills, at most 227 KiB of shared
-memory, and tensor-core instructions in every 16-bit kernel of attention and of matrix products. Two
-kernels for steps of at most 4 sequences (*few*) may spill: 164 bytes with 71 heads of one KV head,
-and 20 bytes with D256.
+memory, and tensor-core instructions in every 16-bit kernel of attention and of matrix products.
 
 In these sections, the column *kernel* has these names. *Short* is attention of sequences whose
 query rows fit one tile (decode), *few* is the same in steps of at most 4 sequences, *long* is
@@ -147,7 +137,7 @@ def variants() -> Iterator[Variant]:
         for cache_dtype in ("", "fp8_e4m3"):
             converting = replace(shape, converts_cache=cache_dtype != "", num_seqs=_MANY)
             launches = [("short", converting), ("long", converting)]
-            if not cache_dtype and model not in _LIKE_LLAMA:
+            if not cache_dtype:
                 launches.insert(0, ("few", shape))
             for role, used in launches:
                 constants = attention_constants(
@@ -174,10 +164,10 @@ def variants() -> Iterator[Variant]:
         "BLOOM-7B 32/32 heads, D128, ALiBi": (32, 32, 128, 0, "alibi_slopes"),
     }
     for model, (heads, kv_heads, head_dim, window, name) in per_head.items():
-        shape = KernelShape(heads, kv_heads, head_dim, 16, 2, 1 << 17, _MANY)
-        for is_long in (False, True):
-            constants = attention_constants(shape, window, 0.0, is_long=is_long, early=True)
-            role = "long" if is_long else "short"
+        shape = KernelShape(heads, kv_heads, head_dim, 16, 2, 1 << 17)
+        for role, num_seqs in (("few", 1), ("short", _MANY), ("long", _MANY)):
+            used = replace(shape, num_seqs=num_seqs)
+            constants = attention_constants(used, window, 0.0, is_long=role == "long", early=True)
             yield Variant(model, role, "bfloat16", attention_kernel, constants, optional=(name,))
 
     yield from _rotations()
