@@ -23,6 +23,7 @@ MODULES = {
     "others": (
         "fused/interpreted_fused",
         "fused/interpreted_experts",
+        "fused/interpreted_layers",
         "gpu_quantized/interpreted_quantized",
         "logprobs/interpreted_row_logprobs",
         "moe/interpreted_moe_linear",
