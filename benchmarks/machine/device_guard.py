@@ -7,15 +7,11 @@ tensors of a test's simulated device. CUDA itself does not run.
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import os
-import subprocess
-import tempfile
 from pathlib import Path
 
 import torch
 
-from ostinato.conf.environment import cache_dir, cxx
+from ostinato.benchmarks.machine.compiled_library import compiled_library
 
 __all__ = ("install_device_guard",)
 
@@ -32,22 +28,8 @@ def install_device_guard() -> None:
     """
     if torch.backends.cuda.is_built():
         return
-    text = _SOURCE.read_text(encoding="utf-8") + torch.__version__
-    folder = cache_dir() / "device-guard"
-    library = folder / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.so"
-    if not library.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        _compile(library)
-    ctypes.CDLL(str(library))  # a library that is loaded already is not loaded again
-
-
-def _compile(library: Path) -> None:
     root = Path(torch.__file__).parent
-    with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
-        built = Path(scratch) / "guard.so"
-        command = [cxx(), "-std=c++20", "-O1", "-shared", "-fPIC", f"-I{root}/include"]
-        command += [str(_SOURCE), "-o", str(built), f"-L{root}/lib", "-lc10"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise RuntimeError(f"{' '.join(command)} failed: {done.stderr[-2000:]}")
-        os.replace(built, library)
+    flags = ("-std=c++20", "-O1", f"-I{root}/include", f"-L{root}/lib", "-lc10")
+    # The version stands for the headers of torch, which a new version at the same place replaces.
+    library = compiled_library(_SOURCE, (*flags, f"-DTORCH_RELEASE={torch.__version__}"))
+    ctypes.CDLL(str(library))  # a library that is loaded already is not loaded again

@@ -10,6 +10,8 @@
 
     ... --drafts --llama-cpp-draft Q4_0.gguf --parts decode repeat
 
+    ... --isa avx2 --llama-cpp SERVER_FOR_AVX2=GGUF
+
     python -m ostinato.benchmarks.peers --show FILE
 
 Each peer runs in its own virtual environment at its best settings (the drive_*.py files in this
@@ -39,6 +41,10 @@ with the best peer of the class. `--stored` also runs this engine with a quantis
 GGUF file. `--drafts` adds engines with drafts that come from earlier text: this engine with
 `speculation.method=auto`, vLLM's n-grams, OpenVINO's prompt lookup and each n-gram drafter of
 llama-server. Every engine draws the likeliest token.
+
+`--isa avx2` hides AVX-512, AMX and AVX-VNNI from every engine: a preloaded library intercepts the
+instruction CPUID (hidden_avx512.cpp). So a processor with AVX-512 takes the place of one without.
+llama-server chooses its instructions when it is built, so it must be built for AVX2.
 """
 
 from __future__ import annotations
@@ -63,10 +69,10 @@ import torch
 import ostinato
 from ostinato.benchmarks.machine.probes import LoadMeter, commit_of, read_bandwidth
 from ostinato.benchmarks.peers.driver_commands import driver_commands
+from ostinato.benchmarks.peers.limited_processor import hiding_library, preloading
 from ostinato.benchmarks.peers.peer_table import print_comparison
 from ostinato.benchmarks.report.json_file import write_json
 from ostinato.benchmarks.workload.workload import Part, WorkItem, standard_workload
-from ostinato.conf.environment import environment_with
 from ostinato.runtime.machine_info import cpu_name, package_versions
 
 __all__ = ("Engine", "measure_part")
@@ -94,7 +100,7 @@ class _Ended(BaseException):
 class Engine:
     """One engine's process, stopped between its turns. The constructor starts it."""
 
-    def __init__(self, name: str, command: list[str], variables: dict[str, str]) -> None:
+    def __init__(self, name: str, command: list[str], environment: dict[str, str]) -> None:
         self.name = name
         self.ready_s = 0.0  # how long it took to load
         self.peak_rss_mib = 0.0
@@ -104,7 +110,7 @@ class Engine:
             stdout=subprocess.PIPE,
             text=True,
             cwd=_FOLDER,
-            env=environment_with(**variables),
+            env=environment,
             start_new_session=True,  # ctrl-C ends this program, which then ends the engines
         )
 
@@ -267,6 +273,7 @@ def _conditions(options: argparse.Namespace, engines: list[Engine]) -> dict[str,
         "threads": options.threads,
         "busy_processes": options.busy,
         "cpu": cpu_name(),
+        "isa": options.isa,
         "versions": package_versions(),
         "ready_s": {engine.name: engine.ready_s for engine in engines},
         "peak_rss_mib": {engine.name: engine.peak_rss_mib for engine in engines},
@@ -331,6 +338,9 @@ def _parser() -> argparse.ArgumentParser:
         default=0,
         help="processes that compute all the time beside the engines, as other programs would",
     )
+    parser.add_argument(
+        "--isa", choices=("avx2",), help="hide newer instruction sets from all engines"
+    )
     parser.add_argument("--overrides", nargs="+", default=[], help="configuration of this engine")
     parser.add_argument("--json", type=Path, help="write every single figure to this file")
     parser.add_argument("--show", type=Path, help="print the table of such a file; measure nothing")
@@ -383,10 +393,11 @@ def _load(options: argparse.Namespace, engines: list[Engine]) -> None:
         "VLLM_CPU_KVCACHE_SPACE": "2",  # GiB
         "HF_HUB_OFFLINE": "1",
     }
+    hiding = "" if options.isa is None else str(hiding_library())
     for name, command in driver_commands(options).items():
         _show(f"loading {name}")
         preload = options.vllm_preload if name.startswith("vllm") else ""
-        engine = Engine(name, command, variables | ({"LD_PRELOAD": preload} if preload else {}))
+        engine = Engine(name, command, preloading(variables, hiding, preload))
         engines.append(engine)
         engine.wait_until_loaded()
 

@@ -46,9 +46,11 @@ def print_comparison(record: dict[str, Any]) -> None:
             f"{bandwidth:.0f}",
         )
     console = Console(width=max(_WIDTH, 24 * (len(names) + len(ours))), highlight=False)
+    isa = conditions.get("isa")  # None in records of earlier versions too
     console.print(
         f"{conditions['model']} {conditions['dtype']}, {conditions['threads']} threads, "
-        f"{conditions['cpu']}, {conditions['busy_processes']} other busy processes",
+        f"{conditions['cpu']}{f' limited to {isa}' if isa else ''}, "
+        f"{conditions['busy_processes']} other busy processes",
         markup=False,
     )
     console.print(table)

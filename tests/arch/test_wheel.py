@@ -23,6 +23,7 @@ DATA = {
     "benchmarks/report": ("schema.json", "report.css", "report.html.jinja"),
     "benchmarks/gate": ("ratios.json",),
     "benchmarks/machine": ("*.cpp", "gpus/*.yaml"),
+    "benchmarks/peers": ("*.cpp",),
     "benchmarks/soak/libraries": ("*.mjs",),
     "ops": ("*.cpp", "*.h"),
     "models/demo": ("*.json", "*.safetensors", "*.jinja", "*.md"),
