@@ -33,6 +33,7 @@ __all__ = (
     "sample_each",
     "sample_path",
     "sample_rows",
+    "sampling_inputs",
     "sampling_workspace_bytes",
 )
 
@@ -103,7 +104,14 @@ def sample_rows(logits: Tensor, inputs: SampleInputs, paths: Iterable[SamplePath
     return token_ids
 
 
-def sample_each(logits: Tensor, draws: Sequence[RowSampling]) -> Tensor:
+def sampling_inputs(draws: Sequence[RowSampling]) -> Tensor:
+    """The parameters of R draws as `sample_each` takes them: [6, R] float64 on the CPU."""
+    # NumPy converts a few Python numbers several times as fast as torch.
+    columns = np.array(draws, dtype=np.float64).reshape(-1, len(RowSampling._fields))
+    return torch.from_numpy(columns.T.copy())
+
+
+def sample_each(logits: Tensor, inputs: Tensor) -> Tensor:
     """Sample, for CPUs: each path is computed only for the rows that have it.
 
     This is the op `ostinato::sample_tokens`, on CPUs a C++ kernel (ops/native/rows/sampling.cpp).
@@ -113,14 +121,12 @@ def sample_each(logits: Tensor, draws: Sequence[RowSampling]) -> Tensor:
 
     Args:
         logits: [R, V] float32.
-        draws: the parameters and random numbers of the R rows.
+        inputs: the parameters and random numbers of the R rows, from `sampling_inputs`.
 
     Returns:
         [R] int64 token ids.
     """
-    # NumPy converts a few Python numbers several times as fast as torch.
-    columns = torch.from_numpy(np.array(draws, dtype=np.float64).T.copy())
-    return _sample_tokens(logits, columns.to(logits.device))
+    return _sample_tokens(logits, inputs.to(logits.device))
 
 
 def _plain_sample_tokens(logits: Tensor, inputs: Tensor) -> Tensor:

@@ -19,13 +19,7 @@ import torch
 from torch import Tensor
 
 from ostinato.graphs.sampling_graph import EagerSampler, TokenSampler
-from ostinato.ops.sampling.plain_sampling import uniform_number
-from ostinato.ops.sampling.sample_rows import (
-    RowSampling,
-    SamplePath,
-    sample_path,
-    sampling_workspace_bytes,
-)
+from ostinato.ops.sampling.sample_rows import sampling_workspace_bytes
 from ostinato.runtime.sampling.grammar_masks import MASKS_S, GrammarMasks, MatcherSource
 from ostinato.runtime.sampling.grammar_rows import GrammarRow, forced_tokens
 from ostinato.runtime.sampling.logits_processors import make_processors
@@ -34,59 +28,13 @@ from ostinato.runtime.sampling.pending_tokens import (
     PendingVerification,
     VerifiedTokens,
 )
+from ostinato.runtime.sampling.sampled_row import SampledRow
 from ostinato.runtime.sampling.to_device import to_device
-from ostinato.runtime.sampling.token_logprobs import LogprobRequest, start_logprobs
+from ostinato.runtime.sampling.token_logprobs import start_logprobs
 from ostinato.runtime.types.request import Request
 from ostinato.runtime.types.step import StepResult
 
 __all__ = ("Sampler", "sampling_bytes")
-
-
-class _Row:
-    """The parameters by which a running sequence's tokens are drawn and reported."""
-
-    __slots__ = ("grammar", "is_beam", "is_edited", "params", "path", "reported", "seed", "top_k")
-
-    def __init__(
-        self, request: Request, grammar: GrammarRow | None, vocab_size: int, device: torch.device
-    ) -> None:
-        params = request.sampling
-        self.params = params
-        self.seed = params.seed or 0
-        # If top-k is off (0), the draw chooses among all V tokens.
-        self.top_k = params.top_k if 0 < params.top_k < vocab_size else vocab_size
-        self.path = sample_path(
-            temperature=params.temperature,
-            top_k=self.top_k,
-            top_p=params.top_p,
-            min_p=params.min_p,
-            vocab_size=vocab_size,
-        )
-        self.is_beam = params.use_beam_search
-        self.is_edited = False  # whether logits processors can change its logits
-        self.reported = LogprobRequest(request, device)
-        self.grammar = grammar
-
-    @property
-    def mask(self) -> GrammarRow | None:
-        """The state that masks the next token; None if no token is masked."""
-        return None if self.grammar is None or self.grammar.is_free else self.grammar
-
-    @property
-    def changes_logits(self) -> bool:
-        """Whether a logits processor or a mask can change its logits before the draw."""
-        return self.is_edited or self.mask is not None
-
-    def draw(self, position: int) -> RowSampling:
-        """The parameters of the draw of the token at `position`."""
-        params = self.params
-        # A greedy row needs no random number, so the hash is not computed.
-        greedy = self.path is SamplePath.greedy
-        uniform = 0.0 if greedy else uniform_number(self.seed, position)
-        # Logits that are divided by a smaller temperature can overflow, so smaller temperatures
-        # count as 0.001. A temperature of 0 is greedy and is not read.
-        temperature = max(params.temperature, 1e-3)
-        return RowSampling(self.path, temperature, self.top_k, params.top_p, params.min_p, uniform)
 
 
 class Sampler:
@@ -115,7 +63,7 @@ class Sampler:
             reports_forced: results include the tokens that grammars force.
         """
         self._reports_forced = reports_forced
-        self._states: list[_Row | None] = [None] * max_num_seqs
+        self._states: list[SampledRow | None] = [None] * max_num_seqs
         self._vocab_size = vocab_size
         self._device = device
         self._processors = make_processors(
@@ -123,18 +71,20 @@ class Sampler:
         )
         self.grammars = GrammarMasks(vocab_size=vocab_size, device=device, matchers=matchers)
         self._token_sampler = token_sampler or EagerSampler()
-        self._staged: list[_Row] = []
+        self._staged: list[SampledRow] = []
         self._has_grammars = False  # whether a row of `_staged` has a `GrammarRow`
         self._reporting: list[int] = []  # indices into `_staged` of rows with log-probabilities
         self._rows: list[int] = []
         self._positions: list[int] = []
         self._drafts: list[list[int]] | None = None
         self._verifies_on_device = False  # whether the device compares the staged rows with drafts
+        # Whether no draw of the staged rows depends on the tokens before it.
+        self._draws_at_once = False
 
     def admit(self, row: int, request: Request, output_token_ids: list[int]) -> None:
         """Note that a sequence takes the row; `output_token_ids` is its output so far."""
         grammar = self.grammars.admit(request, output_token_ids)
-        state = _Row(request, grammar, self._vocab_size, self._device)
+        state = SampledRow(request, grammar, self._vocab_size, self._device)
         for processor in self._processors:
             processor.admit(row, request, output_token_ids)
             state.is_edited = state.is_edited or processor.changes(row)
@@ -156,6 +106,9 @@ class Sampler:
         self._reporting = [
             i for i, state in enumerate(states) if state.reported.num_top is not None
         ]
+        self._draws_at_once = drafts is None or not (
+            self._has_grammars or any(state.is_edited or state.is_beam for state in states)
+        )
         self._rows = rows
         self._positions = positions
         self._drafts = drafts
@@ -164,7 +117,7 @@ class Sampler:
             and self._device.type == "cuda"
             and not any(map(self._depends_on_output, range(len(rows))))
         )
-        if drafts is None or self._verifies_on_device:
+        if self._draws_at_once or self._verifies_on_device:
             self._stage_draws(states, positions)
 
     @property
@@ -241,7 +194,7 @@ class Sampler:
             # The token sampler copies the rows of each round to the memory of the captured logits.
             logits = logits.clone()
         starts = [0, *accumulate(1 + len(guesses) for guesses in drafts)]
-        if not self._has_grammars and not any(s.is_edited or s.is_beam for s in self._staged):
+        if self._draws_at_once:
             return self._verified(logits, starts, self._draw_all(logits, drafts), {})
         tokens: list[list[int]] = [[] for _ in drafts]
         endings: dict[tuple[int, int], str] = {}  # by (sequence, index of the token)
@@ -283,7 +236,6 @@ class Sampler:
         The rounds of `_verify` find the same tokens, which a test compares, and take a tenth of a
         millisecond longer.
         """
-        self._stage_draws(self._staged, self._positions)
         drawn: list[int] = self._token_sampler.run(logits).tolist()
         tokens: list[list[int]] = []
         begin = 0
@@ -352,7 +304,7 @@ class Sampler:
         return token_ids.tolist(), masks or [None] * len(chosen), held
 
     def _pick(
-        self, logits: Tensor, rows: list[int], states: list[_Row], positions: list[int]
+        self, logits: Tensor, rows: list[int], states: list[SampledRow], positions: list[int]
     ) -> tuple[Tensor, Sequence[GrammarRow | None], Set[int]]:
         """Change the logits by the rows' parameters, draw tokens, and note them.
 
@@ -379,7 +331,7 @@ class Sampler:
                 processor.advance(drawn, drawn_ids)
         return token_ids, masks if has_masks else (), held
 
-    def _stage_draws(self, states: list[_Row], positions: list[int]) -> None:
+    def _stage_draws(self, states: list[SampledRow], positions: list[int]) -> None:
         self._token_sampler.stage(
             [state.draw(place) for state, place in zip(states, positions, strict=True)]
         )
@@ -396,7 +348,7 @@ class Sampler:
         state = self._staged[index]
         return not state.is_beam and state.changes_logits
 
-    def _state(self, row: int) -> _Row:
+    def _state(self, row: int) -> SampledRow:
         state = self._states[row]
         assert state is not None, f"row {row} is sampled before it was admitted"
         return state

@@ -69,22 +69,23 @@ class AnswerHistory:
         self._drop_overwritten()
 
     def find(
-        self, partition: Hashable, token_ids: Sequence[int], most: int
+        self, partition: Hashable, token_ids: Sequence[int], key: int, most: int
     ) -> tuple[list[int], int] | None:
         """Find the last tokens of a sequence in an answer of its partition.
 
         Args:
             partition: the partition of the sequence.
             token_ids: the sequence.
+            key: `key_of` the sequence and `min_match` (text_index.py).
             most: the largest number of tokens to return.
 
         Returns:
             The tokens that follow the match, and the length of the match; None without a match.
         """
-        size, num_key, num_tokens = self._num_tokens, self._min_match, len(token_ids)
-        if num_tokens < num_key or not self._begins:
+        if not self._begins:
             return None
-        place = self._table[hash(tuple(token_ids[num_tokens - num_key :])) % size]
+        size, num_key, num_tokens = self._num_tokens, self._min_match, len(token_ids)
+        place = self._table[key % size]
         best, best_length, best_end = -1, num_key - 1, 0
         for _ in range(_MAX_CANDIDATES):
             if place < self._begins[0]:
@@ -102,6 +103,8 @@ class AnswerHistory:
                     best, best_length = place, length
                     more = index + 1 < len(self._begins)
                     best_end = self._begins[index + 1] if more else self._end
+                    if length == MAX_MATCH:
+                        break
             step = self._distance[place % size]
             if not step:
                 break

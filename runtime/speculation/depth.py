@@ -144,7 +144,8 @@ class DepthChooser:
             for index, one in enumerate(candidates)
             for place, chance in enumerate(self._rates.survival(one.draft, one.record.own))
         ]
-        chances.sort(reverse=True)  # equal chances: the earlier places first
+        if len(candidates) > 1:  # those of one draft fall from place to place
+            chances.sort(reverse=True)  # equal chances: the earlier places first
         expected, surcharges = float(load.num_decodes), self._surcharges_of(load.num_decodes)
         plain = self._plain_prediction(load)
         rounds = self._round_costs(load, candidates)

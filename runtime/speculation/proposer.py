@@ -23,6 +23,9 @@ __all__ = ("BatchProposer", "Draft", "DraftJob", "DraftSource", "Proposer")
 class DraftSource(StrEnum):
     """The source of a draft."""
 
+    # That of an Enum is written in Python. A source is looked up several times a step.
+    __hash__ = str.__hash__
+
     grammar = "grammar"  # forced by the request's grammar
     prediction = "prediction"  # the request's `prediction`
     ngram = "ngram"  # the sequence's own text

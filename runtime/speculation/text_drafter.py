@@ -14,7 +14,7 @@ from ostinato.conf.speculation.speculation_schema import SpeculationConfig
 from ostinato.runtime.speculation.answer_history import AnswerHistory
 from ostinato.runtime.speculation.prediction import PredictionFollower
 from ostinato.runtime.speculation.proposer import Draft, DraftSource
-from ostinato.runtime.speculation.text_index import MAX_MATCH, TextIndex
+from ostinato.runtime.speculation.text_index import MAX_MATCH, TextIndex, key_of
 from ostinato.runtime.types.request import Request
 
 __all__ = ("TextDrafter",)
@@ -52,20 +52,21 @@ class TextDrafter:
         texts = self._texts.get(request.request_id)
         if texts is None:
             texts = self._texts[request.request_id] = self._begin(request, token_ids)
+        key = key_of(token_ids, self._config.min_match)
         best = None
         if texts.prediction is not None:
-            best = texts.prediction.propose(token_ids, most)
+            best = texts.prediction.propose(token_ids, key, most)
         if texts.own is not None:
             texts.own.take(len(token_ids))
         if best is not None and best.strength >= MAX_MATCH:
             return best  # no match is longer
         if texts.own is not None:
-            match = texts.own.find(token_ids)
+            match = texts.own.find(token_ids, key)
             if match is not None and (best is None or match.length > best.strength):
                 draft = _continue(token_ids, match.place, most)
                 best = Draft(draft, DraftSource.ngram, match.length)
         if self._history is not None:
-            found = self._history.find(_partition(request), token_ids, most)
+            found = self._history.find(_partition(request), token_ids, key, most)
             if found is not None and (best is None or found[1] > best.strength):
                 best = Draft(found[0], DraftSource.history, found[1])
         return best

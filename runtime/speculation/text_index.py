@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-__all__ = ("MAX_MATCH", "Match", "TextIndex", "match_length")
+__all__ = ("MAX_MATCH", "Match", "TextIndex", "key_of", "match_length")
 
 MAX_MATCH = 32  # longer matches are not told apart
 _MAX_CANDIDATES = 6  # places of one key that are compared, the latest first
@@ -18,6 +18,12 @@ class Match(NamedTuple):
 
     place: int  # index of the token that followed
     length: int  # number of equal tokens before it, up to MAX_MATCH
+
+
+def key_of(token_ids: Sequence[int], size: int) -> int:
+    """The key of the last `size` tokens, by which they are looked up; for fewer tokens 0."""
+    num_tokens = len(token_ids)
+    return hash(tuple(token_ids[num_tokens - size :])) if num_tokens >= size else 0
 
 
 class TextIndex:
@@ -41,33 +47,39 @@ class TextIndex:
         # For each place from `_first` on: the previous place with the same hash; 0 = none.
         self._earlier: list[int] = []
 
-    def take(self, end: int) -> None:
-        """Index the next places before `end`, at most 1024."""
+    def take(self, end: int) -> bool:
+        """Index the next places before `end`, at most 1024; returns whether none is left."""
         text, size, latest, earlier = self._text, self._min_match, self._latest, self._earlier
-        end = min(end, len(text), self._next + _MOST_AT_ONCE)
+        last = min(end, len(text))
+        end = min(last, self._next + _MOST_AT_ONCE)
         for place in range(self._next, end):
             key = hash(tuple(text[place - size : place]))
             earlier.append(latest.get(key, 0))
             latest[key] = place
         self._next = max(self._next, end)
+        return self._next >= last
 
-    def find(self, token_ids: Sequence[int], *, near: int = 0) -> Match | None:
+    def find(
+        self, token_ids: Sequence[int], key: int, *, near: int = 0, most: int = MAX_MATCH
+    ) -> Match | None:
         """The place with the longest match; None without a match.
 
         Args:
             token_ids: the sequence whose last tokens are looked up.
+            key: `key_of` these tokens and `min_match`.
             near: among equally long matches, the first place at or after `near` is taken, or the
                 latest place if there is none. 0 = always the latest.
+            most: how many of the last tokens may match.
         """
-        size, num_tokens = self._min_match, len(token_ids)
-        if num_tokens < size:
+        place = self._latest.get(key, 0)
+        if not place:
             return None
-        place = self._latest.get(hash(tuple(token_ids[num_tokens - size :])), 0)
+        size = self._min_match
         best: Match | None = None
         for _ in range(_MAX_CANDIDATES):
             if not place:
                 break
-            length = match_length(self._text, place, token_ids)
+            length = match_length(self._text, place, token_ids, most)
             if length >= size and (
                 best is None
                 or length > best.length
@@ -78,10 +90,10 @@ class TextIndex:
         return best
 
 
-def match_length(text: Sequence[int], place: int, token_ids: Sequence[int]) -> int:
-    """Number of tokens before `place` that equal the end of `token_ids`, up to MAX_MATCH."""
+def match_length(text: Sequence[int], place: int, token_ids: Sequence[int], most: int) -> int:
+    """Number of tokens before `place` that equal the end of `token_ids`, up to `most`."""
     end = len(token_ids)
-    most = min(place, end, MAX_MATCH)
+    most = min(place, end, most)
     length = 0
     while length < most and text[place - 1 - length] == token_ids[end - 1 - length]:
         length += 1

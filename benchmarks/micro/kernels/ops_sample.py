@@ -33,6 +33,7 @@ from ostinato.ops.sampling.sample_rows import (
     SamplePath,
     sample_each,
     sample_rows,
+    sampling_inputs,
 )
 from ostinato.runtime.machine_info import cpu_name
 
@@ -79,7 +80,7 @@ def measure_sampling(vocabulary: int, num_rows: int) -> dict[str, dict[str, list
         rows = [row] * num_rows
         inputs = SampleInputs(*torch.tensor(rows, dtype=torch.float64).t().contiguous())
         calls: dict[str, Callable[[], Tensor]] = {
-            "native": functools.partial(sample_each, logits, rows),
+            "native": functools.partial(sample_each, logits, sampling_inputs(rows)),
             "torch": functools.partial(sample_rows, logits, inputs, {row.path}),
         }
         found[name] = _in_turns(calls)

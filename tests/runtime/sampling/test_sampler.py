@@ -9,8 +9,12 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ostinato.graphs.sampling_graph import GraphSampler, TokenSampler
+from ostinato.ops.sampling.plain_sampling import uniform_number
+from ostinato.runtime.sampling.sampled_row import SampledRow
 from ostinato.runtime.sampling.sampler import Sampler, sampling_bytes
 from ostinato.runtime.types.params import MAX_LOGPROB_TOKEN_IDS, SamplingParams
 from ostinato.runtime.types.request import Request
@@ -258,3 +262,15 @@ def test_chosen_tokens_instead_of_the_likeliest() -> None:
 def test_when_no_tokens_can_be_chosen(fields, problem) -> None:
     with pytest.raises(ValueError, match=f"^logprob_token_ids must be .*{problem}"):
         SamplingParams(**fields)
+
+
+@given(st.integers(0, 2**63 - 1), st.lists(st.integers(0, 40), max_size=30))
+def test_random_numbers_that_are_kept_are_those_of_their_positions(
+    seed: int, positions: list[int]
+) -> None:
+    """A row keeps numbers of the next positions. Positions of refused drafts come again."""
+    sampling = SamplingParams(temperature=0.7, seed=seed)
+    request = Request(request_id="r", prompt_token_ids=[1], sampling=sampling)
+    row = SampledRow(request, None, VOCAB, torch.device("cpu"))
+    for position in positions:
+        assert row.draw(position).uniform == uniform_number(seed, position)

@@ -11,7 +11,7 @@ from ostinato.conf.speculation.speculation_schema import SpeculationConfig, Spec
 from ostinato.runtime.speculation.answer_history import AnswerHistory
 from ostinato.runtime.speculation.proposer import Draft, DraftSource
 from ostinato.runtime.speculation.text_drafter import TextDrafter
-from ostinato.runtime.speculation.text_index import MAX_MATCH, TextIndex
+from ostinato.runtime.speculation.text_index import MAX_MATCH, TextIndex, key_of
 from ostinato.runtime.types.params import SamplingParams
 from ostinato.runtime.types.request import Request
 
@@ -38,7 +38,7 @@ def longest(text: list[int], tail: list[int], last: int) -> int:
 def test_a_match_is_one_and_is_missed_only_if_there_is_none(text: list[int], size: int) -> None:
     index = TextIndex(text, size)
     index.take(len(text))
-    match = index.find(text)
+    match = index.find(text, key_of(text, size))
     best = longest(text, text, len(text) - 1)
     assert (match is not None) is (best >= size and len(text) >= size)
     if match is not None:
@@ -52,10 +52,10 @@ def test_a_long_text_is_taken_in_piece_by_piece() -> None:
     founds = []
     for _ in range(5):
         index.take(len(text))
-        founds.append(index.find(text))
+        founds.append(index.find(text, key_of(text, 3)))
     assert founds[0] == (10, 3)
     text += [4000, 4001, 4002]
-    assert index.find(text) is not None
+    assert index.find(text, key_of(text, 3)) is not None
 
 
 def request(name: str = "r", prompt: list[int] | None = None, **changes: Any) -> Request:
@@ -105,7 +105,7 @@ def test_history_returns_only_what_followed_in_the_partition(
     history = AnswerHistory(64, 2)
     for partition, answer in answers:
         history.learn(partition, [], answer)
-    found = history.find(0, tail, 5)
+    found = history.find(0, tail, key_of(tail, 2), 5)
     if found is None:
         return
     draft, length = found
@@ -123,10 +123,10 @@ def test_history_forgets_the_oldest_answers_first() -> None:
     history = AnswerHistory(64, 2)
     for first in range(0, 1000, 10):
         history.learn(0, [], list(range(first, first + 10)))
-    assert history.find(0, [0, 1], 3) is None
-    assert history.find(0, [930, 931], 3) is None
-    assert history.find(0, [940, 941], 3) == ([942, 943, 944], 2)
-    assert history.find(0, [990, 991], 20) == ([*range(992, 1000)], 2)
+    assert history.find(0, [0, 1], key_of([0, 1], 2), 3) is None
+    assert history.find(0, [930, 931], key_of([930, 931], 2), 3) is None
+    assert history.find(0, [940, 941], key_of([940, 941], 2), 3) == ([942, 943, 944], 2)
+    assert history.find(0, [990, 991], key_of([990, 991], 2), 20) == ([*range(992, 1000)], 2)
 
 
 def prediction_drafts(predicted: list[int], answer: list[int], most: int = 4) -> int:
