@@ -218,8 +218,9 @@ class GraphRunner:
                 logits of all tokens are wanted, in their order; else 0.
 
         Returns:
-            [num_rows, vocab_size] float32 logits, valid until the next run. An encoder gives hidden
-            states instead. A stage before the last one gives no rows.
+            [num_rows, vocab_size] float32 logits, valid until the next run, or with a
+            `CausalLM.logits_group` the columns of this rank. An encoder gives hidden states
+            instead. A stage before the last one gives no rows.
         """
         key = self._bucket(num_tokens, num_seqs, num_rows, tokens_per_seq)
         replay = self._replays.get(key) if key is not None else None
@@ -287,7 +288,7 @@ class GraphRunner:
         hidden = self._hidden(batch)
         self._leave(num_tokens)
         has_logits = self._has_logits and num_rows > 0
-        return (self.compute_logits(hidden[sampled]) if has_logits else None), hidden
+        return (self._step_logits(hidden[sampled]) if has_logits else None), hidden
 
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         """Copy blocks of every layer's cache, (from, to): all are read before any is written."""
@@ -298,9 +299,13 @@ class GraphRunner:
             contents[targets] = contents[sources]
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """[R, D] hidden states -> [R, vocab_size] float32 logits."""
+        """[R, D] hidden states -> [R, vocab_size] float32 logits, on every rank."""
         assert isinstance(self._model, CausalLM), "an encoder has no logits"
         return self._model.compute_logits(hidden)
+
+    def _step_logits(self, hidden: Tensor) -> Tensor:
+        assert isinstance(self._model, CausalLM), "an encoder has no logits"
+        return self._model.step_logits(hidden)
 
     def close(self) -> None:
         """Free the captured programs, then the planner's buffers; no step may run afterwards."""
@@ -345,7 +350,7 @@ class GraphRunner:
             return hidden[:0]
         if num_rows is not None:
             hidden = hidden[:num_rows]
-        return self.compute_logits(hidden) if self._has_logits else hidden
+        return self._step_logits(hidden) if self._has_logits else hidden
 
     def _bind(self, key: GraphKey) -> Callable[[], Tensor]:
         batch = self._buffers.batch(key.num_tokens, key.num_seqs, key.num_rows)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ostinato.graphs.recorder import Recorder, is_out_of_memory
 from ostinato.ops.logprobs.row_logprobs import row_logprobs
+from ostinato.ops.parallel.divided_draws import collect_logits, draw_divided
 from ostinato.ops.sampling.sample_rows import (
     RowSampling,
     SampleInputs,
@@ -25,7 +26,14 @@ from ostinato.ops.sampling.sample_rows import (
     sampling_inputs,
 )
 
-__all__ = ("EagerSampler", "GraphSampler", "SamplingKey", "TokenSampler", "num_sampling_graphs")
+__all__ = (
+    "DividedSampler",
+    "EagerSampler",
+    "GraphSampler",
+    "SamplingKey",
+    "TokenSampler",
+    "num_sampling_graphs",
+)
 
 _FULL, _NARROW, _WIDE = SamplePath.full, SamplePath.narrow, SamplePath.wide
 # The sets of paths that have a graph each, cheapest first. A step takes the first set that contains
@@ -50,8 +58,12 @@ class TokenSampler(Protocol):
     def run(self, logits: Tensor) -> Tensor:
         """[R, V] float32 logits of the staged rows -> [R] int64 token ids.
 
-        The result is valid until the next run.
+        The result is valid until the next run. `DividedSampler` also takes the columns of its rank.
         """
+        ...
+
+    def whole(self, logits: Tensor) -> Tensor:
+        """The [R, V] logits of all ranks; the argument can be the columns of this rank."""
         ...
 
 
@@ -70,6 +82,35 @@ class EagerSampler:
 
     def run(self, logits: Tensor) -> Tensor:
         return sample_each(logits, self._inputs)
+
+    def whole(self, logits: Tensor) -> Tensor:
+        return logits
+
+
+class DividedSampler(EagerSampler):
+    """The sampler of rank 0, if each rank has the logits of a part of the vocabulary.
+
+    The other ranks call `answer_rank_0` once a step (ops/parallel/divided_draws.py). So a step
+    calls `whole` once, and `run` with its result, or it calls `run` once.
+    """
+
+    def __init__(self, group: Tensor, vocab_size: int) -> None:
+        """
+        Args:
+            group: [1] int64, the handle of a `ParallelGroup`.
+            vocab_size: V.
+        """
+        super().__init__()
+        self._group = group
+        self._vocab_size = vocab_size
+
+    def run(self, logits: Tensor) -> Tensor:
+        if logits.shape[1] == self._vocab_size:
+            return super().run(logits)
+        return draw_divided(logits, self._inputs, self._group)
+
+    def whole(self, logits: Tensor) -> Tensor:
+        return collect_logits(logits, self._group, self._vocab_size // logits.shape[1])
 
 
 class SamplingKey(NamedTuple):
@@ -158,6 +199,9 @@ class GraphSampler:
     def run_largest(self) -> None:
         """Run every path on the largest number of rows, so that the memory can be measured."""
         self._bind(SamplingKey(len(self._logits), _MIXTURES[-1]))()
+
+    def whole(self, logits: Tensor) -> Tensor:
+        return logits
 
     def run(self, logits: Tensor) -> Tensor:
         num_rows = self._num_rows

@@ -183,8 +183,24 @@ class CausalLM(LanguageModel):
     """A decoder-only language model: a token sees the tokens before it, through the KV cache."""
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """[R, D] final hidden states -> [R, vocab_size] float32 logits."""
+        """[R, D] final hidden states -> [R, vocab_size] float32 logits, on every rank."""
         raise NotImplementedError
+
+    @property
+    def logits_group(self) -> Tensor | None:
+        """[1] int64, the handle of the group in shared memory whose ranks divide the vocabulary.
+
+        None = this rank computes all logits, or the ranks exchange values in another way.
+        """
+        return None
+
+    def step_logits(self, hidden: Tensor) -> Tensor:
+        """[R, D] final hidden states -> the logits from which the tokens of a step are drawn.
+
+        With `logits_group` these are the [R, vocab_size / ranks] of this rank, because rank 0 alone
+        knows which logits are needed (ops/parallel/divided_draws.py). Otherwise `compute_logits`.
+        """
+        return self.compute_logits(hidden)
 
 
 class EncoderModel(LanguageModel):

@@ -235,11 +235,25 @@ class Decoder(CausalLM):
         return hidden
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        head = self.lm_head
-        if head is None:
-            head = self.embed_tokens
+        return self._head.gather(self._own_logits(hidden))
+
+    @property
+    def logits_group(self) -> Tensor | None:
+        return None if self._head.exchange.is_distributed else self._head.group
+
+    def step_logits(self, hidden: Tensor) -> Tensor:
+        if self.logits_group is None:
+            return self.compute_logits(hidden)
+        return self._own_logits(hidden)
+
+    @property
+    def _head(self) -> OutputHead | Embedding:
+        head = self.embed_tokens if self.lm_head is None else self.lm_head
         assert head is not None, "the last stage has the head"
-        logits = head.logits(hidden)
+        return head
+
+    def _own_logits(self, hidden: Tensor) -> Tensor:
+        logits = self._head.own_logits(hidden)
         scale, cap = self.config.logit_scale, self.config.logit_soft_cap
         if scale != 1.0:
             logits = logits * scale

@@ -30,7 +30,17 @@ class _VocabularyLinear(LinearBase):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, D] -> [R, vocab_size] float32: every rank gets logits of the whole vocabulary."""
-        part = self.multiply(hidden, float32_output=True)
+        return self.gather(self.own_logits(hidden))
+
+    def own_logits(self, hidden: Tensor) -> Tensor:
+        """[R, D] -> [R, vocab_size / ranks] float32: the logits of this rank's rows of the matrix.
+
+        Without tensor parallelism, and if the rows are not divided, these are all logits.
+        """
+        return self.multiply(hidden, float32_output=True)
+
+    def gather(self, part: Tensor) -> Tensor:
+        """[R, vocab_size / ranks] -> [R, vocab_size]: the parts of all ranks, on every rank."""
         if self.group is None:
             return part
         world = self.vocabulary.total // self.vocabulary.size

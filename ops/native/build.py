@@ -93,6 +93,7 @@ LIBRARIES: dict[str, tuple[tuple[str, ...], ...]] = {
             "rows/sampling",
             "rows/logprobs",
             "collectives/collectives",
+            "collectives/draws",
         ),
     ),
     # Loaded for models with quantised weights only.

@@ -11,6 +11,7 @@ from torch import Tensor
 from ostinato.graphs.buffers import StaticBuffers
 from ostinato.graphs.capture import GraphRunner, RunStep
 from ostinato.graphs.threads import StepThreads
+from ostinato.ops.parallel.divided_draws import answer_rank_0
 from ostinato.runtime.execution.batch_builder import BatchBuilder, StepShape, tokens_per_seq
 from ostinato.runtime.execution.hidden_states import KeptStates
 from ostinato.runtime.execution.pooler import PendingVectors, Pooler
@@ -70,15 +71,18 @@ class ModelRunner:
         threads: StepThreads | None = None,
         pooler: Pooler | None = None,
         hidden_states: KeptStates | None = None,
+        logits_group: Tensor | None = None,
     ) -> None:
         """
         Args:
             graphs: runs the model's programs.
             buffers: the static buffers that `graphs` reads.
-            sampler: samples the tokens; None = another rank samples.
+            sampler: samples the tokens; None = another rank has the sampler.
             threads: switches the CPU thread pools around a step; None = no switching.
             pooler: makes vectors; None = a pooler for a model without a classification head.
             hidden_states: gets the states of each step from `graphs.aux`; None = none are kept.
+            logits_group: the model's `CausalLM.logits_group`. Without a sampler, this rank helps
+                rank 0 to draw through it.
         """
         # row -> a number that is added to the row's positions before random numbers are drawn for
         # them. None = nothing is added. Only a draft head (runtime/execution/draft_head.py) sets
@@ -89,6 +93,7 @@ class ModelRunner:
         self.graphs = graphs
         self._threads = threads
         self._sampler = sampler
+        self._logits_group = logits_group if sampler is None else None
         self._buffers = buffers
         self._batch = BatchBuilder(buffers)
         self._scorer = PromptScorer(
@@ -208,6 +213,9 @@ class ModelRunner:
             assert self.graphs.aux is not None, "hidden states are kept only if graphs write them"
             self.hidden_states.store(output.scheduled, self.graphs.aux.states)
         pending = PendingStep(begin, prompt_logprobs, vectors)
+        if step.sampled_rows and self._logits_group is not None:
+            assert logits is not None, "rows that sample have logits"
+            answer_rank_0(logits, self._logits_group)
         if step.sampled_rows and sampler is not None:
             assert logits is not None, "rows that sample have logits"
             if sampler.waits_for_tokens:

@@ -1,7 +1,7 @@
 """The executor of an engine whose model is divided among several processes (ranks).
 
-Rank 0 runs in the engine's process, on the engine's thread, and samples the tokens. Each step is
-sent to the other ranks first. The result comes from rank 0 alone.
+Rank 0 runs in the engine's process, on the engine's thread, and has the sampler. Each step is sent
+to the other ranks first. The result comes from rank 0 alone.
 
 Without a pipeline, all ranks compute a step at the same time and wait for each other in the
 collectives of the model. `launch` runs rank 0's part.

@@ -78,8 +78,6 @@ class Sampler:
         self._positions: list[int] = []
         self._drafts: list[list[int]] | None = None
         self._verifies_on_device = False  # whether the device compares the staged rows with drafts
-        # Whether no draw of the staged rows depends on the tokens before it.
-        self._draws_at_once = False
 
     def admit(self, row: int, request: Request, output_token_ids: list[int]) -> None:
         """Note that a sequence takes the row; `output_token_ids` is its output so far."""
@@ -106,9 +104,6 @@ class Sampler:
         self._reporting = [
             i for i, state in enumerate(states) if state.reported.num_top is not None
         ]
-        self._draws_at_once = drafts is None or not (
-            self._has_grammars or any(state.is_edited or state.is_beam for state in states)
-        )
         self._rows = rows
         self._positions = positions
         self._drafts = drafts
@@ -117,7 +112,7 @@ class Sampler:
             and self._device.type == "cuda"
             and not any(map(self._depends_on_output, range(len(rows))))
         )
-        if self._draws_at_once or self._verifies_on_device:
+        if drafts is None or self._only_draws or self._verifies_on_device:
             self._stage_draws(states, positions)
 
     @property
@@ -151,7 +146,7 @@ class Sampler:
         before them.
 
         Args:
-            logits: [R, V] float32; changed in place.
+            logits: [R, V] float32, or the columns of this rank; changed in place.
             masks_s: seconds after which no further grammar masks are begun. Rows without a mask get
                 no token (`StepResult.counts`).
             model_s: seconds that the model has taken for the step.
@@ -159,6 +154,8 @@ class Sampler:
                 has one. Not read without drafts.
         """
         self.grammars.begin_step(masks_s, model_s)
+        if logits.shape[1] != self._vocab_size and (self._reporting or not self._only_draws):
+            logits = self._token_sampler.whole(logits)
         drafts = self._drafts
         if drafts is not None and not self._verifies_on_device:
             return self._verify(logits, _on_host(drafts, following))
@@ -194,7 +191,7 @@ class Sampler:
             # The token sampler copies the rows of each round to the memory of the captured logits.
             logits = logits.clone()
         starts = [0, *accumulate(1 + len(guesses) for guesses in drafts)]
-        if self._draws_at_once:
+        if self._only_draws:
             return self._verified(logits, starts, self._draw_all(logits, drafts), {})
         tokens: list[list[int]] = [[] for _ in drafts]
         endings: dict[tuple[int, int], str] = {}  # by (sequence, index of the token)
@@ -342,6 +339,11 @@ class Sampler:
             return True
         row = self._rows[index]
         return any(processor.depends_on_output(row) for processor in self._processors)
+
+    @property
+    def _only_draws(self) -> bool:
+        """Whether nothing changes the logits of the staged rows, and draws depend on no output."""
+        return not self._has_grammars and not any(s.is_edited or s.is_beam for s in self._staged)
 
     def _reports_before(self, index: int) -> bool:
         """Whether a staged row needs a copy of its logits before they are changed."""

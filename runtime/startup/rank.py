@@ -25,10 +25,10 @@ from ostinato.graphs.capture import GraphRunner
 from ostinato.graphs.compile_monitor import CompileMonitor
 from ostinato.graphs.compiler.compile import Binder
 from ostinato.graphs.recorder import CpuRecorder, CudaRecorder, is_out_of_memory
-from ostinato.graphs.sampling_graph import GraphSampler
+from ostinato.graphs.sampling_graph import DividedSampler, GraphSampler
 from ostinato.graphs.threads import StepThreads
 from ostinato.graphs.timing import make_timer
-from ostinato.models.base import EncoderModel, LanguageModel
+from ostinato.models.base import CausalLM, EncoderModel, LanguageModel
 from ostinato.ops.attention import AttentionPlanner, PlannedBackend, load_backend
 from ostinato.runtime.costs.cost_table import CostTable
 from ostinato.runtime.errors import StartupError
@@ -349,12 +349,16 @@ def _make_runner(
 ) -> ModelRunner:
     source = plan.source
     sampler = None  # only rank 0 samples
+    group = None  # with which this rank divides the logits
+    if isinstance(model, CausalLM) and model.stage.is_last:
+        group = model.logits_group
     if source.shard.is_leader:
+        divided = None if group is None else DividedSampler(group, source.config.vocab_size)
         sampler = Sampler(
             max_num_seqs=source.limits.max_num_seqs,
             vocab_size=source.config.vocab_size,
             device=source.device,
-            token_sampler=token_sampler,
+            token_sampler=token_sampler or divided,
             matchers=grammars.matcher,
             reports_forced=plan.config.speculation.drafter.uses_grammar,
         )
@@ -366,7 +370,7 @@ def _make_runner(
     hidden_states: KeptStates | None = None
     if graphs.aux is not None and source.shard.is_leader:
         hidden_states = _keep_hidden_states(plan)
-    return ModelRunner(graphs, buffers, sampler, threads, pooler, hidden_states)
+    return ModelRunner(graphs, buffers, sampler, threads, pooler, hidden_states, group)
 
 
 def _keep_hidden_states(plan: EnginePlan) -> KeptStates:

@@ -1,5 +1,5 @@
 // The collectives of tensor-parallel ranks. ops/parallel/collectives.py defines them.
-#include "collectives/group.h"
+#include "collectives/arguments.h"
 #include "core/kernel.h"
 #include "core/simd.h"
 
@@ -9,17 +9,6 @@ namespace ostinato::collectives {
 namespace {
 
 constexpr int64_t kBytesPerWorker = 64 << 10;  // bytes of a piece for which waking one more thread pays
-
-Group& group_of(const Tensor& handle) {
-  OSTINATO_CHECK(handle.dtype == DType::int64 && handle.dim == 1 && handle.sizes[0] == 1, "group must be [1] int64");
-  auto* group = reinterpret_cast<Group*>(*handle.as<int64_t>());
-  OSTINATO_CHECK(group != nullptr, "the model has not joined its group of ranks");
-  return *group;
-}
-
-bool is_contiguous(const Tensor& x) {
-  return x.dim == 2 && (x.sizes[1] <= 1 || x.strides[1] == 1) && (x.sizes[0] <= 1 || x.strides[0] == x.sizes[1]);
-}
 
 // Calls body(first, size) for parts of [0, count) elements. The number of threads grows with the number of bytes.
 template <class Body>

@@ -5,6 +5,9 @@
 // published that number, and reads the slots. A rank publishes piece p + 1 after it has read piece p. So once all ranks
 // have published p + 1, all have read p, and a rank may write p + 2 into the slot of p. No second barrier is needed.
 //
+// A piece may have one reader (`gather`) or one writer (`broadcast`). The other ranks publish its number too, the
+// writers when they have written it, and go on. They wait only before they write the piece after the next.
+//
 // Ranks on other machines have slots here too. A process of this machine, the bridge, writes them (segment.py). The
 // bridge learns from an eventfd that a rank of this machine has published a piece, and sends that piece to the other
 // machines. The rule above holds for its copies: a rank elsewhere sends p + 2 when it has read p + 1 of all ranks of
@@ -77,18 +80,55 @@ class Group {
   // read(first, size, slot_of) reads the same elements of all ranks; slot_of(rank) is the slot of a rank.
   template <class Write, class Read>
   void exchange(int64_t count, int64_t element_bytes, const Write& write, const Read& read) {
-    if (header_->aborted.load(std::memory_order_relaxed) != 0) fail("the group of ranks was ended");
+    check_open();
     const int64_t piece = slot_bytes() / element_bytes;
     for (int64_t first = 0; first < count; first += piece) {
       const int64_t size = std::min(piece, count - first);
-      ++sequence_;
+      begin_piece();
       write(first, size, slot(rank_));
-      header_->ranks[rank_].bytes[sequence_ & 1] = static_cast<uint32_t>(size * element_bytes);
-      publish();
-      for (int rank = 0; rank < world(); ++rank) {
-        if (rank != rank_) wait_for(rank);
-      }
+      publish(size * element_bytes);
+      wait_for_others();
       read(first, size, [this](int rank) -> const char* { return slot(rank); });
+    }
+  }
+
+  // As `exchange`, but only the rank `reader` reads, and it does not write. The others return when they have written.
+  template <class Write, class Read>
+  void gather(int reader, int64_t count, int64_t element_bytes, const Write& write, const Read& read) {
+    check_open();
+    const int64_t piece = slot_bytes() / element_bytes;
+    for (int64_t first = 0; first < count; first += piece) {
+      const int64_t size = std::min(piece, count - first);
+      begin_piece();
+      if (rank_ == reader) {
+        publish(0);
+        wait_for_others();
+        read(first, size, [this](int rank) -> const char* { return slot(rank); });
+      } else {
+        write(first, size, slot(rank_));
+        publish(size * element_bytes);
+      }
+    }
+  }
+
+  // Passes `count` elements of the rank `writer` to all others. The writer returns when it has written them.
+  //
+  // write(first, size, own) as for `exchange`; read(first, size, slot) is called on the other ranks.
+  template <class Write, class Read>
+  void broadcast(int writer, int64_t count, int64_t element_bytes, const Write& write, const Read& read) {
+    check_open();
+    const int64_t piece = slot_bytes() / element_bytes;
+    for (int64_t first = 0; first < count; first += piece) {
+      const int64_t size = std::min(piece, count - first);
+      begin_piece();
+      if (rank_ == writer) {
+        write(first, size, slot(rank_));
+        publish(size * element_bytes);
+      } else {
+        publish(0);
+        wait_for(writer);
+        read(first, size, static_cast<const char*>(slot(writer)));
+      }
     }
   }
 
@@ -103,8 +143,27 @@ class Group {
     return reinterpret_cast<char*>(header_) + kHeaderBytes + (2 * rank + (sequence_ & 1)) * slot_bytes();
   }
 
-  void publish() {
+  void check_open() const {
+    if (header_->aborted.load(std::memory_order_relaxed) != 0) fail("the group of ranks was ended");
+  }
+
+  // Waits until the slot of the next piece is free: all ranks have published the present piece, so they have read the
+  // one before it. After an `exchange` that is so already.
+  void begin_piece() {
+    wait_for_others();
+    ++sequence_;
+  }
+
+  void wait_for_others() {
+    for (int rank = 0; rank < world(); ++rank) {
+      if (rank != rank_) wait_for(rank);
+    }
+  }
+
+  // bytes: how many bytes of the present piece this rank has written.
+  void publish(int64_t bytes) {
     Header::Rank& own = header_->ranks[rank_];
+    own.bytes[sequence_ & 1] = static_cast<uint32_t>(bytes);
     // These operations, and those of a rank that is about to sleep, are sequentially consistent. So either this rank
     // sees that the other rank sleeps, or the other rank sees the new number and stays awake.
     own.published.store(sequence_);

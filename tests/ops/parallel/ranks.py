@@ -22,9 +22,11 @@ from torch import Tensor
 from ostinato.ops.native.library import load
 from ostinato.ops.parallel.collectives import all_reduce, gather_vocab
 from ostinato.ops.parallel.distributed_group import DistributedGroup, GroupEndedError
+from ostinato.ops.parallel.divided_draws import answer_rank_0, collect_logits, draw_divided
 from ostinato.ops.parallel.exchange import Exchange, Share
 from ostinato.ops.parallel.group import ParallelGroup
 from ostinato.ops.parallel.segment import create_segment
+from ostinato.ops.sampling.sample_rows import RowSampling, sample_path, sampling_inputs
 
 _SHARE_OF_DELAYS, _MEAN_DELAY_S = 0.02, 0.0005  # some delays are longer than a rank spins
 _START = "from tests.ops.parallel.ranks import main; main()"
@@ -58,6 +60,45 @@ class Gather(NamedTuple):
         return torch.randn(self.shape, generator=generator)
 
 
+class Draw(NamedTuple):
+    """Draws from random logits, whose columns are divided. Rank 0 draws, the others answer.
+
+    Half of the draws are followed by a sum, which every rank begins as soon as it can.
+    """
+
+    seed: int
+    rows: int
+    width: int  # columns of a rank
+    is_greedy: bool
+    is_whole: bool = False  # rank 0 gets all logits instead
+
+    def part(self, rank: int) -> Tensor:
+        """Few different numbers, so some are equal; NaN and -inf are among them."""
+        generator = torch.Generator().manual_seed(self.seed * 100 + rank)
+        logits = torch.randn(self.rows, self.width, generator=generator)
+        logits = (logits * 4).round() / 4
+        logits[torch.rand(logits.shape, generator=generator) < 0.05] = float("nan")
+        logits[torch.rand(logits.shape, generator=generator) < 0.05] = float("-inf")
+        if self.rows > 1:
+            logits[-1] = float("-inf")  # no token of the last row is possible
+        return logits
+
+    def draws(self, vocab_size: int) -> list[RowSampling]:
+        draw = random.Random(self.seed)
+        rows: list[RowSampling] = []
+        for _ in range(self.rows):
+            top_k, top_p = draw.choice([vocab_size, 1, 3]), draw.choice([1.0, 0.7])
+            path = sample_path(
+                temperature=0.0 if self.is_greedy else draw.choice([0.0, 1.0, 1.0]),
+                top_k=top_k,
+                top_p=top_p,
+                min_p=0.0,
+                vocab_size=vocab_size,
+            )
+            rows.append(RowSampling(path, 1.0, top_k, top_p, 0.0, draw.random()))
+        return rows
+
+
 class Rounds(NamedTuple):
     """Many sums of changing sizes, one straight after the other; every sum is checked.
 
@@ -68,7 +109,7 @@ class Rounds(NamedTuple):
     seed: int | None = None
 
 
-Command = Reduce | Gather | Rounds
+Command = Reduce | Gather | Draw | Rounds
 
 
 def run(
@@ -83,6 +124,19 @@ def run(
         case Gather():
             part = command.part(group.rank)
             return gather_vocab(part, handle, group.world, exchange).numpy()
+        case Draw():
+            part = command.part(group.rank)
+            result = None
+            if group.rank:
+                answer_rank_0(part, handle)
+            elif command.is_whole:
+                result = collect_logits(part, handle, group.world).numpy()
+            else:
+                inputs = sampling_inputs(command.draws(command.width * group.world))
+                result = draw_divided(part, inputs, handle).tolist()
+            if command.seed % 2:
+                run(Rounds(1), group, handle, exchange)
+            return result
         case Rounds(count, seed):
             delays = random.Random(f"{seed} {group.rank}")
             for number in range(count):

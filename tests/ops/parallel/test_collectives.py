@@ -14,9 +14,11 @@ from torch import Tensor
 
 from ostinato.ops.native.library import load
 from ostinato.ops.parallel.collectives import all_reduce, gather_vocab
+from ostinato.ops.parallel.divided_draws import answer_rank_0, collect_logits, draw_divided
 from ostinato.ops.parallel.group import ParallelGroup
 from ostinato.ops.parallel.segment import MAX_RANKS, create_segment
-from tests.ops.parallel.ranks import Gather, Ranks, Reduce, Rounds
+from ostinato.ops.sampling.sample_rows import RowSampling, SamplePath, sample_each, sampling_inputs
+from tests.ops.parallel.ranks import Draw, Gather, Ranks, Reduce, Rounds
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -80,6 +82,38 @@ def test_logits_stand_side_by_side(
     expected = torch.cat([command.part(rank) for rank in range(world)], 1)
     for result in two_and_three[world].results(command):
         assert torch.equal(torch.from_numpy(result), expected)
+
+
+@settings(max_examples=60)
+@given(
+    world=st.sampled_from([2, 3]),
+    seed=st.integers(0, 99),
+    shape=st.one_of(
+        st.tuples(st.integers(1, 9), st.integers(1, 70)),
+        st.sampled_from([(1, 1000), (40, 5000), (7, 70_000)]),  # up to 8 slots of the segment
+    ),
+    is_greedy=st.booleans(),
+    is_whole=st.booleans(),
+)
+def test_divided_logits_give_the_tokens_of_whole_ones(
+    two_and_three: dict[int, Ranks],
+    world: int,
+    seed: int,
+    shape: tuple[int, int],
+    is_greedy: bool,
+    is_whole: bool,
+) -> None:
+    load("core")  # plain torch takes another token if logits are NaN
+    command = Draw(seed, *shape, is_greedy, is_whole)
+    logits = torch.cat([command.part(rank) for rank in range(world)], 1)
+    found, *others = two_and_three[world].results(command)
+    assert others == [None] * (world - 1)
+    if is_whole:
+        assert torch.equal(torch.from_numpy(found).nan_to_num(), logits.nan_to_num())
+    else:
+        assert (
+            found == sample_each(logits, sampling_inputs(command.draws(logits.shape[1]))).tolist()
+        )
 
 
 def test_many_rounds_stay_in_step(two_and_three: dict[int, Ranks]) -> None:
@@ -152,4 +186,13 @@ def test_wrong_arguments_are_refused_before_a_rank_waits() -> None:
             all_reduce(partial, residual, handle, dtype)
     with pytest.raises(ValueError, match="world must be the number of the group's ranks"):
         gather_vocab(x, handle, 3)
+    greedy = sampling_inputs([RowSampling(SamplePath.greedy, 1.0, 8, 1.0, 0.0, 0.0)])
+    with pytest.raises(ValueError, match="part must be a contiguous float32 matrix"):
+        draw_divided(x.T, greedy, handle)
+    with pytest.raises(ValueError, match="inputs must be a contiguous float64 matrix"):
+        draw_divided(x, greedy, handle)
+    with pytest.raises(ValueError, match="world must be the number of the group's ranks"):
+        collect_logits(x, handle, 3)
+    with pytest.raises(ValueError, match="rank 0 has nothing to answer"):
+        answer_rank_0(x, handle)
     group.close()

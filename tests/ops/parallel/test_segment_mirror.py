@@ -10,8 +10,11 @@ import pytest
 import torch
 
 from ostinato.ops.parallel.collectives import all_reduce
+from ostinato.ops.parallel.exchange import Exchange
 from ostinato.ops.parallel.group import ParallelGroup
 from ostinato.ops.parallel.segment import SegmentMirror, create_segment
+from ostinato.ops.sampling.sample_rows import sample_each, sampling_inputs
+from tests.ops.parallel.ranks import Draw, run
 
 MACHINES = [[0, 1], [2]]
 WORLD = 3
@@ -89,6 +92,35 @@ def test_sums_have_the_order_of_the_ranks_and_the_same_bits_on_both_machines(
     for number, parts in enumerate(steps):
         expected = (parts[0] + parts[1] + parts[2]).to(dtype)
         assert all(torch.equal(result[number], expected) for result in results)
+
+
+def test_tokens_are_drawn_from_logits_of_both_machines() -> None:
+    """Ranks that do not wait for each other stay within the two slots of each rank."""
+    site = Site()
+    commands = [
+        Draw(seed, 7, 30_000, is_greedy=seed % 3 == 0, is_whole=seed % 3 == 1) for seed in range(6)
+    ]
+
+    def run_all(rank: int) -> list[object]:
+        group = site.groups[rank]
+        handle = torch.tensor([group.handle])
+        return [run(command, group, handle, Exchange.shared_memory) for command in commands]
+
+    try:
+        with ThreadPoolExecutor(WORLD) as pool:
+            results, *_ = list(pool.map(run_all, range(WORLD)))
+    finally:
+        site.close()
+    for command, found in zip(commands, results, strict=True):
+        logits = torch.cat([command.part(rank) for rank in range(WORLD)], 1)
+        if command.is_whole:
+            found = torch.as_tensor(found)
+            assert torch.equal(found.nan_to_num(), logits.nan_to_num())
+        else:
+            assert (
+                found
+                == sample_each(logits, sampling_inputs(command.draws(logits.shape[1]))).tolist()
+            )
 
 
 def test_a_piece_that_is_too_large_and_a_strange_segment_are_refused() -> None:

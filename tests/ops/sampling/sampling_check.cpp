@@ -2,7 +2,7 @@
 // compiles it for each instruction set.
 //
 // arguments: seed, number of rows. stdout: draws (4 a row), draws that selection decided, wrong tokens.
-#include "rows/sampling.cpp"
+#include "rows/draw.h"
 
 #include <cstdio>
 #include <cstdlib>
