@@ -7,6 +7,7 @@ Commands load lazily, so that help and errors need not import torch.
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import re
 import sys
@@ -102,7 +103,11 @@ def _run_command(name: str, command: Command, arguments: list[str]) -> int:
 
     # The engine process imports torch while this process imports Hydra and the server.
     with EarlyEngine() as early:
-        return _run_words(name, command, arguments, early)
+        gc.disable()  # until the command has imported its modules (api/server/server.py)
+        try:
+            return _run_words(name, command, arguments, early)
+        finally:
+            gc.enable()
 
 
 def _run_words(name: str, command: Command, arguments: list[str], early: EarlyEngine | None) -> int:

@@ -3,6 +3,9 @@
 Handlers decode bodies and encode answers themselves, so Litestar cannot derive the schemas. The
 decorators supply them. The schema of a body or an answer refers to types in its own `$defs`. The
 types are not in the document's `components`, because Litestar rewrites `components`.
+
+The schemas are made when the document is first asked for. Making them at the start would take as
+long as importing the web framework.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ __all__ = ("delete_endpoint", "get_endpoint", "post_endpoint")
 
 Decorator = Callable[[Callable[..., Any]], HTTPRouteHandler]
 Errors = Mapping[int, type[msgspec.Struct]]
+_Description = tuple[RequestBody | None, dict[str, OpenAPIResponse]]
 
 _JSON = "application/json"
 _EVENTS = "text/event-stream"
@@ -66,19 +70,22 @@ def post_endpoint(
         is_open: whether the endpoint needs no API key.
     """
     base = f"#/paths/{_escaped(_documented(paths[0]))}/post"
-    options: dict[str, Any] = {"status_code": 200, "opt": {OPEN: is_open}}
-    if body is None:
-        operation = _operation(None, _responses(base, answer, _with_common(errors)))
-        return post(list(paths), operation_class=operation, **options)
-    place = f"{base}/requestBody/content/{_escaped(_JSON)}/schema"
-    described = (
-        _described_any(body, place) if isinstance(body, Sequence) else _described(body, place)
+
+    def describe() -> _Description:
+        if body is None:
+            return None, _responses(base, answer, _with_common(errors))
+        place = f"{base}/requestBody/content/{_escaped(_JSON)}/schema"
+        described = (
+            _described_any(body, place) if isinstance(body, Sequence) else _described(body, place)
+        )
+        content = {_JSON: OpenAPIMediaType(schema=described)}
+        responses = _responses(base, answer, dict.fromkeys(_ERRORS, error))
+        _add_events(responses, base, events, form)
+        return RequestBody(content=content, required=True), responses
+
+    return post(
+        list(paths), operation_class=_operation(describe), status_code=200, opt={OPEN: is_open}
     )
-    content = {_JSON: OpenAPIMediaType(schema=described)}
-    responses = _responses(base, answer, dict.fromkeys(_ERRORS, error))
-    _add_events(responses, base, events, form)
-    operation = _operation(RequestBody(content=content, required=True), responses)
-    return post(list(paths), operation_class=operation, **options)
 
 
 def get_endpoint(
@@ -103,19 +110,26 @@ def get_endpoint(
         is_open: whether the endpoint needs no API key.
     """
     base = f"#/paths/{_escaped(_documented(path))}/get"
-    responses = _responses(base, answer, _with_common(errors))
-    _add_events(responses, base, events, form)
-    if media_type != _JSON:
-        text = OpenAPIMediaType(schema=cast("Schema", {"type": "string"}))
-        responses["200"].content = {media_type: text}
-    return get(path, operation_class=_operation(None, responses), opt={OPEN: is_open})
+
+    def describe() -> _Description:
+        responses = _responses(base, answer, _with_common(errors))
+        _add_events(responses, base, events, form)
+        if media_type != _JSON:
+            text = OpenAPIMediaType(schema=cast("Schema", {"type": "string"}))
+            responses["200"].content = {media_type: text}
+        return None, responses
+
+    return get(path, operation_class=_operation(describe), opt={OPEN: is_open})
 
 
 def delete_endpoint(path: str, *, answer: object, errors: Errors | None = None) -> Decorator:
     """Declare a DELETE handler that answers 200. For the arguments see `get_endpoint`."""
     base = f"#/paths/{_escaped(_documented(path))}/delete"
-    operation = _operation(None, _responses(base, answer, _with_common(errors)))
-    return delete(path, status_code=200, operation_class=operation)
+
+    def describe() -> _Description:
+        return None, _responses(base, answer, _with_common(errors))
+
+    return delete(path, status_code=200, operation_class=_operation(describe))
 
 
 def _with_common(errors: Errors | None) -> Errors:
@@ -127,12 +141,14 @@ def _documented(path: str) -> str:
     return re.sub(r":\w+}", "}", path)
 
 
-def _operation(body: RequestBody | None, answers: dict[str, OpenAPIResponse]) -> type[Operation]:
+def _operation(describe: Callable[[], _Description]) -> type[Operation]:
+    """An operation that `describe` fills when Litestar makes the document."""
+
     @dataclass
     class DescribedOperation(Operation):
         def __post_init__(self) -> None:
-            self.request_body = body
-            self.responses = dict(answers)
+            self.request_body, responses = describe()
+            self.responses = dict(responses)
 
     return DescribedOperation
 

@@ -8,6 +8,8 @@ from litestar.di import Provide
 from litestar.middleware import DefineMiddleware
 from litestar.openapi.config import OpenAPIConfig
 from litestar.openapi.plugins import JsonRenderPlugin, YamlRenderPlugin
+from litestar.plugins import PluginProtocol
+from litestar.plugins.core import MsgspecDIPlugin
 from litestar.types import Message, Scope
 
 from ostinato import __version__
@@ -28,6 +30,18 @@ from ostinato.api.server.schema_page import SchemaPage
 from ostinato.api.service.service import Service
 
 __all__ = ("create_app",)
+
+
+class _App(Litestar):
+    """Litestar without its plugins for pydantic and attrs. No handler uses their types.
+
+    Litestar adds the plugins if the packages are installed. Importing them takes longer than
+    registering all handlers.
+    """
+
+    @staticmethod
+    def _get_default_plugins(plugins: list[PluginProtocol]) -> list[PluginProtocol]:
+        return [*plugins, MsgspecDIPlugin()]
 
 
 def create_app(service: Service) -> Litestar:
@@ -53,7 +67,7 @@ def create_app(service: Service) -> Litestar:
     cors = None
     if server.cors_origins:
         cors = CORSConfig(allow_origins=server.cors_origins, expose_headers=[REQUEST_ID_HEADER])
-    return Litestar(
+    return _App(
         middleware=middleware,
         cors_config=cors,
         route_handlers=[

@@ -87,9 +87,6 @@ class SchemaPage(OpenAPIRenderPlugin):
 
     def __init__(self) -> None:
         super().__init__(path="/")
-        environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-        environment.globals["rows"] = _rows
-        self._template = environment.from_string(_TEMPLATE)
         self._page: bytes | None = None  # the document does not change while the server runs
 
     def render(self, request: Request[Any, Any, Any], openapi_schema: dict[str, Any]) -> bytes:
@@ -100,8 +97,11 @@ class SchemaPage(OpenAPIRenderPlugin):
                 for path, methods in openapi_schema["paths"].items()
                 for method, operation in methods.items()
             ]
+            environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+            environment.globals["rows"] = _rows
+            template = environment.from_string(_TEMPLATE)
             info = openapi_schema["info"]
-            self._page = self._template.render(info=info, operations=operations).encode()
+            self._page = template.render(info=info, operations=operations).encode()
         return self._page
 
 

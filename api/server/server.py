@@ -15,7 +15,6 @@ import functools
 import gc
 import json
 import logging
-import os
 import signal
 import socket
 import ssl
@@ -23,7 +22,6 @@ import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from ostinato import __version__
@@ -35,6 +33,7 @@ from ostinato.conf.server_schema import ServerConfig
 from ostinato.runtime.client.client import EngineClient
 from ostinato.runtime.directories import ensure_cache
 from ostinato.runtime.early.early_engine import EarlyEngine
+from ostinato.runtime.early.process_age import process_age_s
 from ostinato.runtime.errors import StartupError
 from ostinato.runtime.file_limit import reserve_files
 from ostinato.runtime.process.log_format import configure_logging
@@ -85,7 +84,7 @@ async def _serve(
     trace: TraceRecorder | None,
     num_connections: int,
 ) -> int:
-    began = time.monotonic() - _age_s()
+    began = time.monotonic() - process_age_s()
     with _Signals() as signals:
         if ensure_cache() and early is not None:
             early.close()  # it was started with the cache directory that cannot be written
@@ -209,9 +208,11 @@ class _Server:
         self._on_phase("launch", self._client.startup_seconds["launch"])
         self._service.admission.phase = "loading"
         # Objects of the start-up are never freed. After `freeze`, garbage collections skip them.
-        # Nearly all of them exist by now, and this process waits for the engine.
+        # Nearly all of them exist by now, and this process waits for the engine. The command line
+        # has switched collections off, because each would visit all objects of imported modules.
         gc.collect()
         gc.freeze()
+        gc.enable()
         await self._client.wait_until_ready(self._on_phase)
         gc.freeze()
         self._service.admission.phase = None
@@ -316,16 +317,6 @@ def _http_server(
         )
     )
     return service, http
-
-
-def _age_s() -> float:
-    """Seconds since the system started this process; 0 if the system does not report it."""
-    try:
-        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-        started = int(fields[19]) / os.sysconf("SC_CLK_TCK")  # field 22, counted from the boot
-        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started)
-    except (OSError, AttributeError, ValueError, IndexError):
-        return 0.0
 
 
 def _listen(server: ServerConfig) -> socket.socket:

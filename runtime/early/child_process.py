@@ -5,7 +5,6 @@ This module imports little, because the engine process is started before anythin
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import subprocess
@@ -69,6 +68,8 @@ class ChildProcess:
 
     async def wait(self) -> int:
         """Wait until the process has ended; returns the exit code. One call at a time."""
+        import asyncio  # importing it takes longer than all that precedes the engine process
+
         try:
             descriptor = os.pidfd_open(self.pid)
         except (AttributeError, OSError):  # the system has no pidfd_open

@@ -16,6 +16,12 @@ from tests.api.answers import error_of, events
 from tests.api.fake_client import HELLO, scripted
 
 
+def test_no_plugins_for_types_that_no_handler_uses(app):
+    modules = {type(plugin).__module__ for plugin in app.http.app.plugins}
+    assert any("msgspec" in name for name in modules)
+    assert not any(word in name for name in modules for word in ("pydantic", "attrs"))
+
+
 class TestOtherEndpoints:
     def test_models(self, app):
         card = {

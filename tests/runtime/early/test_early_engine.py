@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from pathlib import Path
 
 import msgspec
@@ -26,6 +28,15 @@ def engines() -> list[psutil.Process]:
         if one.status() != psutil.STATUS_ZOMBIE
         and "ostinato.runtime.process.engine_main" in one.cmdline()
     ]
+
+
+def test_little_is_imported_before_the_engine_process_starts() -> None:
+    code = (
+        "import sys, ostinato.commands, ostinato.runtime.early.early_engine\n"
+        "heavy = ('asyncio', 'hydra', 'litestar', 'msgspec', 'numpy', 'zmq')\n"
+        "print([name for name in heavy if name in sys.modules])"
+    )
+    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "[]\n"
 
 
 def test_the_first_engine_is_the_early_process(tmp_path: Path) -> None:
