@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from ostinato.conf.schema import ExpertKernels
 from ostinato.models.sharding import WHOLE, Shard, Span
-from ostinato.models.weight_methods.huge_pages import WeightMemory, empty_weight
+from ostinato.models.weight_methods.huge_pages import WeightMemory
 from ostinato.models.weight_methods.weight_method import (
     OUT,
     MatrixRole,
@@ -222,7 +223,7 @@ class LinearBase(nn.Module):
             self._load_bias(value, part)
             return
         pending = self._pending.setdefault(part.expert, _Pending({}))
-        if self.method.is_in_place:
+        if self.method.is_in_place or self.method.converts_in_place:
             pending.tensors = self._weights_of(part.expert)
         self.method.load(pending.tensors, name, value, part, self.spec)
         pending.count += 1
@@ -244,6 +245,9 @@ class LinearBase(nn.Module):
             value = part.cut(value, self.method.stored[name]).to(self.spec.device, self.spec.dtype)
             return torch.equal(self.weights[name], value)
         tensors: dict[str, Tensor] = {}
+        if self.method.converts_in_place:
+            parameters = self.method.parameters(self.spec).items()
+            tensors = {key: torch.empty(shape, dtype=dtype) for key, (shape, dtype) in parameters}
         self.method.load(tensors, name, value, part, self.spec)
         finished = self.method.finish(tensors, self.spec)
         return all(
@@ -280,7 +284,10 @@ class LinearBase(nn.Module):
 
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:
         """Uninitialised memory for a parameter. On a CPU, it takes memory when first written."""
-        return nn.Parameter(empty_weight(shape, dtype, self.spec.device), requires_grad=False)
+        device = self.spec.device
+        on_cpu = device.type == "cpu"
+        empty = self._memory.empty if on_cpu else partial(torch.empty, device=device)
+        return nn.Parameter(empty(shape, dtype=dtype), requires_grad=False)
 
     def _part(
         self, index: int, count: int, total: int, rows: slice | Tensor, first_row: int

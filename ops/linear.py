@@ -26,12 +26,14 @@ from ostinato.ops.register import register_op
 __all__ = (
     "PANEL",
     "empty_packed",
+    "pack_linear_rows",
     "pack_linear_weight",
     "packed_linear",
     "packed_linear_reference",
     "packed_rows",
     "unpack_linear_weight",
     "why_unpackable",
+    "zero_padding",
 )
 
 PANEL = 32  # rows of the matrix that are stored together
@@ -67,13 +69,42 @@ def pack_linear_weight(weight: Tensor) -> Tensor:
     reason = why_unpackable(weight)
     if reason is not None:
         raise ValueError(f"this weight cannot be packed: {reason}")
-    load_core(weight.dtype)
-    return _pack_linear(weight.detach())
+    packed = empty_packed(weight.detach())
+    pack_linear_rows(packed, weight, 0)
+    zero_padding(packed, len(weight))
+    return packed
 
 
 def empty_packed(weight: Tensor) -> Tensor:
-    """Uninitialised memory in the shape of `pack_linear_weight(weight)`, to trace a graph with."""
-    return _pack_fake(weight.detach())
+    """Uninitialised memory in the shape of `pack_linear_weight(weight)`."""
+    return weight.new_empty(_packed_shape(weight))
+
+
+def pack_linear_rows(packed: Tensor, weight: Tensor, first_row: int) -> None:
+    """Pack some rows of a matrix, without a copy of the whole matrix.
+
+    Builds and loads the native library on first use.
+
+    Args:
+        packed: the packed matrix. Its other rows and its padding rows are left as they are.
+        weight: the rows [n, K] of the matrix.
+        first_row: the first of them in the matrix.
+
+    Raises:
+        ValueError: `why_unpackable(weight)`; or `packed` has another shape or dtype.
+        NativeBuildError: the kernels cannot be built here.
+    """
+    reason = why_unpackable(weight)
+    if reason is not None:
+        raise ValueError(f"this weight cannot be packed: {reason}")
+    load_core(weight.dtype)
+    _pack_linear(packed, weight.detach(), first_row)
+
+
+def zero_padding(packed: Tensor, out_features: int) -> None:
+    """Write zeros to the padding rows of a packed matrix [out_features, K]."""
+    if used := out_features % PANEL:
+        packed[-1, :, used:] = 0
 
 
 def unpack_linear_weight(packed: Tensor, out_features: int, in_features: int) -> Tensor:
@@ -128,18 +159,22 @@ def packed_rows(weight: Tensor, ids: Tensor, out_features: int, in_features: int
     return _packed_rows(weight, ids, out_features, in_features)
 
 
-def _pack_reference(weight: Tensor) -> Tensor:
+def _packed_shape(weight: Tensor) -> tuple[int, int, int, int]:
+    """The shape of a packed matrix [N, K]."""
     elements = _ELEMENTS_PER_STEP[weight.dtype]
     rows, columns = weight.shape
-    padded = pad(weight, (0, -columns % elements, 0, -rows % PANEL))
-    panels = padded.view(padded.shape[0] // PANEL, PANEL, padded.shape[1] // elements, elements)
-    return panels.transpose(1, 2).contiguous()
+    return -(-rows // PANEL), -(-columns // elements), PANEL, elements
 
 
-def _pack_fake(weight: Tensor) -> Tensor:
-    elements = _ELEMENTS_PER_STEP[weight.dtype]
-    rows, columns = weight.shape
-    return weight.new_empty((-(-rows // PANEL), -(-columns // elements), PANEL, elements))
+def _pack_reference(packed: Tensor, weight: Tensor, first_row: int) -> None:
+    _, steps, _, elements = packed.shape
+    padded = pad(weight, (0, -weight.shape[1] % elements))
+    rows = torch.arange(first_row, first_row + len(weight))
+    packed[rows // PANEL, :, rows % PANEL] = padded.view(len(weight), steps, elements)
+
+
+def _pack_fake(packed: Tensor, weight: Tensor, first_row: int) -> None:
+    return None
 
 
 def packed_linear_reference(
@@ -182,7 +217,10 @@ def _rows_fake(weight: Tensor, ids: Tensor, out_features: int, in_features: int)
 
 
 _pack_linear = register_op(
-    "pack_linear", {"CompositeExplicitAutograd": _pack_reference}, fake=_pack_fake
+    "pack_linear",
+    {"CompositeExplicitAutograd": _pack_reference},
+    fake=_pack_fake,
+    mutates=("packed",),
 )
 _packed_linear = register_op(
     "packed_linear", {"CompositeExplicitAutograd": packed_linear_reference}, fake=_linear_fake

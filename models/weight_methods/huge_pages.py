@@ -16,7 +16,7 @@ import mmap
 import torch
 from torch import Tensor
 
-__all__ = ("HUGE_PAGE", "WeightMemory", "empty_weight", "zeroed")
+__all__ = ("HUGE_PAGE", "WeightMemory", "zeroed")
 
 HUGE_PAGE = 2 << 20  # bytes
 
@@ -43,21 +43,25 @@ class WeightMemory:
 
     def moved(self, tensor: Tensor) -> Tensor:
         """A copy of a CPU tensor in shared huge pages; the tensor itself if it is large."""
-        num_bytes = tensor.nbytes
-        if num_bytes == 0 or num_bytes > _CHUNK_BYTES // 2:
+        if tensor.nbytes == 0 or tensor.nbytes > _CHUNK_BYTES // 2:
             return tensor
+        return self.empty(tuple(tensor.shape), tensor.dtype).copy_(tensor)
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Memory without values in shared huge pages, or in pages of its own if it is large.
+
+        A page is mapped when it is first written.
+        """
+        num_bytes = math.prod(shape) * dtype.itemsize
+        if num_bytes == 0:
+            return torch.empty(shape, dtype=dtype)
+        if num_bytes > _CHUNK_BYTES // 2:
+            return zeroed(shape, dtype)
         if self._chunk is None or self._used + num_bytes > _CHUNK_BYTES:
             self._chunk, self._used = _mapped(_CHUNK_BYTES)
         place = torch.frombuffer(self._chunk, dtype=torch.uint8, count=num_bytes, offset=self._used)
         self._used += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-        return place.view(tensor.dtype).view(tensor.shape).copy_(tensor)
-
-
-def empty_weight(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Memory of a weight without values. On a CPU, a page is mapped when it is first written."""
-    if device.type == "cpu" and math.prod(shape) * dtype.itemsize >= HUGE_PAGE:
-        return zeroed(shape, dtype)
-    return torch.empty(shape, dtype=dtype, device=device)
+        return place.view(dtype).view(shape)
 
 
 def zeroed(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -14,16 +14,18 @@ from ostinato.models.weight_methods.weight_method import (
     OUT,
     MatrixSpec,
     ParameterSpec,
+    Part,
     StoredTensor,
     WeightMethod,
 )
 from ostinato.ops.linear import (
     empty_packed,
-    pack_linear_weight,
+    pack_linear_rows,
     packed_linear,
     packed_rows,
     unpack_linear_weight,
     why_unpackable,
+    zero_padding,
 )
 from ostinato.ops.moe.moe_linear import packed_moe_linear
 
@@ -34,6 +36,7 @@ __all__ = ("Packed",)
 class Packed(WeightMethod):
     """`weight` in panels of 32 rows, padded with zeros; float32 or bfloat16 on a CPU."""
 
+    converts_in_place: ClassVar[bool] = True
     is_batch_invariant: ClassVar[bool] = True
 
     @property
@@ -54,8 +57,17 @@ class Packed(WeightMethod):
         packed = empty_packed(torch.empty(size, dtype=spec.dtype, device="meta"))
         return {"weight": ParameterSpec(tuple(packed.shape), spec.dtype)}
 
+    def load(
+        self, tensors: dict[str, Tensor], name: str, value: Tensor, part: Part, spec: MatrixSpec
+    ) -> None:
+        rows = part.cut(value, self.stored[name]).to(spec.dtype)
+        if rows.shape[1] > 1 and rows.stride(1) != 1:
+            rows = rows.contiguous()
+        pack_linear_rows(tensors["weight"], rows, part.first_row)
+
     def finish(self, tensors: dict[str, Tensor], spec: MatrixSpec) -> dict[str, Tensor]:
-        return {"weight": pack_linear_weight(tensors["weight"])}
+        zero_padding(tensors["weight"], spec.out_features)
+        return tensors
 
     def apply(
         self,

@@ -185,6 +185,7 @@ class WeightMethod(ABC):
     """
 
     is_in_place: ClassVar[bool] = False  # stored tensors are copied directly into the parameters
+    converts_in_place: ClassVar[bool] = False  # `load` writes the parameters, in their final form
     is_quantized: ClassVar[bool] = False  # the parameters are rounded values
     # The bits of a row of the result do not depend on the other rows.
     is_batch_invariant: ClassVar[bool] = False
@@ -230,7 +231,7 @@ class WeightMethod(ABC):
 
         Args:
             tensors: the tensors of this matrix that were loaded so far, by stored name; filled
-                here. With `is_in_place`, the parameters themselves.
+                here. With `is_in_place` or `converts_in_place`, the parameters themselves.
             name: a key of `stored`.
             value: the tensor as stored, in any of the accepted dtypes.
             part: the rows and columns that this rank holds, and their place in the matrix.

@@ -30,6 +30,7 @@ from ostinato.conf.schema import InstructionSetName
 from ostinato.graphs.bundle import Bundle
 from ostinato.models.choose_weights import WeightsByRole
 from ostinato.models.config.model_config import ModelConfig
+from ostinato.ops.linear import empty_packed
 from ostinato.ops.native import build
 from ostinato.ops.native.instruction_sets import runnable_levels
 from ostinato.ops.native.library import load, loaded_isa
@@ -119,10 +120,13 @@ def time_levels(levels: Sequence[str], config: ModelConfig) -> dict[str, dict[st
         config: the model's shapes.
     """
     ops = {level: getattr(torch.ops, load("core", level).namespace) for level in levels}
-    weights = [
-        (next(iter(ops.values())).pack_linear(torch.full(shape, 0.5, dtype=torch.bfloat16)), *shape)
-        for shape in _shapes(config)
-    ]
+    pack = next(iter(ops.values())).pack_linear  # all levels pack alike
+    weights: list[tuple[Tensor, int, int]] = []
+    for shape in _shapes(config):
+        weight = torch.full(shape, 0.5, dtype=torch.bfloat16)
+        packed = torch.zeros_like(empty_packed(weight))
+        pack(packed, weight, 0)
+        weights.append((packed, *shape))
     times: dict[str, dict[str, float]] = {level: {} for level in levels}
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

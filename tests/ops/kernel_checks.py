@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
+from ostinato.ops.linear import empty_packed, zero_padding
 from ostinato.ops.native.instruction_sets import runnable_levels
 from ostinato.ops.native.library import load
 
@@ -20,6 +22,7 @@ __all__ = (
     "linear_problem",
     "name_of",
     "ops_of",
+    "packed_by",
 )
 
 LEVELS = [*runnable_levels(), f"amx_on_{next(n for n in runnable_levels() if n != 'amx')}"]
@@ -48,6 +51,14 @@ def ops_of(library: str, level: str, **names: str) -> SimpleNamespace:
     return SimpleNamespace(
         **{attribute: getattr(ops, name).default for attribute, name in names.items()}
     )
+
+
+def packed_by(write: Callable[[Tensor, Tensor, int], None], weight: Tensor) -> Tensor:
+    """A linear weight, packed by the op `pack_linear` of a library."""
+    packed = empty_packed(weight)
+    write(packed, weight, 0)
+    zero_padding(packed, len(weight))
+    return packed
 
 
 def name_of(value: object) -> str:

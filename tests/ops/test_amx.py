@@ -33,7 +33,7 @@ from ostinato.ops.native.instruction_sets import (
 )
 from ostinato.ops.quantized_reference import QuantFormat, pack_quantized_reference
 from tests.ops.attention_steps import Shape, make_step, run
-from tests.ops.kernel_checks import EACH_LEVEL, LEVELS, linear_problem, ops_of
+from tests.ops.kernel_checks import EACH_LEVEL, LEVELS, linear_problem, ops_of, packed_by
 from tests.ops.level_backend import LevelBackend
 
 CHECK = Path(__file__).with_name("amx_check.cpp")
@@ -187,12 +187,12 @@ TILED = [EACH_LEVEL[0], EACH_LEVEL[-1]] if HAS_AMX else [EACH_LEVEL[-1]]  # with
 def test_a_linear_layer_has_the_emulations_bits(
     shape: tuple[int, int], float32_output: bool
 ) -> None:
-    names = {"pack": "pack_linear", "linear": "packed_linear"}
+    names = {"write": "pack_linear", "linear": "packed_linear"}
     real, emulated = (ops_of("core", level, **names) for level in ("amx", EMULATION))
     for rows in (1, 5, 16, 17, 40, 100):
         x, weight, bias = linear_problem(rows, *shape, torch.bfloat16)
         x[0, : min(shape[1], 40) : 3] = 1e-39  # subnormal
-        packed = real.pack(weight)
+        packed = packed_by(real.write, weight)
         arguments = (packed, bias, shape[0], float32_output)
         assert torch.equal(real.linear(x, *arguments), emulated.linear(x, *arguments))
 

@@ -8,6 +8,8 @@ float32. Rounding to bfloat16 adds 2**-8 of the result. Everything else is compa
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -18,14 +20,23 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from ostinato.ops.linear import (
+    _pack_reference,
     pack_linear_weight,
     packed_linear,
     packed_linear_reference,
     packed_rows,
     unpack_linear_weight,
     why_unpackable,
+    zero_padding,
 )
-from tests.ops.kernel_checks import EACH_LEVEL, assert_within, linear_problem, name_of, ops_of
+from tests.ops.kernel_checks import (
+    EACH_LEVEL,
+    assert_within,
+    linear_problem,
+    name_of,
+    ops_of,
+    packed_by,
+)
 
 _DTYPES = [torch.float32, torch.bfloat16]
 # odd sizes on both sides of a panel's 32 columns and of a step's 2 values, and several passes of K
@@ -36,9 +47,11 @@ _ROWS = [*range(1, 41), 100, 513]
 @pytest.fixture(params=EACH_LEVEL)
 def kernels(request: pytest.FixtureRequest) -> SimpleNamespace:
     """The ops at one instruction set."""
-    return ops_of(
-        "core", request.param, pack="pack_linear", linear="packed_linear", rows="packed_rows"
+    found = ops_of(
+        "core", request.param, write="pack_linear", linear="packed_linear", rows="packed_rows"
     )
+    found.pack = partial(packed_by, found.write)
+    return found
 
 
 def _assert_close(result: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -155,6 +168,32 @@ def test_pack_and_unpack_are_exact(
 
 
 @pytest.mark.parametrize("dtype", _DTYPES, ids=name_of)
+@pytest.mark.parametrize("borders", [(0, 64, 96, 140), (0, 5, 33, 50, 61, 140)], ids=name_of)
+def test_parts_in_any_order_are_the_whole_matrix(
+    kernels: SimpleNamespace, dtype: torch.dtype, borders: tuple[int, ...]
+) -> None:
+    weight = torch.randn(140, 33).to(dtype)
+    for write in (kernels.write, _pack_reference):
+        packed = torch.full_like(kernels.pack(weight), 7)
+        for first, end in reversed([*pairwise(borders)]):
+            write(packed, weight[first:end], first)
+        assert bool((packed[-1, :, 12:] == 7).all()), "the padding was written"
+        zero_padding(packed, 140)
+        assert torch.equal(packed, kernels.pack(weight))
+
+
+def test_parts_that_do_not_fit_are_refused(kernels: SimpleNamespace) -> None:
+    packed = kernels.pack(torch.zeros(40, 8))
+    for first_row in (-1, 62):
+        with pytest.raises(ValueError, match=f"rows {first_row} to {first_row + 3} do not fit"):
+            kernels.write(packed, torch.zeros(3, 8), first_row)
+    with pytest.raises(ValueError, match="2 panels and 8 steps does not hold 64 x 9 values"):
+        kernels.write(packed, torch.zeros(3, 9), 0)
+    with pytest.raises(ValueError, match="packed must have the dtype of the weight"):
+        kernels.write(packed, torch.zeros(3, 8, dtype=torch.bfloat16), 0)
+
+
+@pytest.mark.parametrize("dtype", _DTYPES, ids=name_of)
 def test_rows_of_a_wider_matrix_are_packed(kernels: SimpleNamespace, dtype: torch.dtype) -> None:
     wide = torch.randn(50, 90).to(dtype)
     part = wide[3:40, 11:72]
@@ -258,7 +297,7 @@ def test_the_registrations_pass_opcheck(dtype: torch.dtype) -> None:
     x, weight, bias = linear_problem(5, 45, 21, dtype)
     packed = pack_linear_weight(weight)
     ops = torch.ops.ostinato
-    torch.library.opcheck(ops.pack_linear.default, (weight,))
+    torch.library.opcheck(ops.pack_linear.default, (packed, weight[:9], 32))
     torch.library.opcheck(ops.packed_linear.default, (x, packed, bias, 45, False))
     torch.library.opcheck(ops.packed_linear.default, (x, packed, None, 45, True))
     torch.library.opcheck(ops.packed_rows.default, (packed, torch.tensor([44, 1]), 45, 21))

@@ -6,10 +6,9 @@
 namespace ostinato::linear {
 namespace {
 
-// Packs rows [0, columns) of a row-major matrix as one panel.
-void pack_panel(const char* rows, int64_t row_bytes, int columns, int64_t in_bytes, int64_t steps, uint32_t* panel) {
+// Writes rows [0, columns) of a row-major matrix as columns of one panel.
+void pack_columns(const char* rows, int64_t row_bytes, int columns, int64_t in_bytes, int64_t steps, uint32_t* panel) {
   const int64_t whole = in_bytes / 4;
-  if (columns < kPanel) std::memset(panel, 0, steps * kPanel * 4);
   transpose_units(rows, row_bytes, columns, whole, panel, kPanel);
   if (whole < steps) {
     for (int column = 0; column < columns; ++column) {
@@ -20,32 +19,35 @@ void pack_panel(const char* rows, int64_t row_bytes, int columns, int64_t in_byt
   }
 }
 
-// pack_linear(Tensor weight) -> Tensor
+// pack_linear(Tensor(a!) packed, Tensor weight, SymInt first_row) -> ()
 void pack_linear(Call& call) {
+  const Tensor packed = call.tensor();
   const Tensor weight = call.tensor();
+  const int64_t first_row = call.integer();
   const int64_t elements = elements_per_step(weight.dtype);
   OSTINATO_CHECK(elements != 0 && weight.dim == 2 && (weight.sizes[1] <= 1 || weight.strides[1] == 1),
                  "a weight to pack must be a float32 or bfloat16 matrix with contiguous rows");
-  const int64_t out_features = weight.sizes[0];
+  OSTINATO_CHECK(packed.dtype == weight.dtype && packed.dim == 4,
+                 "packed must have the dtype of the weight and four dimensions");
+  const PackedWeight target(packed, packed.sizes[0] * kPanel, weight.sizes[1]);
+  const int64_t end_row = first_row + weight.sizes[0];
+  OSTINATO_CHECK(first_row >= 0 && end_row <= target.panels * kPanel, "rows ", first_row, " to ", end_row,
+                 " do not fit into ", target.panels, " panels");
   const int64_t element_bytes = 4 / elements;
-  const int64_t sizes[] = {ceil_divide(out_features, kPanel), ceil_divide(weight.sizes[1], elements), kPanel,
-                           elements};
-  const Tensor packed = call.empty(sizes, 4, weight.dtype);
-  const int64_t panel_units = sizes[1] * kPanel;
-  const int64_t bytes = sizes[0] * panel_units * 4;
-  prefer_huge_pages(packed.data, bytes);
   const int64_t row_bytes = weight.strides[0] * element_bytes;
-  const int workers = workers_for(call.threads(), bytes, sizes[0]);
+  const int64_t panel_units = target.steps * kPanel;
+  const int64_t first_panel = first_row / kPanel, panels = ceil_divide(end_row, kPanel) - first_panel;
+  const int workers = workers_for(call.threads(), panels * panel_units * 4, panels);
   call.threads().run(workers, [&](int worker) {
-    const int64_t last = sizes[0] * (worker + 1) / workers;
-    for (int64_t panel = sizes[0] * worker / workers; panel < last; ++panel) {
-      const int64_t row = panel * kPanel;
-      const int columns = static_cast<int>(std::min<int64_t>(kPanel, out_features - row));
-      pack_panel(weight.as<char>() + row * row_bytes, row_bytes, columns, weight.sizes[1] * element_bytes,
-                 sizes[1], packed.as<uint32_t>() + panel * panel_units);
+    const int64_t last = first_panel + panels * (worker + 1) / workers;
+    for (int64_t panel = first_panel + panels * worker / workers; panel < last; ++panel) {
+      const int64_t begin = std::max(panel * kPanel, first_row);
+      const int columns = static_cast<int>(std::min((panel + 1) * kPanel, end_row) - begin);
+      pack_columns(weight.as<char>() + (begin - first_row) * row_bytes, row_bytes, columns,
+                   weight.sizes[1] * element_bytes, target.steps,
+                   packed.as<uint32_t>() + panel * panel_units + begin % kPanel);
     }
   });
-  call.give(packed);
 }
 
 // packed_rows(Tensor weight, Tensor ids, SymInt out_features, SymInt in_features) -> Tensor

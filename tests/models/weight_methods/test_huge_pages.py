@@ -16,11 +16,8 @@ from hypothesis import strategies as st
 from ostinato.models.weight_methods.huge_pages import (
     HUGE_PAGE,
     WeightMemory,
-    empty_weight,
     zeroed,
 )
-
-CPU = torch.device("cpu")
 
 
 def is_mapped(address: int) -> bool:
@@ -78,6 +75,17 @@ def test_a_copy_of_a_layer_takes_memory_from_the_same_chunk() -> None:
     assert second.data_ptr() == first.data_ptr() + first.nbytes
 
 
+def test_memory_without_values() -> None:
+    memory = WeightMemory()
+    assert memory.empty((0, 4), torch.float32).shape == (0, 4)
+    large = memory.empty((33 << 20,), torch.uint8)
+    assert large.data_ptr() % HUGE_PAGE == 0
+    first, second = (memory.empty((3, 5), torch.bfloat16) for _ in range(2))
+    assert first.shape == (3, 5)
+    assert first.dtype is torch.bfloat16
+    assert second.data_ptr() - first.data_ptr() == 64
+
+
 @pytest.mark.parametrize("num_rows", [1, HUGE_PAGE // 64, HUGE_PAGE // 16])
 def test_memory_of_its_own(num_rows: int) -> None:
     tensor = zeroed((num_rows, 16), torch.float32)
@@ -85,5 +93,3 @@ def test_memory_of_its_own(num_rows: int) -> None:
     assert not tensor.any()
     if tensor.nbytes >= HUGE_PAGE:
         assert tensor.data_ptr() % HUGE_PAGE == 0
-        assert empty_weight((num_rows, 16), torch.float32, CPU).data_ptr() % HUGE_PAGE == 0
-    assert empty_weight((num_rows, 16), torch.float32, torch.device("meta")).is_meta
