@@ -21,7 +21,7 @@ from ostinato.models.gguf.pre_tokenizers import PRE_TOKENIZERS
 __all__ = ("gguf_tokenizer_config", "gguf_tokenizer_json")
 
 # Types of tokens in tokenizer.ggml.token_type.
-_UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 2, 3, 4, 5, 6
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 _UNDERSCORE = "▁"
 
 
@@ -75,7 +75,7 @@ class _Vocabulary:
             raise self.error("there is no list tokenizer.ggml.tokens")
         types = self._numbers("token_type")
         self.types: list[int] = (
-            [1] * len(self.tokens) if types is None else [int(kind) for kind in types]
+            [1] * len(self.tokens) if types is None else types.astype(np.int64).tolist()
         )
 
     def error(self, what: str) -> GGUFError:
@@ -142,6 +142,8 @@ class _Vocabulary:
         named = {self.special_id(name) for name in ("bos", "eos", "unknown", "padding")}
         found: list[dict[str, Any]] = []
         for token_id, kind in enumerate(self.types):
+            if kind == _NORMAL and token_id not in named:
+                continue  # nearly all tokens
             is_special = kind == _CONTROL or token_id in named
             is_added = is_special or kind == _USER_DEFINED
             if is_added and self.tokens[token_id] in vocab:
