@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import zmq
 
+from ostinato.runtime.early.process_age import process_age_s
 from ostinato.runtime.early.torch_import import import_torch, without_collections
 from ostinato.runtime.engine.flight_recorder import FlightRecorder, flight_path
 from ostinato.runtime.errors import InvalidRequestError, RankFailedError, StartupError
@@ -280,10 +281,10 @@ def _import_engine() -> Callable[[], float]:
     """Import torch and the modules of the engine.
 
     Returns:
-        A function that returns the seconds, or raises the error of the import. The caller calls it
-        when the client's address is known. Only then can the error be sent to the client.
+        A function that returns the seconds since this process was started, or raises the error of
+        the import. The caller calls it when the client's address is known. Only then can the error
+        be sent to the client.
     """
-    begin = time.perf_counter()
     failure: Exception | None = None
     try:
         with without_collections():
@@ -292,7 +293,7 @@ def _import_engine() -> Callable[[], float]:
         gc.freeze()  # collections during the start skip the objects of modules
     except Exception as error:
         failure = error
-    seconds = time.perf_counter() - begin
+    seconds = process_age_s()
 
     def result() -> float:
         if failure is not None:

@@ -73,7 +73,8 @@ def begin_model(
     kept = None if model_cache is None else model_cache.get(key)
     if kept is not None:
         return kept.model, lambda kv_cache, buffers, bundle: kept.bind
-    model = _build(plan)
+    with phase("build model"):
+        model = _build(plan)
     loading = loader.submit(_load, plan, model, phase)
 
     def finish(kv_cache: KVCache, buffers: StaticBuffers, bundle: Bundle | None) -> Binder | None:

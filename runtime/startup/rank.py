@@ -138,9 +138,10 @@ def build_rank(
     """
     config, source = plan.config, plan.source
     name = "" if draft is None else "draft model: "  # in the log
-    grammars = _make_grammars(plan, undo, is_needed=draft is None)
+    grammars = _make_grammars(plan, undo)
     with torch.inference_mode(), ThreadPoolExecutor(1, "load") as loader:
         model, finish = begin_model(plan, loader, phase, model_cache)
+        _begin_vocabulary(plan, grammars, is_needed=draft is None)
         aux = plan.make_aux_states()
         if peers.links is not None:
             peers.meet("links", [])
@@ -265,15 +266,18 @@ def _open_programs(
     return bundle, bind
 
 
-def _make_grammars(plan: EnginePlan, undo: ExitStack, *, is_needed: bool) -> GrammarStore:
-    """Make the store of grammars. Begin to load the vocabulary if it is needed."""
+def _make_grammars(plan: EnginePlan, undo: ExitStack) -> GrammarStore:
     tokenizer, eos_token_ids = tokenizer_and_ends(plan)
     grammars = GrammarStore(tokenizer, plan.source.config.vocab_size, eos_token_ids)
     undo.callback(grammars.close)
-    # Only the leader samples.
+    return grammars
+
+
+def _begin_vocabulary(plan: EnginePlan, grammars: GrammarStore, *, is_needed: bool) -> None:
+    """Begin to load the vocabulary of the leader, which samples."""
+    # This begins after the weights. It holds the interpreter's lock, and their kernels do not.
     if is_needed and plan.source.shard.is_leader and plan.source.config.kind.generates:
         grammars.begin_loading()
-    return grammars
 
 
 def _make_buffers(plan: EnginePlan, model: LanguageModel, num_copies: int) -> StaticBuffers:
