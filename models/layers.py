@@ -16,7 +16,9 @@ from torch.nn import functional as F
 
 from ostinato.models.config.block_spec import NormKind, QKNorm
 from ostinato.models.config.model_config import ModelConfig, QueryTemperature
+from ostinato.models.head_norms import norm_all_heads
 from ostinato.models.linear_layers import BuildOptions, Linear, MergedLinear
+from ostinato.models.sharding import Span
 from ostinato.models.step_tensors import TEMPERATURE, RopeRows, StepInputs, TableRows
 from ostinato.ops.activation import activate
 from ostinato.ops.attention import paged_attention
@@ -42,7 +44,7 @@ class RMSNorm(nn.Module):
     """Root-mean-square normalisation of the last dimension.
 
     Args:
-        size: elements of the last dimension.
+        size: elements of the last dimension; a span if this rank holds a part of them.
         eps: added to the mean square.
         options: dtype and device.
         plus_one: checkpoints store the weight minus 1. The weight is kept in float32, because
@@ -51,13 +53,14 @@ class RMSNorm(nn.Module):
 
     Attributes:
         stored_offset: the number that loading adds to the stored weight.
+        held: the elements of the weight that this rank holds.
     """
 
     weight: Tensor
 
     def __init__(
         self,
-        size: int,
+        size: int | Span,
         eps: float,
         options: BuildOptions,
         *,
@@ -67,11 +70,12 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.eps = eps
         self.stored_offset = 1.0 if plus_one else 0.0
+        self.held = {"weight": (span := Span.of(size))}
         if has_weight:
             wide = replace(options, dtype=torch.float32)
-            self.weight = (wide if plus_one else options).empty(size)
+            self.weight = (wide if plus_one else options).empty(span.size)
         else:
-            ones = torch.ones(size, dtype=options.dtype, device=options.device)
+            ones = torch.ones(span.size, dtype=options.dtype, device=options.device)
             self.register_buffer("weight", ones, persistent=False)
 
     @property
@@ -122,7 +126,7 @@ def build_norm(config: ModelConfig, options: BuildOptions) -> RMSNorm | LayerNor
     return LayerNorm(config.hidden_size, config.norm_eps, options, has_bias=has_bias)
 
 
-def build_rms_norm(config: ModelConfig, options: BuildOptions, size: int) -> RMSNorm:
+def build_rms_norm(config: ModelConfig, options: BuildOptions, size: int | Span) -> RMSNorm:
     """An RMS norm of `size` elements, its weight stored as in the model's other norms."""
     plus_one = config.block.norm is NormKind.rms_plus_one
     return RMSNorm(size, config.norm_eps, options, plus_one=plus_one)
@@ -237,17 +241,12 @@ class Attention(nn.Module):
                 config.head_dim, config.norm_eps, options, has_weight=False
             )
         elif self.qk_norm is not QKNorm.none:
-            per_head = spec.qk_norm is QKNorm.head
-            q_size, k_size = (config.head_dim,) * 2 if per_head else (queries.size, keys.size)
-            self.q_norm = build_rms_norm(config, options, q_size)
-            self.k_norm = build_rms_norm(config, options, k_size)
+            sizes = (queries, keys) if self.qk_norm is QKNorm.full else (config.head_dim,) * 2
+            self.q_norm, self.k_norm = (build_rms_norm(config, options, size) for size in sizes)
         slopes = None
         if config.alibi_slopes:
-            slopes = torch.tensor(
-                config.alibi_slopes[heads.start : heads.start + heads.size],
-                dtype=torch.float32,
-                device=options.device,
-            )
+            held = config.alibi_slopes[heads.start : heads.start + heads.size]
+            slopes = torch.tensor(held, dtype=torch.float32, device=options.device)
         self.alibi_slopes: Tensor | None
         self.register_buffer("alibi_slopes", slopes, persistent=False)
         single = replace(options, dtype=torch.float32)
@@ -338,8 +337,9 @@ class Attention(nn.Module):
             assert self.q_norm is not None, "the norms are built with the spec"
             assert self.k_norm is not None, "the norms are built with the spec"
             q, k, v = qkv.split_with_sizes((num_heads * size, num_kv * size, num_kv * size), 1)
-            q = self.q_norm(q).view(-1, num_heads, size)
-            k = self.k_norm(k).view(-1, num_kv, size)
+            weights = self.q_norm.weight, self.k_norm.weight
+            q, k = norm_all_heads(q, k, weights, self.q_norm.eps, self.o_proj)
+            q, k = q.view(-1, num_heads, size), k.view(-1, num_kv, size)
             if self.rope_kind is not None:
                 cos, sin = step.rope[self.rope_kind]
                 q = rotate_heads(q, cos, sin, num_heads)

@@ -147,7 +147,7 @@ def _parameter_slots(
 ) -> Iterator[tuple[str, Slot]]:
     order = _order_of(name, layout)
     offset = module.stored_offset if isinstance(module, RMSNorm) else 0.0
-    held = module.held if isinstance(module, Attention) else {}
+    held = module.held if isinstance(module, Attention | RMSNorm) else {}
     for kind, parameter in module.named_parameters(recurse=False):
         span = held.get(kind)
         yield f"{name}.{kind}", _ParameterSlot(parameter, order, offset, span)

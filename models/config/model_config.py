@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ostinato.conf.schema import CacheDType, DType
-from ostinato.models.config.block_spec import LLAMA_BLOCK, BlockSpec, QKNorm
+from ostinato.models.config.block_spec import LLAMA_BLOCK, BlockSpec
 from ostinato.models.config.head_spec import HeadSpec, NextTokenSpec
 from ostinato.models.config.hf_source import HFModelSource
 from ostinato.models.config.latent_spec import LatentSpec
@@ -140,7 +140,6 @@ class ModelConfig:
             ("models through transformers", self.recorded is not None),
             ("encoders", not self.kind.generates),
             ("models with cross attention", bool(self.max_encoder_tokens)),
-            ("models with a norm over all heads", self.block.qk_norm is QKNorm.full),
         ):
             if is_so:
                 return f"{what} are not divided among ranks; set parallel.tensor to 1"

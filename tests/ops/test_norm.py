@@ -7,7 +7,15 @@ import torch
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from ostinato.ops.native.library import load
-from ostinato.ops.norm import layer_norm, plain_rms_norm, rms_norm
+from ostinato.ops.norm import (
+    layer_norm,
+    plain_rms_norm,
+    plain_scale_by_squares,
+    plain_square_sums,
+    rms_norm,
+    scale_by_squares,
+    square_sums,
+)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -55,3 +63,38 @@ def test_a_residual_and_a_float32_weight_are_rounded_once(
         torch.testing.assert_close(result.double(), exact, atol=1e-6, rtol=0.6 * precision + 1e-6)
         plain = plain_rms_norm(x, weight, 1e-5, added)
         torch.testing.assert_close(result, plain, atol=4 * precision, rtol=3 * precision)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("weight_dtype", [None, torch.float32])
+def test_parts_of_rows_are_scaled_as_whole_rows(
+    dtype: torch.dtype, weight_dtype: torch.dtype | None
+) -> None:
+    """The parts are queries and keys, which lie in one matrix."""
+    load("core")
+    generator = torch.Generator().manual_seed(1)
+    x = (torch.randn(5, 2 * (48 + 37), generator=generator) * 3).to(dtype)
+    weights = torch.randn(2 * (48 + 37), generator=generator).to(weight_dtype or dtype)
+    ranks = [x[:, :85], x[:, 85:]]
+    whole = [torch.cat([part.split([48, 37], 1)[i] for part in ranks], 1) for i in range(2)]
+    forms = (square_sums, scale_by_squares), (plain_square_sums, plain_scale_by_squares)
+    for sums, scale in forms:
+        squares = torch.stack([sums(*part.split([48, 37], 1)) for part in ranks]).sum(0)
+        for column, (first, size) in enumerate([(0, 48), (48, 37)]):
+            both = torch.cat([weights[first:][:size], weights[85 + first :][:size]])
+            expected = rms_norm(whole[column], both, 1e-5)
+            found = [
+                scale(
+                    part[:, first:][:, :size],
+                    both[rank * size :][:size],
+                    squares,
+                    column,
+                    2 * size,
+                    1e-5,
+                )
+                for rank, part in enumerate(ranks)
+            ]
+            precision = torch.finfo(dtype).eps
+            torch.testing.assert_close(
+                torch.cat(found, 1), expected, atol=4 * precision, rtol=3 * precision
+            )

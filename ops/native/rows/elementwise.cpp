@@ -95,16 +95,19 @@ OSTINATO_INLINE float sum_row(const T* x, int64_t count, const Value& value) {
 }
 
 template <class T>
-OSTINATO_INLINE float inverse_rms(const T* x, int64_t count, float eps) {
-  const float squares = sum_row(x, count, [](auto value) { return value * value; });
+OSTINATO_INLINE float sum_squares(const T* x, int64_t count) {
+  return sum_row(x, count, [](auto value) { return value * value; });
+}
+
+// `squares`: the sum of the squares of `count` elements.
+inline float inverse_rms(float squares, int64_t count, float eps) {
   return 1.0f / std::sqrt(squares / static_cast<float>(count) + eps);
 }
 
 // ---- normalisation ---------------------------------------------------------------------------------------
 
 template <class T, class Weight>
-void rms_norm_row(const T* x, const Weight* weight, const T* residual, int64_t count, float eps, T* out) {
-  const float scale = inverse_rms(x, count, eps);
+void scale_row(const T* x, const Weight* weight, const T* residual, int64_t count, float scale, T* out) {
   if (residual == nullptr) {
     columns(
         count, [&](int64_t c) { store(out + c, load(x + c) * broadcast(scale) * load(weight + c)); },
@@ -158,7 +161,52 @@ void rms_norm(Call& call) {
   with_elements(x.dtype, weight.dtype, [&]<class T, class Weight>(T, Weight) {
     for_each_row(call.threads(), x.sizes[0], x.sizes[0] * count * element_bytes(x.dtype), [&](int64_t row) {
       const T* added = residual.exists() ? residual.as<T>() + row * residual.strides[0] : nullptr;
-      rms_norm_row(x.as<T>() + row * x.strides[0], weight.as<Weight>(), added, count, eps, out.as<T>() + row * count);
+      const T* from = x.as<T>() + row * x.strides[0];
+      const float scale = inverse_rms(sum_squares(from, count), count, eps);
+      scale_row(from, weight.as<Weight>(), added, count, scale, out.as<T>() + row * count);
+    });
+  });
+  call.give(out);
+}
+
+// square_sums(Tensor q, Tensor k) -> Tensor
+void square_sums(Call& call) {
+  const Tensor q = call.tensor();
+  const Tensor k = call.tensor();
+  check_matrix(q);
+  check_matrix(k);
+  OSTINATO_CHECK(k.dtype == q.dtype && k.sizes[0] == q.sizes[0], "k must have q's dtype and number of rows");
+  const int64_t rows = q.sizes[0], sizes[] = {rows, 2};
+  const Tensor out = call.empty(sizes, 2, DType::float32);
+  with_element(q.dtype, [&]<class T>(T) {
+    for_each_row(call.threads(), rows, q.num_bytes() + k.num_bytes(), [&](int64_t row) {
+      out.as<float>()[2 * row] = sum_squares(q.as<T>() + row * q.strides[0], q.sizes[1]);
+      out.as<float>()[2 * row + 1] = sum_squares(k.as<T>() + row * k.strides[0], k.sizes[1]);
+    });
+  });
+  call.give(out);
+}
+
+// scale_by_squares(Tensor x, Tensor weight, Tensor squares, int column, int count, float eps) -> Tensor
+void scale_by_squares(Call& call) {
+  const Tensor x = call.tensor();
+  const Tensor weight = call.tensor();
+  const Tensor squares = call.tensor();
+  const int64_t column = call.integer();
+  const int64_t count = call.integer();
+  const auto eps = static_cast<float>(call.number());
+  check_matrix(x);
+  const int64_t rows = x.sizes[0], size = x.sizes[1];
+  check_weight(weight, size, x.dtype);
+  OSTINATO_CHECK(squares.dtype == DType::float32 && squares.dim == 2 && squares.sizes[0] == rows && column >= 0 &&
+                     column < squares.sizes[1],
+                 "squares must be a float32 matrix with as many rows as x, and with the column");
+  const Tensor out = call.empty(x.sizes, 2, x.dtype);
+  with_elements(x.dtype, weight.dtype, [&]<class T, class Weight>(T, Weight) {
+    for_each_row(call.threads(), rows, x.num_bytes(), [&](int64_t row) {
+      const float sum = squares.as<float>()[row * squares.strides[0] + column * squares.strides[1]];
+      scale_row<T>(x.as<T>() + row * x.strides[0], weight.as<Weight>(), nullptr, size, inverse_rms(sum, count, eps),
+                   out.as<T>() + row * size);
     });
   });
   call.give(out);
@@ -194,7 +242,7 @@ void rotate_head(const T* x, const Weight* weight, float eps, int64_t head_dim, 
   columns(
       head_dim, [&](int64_t c) { store(head + c, load(x + c)); }, [&](int64_t c) { head[c] = to_float(x[c]); });
   if (weight != nullptr) {
-    const float scale = inverse_rms(head, head_dim, eps);
+    const float scale = inverse_rms(sum_squares(head, head_dim), head_dim, eps);
     columns(
         head_dim, [&](int64_t c) { store(head + c, load(head + c) * broadcast(scale) * load(weight + c)); },
         [&](int64_t c) { head[c] *= scale * to_float(weight[c]); });
@@ -392,6 +440,8 @@ void activation(Call& call) {
 }  // namespace
 
 OSTINATO_KERNEL(rms_norm, rms_norm);
+OSTINATO_KERNEL(square_sums, square_sums);
+OSTINATO_KERNEL(scale_by_squares, scale_by_squares);
 OSTINATO_KERNEL(layer_norm, layer_norm);
 OSTINATO_KERNEL(rotate_heads, rotate_heads);
 OSTINATO_KERNEL(join_heads, join_heads);
