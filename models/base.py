@@ -178,6 +178,14 @@ class LanguageModel(nn.Module):
             hidden = layer(hidden, step, k_cache, v_cache, rows)
         return self.finish(hidden)
 
+    @property
+    def logits_group(self) -> Tensor | None:
+        """[1] int64, the handle of the group in shared memory whose ranks divide the vocabulary.
+
+        None = this rank computes all logits or none, or the ranks exchange values in another way.
+        """
+        return None
+
 
 class CausalLM(LanguageModel):
     """A decoder-only language model: a token sees the tokens before it, through the KV cache."""
@@ -185,14 +193,6 @@ class CausalLM(LanguageModel):
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """[R, D] final hidden states -> [R, vocab_size] float32 logits, on every rank."""
         raise NotImplementedError
-
-    @property
-    def logits_group(self) -> Tensor | None:
-        """[1] int64, the handle of the group in shared memory whose ranks divide the vocabulary.
-
-        None = this rank computes all logits, or the ranks exchange values in another way.
-        """
-        return None
 
     def step_logits(self, hidden: Tensor) -> Tensor:
         """[R, D] final hidden states -> the logits from which the tokens of a step are drawn.

@@ -15,22 +15,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ostinato.models.base import AuxStates, CausalLM, DecoderLayer
-from ostinato.models.block_parts.few_rows import FewRowsBlock
-from ostinato.models.block_parts.latent_attention import LatentAttention
-from ostinato.models.block_parts.moe import MoE
 from ostinato.models.config.block_spec import Residual
 from ostinato.models.config.model_config import ModelConfig
-from ostinato.models.layers import (
-    Attention,
-    LayerNorm,
-    RMSNorm,
-    RotaryEmbedding,
-    TemperatureTable,
-    build_mlp,
-    build_norm,
-    build_rms_norm,
-)
-from ostinato.models.linear_layers import BuildOptions
+from ostinato.models.layers.attention_layer import Attention
+from ostinato.models.layers.few_rows import FewRowsBlock
+from ostinato.models.layers.latent_attention import LatentAttention
+from ostinato.models.layers.linear_layers import BuildOptions
+from ostinato.models.layers.mlp import build_mlp
+from ostinato.models.layers.moe import MoE
+from ostinato.models.layers.norm_layers import LayerNorm, RMSNorm, build_norm, build_rms_norm
+from ostinato.models.layers.position_tables import RotaryEmbedding, TemperatureTable
+from ostinato.models.layers.vocabulary_layers import Embedding, OutputHead
 from ostinato.models.step_tensors import (
     DEFAULT_ROPE,
     LOCAL_ROPE,
@@ -38,7 +33,6 @@ from ostinato.models.step_tensors import (
     ForwardBatch,
     StepInputs,
 )
-from ostinato.models.vocabulary_layers import Embedding, OutputHead
 from ostinato.ops.parallel.handoff import HiddenSink, HiddenSource
 
 __all__ = ("LLAMA_NAMES", "Decoder", "DecoderBlock", "StageLayers")
@@ -239,7 +233,9 @@ class Decoder(CausalLM):
 
     @property
     def logits_group(self) -> Tensor | None:
-        return None if self._head.exchange.is_distributed else self._head.group
+        if not self.stage.is_last or self._head.exchange.is_distributed:
+            return None
+        return self._head.group
 
     def step_logits(self, hidden: Tensor) -> Tensor:
         if self.logits_group is None:

@@ -11,10 +11,10 @@ from torch.nn import functional as F
 
 from ostinato.models.base import DecoderLayer, EncoderModel
 from ostinato.models.config.model_config import ModelConfig
-from ostinato.models.layers import LayerNorm
-from ostinato.models.linear_layers import BuildOptions, Linear, MergedLinear
+from ostinato.models.layers.linear_layers import BuildOptions, Linear, MergedLinear
+from ostinato.models.layers.norm_layers import LayerNorm
+from ostinato.models.layers.vocabulary_layers import Embedding
 from ostinato.models.step_tensors import ForwardBatch, StepInputs
-from ostinato.models.vocabulary_layers import Embedding
 from ostinato.ops.activation import activate
 from ostinato.ops.encoder_attention import encoder_attention
 

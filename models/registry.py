@@ -10,14 +10,14 @@ import torch
 
 from ostinato.conf.schema import ExpertKernels, ModelImplementation
 from ostinato.models.base import LanguageModel
-from ostinato.models.block_parts.moe import Experts
 from ostinato.models.checkpoints.checkpoint import Checkpoint
 from ostinato.models.checkpoints.slots import stored_modules
 from ostinato.models.choose_weights import PLAIN, WeightPolicy
 from ostinato.models.config.head_spec import HeadSpec
 from ostinato.models.config.hf_fields import architecture_of
 from ostinato.models.config.model_config import ModelConfig
-from ostinato.models.linear_layers import BuildOptions, LinearBase
+from ostinato.models.layers.linear_layers import BuildOptions, LinearBase
+from ostinato.models.layers.moe import Experts
 from ostinato.models.sharding import WHOLE, Shard
 from ostinato.ops.parallel.exchange import Exchange
 
@@ -167,7 +167,7 @@ def build_model(  # noqa: PLR0913 - what a model is built for
         max_model_len: tokens of the longest context; None = that of the config.
         weights: the weight method of each matrix.
         shard: the part of every layer that this rank holds. If there are several ranks,
-            `join_group` (models/linear_layers.py) must be called before the model is run.
+            `join_group` (models/layers/linear_layers.py) must be called before the model is run.
         exchange: how this rank exchanges values with the others.
         has_cache_scales: the checkpoint has scales for keys and values, and the cache uses them.
         experts: the kernels of the experts, if the model has any.

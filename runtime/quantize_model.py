@@ -21,8 +21,9 @@ from ostinato.models.checkpoints.checkpoint import Checkpoint, CheckpointError
 from ostinato.models.checkpoints.headers import read_headers
 from ostinato.models.checkpoints.slots import matrix_parts, stored_modules, stored_name
 from ostinato.models.checkpoints.weights import file_tensors, load_weights
-from ostinato.models.layers import RMSNorm
-from ostinato.models.linear_layers import ExpertLinear, LinearBase, RouterLinear
+from ostinato.models.layers.linear_layers import ExpertLinear, LinearBase, RouterLinear
+from ostinato.models.layers.norm_layers import RMSNorm
+from ostinato.models.layers.vocabulary_layers import OutputHead
 from ostinato.models.quantize.calibration import (
     BLOCK_SIZE,
     Calibrator,
@@ -42,7 +43,6 @@ from ostinato.models.quantize.rounding import (
     round_to_nearest,
 )
 from ostinato.models.registry import build_model
-from ostinato.models.vocabulary_layers import OutputHead
 from ostinato.ops.attention import select_backend
 from ostinato.ops.native.build import NativeBuildError
 from ostinato.ops.native.library import load

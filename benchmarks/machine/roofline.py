@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from ostinato.models.config.model_config import ModelConfig
+from ostinato.models.layers.vocabulary_layers import Embedding
 from ostinato.models.registry import build_model
-from ostinato.models.vocabulary_layers import Embedding
 
 __all__ = ("Machine", "ModelSizes", "sizes_of")
 

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from ostinato.models.base import CheckpointLayout, LanguageModel
 from ostinato.models.checkpoints.checkpoint import CheckpointError
-from ostinato.models.layers import Attention, RMSNorm
-from ostinato.models.linear_layers import BIAS, ExpertLinear, LinearBase
+from ostinato.models.layers.attention_layer import Attention
+from ostinato.models.layers.linear_layers import BIAS, ExpertLinear, LinearBase
+from ostinato.models.layers.norm_layers import RMSNorm
 from ostinato.models.sharding import Span
 from ostinato.models.weight_methods.weight_method import FLOATS, Part, StoredTensor
 

@@ -31,8 +31,8 @@ from ostinato.models.checkpoints.slots import MatrixSlot, Slot, find_slots
 from ostinato.models.gguf.gguf_file import GGUFFile
 from ostinato.models.gguf.gguf_paths import GGUFError
 from ostinato.models.gguf.gguf_tensors import read_tensors
-from ostinato.models.layers import LayerNorm, RMSNorm
-from ostinato.models.linear_layers import BIAS, ExpertLinear, LinearBase
+from ostinato.models.layers.linear_layers import BIAS, ExpertLinear, LinearBase
+from ostinato.models.layers.norm_layers import LayerNorm, RMSNorm
 from ostinato.models.quantized_checkpoints.gguf import AsStored
 from ostinato.models.sharding import Span
 from ostinato.models.weight_methods.weight_method import DummyTensor

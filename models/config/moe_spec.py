@@ -1,4 +1,4 @@
-"""The experts of a mixture-of-experts model, as data (models/block_parts/moe.py builds them)."""
+"""The experts of a mixture-of-experts model, as data (models/layers/moe.py builds them)."""
 
 from __future__ import annotations
 

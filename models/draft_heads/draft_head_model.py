@@ -8,9 +8,9 @@ from torch import Tensor
 from ostinato.models.base import CausalLM
 from ostinato.models.config.model_config import ModelConfig
 from ostinato.models.decoder import Decoder
-from ostinato.models.linear_layers import BuildOptions
+from ostinato.models.layers.linear_layers import BuildOptions
+from ostinato.models.layers.vocabulary_layers import Embedding
 from ostinato.models.sharding import Shard, Span, Stage
-from ostinato.models.vocabulary_layers import Embedding
 
 __all__ = ("DraftHeadModel", "shard_of_tables")
 

@@ -24,10 +24,13 @@ from ostinato.models.config.hf_fields import architecture_of, read_first, read_i
 from ostinato.models.config.model_config import HFConfig, ModelConfig
 from ostinato.models.decoder import LLAMA_NAMES, Decoder
 from ostinato.models.draft_heads.draft_head_model import DraftHeadModel
-from ostinato.models.layers import Attention, RotaryEmbedding, build_mlp, build_norm
-from ostinato.models.linear_layers import BuildOptions, Linear
+from ostinato.models.layers.attention_layer import Attention
+from ostinato.models.layers.linear_layers import BuildOptions, Linear
+from ostinato.models.layers.mlp import build_mlp
+from ostinato.models.layers.norm_layers import build_norm
+from ostinato.models.layers.position_tables import RotaryEmbedding
+from ostinato.models.layers.vocabulary_layers import OutputHead
 from ostinato.models.step_tensors import DEFAULT_ROPE, ForwardBatch, StepInputs, TableRows
-from ostinato.models.vocabulary_layers import OutputHead
 
 __all__ = ("Eagle3Head", "is_head_config", "read_head_config")
 

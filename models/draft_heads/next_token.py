@@ -29,8 +29,9 @@ from ostinato.models.decoder import DecoderBlock
 from ostinato.models.draft_heads.draft_head_model import DraftHeadModel
 from ostinato.models.families.deepseek_v2 import latent_layout
 from ostinato.models.families.glm4_moe import GLM4_MOE_LAYOUT
-from ostinato.models.layers import RotaryEmbedding, build_norm
-from ostinato.models.linear_layers import BuildOptions, Linear
+from ostinato.models.layers.linear_layers import BuildOptions, Linear
+from ostinato.models.layers.norm_layers import build_norm
+from ostinato.models.layers.position_tables import RotaryEmbedding
 from ostinato.models.step_tensors import DEFAULT_ROPE, ForwardBatch, StepInputs
 
 __all__ = ("NextTokenHead", "read_next_token_config")

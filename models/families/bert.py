@@ -15,7 +15,7 @@ from ostinato.models.base import CheckpointLayout
 from ostinato.models.config.encoder_config import read_encoder_config
 from ostinato.models.config.model_config import HFConfig, ModelConfig
 from ostinato.models.encoder import Encoder
-from ostinato.models.linear_layers import BuildOptions, Linear
+from ostinato.models.layers.linear_layers import BuildOptions, Linear
 
 __all__ = ("BertForSequenceClassification", "BertModel")
 

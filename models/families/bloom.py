@@ -11,7 +11,7 @@ from ostinato.models.config.decoder_config import DecoderKeys, read_decoder_conf
 from ostinato.models.config.hf_fields import refuse_other_values
 from ostinato.models.config.model_config import HFConfig, ModelConfig
 from ostinato.models.decoder import Decoder
-from ostinato.models.linear_layers import BuildOptions
+from ostinato.models.layers.linear_layers import BuildOptions
 from ostinato.ops.alibi import alibi_slopes
 
 __all__ = ("BloomForCausalLM",)

@@ -10,7 +10,7 @@ from torch import Tensor
 from ostinato.models.checkpoints.row_orders import interleaved_rope
 from ostinato.models.config.model_config import HFConfig, ModelConfig
 from ostinato.models.families.gptj import GPTJForCausalLM
-from ostinato.models.linear_layers import BuildOptions
+from ostinato.models.layers.linear_layers import BuildOptions
 
 __all__ = ("CodeGenForCausalLM",)
 

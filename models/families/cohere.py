@@ -18,7 +18,7 @@ from ostinato.models.config.decoder_config import (
 from ostinato.models.config.hf_fields import refuse_other_values
 from ostinato.models.config.model_config import HFConfig, ModelConfig
 from ostinato.models.decoder import Decoder
-from ostinato.models.linear_layers import BuildOptions
+from ostinato.models.layers.linear_layers import BuildOptions
 from ostinato.models.step_tensors import DEFAULT_ROPE
 
 __all__ = ("Cohere2ForCausalLM", "CohereForCausalLM")

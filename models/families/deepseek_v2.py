@@ -11,7 +11,7 @@ from ostinato.models.config.latent_fields import read_latent_config
 from ostinato.models.config.model_config import HFConfig, ModelConfig
 from ostinato.models.config.moe_fields import read_deepseek_experts
 from ostinato.models.decoder import LLAMA_NAMES, Decoder
-from ostinato.models.linear_layers import BuildOptions
+from ostinato.models.layers.linear_layers import BuildOptions
 from ostinato.ops.moe.routing import Scoring
 
 __all__ = ("DeepseekV2ForCausalLM", "latent_layout")

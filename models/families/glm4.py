@@ -10,7 +10,7 @@ from ostinato.models.config.block_spec import BlockSpec, Residual
 from ostinato.models.config.decoder_config import DecoderKeys, read_decoder_config
 from ostinato.models.config.model_config import HFConfig, ModelConfig
 from ostinato.models.decoder import Decoder
-from ostinato.models.linear_layers import BuildOptions
+from ostinato.models.layers.linear_layers import BuildOptions
 
 __all__ = ("Glm4ForCausalLM",)
 

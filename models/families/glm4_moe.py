@@ -11,7 +11,7 @@ from ostinato.models.config.model_config import HFConfig, ModelConfig
 from ostinato.models.config.moe_fields import read_deepseek_experts
 from ostinato.models.decoder import LLAMA_NAMES
 from ostinato.models.families.llama import LlamaForCausalLM
-from ostinato.models.linear_layers import BuildOptions
+from ostinato.models.layers.linear_layers import BuildOptions
 
 __all__ = ("GLM4_MOE_LAYOUT", "Glm4MoeForCausalLM")
 

@@ -13,7 +13,7 @@ from ostinato.models.config.model_config import HFConfig, ModelConfig
 from ostinato.models.config.moe_fields import every_layer, read_route
 from ostinato.models.config.moe_spec import MoESpec
 from ostinato.models.decoder import LLAMA_NAMES, Decoder
-from ostinato.models.linear_layers import BuildOptions
+from ostinato.models.layers.linear_layers import BuildOptions
 from ostinato.ops.moe.routing import Scoring
 
 __all__ = ("GptOssForCausalLM",)

@@ -18,7 +18,7 @@ from ostinato.models.config.moe_fields import interleaved_layers, read_route
 from ostinato.models.config.moe_spec import MoESpec
 from ostinato.models.config.rope_fields import read_query_temperature, read_rope_kinds
 from ostinato.models.decoder import LLAMA_NAMES, Decoder
-from ostinato.models.linear_layers import BuildOptions
+from ostinato.models.layers.linear_layers import BuildOptions
 from ostinato.ops.moe.routing import Scoring
 
 __all__ = ("Llama4ForCausalLM",)

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from ostinato.models.base import CausalLM, DecoderLayer
 from ostinato.models.kv_cache import KVCache
-from ostinato.models.linear_layers import ExpertLinear, LinearBase
+from ostinato.models.layers.linear_layers import ExpertLinear, LinearBase
+from ostinato.models.layers.vocabulary_layers import OutputHead
 from ostinato.models.step_tensors import ForwardBatch, StepInputs
-from ostinato.models.vocabulary_layers import OutputHead
 from ostinato.models.weight_methods.weight_method import MatrixRole
 
 __all__ = ("BLOCK_SIZE", "Calibrator", "Seen", "layer_matrices", "num_matrices")

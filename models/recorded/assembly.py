@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
-from ostinato.models.linear_layers import BuildOptions, MergedLinear
+from ostinato.models.layers.linear_layers import BuildOptions, MergedLinear
+from ostinato.models.layers.vocabulary_layers import Embedding, OutputHead
 from ostinato.models.recorded.fusions import Fused, fuse
 from ostinato.models.recorded.graph_parts import TENSORS, PartBuilder
 from ostinato.models.recorded.graph_values import drop_unused
@@ -31,7 +32,6 @@ from ostinato.models.recorded.recorded_modules import (
 from ostinato.models.recorded.recording import Recording
 from ostinato.models.recorded.rotations import Repeats
 from ostinato.models.step_tensors import RopeRows, TableRows
-from ostinato.models.vocabulary_layers import Embedding, OutputHead
 
 __all__ = ("Assembly", "Tables", "rows_of_kind")
 

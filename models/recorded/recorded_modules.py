@@ -11,14 +11,15 @@ from torch.fx import Graph
 from torch.nn import functional as F
 
 from ostinato.models.base import DecoderLayer
-from ostinato.models.layers import LayerNorm, RMSNorm
-from ostinato.models.linear_layers import (
+from ostinato.models.layers.linear_layers import (
     BuildOptions,
     ExpertLinear,
     Linear,
     LinearBase,
     RouterLinear,
 )
+from ostinato.models.layers.norm_layers import LayerNorm, RMSNorm
+from ostinato.models.layers.vocabulary_layers import Embedding, OutputHead
 from ostinato.models.recorded.leaf_modules import (
     EmbeddingLeaf,
     ExpertsLeaf,
@@ -28,7 +29,6 @@ from ostinato.models.recorded.leaf_modules import (
 )
 from ostinato.models.recorded.recording import AttentionCall
 from ostinato.models.step_tensors import StepInputs
-from ostinato.models.vocabulary_layers import Embedding, OutputHead
 from ostinato.ops.activation import activate
 from ostinato.ops.attention import paged_attention
 

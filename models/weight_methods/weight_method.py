@@ -3,7 +3,7 @@
 A checkpoint stores a matrix [out, in] as one tensor (`weight`) or as several (`qweight`, `scales`,
 ...). A weight method names those tensors, turns them into the parameters that its kernel reads, and
 calls that kernel. It holds settings only. The tensors belong to `LinearBase`
-(models/linear_layers.py), which has no code for a particular method.
+(models/layers/linear_layers.py), which has no code for a particular method.
 
     stored     the tensors of one matrix in a checkpoint
     load       takes one of these tensors

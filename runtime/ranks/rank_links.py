@@ -15,7 +15,7 @@ import torch
 from ostinato.conf.environment import choose_nccl_interface
 from ostinato.models.base import AuxStates, LanguageModel
 from ostinato.models.decoder import Decoder
-from ostinato.models.linear_layers import join_group
+from ostinato.models.layers.linear_layers import join_group
 from ostinato.models.sharding import Shard
 from ostinato.ops.parallel.distributed_group import DistributedGroup, GroupEndedError
 from ostinato.ops.parallel.exchange import Exchange

@@ -27,7 +27,7 @@ from ostinato.models.checkpoints.weights import init_dummy_weights, load_weights
 from ostinato.models.config.model_kind import DECODER
 from ostinato.models.decoder import Decoder
 from ostinato.models.kv_cache import KVCache
-from ostinato.models.linear_layers import join_group
+from ostinato.models.layers.linear_layers import join_group
 from ostinato.models.registry import build_model
 from ostinato.models.sharding import Shard
 from ostinato.ops.native import library as native

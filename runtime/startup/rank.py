@@ -28,7 +28,7 @@ from ostinato.graphs.recorder import CpuRecorder, CudaRecorder, is_out_of_memory
 from ostinato.graphs.sampling_graph import DividedSampler, GraphSampler
 from ostinato.graphs.threads import StepThreads
 from ostinato.graphs.timing import make_timer
-from ostinato.models.base import CausalLM, EncoderModel, LanguageModel
+from ostinato.models.base import EncoderModel, LanguageModel
 from ostinato.ops.attention import AttentionPlanner, PlannedBackend, load_backend
 from ostinato.runtime.costs.cost_table import CostTable
 from ostinato.runtime.errors import StartupError
@@ -141,7 +141,9 @@ def build_rank(
     grammars = _make_grammars(plan, undo)
     with torch.inference_mode(), ThreadPoolExecutor(1, "load") as loader:
         model, finish = begin_model(plan, loader, phase, model_cache)
-        _begin_vocabulary(plan, grammars, is_needed=draft is None)
+        if draft is None and source.shard.is_leader and source.config.kind.generates:
+            # After the weights: this holds the interpreter's lock, and their kernels do not.
+            grammars.begin_loading()
         aux = plan.make_aux_states()
         if peers.links is not None:
             peers.meet("links", [])
@@ -273,13 +275,6 @@ def _make_grammars(plan: EnginePlan, undo: ExitStack) -> GrammarStore:
     return grammars
 
 
-def _begin_vocabulary(plan: EnginePlan, grammars: GrammarStore, *, is_needed: bool) -> None:
-    """Begin to load the vocabulary of the leader, which samples."""
-    # This begins after the weights. It holds the interpreter's lock, and their kernels do not.
-    if is_needed and plan.source.shard.is_leader and plan.source.config.kind.generates:
-        grammars.begin_loading()
-
-
 def _make_buffers(plan: EnginePlan, model: LanguageModel, num_copies: int) -> StaticBuffers:
     limits, block_size = plan.source.limits, plan.config.cache.block_size
     return StaticBuffers(
@@ -353,9 +348,7 @@ def _make_runner(
 ) -> ModelRunner:
     source = plan.source
     sampler = None  # only rank 0 samples
-    group = None  # with which this rank divides the logits
-    if isinstance(model, CausalLM) and model.stage.is_last:
-        group = model.logits_group
+    group = model.logits_group
     if source.shard.is_leader:
         divided = None if group is None else DividedSampler(group, source.config.vocab_size)
         sampler = Sampler(
@@ -371,9 +364,8 @@ def _make_runner(
     switches = plan.is_cpu and source.weights.uses_cpu_kernels and not is_eager
     threads = StepThreads(plan.threads) if switches else None
     pooler = Pooler(model.classify if isinstance(model, EncoderModel) else None)
-    hidden_states: KeptStates | None = None
-    if graphs.aux is not None and source.shard.is_leader:
-        hidden_states = _keep_hidden_states(plan)
+    keeps_states = graphs.aux is not None and source.shard.is_leader
+    hidden_states = _keep_hidden_states(plan) if keeps_states else None
     return ModelRunner(graphs, buffers, sampler, threads, pooler, hidden_states, group)
 
 

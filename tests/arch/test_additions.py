@@ -111,8 +111,11 @@ from torch import nn
 
 from ostinato.models.base import CausalLM, DecoderLayer
 from ostinato.models.config.decoder_config import read_decoder_config
-from ostinato.models.layers import Attention, RotaryEmbedding, build_mlp, build_norm
-from ostinato.models.vocabulary_layers import Embedding, OutputHead
+from ostinato.models.layers.attention_layer import Attention
+from ostinato.models.layers.mlp import build_mlp
+from ostinato.models.layers.norm_layers import build_norm
+from ostinato.models.layers.position_tables import RotaryEmbedding
+from ostinato.models.layers.vocabulary_layers import Embedding, OutputHead
 from ostinato.models.step_tensors import DEFAULT_ROPE, StepInputs
 
 

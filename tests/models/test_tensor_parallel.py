@@ -23,14 +23,13 @@ from ostinato.conf.schema import ExpertKernels, GraphForm, ModelSection
 from ostinato.graphs.buffers import StaticBuffers
 from ostinato.graphs.compiler.compile import compile_model
 from ostinato.graphs.compiler.programs import LayeredProgram, LayerProgram
-from ostinato.models import linear_layers, vocabulary_layers
 from ostinato.models.base import CausalLM
-from ostinato.models.block_parts import head_norms
 from ostinato.models.checkpoints.checkpoint import open_checkpoint
 from ostinato.models.checkpoints.weights import load_weights
 from ostinato.models.choose_weights import PLAIN, WeightsByRole
 from ostinato.models.config.model_config import ModelConfig
-from ostinato.models.linear_layers import LinearBase, join_group
+from ostinato.models.layers import linear_layers, norm_layers, vocabulary_layers
+from ostinato.models.layers.linear_layers import LinearBase, join_group
 from ostinato.models.registry import build_model, read_model_config
 from ostinato.models.sharding import Shard
 from ostinato.models.weight_methods.int4 import Int4
@@ -156,7 +155,7 @@ def folded(ranks: Together, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return torch.cat(of_all(part, group), 1)
 
     with monkeypatch.context() as patch:
-        for module in (head_norms, linear_layers):
+        for module in (norm_layers, linear_layers):
             patch.setattr(module, "all_reduce", all_reduce)
         patch.setattr(vocabulary_layers, "gather_vocab", gather_vocab)
         for rank, model in enumerate(ranks.models):

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from ostinato.conf.compose import load_config
 from ostinato.models.demo.training.corpus import documents
-from ostinato.models.linear_layers import ExpertLinear, LinearBase, RouterLinear
+from ostinato.models.layers.linear_layers import ExpertLinear, LinearBase, RouterLinear
 from ostinato.runtime.errors import StartupError
 from ostinato.runtime.quantize_model import QuantizeReport, quantize_model
 from tests.models.driver import Driver, Sequence

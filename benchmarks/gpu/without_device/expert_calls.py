@@ -15,8 +15,8 @@ from ostinato.benchmarks.gpu.without_device.expert_bytes import read_weights
 from ostinato.benchmarks.gpu.without_device.kernels import OwnLaunch, recorded_launches
 from ostinato.benchmarks.gpu.without_device.lowering import By, Launch
 from ostinato.benchmarks.gpu.without_device.model_programs import ModelPrograms, counted_ops
-from ostinato.models.block_parts.moe import MoE
 from ostinato.models.decoder import DecoderBlock
+from ostinato.models.layers.moe import MoE
 from ostinato.ops.moe.routing import route_on_cuda
 from ostinato.ops.moe.triton_moe_linear import moe_linear_on_cuda
 

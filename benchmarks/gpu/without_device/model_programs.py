@@ -50,7 +50,7 @@ _EXAMPLE = StepSizes(16, 2, 2)  # as at an engine's start (runtime/startup/loadi
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FusedLaunch:
-    """A launch of a layer's program for steps of few tokens (models/block_parts/few_rows.py)."""
+    """A launch of a layer's program for steps of few tokens (models/layers/few_rows.py)."""
 
     launch: Launch
     # None for attention, which makes several launches, and for ops of torch

@@ -205,7 +205,7 @@ def section_of(records: Mapping[str, dict[str, Any]], versions: str) -> str:
         f"{KERNEL_SECONDS * 1e6:.0f} µs.",
         "",
         f"Steps of up to {most_rows(torch.bfloat16)} tokens run layers of fused kernels "
-        "(models/block_parts/few_rows.py). The rows *by Inductor* show the same step with the "
+        "(models/layers/few_rows.py). The rows *by Inductor* show the same step with the "
         "program that larger steps run. On an H200 the matrix kernels and cuBLAS take the same "
         "time for 64 rows, and cuBLAS is faster for 128. With `int4` the matrices of the layers "
         "have integers of 4 bits; embedding and head are not quantised. Layers with int4 have one "

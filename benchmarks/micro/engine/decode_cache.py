@@ -34,7 +34,7 @@ from ostinato.benchmarks.micro.engine.scaling import measure_decode
 from ostinato.benchmarks.report.json_file import write_json
 from ostinato.benchmarks.report.statistics import bootstrap_ratio
 from ostinato.conf.compose import load_config
-from ostinato.models.vocabulary_layers import Embedding
+from ostinato.models.layers.vocabulary_layers import Embedding
 from ostinato.models.weight_methods.weight_method import MatrixRole
 from ostinato.runtime.llm import LLM
 from ostinato.runtime.machine_info import cpu_name, package_versions

@@ -120,7 +120,6 @@ def variants() -> Iterator[Variant]:
         "Llama-8B 32/8 heads, D128": (KernelShape(32, 8, 128, 16, 2, 1 << 17), 0, 0.0),
         "Qwen3-0.6B 16/8 heads, D128": (KernelShape(16, 8, 128, 16, 2, 1 << 15), 0, 0.0),
         "32/8 heads, D64": (KernelShape(32, 8, 64, 16, 2, 1 << 17), 0, 0.0),
-        "Llama-8B, block 64": (KernelShape(32, 8, 128, 64, 2, 1 << 17), 0, 0.0),
         "window 4096, cap 50, D128": (KernelShape(32, 8, 128, 16, 2, 1 << 17), 4096, 50.0),
         "GPT-2 12/12 heads, D64": (KernelShape(12, 12, 64, 16, 2, 1 << 10), 0, 0.0),
         "32/32 heads, D80": (KernelShape(32, 32, 80, 16, 2, 1 << 12), 0, 0.0),

@@ -36,7 +36,7 @@ from ostinato.models.base import CausalLM
 from ostinato.models.checkpoints.weights import init_dummy_weights, load_weights
 from ostinato.models.demo.training.corpus import documents
 from ostinato.models.kv_cache import KVCache
-from ostinato.models.linear_layers import LinearBase
+from ostinato.models.layers.linear_layers import LinearBase
 from ostinato.models.registry import build_model
 from ostinato.models.step_tensors import ForwardBatch
 from ostinato.models.weight_methods.packed import Packed

@@ -40,7 +40,7 @@ from ostinato.models.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from ostinato.models.checkpoints.slots import MatrixSlot, find_slots
 from ostinato.models.checkpoints.weights import load_weights
 from ostinato.models.choose_weights import choose_weights
-from ostinato.models.linear_layers import LinearBase
+from ostinato.models.layers.linear_layers import LinearBase
 from ostinato.models.quantize.packing import settings_of
 from ostinato.models.registry import build_model, read_model_config
 from ostinato.models.weight_methods.weight_method import DummyTensor

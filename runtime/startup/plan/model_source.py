@@ -149,7 +149,7 @@ def open_model(
         limits = _encoder_limits(config, limits, length)
     cache_dtype = resolve_cache_dtype(config.cache.dtype, dtype)
     if cache_dtype is torch.float8_e4m3fn and weights.has_cache_scales:
-        # Only `Attention` (models/layers.py) divides by the scales.
+        # Only `Attention` (models/layers/attention_layer.py) divides by the scales.
         family = class_of(model_config)
         if not issubclass(family, Decoder) or model_config.latent is not None:
             raise StartupError(

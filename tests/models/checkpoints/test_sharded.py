@@ -13,7 +13,7 @@ from ostinato.models.base import LanguageModel
 from ostinato.models.checkpoints.checkpoint import open_checkpoint
 from ostinato.models.checkpoints.weights import init_dummy_weights, load_weights
 from ostinato.models.choose_weights import WeightsByRole
-from ostinato.models.linear_layers import LinearBase, MergedLinear
+from ostinato.models.layers.linear_layers import LinearBase, MergedLinear
 from ostinato.models.registry import build_model, read_model_config
 from ostinato.models.sharding import WHOLE, Shard
 from ostinato.models.weight_methods.int4 import Int4

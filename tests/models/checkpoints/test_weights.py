@@ -17,8 +17,8 @@ from ostinato.models.checkpoints.checkpoint import CheckpointError, open_checkpo
 from ostinato.models.checkpoints.slots import find_slots
 from ostinato.models.checkpoints.weights import init_dummy_weights, load_weights
 from ostinato.models.choose_weights import choose_weights
-from ostinato.models.layers import LayerNorm, RMSNorm
-from ostinato.models.linear_layers import LinearBase
+from ostinato.models.layers.linear_layers import LinearBase
+from ostinato.models.layers.norm_layers import LayerNorm, RMSNorm
 from ostinato.models.registry import build_model, read_model_config
 from ostinato.models.weight_methods.packed import Packed
 from ostinato.models.weight_methods.plain import Plain

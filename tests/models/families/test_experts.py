@@ -11,12 +11,12 @@ from safetensors.torch import load_file, save_file
 
 from ostinato.conf.schema import ModelSection, Quantization
 from ostinato.models.base import CausalLM
-from ostinato.models.block_parts.moe import MoE
 from ostinato.models.checkpoints.checkpoint import Checkpoint, CheckpointError, open_checkpoint
 from ostinato.models.checkpoints.weights import load_weights
 from ostinato.models.choose_weights import choose_weights
 from ostinato.models.config.model_config import ModelConfig
-from ostinato.models.linear_layers import ExpertLinear, LinearBase
+from ostinato.models.layers.linear_layers import ExpertLinear, LinearBase
+from ostinato.models.layers.moe import MoE
 from ostinato.models.registry import build_model, model_class, read_model_config
 from tests.live_bytes import LiveBytes
 from tests.models.config.test_every_key import config_of

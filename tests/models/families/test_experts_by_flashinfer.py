@@ -11,11 +11,11 @@ from torch import Tensor
 
 from ostinato.conf.schema import ExpertKernels, ModelSection, Quantization
 from ostinato.models.base import CausalLM, DecoderLayer
-from ostinato.models.block_parts.moe import Experts, MoE
 from ostinato.models.checkpoints.checkpoint import open_checkpoint
 from ostinato.models.checkpoints.weights import load_weights
 from ostinato.models.choose_weights import choose_weights
 from ostinato.models.config.model_config import ModelConfig
+from ostinato.models.layers.moe import Experts, MoE
 from ostinato.models.registry import build_model, read_model_config
 from ostinato.models.sharding import WHOLE, Shard
 from tests.live_bytes import LiveBytes

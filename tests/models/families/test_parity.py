@@ -10,7 +10,7 @@ import torch
 from ostinato.conf.schema import GraphForm
 from ostinato.graphs.compiler.compile import compile_model
 from ostinato.graphs.compiler.programs import LayerProgram
-from ostinato.models.linear_layers import LinearBase
+from ostinato.models.layers.linear_layers import LinearBase
 from ostinato.models.weight_methods.packed import Packed
 from ostinato.ops.native import library as native
 from tests.models.driver import Driver, Sequence

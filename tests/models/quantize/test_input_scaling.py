@@ -11,7 +11,7 @@ from ostinato.conf.schema import ModelSection
 from ostinato.models.base import CausalLM, DecoderLayer
 from ostinato.models.checkpoints.checkpoint import open_checkpoint
 from ostinato.models.checkpoints.weights import load_weights
-from ostinato.models.linear_layers import LinearBase
+from ostinato.models.layers.linear_layers import LinearBase
 from ostinato.models.quantize.input_scaling import apply_factors, best_factors, find_folds
 from ostinato.models.registry import build_model, read_model_config
 from tests.models.driver import Driver, Sequence

@@ -11,7 +11,7 @@ from ostinato.conf.schema import ModelSection
 from ostinato.models.checkpoints.checkpoint import open_checkpoint
 from ostinato.models.checkpoints.weights import load_weights
 from ostinato.models.choose_weights import choose_weights
-from ostinato.models.linear_layers import LinearBase
+from ostinato.models.layers.linear_layers import LinearBase
 from ostinato.models.registry import build_model, read_model_config
 from tests.live_bytes import LiveBytes
 from tests.models.quantized_checkpoints.writers import Form, write

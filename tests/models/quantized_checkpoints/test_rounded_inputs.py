@@ -24,7 +24,7 @@ from ostinato.models.base import CausalLM
 from ostinato.models.checkpoints.checkpoint import open_checkpoint
 from ostinato.models.checkpoints.weights import init_dummy_weights, load_weights
 from ostinato.models.choose_weights import choose_weights
-from ostinato.models.linear_layers import LinearBase
+from ostinato.models.layers.linear_layers import LinearBase
 from ostinato.models.quantized_checkpoints.policy import CheckpointPolicy
 from ostinato.models.quantized_checkpoints.rounded_inputs import RoundedInputs, RoundingPolicy
 from ostinato.models.registry import build_model, read_model_config

@@ -16,7 +16,7 @@ from ostinato.models.base import CausalLM
 from ostinato.models.checkpoints.checkpoint import Checkpoint, CheckpointError, open_checkpoint
 from ostinato.models.checkpoints.weights import init_dummy_weights, load_weights
 from ostinato.models.choose_weights import choose_weights
-from ostinato.models.linear_layers import LinearBase
+from ostinato.models.layers.linear_layers import LinearBase
 from ostinato.models.registry import build_model, read_model_config
 from tests.models.driver import Driver, Sequence
 from tests.models.random_checkpoints import VARIANTS, reference_model, save

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ostinato.models import quantized_checkpoints, weight_methods
 from ostinato.models.checkpoints.weights import init_dummy_weights
-from ostinato.models.linear_layers import BuildOptions, Linear
+from ostinato.models.layers.linear_layers import BuildOptions, Linear
 from ostinato.models.quantized_checkpoints.awq import Awq
 from ostinato.models.quantized_checkpoints.gguf import AsStored
 from ostinato.models.quantized_checkpoints.gptq import Gptq

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
-from ostinato.models.linear_layers import BuildOptions, Linear
-from ostinato.models.vocabulary_layers import Embedding
+from ostinato.models.layers.linear_layers import BuildOptions, Linear
+from ostinato.models.layers.vocabulary_layers import Embedding
 from ostinato.models.weight_methods.int4 import Int4
 from ostinato.models.weight_methods.int8 import Int8
 from ostinato.models.weight_methods.packed import Packed

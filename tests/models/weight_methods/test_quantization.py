@@ -23,10 +23,10 @@ from ostinato.models.checkpoints.checkpoint import Checkpoint, CheckpointError, 
 from ostinato.models.checkpoints.weights import init_dummy_weights, load_weights
 from ostinato.models.choose_weights import PLAIN, WeightsByRole, choose_weights
 from ostinato.models.config.model_config import ModelConfig
-from ostinato.models.linear_layers import LinearBase
+from ostinato.models.layers.linear_layers import LinearBase
+from ostinato.models.layers.vocabulary_layers import Embedding
 from ostinato.models.registry import build_model, read_model_config
 from ostinato.models.sharding import Span
-from ostinato.models.vocabulary_layers import Embedding
 from ostinato.models.weight_methods.grouped import GroupQuantized
 from ostinato.models.weight_methods.int4 import Int4
 from ostinato.models.weight_methods.int8 import Int8

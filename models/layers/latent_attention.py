@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ostinato.models.config.model_config import ModelConfig
-from ostinato.models.layers import RMSNorm
-from ostinato.models.linear_layers import BuildOptions, Linear, MergedLinear
+from ostinato.models.layers.linear_layers import BuildOptions, Linear, MergedLinear
+from ostinato.models.layers.norm_layers import RMSNorm
 from ostinato.models.step_tensors import StepInputs
 from ostinato.ops.attention import paged_attention
 from ostinato.ops.rope import join_heads, rotate_heads

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ostinato.models.linear_layers import BuildOptions, LinearBase
+from ostinato.models.layers.linear_layers import BuildOptions, LinearBase
 from ostinato.models.sharding import Span
 from ostinato.models.weight_methods.weight_method import MatrixRole
 from ostinato.ops.parallel.collectives import gather_vocab

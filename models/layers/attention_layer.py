@@ -1,7 +1,7 @@
-"""The layers that models are made of: attention, MLPs, norms, rotary embeddings.
+"""Attention over the paged KV cache, with its projections.
 
-A layer depends only on its parameters, its inputs and its `static_key`. It has no layer index and
-reads no global state. So layers with equal keys share one compiled program.
+Like every layer, it depends only on its parameters, its inputs and its `static_key`. It has no
+layer index and reads no global state. So layers with equal keys share one compiled program.
 
 Shapes: T tokens of a step, D hidden size, Hq query heads, Hkv key and value heads, d head size.
 """
@@ -14,160 +14,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ostinato.models.config.block_spec import NormKind, QKNorm
-from ostinato.models.config.model_config import ModelConfig, QueryTemperature
-from ostinato.models.head_norms import norm_all_heads
-from ostinato.models.linear_layers import BuildOptions, Linear, MergedLinear
-from ostinato.models.sharding import Span
-from ostinato.models.step_tensors import TEMPERATURE, RopeRows, StepInputs, TableRows
-from ostinato.ops.activation import activate
+from ostinato.models.config.block_spec import QKNorm
+from ostinato.models.config.model_config import ModelConfig
+from ostinato.models.layers.linear_layers import BuildOptions, Linear, MergedLinear
+from ostinato.models.layers.norm_layers import RMSNorm, build_rms_norm, norm_all_heads
+from ostinato.models.step_tensors import TEMPERATURE, StepInputs
 from ostinato.ops.attention import paged_attention
 from ostinato.ops.fused.rotary_attention import rotary_attention, takes_projection
-from ostinato.ops.norm import layer_norm, rms_norm
-from ostinato.ops.rope import Rope, rope_tables, rotate_heads
+from ostinato.ops.rope import rotate_heads
 
-__all__ = (
-    "Attention",
-    "GatedMLP",
-    "LayerNorm",
-    "PlainMLP",
-    "RMSNorm",
-    "RotaryEmbedding",
-    "TemperatureTable",
-    "build_mlp",
-    "build_norm",
-    "build_rms_norm",
-)
-
-
-class RMSNorm(nn.Module):
-    """Root-mean-square normalisation of the last dimension.
-
-    Args:
-        size: elements of the last dimension; a span if this rank holds a part of them.
-        eps: added to the mean square.
-        options: dtype and device.
-        plus_one: checkpoints store the weight minus 1. The weight is kept in float32, because
-            bfloat16 would lose bits of it.
-        has_weight: False = the weight is a buffer of ones.
-
-    Attributes:
-        stored_offset: the number that loading adds to the stored weight.
-        held: the elements of the weight that this rank holds.
-    """
-
-    weight: Tensor
-
-    def __init__(
-        self,
-        size: int | Span,
-        eps: float,
-        options: BuildOptions,
-        *,
-        plus_one: bool = False,
-        has_weight: bool = True,
-    ) -> None:
-        super().__init__()
-        self.eps = eps
-        self.stored_offset = 1.0 if plus_one else 0.0
-        self.held = {"weight": (span := Span.of(size))}
-        if has_weight:
-            wide = replace(options, dtype=torch.float32)
-            self.weight = (wide if plus_one else options).empty(span.size)
-        else:
-            ones = torch.ones(span.size, dtype=options.dtype, device=options.device)
-            self.register_buffer("weight", ones, persistent=False)
-
-    @property
-    def static_key(self) -> tuple[object, ...]:
-        """What a traced program depends on besides tensors."""
-        return ("rms norm", self.eps, self.weight.dtype)
-
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """[T, D] -> [T, D], added to the residual if there is one."""
-        return rms_norm(x, self.weight, self.eps, residual)
-
-
-class LayerNorm(nn.Module):
-    """Mean and variance normalisation of the last dimension.
-
-    Without `has_bias` the bias is a buffer of zeros.
-    """
-
-    bias: Tensor
-
-    def __init__(
-        self, size: int, eps: float, options: BuildOptions, *, has_bias: bool = True
-    ) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = options.empty(size)
-        if has_bias:
-            self.bias = options.empty(size)
-        else:
-            zeros = torch.zeros(size, dtype=options.dtype, device=options.device)
-            self.register_buffer("bias", zeros, persistent=False)
-
-    @property
-    def static_key(self) -> tuple[object, ...]:
-        """What a traced program depends on besides tensors."""
-        return ("layer norm", self.eps)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return layer_norm(x, self.weight, self.bias, self.eps)
-
-
-def build_norm(config: ModelConfig, options: BuildOptions) -> RMSNorm | LayerNorm:
-    """The norm of hidden states that the model uses."""
-    kind = config.block.norm
-    if kind in (NormKind.rms, NormKind.rms_plus_one):
-        return build_rms_norm(config, options, config.hidden_size)
-    has_bias = kind is NormKind.layer
-    return LayerNorm(config.hidden_size, config.norm_eps, options, has_bias=has_bias)
-
-
-def build_rms_norm(config: ModelConfig, options: BuildOptions, size: int | Span) -> RMSNorm:
-    """An RMS norm of `size` elements, its weight stored as in the model's other norms."""
-    plus_one = config.block.norm is NormKind.rms_plus_one
-    return RMSNorm(size, config.norm_eps, options, plus_one=plus_one)
-
-
-class RotaryEmbedding(nn.Module):
-    """The rows of the cosine and sine tables at a step's positions."""
-
-    cos: Tensor  # [max_model_len, rotary_dim / 2] float32
-    sin: Tensor
-
-    def __init__(self, rope: Rope, options: BuildOptions) -> None:
-        super().__init__()
-        cos, sin = rope_tables(rope, options.max_model_len, options.device)
-        self.register_buffer("cos", cos, persistent=False)
-        self.register_buffer("sin", sin, persistent=False)
-
-    def forward(self, positions: Tensor) -> RopeRows:
-        """[T] int64 -> cos, sin [T, rotary_dim / 2] float32."""
-        return RopeRows(F.embedding(positions, self.cos), F.embedding(positions, self.sin))
-
-
-class TemperatureTable(nn.Module):
-    """The factors of queries at a step's positions (`QueryTemperature`)."""
-
-    factors: Tensor  # [max_model_len, 1] float32
-
-    def __init__(self, temperature: QueryTemperature, options: BuildOptions) -> None:
-        super().__init__()
-        shape = (options.max_model_len, 1)
-        if options.device.type == "meta":
-            factors = torch.empty(shape, dtype=torch.float32, device=options.device)
-        else:
-            positions = torch.arange(shape[0], dtype=torch.float32, device=options.device)
-            steps = torch.floor((positions + 1.0) / temperature.floor)
-            factors = (torch.log1p(steps) * temperature.scale + 1.0).view(shape)
-        self.register_buffer("factors", factors, persistent=False)
-
-    def forward(self, positions: Tensor) -> TableRows:
-        """[T] int64 -> [T, 1] float32."""
-        return TableRows(F.embedding(positions, self.factors))
+__all__ = ("Attention",)
 
 
 class Attention(nn.Module):
@@ -387,62 +243,3 @@ class Attention(nn.Module):
             self.qk_norm,
             None if self.q_norm is None else self.q_norm.static_key,
         )
-
-
-class GatedMLP(nn.Module):
-    """down(activation(gate(x)) * up(x)): the gated linear unit of arXiv:2002.05202.
-
-    Args:
-        config: the model's configuration.
-        options: dtype, device and shard.
-        intermediate_size: features between the matrices; None = that of the model's MLPs.
-    """
-
-    def __init__(
-        self, config: ModelConfig, options: BuildOptions, intermediate_size: int | None = None
-    ) -> None:
-        super().__init__()
-        hidden_size, bias = config.hidden_size, config.block.mlp_bias
-        size = intermediate_size or config.intermediate_size
-        inner = options.shard.span(size, "intermediate_size")
-        self.activation = config.activation
-        self.gate_up_proj = MergedLinear(hidden_size, (inner, inner), options, bias=bias)
-        self.down_proj = Linear(inner, hidden_size, options, bias=bias)
-
-    def forward(self, x: Tensor, residual: Tensor | None) -> Tensor:
-        """[T, D] -> [T, D], added to the residual if there is one."""
-        return self.down_proj(activate(self.gate_up_proj(x), self.activation, gated=True), residual)
-
-    def static_key(self) -> tuple[object, ...]:
-        """Everything that the traced program depends on besides tensors."""
-        return (
-            "gated mlp",
-            self.activation,
-            self.gate_up_proj.static_key,
-            self.down_proj.static_key,
-        )
-
-
-class PlainMLP(nn.Module):
-    """down(activation(up(x)))."""
-
-    def __init__(self, config: ModelConfig, options: BuildOptions) -> None:
-        super().__init__()
-        hidden_size, bias = config.hidden_size, config.block.mlp_bias
-        inner = options.shard.span(config.intermediate_size, "intermediate_size")
-        self.activation = config.activation
-        self.up_proj = Linear(hidden_size, inner, options, bias=bias)
-        self.down_proj = Linear(inner, hidden_size, options, bias=bias)
-
-    def forward(self, x: Tensor, residual: Tensor | None) -> Tensor:
-        """[T, D] -> [T, D], added to the residual if there is one."""
-        return self.down_proj(activate(self.up_proj(x), self.activation), residual)
-
-    def static_key(self) -> tuple[object, ...]:
-        """Everything that the traced program depends on besides tensors."""
-        return ("mlp", self.activation, self.up_proj.static_key, self.down_proj.static_key)
-
-
-def build_mlp(config: ModelConfig, options: BuildOptions) -> GatedMLP | PlainMLP:
-    """The MLP that the model's blocks use."""
-    return (GatedMLP if config.block.is_gated else PlainMLP)(config, options)

@@ -27,9 +27,11 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ostinato.models.block_parts.moe import MoE
-from ostinato.models.layers import Attention, GatedMLP, RMSNorm
-from ostinato.models.linear_layers import LinearBase
+from ostinato.models.layers.attention_layer import Attention
+from ostinato.models.layers.linear_layers import LinearBase
+from ostinato.models.layers.mlp import GatedMLP
+from ostinato.models.layers.moe import MoE
+from ostinato.models.layers.norm_layers import RMSNorm
 from ostinato.models.step_tensors import StepInputs
 from ostinato.models.weight_methods.plain import Plain
 from ostinato.ops.activation import ACTIVATIONS

@@ -18,7 +18,7 @@ from ostinato.models.checkpoints.row_orders import (
     rotated_last,
 )
 from ostinato.models.checkpoints.slots import find_slots
-from ostinato.models.linear_layers import (
+from ostinato.models.layers.linear_layers import (
     BuildOptions,
     ExpertLinear,
     Linear,

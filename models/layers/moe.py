@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from ostinato.conf.schema import ExpertKernels
 from ostinato.models.config.model_config import ModelConfig
 from ostinato.models.config.moe_spec import MoESpec
-from ostinato.models.layers import GatedMLP
-from ostinato.models.linear_layers import BuildOptions, ExpertLinear, RouterLinear
+from ostinato.models.layers.linear_layers import BuildOptions, ExpertLinear, RouterLinear
+from ostinato.models.layers.mlp import GatedMLP
 from ostinato.models.weight_methods.plain import Plain
 from ostinato.ops.activation import activate
 from ostinato.ops.moe.flashinfer_experts import (

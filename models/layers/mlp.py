@@ -1,0 +1,74 @@
+"""The feed-forward part of a block without experts. Shapes: T tokens of a step, D hidden size."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from ostinato.models.config.model_config import ModelConfig
+from ostinato.models.layers.linear_layers import BuildOptions, Linear, MergedLinear
+from ostinato.ops.activation import activate
+
+__all__ = (
+    "GatedMLP",
+    "PlainMLP",
+    "build_mlp",
+)
+
+
+class GatedMLP(nn.Module):
+    """down(activation(gate(x)) * up(x)): the gated linear unit of arXiv:2002.05202.
+
+    Args:
+        config: the model's configuration.
+        options: dtype, device and shard.
+        intermediate_size: features between the matrices; None = that of the model's MLPs.
+    """
+
+    def __init__(
+        self, config: ModelConfig, options: BuildOptions, intermediate_size: int | None = None
+    ) -> None:
+        super().__init__()
+        hidden_size, bias = config.hidden_size, config.block.mlp_bias
+        size = intermediate_size or config.intermediate_size
+        inner = options.shard.span(size, "intermediate_size")
+        self.activation = config.activation
+        self.gate_up_proj = MergedLinear(hidden_size, (inner, inner), options, bias=bias)
+        self.down_proj = Linear(inner, hidden_size, options, bias=bias)
+
+    def forward(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        """[T, D] -> [T, D], added to the residual if there is one."""
+        return self.down_proj(activate(self.gate_up_proj(x), self.activation, gated=True), residual)
+
+    def static_key(self) -> tuple[object, ...]:
+        """Everything that the traced program depends on besides tensors."""
+        return (
+            "gated mlp",
+            self.activation,
+            self.gate_up_proj.static_key,
+            self.down_proj.static_key,
+        )
+
+
+class PlainMLP(nn.Module):
+    """down(activation(up(x)))."""
+
+    def __init__(self, config: ModelConfig, options: BuildOptions) -> None:
+        super().__init__()
+        hidden_size, bias = config.hidden_size, config.block.mlp_bias
+        inner = options.shard.span(config.intermediate_size, "intermediate_size")
+        self.activation = config.activation
+        self.up_proj = Linear(hidden_size, inner, options, bias=bias)
+        self.down_proj = Linear(inner, hidden_size, options, bias=bias)
+
+    def forward(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        """[T, D] -> [T, D], added to the residual if there is one."""
+        return self.down_proj(activate(self.up_proj(x), self.activation), residual)
+
+    def static_key(self) -> tuple[object, ...]:
+        """Everything that the traced program depends on besides tensors."""
+        return ("mlp", self.activation, self.up_proj.static_key, self.down_proj.static_key)
+
+
+def build_mlp(config: ModelConfig, options: BuildOptions) -> GatedMLP | PlainMLP:
+    """The MLP that the model's blocks use."""
+    return (GatedMLP if config.block.is_gated else PlainMLP)(config, options)
