@@ -29,10 +29,13 @@ class Answer(NamedTuple):
 
     @property
     def is_fault(self) -> bool:
-        """Whether it is a 5xx other than a 503 with Retry-After."""
-        return self.status >= 500 and not (
-            self.status == 503 and "\r\nretry-after:" in self.text.lower()
-        )
+        """Whether it is a 5xx other than a 503 with Retry-After, or of `/health` during a restart.
+
+        Such an answer of `/health` has no Retry-After, and its body has the status "unhealthy".
+        """
+        text = self.text.lower()
+        is_announced = "\r\nretry-after:" in text or '"status":"unhealthy"' in text
+        return self.status >= 500 and not (self.status == 503 and is_announced)
 
 
 Stage = Callable[[asyncio.StreamReader, asyncio.StreamWriter, bytes], Awaitable[Answer | None]]
