@@ -219,8 +219,8 @@ class GraphRunner:
 
         Returns:
             [num_rows, vocab_size] float32 logits, valid until the next run, or with a
-            `CausalLM.logits_group` the columns of this rank. An encoder gives hidden states
-            instead. A stage before the last one gives no rows.
+            `LanguageModel.logits_group` the columns of this rank. An encoder gives hidden
+            states instead. A stage before the last one gives no rows.
         """
         key = self._bucket(num_tokens, num_seqs, num_rows, tokens_per_seq)
         replay = self._replays.get(key) if key is not None else None

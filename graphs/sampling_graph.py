@@ -63,11 +63,11 @@ class TokenSampler(Protocol):
         ...
 
     def whole(self, logits: Tensor) -> Tensor:
-        """The [R, V] logits of all ranks; the argument can be the columns of this rank."""
-        ...
+        """The [R, V] logits of all ranks. Only `DividedSampler` gets the columns of its rank."""
+        return logits
 
 
-class EagerSampler:
+class EagerSampler(TokenSampler):
     """The sampler of CPUs, where control flow may depend on data: each path gets its rows only.
 
     The parameters become a tensor in `stage`. After the model, the same Python code takes three
@@ -82,9 +82,6 @@ class EagerSampler:
 
     def run(self, logits: Tensor) -> Tensor:
         return sample_each(logits, self._inputs)
-
-    def whole(self, logits: Tensor) -> Tensor:
-        return logits
 
 
 class DividedSampler(EagerSampler):
@@ -120,7 +117,7 @@ class SamplingKey(NamedTuple):
     paths: frozenset[SamplePath]
 
 
-class GraphSampler:
+class GraphSampler(TokenSampler):
     """Samples with fixed shapes over static tensors, padded to buckets of rows.
 
     With a recorder the programs are captured. Logits outside of the static tensor are copied there
@@ -199,9 +196,6 @@ class GraphSampler:
     def run_largest(self) -> None:
         """Run every path on the largest number of rows, so that the memory can be measured."""
         self._bind(SamplingKey(len(self._logits), _MIXTURES[-1]))()
-
-    def whole(self, logits: Tensor) -> Tensor:
-        return logits
 
     def run(self, logits: Tensor) -> Tensor:
         num_rows = self._num_rows

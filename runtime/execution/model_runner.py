@@ -81,8 +81,8 @@ class ModelRunner:
             threads: switches the CPU thread pools around a step; None = no switching.
             pooler: makes vectors; None = a pooler for a model without a classification head.
             hidden_states: gets the states of each step from `graphs.aux`; None = none are kept.
-            logits_group: the model's `CausalLM.logits_group`. Without a sampler, this rank helps
-                rank 0 to draw through it.
+            logits_group: the model's `LanguageModel.logits_group`. Without a sampler, this rank
+                helps rank 0 to draw through it.
         """
         # row -> a number that is added to the row's positions before random numbers are drawn for
         # them. None = nothing is added. Only a draft head (runtime/execution/draft_head.py) sets
