@@ -108,7 +108,7 @@ class WeightsByRole:
 
     @property
     def uses_cpu_kernels(self) -> bool:
-        return not self.layers.is_in_place
+        return not isinstance(self.layers, Plain)
 
     @property
     def is_batch_invariant(self) -> bool:

@@ -84,7 +84,8 @@ def load_weights(
     unexpected: list[str] = []
     scales = CacheScales(model)
     with _progress_bar(shown=bool(progress)) as bar:
-        task = bar.add_task(progress, total=sum(file.stat().st_size for file in files))
+        total = sum(file.stat().st_size for file in files)
+        task = bar.add_task(progress, total=total)
         for stored_name, tensor, part in _stored_tensors(model, checkpoint, files, all_slots):
             name = _own_name(stored_name, layout, all_slots)
             if name in loaded:
@@ -100,6 +101,7 @@ def load_weights(
             elif not any(pattern.search(stored_name) for pattern in ignored):
                 unexpected.append(stored_name)
             bar.advance(task, part.num_bytes)
+        bar.update(task, completed=total)  # the headers of the files count too
     scales.finish()
     prefix = layout.prefixes[0] if layout.prefixes else ""
     missing = [prefix * (name != layout.head) + name for name in slots if name not in loaded]
@@ -154,10 +156,6 @@ def _load_dummy(shown: LinearBase, module: LinearBase | None, numbers: _Numbers)
         numbers: the random numbers.
     """
     (part,) = shown.parts()
-    if shown.method.is_in_place and part.is_all:
-        for parameter in (module or shown).parameters(recurse=False):
-            numbers.fill(parameter)
-        return
     experts = shown.experts if isinstance(shown, ExpertLinear) else Span.of(1)
     stored = dict(shown.method.stored) | ({"bias": BIAS} if shown.has_bias else {})
     for expert in range(experts.total):

@@ -223,7 +223,7 @@ class LinearBase(nn.Module):
             self._load_bias(value, part)
             return
         pending = self._pending.setdefault(part.expert, _Pending({}))
-        if self.method.is_in_place or self.method.converts_in_place:
+        if self.method.loads_in_place:
             pending.tensors = self._weights_of(part.expert)
         self.method.load(pending.tensors, name, value, part, self.spec)
         pending.count += 1
@@ -241,11 +241,8 @@ class LinearBase(nn.Module):
 
         The matrix must be comparable (`is_comparable`).
         """
-        if self.method.is_in_place:
-            value = part.cut(value, self.method.stored[name]).to(self.spec.device, self.spec.dtype)
-            return torch.equal(self.weights[name], value)
         tensors: dict[str, Tensor] = {}
-        if self.method.converts_in_place:
+        if self.method.loads_in_place:
             parameters = self.method.parameters(self.spec).items()
             tensors = {key: torch.empty(shape, dtype=dtype) for key, (shape, dtype) in parameters}
         self.method.load(tensors, name, value, part, self.spec)

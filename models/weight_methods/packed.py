@@ -36,7 +36,7 @@ __all__ = ("Packed",)
 class Packed(WeightMethod):
     """`weight` in panels of 32 rows, padded with zeros; float32 or bfloat16 on a CPU."""
 
-    converts_in_place: ClassVar[bool] = True
+    loads_in_place: ClassVar[bool] = True
     is_batch_invariant: ClassVar[bool] = True
 
     @property

@@ -29,7 +29,7 @@ __all__ = ("Plain",)
 class Plain(WeightMethod):
     """`weight` [out, in] in the activations' dtype."""
 
-    is_in_place: ClassVar[bool] = True
+    loads_in_place: ClassVar[bool] = True
 
     @property
     def stored(self) -> Mapping[str, StoredTensor]:

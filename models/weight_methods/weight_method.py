@@ -127,12 +127,6 @@ class Part:
     num_rows: int
     expert: int = 0  # index among this rank's experts, if the module has any
 
-    @property
-    def is_all(self) -> bool:
-        """Whether the module's matrix is this whole stored matrix, with rows in the same order."""
-        is_ordered = isinstance(self.rows, slice) and self.num_rows == self.stored[0]
-        return self.count == 1 and is_ordered and self.columns.is_whole
-
     def why_uncut(self, stored: StoredTensor) -> str | None:
         """Why `cut` cannot cut a stored tensor, in one line; None if it can."""
         for axis in stored.axes:
@@ -184,8 +178,7 @@ class WeightMethod(ABC):
     Subclasses are frozen dataclasses: equal methods give equal programs.
     """
 
-    is_in_place: ClassVar[bool] = False  # stored tensors are copied directly into the parameters
-    converts_in_place: ClassVar[bool] = False  # `load` writes the parameters, in their final form
+    loads_in_place: ClassVar[bool] = False  # `load` writes the parameters, in their final form
     is_quantized: ClassVar[bool] = False  # the parameters are rounded values
     # The bits of a row of the result do not depend on the other rows.
     is_batch_invariant: ClassVar[bool] = False
@@ -231,7 +224,7 @@ class WeightMethod(ABC):
 
         Args:
             tensors: the tensors of this matrix that were loaded so far, by stored name; filled
-                here. With `is_in_place` or `converts_in_place`, the parameters themselves.
+                here. With `loads_in_place`, the parameters themselves.
             name: a key of `stored`.
             value: the tensor as stored, in any of the accepted dtypes.
             part: the rows and columns that this rank holds, and their place in the matrix.
@@ -253,8 +246,9 @@ class WeightMethod(ABC):
     ) -> None:
         """Put the rows and columns of a tensor that this rank holds into `tensors`.
 
-        The tensor of a module's only part is kept without a copy if it is contiguous and needs no
-        conversion. Other tensors are copied to their place in the entry of `tensors`.
+        A tensor is kept without a copy if it is that of a module's only part, has no entry in
+        `tensors` yet, is contiguous and needs no conversion. Other tensors are copied to their
+        place in the entry of `tensors`.
 
         Args:
             tensors, name, value, part, spec: as for `load`.
@@ -266,7 +260,7 @@ class WeightMethod(ABC):
         value = part.cut(value, stored)
         dtype = spec.dtype if stored.converted else value.dtype
         out = [dim for dim, axis in enumerate(stored.axes) if axis.features == "out"]
-        is_kept = part.count == 1 and not self.is_in_place and value.is_contiguous()
+        is_kept = part.count == 1 and name not in tensors and value.is_contiguous()
         if is_kept and value.dtype == dtype and value.device == spec.device:
             # `finish` converts the matrix, so it is not copied here as well.
             tensors[name] = value if out else value[None]

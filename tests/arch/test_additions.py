@@ -91,7 +91,7 @@ from ostinato.models.weight_methods.plain import Plain
 
 @dataclass(frozen=True, slots=True)
 class Halved(Plain):
-    is_in_place = False
+    loads_in_place = False
 
     @property
     def name(self):

@@ -20,6 +20,7 @@ from ostinato.models.choose_weights import choose_weights
 from ostinato.models.layers.linear_layers import LinearBase
 from ostinato.models.layers.norm_layers import LayerNorm, RMSNorm
 from ostinato.models.registry import build_model, read_model_config
+from ostinato.models.sharding import WHOLE, Shard
 from ostinato.models.weight_methods.packed import Packed
 from ostinato.models.weight_methods.plain import Plain
 from ostinato.ops.linear import unpack_linear_weight
@@ -247,10 +248,16 @@ def test_a_tensor_in_two_shards_is_named(
 
 
 def dummy(
-    seed: int, dtype: torch.dtype = torch.float32, *, pack: bool = False, **config: object
+    seed: int,
+    dtype: torch.dtype = torch.float32,
+    *,
+    pack: bool = False,
+    variant: str = "gpt2",
+    shard: Shard = WHOLE,
+    **config: object,
 ) -> CausalLM:
     settings = {
-        **VARIANTS["gpt2"].settings,
+        **VARIANTS[variant].settings,
         "architectures": ["GPT2LMHeadModel"],
         **config,
     }
@@ -263,6 +270,7 @@ def dummy(
         weights=choose_weights(
             section, open_checkpoint(section), pack=pack, device=CPU, dtype=dtype
         ),
+        shard=shard,
     )
     init_dummy_weights(model, seed)
     assert isinstance(model, CausalLM)
@@ -288,6 +296,19 @@ def test_dummy_weights_depend_on_the_seed_alone() -> None:
     name = "layers.2.mlp.down_proj.weight"
     assert torch.equal(one.get_parameter(name), again.get_parameter(name))
     assert not torch.equal(one.get_parameter(name), other.get_parameter(name))
+
+
+def test_ranks_have_parts_of_the_same_dummy_weights() -> None:
+    family = {"model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"], "vocab_size": 200}
+    whole, *ranks = (
+        dummy(0, variant="gpt-oss", shard=shard, **family)
+        for shard in (WHOLE, Shard(0, 2), Shard(1, 2))
+    )
+    name = "layers.0.mlp.experts.down_proj"  # experts with biases; a rank has half of the columns
+    columns = [model.get_parameter(f"{name}.weight") for model in ranks]
+    assert torch.equal(torch.cat(columns, 2), whole.get_parameter(f"{name}.weight"))
+    bias = whole.get_parameter(f"{name}.bias")
+    assert torch.equal(ranks[0].get_parameter(f"{name}.bias"), bias)
 
 
 def test_packed_weights_are_the_plain_ones_in_another_order() -> None:
