@@ -1,4 +1,6 @@
-"""Environment variables and the cache directory; all other settings are Hydra configuration.
+"""Environment variables, the cache directory and temporary directories.
+
+All other settings are Hydra configuration.
 
 | variable | meaning | default |
 |---|---|---|
@@ -17,16 +19,19 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
 import os
 import shutil
 import sys
 import tempfile
+import weakref
 from collections.abc import Generator
 from pathlib import Path
 
 from ostinato.conf.errors import ConfigError
 
 __all__ = (
+    "TemporaryDirectory",
     "cache_dir",
     "choose_nccl_interface",
     "completion_line",
@@ -50,6 +55,7 @@ _LIBRARY_CACHES = {  # variable -> folder in our cache directory
     "TRITON_CACHE_DIR": "triton",
     "FLASHINFER_WORKSPACE_BASE": "flashinfer",
 }
+_TEMPORARY_PREFIX = "ostinato-run-"
 _LEAST_FREE_BYTES = 16 << 20  # kernels and programs of a small model, and room to write them
 
 
@@ -101,11 +107,63 @@ def cache_dir() -> Path:
     return Path(base) / "ostinato"
 
 
+class TemporaryDirectory:
+    """A new directory, mode 0700, for temporary files of this process.
+
+    It is removed by `remove`, and when this object or the program ends. A process that is killed
+    leaves its directory. The next process that makes one in the same place removes it. A process
+    holds a lock on its directory, which tells others that the process runs.
+
+    Args:
+        name: the directory's name begins with `ostinato-run-` and this.
+        root: where the directory is made; None = the usual place for temporary files.
+
+    Attributes:
+        path: the directory.
+
+    Raises:
+        OSError: the directory cannot be made.
+    """
+
+    def __init__(self, name: str = "", root: Path | None = None) -> None:
+        root = root or Path(tempfile.gettempdir())
+        for abandoned in root.glob(f"{_TEMPORARY_PREFIX}*"):
+            _remove_if_abandoned(abandoned)
+        # It gets its name when it is locked, so that no other process can remove it before.
+        hidden = Path(tempfile.mkdtemp(prefix=f".{_TEMPORARY_PREFIX}{name}", dir=root))
+        descriptor = os.open(hidden, os.O_RDONLY)
+        with contextlib.suppress(OSError):  # without locks, nothing is removed as abandoned
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        self.path = hidden.rename(root / hidden.name.removeprefix("."))
+        self._finalize = weakref.finalize(self, _remove_locked, self.path, descriptor)
+
+    def remove(self) -> None:
+        """Remove the directory with its content; safe to call twice."""
+        self._finalize()
+
+
+def _remove_locked(directory: Path, descriptor: int) -> None:
+    shutil.rmtree(directory, ignore_errors=True)
+    os.close(descriptor)
+
+
+def _remove_if_abandoned(directory: Path) -> None:
+    """Remove a temporary directory of this user whose process has ended."""
+    with contextlib.suppress(OSError):  # it is locked, another user's, or was removed meanwhile
+        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            if os.fstat(descriptor).st_uid == os.geteuid():
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(directory, ignore_errors=True)
+        finally:
+            os.close(descriptor)
+
+
 def prepare_cache() -> str | None:
     """Make sure that `cache_dir` can be written, in this process and in the processes it starts.
 
-    If it cannot be written or is nearly full, `cache_dir` becomes a temporary directory, which is
-    removed when this process ends. The temporary directory has links to the bundles of the original
+    If it cannot be written or is nearly full, `cache_dir` becomes a `TemporaryDirectory`, which is
+    removed when this process ends. That directory has links to the bundles of the original
     one. Call this function before torch is imported. A second call has no effect.
 
     Returns:
@@ -120,8 +178,9 @@ def prepare_cache() -> str | None:
         reason = f"less than {_LEAST_FREE_BYTES >> 20} MiB are free"
     line = None
     if reason is not None:
-        temporary = Path(tempfile.mkdtemp(prefix="ostinato-cache-", dir=_temporary_root()))
-        atexit.register(shutil.rmtree, temporary, ignore_errors=True)
+        directory = TemporaryDirectory("cache-", _temporary_root())
+        atexit.register(directory.remove)
+        temporary = directory.path
         _link_bundles(wanted, temporary)
         os.environ["OSTINATO_CACHE_DIR"] = str(temporary)
         line = (

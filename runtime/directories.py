@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import logging
 import os
-import tempfile
-from pathlib import Path
 
-from ostinato.conf.environment import prepare_cache
+from ostinato.conf.environment import TemporaryDirectory, prepare_cache
 from ostinato.runtime.errors import StartupError
 
 __all__ = ("ensure_cache", "make_socket_directory")
@@ -43,22 +41,23 @@ def ensure_cache() -> bool:
     return line is not None
 
 
-def make_socket_directory() -> Path:
-    """A new temporary directory, mode 0700, for the sockets of engine processes.
+def make_socket_directory() -> TemporaryDirectory:
+    """A new temporary directory for the sockets of engine processes.
 
     Raises:
         StartupError: the directory cannot be made, or its path is too long for a socket.
     """
     try:
-        directory = Path(tempfile.mkdtemp(prefix="ostinato-"))
+        directory = TemporaryDirectory()
     except OSError as error:
         raise StartupError(
             f"no directory for temporary files can be written: {error}; {_REMEDY}"
         ) from error
-    if len(os.fsencode(directory)) > _LONGEST_SOCKET_DIRECTORY:
-        directory.rmdir()
+    if len(os.fsencode(directory.path)) > _LONGEST_SOCKET_DIRECTORY:
+        directory.remove()
         raise StartupError(
-            f"the directory for temporary files {directory.parent} has a path that is too long for "
-            f"a socket; set TMPDIR to a path of at most {_LONGEST_SOCKET_DIRECTORY - 20} bytes"
+            f"the directory for temporary files {directory.path.parent} has a path that is too "
+            f"long for a socket; set TMPDIR to a path of at most {_LONGEST_SOCKET_DIRECTORY - 22} "
+            "bytes"
         )
     return directory

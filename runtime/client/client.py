@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import shutil
 import time
-import weakref
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 
@@ -74,11 +72,7 @@ class EngineClient:
         ensure_cache()
         self._early_tokenizer = EarlyTokenizer(config.model)
         self._directory = make_socket_directory()
-        # The directory is also removed when the program ends before `close`.
-        self._remove_directory = weakref.finalize(
-            self, shutil.rmtree, self._directory, ignore_errors=True
-        )
-        self._hosts = EngineHosts(config.engine, config.server, self._directory, early)
+        self._hosts = EngineHosts(config.engine, config.server, self._directory.path, early)
         self._set = ReplicaSet(
             self._hosts.launchers, config.server, config.parallel, config.cache.block_size
         )
@@ -426,7 +420,7 @@ class EngineClient:
             self._grammars.close()
         await asyncio.gather(*(replica.close() for replica in self.replicas))
         await self._hosts.close()
-        self._remove_directory()
+        self._directory.remove()
 
     def _unique(self, request_id: str) -> str:
         """The engine's id of a request. It is unique even if a client sends an id twice."""

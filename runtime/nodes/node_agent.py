@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import shutil
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -85,7 +84,7 @@ async def run_node(
     lost_at: float | None = None
     try:
         while True:
-            session = _Session(address, token, name, directory)
+            session = _Session(address, token, name, directory.path)
             try:
                 await session.join(say)
                 say(f"machine {name} has joined {address}")
@@ -101,7 +100,7 @@ async def run_node(
                 await session.close()
             await asyncio.sleep(_AGAIN_S)
     finally:
-        shutil.rmtree(directory, ignore_errors=True)
+        directory.remove()
 
 
 async def _first_of(

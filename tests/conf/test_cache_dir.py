@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ostinato.conf.environment import expand_user, require_writable
+from ostinato.conf.environment import TemporaryDirectory, expand_user, require_writable
 from ostinato.conf.errors import ConfigError
 from tests.confinement import full, no_execution, read_only, unknown_user, without_privileges
 
@@ -91,6 +91,39 @@ def test_a_temporary_directory_is_used_and_removed(tmp_path, name):
     for path in found["libraries"].values():
         assert path.startswith(found["cache"])
     assert list(scratch.iterdir()) == []
+
+
+def test_a_directory_of_a_killed_process_is_removed_by_the_next_one(tmp_path):
+    program = """
+import sys, time
+from pathlib import Path
+from ostinato.conf.environment import TemporaryDirectory
+directory = TemporaryDirectory("cache-", Path(sys.argv[1]))
+(directory.path / "file").touch()
+print(directory.path, flush=True)
+time.sleep(1000)
+"""
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    killed, running = (
+        subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(2)
+    )
+    try:
+        abandoned, used = (
+            Path(process.stdout.readline().rstrip()) for process in (killed, running)
+        )
+        (of_an_older_version := tmp_path / "ostinato-x").mkdir()
+        killed.kill()
+        killed.wait()
+        assert abandoned.exists()
+        mine = TemporaryDirectory(root=tmp_path)
+        assert set(tmp_path.iterdir()) == {mine.path, used, of_an_older_version}
+        mine.remove()
+        assert list(used.iterdir()) == [used / "file"]
+        assert set(tmp_path.iterdir()) == {used, of_an_older_version}
+    finally:
+        for process in (killed, running):
+            process.kill()
+            process.communicate()
 
 
 def test_a_user_without_a_home_has_the_root_as_container_engines_say():

@@ -70,7 +70,7 @@ def test_it_serves_from_a_temporary_cache_and_one_line_says_so(server, scratch):
     assert "(Read-only file system)" in line
     assert "the next start compiles again what no bundle has" in line
     assert "set OSTINATO_CACHE_DIR to a directory that can be written" in line
-    (cache,) = scratch.glob("ostinato-cache-*")
+    (cache,) = scratch.glob("ostinato-run-cache-*")
     assert str(cache) in line
     answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "Once", "max_tokens": 4})
     assert answer.status_code == 200
