@@ -86,7 +86,7 @@ class LLM:
         *,
         overrides: Sequence[str] = (),
         config: RunConfig | None = None,
-        report: Callable[[str, float], None] = lambda name, seconds: None,
+        report: Callable[[str, float | None], None] = lambda name, seconds: None,
         observer: StepObserver | None = None,
         model_cache: LoadedModelCache | None = None,
         proposer: Proposer | None = None,
@@ -99,7 +99,8 @@ class LLM:
                 names. If `overrides` names none either, the bundled demo model.
             overrides: settings as on the command line, `scheduler.max_num_seqs=8`.
             config: a complete configuration, instead of `model`, `overrides` and `arguments`.
-            report: called with each finished phase of the start and its seconds.
+            report: called with each phase of the start: with None when it begins, and with its
+                seconds when it has ended.
             observer: called with every step; None = a default observer that writes no file.
             model_cache: keeps the loaded model for the next engine of this process; one engine at
                 a time uses it. None = the model is loaded and freed with the engine.

@@ -78,24 +78,22 @@ def quantize_model(
 
     Args:
         config: its `model` section names the checkpoint.
-        section: the format, and the calibration and evaluation texts.
+        section: the new or empty directory of the result, the format, and the calibration and
+            evaluation texts.
         on_matrix: called after each matrix with the number of finished matrices and of all.
 
     Raises:
         StartupError: the model, the format or a file is not supported; the text says why.
     """
-    target = Path(section.output)
-    if not section.output or (target.exists() and any(target.iterdir())):
-        raise StartupError(
-            f"quantize.output={section.output!r} must be a new or empty directory for the result"
-        )
     try:
         source = open_model(config, torch.device("cpu"))
         model = _load(source, section)
         tokenizer = config.model.tokenizer or str(source.checkpoint.path)
         length = min(section.length, source.config.max_model_len)
         rows, held_out = _read_texts(tokenizer, section, length)
-        return _Quantization(source, model, section, on_matrix).run(rows, held_out, target)
+        return _Quantization(source, model, section, on_matrix).run(
+            rows, held_out, Path(section.output)
+        )
     except (CheckpointError, OSError) as error:
         raise StartupError(str(error)) from error
 

@@ -26,7 +26,7 @@ __all__ = ("Conversation", "chat")
 _HELP = """\
 /help           this text
 /reset          forget the conversation
-/system TEXT    set the system message and forget the conversation; without TEXT: none
+/system TEXT    set the system message and start anew; without TEXT: none
 /exit           leave (so does the end of input, Ctrl-D)
 Ctrl-C          stop the answer"""
 _HISTORY_LINES = 1000

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from ostinato.api.cli.terminal import show_phases
 from ostinato.runtime.directories import ensure_cache
 from ostinato.runtime.errors import StartupError
 from ostinato.runtime.replicas.placement import place_replicas
@@ -42,9 +43,11 @@ def compile_bundle(config: RunConfig) -> int:
         TextColumn("{task.description:<24}"), BarColumn(), TimeElapsedColumn(), console=console
     ) as progress:
         task = progress.add_task("imports and kernels", total=_USUAL_PHASES)
+        show = show_phases(lambda text: progress.update(task, description=text))
 
-        def on_phase(name: str, seconds: float) -> None:
-            progress.update(task, advance=1, description=f"{name} is done")
+        def on_phase(name: str, seconds: float | None) -> None:
+            show(name, seconds)
+            progress.advance(task, 0 if seconds is None else 1)
 
         prepare_kernels(config.engine)
         from ostinato.runtime.startup.build_engine import compile_bundle

@@ -12,36 +12,64 @@ from ostinato.conf.describe import KeyDescription, describe_sections
 __all__ = ("command_help", "overview")
 
 _KEY_WIDTH = 36
+_FLAGS = {
+    "key=value": "override the configuration; keys: run <command> --help",
+    "--cfg job": "print the resulting configuration as YAML and exit",
+    "--config-dir DIR": "also find options in DIR, such as DIR/model/mine.yaml for model=mine",
+    "--help": "the command's keys with defaults and ranges",
+}
 
 
 def overview(commands: Mapping[str, Command]) -> str:
     """The text of `run --help`: the commands, and the flags that all of them have."""
-    width = max(map(len, commands))
+    columns = _columns()
+    summaries = {name: command.summary for name, command in commands.items()}
     lines = [
-        "Ostinato: inference and serving of large language models around one compiled graph.",
+        *textwrap.wrap(
+            "Ostinato: inference and serving of large language models around one compiled graph.",
+            columns,
+        ),
         "",
         "usage: run <command> [key=value ...]",
         "",
         "commands:",
-        *(f"  {name:<{width}}  {command.summary}" for name, command in commands.items()),
+        *_listed(summaries, columns),
         "",
         "every command:",
-        "  key=value         override the configuration; keys: run <command> --help",
-        "  --cfg job         print the resulting configuration as YAML and exit",
-        "  --config-dir DIR  also find options in DIR, such as DIR/model/mine.yaml for model=mine",
-        "  --help            the command's keys with defaults and ranges",
+        *_listed(_FLAGS, columns),
         "",
-        "run --version prints the version; run -sc install=bash (or fish, zsh) prints a completion",
-        'script:  eval "$(run -sc install=bash)"',
+        "run --version             prints the version",
+        "run -sc install=bash      prints a completion script for bash, fish or zsh;",
+        '                          eval "$(run -sc install=bash)" installs it',
     ]
     return "\n".join(lines)
+
+
+def _listed(entries: Mapping[str, str], columns: int) -> list[str]:
+    """A line for each entry, and more if it is too long; the texts are below each other."""
+    indent = max(map(len, entries)) + 4
+    return [
+        line
+        for name, text in entries.items()
+        for line in textwrap.wrap(
+            f"  {name:<{indent - 2}}{text}",
+            columns,
+            subsequent_indent=" " * indent,
+            break_on_hyphens=False,
+        )
+    ]
+
+
+def _columns() -> int:
+    """The width of the text: that of the terminal, at most 120."""
+    return min(shutil.get_terminal_size().columns, 120)
 
 
 def command_help(name: str, command: Command) -> str:
     """Usage, examples and every key of the sections that the command reads."""
     from ostinato.conf.compose import group_options
 
-    columns = min(shutil.get_terminal_size().columns, 120)
+    columns = _columns()
     options = group_options()
     prompt = " PROMPT" if command.takes_prompt else ""
     if command.files:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+
+from ostinato.conf.errors import ConfigError
 
 if TYPE_CHECKING:
     from ostinato.conf.root import RunConfig
@@ -23,24 +26,27 @@ def quantize(config: RunConfig) -> int:
     """Quantise a model's layers, write the checkpoint and print sizes and perplexities.
 
     Raises:
-        StartupError: the model, the format or a file is not supported, or `quantize.output` is not
-            a new or empty directory.
+        ConfigError: `quantize.output` is not a new or empty directory.
+        StartupError: the model, the format or a file is not supported.
     """
+    _check_output(config.quantize.output)  # importing torch takes seconds
     from ostinato.runtime.quantize_model import quantize_model
 
     console = Console(width=_WIDTH, highlight=False, file=sys.stderr)
     with Progress(
-        TextColumn("matrices"),
+        TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
         console=console,
     ) as progress:
-        task = progress.add_task("matrices", total=None)
+        task = progress.add_task("loading", total=None)
         report = quantize_model(
             config.engine,
             config.quantize,
-            lambda done, total: progress.update(task, completed=done, total=total),
+            lambda done, total: progress.update(
+                task, completed=done, total=total, description="matrices"
+            ),
         )
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in ("", "before", "after"):
@@ -74,3 +80,13 @@ def quantize(config: RunConfig) -> int:
         markup=False,
     )
     return 0
+
+
+def _check_output(output: str) -> None:
+    target = Path(output)
+    if not output:
+        raise ConfigError("run quantize needs a directory for the result: quantize.output=DIR")
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        raise ConfigError(
+            f"quantize.output={output!r} must be a new or empty directory for the result"
+        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
 from types import FrameType
 from typing import TYPE_CHECKING, Self
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ostinato.runtime.types.outputs import RequestOutput
     from ostinato.runtime.types.params import SamplingParams
 
-__all__ = ("Interruption", "choose_sampling", "start_llm", "write_stream")
+__all__ = ("Interruption", "choose_sampling", "show_phases", "start_llm", "write_stream")
 
 _SAMPLING_KEYS = ("max_tokens", "temperature", "top_p", "top_k", "seed")
 
@@ -33,15 +33,31 @@ def start_llm(config: RunConfig) -> LLM:
         StartupError: the engine cannot start.
     """
     console = Console(stderr=True)
-    with console.status("starting: importing torch") as status:
+    with console.status("starting: CPU kernels, imports") as status:
         prepare_kernels(config.engine)
         from ostinato import LLM
 
-        status.update("starting: loading the model")
         return LLM(
-            config=config,
-            report=lambda phase, seconds: status.update(f"starting: {phase} took {seconds:.1f} s"),
+            config=config, report=show_phases(lambda text: status.update(f"starting: {text}"))
         )
+
+
+def show_phases(show: Callable[[str], None]) -> Callable[[str, float | None], None]:
+    """A function for the `report` of an engine that shows the phases of its start.
+
+    Args:
+        show: called with the names of the running phases, at each beginning and end of a phase.
+    """
+    running: list[str] = []
+
+    def report(name: str, seconds: float | None) -> None:
+        if seconds is None:
+            running.append(name)
+        elif name in running:
+            running.remove(name)
+        show(", ".join(running) or f"{name} is done")
+
+    return report
 
 
 def choose_sampling(llm: LLM, section: GenerateSection | ChatSection) -> SamplingParams:

@@ -82,6 +82,9 @@ def download(name: HubName, revision: str, *, weights: bool) -> Path:
     except (OSError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
         at = f" at revision {revision!r}" if revision else ""
         reason = first_line(error)
+        if reason.startswith("Got: "):  # there is no connection, and no copy on this machine
+            reason = reason.removeprefix("Got: ")
+            reason += "; check the connection to the hub, or give the path of a local directory"
         if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EROFS, errno.ENOSPC):
             reason += "; set HF_HOME to a directory for downloads that can be written"
         raise HubError(f"no such directory, and the hub did not give it{at}: {reason}") from error

@@ -365,9 +365,13 @@ def _build(
     from ostinato.runtime.engine.step_observer import StepObserver
     from ostinato.runtime.startup.build_engine import build_engine
 
+    def report(name: str, seconds: float | None) -> None:
+        if seconds is not None:
+            connection.send(Phase(name, seconds))
+
     return build_engine(
         start.config,
-        report=lambda name, seconds: connection.send(Phase(name, seconds)),
+        report=report,
         observer=StepObserver(_flight_recorder(start.flight_recorder_steps, address)),
         ranks=ranks,
     )

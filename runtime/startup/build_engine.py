@@ -73,7 +73,7 @@ def build_engine(
 
     Args:
         config: the engine's configuration; each component gets its section.
-        report: called at the end of each phase of the start.
+        report: called at the beginning and at the end of each phase of the start.
         observer: called with every step; None = a default observer that writes no file.
         model_cache: keeps the loaded model for later engines; None = load the model.
         proposer: the drafter; None = as configured.
@@ -97,7 +97,7 @@ def compile_bundle(config: EngineConfig, report: Report) -> Bundle | None:
 
     Args:
         config: the engine's configuration.
-        report: called at the end of each phase of the start.
+        report: called at the beginning and at the end of each phase of the start.
 
     Returns:
         The bundle; None if the configuration saves none.

@@ -37,6 +37,11 @@ _LOG = logging.getLogger(__name__)
 _MOST_HOST_COPIES = 16  # a copy has the block table of a step: megabytes for long contexts
 
 
+def _log_phase(name: str, seconds: float | None) -> None:
+    if seconds is not None:
+        _LOG.info("draft model: %s %.2f s", name, seconds)
+
+
 def make_drafter(
     plan: EnginePlan, target: RankParts, texts: Proposer, monitor: CompileMonitor, undo: ExitStack
 ) -> BatchProposer:
@@ -56,7 +61,7 @@ def make_drafter(
     # On one GPU drafts stay on the device. Several ranks get them from the host.
     is_queued = not plan.is_cpu and plan.source.shard.num_ranks == 1
     max_drafts = plan.config.speculation.max_drafts
-    timer = PhaseTimer(lambda name, seconds: _LOG.info("draft model: %s %.2f s", name, seconds))
+    timer = PhaseTimer(_log_phase)
     own = plan.draft.memory.limited(plan.memory.num_blocks, plan.draft_model_len)
     rank = build_rank(
         dataclasses.replace(plan.draft, memory=own),

@@ -8,15 +8,18 @@ from contextlib import contextmanager
 
 __all__ = ("PhaseTimer", "Report")
 
-Report = Callable[[str, float], None]
-"""Called with a finished phase's name and its seconds. Two threads can call it."""
+Report = Callable[[str, float | None], None]
+"""Called with a phase's name: with None when it begins, and with its seconds when it has ended.
+
+Two threads can call it.
+"""
 
 
 class PhaseTimer:
     """Times parts of the start: `with phase("weights"):`.
 
     Args:
-        report: called at the end of each phase.
+        report: called at the beginning and at the end of each phase.
 
     Attributes:
         seconds: seconds of the finished phases, by name.
@@ -28,6 +31,7 @@ class PhaseTimer:
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
+        self._report(name, None)
         begin = time.perf_counter()
         yield
         self.seconds[name] = time.perf_counter() - begin

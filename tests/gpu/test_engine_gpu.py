@@ -144,8 +144,8 @@ def test_too_little_memory_for_the_capture_leaves_buckets_out(
 ) -> None:
     total = torch.cuda.mem_get_info()[1]
 
-    def take_the_rest(phase: str, seconds: float) -> None:
-        if phase == "warm-up":  # the capture is next
+    def take_the_rest(phase: str, seconds: float | None) -> None:
+        if phase == "warm-up" and seconds is not None:  # the capture is next
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
             torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved() / total)

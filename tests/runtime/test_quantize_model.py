@@ -14,7 +14,9 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
+from ostinato.api.cli.quantize_command import quantize
 from ostinato.conf.compose import load_config
+from ostinato.conf.errors import ConfigError
 from ostinato.models.demo.training.corpus import documents
 from ostinato.models.layers.linear_layers import ExpertLinear, LinearBase, RouterLinear
 from ostinato.runtime.errors import StartupError
@@ -185,8 +187,9 @@ def test_what_can_not_be_quantised_is_refused(tmp_path: Path) -> None:
             "quantize.group_size=32",
             "quantize.head_bits=8",
         )
-    with pytest.raises(StartupError, match="must be a new or empty directory"):
-        quantise(f"model.path={gpt2}", f"quantize.output={gpt2}")
+    for output, text in ((gpt2, "must be a new or empty directory"), ("", "quantize.output=DIR")):
+        with pytest.raises(ConfigError, match=text):
+            quantize(load_config([f"model.path={gpt2}", f"quantize.output={output}"]))
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ import pytest
 
 import ostinato
 from ostinato.api.cli.chat_command import Conversation
-from ostinato.api.cli.terminal import write_stream
+from ostinato.api.cli.terminal import show_phases, write_stream
 from ostinato.benchmarks.report.record import read_records
 from ostinato.commands import run
 from ostinato.runtime.errors import EngineError
@@ -92,6 +92,14 @@ def test_a_model_that_can_not_be_opened_is_one_line(
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("run: ")
     assert [word for word in words if word not in line] == []
+
+
+def test_the_running_phases_of_a_start_are_shown():
+    shown: list[str] = []
+    report = show_phases(shown.append)
+    for event in (("kernels", None), ("compile", None), ("compile", 0.6), ("kernels", 36.2)):
+        report(*event)
+    assert shown == ["kernels", "kernels, compile", "kernels", "kernels is done"]
 
 
 def test_chat_through_a_pipe(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):

@@ -115,7 +115,10 @@ def test_unreachable_hub(tmp_path: Path) -> None:
     assert len(result.stdout.splitlines()) == 1
     assert result.stdout.startswith(
         "model.path='someone/some-model': no such directory, and the hub did not give it"
-        " at revision 'v2': "
+        " at revision 'v2': ConnectError: "
+    )
+    assert result.stdout.endswith(
+        "; check the connection to the hub, or give the path of a local directory\n"
     )
 
 
