@@ -26,6 +26,7 @@ __all__ = (
     "headlines_of",
     "median_and_range",
     "print_record",
+    "table_console",
     "title_of",
 )
 
@@ -122,11 +123,17 @@ def title_of(record: Record) -> str:
     )
 
 
-def print_record(record: Record, file: Path | None = None, others: Sequence[Path] = ()) -> None:
-    """Print the table, the notes, and the paths of the result and its plots."""
+def table_console() -> Console:
+    """Standard output for tables: as wide as the terminal, within limits."""
     console = Console(highlight=False)
     width = console.width if console.is_terminal else _WIDEST
     console.width = max(_NARROWEST, min(_WIDEST, width))
+    return console
+
+
+def print_record(record: Record, file: Path | None = None, others: Sequence[Path] = ()) -> None:
+    """Print the table, the notes, and the paths of the result and its plots."""
+    console = table_console()
     console.print(title_of(record), markup=False)
     measured = [point for point in record.points if point.metrics]
     if measured:

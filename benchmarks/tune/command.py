@@ -26,6 +26,7 @@ from rich.table import Table
 
 from ostinato.benchmarks.bench.serve import workload_of
 from ostinato.benchmarks.report.record import Point, Record, conditions_of, write_record
+from ostinato.benchmarks.report.tables import table_console
 from ostinato.benchmarks.simulate.jobs import simulate_job
 from ostinato.benchmarks.simulate.specs import measured_spec, without_default_drafts
 from ostinato.benchmarks.tune.forecast import Forecast
@@ -62,7 +63,6 @@ from ostinato.runtime.machine_info import cpu_name
 __all__ = ("tune",)
 
 _GIB = 1 << 30
-_WIDTH = 100
 _BLOCK_SIZES = (16, 32, 64)
 # Shares of the time budget: when the measurement of step costs ends, and when the search ends.
 _VARIANTS_BY, _SEARCH_BY = 0.4, 0.6
@@ -115,7 +115,7 @@ class _Tuning:
         self.real = RealRuns(config, self.facts, part, self.point, config.load.duration_s)
         self.verified: list[Verified] = []
         self.runs: list[RealRun] = []
-        self.console = Console(width=_WIDTH, highlight=False)
+        self.console = table_console()
 
     def run(self) -> int:
         budget = self.config.tune.budget_s
@@ -338,6 +338,8 @@ class _Tuning:
                     f"the goals are predicted to hold up to {load:.2g}x this load, the limit of "
                     "this machine"
                 )
+            if self.forecast.is_at_once:
+                lines.append("all requests arrive at once; load.rates=[N] sends N of them a second")
         self.console.print(
             "the goals are not met; nothing was written for run serve:", markup=False
         )

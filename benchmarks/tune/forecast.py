@@ -85,6 +85,12 @@ class Forecast:
         count = max(1, round(share * len(self._job.requests)))
         return _with_requests(self._job, self._job.requests[:count])
 
+    @property
+    def is_at_once(self) -> bool:
+        """Whether all requests arrive together, so that no load factor changes the job."""
+        requests = self._job.requests
+        return self._job.concurrency is None and not any(one.at_s for one in requests)
+
     def at_load(self, factor: float) -> LoadJob:
         """The job with its arrival rate or concurrency multiplied by `factor`."""
         if self._job.concurrency is not None:

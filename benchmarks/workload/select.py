@@ -83,6 +83,7 @@ def fit_parts(
     """
     notes: list[str] = []
     fitting: list[Part] = []
+    shifted: list[str] = []
     for part in parts:
         kept, dropped = _within(part, max_model_len)
         if not kept.items:
@@ -101,10 +102,12 @@ def fit_parts(
                     f"workload.path: {part.name} has token id {kept.max_id}, but the vocabulary "
                     f"of {model} is [0, {vocab_size})"
                 )
-            notes.append(f"{part.name}: ids modulo the vocabulary of {vocab_size}")
+            shifted.append(part.name)
         fitting.append(kept)
     if not fitting:
         raise ConfigError(f"the workload does not fit {model}: {'; '.join(notes)}")
+    if shifted:
+        notes.insert(0, f"{', '.join(shifted)}: ids modulo the vocabulary of {vocab_size}")
     return fitting, notes
 
 

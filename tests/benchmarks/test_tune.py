@@ -262,6 +262,9 @@ def test_the_highest_load_is_where_the_goals_begin_to_fail(tmp_path: Path):
         assert metrics is not None
         assert (goals.violation(metrics) <= 0.0) == holds
     assert highest_load(config, forecast, make_goals(ttft_ms=0.01), {}) is None
+    assert not forecast.is_at_once
+    at_once = [JobRequest(prompt=[1], max_tokens=1, at_s=at_s) for at_s in (None, 0.0)]
+    assert make_forecast(config, at_once).is_at_once
 
 
 def test_a_written_option_gives_the_tuned_configuration(tmp_path: Path):
