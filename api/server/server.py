@@ -240,12 +240,13 @@ class _Server:
         else:
             path = "/v1/completions"
             body = {"prompt": "Once upon a time" if tokenizer else [1], "max_tokens": 40}
+        page = f"  page       {self._url}/\n" if self._config.server.page else ""
         return (
             f"ready after {seconds:.1f} s: {model.name}, context {model.max_model_len} tokens\n"
             f"\n  curl {self._url}{path} -H 'Content-Type: application/json' \\\n"
             f"    -d '{json.dumps(body)}'\n\n"
-            f"  endpoints {self._url}/schema   metrics {self._url}/metrics   stop with Ctrl-C\n"
-            + self._engine_hints()
+            f"{page}  endpoints  {self._url}/schema\n  metrics    {self._url}/metrics\n"
+            f"{self._engine_hints()}  stop with Ctrl-C\n"
         )
 
     def _engine_hints(self) -> str:

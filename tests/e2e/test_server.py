@@ -258,6 +258,12 @@ class TestFigures:
         assert not [path for path in libraries if "/torch/" in path]
 
 
+def test_the_start_names_pages_that_answer(server):
+    for name in ("page", "endpoints", "metrics"):
+        url = server.wait_for_line(f"  {name}  ").split()[1]
+        assert HTTP.get(url).status_code == 200
+
+
 def test_port_in_use_is_one_line_before_anything_loads(server):
     port = server.url.rpartition(":")[2]
     done = subprocess.run(
