@@ -15,7 +15,8 @@ __all__ = ("compiled_kernel",)
 
 _CAPABILITY = 90
 _OPTIONS = ("num_warps", "num_stages")
-_INTEGERS = ("num_rows", "x_stride", "residual_stride")
+_COUNTS = ("num_parts", "num_rows")  # Triton does not specialise for their values
+_INTEGERS = (*_COUNTS, "x_stride", "residual_stride")
 _OPTIONAL = {"bias", "residual", "order", "given"}
 
 
@@ -39,7 +40,7 @@ def compiled_kernel(
     attributes = {
         (index,): [["tt.divisibility", 16]]
         for index, name in enumerate(kernel.arg_names)
-        if signature[name] != "constexpr" and name != "num_rows"
+        if signature[name] != "constexpr" and name not in _COUNTS
     }
     source = ASTSource(kernel, signature, constexprs=values, attrs=attributes)
     target = GPUTarget("cuda", _CAPABILITY, 32)
