@@ -16,9 +16,10 @@ step with them and a step without them.
 The table is a grid of tokens, sequences and context. Only some of its lines are measured: prompts
 of one sequence, and decodes of several sequences, each without and with context. The other points
 are derived from these lines. A line is measured from small to large sizes with one run a point. It
-ends where its share of the time budget would leave no room for two more runs of each point. The
-second runs follow, from large to small sizes. A third run follows only if the first two differ. A
-point's cost is the median of its runs, so a disturbance of one run changes it little.
+ends where its share of the time budget would leave no room for two more runs of each point, also
+after a second run of the last point. The other second runs follow, from large to small sizes. A
+third run follows only if the first two differ. A point's cost is the median of its runs, so a
+disturbance of one run changes it little.
 """
 
 from __future__ import annotations
@@ -304,14 +305,20 @@ def _line(
         clock: a monotonic clock in seconds.
     """
     seconds: dict[int, list[float]] = {}
-    total = 0.0  # seconds of one run of each size
-    for size in sizes:
+
+    def fits(size: int) -> bool:
         expected = _expected(seconds, size) if seconds else guess
-        end = clock() + _MOST_RUNS * expected + (_MOST_RUNS - 1) * total
-        if (seconds or context) and end > until:
+        total = sum(map(min, seconds.values()))  # seconds of one run of each size
+        return clock() + _MOST_RUNS * expected + (_MOST_RUNS - 1) * total <= until
+
+    for size in sizes:
+        if seconds and not fits(size):
+            # Another program may have disturbed the last run, so that larger steps seem too long.
+            last = max(seconds)
+            seconds[last] += times(last, context, 1)
+        if (seconds or context) and not fits(size):
             break
         seconds[size] = times(size, context, 1)
-        total += seconds[size][0]
     for size in reversed(seconds):
         runs = seconds[size]
         while not _suffice(runs) and clock() + min(runs) < until:

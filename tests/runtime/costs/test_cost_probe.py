@@ -139,6 +139,12 @@ def test_some_disturbed_steps_change_nothing() -> None:
     assert measure(disturbed, 60.0) == measure(quiet, 60.0)
 
 
+def test_a_disturbed_first_step_does_not_end_its_line() -> None:
+    device = Device(make_space())
+    device.spikes = {5}  # the first step of a prompt, after five decodes
+    assert max(measure(device, 1.5).tokens) >= 128
+
+
 def test_a_short_context_and_few_blocks() -> None:
     device = Device(make_space(max_model_len=48, context_block_ids=[7]))
     table = measure(device)
