@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import pickle
 import re
+import sys
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from safetensors import SafetensorError
 from torch import Tensor
 
@@ -83,9 +83,7 @@ def load_weights(
     loaded: dict[str, str] = {}  # slot -> the name of the tensor that filled it
     unexpected: list[str] = []
     scales = CacheScales(model)
-    with _progress_bar(shown=bool(progress)) as bar:
-        total = sum(file.stat().st_size for file in files)
-        task = bar.add_task(progress, total=total)
+    with _progress_bar(progress, sum(file.stat().st_size for file in files)) as advance:
         for stored_name, tensor, part in _stored_tensors(model, checkpoint, files, all_slots):
             name = _own_name(stored_name, layout, all_slots)
             if name in loaded:
@@ -100,8 +98,7 @@ def load_weights(
                 pass
             elif not any(pattern.search(stored_name) for pattern in ignored):
                 unexpected.append(stored_name)
-            bar.advance(task, part.num_bytes)
-        bar.update(task, completed=total)  # the headers of the files count too
+            advance(part.num_bytes)
     scales.finish()
     prefix = layout.prefixes[0] if layout.prefixes else ""
     missing = [prefix * (name != layout.head) + name for name in slots if name not in loaded]
@@ -129,9 +126,8 @@ def init_dummy_weights(
     """
     numbers = _Numbers(seed)
     held = dict(model.named_modules())
-    with _progress_bar(shown=bool(progress)) as bar:
-        total = sum(parameter.nbytes for parameter in model.parameters())
-        task = bar.add_task(progress, total=total)
+    total = sum(parameter.nbytes for parameter in model.parameters())
+    with _progress_bar(progress, total) as advance:
         for name, shown in (whole or model).named_modules():
             module = held.get(name)
             if isinstance(shown, LinearBase):
@@ -144,7 +140,7 @@ def init_dummy_weights(
                     parameter.fill_(1.0 if kind == "weight" else 0.0)
                 elif not isinstance(module, LinearBase):
                     parameter.zero_()
-                bar.advance(task, parameter.nbytes)
+                advance(parameter.nbytes)
 
 
 def _load_dummy(shown: LinearBase, module: LinearBase | None, numbers: _Numbers) -> None:
@@ -341,15 +337,29 @@ def _listed(names: list[str]) -> str:
     return f"{noun} {', '.join(sorted(names)[:_MAX_NAMED])}{more}"
 
 
-def _progress_bar(*, shown: bool) -> Progress:
-    console = Console(stderr=True)
-    return Progress(
+@contextmanager
+def _progress_bar(label: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Show a progress bar on stderr; yields the function that adds loaded bytes.
+
+    Args:
+        label: the bar's label; empty = no bar.
+        total: bytes to load.
+    """
+    # If stderr is a file, only the last state would be written, in several parts. The API process
+    # writes to the same file at this time, so its lines would be torn.
+    if not (label and sys.stderr.isatty()):
+        yield lambda num_bytes: None
+        return
+    from rich.console import Console  # a start without a terminal saves the 30 ms of the import
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    columns = (
         TextColumn("{task.description}"),
         BarColumn(),
         DownloadColumn(binary_units=True),
         TransferSpeedColumn(),
-        console=console,
-        # If stderr is a file, only the last state would be written, in several parts. The API
-        # process writes to the same file at this time, so its lines would be torn.
-        disable=not (shown and console.is_terminal),
     )
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task(label, total=total)
+        yield lambda num_bytes: bar.advance(task, num_bytes)
+        bar.update(task, completed=total)  # the headers of the files count too

@@ -1,11 +1,11 @@
 """Imports torch in an engine process, in half the time of `import torch` if there is no GPU.
 
     begin_reading()     a thread maps torch's library, while the main thread imports other modules
-    import_torch()      imports torch without two modules that a start from a bundle does not use
+    import_torch()      imports torch without modules that a start from a bundle does not use
 
-Two modules are postponed: `torch.export` and `torch._meta_registrations`, which also imports
-`torch._decomp`, `torch._prims` and `torch._refs`. They are imported when a compiler of torch is
-imported, when an attribute of them is read, or by `import_rest`. Until then, an op that torch
+`_POSTPONED` names these modules. `torch._meta_registrations` also imports `torch._decomp`,
+`torch._prims` and `torch._refs`. All of them are imported when a compiler of torch is imported,
+when an attribute of one of them is read, or by `import_rest`. Until then, an op that torch
 implements for the device "meta" in Python raises NotImplementedError for tensors of this device,
 and `torch.Generator()` raises RuntimeError.
 Importing this module imports no torch.
@@ -30,7 +30,13 @@ from typing import Any
 
 __all__ = ("begin_reading", "import_rest", "import_torch", "without_collections")
 
-_POSTPONED = ("torch._meta_registrations", "torch.export")
+_POSTPONED = (
+    "torch._meta_registrations",
+    "torch.distributions",
+    "torch.export",
+    "torch.masked",
+    "torch.quantization",
+)
 # Importing one of these imports the postponed modules first. The postponed modules import none of
 # these.
 _NEED_REST = (
@@ -47,6 +53,8 @@ def begin_reading() -> threading.Thread | None:
     """Let a thread map torch's largest library, which a later `import torch` finds in memory.
 
     The library's initialisers run in the thread. They take 0.2 s without the interpreter's lock.
+    Meanwhile the system's loader lets no other thread load a library. So the caller imports the
+    modules that are libraries before, and others afterwards.
 
     Returns:
         The thread; None if torch is imported already, or was built for GPUs. Such a build chooses
@@ -60,10 +68,10 @@ def begin_reading() -> threading.Thread | None:
     if not library.is_file() or any(path.is_file() for path in gpu_libraries):
         return None
     # A function of a CDLL runs without the lock of the interpreter. `ctypes.CDLL(library)` would
-    # hold the lock.
+    # hold the lock. RTLD_LAZY looks up 43,000 of the library's functions only when they are called.
     opener = ctypes.CDLL(None).dlopen
     opener.restype = ctypes.c_void_p
-    arguments = (ctypes.c_char_p(os.fsencode(library)), ctypes.c_int(os.RTLD_NOW))
+    arguments = (ctypes.c_char_p(os.fsencode(library)), ctypes.c_int(os.RTLD_LAZY))
     thread = threading.Thread(target=opener, args=arguments, name="read-torch", daemon=True)
     thread.start()
     return thread

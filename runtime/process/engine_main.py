@@ -9,10 +9,28 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 
 from ostinato.runtime.early.torch_import import begin_reading
 
 __all__ = ("main",)
+
+# Modules of `run_engine` that are libraries, or import some. An import of a library waits until the
+# thread has read torch's library, so these are imported before.
+_LIBRARIES = (
+    "array",
+    "binascii",
+    "csv",
+    "fcntl",
+    "hashlib",
+    "heapq",
+    "mmap",
+    "msgspec",
+    "queue",
+    "select",
+    "subprocess",
+    "zmq",
+)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -26,6 +44,8 @@ def main(arguments: Sequence[str]) -> int:
     # here, because the client lets requests finish before it ends the engine.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    for name in _LIBRARIES:
+        import_module(name)
     begin_reading()
     from ostinato.runtime.process.engine_loop import run_engine
 

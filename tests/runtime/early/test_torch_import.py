@@ -14,11 +14,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from ostinato.runtime.early.torch_import import _POSTPONED
+from ostinato.runtime.process.engine_main import _LIBRARIES
+
 ROOT = Path(__file__).parents[3]
-LEFT_OUT = {"torch._decomp", "torch._meta_registrations", "torch._prims", "torch._refs"}
+OF_META = {"torch._decomp", "torch._prims", "torch._refs"}
 CODE = """
 import json, sys
-from ostinato.runtime.early.torch_import import begin_reading, import_rest, import_torch
+from ostinato.runtime.early.torch_import import _POSTPONED, begin_reading, import_rest, import_torch
 
 begin_reading()
 import_torch()
@@ -34,7 +37,9 @@ print(json.dumps({
     "after": [name for name in sys.modules if name.startswith("torch")],
     "kernels": [name for name in kernels if name.startswith("aten::")],
     "finders": [type(each).__name__ for each in sys.meta_path],
-    "export": [torch.export is sys.modules["torch.export"], torch.export.__file__],
+    "files": {
+        name: sys.modules[name].__file__ for name in _POSTPONED if eval(name) is sys.modules[name]
+    },
 }))
 """
 
@@ -43,8 +48,8 @@ print(json.dumps({
     "need",
     [
         "import_rest(); import_rest()",
-        "torch.export.export",
-        "from torch.export import Dim",
+        "torch.masked.MaskedTensor",
+        "import torch.distributions.normal; from torch.export import Dim",
         "import torch.fx.experimental.symbolic_shapes",
     ],
 )
@@ -59,10 +64,33 @@ def test_the_rest_of_torch_comes_when_it_is_needed(need: str) -> None:
     )
     found = json.loads(done.stdout)
     assert found["product"] == [[5.0, 5.0]] * 3
-    assert not (LEFT_OUT | {"torch.export"}).intersection(found["before"])
-    assert LEFT_OUT.issubset(found["after"])
+    assert not OF_META.union(_POSTPONED).intersection(found["before"])
+    assert OF_META.issubset(found["after"])
     assert "_Finder" not in found["finders"]
-    assert found["export"] == [True, torch.export.__file__]
+    assert found["files"] == {name: sys.modules[name].__file__ for name in _POSTPONED}
     # The same kernels as after `import torch`, which this process did.
     plain = torch._C._dispatch_get_registrations_for_dispatch_key("Meta")
     assert {name for name in plain if name.startswith("aten::")} == set(found["kernels"])
+
+
+def test_no_import_of_the_engine_waits_for_the_library_of_torch() -> None:
+    """While a thread reads this library, an import of another library would wait."""
+    code = f"""
+import sys
+from importlib import import_module
+import ostinato.runtime.process.engine_main
+
+def libraries():
+    files = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
+    return {{file for file in files if file and file.endswith(".so")}}
+
+for name in {_LIBRARIES!r}:
+    import_module(name)
+before = libraries()
+import ostinato.runtime.process.engine_loop
+print(sorted(libraries() - before))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "[]\n"
