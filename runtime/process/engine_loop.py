@@ -14,6 +14,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -69,6 +70,8 @@ _LONG_STEP_S = 0.25
 # the next step.
 _RECEIVE_S = 0.005
 _MOST_RECEIVE_S = 0.01
+# New objects after which garbage is collected while the engine is built.
+_BUILD_THRESHOLD = 50_000
 _STATS_S = 0.05  # the outputs of steps carry statistics at most this often, in seconds
 
 
@@ -331,7 +334,8 @@ def run_engine(address: str | None) -> int:
         if imported is None:
             imported = _import_engine()
         connection.send(Phase("imports", imported()))
-        engine = _build(start, address, connection, ranks)
+        with _rare_collections():
+            engine = _build(start, address, connection, ranks)
         connection.send(EngineReady(engine.model, engine.stats()))
         at_start = False
         # Objects of the start live as long as the process, so collections skip them.
@@ -356,6 +360,21 @@ def run_engine(address: str | None) -> int:
         gc.unfreeze()
         connection.close()
     return 0
+
+
+@contextmanager
+def _rare_collections() -> Iterator[None]:
+    """A context in which garbage is collected rarely.
+
+    The build of an engine makes many objects that it keeps, such as the tokens and merges of a
+    vocabulary. With the usual threshold of 700 objects, collections visit them again and again.
+    """
+    usual = gc.get_threshold()
+    gc.set_threshold(_BUILD_THRESHOLD, *usual[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*usual)
 
 
 def _build(
