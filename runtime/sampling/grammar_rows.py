@@ -30,6 +30,10 @@ _NONE_ALLOWED = (
     "allowed_token_ids has none of the tokens that the grammar allows here; allow more tokens or "
     "change the grammar"
 )
+# No further forced tokens of a step are computed after this many seconds. llguidance computes all
+# tokens that a grammar forces: 1 ms for the 4,000 of `a{4000}`.
+_FORCED_S = 0.001
+_MOST_FORCED = 32  # a sequence has fewer draft tokens in a step (`speculation.max_tokens`)
 _ONLY_EOS = (
     "ignore_eos=true excludes the end-of-sequence tokens, and the grammar allows no other token "
     "here; set ignore_eos=false or change the grammar"
@@ -85,6 +89,7 @@ class GrammarRow:
 
     __slots__ = (
         "_early",
+        "_forced",
         "_is_drafted",
         "_limits",
         "_thinking",
@@ -128,6 +133,7 @@ class GrammarRow:
         eos_token_ids = () if params.ignore_eos else request.eos_token_ids
         self._early = ~_bits((*eos_token_ids, *params.stop_token_ids), vocab_size)
         self._is_drafted = params.speculation
+        self._forced: list[int] = []  # tokens that the grammar forces, in reverse order
         self._thinking: ThinkingBudget | None = None
         if params.thinking is not None:
             self._thinking = ThinkingBudget(params.thinking, output_token_ids)
@@ -165,14 +171,20 @@ class GrammarRow:
         if self.ending is not None:
             bits[:] = -1  # allow all; the drawn token is dropped
 
-    def forced_token_ids(self) -> list[int]:
-        """The tokens that the grammar forces next, such as the keys of an object.
+    def forced_token_ids(self, *, may_compute: bool = True) -> list[int]:
+        """The first tokens that the grammar forces next, such as the keys of an object.
 
         They are guesses. A grammar forces bytes, and other tokens can have the same bytes.
+
+        Args:
+            may_compute: False = return only tokens that were computed after an earlier token.
         """
         if self.matcher is None or self.ending is not None or not self._is_drafted:
             return []
-        return self.matcher.compute_ff_tokens()
+        if may_compute and not self._forced:
+            self._forced = self.matcher.compute_ff_tokens()
+            self._forced.reverse()
+        return self._forced[: -_MOST_FORCED - 1 : -1]
 
     def take(self, token_id: int) -> str | None:
         """Advance by the row's next token.
@@ -189,6 +201,8 @@ class GrammarRow:
             self._thinking.take(token_id)
         if self.matcher is None:
             return None
+        if self._forced and self._forced.pop() != token_id:
+            self._forced = []
         begin = time.thread_time()
         is_allowed = self.matcher.consume_token(token_id)
         self.spend(time.thread_time() - begin)
@@ -210,10 +224,16 @@ class GrammarRow:
 
 
 def forced_tokens(rows: Iterable[GrammarRow | None]) -> dict[int, list[int]]:
-    """The tokens that grammars force next, by index of the row. Rows without any are left out."""
+    """The tokens that grammars force next, by index of the row.
+
+    Rows without any are left out, and rows whose tokens cannot be computed within `_FORCED_S`.
+    """
     forced: dict[int, list[int]] = {}
+    end = time.perf_counter() + _FORCED_S
     for index, row in enumerate(rows):
-        if row is not None and (token_ids := row.forced_token_ids()):
+        if row is None:
+            continue
+        if token_ids := row.forced_token_ids(may_compute=time.perf_counter() < end):
             forced[index] = token_ids
     return forced
 

@@ -28,13 +28,13 @@ from ostinato.runtime.scheduling.itl_bound import ItlBound
 from ostinato.runtime.scheduling.loads import BlockLoads
 from ostinato.runtime.scheduling.queues import SequenceQueues, by_order, check
 from ostinato.runtime.scheduling.sequences.beam_groups import BeamGroups
-from ostinato.runtime.scheduling.sequences.request_levels import RequestLevels
 from ostinato.runtime.scheduling.sequences.sequence import (
     Sequence,
     SequenceStatus,
     check_prompt_length,
     duplicate_id,
 )
+from ostinato.runtime.scheduling.sequences.sequence_turns import Turns
 from ostinato.runtime.scheduling.step_plan import StepPlan
 from ostinato.runtime.scheduling.step_planner import StepPlanner
 from ostinato.runtime.scheduling.ttft_forecast import QueueLoad, queue_load
@@ -48,8 +48,7 @@ __all__ = ("Scheduler",)
 _RUNNING = SequenceStatus.running
 _FINISHED = SequenceStatus.finished
 
-# A sequence's order is (rank, level, turn + place, arrival). The function of a policy computes the
-# rank. `RequestLevels` computes the level. `Scheduler.add` describes the other two.
+# The function of a policy computes the first number of a sequence's order (`Turns`).
 _POLICY_RANKS = {
     SchedulingPolicy.fcfs: lambda request: 0,
     SchedulingPolicy.priority: lambda request: request.priority,
@@ -129,12 +128,9 @@ class Scheduler:
         self._cache = cache
         self._block_size = cache.block_size
         self._has_tier = cache.has_tier
-        self._rank = _POLICY_RANKS[config.policy]
-        self._num_turns = 0  # requests so far; several sequences of one request count once
-        self._num_arrivals = 0
+        self._turns = Turns(_POLICY_RANKS[config.policy])
         self._num_ended = 0  # sequences that ended with a sampled token
         self._num_ended_tokens = 0  # output tokens of the sequences in `_num_ended`
-        self._levels = RequestLevels()
         self._sequences: dict[str, Sequence] = {}  # sequences without a terminal output, by id
         self._in_flight: deque[StepPlan] = deque()
         self._last_read: StepPlan | None = None
@@ -182,7 +178,7 @@ class Scheduler:
         """The work ahead of a request that would be added now. O(sequences)."""
         queues = self.queues
         mean_output = self._num_ended_tokens / self._num_ended if self._num_ended else None
-        next_order = (0, 0, self._num_turns + 1, self._num_arrivals)
+        next_order = self._turns.next_order
         num_yielding = len(queues.running) - bisect_left(queues.running, next_order, key=by_order)
         return queue_load(
             queues.running,
@@ -221,27 +217,19 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request.
 
-        An HTTP request may have several sequences, each with its `place`: 0, 1, 2, ... A sequence
-        is queued first by the rank that the policy gives it, then by its level (`RequestLevels`).
-        Within a level, the sequence with `place` k is queued like the k-th HTTP request that
-        arrives later. So a request of many sequences uses free rows, and each new request that
-        finds no free row can take one of them. This is fair queueing (Demers, Keshav and Shenker,
-        1989) with the number of arrivals as the virtual time.
+        `Turns` describes the order of the queue.
 
         Raises:
             InvalidRequestError: see `check`.
         """
         self.check(request)
-        if not request.place:
-            self._num_turns += 1
-        order = (self._rank(request), 0, self._num_turns + request.place, self._num_arrivals)
-        self._num_arrivals += 1
+        order = self._turns.order_of(request)
         tables = self._cache.new_tables(request.cache_salt, request.cache_keys)
         sequence = Sequence(request, order, self.max_model_len, tables)
         self._sequences[request.request_id] = sequence
         if request.sampling.use_beam_search:
             self._beams.begin(sequence, self.max_model_len)
-        elif self._levels.add(sequence):
+        elif self._turns.add(sequence):
             self.queues.sort()
         self.queues.wait(sequence)
 
@@ -316,7 +304,7 @@ class Scheduler:
                 if sequence.status is _FINISHED:
                     pass
                 elif not count:
-                    sequence.hold()
+                    self._hold(sequence)
                 elif sequence.beam is not None:
                     self._beams.take(sequence, logprobs[index] if logprobs else None)
                 else:
@@ -383,6 +371,11 @@ class Scheduler:
             num_held = self._cache.num_blocks - self._cache.num_free_blocks
             check(num_held == 0, f"{num_held} blocks are held without work")
 
+    def _hold(self, sequence: Sequence) -> None:
+        sequence.hold()
+        if self._turns.count_hold(sequence):
+            self.queues.sort()
+
     def _append_tokens(
         self, sequence: Sequence, index: int, count: int, result: StepResult
     ) -> SequenceOutput:
@@ -434,7 +427,7 @@ class Scheduler:
 
     def _forget(self, request_id: str) -> None:
         """Drop the state of a request that has its last output."""
-        if self._levels.remove(self._sequences.pop(request_id)):
+        if self._turns.remove(self._sequences.pop(request_id)):
             self.queues.sort()
         if self.drafts is not None:
             self.drafts.proposer.forget(request_id)

@@ -11,8 +11,8 @@ from heapq import heappop, heappush
 
 from ostinato.runtime.kv.kv_cache_manager import KVCacheManager
 from ostinato.runtime.scheduling.sequences.beam_search import BeamSearch
-from ostinato.runtime.scheduling.sequences.request_levels import level_of
 from ostinato.runtime.scheduling.sequences.sequence import Sequence, SequenceStatus
+from ostinato.runtime.scheduling.sequences.sequence_turns import level_of
 from ostinato.runtime.types.outputs import SequenceOutput, TokenLogprobs
 
 __all__ = ("BeamGroups", "is_parked")
@@ -39,7 +39,7 @@ class _Group:
     def fork(self, parent: Sequence) -> Sequence:
         """A copy of `parent` at the first free place among the search's sequences.
 
-        Sequences at high places run after the sequences of other requests (`RequestLevels`).
+        Sequences at high places run after the sequences of other requests (`Turns`).
         """
         self.num_forks += 1
         if self._free_places:

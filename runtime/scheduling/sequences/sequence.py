@@ -85,6 +85,7 @@ class Sequence:
         "num_cached_tokens",
         "num_computed_tokens",
         "num_drafts",
+        "num_holds",
         "num_in_flight",
         "num_preemptions",
         "num_prefill_tokens",
@@ -136,6 +137,7 @@ class Sequence:
         # Whether its last step gave no token. Then its last position is computed again, but only
         # after the steps in flight: these were planned as if there were a token.
         self.is_held = False
+        self.num_holds = 0  # steps so far that gave no token
         self.num_cached_tokens: int | None = None  # prefix hits at first admission; None before it
         self.num_preemptions = 0
         # Log-probabilities of prompt tokens 1, 2, ... so far. None = not requested, or already

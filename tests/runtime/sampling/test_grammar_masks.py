@@ -16,7 +16,7 @@ from ostinato.runtime.grammar.llguidance_text import grammar_text
 from ostinato.runtime.grammar.matcher import build_matcher, load_grammar_tokenizer
 from ostinato.runtime.sampling import grammar_masks, grammar_rows
 from ostinato.runtime.sampling.grammar_masks import GrammarMasks
-from ostinato.runtime.sampling.grammar_rows import GrammarRow
+from ostinato.runtime.sampling.grammar_rows import GrammarRow, forced_tokens
 from ostinato.runtime.types.outputs import CompletionOutput
 from ostinato.runtime.types.request import Request
 from tests.runtime.drafters import ReplayDrafter, make_llm
@@ -105,6 +105,55 @@ def test_a_row_that_is_a_position_ahead_gets_no_mask() -> None:
     positions[1] += 1
     assert rows.masks.apply(torch.zeros(3, VOCAB_SIZE), rows.rows, positions) == {1}
     assert [row.num_unread for row in rows.rows] == [1, 0, 1]
+
+
+def test_forced_tokens_are_computed_once_and_for_a_limited_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Later tokens of a row take from the tokens that were computed; others are computed again."""
+    clock = MaskClock(monkeypatch)
+    rows = Rows(3, 6, StructuredOutputsParams(regex="[ab]a{200}")).rows
+    computed: list[int] = []
+
+    class Counted:
+        def __init__(self, index: int, matcher: Any) -> None:
+            self._index, self._matcher = index, matcher
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._matcher, name)
+
+        def compute_ff_tokens(self) -> list[int]:
+            computed.append(self._index)
+            clock.seconds += 0.6e-3
+            tokens: list[int] = self._matcher.compute_ff_tokens()
+            return tokens
+
+    for index, row in enumerate(rows):
+        row.matcher = Counted(index, row.matcher)
+    letter_a, letter_b = 67, 68
+    assert forced_tokens(rows) == {}
+    assert computed == [0, 1]  # no time is left for row 2
+    for row in rows:
+        row.take(letter_b)
+    for _ in range(2):  # what was computed is returned again, and takes no time
+        forced_tokens(rows)
+    assert sorted(computed) == [0, 0, 1, 1, 2]
+    for row in rows:
+        row.take(letter_a)
+    computed.clear()
+    forced = forced_tokens(rows)
+    assert computed == []
+    assert list(forced) == [0, 1, 2]
+    for index, row in enumerate(rows):
+        assert row.matcher is not None
+        fresh = row.matcher.compute_ff_tokens()
+        assert len(fresh) == 199
+        assert forced[index] == fresh[:32]
+    computed.clear()
+    rows[0]._forced[-1] = letter_b  # a guess that differs from the token that is drawn
+    rows[0].take(letter_a)
+    assert rows[0].forced_token_ids() == [letter_a] * 32
+    assert computed == [0]
 
 
 AMBIGUOUS = StructuredOutputsParams(grammar='start: s\ns: s s | "a" | " "')

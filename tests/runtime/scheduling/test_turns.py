@@ -172,6 +172,50 @@ class TestLevels:
         levels = {one.request.place: one.order[1] for one in scheduler.requests().values()}
         assert levels == {1: 0, 5: 0, 6: 0, 7: 0, 8: 1, 9: 1}
 
+    def test_sequences_that_move_up_go_behind_the_requests_that_wait(self) -> None:
+        """Four sequences of the large request fill the cache. It does not keep the cache."""
+        scheduler = make_scheduler(
+            *self.parts(1, 12, 36), num_blocks=40, max_num_seqs=64, max_num_batched_tokens=200
+        )
+        while len(scheduler.queues.running) != 4:
+            run_step(scheduler)
+        small = [self.parts(group, 1, 30)[0] for group in range(2, 22)]
+        for request in small:
+            scheduler.add(request)
+        waiting, ended = {one.request_id for one in small}, []
+        while waiting:
+            admitted, some = run_step(scheduler)
+            waiting -= set(admitted)
+            ended += [name for name in some if name.startswith("r1:")]
+        assert len(ended) <= 4
+        while scheduler.has_work:
+            ended += run_step(scheduler)[1]
+        assert sum(name.startswith("r1:") for name in ended) == 12
+
+    def test_a_sequence_with_a_costly_grammar_does_not_keep_its_blocks(self) -> None:
+        """It gets a token in few steps. Later requests wait for at most 64 steps without one."""
+        scheduler = make_scheduler(*self.parts(1, 1, 36), num_blocks=10)
+        costly = scheduler.requests()["r1:0"]
+        for _ in range(30):
+            run_step(scheduler)
+        for group in range(2, 5):
+            scheduler.add(make_request(f"r{group}", range(10 * group, 10 * group + 12)))
+        num_steps = 0
+        while scheduler.has_work:
+            output = must_schedule(scheduler)
+            assert scheduler.num_preemptions == 0 or num_steps >= 64
+            assert scheduler.num_preemptions > 0 or num_steps < 64
+            entries = zip(scheduler._in_flight[0].sequences, output.scheduled, strict=True)
+            counts = [
+                int(sequence is not costly or num_steps % 100 == 99)
+                for sequence, entry in entries
+                if entry.num_logits
+            ]
+            scheduler.update(output, StepResult([9] * sum(counts), counts=counts))
+            scheduler.check_integrity()
+            num_steps += 1
+        assert costly.num_output_tokens == 36
+
     def test_small_requests_are_served_in_their_order(self) -> None:
         scheduler = make_scheduler(*self.parts(1, 4, 20), *self.parts(2, 4, 20))
         assert len(run_step(scheduler)[0]) == 4
