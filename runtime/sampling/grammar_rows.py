@@ -23,7 +23,7 @@ __all__ = ("COSTLY_S", "SLOW_S", "GrammarRow", "MaskCost", "forced_tokens")
 SLOW_S = 0.005
 _MAX_S = 0.03
 # A grammar is costly if its masks take more processor time than this.
-COSTLY_S = 0.001
+COSTLY_S = 0.0005
 _WEIGHT = 0.125  # weight of the last measurement in the moving average
 _NOTHING_LEFT = "the grammar allows no token here; change the grammar"
 _NONE_ALLOWED = (
