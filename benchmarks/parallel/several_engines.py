@@ -14,7 +14,8 @@ parts:
 throughput  output tokens a second of one and of two engines, in turns, with as many requests in
             progress as two engines hold
 ranks       output tokens a second of one process with two threads, of two ranks and of two stages,
-            in turns, with 1, 8 and 32 requests in progress
+            in turns, with 1, 8 and 32 requests in progress; and in the same rounds what equal
+            halves of any work reach of shared work on these cores (`even_division`)
 prefixes    share of prompt tokens found in the cache, for two routers: measured, simulated (with
             the same requests, cache sizes and router code), and ideal (each prefix is computed
             once)
@@ -48,6 +49,7 @@ from rich.table import Table
 
 from ostinato.benchmarks.load.job import JobRequest, LoadJob
 from ostinato.benchmarks.machine.probes import commit_of
+from ostinato.benchmarks.parallel.even_division import EvenDivision
 from ostinato.benchmarks.report.json_file import write_json
 from ostinato.benchmarks.report.tables import median_and_range
 from ostinato.benchmarks.simulate.jobs import simulate_job
@@ -64,6 +66,7 @@ _BLOCK = 16  # tokens
 _PREFIX = 16 * _BLOCK  # tokens that prompts share
 _OWN = 32  # tokens of each prompt after its prefix
 _OUTPUT = 8  # tokens of the answers to prompts with a prefix
+_DIVISION_S = 1.0  # time of `even_division` in each round
 _STREAMS = 32  # requests that an engine holds
 _COUNTS = (1, 8, 32)  # requests in progress for `ranks`
 # Settings of engines that have two cores each.
@@ -150,31 +153,40 @@ async def ranks(asked: Asked) -> dict[str, Any]:
     The engine is one process, two ranks or two stages.
     """
     async with AsyncExitStack() as stack:
+        cores = stack.enter_context(EvenDivision())
         clients = {
             name: await stack.enter_async_context(
                 _started(_config(asked.model, 1, "device.threads=2", *overrides))
             )
             for name, overrides in _DIVISIONS.items()
         }
-        return {str(count): await _in_turns(clients, count, asked) for count in _COUNTS}
+        return {str(count): await _in_turns(clients, count, asked, cores) for count in _COUNTS}
 
 
-async def _in_turns(clients: dict[str, EngineClient], streams: int, asked: Asked) -> dict[str, Any]:
+async def _in_turns(
+    clients: dict[str, EngineClient],
+    streams: int,
+    asked: Asked,
+    division: EvenDivision | None = None,
+) -> dict[str, Any]:
     """Measures each client once in each round, after a round that does not count.
 
     Args:
         clients: by a name that the result uses.
         streams: requests in progress.
         asked: its `rounds` count.
+        division: measured at the end of each round; None = not measured.
 
     Returns:
         By name, a list with one value for each round: `tokens_per_s`, `client_cores` (processor
         time of this process divided by time), and `ratio`, the tokens per second divided by those
         of the first client in the same round. `ratio` has no entry for the first client.
+        `even_division` has one value for each round, or none.
     """
     draw = random.Random(1)
     rates: dict[str, list[float]] = {name: [] for name in clients}
     cores: dict[str, list[float]] = {name: [] for name in clients}
+    limits: list[float] = []
     for number in range(1 + asked.rounds):  # the first round maps memory
         for name, client in clients.items():
             begin, begin_cpu = time.perf_counter(), time.process_time()
@@ -183,12 +195,19 @@ async def _in_turns(clients: dict[str, EngineClient], streams: int, asked: Asked
             if number:
                 rates[name].append(num_output / elapsed)
                 cores[name].append((time.process_time() - begin_cpu) / elapsed)
+        if number and division is not None:
+            limits.append(division.measure(_DIVISION_S))
     first, *others = clients
     ratios = {
         name: [rate / base for rate, base in zip(rates[name], rates[first], strict=True)]
         for name in others
     }
-    return {"tokens_per_s": rates, "client_cores": cores, "ratio": ratios}
+    return {
+        "tokens_per_s": rates,
+        "client_cores": cores,
+        "ratio": ratios,
+        "even_division": limits,
+    }
 
 
 async def _output_tokens(
@@ -371,6 +390,8 @@ def _rows(results: dict[str, Any]) -> list[tuple[str, str, str]]:
             goal = "0.90" if name == "two ranks" else ""
             what = f"{name} over two threads, {count} requests"
             rows.append((what, median_and_range(ratios), goal))
+        limits = median_and_range(found["even_division"])
+        rows.append((f"equal halves over shared work, {count} requests", limits, ""))
     if found := results.get("prefixes"):
         rows.append(("prefix hits, ideal", f"{found['ideal']:.1%}", ""))
         for router, share in found["share"].items():

@@ -7,6 +7,7 @@ import random
 import pytest
 
 from ostinato.benchmarks.load.job import JobRequest, LoadJob
+from ostinato.benchmarks.parallel.even_division import EvenDivision, limit_of
 from ostinato.benchmarks.parallel.several_engines import ideal_share, longest_gap
 from ostinato.benchmarks.simulate.jobs import simulate_job
 from tests.benchmarks.simulate.simulations import make_spec
@@ -41,3 +42,10 @@ def test_simulated_hits_are_nearly_ideal_behind_the_router_that_knows_prefixes()
     aware, least = share("prefix_aware"), share("least_load")
     assert aware >= 0.9 * ideal_share(prompts)
     assert aware > least + 0.1
+
+
+def test_equal_halves_wait_for_the_slower_core() -> None:
+    assert limit_of([5, 5], [5, 5]) == 1.0
+    assert limit_of([4, 8], [8, 4]) == 2 * 8 / 24
+    with EvenDivision() as division:
+        assert 0 < division.measure(0.05) <= 1
