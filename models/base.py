@@ -19,6 +19,7 @@ __all__ = (
     "CheckpointLayout",
     "DecoderLayer",
     "EncoderModel",
+    "FewRows",
     "LanguageModel",
 )
 
@@ -74,6 +75,15 @@ class AuxStates:
             self.states.append(hidden)
 
 
+class FewRows(nn.Module):
+    """A layer in few kernels, for small steps on a GPU."""
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of the largest step that it is used for."""
+        raise NotImplementedError
+
+
 class DecoderLayer(nn.Module):
     """One layer: the unit that is compiled once and called at every depth.
 
@@ -102,12 +112,11 @@ class DecoderLayer(nn.Module):
         """
         raise NotImplementedError
 
-    def few_rows(self) -> nn.Module | None:
+    def few_rows(self) -> FewRows | None:
         """A module that computes the layer in fewer kernels, or None if there is no such module.
 
-        It is used for GPU steps of at most `most_rows` tokens (ops/fused/fused_linear.py). It has
-        the same arguments, result and parameters as this module. It only makes views, selects rows
-        and calls ops of this package.
+        It has the same arguments, result and parameters as this module. It only makes views,
+        selects rows and calls ops of this package.
         """
         return None
 

@@ -37,8 +37,13 @@ from ostinato.graphs.compiler.functions import (
     compile_function,
     stored_function,
 )
-from ostinato.graphs.compiler.programs import LayeredProgram, Program, WholeProgram
-from ostinato.models.base import DecoderLayer, LanguageModel
+from ostinato.graphs.compiler.programs import (
+    FewRowsCall,
+    LayeredProgram,
+    Program,
+    WholeProgram,
+)
+from ostinato.models.base import DecoderLayer, FewRows, LanguageModel
 from ostinato.models.kv_cache import KVCache
 from ostinato.models.step_tensors import ForwardBatch, StepInputs
 
@@ -149,12 +154,12 @@ def _compile_layers(
             for key, layer in zip(keys, model.layers, strict=True)
         ]
         few_calls = [
-            (few[key], list(module_tensors(fused).values()))
+            FewRowsCall(few[key], list(module_tensors(fused).values()), fused.most_tokens)
             if key in few and (fused := _few_rows(layer)) is not None
-            else call
-            for key, layer, call in zip(keys, model.layers, calls, strict=True)
+            else None
+            for key, layer in zip(keys, model.layers, strict=True)
         ]
-        return LayeredProgram(model, calls, few_calls if few else None)
+        return LayeredProgram(model, calls, few_calls)
 
     return bind
 
@@ -213,7 +218,7 @@ class _Traced:
         return Example(arguments, varying_in_layer(hidden, step))
 
 
-def _few_rows(layer: nn.Module) -> nn.Module | None:
+def _few_rows(layer: nn.Module) -> FewRows | None:
     assert isinstance(layer, DecoderLayer), f"{type(layer).__name__} is not a DecoderLayer"
     return layer.few_rows()
 

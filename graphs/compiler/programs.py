@@ -26,10 +26,10 @@ from ostinato.graphs.compiler.fx_program import FxFunction
 from ostinato.models.base import AuxStates, LanguageModel
 from ostinato.models.kv_cache import KVCache
 from ostinato.models.step_tensors import ForwardBatch, StepInputs
-from ostinato.ops.fused.fused_linear import most_rows
 
 __all__ = (
     "CAPTURED_TOKENS",
+    "FewRowsCall",
     "Function",
     "LayerProgram",
     "LayeredProgram",
@@ -49,7 +49,7 @@ class LayerProgram(StrEnum):
     """How a layer runs in a small step.
 
     On a CPU, a step of up to `CAPTURED_TOKENS` tokens is small. On a GPU, a step that fits a
-    captured bucket is small; if nothing is captured, a step of up to `most_rows` tokens.
+    captured bucket is small; if nothing is captured, a step that all programs for few rows take.
     """
 
     captured = "captured"  # recorded in a CPU graph or a CUDA graph
@@ -118,6 +118,14 @@ class WholeProgram:
         return self._function(self._parameters, batch, kv_cache)
 
 
+class FewRowsCall(NamedTuple):
+    """A layer's program for small steps on a GPU."""
+
+    function: Function
+    parameters: list[Tensor]
+    most_tokens: int  # of a step that runs it
+
+
 class _Part(NamedTuple):
     """Consecutive layers of a model."""
 
@@ -129,8 +137,8 @@ class _Part(NamedTuple):
 class LayeredProgram:
     """A model whose layers are functions. The last layer also takes the indices of wanted rows.
 
-    On a GPU, steps of up to `most_rows` tokens use `few_calls` in place of `calls`. If `few_calls`
-    is None, all steps use `calls`.
+    On a GPU, a layer's small steps use its program in `few_calls` in place of that in `calls`. A
+    layer without one has None there.
 
     Once captured, consecutive layers are replayed as one CPU graph in steps of up to 64 tokens, of
     any shape. A layer that cannot be captured is called between the replays. In larger steps
@@ -141,13 +149,17 @@ class LayeredProgram:
         self,
         model: LanguageModel,
         calls: Sequence[tuple[Function, list[Tensor]]],
-        few_calls: Sequence[tuple[Function, list[Tensor]]] | None = None,
+        few_calls: Sequence[FewRowsCall | None] = (),
     ) -> None:
         self._model = model
         self._calls = calls
         # The index of the model's last layer; None = it belongs to a later stage.
         self._last = len(calls) - 1 if model.stage.is_last else None
-        self._few_calls = few_calls or calls
+        # (most tokens, calls), in ascending order
+        self._few_calls = [
+            (most, _calls_up_to(most, calls, few_calls))
+            for most in sorted({few.most_tokens for few in few_calls if few is not None})
+        ]
         self._has_pieces = any(
             isinstance(function, FxFunction) and function.pieces for function, _ in calls
         )
@@ -174,7 +186,7 @@ class LayeredProgram:
             if replay is not None:
                 counts[LayerProgram.captured] += stop - first
             else:
-                counts.update(_form_of(function) for function, _ in self._few_calls[first:stop])
+                counts.update(_form_of(function) for function, _ in self._calls_of(1)[first:stop])
         return dict(counts)
 
     @property
@@ -225,7 +237,7 @@ class LayeredProgram:
         aux: AuxStates | None,
     ) -> Tensor:
         """hidden [T, D] -> [T, D], or [R, D] of the wanted rows after the model's last layer."""
-        calls = self._few_calls if hidden.shape[0] <= most_rows(hidden.dtype) else self._calls
+        calls = self._calls_of(hidden.shape[0])
         for index in range(part.first, part.stop):
             if aux is not None:
                 aux.see(index, hidden)
@@ -233,6 +245,13 @@ class LayeredProgram:
             rows = (step.tensors.logits_indices,) if index == self._last else ()
             hidden = function(parameters, hidden, step, *kv_cache[index], *rows)
         return hidden.contiguous()
+
+    def _calls_of(self, num_tokens: int) -> Sequence[tuple[Function, list[Tensor]]]:
+        """The layers' programs of a step."""
+        for most, calls in self._few_calls:
+            if num_tokens <= most:
+                return calls
+        return self._calls
 
     def _capture(
         self, hidden: Tensor, step: StepInputs, kv_cache: KVCache, shown: frozenset[int]
@@ -277,6 +296,18 @@ class LayeredProgram:
         if reason is not None:
             reasons.setdefault(reason, []).append(index)
         return reason is None
+
+
+def _calls_up_to(
+    num_tokens: int,
+    calls: Sequence[tuple[Function, list[Tensor]]],
+    few_calls: Sequence[FewRowsCall | None],
+) -> list[tuple[Function, list[Tensor]]]:
+    """The layers' programs of a step of `num_tokens` tokens."""
+    return [
+        call if few is None or num_tokens > few.most_tokens else few[:2]
+        for call, few in zip(calls, few_calls, strict=True)
+    ]
 
 
 def _form_of(function: Function) -> LayerProgram:

@@ -1,4 +1,4 @@
-"""A decoder block in few kernels, for steps of few tokens on a GPU.
+"""A decoder block in few kernels, for small steps on a GPU.
 
 The kernels in their order. An RMS norm is divided between the two kernels before and after it:
 
@@ -12,14 +12,18 @@ The kernels in their order. An RMS norm is divided between the two kernels befor
 
 With a mixture of experts, these replace the kernels 5 to 7:
 
-    5. output projection, residual
-    6. norm, router, choice of experts
-    7. gate and up of the chosen experts, activation
-    8. down of the chosen experts, their weighted sum, residual
+    5. output projection, residual; norm, router, choice of experts
+    6. gate and up of the chosen experts, activation
+    7. down of the chosen experts, their weighted sum, residual
 
-`FewRowsBlock` holds the modules of a `DecoderBlock` and calls the ops of ops/fused/. Steps of more
-than `most_rows` tokens (ops/fused/fused_linear.py) spend most of their time in matrix products, and
-cuBLAS is faster at these.
+For more than 16 tokens, norm, router and choice of experts are a kernel of their own.
+
+`FewRowsBlock` holds the modules of a `DecoderBlock` and calls the ops of ops/fused/. With plain
+weights it is for steps of up to `most_rows` tokens (ops/fused/fused_linear.py). Larger steps spend
+most of their time in matrix products, and cuBLAS is faster at these. Quantised weights have no
+kernels of cuBLAS, so steps of up to `MOST_QUANTIZED_ROWS` tokens use the block. With experts, steps
+of up to `MOST_EXPERT_ROWS` tokens use it; cuBLAS computes the two products before the experts if
+there are more than `most_rows` tokens.
 """
 
 from __future__ import annotations
@@ -27,26 +31,53 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ostinato.models.base import FewRows
 from ostinato.models.layers.attention_layer import Attention
 from ostinato.models.layers.linear_layers import LinearBase
 from ostinato.models.layers.mlp import GatedMLP
 from ostinato.models.layers.moe import MoE
 from ostinato.models.layers.norm_layers import RMSNorm
 from ostinato.models.step_tensors import StepInputs
+from ostinato.models.weight_methods.grouped import QuantizedMatrix
 from ostinato.models.weight_methods.plain import Plain
 from ostinato.ops.activation import ACTIVATIONS
-from ostinato.ops.fused.fused_experts import MOST_EXPERTS, fused_experts
+from ostinato.ops.fused.fused_experts import EXPERT_COUNTERS, MOST_EXPERTS, fused_experts
 from ostinato.ops.fused.fused_linear import (
     FUSED_DTYPES,
     fused_linear,
     linear_and_scale,
+    most_rows,
+    norm_linear,
     scale_rows,
+    scale_rows_and_clear,
 )
+from ostinato.ops.fused.fused_quantized import (
+    COUNTERS_OF_PRODUCT,
+    fused_quantized_linear,
+    quantized_linear_and_scale,
+)
+from ostinato.ops.quantized_reference import QuantFormat
 
-__all__ = ("FewRowsBlock",)
+__all__ = ("MOST_EXPERT_ROWS", "MOST_QUANTIZED_ROWS", "FewRowsBlock")
+
+MOST_EXPERT_ROWS = 256
+"""The most tokens of a step for which layers with experts run the fused kernels.
+
+Of more than `most_rows` tokens, cuBLAS multiplies the rows before the experts. The kernel that
+routes tokens reads each row several times, so it is for few tokens.
+"""
+
+MOST_QUANTIZED_ROWS = 256
+"""The most tokens of a step for which layers with quantised weights run the fused kernels.
+
+The matrix kernels are the same in larger steps. There Inductor's kernels between them take less
+than a tenth of the time.
+"""
+
+_PRODUCTS = 4  # QKV, output, gate and up, down
 
 
-class FewRowsBlock(nn.Module):
+class FewRowsBlock(FewRows):
     """x + attention(norm(x)), then x + mlp(norm(x)), for the modules that `of` accepts."""
 
     def __init__(
@@ -55,6 +86,15 @@ class FewRowsBlock(nn.Module):
         super().__init__()
         self.attention_norm, self.self_attn = attention_norm, self_attn
         self.mlp_norm, self.mlp = mlp_norm, mlp
+        self.is_quantized = _is_quantized(self_attn.qkv_proj)
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of the largest step that uses the block."""
+        if isinstance(self.mlp, MoE):
+            return MOST_EXPERT_ROWS
+        dtype = self.self_attn.qkv_proj.spec.dtype
+        return MOST_QUANTIZED_ROWS if self.is_quantized else most_rows(dtype)
 
     @classmethod
     def of(
@@ -68,12 +108,15 @@ class FewRowsBlock(nn.Module):
             and isinstance(mlp, GatedMLP | MoE)
         ):
             return None
-        matrices = (self_attn.qkv_proj, self_attn.o_proj)
+        matrices = [self_attn.qkv_proj, self_attn.o_proj]
+        if isinstance(mlp, GatedMLP):
+            matrices += [mlp.gate_up_proj, mlp.down_proj]
+        is_quantized = isinstance(mlp, GatedMLP) and all(map(_is_quantized, matrices))
         if (
-            not all(map(_is_plain, matrices))
+            not (is_quantized or all(map(_is_plain, matrices)))
             or not self_attn.is_fused
             or self_attn.qkv_clip
-            or not (_has_plain_experts(mlp) if isinstance(mlp, MoE) else _is_plain_mlp(mlp))
+            or not (_has_plain_experts(mlp) if isinstance(mlp, MoE) else _has_kernel(mlp))
         ):
             return None
         return cls(attention_norm, self_attn, mlp_norm, mlp)
@@ -87,15 +130,17 @@ class FewRowsBlock(nn.Module):
         rows: Tensor | None = None,
     ) -> Tensor:
         """See `DecoderLayer.forward`."""
-        attention, mlp = self.self_attn, self.mlp
+        if self.is_quantized:
+            return self._quantized(hidden, step, k_cache, v_cache, rows)
+        if isinstance(self.mlp, MoE):
+            return self._experts(self.mlp, hidden, step, k_cache, v_cache, rows)
+        attention, norm, mlp = self.self_attn, self.mlp_norm, self.mlp
         scaled, squares = scale_rows(hidden, self.attention_norm.weight)
         qkv = _multiply(attention.qkv_proj, scaled, squares=squares, eps=self.attention_norm.eps)
         out = attention.attend(qkv, step, k_cache, v_cache)
         if rows is not None:
             out, hidden = F.embedding(rows, out), F.embedding(rows, hidden)
-        output, norm = attention.o_proj, self.mlp_norm
-        if isinstance(mlp, MoE):
-            return _experts(output, norm, mlp, out, hidden)
+        output = attention.o_proj
         hidden, scaled, squares = linear_and_scale(
             out, output.weights["weight"], output.bias, hidden, norm.weight
         )
@@ -103,6 +148,89 @@ class FewRowsBlock(nn.Module):
             mlp.gate_up_proj, scaled, squares=squares, eps=norm.eps, activation=mlp.activation
         )
         return _multiply(mlp.down_proj, inner, residual=hidden)
+
+    def _experts(
+        self,
+        moe: MoE,
+        hidden: Tensor,
+        step: StepInputs,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        rows: Tensor | None,
+    ) -> Tensor:
+        """`forward` with experts; the first kernel clears the counters of later ones."""
+        attention, norm = self.self_attn, self.attention_norm
+        qkv, counters = norm_linear(
+            hidden,
+            norm.weight,
+            norm.eps,
+            attention.qkv_proj.weights["weight"],
+            attention.qkv_proj.bias,
+            EXPERT_COUNTERS,
+        )
+        out = attention.attend(qkv, step, k_cache, v_cache)
+        if rows is not None:
+            out, hidden = F.embedding(rows, out), F.embedding(rows, hidden)
+        return fused_experts(
+            out,
+            attention.o_proj.weights["weight"],
+            attention.o_proj.bias,
+            hidden,
+            self.mlp_norm.weight,
+            self.mlp_norm.eps,
+            moe.gate.weights["weight"],
+            moe.score_bias,
+            moe.experts.gate_up_proj.weights["weight"],
+            moe.experts.down_proj.weights["weight"],
+            moe.spec.route,
+            rounds_logits=not moe.spec.float32_router,
+            activation=moe.experts.activation,
+            counters=counters,
+        )
+
+    def _quantized(
+        self,
+        hidden: Tensor,
+        step: StepInputs,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        rows: Tensor | None,
+    ) -> Tensor:
+        """`forward` with quantised weights; the first kernel clears the counters of all others."""
+        attention, norm, mlp = self.self_attn, self.mlp_norm, self.mlp
+        assert isinstance(mlp, GatedMLP), "experts have no fused kernels for quantised weights"
+        scaled, squares, counters = scale_rows_and_clear(
+            hidden, self.attention_norm.weight, _PRODUCTS * COUNTERS_OF_PRODUCT
+        )
+        qkv = fused_quantized_linear(
+            scaled,
+            *_stored(attention.qkv_proj),
+            counters,
+            0,
+            order=_order(attention.qkv_proj),
+            squares=squares,
+            eps=self.attention_norm.eps,
+        )
+        out = attention.attend(qkv, step, k_cache, v_cache)
+        if rows is not None:
+            out, hidden = F.embedding(rows, out), F.embedding(rows, hidden)
+        output, gate_up, down = attention.o_proj, mlp.gate_up_proj, mlp.down_proj
+        hidden, scaled, squares = quantized_linear_and_scale(
+            out, *_stored(output), counters, 1, hidden, norm.weight, order=_order(output)
+        )
+        inner = fused_quantized_linear(
+            scaled,
+            *_stored(gate_up, halves=2),
+            counters,
+            2,
+            order=_order(gate_up),
+            squares=squares,
+            eps=norm.eps,
+            activation=mlp.activation,
+        )
+        return fused_quantized_linear(
+            inner, *_stored(down), counters, 3, residual=hidden, order=_order(down)
+        )
 
 
 def _is_plain(linear: LinearBase) -> bool:
@@ -114,8 +242,14 @@ def _is_plain(linear: LinearBase) -> bool:
     return is_stored_plain and not linear.is_partial and linear.spec.dtype in FUSED_DTYPES
 
 
-def _is_plain_mlp(mlp: GatedMLP) -> bool:
-    return mlp.activation in ACTIVATIONS and all(map(_is_plain, (mlp.gate_up_proj, mlp.down_proj)))
+def _is_quantized(linear: LinearBase) -> bool:
+    """Whether the fused kernels for quantised weights support a matrix."""
+    is_stored_so = isinstance(linear.method, QuantizedMatrix)
+    return is_stored_so and not linear.is_partial and linear.spec.dtype in FUSED_DTYPES
+
+
+def _has_kernel(mlp: GatedMLP) -> bool:
+    return mlp.activation in ACTIVATIONS
 
 
 def _has_plain_experts(moe: MoE) -> bool:
@@ -137,25 +271,6 @@ def _has_plain_experts(moe: MoE) -> bool:
     )
 
 
-def _experts(o_proj: LinearBase, norm: RMSNorm, moe: MoE, x: Tensor, residual: Tensor) -> Tensor:
-    """The output projection of the attention, and the experts after it."""
-    return fused_experts(
-        x,
-        o_proj.weights["weight"],
-        o_proj.bias,
-        residual,
-        norm.weight,
-        norm.eps,
-        moe.gate.weights["weight"],
-        moe.score_bias,
-        moe.experts.gate_up_proj.weights["weight"],
-        moe.experts.down_proj.weights["weight"],
-        moe.spec.route,
-        rounds_logits=not moe.spec.float32_router,
-        activation=moe.experts.activation,
-    )
-
-
 def _multiply(
     linear: LinearBase,
     x: Tensor,
@@ -174,3 +289,15 @@ def _multiply(
         activation=activation,
         residual=residual,
     )
+
+
+def _stored(linear: LinearBase, halves: int = 1) -> tuple[Tensor, Tensor | None, int, QuantFormat]:
+    """The weight, the bias, the columns of the result, and the format, as the ops take them."""
+    method = linear.method
+    assert isinstance(method, QuantizedMatrix), f"{type(method).__name__} is not quantised"
+    size = linear.out_features // halves
+    return linear.weights["weight"], linear.bias, size, method.form(linear.spec)
+
+
+def _order(linear: LinearBase) -> Tensor | None:
+    return linear.weights.get("order")

@@ -1,9 +1,9 @@
 """The op `ostinato::fused_experts`: a block's output projection and its experts, on CUDA.
 
-A decode step of a few sequences spends as much time on launches as on the experts' weights. On
-CUDA, four Triton kernels compute what is one op here (triton_expert_kernels.py). The output
-projection is one of them because its launch clears the counters of the next kernel. On other
-devices the op runs as plain torch. Tests compare the kernels with this.
+A decode step spends as much time on launches as on the experts' weights. On CUDA, four kernels
+compute what is one op here (triton_expert_kernels.py). The first is the output projection: a kernel
+of this project for few rows, and cuBLAS for more. On other devices the op runs as plain torch.
+Tests compare the kernels with this.
 """
 
 from __future__ import annotations
@@ -20,9 +20,12 @@ from ostinato.ops.moe.routing import RouteSpec, Scoring, route
 from ostinato.ops.norm import plain_rms_norm
 from ostinato.ops.register import register_op
 
-__all__ = ("MOST_EXPERTS", "fused_experts")
+__all__ = ("EXPERT_COUNTERS", "MOST_EXPERTS", "fused_experts")
 
 MOST_EXPERTS = 256  # the scores of a tile of tokens lie in the registers of one program
+
+EXPERT_COUNTERS = 512
+"""Counters of a call: one for each expert, and one for each 16 rows of a step of up to 4096."""
 
 
 def fused_experts(
@@ -40,6 +43,7 @@ def fused_experts(
     *,
     rounds_logits: bool,
     activation: str,
+    counters: Tensor,
 ) -> Tensor:
     """`hidden = x @ W.T + bias + residual`, then `hidden + experts(rms_norm(hidden))`.
 
@@ -57,6 +61,7 @@ def fused_experts(
         spec: how tokens are routed, without groups.
         rounds_logits: whether the router's logits are rounded to x's dtype.
         activation: a key of `ACTIVATIONS`, for `activation(gate) * up`.
+        counters: [EXPERT_COUNTERS] int32 zeros, which the kernels change.
 
     Returns:
         [T, D] contiguous, in x's dtype.
@@ -78,6 +83,7 @@ def fused_experts(
         spec.scale,
         rounds_logits,
         ACTIVATIONS[activation],
+        counters,
     )
 
 
@@ -98,6 +104,7 @@ def _plain(
     scale: float,
     rounds_logits: bool,
     activation: str,
+    counters: Tensor,
 ) -> Tensor:
     hidden = F.linear(x, output_weight, output_bias) + residual
     normal = plain_rms_norm(hidden, norm_weight, eps)
@@ -131,10 +138,14 @@ def _fake(
     scale: float,
     rounds_logits: bool,
     activation: str,
+    counters: Tensor,
 ) -> Tensor:
     return x.new_empty((x.shape[0], down.shape[1]))
 
 
 _op = register_op(
-    "fused_experts", {"CompositeExplicitAutograd": _plain, "CUDA": _on_cuda}, fake=_fake
+    "fused_experts",
+    {"CompositeExplicitAutograd": _plain, "CUDA": _on_cuda},
+    fake=_fake,
+    mutates=("counters",),
 )

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ostinato.ops.activation import ACTIVATIONS, activate
+from ostinato.ops.norm import plain_rms_norm
 from ostinato.ops.register import register_op
 
 __all__ = (
@@ -26,7 +27,10 @@ __all__ = (
     "fused_linear",
     "linear_and_scale",
     "most_rows",
+    "norm_linear",
+    "plain_scaled_rows",
     "scale_rows",
+    "scale_rows_and_clear",
     "warm_up_tokens",
 )
 
@@ -118,7 +122,50 @@ def scale_rows(x: Tensor, norm_weight: Tensor) -> tuple[Tensor, Tensor]:
         x * norm_weight [T, K] in x's dtype; and [T, S] float32, whose sum over S is the sum of the
         squares of x.
     """
-    return _rows_op(x, norm_weight)
+    return _rows_op(x, norm_weight, 0)[:2]
+
+
+def scale_rows_and_clear(
+    x: Tensor, norm_weight: Tensor, num_counters: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`scale_rows`, and int32 zeros for later kernels, from the same launch.
+
+    Args:
+        x: as for `scale_rows`.
+        norm_weight: as for `scale_rows`.
+        num_counters: a power of two.
+
+    Returns:
+        The two results of `scale_rows`, and [num_counters] int32 zeros.
+    """
+    return _rows_op(x, norm_weight, num_counters)
+
+
+def norm_linear(
+    x: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    weight: Tensor,
+    bias: Tensor | None,
+    num_counters: int,
+) -> tuple[Tensor, Tensor]:
+    """`rms_norm(x) @ W.T + bias` for any number of rows, and zeros for later kernels.
+
+    On CUDA it has two launches. Up to `most_rows` rows run those of `scale_rows` and
+    `fused_linear`, more rows a norm and cuBLAS.
+
+    Args:
+        x: [T, K] in bfloat16 or float32, last dimension contiguous.
+        norm_weight: [K] in x's dtype or float32, the scale of the RMS norm.
+        eps: the norm adds it to the mean square.
+        weight: [N, K] in x's dtype, contiguous.
+        bias: [N] in x's dtype, or None.
+        num_counters: a power of two.
+
+    Returns:
+        [T, N] contiguous, in x's dtype; and [num_counters] int32 zeros.
+    """
+    return _norm_op(x, norm_weight, eps, weight, bias, num_counters)
 
 
 def _plain_linear(
@@ -146,12 +193,30 @@ def _plain_scaled(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm_weight: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     result = F.linear(x, weight, bias) + residual
-    return (result, *_plain_rows(result, norm_weight))
+    return (result, *plain_scaled_rows(result, norm_weight))
 
 
-def _plain_rows(x: Tensor, norm_weight: Tensor) -> tuple[Tensor, Tensor]:
+def plain_scaled_rows(x: Tensor, norm_weight: Tensor) -> tuple[Tensor, Tensor]:
+    """`scale_rows` in plain torch."""
     wide = x.float()
     return (wide * norm_weight).to(x.dtype), wide.square().sum(1, keepdim=True)
+
+
+def _plain_rows(x: Tensor, norm_weight: Tensor, num_counters: int) -> tuple[Tensor, Tensor, Tensor]:
+    counters = torch.zeros(num_counters, dtype=torch.int32, device=x.device)
+    return (*plain_scaled_rows(x, norm_weight), counters)
+
+
+def _plain_norm_linear(
+    x: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    weight: Tensor,
+    bias: Tensor | None,
+    num_counters: int,
+) -> tuple[Tensor, Tensor]:
+    counters = torch.zeros(num_counters, dtype=torch.int32, device=x.device)
+    return F.linear(plain_rms_norm(x, norm_weight, eps), weight, bias), counters
 
 
 def _kernels() -> Any:
@@ -166,8 +231,12 @@ def _scaled_on_cuda(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     return _kernels().launch_linear_and_scale(*arguments)
 
 
-def _rows_on_cuda(*arguments: Any) -> tuple[Tensor, Tensor]:
+def _rows_on_cuda(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     return _kernels().launch_scale_rows(*arguments)
+
+
+def _norm_on_cuda(*arguments: Any) -> tuple[Tensor, Tensor]:
+    return _kernels().launch_norm_linear(*arguments)
 
 
 def _linear_fake(
@@ -189,8 +258,21 @@ def _scaled_fake(
     return result, torch.empty_like(result), x.new_empty((x.shape[0], 1), dtype=torch.float32)
 
 
-def _rows_fake(x: Tensor, norm_weight: Tensor) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), x.new_empty((x.shape[0], 1), dtype=torch.float32)
+def _rows_fake(x: Tensor, norm_weight: Tensor, num_counters: int) -> tuple[Tensor, Tensor, Tensor]:
+    squares = x.new_empty((x.shape[0], 1), dtype=torch.float32)
+    return x.new_empty(x.shape), squares, x.new_empty(num_counters, dtype=torch.int32)
+
+
+def _norm_fake(
+    x: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    weight: Tensor,
+    bias: Tensor | None,
+    num_counters: int,
+) -> tuple[Tensor, Tensor]:
+    result = x.new_empty((x.shape[0], weight.shape[0]))
+    return result, x.new_empty(num_counters, dtype=torch.int32)
 
 
 _linear_op = register_op(
@@ -207,4 +289,9 @@ _rows_op = register_op(
     "scale_rows",
     {"CompositeExplicitAutograd": _plain_rows, "CUDA": _rows_on_cuda},
     fake=_rows_fake,
+)
+_norm_op = register_op(
+    "norm_linear",
+    {"CompositeExplicitAutograd": _plain_norm_linear, "CUDA": _norm_on_cuda},
+    fake=_norm_fake,
 )

@@ -83,7 +83,6 @@ def linear_constants(
     activation: str,
     *,
     num_squares: int = 1,
-    num_cleared: int = 0,
     early: bool = False,
 ) -> dict[str, Any]:
     """The constants of `fused_linear_kernel`, launch options included.
@@ -94,7 +93,6 @@ def linear_constants(
         in_features: K.
         activation: its name in the kernel; empty = none.
         num_squares: sums of squares of a row.
-        num_cleared: elements that are cleared; 0 or a power of two.
         early: the kernel starts before the previous one has ended (ops/fused/early_start.py).
     """
     return {
@@ -106,7 +104,6 @@ def linear_constants(
         "BLOCK_K": tile.block_k,
         "SQUARES": num_squares,
         "BLOCK_S": triton.next_power_of_2(num_squares),
-        "CLEARED": num_cleared,
         "PREFETCHED": tile.block_k,
         "EARLY": early,
         "launch_pdl": early,

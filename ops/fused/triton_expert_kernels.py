@@ -1,9 +1,13 @@
-"""The Triton kernels of `ostinato::fused_experts`, for few rows.
+"""The Triton kernels of `ostinato::fused_experts`, for small steps.
 
-    1. output projection of the attention, residual (triton_fused_linear.py)
+    1. output projection of the attention, residual (triton_fused_linear.py); more than `most_rows`
+       rows are multiplied by cuBLAS, and the next kernel adds the residual
     2. `router_kernel`: norm, logits, choice of experts, pairs of each expert
     3. `gate_up_kernel`: grouped product of gate and up, activation
     4. `down_kernel`: grouped product, weighted sum over the slots of a token, residual
+
+Up to 16 rows have one kernel in place of the first two, `output_router_kernel`
+(triton_output_router.py).
 
 A pair is a token and one of its slots. Every expert has a list of its pairs. The order in a list
 can differ between launches, which changes no result: a row of a product has the same bits wherever
@@ -12,7 +16,7 @@ it lies in a tile.
 In two of the kernels (router and down) several programs compute parts of one result. Each program
 stores its part, then adds 1 to a counter. The program that is last reads all parts in a fixed order
 and writes the result. So the result does not depend on which program is last. A counter is zero
-when its kernel begins: an earlier launch of the same call has cleared it.
+when its kernel begins: an earlier kernel of the layer has cleared it.
 
 Source: the grouped product over sorted tokens of MegaBlocks (Gale et al., arXiv:2211.15841).
 """
@@ -23,10 +27,10 @@ import triton
 import triton.language as tl
 
 from ostinato.ops.fused.early_start import wait_for_previous_kernel
-from ostinato.ops.fused.triton_fused_linear import gated
+from ostinato.ops.fused.triton_epilogue import gated
 from ostinato.ops.moe.triton_routing import choose_experts
 
-__all__ = ("down_kernel", "gate_up_kernel", "router_kernel")
+__all__ = ("append_pairs", "clear_slots", "down_kernel", "gate_up_kernel", "router_kernel")
 
 
 @triton.jit
@@ -42,35 +46,60 @@ def _tile(pointers, rows_ok, columns_ok, MASK_ROWS: tl.constexpr, MASK_COLUMNS: 
 
 
 @triton.jit
-def _store_normal(normal, x, norm_weight, factor, row, row_ok, K: tl.constexpr,
-                  BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
+def _hidden_tile(x, residual, residual_stride, row, row_ok, k, K: tl.constexpr,
+                 MASK_K: tl.constexpr):  # fmt: skip
+    """A tile of x plus the residual, in the dtype of x."""
+    tile = _tile(x + row * K + k[None, :], row_ok, k < K, True, MASK_K)
+    if residual is not None:
+        before = residual + row * residual_stride + k[None, :]
+        added = _tile(before, row_ok, k < K, True, MASK_K)
+        tile = (tile.to(tl.float32) + added.to(tl.float32)).to(tile.dtype)
+    return tile
+
+
+@triton.jit
+def _store_normal(normal, hidden, x, residual, residual_stride, norm_weight, factor, row, row_ok,
+                  K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
     """Normalise the rows of a row tile, and store this program's share of their columns."""
     for start in range(tl.program_id(1) * BLOCK_K, K, tl.num_programs(1) * BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
         ok = row_ok[:, None] & (k < K)[None, :]
-        wide = tl.load(x + row * K + k[None, :], mask=ok, other=0.0).to(tl.float32)
+        tile = _hidden_tile(x, residual, residual_stride, row, row_ok, k, K, True)
+        if hidden is not None:
+            tl.store(hidden + row * K + k[None, :], tile, mask=ok)
+        wide = tile.to(tl.float32)
         scale = tl.load(norm_weight + k, mask=k < K, other=0.0).to(tl.float32)
         result = (wide * factor * scale[None, :]).to(normal.dtype.element_ty)
         tl.store(normal + row * K + k[None, :], result, mask=ok)
 
 
 @triton.jit
-def _list_pairs(routing_weights, members, counts, logits, score_bias, row, num_rows, scale,
-                NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SCORING: tl.constexpr,
-                RENORMALIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr,
-                BLOCK_S: tl.constexpr):  # fmt: skip
-    """Choose the experts of a row tile, and append its pairs to the lists of these experts."""
-    row_ok = (row < num_rows)[:, None]
+def clear_slots(slots_done, row, row_ok, DOWN_TILES: tl.constexpr, BLOCK_C: tl.constexpr,
+                BLOCK_M: tl.constexpr):  # fmt: skip
+    """Set the counters of `down_kernel` for these rows to zero."""
+    done = tl.arange(0, BLOCK_C)
+    tl.store(slots_done + row[:, None] * DOWN_TILES + done[None, :],
+             tl.zeros([BLOCK_M, BLOCK_C], tl.int32),
+             mask=row_ok[:, None] & (done < DOWN_TILES)[None, :])  # fmt: skip
+
+
+@triton.jit
+def append_pairs(routing_weights, members, counts, values, score_bias, row, num_rows, scale,
+                 NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SCORING: tl.constexpr,
+                 RENORMALIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr,
+                 BLOCK_S: tl.constexpr):  # fmt: skip
+    """Choose the experts of a row tile, and append its pairs to the lists of these experts.
+
+    `values` are [BLOCK_M, BLOCK_E] float32 logits; those beyond the experts are not read.
+    """
     lane = tl.arange(0, BLOCK_E)[None, :]
-    place = row.to(tl.int64)[:, None] * NUM_EXPERTS + lane
-    values = tl.load(logits + place, mask=row_ok & (lane < NUM_EXPERTS), other=0.0)
     values = tl.where(lane < NUM_EXPERTS, values, float("-inf"))
     chosen, taken = choose_experts(
         values, score_bias, scale, NUM_EXPERTS, TOP_K, SCORING, RENORMALIZE, BLOCK_M, BLOCK_E,
         BLOCK_S,
     )  # fmt: skip
     slot = tl.arange(0, BLOCK_S)[None, :]
-    ok = row_ok & (slot < TOP_K)
+    ok = (row < num_rows)[:, None] & (slot < TOP_K)
     pair = row[:, None] * TOP_K + slot
     tl.store(routing_weights + pair, taken, mask=ok)
     index = tl.atomic_add(counts + chosen, 1, mask=ok, sem="relaxed")
@@ -85,11 +114,14 @@ def router_kernel(
     counters,  # int32 zeros: for each expert its number of pairs; for each row tile its arrivals
     slots_done,  # [T, DOWN_TILES] int32, cleared for `down_kernel`
     logits,  # [T, NUM_EXPERTS] float32, intermediate
+    hidden,  # [T, K] contiguous, x + residual; None as the residual is
     x,  # [T, K] contiguous
+    residual,  # [T, K], added to x before the norm, or None
     weight,  # [NUM_EXPERTS, K] contiguous
     norm_weight,  # [K]
     score_bias,  # [NUM_EXPERTS] float32, or None
     num_rows,  # T
+    residual_stride,
     eps,
     scale,
     K: tl.constexpr,
@@ -122,7 +154,7 @@ def router_kernel(
     squares = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
     for start in range(0, K, BLOCK_K):
         k = start + depth
-        tile = _tile(x + wide_row * K + k[None, :], row_ok, k < K, True, K % BLOCK_K != 0)
+        tile = _hidden_tile(x, residual, residual_stride, wide_row, row_ok, k, K, K % BLOCK_K != 0)
         wide = tile.to(tl.float32)
         squares += wide * wide
         scale_k = tl.load(norm_weight + k, mask=k < K, other=0.0).to(tl.float32)
@@ -137,19 +169,25 @@ def router_kernel(
     tl.store(logits + wide_row * NUM_EXPERTS + column[None, :], sums,
              mask=row_ok[:, None] & column_ok[None, :])  # fmt: skip
 
-    _store_normal(normal, x, norm_weight, factor, wide_row, row_ok, K, BLOCK_M, BLOCK_K)
+    _store_normal(
+        normal, hidden, x, residual, residual_stride, norm_weight, factor, wide_row, row_ok, K,
+        BLOCK_M, BLOCK_K,
+    )  # fmt: skip
     if tl.program_id(1) == 0:
-        done = tl.arange(0, BLOCK_C)
-        tl.store(slots_done + row[:, None] * DOWN_TILES + done[None, :],
-                 tl.zeros([BLOCK_M, BLOCK_C], tl.int32),
-                 mask=row_ok[:, None] & (done < DOWN_TILES)[None, :])  # fmt: skip
+        clear_slots(slots_done, row, row_ok, DOWN_TILES, BLOCK_C, BLOCK_M)
 
     tl.debug_barrier()  # all logits of this program are written before it is counted
     arrived = tl.atomic_add(counters + NUM_EXPERTS + tl.program_id(0), 1, sem="acq_rel")
     if arrived == tl.num_programs(1) - 1:
         tl.debug_barrier()
-        _list_pairs(
-            routing_weights, members, counters, logits, score_bias, row, num_rows, scale,
+        lane = tl.arange(0, BLOCK_E)[None, :]
+        values = tl.load(
+            logits + wide_row * NUM_EXPERTS + lane,
+            mask=row_ok[:, None] & (lane < NUM_EXPERTS),
+            other=0.0,
+        )
+        append_pairs(
+            routing_weights, members, counters, values, score_bias, row, num_rows, scale,
             NUM_EXPERTS, TOP_K, SCORING, RENORMALIZE, BLOCK_M, BLOCK_E, BLOCK_S,
         )  # fmt: skip
 
@@ -178,6 +216,7 @@ def _pairs(tile, members, counts, num_rows, NUM_EXPERTS: tl.constexpr, BLOCK_E: 
 def gate_up_kernel(
     inner,  # [T * SLOTS, N] contiguous
     normal,  # [T, K] contiguous
+    factors,  # [T] float32, by which the products of a token are multiplied, or None
     weight,  # [NUM_EXPERTS, 2 N, K] contiguous: gate and up
     members,  # [NUM_EXPERTS, T] int32
     counts,  # [NUM_EXPERTS] int32
@@ -215,6 +254,10 @@ def gate_up_kernel(
             gate = tl.dot(left, tl.trans(right), gate, input_precision="ieee")
             right = _tile(source + N * K, column_ok, k < K, N % BLOCK_N != 0, masked)
             up = tl.dot(left, tl.trans(right), up, input_precision="ieee")
+        if factors is not None:
+            factor = tl.load(factors + pair // SLOTS, mask=is_pair, other=0.0)[:, None]
+            gate = gate * factor
+            up = up * factor
         target = inner + pair.to(tl.int64)[:, None] * N + column[None, :]
         result = gated(gate, up, ACTIVATION).to(inner.dtype.element_ty)
         tl.store(target, result, mask=is_pair[:, None] & column_ok[None, :])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -10,15 +10,29 @@ from torch import Tensor
 
 from ostinato.ops.fused import triton_fused_linear
 from ostinato.ops.fused.early_start import starts_early
-from ostinato.ops.fused.fused_linear import TILE_ROWS
+from ostinato.ops.fused.fused_linear import TILE_ROWS, most_rows
 from ostinato.ops.fused.triton_expert_kernels import down_kernel, gate_up_kernel, router_kernel
+from ostinato.ops.fused.triton_fused_linear import linear_by_cublas
+from ostinato.ops.fused.triton_output_router import (
+    counters_of_output_router,
+    output_router_kernel,
+    output_router_launch,
+)
 from ostinato.ops.moe.moe_linear import TILE_MEANS
 from ostinato.ops.moe.triton_routing import num_pair_tiles
 
 __all__ = ("experts_constants", "launch_experts", "router_constants")
 
 _ROUTED = 16  # tokens of a program of the router; tensor cores take 16 at least
-_MOST_ROW_TILES = TILE_ROWS[-1] // _ROUTED
+
+
+class _Pairs(NamedTuple):
+    """The pairs of tokens and experts that a router lists."""
+
+    routing_weights: Tensor  # [T, slots] float32
+    members: Tensor  # [experts, T] int32: the pairs (token * slots + slot) of each expert
+    counts: Tensor  # int32: the number of pairs of each expert, then counters of the router
+    slots_done: Tensor  # [T, column tiles of down] int32 zeros, the counters of `down_kernel`
 
 
 def router_constants(
@@ -106,69 +120,152 @@ def launch_experts(
     scale: float,
     rounds_logits: bool,
     activation: str,
+    counters: Tensor,
 ) -> Tensor:
     """`fused_experts` with the kernels; arguments as for the op.
 
     Raises:
-        ValueError: a dtype or stride is not as the op says.
+        ValueError: a dtype or stride is not as the op says, or there are too few counters.
     """
     num_rows, (num_experts, size, _) = x.shape[0], down.shape
+    _check(x, router, gate_up, down, counters)
+    if num_rows == 0:
+        return x.new_empty((0, size))
+    down_tiles = triton.cdiv(size, _tiles(num_rows * top_k, down)[1]["BLOCK_N"])
+    options = {"SCORING": scoring, "RENORMALIZE": renormalize, "ROUNDS": rounds_logits}
+    sizes = (num_experts, size, top_k, x.element_size(), down_tiles)
+    constants = options | router_constants(*sizes, early=starts_early(x.device))
+    pairs = _Pairs(
+        x.new_empty((num_rows, top_k), dtype=torch.float32),
+        x.new_empty((num_experts, num_rows), dtype=torch.int32),
+        counters,
+        x.new_empty((num_rows, down_tiles), dtype=torch.int32),
+    )
+    projection = (x, output_weight, output_bias, residual)
+    norm = (router, norm_weight, eps, score_bias, scale)
+    route = _route_in_projection if num_rows <= TILE_ROWS[0] else _route_after_projection
+    hidden, normal, factors = route(pairs, *projection, *norm, constants)
+    return _multiply(hidden, normal, factors, pairs, gate_up, down, activation)
+
+
+def _check(x: Tensor, router: Tensor, gate_up: Tensor, down: Tensor, counters: Tensor) -> None:
     for name, tensor in (("the router", router), ("gate and up", gate_up), ("down", down)):
         if not tensor.is_contiguous() or tensor.dtype != x.dtype:
             raise ValueError(
                 f"fused_experts: {name} of {tensor.dtype} with strides {tensor.stride()} must be "
                 f"dense and of x's dtype, {x.dtype}"
             )
-
-    def empty(*shape: int, dtype: torch.dtype = x.dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=x.device)
-
-    row_tiles = triton.cdiv(num_rows, _ROUTED)
-    # All steps of the engine have the same number of counters, because this number is a constant
-    # of the kernel that clears them.
-    num_counters = num_experts + max(_MOST_ROW_TILES, row_tiles)
-    counters = empty(triton.next_power_of_2(num_counters), dtype=torch.int32)
-    hidden = triton_fused_linear.launch(
-        x, output_weight, output_bias, None, 0.0, "", residual, counters
-    )
+    num_rows, (num_experts, size, _) = x.shape[0], down.shape
     if num_rows == 0:
-        return hidden
-    down_tiles = triton.cdiv(size, _tiles(num_rows * top_k, down)[1]["BLOCK_N"])
-    normal = empty(num_rows, size)
-    routing_weights = empty(num_rows, top_k, dtype=torch.float32)
-    members = empty(num_experts, num_rows, dtype=torch.int32)
-    slots_done = empty(num_rows, down_tiles, dtype=torch.int32)
-    options = {"SCORING": scoring, "RENORMALIZE": renormalize, "ROUNDS": rounds_logits}
-    sizes = (num_experts, size, top_k, x.element_size(), down_tiles)
-    constants = options | router_constants(*sizes, early=starts_early(x.device))
-    router_kernel[(row_tiles, triton.cdiv(num_experts, constants["BLOCK_N"]))](
-        normal,
-        routing_weights,
-        members,
-        counters,
-        slots_done,
-        empty(num_rows, num_experts, dtype=torch.float32),
+        return
+    needed = num_experts + triton.cdiv(num_rows, _ROUTED)
+    if num_rows <= TILE_ROWS[0]:
+        needed = counters_of_output_router(num_experts, size)
+    if len(counters) < needed:
+        raise ValueError(
+            f"fused_experts: {num_experts} experts and {num_rows} rows of {size} need {needed} "
+            f"counters, not {len(counters)}"
+        )
+
+
+def _route_in_projection(
+    pairs: _Pairs,
+    x: Tensor,
+    output_weight: Tensor,
+    output_bias: Tensor | None,
+    residual: Tensor,
+    router: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    score_bias: Tensor | None,
+    scale: float,
+    constants: dict[str, Any],
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Up to 16 rows: one kernel projects, adds the residual and routes.
+
+    Returns hidden [T, D], the rows [T, D] times `norm_weight`, and the factors [T] float32 that
+    complete the norm.
+    """
+    (num_rows, in_features), (num_experts, size) = x.shape, router.shape
+    launch = output_router_launch(size, in_features, constants, x.element_size(), x.device)
+    hidden, normal = x.new_empty((num_rows, size)), x.new_empty((num_rows, size))
+    factors = x.new_empty(num_rows, dtype=torch.float32)
+    output_router_kernel[launch.grid](
         hidden,
+        normal,
+        factors,
+        *pairs,
+        x.new_empty((launch.num_parts, num_rows, num_experts), dtype=torch.float32),
+        x.new_empty((launch.num_parts, num_rows), dtype=torch.float32),
+        x,
+        output_weight,
+        output_bias,
+        residual,
         router,
         norm_weight,
         score_bias,
         num_rows,
+        x.stride(0) if num_rows > 1 else in_features,
+        residual.stride(0) if num_rows > 1 else size,
+        eps,
+        scale,
+        **launch.constants,
+    )
+    return hidden, normal, factors
+
+
+def _route_after_projection(
+    pairs: _Pairs,
+    x: Tensor,
+    output_weight: Tensor,
+    output_bias: Tensor | None,
+    residual: Tensor,
+    router: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    score_bias: Tensor | None,
+    scale: float,
+    constants: dict[str, Any],
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """More than 16 rows: the projection, then `router_kernel`.
+
+    Returns hidden [T, D], the normalised rows [T, D], and no factors.
+    """
+    num_rows, (num_experts, size) = x.shape[0], router.shape
+    added: Tensor | None = None
+    if num_rows <= most_rows(x.dtype):
+        rows = hidden = triton_fused_linear.launch(
+            x, output_weight, output_bias, None, 0.0, "", residual
+        )
+    else:  # the router's kernel adds the residual
+        rows, added = linear_by_cublas(x, output_weight, output_bias), residual
+        hidden = x.new_empty((num_rows, size))
+    normal = x.new_empty((num_rows, size))
+    grid = (triton.cdiv(num_rows, _ROUTED), triton.cdiv(num_experts, constants["BLOCK_N"]))
+    router_kernel[grid](
+        normal,
+        *pairs,
+        x.new_empty((num_rows, num_experts), dtype=torch.float32),
+        None if added is None else hidden,
+        rows,
+        added,
+        router,
+        norm_weight,
+        score_bias,
+        num_rows,
+        size if added is None else added.stride(0),
         eps,
         scale,
         **constants,
     )
-    return _multiply(
-        hidden, normal, routing_weights, members, counters, slots_done, gate_up, down, activation
-    )
+    return hidden, normal, None
 
 
 def _multiply(
     hidden: Tensor,
     normal: Tensor,
-    routing_weights: Tensor,
-    members: Tensor,
-    counts: Tensor,
-    slots_done: Tensor,
+    factors: Tensor | None,
+    listed: _Pairs,
     gate_up: Tensor,
     down: Tensor,
     activation: str,
@@ -176,10 +273,11 @@ def _multiply(
     """hidden [T, D] plus the experts' results [T, D] for the normalised rows [T, D].
 
     Args:
-        routing_weights: [T, slots] float32.
-        members, counts, slots_done: as `router_kernel` has written them.
+        factors: [T] float32, which are still to be multiplied with the rows, or None.
+        listed: the pairs, as a router has written them.
         gate_up, down, activation: as for the op.
     """
+    routing_weights, members, counts, slots_done = listed
     (num_rows, top_k), (num_experts, size, width) = routing_weights.shape, down.shape
     pairs = num_rows * top_k
     first, second = _tiles(pairs, down)
@@ -191,6 +289,7 @@ def _multiply(
     gate_up_kernel[(tiles, triton.cdiv(width, first["BLOCK_N"]))](
         inner,
         normal,
+        factors,
         gate_up,
         members,
         counts,

@@ -1,4 +1,4 @@
-"""The Triton kernels of `ostinato::fused_linear` and of its two companions, for few rows.
+"""The Triton kernels of `ostinato::fused_linear` and of its companions, for few rows.
 
 A program computes BLOCK_N columns of the result for a tile of rows. It reads its rows of W once, so
 the launch reads little more than W. An RMS norm before a product is computed in two parts, because
@@ -10,6 +10,8 @@ The first kernel writes x * norm_weight and sums of the squares of x. It is the 
 product that computes x (`linear_and_scale`), or one of its own (`scale_rows`). The kernel of the
 product with W adds these sums, and divides by their root mean square.
 
+`norm_linear` takes any number of rows. More than `most_rows` run a whole norm and cuBLAS.
+
 A column's sum runs over K in an order that depends on K, on the dtype and on the tile. There are
 two tiles: for up to 16 rows and for more. So the other rows of a step can change the bits of a row
 only by their number, which chooses the tile.
@@ -17,49 +19,37 @@ only by their number, which chooses the tile.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ostinato.ops.fused.early_start import prefetch, starts_early, wait_for_previous_kernel
-from ostinato.ops.fused.fused_linear import FUSED_DTYPES
+from ostinato.ops.fused.fused_linear import FUSED_DTYPES, most_rows
 from ostinato.ops.fused.linear_tiles import choose_tile, device_limits, linear_constants
+from ostinato.ops.fused.triton_epilogue import finish_tile, norm_factor
 
 __all__ = (
     "fused_linear_kernel",
-    "gated",
     "launch",
     "launch_linear_and_scale",
+    "launch_norm_linear",
     "launch_scale_rows",
+    "linear_by_cublas",
+    "norm_rows_constants",
+    "norm_rows_kernel",
+    "prefetch_rows",
     "scale_rows_kernel",
+    "weight_tile",
 )
 
 _SCALED = 1024  # columns of a program of `scale_rows_kernel`
-_SQRT_HALF = tl.constexpr(0.7071067811865476)
 
 
 @triton.jit
-def gated(gate, up, KIND: tl.constexpr):
-    """`KIND(gate) * up` in float32."""
-    if KIND == "silu":
-        active = gate / (1.0 + tl.exp(-gate))
-    elif KIND == "quick_gelu":
-        active = gate / (1.0 + tl.exp(-1.702 * gate))
-    elif KIND == "gelu":
-        active = 0.5 * gate * (1.0 + tl.erf(gate * _SQRT_HALF))
-    elif KIND == "gelu_tanh":
-        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
-        # (1 + tanh(y)) / 2 = 1 - 1 / (exp(2 y) + 1), which is right even where exp overflows.
-        active = gate * (1.0 - 1.0 / (tl.exp(2.0 * inner) + 1.0))
-    else:
-        tl.static_assert(KIND == "relu", "an activation without a kernel")
-        active = tl.maximum(gate, 0.0)
-    return active * up
-
-
-@triton.jit
-def _weights(weight, column, k, K: tl.constexpr, N: tl.constexpr, BLOCK_N: tl.constexpr,
+def weight_tile(weight, column, k, K: tl.constexpr, N: tl.constexpr, BLOCK_N: tl.constexpr,
              BLOCK_K: tl.constexpr):  # fmt: skip
     """A [BLOCK_N, BLOCK_K] tile of W. Elements outside of W are read as 0."""
     pointers = weight + column[:, None].to(tl.int64) * K + k[None, :]
@@ -71,24 +61,11 @@ def _weights(weight, column, k, K: tl.constexpr, N: tl.constexpr, BLOCK_N: tl.co
 
 
 @triton.jit
-def _prefetch_rows(weight, column, K: tl.constexpr, N: tl.constexpr, PREFETCHED: tl.constexpr):
+def prefetch_rows(weight, column, K: tl.constexpr, N: tl.constexpr, PREFETCHED: tl.constexpr):
     """Prefetch the first PREFETCHED elements of rows of W."""
     LINE: tl.constexpr = 1024 // weight.dtype.element_ty.primitive_bitwidth  # of 128 bytes
     line = tl.arange(0, PREFETCHED // LINE if PREFETCHED > LINE else 1) * LINE % K
     prefetch(weight + (column % N)[:, None].to(tl.int64) * K + line[None, :])
-
-
-@triton.jit
-def _store_scaled(scaled, squares, norm_weight, result, row, column, num_rows, N: tl.constexpr):
-    """Store a tile of the result times `norm_weight`, and the sums of the squares of its rows."""
-    row_ok, column_ok = row < num_rows, column < N
-    ok = row_ok[:, None] & column_ok[None, :]
-    wide = tl.where(ok, result.to(tl.float32), 0.0)
-    scale = tl.load(norm_weight + column, mask=column_ok, other=0.0).to(tl.float32)
-    place = row.to(tl.int64)[:, None] * N + column[None, :]
-    tl.store(scaled + place, (wide * scale[None, :]).to(result.dtype), mask=ok)
-    sums_of_tile = squares + row.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
-    tl.store(sums_of_tile, tl.sum(wide * wide, 1), mask=row_ok)
 
 
 @triton.jit(do_not_specialize=["num_rows", "eps"])
@@ -102,7 +79,6 @@ def fused_linear_kernel(
     squares,  # [T, SQUARES] float32, whose sum divides the products, or None
     residual,  # [T, N], or None
     norm_weight,  # [N]; None as `scaled` is
-    cleared,  # [CLEARED] int32, set to zeros for a later kernel, or None
     num_rows,  # T
     x_stride,
     residual_stride,
@@ -115,7 +91,6 @@ def fused_linear_kernel(
     BLOCK_K: tl.constexpr,
     SQUARES: tl.constexpr,
     BLOCK_S: tl.constexpr,  # power of two, at least SQUARES
-    CLEARED: tl.constexpr,  # 0 or a power of two
     PREFETCHED: tl.constexpr,  # elements of each row of W, a power of two
     EARLY: tl.constexpr,
 ):
@@ -124,25 +99,14 @@ def fused_linear_kernel(
     if EARLY:
         # The previous kernel does not write the weights, so their first tiles are loaded into the
         # device's cache while it ends.
-        _prefetch_rows(weight, column, K, N, PREFETCHED)
+        prefetch_rows(weight, column, K, N, PREFETCHED)
         if ACTIVATION != "":
-            _prefetch_rows(weight + N * K, column, K, N, PREFETCHED)
+            prefetch_rows(weight + N * K, column, K, N, PREFETCHED)
     wait_for_previous_kernel(EARLY)
-    if CLEARED:  # noqa: SIM102 - known when the kernel is compiled
-        if tl.program_id(0) + tl.program_id(1) == 0:
-            tl.store(cleared + tl.arange(0, CLEARED), tl.zeros([CLEARED], tl.int32))
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    row_ok, column_ok = row < num_rows, column < N
+    row_ok = row < num_rows
     wide_row = row.to(tl.int64)
-    factor = tl.full([BLOCK_M], 1.0, tl.float32)
-    if squares is not None:
-        part = tl.arange(0, BLOCK_S)
-        sums = tl.load(
-            squares + wide_row[:, None] * SQUARES + part[None, :],
-            mask=row_ok[:, None] & (part < SQUARES)[None, :],
-            other=0.0,
-        )
-        factor = tl.rsqrt(tl.sum(sums, 1) / K + eps)
+    factor = norm_factor(squares, row, num_rows, eps, K, SQUARES, BLOCK_S, BLOCK_M)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     acc_up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in range(0, K, BLOCK_K):
@@ -152,40 +116,28 @@ def fused_linear_kernel(
             tile = tl.load(rows, mask=row_ok[:, None], other=0.0)
         else:
             tile = tl.load(rows, mask=row_ok[:, None] & (k < K)[None, :], other=0.0)
-        columns = _weights(weight, column, k, K, N, BLOCK_N, BLOCK_K)
+        columns = weight_tile(weight, column, k, K, N, BLOCK_N, BLOCK_K)
         acc = tl.dot(tile, tl.trans(columns), acc, input_precision="ieee")
         if ACTIVATION != "":
-            columns = _weights(weight + N * K, column, k, K, N, BLOCK_N, BLOCK_K)
+            columns = weight_tile(weight + N * K, column, k, K, N, BLOCK_N, BLOCK_K)
             acc_up = tl.dot(tile, tl.trans(columns), acc_up, input_precision="ieee")
-    if squares is not None:
-        acc = acc * factor[:, None]
-        acc_up = acc_up * factor[:, None]
-    if bias is not None:
-        acc += tl.load(bias + column, mask=column_ok, other=0.0).to(tl.float32)[None, :]
-        if ACTIVATION != "":
-            acc_up += tl.load(bias + N + column, mask=column_ok, other=0.0).to(tl.float32)[None, :]
-    if ACTIVATION != "":
-        acc = gated(acc, acc_up, ACTIVATION)
-    ok = row_ok[:, None] & column_ok[None, :]
-    if residual is not None:
-        before = residual + wide_row[:, None] * residual_stride + column[None, :]
-        acc += tl.load(before, mask=ok, other=0.0).to(tl.float32)
-    result = acc.to(out.dtype.element_ty)
-    place = wide_row[:, None] * N + column[None, :]
-    tl.store(out + place, result, mask=ok)
-    if scaled is not None:
-        _store_scaled(scaled, new_squares, norm_weight, result, row, column, num_rows, N)
+    finish_tile(
+        out, scaled, new_squares, bias, residual, norm_weight, acc, acc_up, squares, factor, row,
+        column, num_rows, residual_stride, tl.program_id(1), tl.num_programs(1), N, ACTIVATION,
+    )  # fmt: skip
 
 
 @triton.jit
 def scale_rows_kernel(
     scaled,  # [T, K] contiguous
     squares,  # [T, programs of a row] float32
+    counters,  # [CLEARED] int32, set to zeros for later kernels, or None
     x,  # [T, K]
     norm_weight,  # [K]
     x_stride,
     K: tl.constexpr,
     BLOCK: tl.constexpr,
+    CLEARED: tl.constexpr,  # 0 or a power of two
     EARLY: tl.constexpr,
 ):
     """One program for each row and BLOCK columns of it."""
@@ -194,9 +146,40 @@ def scale_rows_kernel(
     ok = column < K
     scale = tl.load(norm_weight + column, mask=ok, other=0.0).to(tl.float32)
     wait_for_previous_kernel(EARLY)
+    if CLEARED:  # noqa: SIM102 - known when the kernel is compiled
+        if tl.program_id(0) + tl.program_id(1) == 0:
+            tl.store(counters + tl.arange(0, CLEARED), tl.zeros([CLEARED], tl.int32))
     wide = tl.load(x + row * x_stride + column, mask=ok, other=0.0).to(tl.float32)
     tl.store(scaled + row * K + column, (wide * scale).to(scaled.dtype.element_ty), mask=ok)
     tl.store(squares + row * tl.num_programs(1) + tl.program_id(1), tl.sum(wide * wide, 0))
+
+
+@triton.jit(do_not_specialize=["eps"])
+def norm_rows_kernel(
+    normal,  # [T, K] contiguous
+    counters,  # [CLEARED] int32, set to zeros for later kernels
+    x,  # [T, K]
+    norm_weight,  # [K]
+    x_stride,
+    eps,
+    K: tl.constexpr,
+    BLOCK: tl.constexpr,  # power of two, at least K
+    CLEARED: tl.constexpr,  # power of two
+    EARLY: tl.constexpr,
+):
+    """One program for each row."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    ok = column < K
+    scale = tl.load(norm_weight + column, mask=ok, other=0.0).to(tl.float32)
+    wait_for_previous_kernel(EARLY)
+    if tl.program_id(0) == 0:
+        tl.store(counters + tl.arange(0, CLEARED), tl.zeros([CLEARED], tl.int32))
+    wide = tl.load(x + row * x_stride + column, mask=ok, other=0.0).to(tl.float32)
+    factor = tl.rsqrt(tl.sum(wide * wide, 0) / K + eps)
+    tl.store(
+        normal + row * K + column, (wide * factor * scale).to(normal.dtype.element_ty), mask=ok
+    )
 
 
 def launch(
@@ -207,45 +190,89 @@ def launch(
     eps: float,
     activation: str,
     residual: Tensor | None,
-    cleared: Tensor | None = None,
 ) -> Tensor:
     """`fused_linear` with the kernel; arguments as for the op.
-
-    Args:
-        cleared: int32, a power of two of elements, which the launch sets to zeros; None = nothing.
 
     Raises:
         ValueError: the dtype is not one of `FUSED_DTYPES`, or a tensor does not fit `fused_linear`.
     """
-    return _launch(x, weight, bias, squares, eps, activation, residual, None, cleared)[0]
+    return _launch(x, weight, bias, squares, eps, activation, residual, None)[0]
 
 
 def launch_linear_and_scale(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm_weight: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`linear_and_scale` with the kernel; arguments and errors as for the op."""
-    return _launch(x, weight, bias, None, 0.0, "", residual, norm_weight, None)
+    return _launch(x, weight, bias, None, 0.0, "", residual, norm_weight)
 
 
-def launch_scale_rows(x: Tensor, norm_weight: Tensor) -> tuple[Tensor, Tensor]:
-    """`scale_rows` with the kernel; arguments and errors as for the op."""
+def launch_scale_rows(
+    x: Tensor, norm_weight: Tensor, num_counters: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`scale_rows_and_clear` with the kernel; arguments and errors as for the op.
+
+    With `num_counters=0` nothing is cleared.
+    """
     _check_rows("x", x)
     num_rows, size = x.shape
     block = min(_SCALED, triton.next_power_of_2(size))
     scaled = torch.empty((num_rows, size), dtype=x.dtype, device=x.device)
     squares = x.new_empty((num_rows, triton.cdiv(size, block)), dtype=torch.float32)
+    counters = x.new_empty(num_counters, dtype=torch.int32)
     if num_rows:
         early = starts_early(x.device)
-        constants = {"K": size, "BLOCK": block, "EARLY": early, "launch_pdl": early}
+        constants: dict[str, Any] = {"K": size, "BLOCK": block, "CLEARED": num_counters}
+        constants |= {"EARLY": early, "launch_pdl": early}
         scale_rows_kernel[squares.shape](
             scaled,
             squares,
+            counters if num_counters else None,
             x,
             norm_weight,
             x.stride(0) if num_rows > 1 else size,
             **constants,
         )
-    return scaled, squares
+    return scaled, squares, counters
+
+
+def norm_rows_constants(size: int, num_counters: int, *, early: bool) -> dict[str, Any]:
+    """The constants of `norm_rows_kernel` for rows of `size` values, launch options included."""
+    block = triton.next_power_of_2(size)
+    return {
+        "K": size,
+        "BLOCK": block,
+        "CLEARED": num_counters,
+        "EARLY": early,
+        "launch_pdl": early,
+        "num_warps": 4 if block <= 2048 else 8,
+    }
+
+
+def launch_norm_linear(
+    x: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    weight: Tensor,
+    bias: Tensor | None,
+    num_counters: int,
+) -> tuple[Tensor, Tensor]:
+    """`norm_linear` on CUDA; arguments and errors as for the op."""
+    num_rows, size = x.shape
+    if num_rows <= most_rows(x.dtype):
+        scaled, squares, counters = launch_scale_rows(x, norm_weight, num_counters)
+        return launch(scaled, weight, bias, squares, eps, "", None), counters
+    counters = x.new_empty(num_counters, dtype=torch.int32)
+    normal = x.new_empty((num_rows, size))
+    constants = norm_rows_constants(size, num_counters, early=starts_early(x.device))
+    norm_rows_kernel[(num_rows,)](normal, counters, x, norm_weight, x.stride(0), eps, **constants)
+    return linear_by_cublas(normal, weight, bias), counters
+
+
+def linear_by_cublas(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x [T, K] @ W.T [K, N] + bias, one launch."""
+    if bias is None:
+        return torch.mm(x, weight.t())
+    return torch.addmm(bias, x, weight.t())
 
 
 def _launch(
@@ -257,7 +284,6 @@ def _launch(
     activation: str,
     residual: Tensor | None,
     norm_weight: Tensor | None,
-    cleared: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The result, and what `linear_and_scale` returns besides it; empty without `norm_weight`."""
     _check(x, weight, residual)
@@ -282,7 +308,6 @@ def _launch(
         squares,
         residual,
         norm_weight,
-        cleared,
         num_rows,
         # A single row may have any stride. Triton would compile the kernel again for some strides.
         x.stride(0) if num_rows > 1 else in_features,
@@ -294,7 +319,6 @@ def _launch(
             in_features,
             activation,
             num_squares=1 if squares is None else squares.shape[1],
-            num_cleared=0 if cleared is None else cleared.numel(),
             early=starts_early(x.device),
         ),
     )

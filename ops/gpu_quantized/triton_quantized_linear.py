@@ -36,19 +36,24 @@ from ostinato.ops.linear import PANEL
 from ostinato.ops.quantized_reference import QuantFormat
 
 __all__ = (
+    "FEW_ROWS",
     "Launch",
     "add_parts_kernel",
     "few_rows_kernel",
     "few_rows_launch",
     "many_rows_kernel",
     "many_rows_launch",
+    "multiply_few",
     "multiply_tile",
     "parts_of_columns",
     "quantized_linear_on_cuda",
+    "steps_of_part",
     "tile_constants",
+    "units_of_part",
 )
 
-_FEW = 4  # rows that the kernel without matrix units multiplies
+FEW_ROWS = 4
+"""The most rows that the kernel without matrix units multiplies."""
 _PROGRAMS = 264  # fill a GPU of 132 multiprocessors twice
 _ADDED = 1024  # columns that a program of `add_parts_kernel` sums
 
@@ -66,6 +71,67 @@ def _source_columns(order, k, K: tl.constexpr):
     if order is not None:
         k = tl.load(order + k, mask=k < K, other=0)
     return k
+
+
+@triton.jit
+def multiply_few(
+    x, row, row_ok, x_stride, words, factors, order, column, begin, end,
+    N: tl.constexpr, K: tl.constexpr, KIND: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
+    SYMMETRIC: tl.constexpr, HEADER: tl.constexpr, UNIT: tl.constexpr, PANEL_BYTES: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_U: tl.constexpr,
+):  # fmt: skip
+    """The product of up to 4 rows of x and rows of the matrix, for the units [begin, end) of K.
+
+    Args:
+        row: [ROWS] rows of x.
+        row_ok: [ROWS] which of these rows exist.
+        column: [BLOCK_N] rows of the matrix.
+
+    Returns:
+        [ROWS, BLOCK_N] float32
+    """
+    sums = tl.zeros([ROWS, BLOCK_N, BLOCK_U], tl.float32)
+    wide_column = column[:, None]
+    for start in range(begin, end, BLOCK_U):
+        unit = (start + tl.arange(0, BLOCK_U))[None, :]
+        mask = (wide_column // 32 < (N + 31) // 32) & (unit < end)
+        base = unit_base(wide_column, unit, GROUP, HEADER, UNIT, BITS, PANEL_BYTES)
+        scale, zero = factors_of(factors, base, wide_column, mask, KIND, BITS, SYMMETRIC)
+        word = unit_words(words, base, wide_column, unit, mask, GROUP, HEADER, UNIT)
+        products = tl.zeros([ROWS, BLOCK_N, BLOCK_U], tl.float32)
+        added = tl.zeros([ROWS, 1, BLOCK_U], tl.float32)
+        for i in tl.static_range(UNIT):
+            value = one_value(word, (i % 4) * 8 + (i // 4) * 4, zero, KIND, BITS)
+            k = unit * UNIT + i
+            source = _source_columns(order, k, K)
+            inside = row_ok[:, None, None] & ((k < K) & (unit < end))[None, :, :]
+            pointers = x + row[:, None, None] * x_stride + source[None, :, :]
+            wide = tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
+            products += value[None, :, :] * wide
+            if KIND == "minimums":
+                added += wide
+        sums += products * scale[None, :, :]
+        if KIND == "minimums":
+            sums -= added * zero[None, :, :]
+    return tl.sum(sums, 2)
+
+
+@triton.jit
+def units_of_part(K: tl.constexpr, UNIT: tl.constexpr, SPLIT: tl.constexpr, BLOCK_U: tl.constexpr):
+    """The units [begin, end) of K that a program of `few_rows_kernel` multiplies."""
+    units: tl.constexpr = (K + 7) // 8 * 8 // UNIT
+    per_part: tl.constexpr = ((units + SPLIT - 1) // SPLIT + BLOCK_U - 1) // BLOCK_U * BLOCK_U
+    begin = tl.program_id(2) * per_part
+    return begin, tl.minimum(begin + per_part, units)
+
+
+@triton.jit
+def steps_of_part(K: tl.constexpr, GROUP: tl.constexpr, BLOCK_K: tl.constexpr):
+    """The steps [first, last) of K that a program of `many_rows_kernel` multiplies."""
+    steps: tl.constexpr = (K + GROUP - 1) // GROUP * ((GROUP + BLOCK_K - 1) // BLOCK_K)
+    per_part = tl.cdiv(steps, tl.num_programs(2))
+    first = tl.program_id(2) * per_part
+    return first, tl.minimum(first + per_part, steps)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -98,34 +164,11 @@ def few_rows_kernel(
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.arange(0, ROWS)
     row_ok = row < num_rows
-    units: tl.constexpr = (K + 7) // 8 * 8 // UNIT
-    per_part: tl.constexpr = ((units + SPLIT - 1) // SPLIT + BLOCK_U - 1) // BLOCK_U * BLOCK_U
-    begin = tl.program_id(2) * per_part
-    end = tl.minimum(begin + per_part, units)
-    sums = tl.zeros([ROWS, BLOCK_N, BLOCK_U], tl.float32)
-    wide_column = column[:, None]
-    for start in range(begin, end, BLOCK_U):
-        unit = (start + tl.arange(0, BLOCK_U))[None, :]
-        mask = (wide_column // 32 < (N + 31) // 32) & (unit < end)
-        base = unit_base(wide_column, unit, GROUP, HEADER, UNIT, BITS, PANEL_BYTES)
-        scale, zero = factors_of(factors, base, wide_column, mask, KIND, BITS, SYMMETRIC)
-        word = unit_words(words, base, wide_column, unit, mask, GROUP, HEADER, UNIT)
-        products = tl.zeros([ROWS, BLOCK_N, BLOCK_U], tl.float32)
-        added = tl.zeros([ROWS, 1, BLOCK_U], tl.float32)
-        for i in tl.static_range(UNIT):
-            value = one_value(word, (i % 4) * 8 + (i // 4) * 4, zero, KIND, BITS)
-            k = unit * UNIT + i
-            source = _source_columns(order, k, K)
-            inside = row_ok[:, None, None] & ((k < K) & (unit < end))[None, :, :]
-            pointers = x + row[:, None, None] * x_stride + source[None, :, :]
-            wide = tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
-            products += value[None, :, :] * wide
-            if KIND == "minimums":
-                added += wide
-        sums += products * scale[None, :, :]
-        if KIND == "minimums":
-            sums -= added * zero[None, :, :]
-    total = tl.sum(sums, 2)  # [ROWS, BLOCK_N]
+    begin, end = units_of_part(K, UNIT, SPLIT, BLOCK_U)
+    total = multiply_few(
+        x, row, row_ok, x_stride, words, factors, order, column, begin, end,
+        N, K, KIND, BITS, GROUP, SYMMETRIC, HEADER, UNIT, PANEL_BYTES, ROWS, BLOCK_N, BLOCK_U,
+    )  # fmt: skip
     stored = row_ok[:, None] & (column < N)[None, :]
     if SPLIT == 1:
         if bias is not None:
@@ -219,10 +262,7 @@ def many_rows_kernel(
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = (tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     row_ok = row < num_rows
-    steps: tl.constexpr = (K + GROUP - 1) // GROUP * ((GROUP + BLOCK_K - 1) // BLOCK_K)
-    per_part = tl.cdiv(steps, tl.num_programs(2))
-    first = tl.program_id(2) * per_part
-    last = tl.minimum(first + per_part, steps)
+    first, last = steps_of_part(K, GROUP, BLOCK_K)
     sums = multiply_tile(
         x, row * x_stride, row_ok, words, factors, order, column, first, last,
         N, K, KIND, BITS, GROUP, SYMMETRIC, HEADER, UNIT, PANEL_BYTES, BLOCK_M, BLOCK_N, BLOCK_K,
@@ -357,7 +397,7 @@ def quantized_linear_on_cuda(
     out = x.new_empty((num_rows, out_features), dtype=dtype)
     if num_rows == 0:
         return out
-    if num_rows <= _FEW:
+    if num_rows <= FEW_ROWS:
         kernel, launch = few_rows_kernel, few_rows_launch(form, num_rows, out_features, in_features)
     else:
         kernel = many_rows_kernel

@@ -18,6 +18,7 @@ SOFT_FUNCTION_LINES = 60
 LONG_FUNCTIONS = {
     "ops/backends/triton_kernels.py:_attend_item": "the inner loop of one kernel, read top-down",
     "ops/fused/triton_fused_linear.py:fused_linear_kernel": "24 arguments, each with its shape",
+    "ops/fused/triton_output_router.py:output_router_kernel": "38 arguments, each with its shape",
 }
 # Sentences and word lists that the demo model learns from: data in the form of functions.
 DATA_FOLDER = "models/demo/"

@@ -9,10 +9,18 @@ from torch import Tensor
 from ostinato.models.base import CausalLM, DecoderLayer
 from ostinato.models.checkpoints.weights import init_dummy_weights
 from ostinato.models.families.llama import LlamaForCausalLM
+from ostinato.models.layers.few_rows import MOST_EXPERT_ROWS, MOST_QUANTIZED_ROWS
 from ostinato.models.registry import build_model
-from ostinato.ops.fused.fused_experts import fused_experts
+from ostinato.ops.fused.fused_experts import EXPERT_COUNTERS, fused_experts
 from ostinato.ops.fused.fused_linear import fused_linear, linear_and_scale, most_rows, scale_rows
+from ostinato.ops.fused.fused_quantized import (
+    COUNTERS_OF_PRODUCT,
+    fused_quantized_linear,
+    quantized_linear_and_scale,
+)
 from ostinato.ops.moe.routing import RouteSpec
+from ostinato.ops.quantized import quantize_linear_weight
+from ostinato.ops.quantized_reference import QuantFormat
 from tests.gpu.tiny_llama import MODEL
 
 pytestmark = pytest.mark.gpu
@@ -133,7 +141,7 @@ def test_layers_have_a_form_for_few_rows() -> None:
     assert layer.few_rows() is not None
 
 
-@pytest.mark.parametrize("tokens", [1, 8, 40, MOST_ROWS])
+@pytest.mark.parametrize("tokens", [1, 8, 40, MOST_ROWS, MOST_EXPERT_ROWS])
 def test_experts(tokens: int) -> None:
     """Against plain torch in float32. All experts are chosen, so no rounding changes the choice."""
     spec = RouteSpec(8, 8)
@@ -149,7 +157,16 @@ def test_experts(tokens: int) -> None:
         matrices = (router, None, gate_up, down)
         options = {"rounds_logits": False, "activation": "silu"}
         return fused_experts(
-            x, output, None, residual, norm_weight, 1e-5, *matrices, spec, **options
+            x,
+            output,
+            None,
+            residual,
+            norm_weight,
+            1e-5,
+            *matrices,
+            spec,
+            **options,
+            counters=torch.zeros(EXPERT_COUNTERS, dtype=torch.int32, device=x.device),
         )
 
     operands = (x, output, residual, norm_weight, router, gate_up, down)
@@ -158,3 +175,29 @@ def test_experts(tokens: int) -> None:
     assert float((result.cpu().float() - expected).abs().max()) <= 3 * rounding(expected)
     for _ in range(20):  # a different program may be the last to add to a token
         assert torch.equal(call(*operands), result)
+
+
+@pytest.mark.parametrize("rows", [1, 4, 8, 33, MOST_ROWS, MOST_QUANTIZED_ROWS])
+def test_quantised_products(rows: int) -> None:
+    """Against plain torch in float32; K is divided in all steps but the largest."""
+    form = QuantFormat(4, 32, True)
+    weight = quantize_linear_weight(random(2048, 1024, seed=1).cpu().float(), form)
+    x, residual = random(rows, 1024, seed=2), random(rows, 2048, seed=3)
+    norm_weight = 1 + 0.1 * random(2048, seed=4)
+
+    def call(x: Tensor, weight: Tensor, residual: Tensor, norm_weight: Tensor) -> list[Tensor]:
+        counters = torch.zeros(2 * COUNTERS_OF_PRODUCT, dtype=torch.int32, device=x.device)
+        shared = (weight, None)
+        whole = quantized_linear_and_scale(
+            x, *shared, 2048, form, counters, 0, residual, norm_weight
+        )
+        inner = fused_quantized_linear(x, *shared, 1024, form, counters, 1, activation="silu")
+        return [whole[0], whole[1], whole[2].sum(1), inner]
+
+    operands = (x, weight.to(CUDA), residual, norm_weight)
+    found = call(*operands)
+    exact = call(x.cpu().float(), weight, residual.cpu().float(), norm_weight.cpu().float())
+    for one, other in zip(found, exact, strict=True):
+        assert float((one.cpu().float() - other).abs().max()) <= 3 * rounding(other)
+    for _ in range(20):  # a different program may be the last to add the parts of a tile
+        assert all(map(torch.equal, call(*operands)[:2], found[:2]))

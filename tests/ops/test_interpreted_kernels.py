@@ -22,6 +22,7 @@ MODULES = {
     "attention": ("interpreted_triton_attention", "interpreted_flashinfer"),
     "others": (
         "fused/interpreted_fused",
+        "fused/interpreted_fused_quantized",
         "fused/interpreted_experts",
         "fused/interpreted_layers",
         "gpu_quantized/interpreted_quantized",

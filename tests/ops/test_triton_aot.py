@@ -27,7 +27,7 @@ ATTENTION = {
 }
 OTHERS = {
     "Llama-8B 32/8 heads, D128",
-    "Qwen3-30B-A3B router, 8 rows",
+    "Qwen3-30B-A3B output and router, 8 rows",
     "Qwen3-30B-A3B gate and up, 8 rows",
     "Qwen3-30B-A3B down, 8 rows",
     "DeepSeek-V3 output, blocks, 256 rows",

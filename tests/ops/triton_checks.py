@@ -17,7 +17,16 @@ _CAPABILITY = 90
 _OPTIONS = ("num_warps", "num_stages")
 _COUNTS = ("num_parts", "num_rows")  # Triton does not specialise for their values
 _INTEGERS = (*_COUNTS, "x_stride", "residual_stride")
-_OPTIONAL = {"bias", "residual", "order", "given"}
+_OPTIONAL = {
+    "bias",
+    "residual",
+    "order",
+    "given",
+    "squares",
+    "scaled",
+    "new_squares",
+    "norm_weight",
+}
 
 
 def compiled_kernel(

@@ -35,7 +35,6 @@ from ostinato.graphs.buckets import GraphKey
 from ostinato.graphs.bundle import Bundle
 from ostinato.graphs.compiler.functions import is_portable
 from ostinato.graphs.kernel_archive import pack_triton_kernels, triton_entry
-from ostinato.ops.fused.fused_linear import most_rows
 from ostinato.runtime.errors import StartupError
 from ostinato.runtime.startup.loading import open_bundle
 from ostinato.runtime.startup.plan.engine_plan import EnginePlan, make_plan
@@ -149,7 +148,7 @@ def _compile_kernels(programs: ModelPrograms, plan: EnginePlan, device: Describe
         compile_inductor_kernel(name, source)
     for step in _steps(plan):
         own_attention(programs, step, device.arch)
-        if programs.has_few_rows and step.sizes.num_tokens <= most_rows(programs.dtype):
+        if step.sizes.num_tokens <= programs.most_few_tokens:
             programs.fused_launches(step.sizes, device.arch)
         expert_calls(programs, step.sizes.num_tokens, device.arch)
 

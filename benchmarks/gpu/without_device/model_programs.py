@@ -20,7 +20,7 @@ from ostinato.conf.compose import load_config
 from ostinato.conf.schema import GraphForm
 from ostinato.graphs.compiler.compile import compile_model
 from ostinato.graphs.compiler.functions import ProgramStore
-from ostinato.models.base import CausalLM, DecoderLayer
+from ostinato.models.base import CausalLM, DecoderLayer, FewRows
 from ostinato.models.choose_weights import PLAIN, WeightPolicy
 from ostinato.models.config.model_config import ModelConfig
 from ostinato.models.kv_cache import KVCache, KVCacheSpec
@@ -30,6 +30,7 @@ from ostinato.models.weight_methods.int4 import Int4
 from ostinato.ops.backends.triton_tiles import ceil_div
 from ostinato.ops.fused import triton_fused_linear
 from ostinato.ops.fused.triton_fused_experts import launch_experts
+from ostinato.ops.fused.triton_fused_quantized import launch_quantized
 from ostinato.runtime.startup.plan.model_source import open_model
 
 __all__ = (
@@ -99,9 +100,10 @@ class ModelPrograms:
         )
 
     @property
-    def has_few_rows(self) -> bool:
-        """Whether the layers have a form for few rows."""
-        return self._few_rows(0) is not None
+    def most_few_tokens(self) -> int:
+        """Tokens of the largest step that runs the layers' form for few rows; 0 = there is none."""
+        few = self._few_rows(0)
+        return 0 if few is None else few.most_tokens
 
     def fused_launches(
         self, sizes: StepSizes, arch: int, *, is_last: bool = False
@@ -125,7 +127,7 @@ class ModelPrograms:
                 block(hidden, step, *self.kv_cache[index], rows)
         return found
 
-    def _few_rows(self, index: int) -> torch.nn.Module | None:
+    def _few_rows(self, index: int) -> FewRows | None:
         layer = self.model.layers[index]
         assert isinstance(layer, DecoderLayer), f"{type(layer).__name__} is not a DecoderLayer"
         return layer.few_rows()
@@ -241,7 +243,8 @@ class _Counting(TorchDispatchMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         results = result if isinstance(result, tuple) else (result,)
-        is_memory = func.overloadpacket in (torch.ops.aten.empty, torch.ops.aten.new_empty)
+        aten = torch.ops.aten
+        is_memory = func.overloadpacket in (aten.empty, aten.new_empty, aten.empty_like)
         if isinstance(results[0], Tensor) and not func.is_view and not is_memory:
             self._launches.append(_torch_launch(func, args, results[0]))
         return result
@@ -274,16 +277,28 @@ class _Fused(TorchDispatchMode):
         elif func is torch.ops.ostinato.scale_rows.default:
             with recorded_launches(self._arch) as kernels:
                 triton_fused_linear.launch_scale_rows(*args)
-            launch = _launch(By.own, "norm", args[0].nbytes, _bytes_of(result), 0)
+            launch = _launch(By.own, "norm", *_norm_bytes(args), 0)
+            self._launches.append(FusedLaunch(launch=launch, kernel=kernels[0]))
+        elif func is torch.ops.ostinato.fused_quantized_linear.default:
+            with recorded_launches(self._arch) as kernels:
+                launch_quantized(*args)
+            launch = _quantized(args, result, kernels[0])
             self._launches.append(FusedLaunch(launch=launch, kernel=kernels[0]))
         elif func is torch.ops.ostinato.fused_experts.default:
-            with recorded_launches(self._arch) as kernels:
+            with recorded_launches(self._arch) as kernels, counted_ops() as others:
                 launch_experts(*args)
-            launches = fused_experts_launches(args, result)
-            self._launches += [
-                FusedLaunch(launch=launch, kernel=kernel)
-                for launch, kernel in zip(launches, kernels, strict=True)
-            ]
+            launches = list(fused_experts_launches(args, result, kernels))
+            self._add(others, [])
+            self._add(launches, kernels)
+        elif func is torch.ops.ostinato.norm_linear.default:
+            with recorded_launches(self._arch) as kernels, counted_ops() as others:
+                triton_fused_linear.launch_norm_linear(*args)
+            self._add([_launch(By.own, "norm", *_norm_bytes(args), 0)], kernels[:1])
+            self._add(others, [])
+            x, _, eps, weight, bias, _ = args
+            squares = x.new_empty((x.shape[0], 1), dtype=torch.float32)
+            product = _linear((x, weight, bias, squares, eps, "", None), result[0])
+            self._add([product] * len(kernels[1:]), kernels[1:])
         elif func is torch.ops.ostinato.rotary_attention.default:
             launch = _launch(By.own, "rotary_attention", 0, 0, 0)
             self._launches.append(FusedLaunch(launch=launch, kernel=None))
@@ -291,6 +306,17 @@ class _Fused(TorchDispatchMode):
             launch = _torch_launch(func, args, result)
             self._launches.append(FusedLaunch(launch=launch, kernel=None))
         return result
+
+    def _add(self, launches: list[Launch], kernels: list[OwnLaunch]) -> None:
+        """Add launches and their kernels; no kernels = they are not of this project."""
+        for launch, kernel in zip(launches, kernels or [None] * len(launches), strict=True):
+            self._launches.append(FusedLaunch(launch=launch, kernel=kernel))
+
+
+def _norm_bytes(args: tuple[Any, ...]) -> tuple[int, int]:
+    """Bytes that the kernel of a norm reads and writes; `args` begin with x and the scale."""
+    x, norm_weight, num_counters = *args[:2], args[-1]
+    return x.nbytes + norm_weight.nbytes, x.nbytes + 4 * len(x) + 4 * num_counters
 
 
 def _torch_launch(func: Any, args: tuple[Any, ...], result: Tensor) -> Launch:
@@ -322,6 +348,20 @@ def _scaled(args: tuple[Any, ...], results: tuple[Tensor, ...]) -> Launch:
     read = sum(one.nbytes for one in args if isinstance(one, Tensor))
     name = f"{weight.shape[0]} x {weight.shape[1]}, residual, scale"
     return _launch(By.own, name, read, _bytes_of(results), 2 * x.shape[0] * weight.numel())
+
+
+def _quantized(args: tuple[Any, ...], results: tuple[Tensor, ...], kernel: OwnLaunch) -> Launch:
+    """A call of `fused_quantized_linear`. Programs that divide K write and read their sums."""
+    x, weight, bias, out_features, order, squares, _, activation, residual, norm_weight = args[:10]
+    given = (x, weight, bias, order, squares, residual, norm_weight)
+    width, split = out_features * (2 if activation else 1), kernel.grid[2]
+    parts = 4 * split * len(x) * width if split > 1 else 0
+    name = ["norm"] * (squares is not None) + [f"{width} x {x.shape[1]}, quantised"]
+    name += [activation] * bool(activation) + ["residual"] * (residual is not None)
+    name += ["scale"] * (norm_weight is not None) + ["sum of parts"] * (split > 1)
+    read = sum(one.nbytes for one in given if one is not None) + parts
+    flop = 2 * len(x) * width * x.shape[1]
+    return _launch(By.own, ", ".join(name), read, _bytes_of(results) + parts, flop)
 
 
 def _bytes_of(tensors: tuple[Tensor, ...]) -> int:

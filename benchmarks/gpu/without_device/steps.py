@@ -112,7 +112,7 @@ def count_step(
         step: the shape.
         device: the device whose rates are used.
         is_fused: True = the layers for few rows, which the engine uses in steps of up to
-            `most_rows` tokens; False = the layers that Inductor lowers.
+            `most_few_tokens` tokens; False = the layers that Inductor lowers.
     """
     attention = _attention_launches(programs, step, device)
     layer, ideal, copies = _count(programs, programs.layer, step, attention, device)

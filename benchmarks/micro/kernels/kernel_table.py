@@ -34,6 +34,7 @@ from ostinato.ops.fused.linear_tiles import choose_tile, linear_constants
 from ostinato.ops.fused.triton_expert_kernels import down_kernel, gate_up_kernel, router_kernel
 from ostinato.ops.fused.triton_fused_experts import experts_constants, router_constants
 from ostinato.ops.fused.triton_fused_linear import fused_linear_kernel, scale_rows_kernel
+from ostinato.ops.fused.triton_output_router import output_router_kernel, output_router_launch
 from ostinato.ops.rounded.round_rows import InputScales
 from ostinato.ops.rounded.triton_rounded_linear import (
     Operands,
@@ -60,16 +61,18 @@ _METADATA = {
     "slot_mapping": "*i64",
     "taken": "*i32",
 }
-_COUNTS = ("members", "counters", "counts", "slots_done", "cleared", "arrivals")  # tensors of int32
+_COUNTS = ("members", "counters", "counts", "slots_done", "arrivals")  # tensors of int32
 _SINGLE_RESULTS = (  # of float32
     *("logits", "products", "routing_weights", "x_scales", "scales", "squares", "new_squares"),
+    *("factors", "parts"),
 )
 _STRIDES = ("x_stride", "residual_stride", "qkv_stride")
 _SINGLE = ("alibi_slopes", "sinks", "cos", "sin")  # tensors of float32
+_ROWS = ("out", "q", "k", "v", "qkv", "x", "normal", "inner", "scaled", "hidden")
 # Arguments that may be None, in which case the kernel leaves something out.
 _WEIGHTS = ("q_weight", "k_weight", "bias", "norm_weight", "residual")
 _SUMS = ("scaled", "squares", "new_squares")
-_OPTIONAL = (*_SINGLE, *_WEIGHTS, *_SUMS, "cleared", "score_bias")
+_OPTIONAL = (*_SINGLE, *_WEIGHTS, *_SUMS, "counters", "hidden", "factors", "score_bias")
 _MANY = 64  # sequences of a step that has the tile for many sequences
 _TITLE = "# Triton kernels\n"
 _INTRODUCTION = """
@@ -195,7 +198,8 @@ def _products() -> Iterator[Variant]:
         ("Llama-8B", 4096, 4096, 1024, 14336),
         ("Qwen3-0.6B", 1024, 2048, 1024, 3072),
     ):
-        scale = {"K": size, "BLOCK": 1024, "EARLY": True, "launch_pdl": True, "num_warps": 4}
+        scale = {"K": size, "BLOCK": 1024, "CLEARED": 0, "EARLY": True, "launch_pdl": True}
+        scale["num_warps"] = 4
         yield Variant(name, "scale", "bfloat16", scale_rows_kernel, scale, optional=(*_SUMS, *norm))
         for part, out_features, in_features, activation, optional in (
             ("QKV", queries + 2 * keys, size, "", ("squares",)),
@@ -213,7 +217,10 @@ def _products() -> Iterator[Variant]:
 
 
 def _experts() -> Iterator[Variant]:
-    """The router and both expert kernels, for a small step and for one with larger tiles."""
+    """The router and both expert kernels, for a small step and for one with larger tiles.
+
+    In the small step, the output projection of the attention and the router are one kernel.
+    """
     for model, size, inner, num_experts, top_k, rows in (
         ("Qwen3-30B-A3B", 2048, 768, 128, 8, 8),
         ("Mixtral-8x7B", 4096, 14336, 8, 2, 64),
@@ -228,9 +235,17 @@ def _experts() -> Iterator[Variant]:
         router |= {"SCORING": "softmax", "RENORMALIZE": True, "ROUNDS": True}
         gate_up = {"N": inner, "K": size, "ACTIVATION": "silu", **shared, **first}
         down = {"N": size, "K": inner, **shared, **second}
+        norm, factors = ("norm_weight", "counters"), ()
+        routing = ("router", "router", router_kernel, router, norm)
+        if rows <= TILE_ROWS[0]:
+            launch = output_router_launch(size, 4096, router, 2, torch.device("cpu"))
+            factors = ("factors",)
+            given = (*norm, *factors, "hidden", "scaled", "squares", "residual")
+            part = "output and router"
+            routing = (part, "router", output_router_kernel, launch.constants, given)
         for part, role, kernel, constants, optional in (
-            ("router", "router", router_kernel, router, ("norm_weight",)),
-            ("gate and up", "experts", gate_up_kernel, gate_up, ()),
+            routing,
+            ("gate and up", "experts", gate_up_kernel, gate_up, factors),
             ("down", "experts", down_kernel, down, ("residual",)),
         ):
             name = f"{model} {part}, {rows} rows"
@@ -291,7 +306,7 @@ def _type_of(name: str, variant: Variant) -> str:
         return _POINTERS[variant.cache_dtype or variant.dtype]
     if variant.role == "8 bits" and name in ("out", *_WEIGHTS):
         return _POINTERS["bfloat16"]
-    if name in (*_WEIGHTS, "out", "q", "k", "v", "qkv", "x", "weight", "normal", "inner", "scaled"):
+    if name in (*_WEIGHTS, *_ROWS, "weight", "router"):
         return _POINTERS[variant.dtype]
     return "fp32" if name in ("scale", "eps") else "i32"
 

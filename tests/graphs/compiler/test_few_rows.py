@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,11 +16,14 @@ from ostinato.graphs.compiler.compiled_piece import PieceCompiler
 from ostinato.graphs.compiler.dynamo_trace import example_batch, module_tensors
 from ostinato.graphs.compiler.functions import is_portable
 from ostinato.graphs.compiler.fx_program import FxFunction
-from ostinato.graphs.compiler.programs import LayeredProgram
+from ostinato.graphs.compiler.programs import FewRowsCall, LayeredProgram
 from ostinato.models.base import CausalLM, DecoderLayer
 from ostinato.models.checkpoints.weights import init_dummy_weights
+from ostinato.models.choose_weights import PLAIN, WeightPolicy
 from ostinato.models.kv_cache import KVCache
+from ostinato.models.layers.few_rows import MOST_EXPERT_ROWS, MOST_QUANTIZED_ROWS
 from ostinato.models.registry import build_model, model_class
+from ostinato.models.weight_methods.int4 import Int4
 from ostinato.ops.fused.fused_linear import most_rows
 from tests.graphs.compiler.test_fx_program import Store
 from tests.graphs.toy import fill
@@ -49,9 +53,15 @@ ATTENTION = ["scale_rows", "fused_linear", "rotary_attention"]
 DENSE = [*ATTENTION, "linear_and_scale", "fused_linear", "fused_linear"]
 
 
-def build(hf_config: dict[str, Any], dtype: torch.dtype = torch.float32) -> tuple[CausalLM, Any]:
+def build(
+    hf_config: dict[str, Any],
+    dtype: torch.dtype = torch.float32,
+    weights: WeightPolicy = PLAIN,
+) -> tuple[CausalLM, Any]:
     config = model_class(hf_config["architectures"][0]).read_config(hf_config)
-    model = build_model(config, dtype=dtype, device=CPU, attention_backend="reference")
+    model = build_model(
+        config, dtype=dtype, device=CPU, attention_backend="reference", weights=weights
+    )
     init_dummy_weights(model, 0)
     assert isinstance(model, CausalLM)
     return model, config
@@ -59,7 +69,7 @@ def build(hf_config: dict[str, Any], dtype: torch.dtype = torch.float32) -> tupl
 
 def make_buffers() -> StaticBuffers:
     return StaticBuffers(
-        max_num_tokens=2 * MOST_ROWS,
+        max_num_tokens=2 * MOST_EXPERT_ROWS,
         max_num_seqs=4,
         max_blocks_per_seq=16,
         block_size=8,
@@ -67,9 +77,7 @@ def make_buffers() -> StaticBuffers:
     )
 
 
-def few_calls(
-    model: CausalLM, cache: KVCache, store: Store
-) -> list[tuple[FxFunction, list[Tensor]]]:
+def few_calls(model: CausalLM, cache: KVCache, store: Store) -> list[FewRowsCall]:
     example = make_buffers().batch(16, 2, 2)
     calls = []
     last = len(model.layers) - 1
@@ -86,7 +94,7 @@ def few_calls(
         )
         function = traced.compile(store, PieceCompiler(), calls_own_ops=True)
         assert isinstance(function, FxFunction)
-        calls.append((function, list(module_tensors(few).values())))
+        calls.append(FewRowsCall(function, list(module_tensors(few).values()), few.most_tokens))
     return calls
 
 
@@ -95,7 +103,7 @@ def few_calls(
     [
         (MODEL, DENSE),
         (QWEN3, DENSE),
-        (EXPERTS, [*ATTENTION, "fused_experts"]),
+        (EXPERTS, ["norm_linear", "rotary_attention", "fused_experts"]),
     ],
     ids=["llama", "qwen3", "experts"],
 )
@@ -108,7 +116,9 @@ def test_a_layer_is_few_calls_of_ops(hf_config: dict[str, Any], ops: list[str]) 
     store = Store()
     calls = few_calls(model, cache, store)
     assert all(map(is_portable, store.files.values()))
-    for function, _ in calls:
+    for function, _, most_tokens in calls:
+        assert isinstance(function, FxFunction)
+        assert most_tokens == (MOST_EXPERT_ROWS if hf_config is EXPERTS else MOST_ROWS)
         found = re.findall(r"\bop_(\w+)\(", function.program.source)
         assert found == ops
         assert function.pieces == []
@@ -129,9 +139,36 @@ def test_a_layer_is_few_calls_of_ops(hf_config: dict[str, Any], ops: list[str]) 
         torch.testing.assert_close(
             program(batch, cache), model(batch, expected_cache), atol=1e-5, rtol=1e-5
         )
-    num_tokens, num_seqs = fill(buffers, [(0, list(range(MOST_ROWS + 1)))])
     with pytest.raises(AssertionError, match="the program of larger steps"):
-        program(buffers.batch(num_tokens, num_seqs, num_seqs), cache)
+        program(buffers.batch(calls[0].most_tokens + 1, 1, 1), cache)
+
+
+@torch.inference_mode()
+def test_a_layer_of_quantised_weights() -> None:
+    """Its program has the calls of plain weights; steps of up to 256 tokens run it.
+
+    On a CPU its results differ from those of the model, which rounds activations
+    (tests/ops/fused/interpreted_fused_quantized.py compares results).
+    """
+    model, config = build(MODEL, weights=replace(PLAIN, layers=Int4()))
+    cache = config.kv_cache_spec(8, torch.float32).allocate(80, CPU)
+    for function, _, most_tokens in few_calls(model, cache, Store()):
+        assert isinstance(function, FxFunction)
+        product = "fused_quantized_linear"
+        expected = ["scale_rows", product, "rotary_attention", product, product, product]
+        assert re.findall(r"\bop_(\w+)\(", function.program.source) == expected
+        assert most_tokens == MOST_QUANTIZED_ROWS
+
+
+def test_each_layer_has_a_limit_of_its_own() -> None:
+    model, _ = build(MODEL)
+    names = ["large 0", "large 1"], ["small 0", "small 1"]
+    calls, few = ([(lambda *_, name=name: name, []) for name in each] for each in names)
+    few = [FewRowsCall(*call, most) for call, most in zip(few, (8, 32), strict=True)]
+    program = LayeredProgram(model, calls, few)
+    found = {n: [function() for function, _ in program._calls_of(n)] for n in (8, 9, 32, 33)}
+    middle = ["large 0", "small 1"]
+    assert found == {8: names[1], 9: middle, 32: middle, 33: names[0]}
 
 
 @pytest.mark.parametrize(

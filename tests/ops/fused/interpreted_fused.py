@@ -28,6 +28,7 @@ from ostinato.ops.fused.triton_fused_experts import launch_experts
 from ostinato.ops.fused.triton_fused_linear import (
     launch,
     launch_linear_and_scale,
+    launch_norm_linear,
     launch_scale_rows,
 )
 from ostinato.ops.moe.routing import route_on_cuda
@@ -45,6 +46,7 @@ _KERNELS.impl("fused_linear", launch, "CPU")
 _KERNELS.impl("linear_and_scale", launch_linear_and_scale, "CPU")
 _KERNELS.impl("scale_rows", launch_scale_rows, "CPU")
 _KERNELS.impl("fused_experts", launch_experts, "CPU")
+_KERNELS.impl("norm_linear", launch_norm_linear, "CPU")
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -107,7 +109,7 @@ def called(found: tuple[Any, ...]) -> tuple[Any, ...]:
     x, weight, bias, norm_weight, eps, activation, residual = found
     squares = None
     if norm_weight is not None:
-        x, squares = launch_scale_rows(x, norm_weight)
+        x, squares, _ = launch_scale_rows(x, norm_weight)
     names = {"gelu_pytorch_tanh": "gelu_tanh"}
     return x, weight, bias, squares, eps, names.get(activation, activation), residual
 
@@ -320,9 +322,13 @@ def logits_of(
     dtype: torch.dtype = torch.float32,
     cache_dtype: torch.dtype | None = None,
 ) -> list[Tensor]:
-    """Logits of a prompt, a decode of it beside a second prompt in chunks, and a decode of both."""
+    """The logits of `logits_of_steps` for a model with random weights."""
     model, config = build(hf_config, backend, dtype)
-    driver = Driver(model, config, forward=form(model), dtype=cache_dtype)
+    return logits_of_steps(Driver(model, config, forward=form(model), dtype=cache_dtype))
+
+
+def logits_of_steps(driver: Driver) -> list[Tensor]:
+    """Logits of a prompt, a decode of it beside a second prompt in chunks, and a decode of both."""
     generator = torch.Generator().manual_seed(1)
     first, second = (
         Sequence(torch.randint(2, 60, (count,), generator=generator).tolist()) for count in (20, 26)

@@ -268,7 +268,6 @@ def _launcher(
             sums if matrix.has_norm else None,
             None if matrix.has_norm else residual,
             norm if matrix.is_scaled else None,
-            None,
             len(x),
             matrix.in_features,
             matrix.out_features,
