@@ -53,6 +53,7 @@ Two kinds of decode steps keep more launches, because fewer would be slower:
 """
 
 MODELS = ("llama-8b", "llama-8b, int4", "qwen3-30b-a3b", "qwen3-0.6b")
+_RESOURCES = ("choices", "registers", "spill_bytes", "shared_bytes", "threads", "occupancy")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,8 +238,10 @@ def section_of(records: Mapping[str, dict[str, Any]], versions: str) -> str:
         "",
         *_step_lines(records[first]),
         "",
-        "Inductor compiles some kernels in several configurations (*choices*). *Registers* is "
-        "the most that one of them takes; *spills* is the sum over all of them.",
+        "Inductor compiles some kernels in several configurations (*choices*). A row may have "
+        "several kernels: all of Inductor's of a model, or products that differ in the matrix. "
+        "*Choices* and *spills* are sums over them. *Registers*, *shared KiB* and *threads* are "
+        "the most that one of them takes, *occupancy* is the least.",
         "",
         *_kernel_lines(records[first]),
         "",
@@ -286,20 +289,46 @@ def _kernel_lines(record: dict[str, Any]) -> list[str]:
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for model, found in record["models"].items():
-        for row in found["kernels"]:
+        for name, rows in _rows_of_kernels(found["kernels"]).items():
             cells = [
                 model,
-                f"`{row['kernel']}`",
-                row["by"],
-                row["choices"],
-                row["registers"],
-                row["spill_bytes"],
-                f"{row['shared_bytes'] / 1024:.1f}",
-                row["threads"],
-                f"{row['occupancy']:.0%}",
+                name,
+                rows[0]["by"],
+                sum(row["choices"] for row in rows),
+                max(row["registers"] for row in rows),
+                sum(row["spill_bytes"] for row in rows),
+                f"{max(row['shared_bytes'] for row in rows) / 1024:.1f}",
+                max(row["threads"] for row in rows),
+                f"{min(row['occupancy'] for row in rows):.0%}",
             ]
             lines.append("| " + " | ".join(map(str, cells)) + " |")
     return lines
+
+
+def _rows_of_kernels(kernels: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """The kernels of a model that share a row of the table, by the text of its column *kernel*.
+
+    All kernels of Inductor share one. So do kernels of one name and number of rows with the same
+    resources, which differ in the matrix.
+    """
+    shared: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in kernels:
+        if row["by"] == str(By.inductor):
+            key: tuple[Any, ...] = (row["by"],)
+        else:
+            name = row["kernel"].partition(" rows, ")[0]
+            key = (name, *(row[each] for each in _RESOURCES))
+        shared.setdefault(key, []).append(row)
+    found = {}
+    for rows in shared.values():
+        names = [row["kernel"] for row in rows]
+        if rows[0]["by"] == str(By.inductor):
+            text = f"{len(names)} kernels"
+        else:
+            rests = [name.partition(" rows, ")[2] for name in names[1:]]
+            text = f"`{'`; `'.join([names[0], *rests])}`"
+        found[text] = rows
+    return found
 
 
 def _wait_lines(records: Mapping[str, dict[str, Any]]) -> list[str]:
@@ -312,12 +341,12 @@ def _wait_lines(records: Mapping[str, dict[str, Any]]) -> list[str]:
         if not waits
         else f"Programs make the host wait for the device: {'; '.join(waits)}.",
         "No launch copies a cache." if not copies else "A launch copies a cache.",
-        *_spill_lines(records),
+        " ".join(_spills(records)),
         _goal_line(next(iter(records.values()))["models"]),
     ]
 
 
-def _spill_lines(records: Mapping[str, dict[str, Any]]) -> list[str]:
+def _spills(records: Mapping[str, dict[str, Any]]) -> list[str]:
     """A sentence for each kernel that spills on a device."""
     return [
         f"On {record['device']} `{row['kernel']}` of {model} spills {row['spill_bytes']} bytes."
