@@ -6,7 +6,7 @@ second step runs meanwhile.
 
 The masks of a step take a limited time. The token of a row whose mask does not fit into this time
 is dropped. A later step computes the row's position again. There its mask precedes the others of
-its kind if time is short.
+its kind and of its request if time is short. Requests take turns.
 
 Masks of costly grammars take a hundred times as long as other masks. They are made last. If the
 step also has rows that need no costly mask, all costly masks together may take only a share of the
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
@@ -207,7 +208,7 @@ class GrammarMasks:
         """Make masks while there is time; returns the indices of the masks that were not made.
 
         Args:
-            waiting: indices of the masks to make; those that are made are removed.
+            waiting: indices of the masks to make.
             states: the mask state of each row.
             bits: [C, W] int32, the masks.
         """
@@ -215,7 +216,7 @@ class GrammarMasks:
         has_slow = any(states[place].is_slow for place in waiting)
         has_suspects = any(states[place].cost.is_suspect for place in waiting)
         if len(waiting) > at_once or has_slow or has_suspects:
-            waiting.sort(key=lambda place: _turn(states[place]))
+            waiting = _in_turn(waiting, states)
         begin = time.perf_counter()
         while waiting and self._seconds_left > 0:
             slow = (index for index, place in enumerate(waiting) if states[place].is_slow)
@@ -265,9 +266,24 @@ class GrammarMasks:
                 row.is_slow = True
 
 
-def _turn(row: GrammarRow) -> tuple[bool, int, bool]:
-    """The sort key of rows that wait for masks. If time is short, the first rows get masks."""
-    return not row.cost.is_suspect, -row.num_turns, row.is_slow
+def _in_turn(waiting: Sequence[int], states: Sequence[GrammarRow]) -> list[int]:
+    """The indices of rows that wait for masks, sorted. If time is short, the first get masks.
+
+    Each HTTP request has its longest waiting row among the first. So a request of many rows does
+    not keep others waiting.
+    """
+
+    def turn(place: int) -> tuple[int, bool]:
+        return -states[place].num_turns, states[place].is_slow
+
+    num_rows: Counter[int] = Counter()  # by request
+    keys: dict[int, tuple[bool, int]] = {}
+    for place in sorted(waiting, key=turn):
+        row = states[place]
+        request = row.group or id(row)
+        keys[place] = not row.cost.is_suspect, num_rows[request]
+        num_rows[request] += 1
+    return sorted(keys, key=keys.__getitem__)  # `keys` is in the order of turns
 
 
 def _note_costs(costs: Sequence[MaskCost], seconds: float) -> None:

@@ -88,6 +88,20 @@ def test_rows_take_turns() -> None:
     assert [row.position for row in rows.rows] == [3 + count for count in drawn]
 
 
+def test_requests_take_turns_and_so_do_the_rows_of_each() -> None:
+    """Steps have time for 3 of 20 rows, 19 of which are of one request. The other never waits."""
+    rows = Rows(20, 3)
+    for index, row in enumerate(rows.rows):
+        row.group = 1 + (index == 7)
+    drawn = [0] * 20
+    for _ in range(20):
+        held = rows.step()
+        assert len(held) == 17
+        drawn = [count + (index not in held) for index, count in enumerate(drawn)]
+    assert drawn[7] == 20
+    assert sorted(drawn)[:-1] == [2] * 17 + [3] * 2  # 2 rows of the large request in each step
+
+
 def test_a_step_without_time_left_makes_no_masks() -> None:
     """Later draws of the same step, such as drafts, make no masks."""
     rows = Rows(4, 6)
