@@ -49,15 +49,11 @@ class Turns:
 
     Args:
         rank: gives a request the first number of its order.
-
-    Attributes:
-        num_requests: requests so far; several sequences of one request count once.
-        num_arrivals: sequences so far, each counted again at each new turn.
     """
 
     def __init__(self, rank: Callable[[Request], int]) -> None:
-        self.num_requests = 0
-        self.num_arrivals = 0
+        self._num_requests = 0  # several sequences of one request count once
+        self._num_arrivals = 0  # sequences, each counted again at each new turn
         self._rank = rank
         # The unfinished sequences of each HTTP request that has several, by `Request.group`, in
         # order of place.
@@ -66,13 +62,13 @@ class Turns:
     @property
     def next_order(self) -> tuple[int, ...]:
         """The order of a request of rank 0 that would arrive now."""
-        return (0, 0, self.num_requests + 1, self.num_arrivals + 1)
+        return (0, 0, self._num_requests + 1, self._num_arrivals + 1)
 
     def order_of(self, request: Request) -> tuple[int, ...]:
         """The order of a request that arrives now."""
         if not request.place:
-            self.num_requests += 1
-        return (self._rank(request), 0, self.num_requests + request.place, self._arrive())
+            self._num_requests += 1
+        return (self._rank(request), 0, self._num_requests + request.place, self._arrive())
 
     def add(self, sequence: Sequence) -> bool:
         """Set the level of a new sequence; returns whether levels of other sequences changed."""
@@ -101,12 +97,12 @@ class Turns:
         if sequence.num_holds % _MOST_HOLDS or sequence.beam is not None:
             return False
         rank, level, *_ = sequence.order
-        sequence.order = (rank, level, self.num_requests, self._arrive())
+        sequence.order = (rank, level, self._num_requests, self._arrive())
         return True
 
     def _arrive(self) -> int:
-        self.num_arrivals += 1
-        return self.num_arrivals
+        self._num_arrivals += 1
+        return self._num_arrivals
 
     def _set_levels(self, sequences: list[Sequence]) -> set[Sequence]:
         """Set each level by the index in the list; returns the sequences whose level has changed.
@@ -120,7 +116,7 @@ class Turns:
             if level == old or sequence.beam is not None:
                 continue
             if not level:
-                turn, arrival = self.num_requests, self._arrive()
+                turn, arrival = self._num_requests, self._arrive()
             sequence.order = (rank, level, turn, arrival)
             changed.add(sequence)
         return changed
