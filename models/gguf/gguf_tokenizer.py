@@ -18,27 +18,58 @@ from ostinato.models.gguf.gguf_file import GGUFFile
 from ostinato.models.gguf.gguf_paths import GGUFError
 from ostinato.models.gguf.pre_tokenizers import PRE_TOKENIZERS
 
-__all__ = ("gguf_tokenizer_config", "gguf_tokenizer_json")
+__all__ = (
+    "gguf_merges",
+    "gguf_tokenizer_config",
+    "gguf_tokenizer_json",
+    "whole_tokenizer_json",
+)
 
 # Types of tokens in tokenizer.ggml.token_type.
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 _UNDERSCORE = "▁"
 
 
-def gguf_tokenizer_json(file: GGUFFile) -> str:
+def gguf_tokenizer_json(file: GGUFFile, *, has_merges: bool = True) -> str:
     """The tokenizer.json of a file's vocabulary.
+
+    Args:
+        has_merges: False = without the merges, which take most of the time.
 
     Raises:
         GGUFError: the vocabulary is missing, has a contradiction, or is of a kind that is not
             supported.
     """
-    whole = file.get("tokenizer.huggingface.json", str)
+    whole = whole_tokenizer_json(file)
     if whole is not None:
         return whole
-    vocabulary = _Vocabulary(file)
-    made = _byte_level(vocabulary) if vocabulary.model == "gpt2" else _sentencepiece(vocabulary)
+    made = _make(file, has_merges=has_merges)
     made |= {"version": "1.0", "truncation": None, "padding": None}
     return msgspec.json.encode(made).decode()  # json.dumps takes ten times as long
+
+
+def whole_tokenizer_json(file: GGUFFile) -> str | None:
+    """The tokenizer.json that a file has as a text; None if it has none.
+
+    Raises:
+        GGUFError: the entry is not a text.
+    """
+    return file.get("tokenizer.huggingface.json", str)
+
+
+def gguf_merges(file: GGUFFile) -> list[tuple[str, str]]:
+    """The merges of a file without a whole tokenizer.json, best first.
+
+    Raises:
+        GGUFError: as `gguf_tokenizer_json`.
+    """
+    return _make(file, has_merges=True)["model"]["merges"]
+
+
+def _make(file: GGUFFile, *, has_merges: bool) -> dict[str, Any]:
+    vocabulary = _Vocabulary(file)
+    make = _byte_level if vocabulary.model == "gpt2" else _sentencepiece
+    return make(vocabulary, has_merges=has_merges)
 
 
 def gguf_tokenizer_config(file: GGUFFile) -> dict[str, Any]:
@@ -224,14 +255,14 @@ def _model(vocab: dict[str, int], merges: list[tuple[str, str]], **settings: Any
     } | settings
 
 
-def _byte_level(vocabulary: _Vocabulary) -> dict[str, Any]:
+def _byte_level(vocabulary: _Vocabulary, *, has_merges: bool) -> dict[str, Any]:
     name = vocabulary.file.get("tokenizer.ggml.pre", str)
     pre_tokenizer = None if name is None else PRE_TOKENIZERS.get(name)
     if pre_tokenizer is None:
         raise vocabulary.error(
             f"tokenizer.ggml.pre is {name!r}; supported: {', '.join(PRE_TOKENIZERS)}"
         )
-    merges = vocabulary.merges()
+    merges = vocabulary.merges() if has_merges else []
     if merges is None:
         raise vocabulary.error("there is no list tokenizer.ggml.merges")
     splits = [
@@ -253,7 +284,7 @@ def _byte_level(vocabulary: _Vocabulary) -> dict[str, Any]:
     }
 
 
-def _sentencepiece(vocabulary: _Vocabulary) -> dict[str, Any]:
+def _sentencepiece(vocabulary: _Vocabulary, *, has_merges: bool) -> dict[str, Any]:
     is_gemma = vocabulary.file.architecture.startswith("gemma")
     tokens = vocabulary.tokens
     if is_gemma:  # files have spaces where normalised texts have _UNDERSCORE
@@ -261,7 +292,7 @@ def _sentencepiece(vocabulary: _Vocabulary) -> dict[str, Any]:
             _UNDERSCORE * len(each) if each and not each.strip(" ") else each for each in tokens
         ]
     vocab = {token: token_id for token_id, token in enumerate(tokens)}
-    merges = vocabulary.merges()
+    merges = vocabulary.merges() if has_merges else []
     if merges is None:
         # Gemma's merges are in the order of its tokens, and not of its scores.
         ranks = [-float(n) for n in range(len(tokens))] if is_gemma else vocabulary.scores()

@@ -11,12 +11,19 @@ from typing import TYPE_CHECKING
 
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.grammar.library_errors import explain, tokenizer_problem
+from ostinato.runtime.grammar.token_table import read_token_table
 from ostinato.runtime.text.tokenizer_files import TokenizerFiles
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-__all__ = ("build_matcher", "load_grammar_tokenizer", "problem", "read_tokenizer_json")
+__all__ = (
+    "build_matcher",
+    "load_grammar_tokenizer",
+    "prepare_forced_texts",
+    "problem",
+    "read_tokenizer_json",
+)
 
 # Limits of one mask, because a step waits for it. llguidance's defaults are 200,000 fuel and 50,000
 # items. `_STEP_ITEMS` also raises the limit of one row of the parser, which is 2,000 items by
@@ -27,16 +34,17 @@ _STEP_ITEMS = 20_000  # about 1 ms
 _LEXER_FUEL = 8_000_000
 
 
-def read_tokenizer_json(path: str) -> str:
+def read_tokenizer_json(files: TokenizerFiles | None, *, has_merges: bool = False) -> str:
     """The model's tokenizer.json.
 
     Args:
-        path: a directory or a GGUF file; empty = there is no tokenizer.
+        files: the tokenizer's files; None = there is no tokenizer.
+        has_merges: whether the merges are needed (`TokenizerFiles.tokenizer_json`).
 
     Raises:
         InvalidRequestError: there is no tokenizer.json.
     """
-    text = TokenizerFiles(path).tokenizer_json() if path else None
+    text = None if files is None else files.tokenizer_json(has_merges=has_merges)
     if text is None:
         raise InvalidRequestError(
             "structured_outputs cannot be used: the model has no tokenizer.json; leave "
@@ -55,15 +63,18 @@ def load_grammar_tokenizer(
     Raises:
         InvalidRequestError: the model has no tokenizer.json, or one that grammars cannot use.
     """
-    from llguidance import LLTokenizer
+    from llguidance import LLTokenizer, TokenizerWrapper
 
-    text = read_tokenizer_json(path)
+    files = TokenizerFiles(path) if path else None
+    text = read_tokenizer_json(files)
+    assert files is not None, "read_tokenizer_json refuses None"
+    eos = list(eos_token_ids) or None
     try:
-        return LLTokenizer(
-            text,
-            n_vocab=vocab_size,
-            eos_token=list(eos_token_ids) or None,
-        )
+        table = read_token_table(files, text, vocab_size, eos_token_ids)
+        if table is None:
+            text = read_tokenizer_json(files, has_merges=True)
+            return LLTokenizer(text, n_vocab=vocab_size, eos_token=eos)
+        return LLTokenizer(TokenizerWrapper(table), eos_token=eos)
     except ValueError as error:
         raise InvalidRequestError(
             "structured_outputs cannot be used: the vocabulary of this model's tokenizer.json "
@@ -72,6 +83,11 @@ def load_grammar_tokenizer(
             param="structured_outputs",
             code="no_tokenizer",
         ) from error
+
+
+def prepare_forced_texts(tokenizer: LLTokenizer) -> None:
+    """Read the tokenizer's merges now. Otherwise the first mask that needs them would wait."""
+    tokenizer.tokenize_str("a")
 
 
 def build_matcher(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:

@@ -24,10 +24,12 @@ from ostinato.runtime.grammar.compiler import GrammarAnswer, GrammarModel
 from ostinato.runtime.grammar.matcher import (
     build_matcher,
     load_grammar_tokenizer,
+    prepare_forced_texts,
     problem,
     read_tokenizer_json,
 )
 from ostinato.runtime.sandbox import serve
+from ostinato.runtime.text.tokenizer_files import TokenizerFiles
 from ostinato.runtime.types.structured_outputs import StructuredOutputsParams
 
 if TYPE_CHECKING:
@@ -57,7 +59,8 @@ class GrammarBuilder:
             self.tokenizer = load_grammar_tokenizer(
                 model.tokenizer, model.vocab_size, model.eos_token_ids
             )
-            file = msgspec.json.decode(read_tokenizer_json(model.tokenizer))
+            prepare_forced_texts(self.tokenizer)
+            file = msgspec.json.decode(read_tokenizer_json(TokenizerFiles(model.tokenizer)))
             self._special_tokens = _special_tokens(file)
             self._unknown = _unknown_tokens(file)
         except InvalidRequestError as error:

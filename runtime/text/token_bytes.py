@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import tokenizers
 
-__all__ = ("TokenPieces",)
+__all__ = ("TokenPieces", "byte_of_unicode")
 
 
-def _byte_of_unicode() -> dict[str, int]:
+def byte_of_unicode() -> dict[str, int]:
     """{character: byte}, the inverse of GPT-2's table of a printable character for each byte."""
     kept = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     moved = [byte for byte in range(256) if byte not in set(kept)]
@@ -42,7 +42,7 @@ class TokenPieces:
         strips_leading_space: bool,
     ) -> None:
         self._tokenizer = tokenizer
-        self._byte_of = _byte_of_unicode() if byte_level else None
+        self._byte_of = byte_of_unicode() if byte_level else None
         self._pieces: dict[int, bytes] = {}
         self._special = special_token_ids
         self.strips_leading_space = strips_leading_space

@@ -31,6 +31,18 @@ class _AddedTokens(msgspec.Struct):
     added_tokens: list[_AddedToken] = []
 
 
+class _Model(msgspec.Struct):
+    """The model of a tokenizer.json. Older files write the pair of a merge as one text."""
+
+    merges: list[tuple[str, str] | str] = []
+
+
+class _Merges(msgspec.Struct):
+    """The part of a tokenizer.json that has the merges."""
+
+    model: _Model = msgspec.field(default_factory=_Model)
+
+
 class TokenizerFiles:
     """The contents of the files that a tokenizer is made from.
 
@@ -41,18 +53,39 @@ class TokenizerFiles:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
 
-    def tokenizer_json(self) -> str | None:
+    def tokenizer_json(self, *, has_merges: bool = True) -> str | None:
         """The tokenizer.json; None if the directory has none.
+
+        Args:
+            has_merges: False = the merges are not needed. That of a GGUF file is then made without
+                them, in a quarter of the time.
 
         Raises:
             StartupError: the file cannot be read.
         """
         if not self._is_gguf:
-            return _read_text(self.path / "tokenizer.json")
+            return self._tokenizer_file
         from ostinato.models.gguf.gguf_tokenizer import gguf_tokenizer_json
 
         try:
-            return gguf_tokenizer_json(self._gguf)
+            return gguf_tokenizer_json(self._gguf, has_merges=has_merges)
+        except GGUFError as error:
+            raise StartupError(str(error)) from error
+
+    def merges(self) -> list[tuple[str, str]]:
+        """The merges of a BPE tokenizer, best first; [] if there is no tokenizer.json.
+
+        Raises:
+            StartupError: the file cannot be read.
+            msgspec.DecodeError: the tokenizer.json has no such merges.
+        """
+        if not self._is_gguf:
+            return _merges_of(self.tokenizer_json() or "{}")
+        from ostinato.models.gguf.gguf_tokenizer import gguf_merges, whole_tokenizer_json
+
+        try:
+            whole = whole_tokenizer_json(self._gguf)
+            return gguf_merges(self._gguf) if whole is None else _merges_of(whole)
         except GGUFError as error:
             raise StartupError(str(error)) from error
 
@@ -128,6 +161,11 @@ class TokenizerFiles:
             template = _read_json(self.path / "chat_template.json").get("chat_template")
         return template if isinstance(template, str) else None
 
+    @cached_property
+    def _tokenizer_file(self) -> str | None:
+        """The tokenizer.json of a directory. It is read once, so that it always fits `merges`."""
+        return _read_text(self.path / "tokenizer.json")
+
     @property
     def _is_gguf(self) -> bool:
         return is_gguf_path(self.path)
@@ -141,6 +179,17 @@ class TokenizerFiles:
             return open_gguf(self.path)
         except GGUFError as error:
             raise StartupError(str(error)) from error
+
+
+def _merges_of(text: str) -> list[tuple[str, str]]:
+    """The merges in a tokenizer.json."""
+    pairs: list[tuple[str, str]] = []
+    for merge in msgspec.json.decode(text, type=_Merges).model.merges:
+        if isinstance(merge, str):
+            left, _, right = merge.partition(" ")
+            merge = left, right
+        pairs.append(merge)
+    return pairs
 
 
 def _read_json(file: Path) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import pytest
 import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
+from llguidance import LLTokenizer
 from tokenizers import pre_tokenizers
 from transformers.integrations.gguf.gguf_tokenizer_mapping import (
     GGUF_PRE_TOKENIZER_SPLITS,
@@ -25,7 +26,9 @@ from ostinato.models.gguf.gguf_paths import GGUFError
 from ostinato.models.gguf.gguf_tokenizer import gguf_tokenizer_json
 from ostinato.models.gguf.pre_tokenizers import PRE_TOKENIZERS
 from ostinato.runtime.errors import StartupError
+from ostinato.runtime.grammar.matcher import load_grammar_tokenizer
 from ostinato.runtime.text.tokenizer import Tokenizer
+from ostinato.runtime.text.tokenizer_files import TokenizerFiles
 from tests.models.gguf_files import add_tokenizer
 from tests.runtime.text import tokenizer_builders as build
 
@@ -230,6 +233,34 @@ def test_the_chat_template(tmp_path: Path) -> None:
     mine.write_text("mine")
     ours = Tokenizer.from_path(file, chat_template_file=str(mine))
     assert ours.apply_chat_template(messages) == "mine"
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "keys"),
+    [
+        (build.byte_level_bpe, {"pre": "gpt-2"}),
+        (build.byte_fallback_bpe, {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}),
+    ],
+)
+def test_grammars_read_the_merges_later(
+    tmp_path: Path, tokenizer: Callable[[], tokenizers.Tokenizer], keys: dict[str, Any]
+) -> None:
+    """The merges are stated, or follow from scores. The bytes of the tokens do not need them."""
+    path = write(tmp_path / "t.gguf", tokenizer(), **keys)
+    files = TokenizerFiles(path)
+    whole_text = files.tokenizer_json() or ""
+    whole, bare = json.loads(whole_text), json.loads(files.tokenizer_json(has_merges=False) or "")
+    assert files.merges() == [tuple(pair) for pair in whole["model"].pop("merges")]
+    assert bare["model"].pop("merges") == []
+    assert bare == whole
+    count = tokenizers.Tokenizer.from_str(whole_text).get_vocab_size()
+    ours = load_grammar_tokenizer(str(path), count, (1,))
+    theirs = LLTokenizer(whole_text, n_vocab=count, eos_token=[1])
+    assert [ours.decode_bytes([n]) for n in range(count)] == [
+        theirs.decode_bytes([n]) for n in range(count)
+    ]
+    for text in build.CORPUS:
+        assert ours.tokenize_str(text) == theirs.tokenize_str(text)
 
 
 def test_a_whole_tokenizer_json_is_taken_as_it_is(tmp_path: Path) -> None:
