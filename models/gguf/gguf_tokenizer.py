@@ -22,6 +22,7 @@ __all__ = (
     "gguf_merges",
     "gguf_tokenizer_config",
     "gguf_tokenizer_json",
+    "gguf_tokenizer_parts",
     "whole_tokenizer_json",
 )
 
@@ -43,8 +44,7 @@ def gguf_tokenizer_json(file: GGUFFile, *, has_merges: bool = True) -> str:
     whole = whole_tokenizer_json(file)
     if whole is not None:
         return whole
-    made = _make(file, has_merges=has_merges)
-    made |= {"version": "1.0", "truncation": None, "padding": None}
+    made = gguf_tokenizer_parts(file, has_merges=has_merges)
     return msgspec.json.encode(made).decode()  # json.dumps takes ten times as long
 
 
@@ -63,13 +63,19 @@ def gguf_merges(file: GGUFFile) -> list[tuple[str, str]]:
     Raises:
         GGUFError: as `gguf_tokenizer_json`.
     """
-    return _make(file, has_merges=True)["model"]["merges"]
+    return gguf_tokenizer_parts(file)["model"]["merges"]
 
 
-def _make(file: GGUFFile, *, has_merges: bool) -> dict[str, Any]:
+def gguf_tokenizer_parts(file: GGUFFile, *, has_merges: bool = True) -> dict[str, Any]:
+    """The contents of `gguf_tokenizer_json`, for a file without a whole tokenizer.json.
+
+    Raises:
+        GGUFError: as `gguf_tokenizer_json`.
+    """
     vocabulary = _Vocabulary(file)
     make = _byte_level if vocabulary.model == "gpt2" else _sentencepiece
-    return make(vocabulary, has_merges=has_merges)
+    made = make(vocabulary, has_merges=has_merges)
+    return made | {"version": "1.0", "truncation": None, "padding": None}
 
 
 def gguf_tokenizer_config(file: GGUFFile) -> dict[str, Any]:

@@ -72,6 +72,22 @@ class TokenizerFiles:
         except GGUFError as error:
             raise StartupError(str(error)) from error
 
+    def gguf_parts(self) -> dict[str, Any] | None:
+        """The contents of the tokenizer.json of a GGUF file, if they are not stored as one text.
+
+        Raises:
+            StartupError: the file cannot be read.
+        """
+        if not self._is_gguf:
+            return None
+        from ostinato.models.gguf.gguf_tokenizer import gguf_tokenizer_parts, whole_tokenizer_json
+
+        try:
+            is_text = whole_tokenizer_json(self._gguf) is not None
+            return None if is_text else gguf_tokenizer_parts(self._gguf)
+        except GGUFError as error:
+            raise StartupError(str(error)) from error
+
     def merges(self) -> list[tuple[str, str]]:
         """The merges of a BPE tokenizer, best first; [] if there is no tokenizer.json.
 

@@ -27,7 +27,7 @@ from ostinato.models.gguf.gguf_tokenizer import gguf_tokenizer_json
 from ostinato.models.gguf.pre_tokenizers import PRE_TOKENIZERS
 from ostinato.runtime.errors import StartupError
 from ostinato.runtime.grammar.matcher import load_grammar_tokenizer
-from ostinato.runtime.text.tokenizer import Tokenizer
+from ostinato.runtime.text.tokenizer import Tokenizer, load_backend
 from ostinato.runtime.text.tokenizer_files import TokenizerFiles
 from tests.models.gguf_files import add_tokenizer
 from tests.runtime.text import tokenizer_builders as build
@@ -233,6 +233,24 @@ def test_the_chat_template(tmp_path: Path) -> None:
     mine.write_text("mine")
     ours = Tokenizer.from_path(file, chat_template_file=str(mine))
     assert ours.apply_chat_template(messages) == "mine"
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "keys"),
+    [
+        (build.byte_level_bpe, {"pre": "gpt-2"}),
+        (build.byte_level_bpe, {"pre": "llama-bpe", "bos_token_id": 0}),
+        (build.byte_level_bpe, {"pre": "qwen2", "eos_token_id": 1}),
+        (build.byte_fallback_bpe, {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}),
+    ],
+)
+def test_the_tokenizer_is_that_of_the_json(
+    tmp_path: Path, tokenizer: Callable[[], tokenizers.Tokenizer], keys: dict[str, Any]
+) -> None:
+    """A tokenizer is assembled from its parts, which is faster than reading them from a text."""
+    files = TokenizerFiles(write(tmp_path / "t.gguf", tokenizer(), **keys))
+    slow = tokenizers.Tokenizer.from_str(files.tokenizer_json() or "")
+    assert load_backend(files).to_str() == slow.to_str()
 
 
 @pytest.mark.parametrize(
