@@ -48,7 +48,7 @@ class _Group:
             place, self._num_places = self._num_places, self._num_places + 1
         rank, level, turn, *rest = self.order
         if parent.request.group:  # it belongs to an HTTP request
-            level += level_of(place)
+            level += level_of(place, parent.request.group_size)
         order = (rank, level, turn + place, *rest, self.num_forks)
         return parent.fork(order, self.max_model_len)
 

@@ -9,13 +9,15 @@ sequences uses free rows, and each new request that finds no free row can take o
 fair queueing (Demers, Keshav and Shenker, 1989) with the number of arrivals as the virtual time.
 
 **Level.** A request of many sequences may run for minutes. If it kept all rows, every later request
-would wait until one of these sequences ends. So the unfinished sequences of a request have levels:
-the first `_PER_LEVEL` sequences have level 0, the next `_PER_LEVEL` have level 1, and so on. A new
-request takes the rows and blocks of sequences with higher levels. Sequences of level 0 never lose
-their rows in this way. When they end, the other sequences of the request get lower levels.
+would wait until one of these sequences ends. So the unfinished sequences of a request with more
+than `_FEW` sequences have levels: the first sequence has level 0, the next `_PER_LEVEL` sequences
+have level 1, and so on. A new request takes the rows and blocks of sequences with higher levels. A
+sequence of level 0 never loses its row in this way. When it ends, the other sequences of the
+request get lower levels. Only one sequence has level 0, because the KV cache can be so small that
+four long sequences fill it.
 
 **New turns.** A sequence goes behind all requests that have arrived in two cases. It has moved to
-level 0. Otherwise a request of many sequences would run them all, four after four, before later
+level 0. Otherwise a request of many sequences would run them all, one after the other, before later
 requests. Or its grammar is costly, and it has run `_MOST_HOLDS` steps without a token. Such a
 sequence holds its blocks many times as long as others.
 """
@@ -33,15 +35,16 @@ __all__ = ("Turns", "level_of")
 # All sequences of a request with up to this many sequences have level 0. They are queued nearly in
 # the order of arrival. So all completions of a prompt run at about the same time, and share the
 # prompt's cached blocks.
-_PER_LEVEL = 4
+_FEW = 4
+_PER_LEVEL = 4  # sequences of each further level, for the same reason
 # A step takes milliseconds. So a request that waits for blocks gets those of a costly sequence
 # within a second.
 _MOST_HOLDS = 64
 
 
-def level_of(place: int) -> int:
-    """The level of a sequence that comes after `place` other sequences of its request."""
-    return place // _PER_LEVEL
+def level_of(place: int, size: int) -> int:
+    """The level of a sequence that comes after `place` others of its request of `size`."""
+    return 0 if size <= _FEW else -(-place // _PER_LEVEL)
 
 
 class Turns:
@@ -112,7 +115,7 @@ class Turns:
         changed: set[Sequence] = set()
         for place, sequence in enumerate(sequences):
             rank, old, turn, arrival = sequence.order[:4]
-            level = level_of(place)
+            level = level_of(place, sequence.request.group_size)
             if level == old or sequence.beam is not None:
                 continue
             if not level:

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ostinato.runtime.scheduling.scheduler import Scheduler
+from ostinato.runtime.scheduling.sequences.sequence import Sequence
 from ostinato.runtime.types.params import PoolingParams, SamplingParams
 from ostinato.runtime.types.request import Request
 from ostinato.runtime.types.step import StepResult
@@ -170,7 +171,32 @@ class TestLevels:
             scheduler.abort(f"r1:{place}")
             scheduler.check_integrity()
         levels = {one.request.place: one.order[1] for one in scheduler.requests().values()}
-        assert levels == {1: 0, 5: 0, 6: 0, 7: 0, 8: 1, 9: 1}
+        assert levels == {1: 0, 5: 1, 6: 1, 7: 1, 8: 1, 9: 2}
+
+    @given(
+        sizes=st.lists(st.integers(5, 20), min_size=1, max_size=3),
+        num_steps=st.integers(1, 60),
+        num_blocks=st.integers(14, 60),
+    )
+    def test_a_later_request_waits_only_for_the_first_sequence_of_each_large_one(
+        self, sizes: list[int], num_steps: int, num_blocks: int
+    ) -> None:
+        """It runs at once if it fits beside these, whatever the other sequences hold."""
+        scheduler = make_scheduler(num_blocks=num_blocks, max_num_seqs=8)
+        for group, size in enumerate(sizes, 1):
+            for request in self.parts(group, size, 36):
+                scheduler.add(request)
+        for _ in itertools.takewhile(lambda _: scheduler.has_work, range(num_steps)):
+            run_step(scheduler)
+        firsts: dict[int, Sequence] = {}
+        for one in sorted(scheduler.requests().values(), key=lambda one: one.request.place):
+            firsts.setdefault(one.request.group, one)
+        # Blocks of 4 tokens. Each of the first sequences also has a spare block.
+        num_held = sum(one.num_tokens // 4 + 2 for one in firsts.values())
+        (later,) = self.parts(9, 1, 1)
+        scheduler.add(later)
+        admitted, _ = run_step(scheduler)
+        assert later.request_id in admitted or num_held + 1 > num_blocks
 
     def test_sequences_that_move_up_go_behind_the_requests_that_wait(self) -> None:
         """Four sequences of the large request fill the cache. It does not keep the cache."""
