@@ -5,6 +5,7 @@ These are pure functions. `preparation` calls those that read the body, `reply` 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 
 import msgspec
@@ -14,6 +15,7 @@ from ostinato.api.openai.logprobs import (
     ShownToken,
     TokenBytes,
     chat_logprobs,
+    in_parts,
     prompt_logprobs,
 )
 from ostinato.api.parsing.events import CallArguments, CallBegins, Content, Event, Reasoning
@@ -23,6 +25,7 @@ from ostinato.api.schemas.chat_completions import (
     ChatChunk,
     ChatChunkChoice,
     ChatCompletionRequest,
+    ChatLogprobs,
     ChatResponse,
     CustomToolDelta,
     DeltaMessage,
@@ -211,7 +214,7 @@ def usage_chunk(head: ReplyHead, usage: Usage) -> ChatChunk:
     )
 
 
-def to_response(
+async def to_response(
     head: ReplyHead,
     generation: Generation,
     answers: Mapping[int, CollectedAnswer],
@@ -222,7 +225,7 @@ def to_response(
     only_calls: bool = False,
     usage: Usage,
 ) -> ChatResponse:
-    """The whole answer to a request without `stream`.
+    """The whole answer to a request without `stream`. Other tasks run while a large one is made.
 
     Args:
         head: the fields of the reply.
@@ -242,14 +245,17 @@ def to_response(
         assert answer.finish_reason is not None, "collected until every completion had ended"
         logprobs = None
         if options.num_top_logprobs is not None:
-            logprobs = chat_logprobs(
-                one.token_ids,
-                one.logprobs,
-                token_bytes,
-                num_top=options.num_top_logprobs,
-                as_ids=options.as_token_ids,
-                shown=shown,
-            )
+            logprobs = ChatLogprobs([])
+            async for part in in_parts(len(one.token_ids)):
+                some = chat_logprobs(
+                    one.token_ids[part],
+                    one.logprobs(part),
+                    token_bytes,
+                    num_top=options.num_top_logprobs,
+                    as_ids=options.as_token_ids,
+                    shown=shown,
+                )
+                logprobs.content.extend(some.content)
         choices.append(
             ChatChoice(
                 index=index,
@@ -260,9 +266,10 @@ def to_response(
                 token_ids=options.token_ids(one.token_ids),
             )
         )
+        await asyncio.sleep(0)
     scores: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
     if options.num_prompt_logprobs is not None:
-        scores = prompt_logprobs(
+        scores = await prompt_logprobs(
             generation.prompt_token_ids,
             answers[0].completion.prompt_logprobs,
             token_bytes,

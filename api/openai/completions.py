@@ -6,12 +6,14 @@ the offsets of one reply.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
 import msgspec
 
 from ostinato.api.openai.logprobs import (
     TokenBytes,
+    all_completion_logprobs,
     completion_logprobs,
     join_logprobs,
     prompt_logprobs,
@@ -135,17 +137,15 @@ class Echo(msgspec.Struct, frozen=True, kw_only=True):
     text: str
     token_ids: list[int]
 
-    def num_characters(self, token_bytes: TokenBytes) -> int:
-        """Number of characters in the text of the prompt's tokens."""
-        return sum(len(token_text(token_bytes(token_id))) for token_id in self.token_ids)
-
-    def logprobs(
+    async def logprobs(
         self,
         scores: Sequence[TokenLogprobs] | None,
         token_bytes: TokenBytes,
         options: ReplyOptions,
-    ) -> CompletionLogprobs | None:
-        """Log-probabilities of the prompt's tokens; None = the request does not ask for them.
+    ) -> tuple[CompletionLogprobs, int] | None:
+        """Log-probabilities of the prompt's tokens, and the number of characters of their texts.
+
+        None = the request does not ask for them.
 
         Args:
             scores: the computed log-probabilities; None = the request ended too early.
@@ -154,12 +154,12 @@ class Echo(msgspec.Struct, frozen=True, kw_only=True):
         """
         if options.num_top_logprobs is None:
             return None
-        return completion_logprobs(
+        entries = [None] * len(self.token_ids) if scores is None else [None, *scores]
+        return await all_completion_logprobs(
             self.token_ids,
-            [None] * len(self.token_ids) if scores is None else [None, *scores],
+            entries.__getitem__,
             token_bytes,
             num_top=options.num_top_logprobs,
-            text_offset=0,
             as_ids=options.as_token_ids,
         )
 
@@ -179,7 +179,7 @@ class TextOffsets:
         return begin
 
 
-def echo_chunk(
+async def echo_chunk(
     head: ReplyHead,
     choice: int,
     echo: Echo,
@@ -200,6 +200,7 @@ def echo_chunk(
         options: the parts of the outputs that the reply shows.
         usage: `usage` of the chunk; UNSET = the chunk has no such field.
     """
+    echoed = await echo.logprobs(output.prompt_logprobs, token_bytes, options)
     return Completion(
         id=head.id,
         created=head.created,
@@ -209,7 +210,7 @@ def echo_chunk(
             CompletionChoice(
                 index=choice,
                 text=echo.text,
-                logprobs=echo.logprobs(output.prompt_logprobs, token_bytes, options),
+                logprobs=None if echoed is None else echoed[0],
                 finish_reason=None,
             )
         ],
@@ -279,7 +280,7 @@ def usage_chunk(head: ReplyHead, usage: Usage) -> Completion:
     )
 
 
-def to_response(
+async def to_response(
     head: ReplyHead,
     generations: Sequence[Generation],
     completions: dict[tuple[int, int], CollectedCompletion],
@@ -289,7 +290,7 @@ def to_response(
     echoes: Sequence[Echo] = (),
     usage: Usage,
 ) -> Completion:
-    """The whole answer to a request without `stream`.
+    """The whole answer to a request without `stream`. Other tasks run while a large one is made.
 
     Args:
         head: the fields of the reply.
@@ -302,24 +303,25 @@ def to_response(
     """
     choices = []
     scores: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
-    echoed: CompletionLogprobs | None = None
+    echoed: tuple[CompletionLogprobs, int] | None = None
     for (prompt_index, index), one in sorted(completions.items()):
         generation = generations[prompt_index]
         echo = echoes[prompt_index] if echoes else None
         if index == 0:  # the other completions of the prompt have the same scores
-            scores = _prompt_logprobs(generation, one, token_bytes, options)
-            echoed = echo and echo.logprobs(one.prompt_logprobs, token_bytes, options)
+            scores = await _prompt_logprobs(generation, one, token_bytes, options)
+            echoed = echo and await echo.logprobs(one.prompt_logprobs, token_bytes, options)
         choices.append(
             CompletionChoice(
                 index=prompt_index * generation.sampling.n + index,
                 text=one.text if echo is None else echo.text + one.text,
-                logprobs=_logprobs(one, echo, echoed, token_bytes, options),
+                logprobs=await _logprobs(one, echoed, token_bytes, options),
                 finish_reason=one.finish_reason,
                 stop_reason=one.stop_reason,
                 token_ids=options.token_ids(one.token_ids),
                 prompt_logprobs=scores,
             )
         )
+        await asyncio.sleep(0)
     return Completion(
         id=head.id,
         created=head.created,
@@ -330,28 +332,27 @@ def to_response(
     )
 
 
-def _logprobs(
+async def _logprobs(
     one: CollectedCompletion,
-    echo: Echo | None,
-    echoed: CompletionLogprobs | None,
+    echoed: tuple[CompletionLogprobs, int] | None,
     token_bytes: TokenBytes,
     options: ReplyOptions,
 ) -> CompletionLogprobs | None:
     """The log-probabilities of an echoed prompt, followed by those of its completion."""
     if options.num_top_logprobs is None:
         return None
-    own = completion_logprobs(
+    own, _ = await all_completion_logprobs(
         one.token_ids,
         one.logprobs,
         token_bytes,
         num_top=options.num_top_logprobs,
-        text_offset=0 if echo is None else echo.num_characters(token_bytes),
+        text_offset=0 if echoed is None else echoed[1],
         as_ids=options.as_token_ids,
     )
-    return own if echoed is None else join_logprobs(echoed, own)
+    return own if echoed is None else join_logprobs(echoed[0], own)
 
 
-def _prompt_logprobs(
+async def _prompt_logprobs(
     generation: Generation,
     one: CollectedCompletion,
     token_bytes: TokenBytes,
@@ -359,7 +360,7 @@ def _prompt_logprobs(
 ) -> PromptLogprobs | msgspec.UnsetType:
     if options.num_prompt_logprobs is None:
         return msgspec.UNSET
-    return prompt_logprobs(
+    return await prompt_logprobs(
         generation.prompt_token_ids,
         one.prompt_logprobs,
         token_bytes,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -100,9 +99,7 @@ class ChatReply:
                 delta = self._parser.feed(output)
                 self._tally.add(0, output, delta.num_reasoning_tokens)
                 collect_delta(answers, delta)
-        # This runs on a thread, because converting many log-probabilities takes seconds.
-        response = await asyncio.to_thread(
-            chat.to_response,
+        response = await chat.to_response(
             self._head,
             self._generation,
             answers,
@@ -161,7 +158,7 @@ class CompletionReply:
                     continue
                 self._tally.add(prompt_index, output)
                 self._usage.add(choice, output)
-                for chunk in self._chunks(prompt_index, choice, output, offsets):
+                for chunk in await self._chunks(prompt_index, choice, output, offsets):
                     yield self._with_report(chunk, prompt_index, begun)
         last = completions.usage_chunk(self._head, self._tally.usage)
         if (timeline := self._context.report()) is not msgspec.UNSET:
@@ -177,8 +174,7 @@ class CompletionReply:
                 shown = output if self._has_output else _without_output(output)
                 self._tally.add(prompt_index, shown)
                 collect(collected, prompt_index, shown)
-        response = await asyncio.to_thread(
-            completions.to_response,
+        response = await completions.to_response(
             self._head,
             self._generations,
             collected,
@@ -195,7 +191,7 @@ class CompletionReply:
     def _outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         return self._service.runner.generate(self._head.id, self._generations, self._context)
 
-    def _chunks(
+    async def _chunks(
         self,
         prompt_index: int,
         choice: int,
@@ -215,7 +211,7 @@ class CompletionReply:
             if has_offsets:
                 offsets.advance(choice, echo.token_ids)
             chunks.append(
-                completions.echo_chunk(
+                await completions.echo_chunk(
                     self._head,
                     choice,
                     echo,

@@ -73,10 +73,9 @@ class CollectedCompletion(msgspec.Struct, kw_only=True):
         self.finish_reason = output.finish_reason
         self.stop_reason = output.stop_reason
 
-    @property
-    def logprobs(self) -> list[TokenLogprobs]:
-        """One entry per token; empty if the request does not ask for them."""
-        return list(map(_unpack, self.packed_logprobs))
+    def logprobs(self, part: slice) -> list[TokenLogprobs]:
+        """The entries of some tokens; empty if the request does not ask for them."""
+        return list(map(_unpack, self.packed_logprobs[part]))
 
 
 class Tally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import msgspec
@@ -299,18 +300,20 @@ class TestDeltas:
 
 class TestResponses:
     def test_all_choices_in_order(self):
-        response = chat.to_response(
-            HEAD,
-            Generation(request_id="r", prompt_token_ids=[1], sampling=SamplingParams(n=2)),
-            {
-                index: CollectedAnswer(
-                    completion=one, message=Message(content=one.text), finish_reason="stop"
-                )
-                for (_, index), one in collected().items()
-            },
-            PIECES.__getitem__,
-            options=PLAIN,
-            usage=no_usage(),
+        response = asyncio.run(
+            chat.to_response(
+                HEAD,
+                Generation(request_id="r", prompt_token_ids=[1], sampling=SamplingParams(n=2)),
+                {
+                    index: CollectedAnswer(
+                        completion=one, message=Message(content=one.text), finish_reason="stop"
+                    )
+                    for (_, index), one in collected().items()
+                },
+                PIECES.__getitem__,
+                options=PLAIN,
+                usage=no_usage(),
+            )
         )
         assert msgspec.to_builtins(response) == {
             "id": "chatcmpl-1",
@@ -341,13 +344,15 @@ class TestResponses:
         answer = CollectedAnswer(
             completion=one, message=Message(**fields), finish_reason="tool_calls"
         )
-        response = chat.to_response(
-            HEAD,
-            Generation(request_id="r", prompt_token_ids=[1], sampling=SamplingParams()),
-            {0: answer},
-            PIECES.__getitem__,
-            options=PLAIN,
-            usage=no_usage(),
+        response = asyncio.run(
+            chat.to_response(
+                HEAD,
+                Generation(request_id="r", prompt_token_ids=[1], sampling=SamplingParams()),
+                {0: answer},
+                PIECES.__getitem__,
+                options=PLAIN,
+                usage=no_usage(),
+            )
         )
         assert response.choices[0].finish_reason == "tool_calls"
         return encoded(response.choices[0].message)

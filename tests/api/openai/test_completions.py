@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import msgspec
 import pytest
 
@@ -94,13 +96,16 @@ class TestResponses:
     def test_choices_are_numbered_over_all_prompts(self):
         answers = collected()
         answers[(1, 0)] = answers[(0, 0)]
-        response = completions.to_response(
-            HEAD,
-            [Generation(request_id="r", prompt_token_ids=[1], sampling=SamplingParams(n=2))] * 2,
-            answers,
-            PIECES.__getitem__,
-            options=ReplyOptions(num_top_logprobs=0),
-            usage=no_usage(),
+        response = asyncio.run(
+            completions.to_response(
+                HEAD,
+                [Generation(request_id="r", prompt_token_ids=[1], sampling=SamplingParams(n=2))]
+                * 2,
+                answers,
+                PIECES.__getitem__,
+                options=ReplyOptions(num_top_logprobs=0),
+                usage=no_usage(),
+            )
         )
         assert [(choice.index, choice.text) for choice in response.choices] == [
             (0, "a0"),

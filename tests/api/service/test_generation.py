@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -106,7 +107,7 @@ class TestLogprobs:
             "top_logprobs": [None, {"a": -0.1, " b": -0.5}],
             "text_offset": [0, 1],
         }
-        scores = prompt_logprobs([1, 2], [entry], PIECES.__getitem__, num_top=1)
+        scores = asyncio.run(prompt_logprobs([1, 2], [entry], PIECES.__getitem__, num_top=1))
         assert decoded(scores) == [
             None,
             {
