@@ -132,7 +132,9 @@ class DraftPlanner:
             for admitted in step.admitted:
                 self._model.admit(admitted.row, admitted.request)
             self._follow(self._model, step)
-        begin = time.perf_counter()
+        # Processor time: on a busy machine another program can have the processor for as long as
+        # many lookups take, and drafts would pause for hundreds of steps.
+        begin = time.thread_time()
         is_paused = self._depth.is_paused
         self._depth.pass_step()
         looking = [] if is_paused else self._looking(step)
@@ -157,7 +159,7 @@ class DraftPlanner:
                 places.append(index)
                 candidates.append(Candidate(draft, record))
         counts = self._depth.choose(step.load, candidates) if candidates else []
-        step.load = step.load._replace(lookup_seconds=time.perf_counter() - begin)
+        step.load = step.load._replace(lookup_seconds=time.thread_time() - begin)
         taken = [
             place
             for index, candidate, count in zip(places, candidates, counts, strict=True)

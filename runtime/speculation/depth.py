@@ -31,6 +31,7 @@ _FIRST_PROBE, _LAST_PROBE = 8, 256
 _QUIET, _STRIDE = 8, 8
 _CONTEXT_STEP, _MOST_DECODES = 32, 4096
 _CORRECTION = 0.05  # weight of the newest step in the corrections of the costs
+_MOST_SLOWER = 2.0  # an observed step counts as at most this many times as long as predicted
 _WINDOW = 64  # steps with drafts after which their gain is checked
 # The length of a pause in steps, after a check that found a loss. Each further loss doubles it.
 _PAUSE, _LONGEST_PAUSE = 256, 1024
@@ -79,7 +80,8 @@ class StepLoad(NamedTuple):
     # time of this work, which the step's own time includes.
     drafting_seconds: float = 0.0
     has_queued_drafts: bool = False
-    lookup_seconds: float = 0.0  # time of looking for drafts and of choosing their number
+    # Processor time of looking for drafts and of choosing their number.
+    lookup_seconds: float = 0.0
 
 
 class Candidate(NamedTuple):
@@ -276,9 +278,11 @@ class DepthChooser:
         elif load.drafting_seconds and self._predicted_drafting:
             ratio = load.drafting_seconds / self.predicted_drafting
             self._drafting *= min(2.0, max(0.5, ratio)) ** _CORRECTION
-        ratio = seconds / self.seconds(load, num_drafts)
-        # A single slow step says little about the next ones.
-        ratio = min(2.0, max(0.5, ratio)) ** _CORRECTION
+        predicted = self.seconds(load, num_drafts)
+        # A single slow step says little about the next ones. Another program may have had the
+        # processor meanwhile.
+        seconds = min(seconds, _MOST_SLOWER * predicted)
+        ratio = max(1 / _MOST_SLOWER, seconds / predicted) ** _CORRECTION
         if not num_drafts:
             self._plain *= ratio
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Sequence
 
@@ -87,6 +88,31 @@ class Guessing(Silent):
 
     def propose(self, request: Request, token_ids: Sequence[int], most: int) -> Draft | None:
         return Draft([7] * most, DraftSource.prediction)
+
+
+class Interrupted(Guessing):
+    """A drafter that waits for 50 ms, as if another program had the processor."""
+
+    def propose(self, request: Request, token_ids: Sequence[int], most: int) -> Draft | None:
+        time.sleep(0.05)
+        return super().propose(request, token_ids, most)
+
+
+def test_time_in_which_another_program_runs_is_not_time_of_lookups() -> None:
+    """Otherwise drafts would pause for hundreds of steps on a busy machine."""
+    scheduler = Scheduler(
+        SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64),
+        KVCacheManager(65, 4),
+        max_model_len=200,
+        proposer=Interrupted(),
+        draft_costs=make_table(),
+    )
+    scheduler.add(make_request("a", range(10, 14), max_tokens=100))
+    step(scheduler, 5)  # its prompt
+    must_schedule(scheduler)
+    load = scheduler._in_flight[0].load
+    assert load is not None
+    assert 0.0 < load.lookup_seconds < 0.05
 
 
 @pytest.mark.parametrize("place", range(4))

@@ -132,6 +132,16 @@ def test_drafts_pause_when_looking_for_them_takes_longer_than_they_save() -> Non
         assert num_paused == pause
 
 
+def test_a_single_slow_step_pauses_no_drafts() -> None:
+    """Ten seconds in which another program has the processor cost more than 63 drafts save."""
+    chooser = DepthChooser(table(0.1), MAX_DRAFTS)
+    load = StepLoad(1, 0.0)
+    for index in range(64):
+        slow_s = 10.0 if index == 30 else 0.0
+        chooser.observe(load, 7, 7, chooser.seconds(load, 7) + slow_s)
+    assert chooser.num_pauses == 0
+
+
 def test_a_sequence_without_right_drafts_is_looked_up_in_one_step_of_eight() -> None:
     record = DraftRecord()
     assert [record.rests() for _ in range(24)] == [*[False] * 8, *([True] * 7 + [False]) * 2]
