@@ -7,6 +7,8 @@ The decodes of a step take at most `max_slowdown` times as long as a fair step. 
 request decodes more sequences than the smallest request has. The sequences that do not fit into
 this time rest: they are left out of the step. The sequences of one request rest in turn. On a GPU a
 step of many decodes takes hardly longer than a small step, so sequences rarely rest there.
+
+Draft tokens of larger requests are limited in the same way (`FairStep`).
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from collections.abc import Iterable, Sequence, Set
 
 from ostinato.runtime.costs.cost_table import CostTable
 from ostinato.runtime.scheduling.sequences.sequence import Sequence as RunningSequence
+from ostinato.runtime.speculation.depth import FairStep
 
 __all__ = ("DecodeShares", "quotas")
 
@@ -28,11 +31,16 @@ class DecodeShares:
     Args:
         costs: the step-cost table.
         max_slowdown: decodes may take this many times as long as a fair step; at least 1.
+
+    Attributes:
+        fair: the fair step of the last call of `resting`. None = no request is limited, because
+            there is only one, or all are about equally large.
     """
 
     def __init__(self, costs: CostTable, max_slowdown: float) -> None:
         self._costs = costs
         self._max_slowdown = max_slowdown
+        self.fair: FairStep | None = None
         self._num_steps = 0
         # Results of `_most_decodes`, by its arguments. The context is divided by _CONTEXT_UNIT.
         self._most: dict[tuple[int, int, int], int] = {}
@@ -54,8 +62,10 @@ class DecodeShares:
                 least = min(least, sequence.request.group_size)
         sizes = [len(some) for some in requests.values()]
         total, base = sum(sizes), sum(min(size, least) for size in sizes)
+        self.fair = None
         if len(requests) < 2 or total <= base + 1:
             return frozenset()
+        self.fair = FairStep(base, least, self._max_slowdown)
         contexts = (one.num_computed_tokens for some in requests.values() for one in some)
         most = self._most_decodes(base, total, sum(contexts) // total)
         if most >= total:

@@ -16,6 +16,7 @@ from ostinato.runtime.speculation.depth import (
     Candidate,
     DepthChooser,
     DraftRecord,
+    FairStep,
     StepLoad,
 )
 from ostinato.runtime.speculation.proposer import (
@@ -119,7 +120,7 @@ class DraftPlanner:
         record.is_awaited = self._guess(sequence, self._room(sequence)) is not None
         return record.is_awaited
 
-    def add(self, step: StepPlan, num_running: int) -> None:
+    def add(self, step: StepPlan, num_running: int, fair: FairStep | None = None) -> None:
         """Add drafts to the decodes of a step.
 
         Only sequences without another step in flight get drafts: their last token is known.
@@ -127,6 +128,7 @@ class DraftPlanner:
         Args:
             step: a step in which everything else is planned.
             num_running: number of running sequences. One free block is left for each sequence.
+            fair: limits the drafts of large requests; None = no limit.
         """
         if self._model is not None:
             for admitted in step.admitted:
@@ -157,8 +159,9 @@ class DraftPlanner:
             draft = self._guess(sequence, min(budget, self._room(sequence)))
             if draft is not None:
                 places.append(index)
-                candidates.append(Candidate(draft, record))
-        counts = self._depth.choose(step.load, candidates) if candidates else []
+                is_large = fair is not None and sequence.request.group_size > fair.least
+                candidates.append(Candidate(draft, record, is_large))
+        counts = self._depth.choose(step.load, candidates, fair) if candidates else []
         step.load = step.load._replace(lookup_seconds=time.thread_time() - begin)
         taken = [
             place

@@ -103,7 +103,8 @@ class StepPlanner:
         while self._admit_waiting(step):
             self._grow_running(step)
         if self._drafts is not None:
-            self._drafts.add(step, len(queues.running))
+            fair = None if self._shares is None else self._shares.fair
+            self._drafts.add(step, len(queues.running), fair)
         return step
 
     def _max_decodes(self) -> int | None:

@@ -11,10 +11,14 @@ B is 0 if drafts do not pay. With a draft model the seconds of drafting are adde
 in rounds. A round draws one token for every sequence that still needs one. The seconds come from
 the step-cost tables, and are corrected by the observed steps. If steps with drafts are slower than
 steps without, drafts pause.
+
+A request of many sequences with good drafts could make the steps of other requests many times as
+long. So beside smaller requests, drafts of a large request get the time that `FairStep` leaves.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -22,7 +26,7 @@ from ostinato.runtime.costs.cost_table import CostTable
 from ostinato.runtime.speculation.acceptance import AcceptanceRates, OwnRate
 from ostinato.runtime.speculation.proposer import Draft, DraftSource
 
-__all__ = ("Candidate", "DepthChooser", "DraftRecord", "StepLoad")
+__all__ = ("Candidate", "DepthChooser", "DraftRecord", "FairStep", "StepLoad")
 
 # After this many steps of a sequence without drafts, one draft token is tried. The number begins
 # with the first value and doubles after each wrong draft, up to the last value.
@@ -89,6 +93,19 @@ class Candidate(NamedTuple):
 
     draft: Draft
     record: DraftRecord
+    is_large: bool = False  # its request is limited by the step's `FairStep`
+
+
+class FairStep(NamedTuple):
+    """A step in which no request has more sequences than the smallest request.
+
+    Drafts of larger requests may make a step `max_slowdown` times as long as this step with the
+    drafts of the other requests.
+    """
+
+    num_decodes: int
+    least: int  # sequences of the smallest request
+    max_slowdown: float
 
 
 class DepthChooser:
@@ -130,47 +147,93 @@ class DepthChooser:
         self._seconds = 0.0
         self._plain_seconds = 0.0  # predicted seconds for the same tokens without drafts
 
-    def choose(self, load: StepLoad, candidates: Sequence[Candidate]) -> list[int]:
+    def choose(
+        self, load: StepLoad, candidates: Sequence[Candidate], fair: FairStep | None = None
+    ) -> list[int]:
         """How many draft tokens of each candidate the step verifies.
 
         Args:
             load: the step, with at least one decode.
             candidates: sequences of the step with their drafts.
+            fair: limits the drafts of candidates with `is_large`; None = no limit.
         """
         if self._costs is None:
             return [len(one.draft.token_ids) for one in candidates]
         if self._num_paused:
             return [0] * len(candidates)
-        chances = [
-            (chance, -place, index)
-            for index, one in enumerate(candidates)
-            for place, chance in enumerate(self._rates.survival(one.draft, one.record.own))
-        ]
-        if len(candidates) > 1:  # those of one draft fall from place to place
-            chances.sort(reverse=True)  # equal chances: the earlier places first
-        expected, surcharges = float(load.num_decodes), self._surcharges_of(load.num_decodes)
-        plain = self._plain_prediction(load)
+        chances = [self._rates.survival(one.draft, one.record.own) for one in candidates]
+        counts = [0] * len(candidates)
+        small = [i for i, one in enumerate(candidates) if fair is None or not one.is_large]
+        drafting = self._add_best(counts, small, load, candidates, chances)
+        if fair is not None and len(small) < len(candidates):
+            seconds = self._costs.decode_seconds(fair.num_decodes, load.context)
+            if num_drafts := sum(counts):
+                seconds += self._costs.verify_surcharge(fair.num_decodes, num_drafts)
+                seconds = seconds * self._drafted + drafting
+            large = [i for i, one in enumerate(candidates) if one.is_large]
+            limit = fair.max_slowdown * seconds
+            drafting = self._add_best(counts, large, load, candidates, chances, limit)
+        self._predicted_drafting = drafting
+        for index, one in enumerate(candidates):
+            is_limited = fair is not None and one.is_large
+            if counts[index] or (not is_limited and one.record.skip()):
+                counts[index] = counts[index] or 1
+                one.record.num_idle = 0
+        return counts
+
+    def _add_best(
+        self,
+        counts: list[int],
+        indices: Sequence[int],
+        load: StepLoad,
+        candidates: Sequence[Candidate],
+        chances: Sequence[Sequence[float]],
+        limit: float = math.inf,
+    ) -> float:
+        """Add the draft tokens of some candidates with which the step gives most tokens a second.
+
+        Args:
+            counts: the draft tokens of each candidate so far; changed.
+            indices: the candidates whose tokens are added. Their counts are 0.
+            load: the step.
+            candidates: all candidates.
+            chances: for each candidate the probabilities that its tokens are right.
+            limit: the step may take this many seconds with the added tokens, uncorrected by
+                `_plain`.
+
+        Returns:
+            The predicted seconds of drafting, divided by `_plain`.
+        """
+        tokens = [(chance, -p, i) for i in indices for p, chance in enumerate(chances[i])]
+        if len(indices) > 1:  # those of one draft fall from place to place
+            tokens.sort(reverse=True)  # equal chances: the earlier places first
+        expected, num_before = float(load.num_decodes), sum(counts)
+        plain, surcharges = self._plain_prediction(load), self._surcharges_of(load.num_decodes)
         rounds = self._round_costs(load, candidates)
         in_round = [0] * self._max_drafts  # for each round of drafting, its number of sequences
-        drafting = 0.0
-        best, best_rate, best_drafting = 0, expected / plain, 0.0
-        for count, (chance, place, index) in enumerate(chances, 1):
+        for one, count, its_chances in zip(candidates, counts, chances, strict=True):
+            expected += sum(its_chances[:count])
+            if rounds and one.draft.source is DraftSource.model:
+                for place in range(count):
+                    in_round[place] += 1
+        drafting = sum(rounds[number] for number in in_round) if rounds else 0.0
+        seconds = plain
+        if num_before:
+            seconds = (plain + surcharges[num_before]) * self._drafted + drafting
+        best, best_rate, best_drafting = 0, expected / seconds, drafting
+        for count, (chance, place, index) in enumerate(tokens, 1):
             expected += chance
             if rounds and candidates[index].draft.source is DraftSource.model:
                 in_round[-place] += 1
                 drafting += rounds[in_round[-place]] - rounds[in_round[-place] - 1]
-            seconds = (plain + surcharges[count]) * self._drafted + drafting
+            seconds = (plain + surcharges[num_before + count]) * self._drafted + drafting
+            if seconds > limit:
+                break
             if (rate := expected / seconds) > best_rate:
                 best, best_rate, best_drafting = count, rate, drafting
-        self._predicted_drafting = best_drafting
-        counts = [0] * len(candidates)
-        for _, _, index in chances[:best]:
+        for _, _, index in tokens[:best]:
             counts[index] += 1
-        for index, one in enumerate(candidates):
-            if counts[index] or one.record.skip():
-                counts[index] = counts[index] or 1
-                one.record.num_idle = 0
-        return counts
+        return best_drafting
 
     def is_better(self, model: Candidate, text: Candidate, context: float) -> bool:
         """Whether the model's draft is expected to give more tokens a second than the text draft.

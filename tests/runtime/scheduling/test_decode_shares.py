@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 
 import pytest
 from hypothesis import given, settings
@@ -10,9 +11,11 @@ from hypothesis import strategies as st
 
 from ostinato.conf.schema import SchedulerConfig
 from ostinato.runtime.costs.cost_table import CostTable
+from ostinato.runtime.costs.step_limits import StepLimits
 from ostinato.runtime.kv.kv_cache_manager import KVCacheManager
 from ostinato.runtime.scheduling.decode_shares import DecodeShares, quotas
 from ostinato.runtime.scheduling.scheduler import Scheduler
+from ostinato.runtime.speculation.proposer import Draft, DraftSource
 from ostinato.runtime.types.params import SamplingParams
 from ostinato.runtime.types.request import Request
 from ostinato.runtime.types.step import SchedulerOutput, StepResult
@@ -166,3 +169,73 @@ def test_every_sequence_advances(sizes):
     if steps <= 80:
         assert min(run.tokens.values()) >= 1
         assert len(run.tokens) == sum(sizes)
+
+
+class Sure:
+    """A drafter whose drafts are always right."""
+
+    max_drafts = 3
+
+    def propose(self, request: Request, token_ids: Iterable[int], most: int) -> Draft | None:
+        return Draft([7] * most, DraftSource.prediction)
+
+    def learn(self, request: Request, token_ids: Iterable[int]) -> None:
+        pass
+
+    def forget(self, request_id: str) -> None:
+        pass
+
+    def reset(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("max_slowdown", [1.5, None])
+def test_drafts_of_a_large_request_do_not_slow_a_small_one(max_slowdown):
+    """A draft token takes a fifth of a sequence's time. Without a limit all sequences get drafts."""
+    costs = CostTable.from_medians(
+        tokens=(1, 256),
+        seqs=SIZES,
+        contexts=(0, 512),
+        seconds=[0.001] * 16,
+        decode=[(1 + size / 4) / 1e3 for size in SIZES for _ in range(2)],
+        verify={(q, s): s * (q - 1) / 20 / 1e3 for q in (2, 4) for s in (1, 64)},
+    )
+    scheduler = Scheduler(
+        SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=256),
+        KVCacheManager(2000, 4),
+        max_model_len=400,
+        limits=StepLimits(64, 256, rows_per_seq=4),
+        proposer=Sure(),
+        draft_costs=costs,
+        shares=None if max_slowdown is None else DecodeShares(costs, max_slowdown),
+    )
+    for group, size in enumerate((8, 1), 1):
+        for place in range(size):
+            scheduler.add(
+                Request(
+                    request_id=f"{group}:{place}",
+                    prompt_token_ids=[group, place + 1],
+                    sampling=SamplingParams(max_tokens=300, ignore_eos=True),
+                    place=place,
+                    group=group,
+                    group_size=size,
+                )
+            )
+    for index in range(20):
+        output = scheduler.schedule()
+        assert output is not None
+        counts = [entry.num_logits for entry in output.scheduled]
+        groups = [one.request.group for one in scheduler._in_flight[0].sequences]
+        drafts = Counter[int]()
+        for group, entry in zip(groups, output.scheduled, strict=True):
+            drafts[group] += entry.num_drafts
+        scheduler.update(output, StepResult([7] * sum(counts), counts=counts))
+        if not index:
+            continue  # the prompts
+        seconds = (1 + len(groups) / 4 + drafts.total() / 20) / 1e3
+        assert drafts[2] == 3
+        if max_slowdown is None:
+            assert drafts[1] == 8 * 3
+        else:
+            assert drafts[1] > 0
+            assert seconds <= max_slowdown * (1 + 2 / 4 + 3 / 20) / 1e3

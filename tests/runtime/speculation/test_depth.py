@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 
 from ostinato.runtime.costs.cost_table import CostTable
 from ostinato.runtime.speculation.acceptance import AcceptanceRates, OwnRate
-from ostinato.runtime.speculation.depth import Candidate, DepthChooser, DraftRecord, StepLoad
+from ostinato.runtime.speculation.depth import (
+    Candidate,
+    DepthChooser,
+    DraftRecord,
+    FairStep,
+    StepLoad,
+)
 from ostinato.runtime.speculation.proposer import Draft, DraftSource
 from tests.runtime.cost_tables import make_table
 
@@ -90,6 +96,47 @@ def test_the_choice_is_the_best_of_all(ones: list[tuple[int, int]], token_ms: fl
     best = max(map(rate, product(*(range(length + 1) for _, length in ones))))
     chosen = tuple(chooser.choose(load, given_ones))
     assert rate(chosen) == pytest.approx(best)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 7), st.integers(1, 7)), min_size=1, max_size=2),
+    st.lists(st.tuples(st.integers(0, 7), st.integers(1, 7)), min_size=1, max_size=2),
+    st.floats(0.01, 3.0),
+    st.floats(1.0, 3.0),
+)
+def test_large_requests_get_the_best_drafts_that_fit_beside_a_fair_step(
+    small: list[tuple[int, int]],
+    large: list[tuple[int, int]],
+    token_ms: float,
+    max_slowdown: float,
+) -> None:
+    """The drafts of small requests do not depend on the others, which are limited."""
+    chooser = DepthChooser(table(token_ms), MAX_DRAFTS)
+    ones = []
+    for place, (num_right, length) in enumerate([*small, *large]):
+        draft = Draft([1] * length, DraftSource.ngram, 2 + 2 * place)
+        ones.append(Candidate(draft, DraftRecord(), is_large=place >= len(small)))
+        for _ in range(20):
+            chooser.verified(ones[-1], length, min(num_right, length))
+    chances = [chooser._rates.survival(one.draft, one.record.own) for one in ones]
+    load = StepLoad(len(ones), 0.0)
+    fair = FairStep(len(small) + 1, 1, max_slowdown)
+
+    def rate(counts: tuple[int, ...]) -> float:
+        tokens = sum(sum(one[:count]) for one, count in zip(chances, counts, strict=True))
+        return (load.num_decodes + tokens) / chooser.seconds(load, sum(counts))
+
+    alone = tuple(chooser.choose(load, ones[: len(small)]))
+    chosen = tuple(chooser.choose(load, ones, fair))
+    assert chosen[: len(small)] == alone
+    limit = max_slowdown * chooser.seconds(StepLoad(fair.num_decodes, 0.0), sum(alone))
+    allowed = [
+        (*alone, *counts)
+        for counts in product(*(range(length + 1) for _, length in large))
+        if not any(counts) or chooser.seconds(load, sum(alone) + sum(counts)) <= limit
+    ]
+    assert chosen in allowed
+    assert rate(chosen) == pytest.approx(max(map(rate, allowed)))
 
 
 @given(st.lists(st.integers(0, MAX_DRAFTS), max_size=50), st.integers(1, MAX_DRAFTS))
