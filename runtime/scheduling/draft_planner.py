@@ -137,9 +137,8 @@ class DraftPlanner:
         # Processor time: on a busy machine another program can have the processor for as long as
         # many lookups take, and drafts would pause for hundreds of steps.
         begin = time.thread_time()
-        is_paused = self._depth.is_paused
-        self._depth.pass_step()
-        looking = [] if is_paused else self._looking(step)
+        self._depth.pass_step(len(step.sequences))
+        looking = [] if self._depth.is_paused and fair is None else self._looking(step)
         self._num_unobserved += 1
         if self._is_sparing and not looking and self._num_unobserved < _OBSERVED_STRIDE:
             return
@@ -147,7 +146,7 @@ class DraftPlanner:
         if not decodes:
             return
         self._num_unobserved = 0
-        step.load = self._load(step, decodes)
+        step.load = self._load(step, decodes)._replace(has_large=fair is not None)
         if not looking:
             return
         places: list[int] = []
@@ -156,10 +155,12 @@ class DraftPlanner:
             if (budget := step.budget_left) < 1:
                 break
             sequence = step.sequences[index]
+            is_large = fair is not None and sequence.request.group_size > fair.least
+            if is_large and self._depth.is_paused:
+                continue
             draft = self._guess(sequence, min(budget, self._room(sequence)))
             if draft is not None:
                 places.append(index)
-                is_large = fair is not None and sequence.request.group_size > fair.least
                 candidates.append(Candidate(draft, record, is_large))
         counts = self._depth.choose(step.load, candidates, fair) if candidates else []
         step.load = step.load._replace(lookup_seconds=time.thread_time() - begin)

@@ -13,7 +13,10 @@ the step-cost tables, and are corrected by the observed steps. If steps with dra
 steps without, drafts pause.
 
 A request of many sequences with good drafts could make the steps of other requests many times as
-long. So beside smaller requests, drafts of a large request get the time that `FairStep` leaves.
+long. So beside smaller requests, drafts of a large request get the time that `FairStep` leaves. And
+its sequences do not count in S when drafts of the smaller requests are chosen. Else these would get
+none, because they are few of many tokens. For the same reason such steps neither cause a pause nor
+heed one, except for the drafts of the large request.
 """
 
 from __future__ import annotations
@@ -86,6 +89,7 @@ class StepLoad(NamedTuple):
     has_queued_drafts: bool = False
     # Processor time of looking for drafts and of choosing their number.
     lookup_seconds: float = 0.0
+    has_large: bool = False  # a `FairStep` limits some requests
 
 
 class Candidate(NamedTuple):
@@ -136,6 +140,7 @@ class DepthChooser:
         self._decodes: dict[tuple[int, int], float] = {}
         self._max_drafts = max_drafts
         self._num_paused = 0  # steps until the end of the pause
+        self._num_at_pause = 0  # decodes when the pause began
         self._next_pause = _PAUSE
         # Predicted seconds of drafting for the last choice, divided by `_plain`.
         self._predicted_drafting = 0.0
@@ -159,20 +164,23 @@ class DepthChooser:
         """
         if self._costs is None:
             return [len(one.draft.token_ids) for one in candidates]
-        if self._num_paused:
+        if self._num_paused and fair is None:
             return [0] * len(candidates)
         chances = [self._rates.survival(one.draft, one.record.own) for one in candidates]
         counts = [0] * len(candidates)
         small = [i for i, one in enumerate(candidates) if fair is None or not one.is_large]
-        drafting = self._add_best(counts, small, load, candidates, chances)
-        if fair is not None and len(small) < len(candidates):
+        num_decodes = load.num_decodes if fair is None else fair.num_decodes
+        drafting = self._add_best(counts, small, load, candidates, chances, num_decodes)
+        if fair is not None and len(small) < len(candidates) and not self._num_paused:
             seconds = self._costs.decode_seconds(fair.num_decodes, load.context)
             if num_drafts := sum(counts):
                 seconds += self._costs.verify_surcharge(fair.num_decodes, num_drafts)
                 seconds = seconds * self._drafted + drafting
             large = [i for i, one in enumerate(candidates) if one.is_large]
             limit = fair.max_slowdown * seconds
-            drafting = self._add_best(counts, large, load, candidates, chances, limit)
+            drafting = self._add_best(
+                counts, large, load, candidates, chances, load.num_decodes, limit
+            )
         self._predicted_drafting = drafting
         for index, one in enumerate(candidates):
             is_limited = fair is not None and one.is_large
@@ -188,6 +196,7 @@ class DepthChooser:
         load: StepLoad,
         candidates: Sequence[Candidate],
         chances: Sequence[Sequence[float]],
+        num_decodes: int,
         limit: float = math.inf,
     ) -> float:
         """Add the draft tokens of some candidates with which the step gives most tokens a second.
@@ -198,6 +207,7 @@ class DepthChooser:
             load: the step.
             candidates: all candidates.
             chances: for each candidate the probabilities that its tokens are right.
+            num_decodes: the tokens without drafts that count.
             limit: the step may take this many seconds with the added tokens, uncorrected by
                 `_plain`.
 
@@ -207,7 +217,7 @@ class DepthChooser:
         tokens = [(chance, -p, i) for i in indices for p, chance in enumerate(chances[i])]
         if len(indices) > 1:  # those of one draft fall from place to place
             tokens.sort(reverse=True)  # equal chances: the earlier places first
-        expected, num_before = float(load.num_decodes), sum(counts)
+        expected, num_before = float(num_decodes), sum(counts)
         plain, surcharges = self._plain_prediction(load), self._surcharges_of(load.num_decodes)
         rounds = self._round_costs(load, candidates)
         in_round = [0] * self._max_drafts  # for each round of drafting, its number of sequences
@@ -273,9 +283,14 @@ class DepthChooser:
         ]
         return [0.0, *costs]
 
-    def pass_step(self) -> None:
-        """Count a step. A pause lasts for a number of steps."""
+    def pass_step(self, num_seqs: int) -> None:
+        """Count a step of `num_seqs` sequences. A pause lasts for a number of steps.
+
+        It ends with the first step of half as many sequences. Drafts pay more in such steps.
+        """
         self._num_paused = max(0, self._num_paused - 1)
+        if 2 * num_seqs <= self._num_at_pause:
+            self._num_paused = 0
 
     @property
     def is_paused(self) -> bool:
@@ -335,7 +350,8 @@ class DepthChooser:
         """
         if self._costs is None:
             return
-        self._seconds += load.lookup_seconds  # steps that got no drafts take this time too
+        if not load.has_large:
+            self._seconds += load.lookup_seconds  # steps that got no drafts take this time too
         if load.has_queued_drafts:
             seconds = max(0.0, seconds - load.drafting_seconds)
         elif load.drafting_seconds and self._predicted_drafting:
@@ -350,13 +366,15 @@ class DepthChooser:
             self._plain *= ratio
             return
         self._drafted *= ratio
+        if load.has_large:
+            return
         self._num_steps += 1
         self._seconds += seconds + load.drafting_seconds
         num_tokens = load.num_decodes + num_accepted
         self._plain_seconds += self.seconds(load, 0) * num_tokens / load.num_decodes
         if self._num_steps == _WINDOW:
             if self._seconds > self._plain_seconds:
-                self._num_paused = self._next_pause
+                self._num_paused, self._num_at_pause = self._next_pause, load.num_decodes
                 self._next_pause = min(_LONGEST_PAUSE, 2 * self._next_pause)
                 self.num_pauses += 1
             else:

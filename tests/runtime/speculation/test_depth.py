@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from itertools import product
 
 import pytest
@@ -110,7 +111,7 @@ def test_large_requests_get_the_best_drafts_that_fit_beside_a_fair_step(
     token_ms: float,
     max_slowdown: float,
 ) -> None:
-    """The drafts of small requests do not depend on the others, which are limited."""
+    """Decodes of large requests do not count when drafts of the small ones are chosen."""
     chooser = DepthChooser(table(token_ms), MAX_DRAFTS)
     ones = []
     for place, (num_right, length) in enumerate([*small, *large]):
@@ -119,24 +120,30 @@ def test_large_requests_get_the_best_drafts_that_fit_beside_a_fair_step(
         for _ in range(20):
             chooser.verified(ones[-1], length, min(num_right, length))
     chances = [chooser._rates.survival(one.draft, one.record.own) for one in ones]
-    load = StepLoad(len(ones), 0.0)
+    load = StepLoad(len(ones) + 4, 0.0, has_large=True)
     fair = FairStep(len(small) + 1, 1, max_slowdown)
 
-    def rate(counts: tuple[int, ...]) -> float:
-        tokens = sum(sum(one[:count]) for one, count in zip(chances, counts, strict=True))
-        return (load.num_decodes + tokens) / chooser.seconds(load, sum(counts))
+    def rate(counts: Iterable[int], num_decodes: int) -> float:
+        counts = tuple(counts)
+        tokens = sum(sum(one[:count]) for one, count in zip(chances, counts, strict=False))
+        return (num_decodes + tokens) / chooser.seconds(load, sum(counts))
 
-    alone = tuple(chooser.choose(load, ones[: len(small)]))
+    def depths(some: list[tuple[int, int]]) -> Iterator[tuple[int, ...]]:
+        return product(*(range(length + 1) for _, length in some))
+
     chosen = tuple(chooser.choose(load, ones, fair))
-    assert chosen[: len(small)] == alone
-    limit = max_slowdown * chooser.seconds(StepLoad(fair.num_decodes, 0.0), sum(alone))
+    first = chosen[: len(small)]
+    best = max(rate(counts, fair.num_decodes) for counts in depths(small))
+    assert rate(first, fair.num_decodes) == pytest.approx(best)
+    limit = max_slowdown * chooser.seconds(StepLoad(fair.num_decodes, 0.0), sum(first))
     allowed = [
-        (*alone, *counts)
-        for counts in product(*(range(length + 1) for _, length in large))
-        if not any(counts) or chooser.seconds(load, sum(alone) + sum(counts)) <= limit
+        (*first, *counts)
+        for counts in depths(large)
+        if not any(counts) or chooser.seconds(load, sum(first) + sum(counts)) <= limit
     ]
     assert chosen in allowed
-    assert rate(chosen) == pytest.approx(max(map(rate, allowed)))
+    best = max(rate(counts, load.num_decodes) for counts in allowed)
+    assert rate(chosen, load.num_decodes) == pytest.approx(best)
 
 
 @given(st.lists(st.integers(0, MAX_DRAFTS), max_size=50), st.integers(1, MAX_DRAFTS))
@@ -160,7 +167,7 @@ def test_drafts_pause_when_their_steps_are_slower_than_plain_ones() -> None:
     assert chooser.choose(load, ones) == [0]
     for _ in range(256):
         assert chooser.is_paused
-        chooser.pass_step()
+        chooser.pass_step(1)
     assert not chooser.is_paused
 
 
@@ -174,9 +181,30 @@ def test_drafts_pause_when_looking_for_them_takes_longer_than_they_save() -> Non
             chooser.observe(load, 0, 0, chooser.seconds(load, 0))
         num_paused = 0
         while chooser.is_paused:
-            chooser.pass_step()
+            chooser.pass_step(1)
             num_paused += 1
         assert num_paused == pause
+
+
+def test_a_large_request_pauses_no_drafts_of_smaller_ones() -> None:
+    chooser = DepthChooser(table(0.1), MAX_DRAFTS)
+    shared, fair = StepLoad(8, 0.0, has_large=True), FairStep(2, 1, 1.5)
+    for _ in range(64):
+        chooser.observe(shared, 7, 0, chooser.seconds(shared, 7))
+    assert not chooser.is_paused
+    for _ in range(64):  # without the smaller one
+        chooser.observe(StepLoad(8, 0.0), 7, 0, chooser.seconds(shared, 7))
+    assert chooser.is_paused
+    (small,), (large,) = candidates(1), candidates(1)
+    both = [small, large._replace(is_large=True)]
+    assert chooser.choose(StepLoad(8, 0.0), both) == [0, 0]
+    counts = chooser.choose(shared, both, fair)
+    assert counts[0] > 0
+    assert counts[1] == 0
+    chooser.pass_step(5)
+    assert chooser.is_paused
+    chooser.pass_step(4)  # half of the sequences with which the pause began
+    assert not chooser.is_paused
 
 
 def test_a_single_slow_step_pauses_no_drafts() -> None:
