@@ -79,7 +79,7 @@ class RowWorker {
         float* block_sums = sums + (row - first_row) * kPanel;
         const float* values = activations_ + packed_floats(row - first_row) + step * rows * Kind::kFloats;
         // Several blocks fetch the next part of the weights together. Otherwise the first block would wait for memory.
-        const Fetch fetch = blocks > 1 ? Fetch::share(units, steps, block, blocks, rows) : Fetch::ahead(units);
+        const Fetch fetch = blocks > 1 ? Fetch::share(units, steps, block, blocks, rows) : Fetch::ahead(units, rows);
         kTiles<Kind>[rows - 1](values, units, steps, block_sums, step > 0, fetch);
         if (step + steps == weight_.steps) {
           write_rows<Out>(p_, block_sums, rows, bias, row, column);

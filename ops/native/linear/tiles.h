@@ -30,8 +30,11 @@ constexpr int vectors_for(int rows) { return rows == 1 ? 8 : rows == 2 ? 4 : 2; 
 // Weights that are prefetched while a tile is computed: at every step, the line at
 // `begin + column * per_column + step * per_step`, where `column` is the tile's first column.
 struct Fetch {
-  // The tile's own weights, 4 KiB (32 steps) ahead.
-  static Fetch ahead(const uint32_t* w) { return {reinterpret_cast<const char*>(w) + 4096, kPanel * 4, 4}; }
+  // The tile's own weights, 32 steps ahead of a tall tile and 8 steps ahead of a short one.
+  static Fetch ahead(const uint32_t* w, int rows) {
+    const int64_t bytes = rows > kMaxRows / 2 ? 4096 : 1024;
+    return {reinterpret_cast<const char*>(w) + bytes, kPanel * 4, 4};
+  }
 
   // Nothing: all weights are in the first level cache already.
   static Fetch none(const uint32_t* w) { return {reinterpret_cast<const char*>(w), 0, 0}; }
@@ -160,9 +163,9 @@ void tile(const float* x, const uint32_t* w, int64_t steps, float* sums, bool ad
     const char* fetched = fetch.begin + column * fetch.per_column;
     const int64_t per_step = fetch.per_step;
     for (int64_t step = 0; step < steps; ++step) {
-      if constexpr (R > kMaxRows / 2) {
-        // With tall tiles the hardware's prefetcher falls behind. Short tiles run at the memory's speed, and
-        // prefetching would slow them down.
+      if constexpr (R > kMaxRows / 2 || OSTINATO_ISA == 1) {
+        // With tall tiles the hardware's prefetcher falls behind. Prefetching makes short tiles slower with AVX-512, and
+        // faster on a processor that has only AVX2.
         __builtin_prefetch(fetched);
         if constexpr (V * F32::width > 16) __builtin_prefetch(fetched + 64);
         fetched += per_step;

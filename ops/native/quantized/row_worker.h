@@ -90,7 +90,9 @@ class QuantizedRowWorker {
         x.sums += first * rows;
         x.starts += first * rows;
         GroupFetch fetch{};
-        if (OSTINATO_ISA >= 2 && groups_.blocks.count == 1 && rows > 1) fetch = GroupFetch::ahead(data, group_bytes);
+        // With AVX2, one row of weights of 8 bits is not faster.
+        const bool is_ahead = OSTINATO_ISA >= 2 ? rows > 1 : OSTINATO_ISA == 1 && Bits != kBytes && rows <= 2;
+        if (groups_.blocks.count == 1 && is_ahead) fetch = GroupFetch::ahead(data, group_bytes);
         // Shares were not measured with AVX-512.
         if (OSTINATO_ISA <= 1 && blocks > 1) fetch = GroupFetch::share(data + bytes, bytes, count, block, blocks, rows);
         if (first == 0) std::memset(block_sums, 0, rows * kPanel * sizeof(float));
