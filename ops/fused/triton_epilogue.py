@@ -2,7 +2,8 @@
 
 A product divides its sums by the root mean square of a norm, adds a bias, applies a gated
 activation, adds a residual, and prepares the norm after it. The kernels of plain weights
-(triton_fused_linear.py) and of quantised ones (triton_fused_quantized.py) share these functions.
+(triton_fused_linear.py), of quantised ones (triton_fused_quantized.py) and of experts
+(triton_expert_kernels.py, triton_output_router.py) share these functions.
 """
 
 from __future__ import annotations
@@ -10,9 +11,23 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ("finish_tile", "gated", "norm_factor")
+__all__ = ("finish_tile", "gated", "is_last_of", "norm_factor")
 
 _SQRT_HALF = tl.constexpr(0.7071067811865476)
+
+
+@triton.jit
+def is_last_of(count, counter):
+    """Count this program; return whether it is the last of `count` programs to be counted.
+
+    The last one may read what all of them stored before. `counter` points to an int32 that is zero
+    before the first program is counted.
+    """
+    tl.debug_barrier()  # all values of this program are written before it is counted
+    is_last = tl.atomic_add(counter, 1, sem="acq_rel") == count - 1
+    if is_last:
+        tl.debug_barrier()
+    return is_last
 
 
 @triton.jit

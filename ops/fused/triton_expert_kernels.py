@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 
 from ostinato.ops.fused.early_start import wait_for_previous_kernel
-from ostinato.ops.fused.triton_epilogue import gated
+from ostinato.ops.fused.triton_epilogue import gated, is_last_of
 from ostinato.ops.moe.triton_routing import choose_experts
 
 __all__ = ("append_pairs", "clear_slots", "down_kernel", "gate_up_kernel", "router_kernel")
@@ -176,10 +176,7 @@ def router_kernel(
     if tl.program_id(1) == 0:
         clear_slots(slots_done, row, row_ok, DOWN_TILES, BLOCK_C, BLOCK_M)
 
-    tl.debug_barrier()  # all logits of this program are written before it is counted
-    arrived = tl.atomic_add(counters + NUM_EXPERTS + tl.program_id(0), 1, sem="acq_rel")
-    if arrived == tl.num_programs(1) - 1:
-        tl.debug_barrier()
+    if is_last_of(tl.num_programs(1), counters + NUM_EXPERTS + tl.program_id(0)):
         lane = tl.arange(0, BLOCK_E)[None, :]
         values = tl.load(
             logits + wide_row * NUM_EXPERTS + lane,

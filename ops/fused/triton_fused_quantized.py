@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ostinato.ops.fused.fused_linear import FUSED_DTYPES
 from ostinato.ops.fused.fused_quantized import COUNTERS_OF_PRODUCT
-from ostinato.ops.fused.triton_epilogue import finish_tile, norm_factor
+from ostinato.ops.fused.triton_epilogue import finish_tile, is_last_of, norm_factor
 from ostinato.ops.gpu_quantized.packed_bytes import (
     check_operands,
     format_constants,
@@ -68,11 +68,8 @@ def _finish(
             tl.store(mine, acc, mask=ok)
             if ACTIVATION != "":
                 tl.store(mine + N, acc_up, mask=ok)
-            tl.debug_barrier()  # all sums of this program are written before it is counted
-            counter = counters + tl.program_id(1) * num_tiles + tile
-            is_last = tl.atomic_add(counter, 1, sem="acq_rel") == num_parts - 1
+            is_last = is_last_of(num_parts, counters + tl.program_id(1) * num_tiles + tile)
             if is_last:
-                tl.debug_barrier()
                 acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
                 acc_up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
                 for part in range(num_parts):

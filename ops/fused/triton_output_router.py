@@ -25,6 +25,7 @@ import triton.language as tl
 from ostinato.ops.fused.early_start import wait_for_previous_kernel
 from ostinato.ops.fused.fused_linear import TILE_ROWS
 from ostinato.ops.fused.linear_tiles import choose_tile, device_limits
+from ostinato.ops.fused.triton_epilogue import is_last_of
 from ostinato.ops.fused.triton_expert_kernels import append_pairs, clear_slots
 from ostinato.ops.fused.triton_fused_linear import prefetch_rows, weight_tile
 
@@ -45,16 +46,6 @@ class OutputRouterLaunch(NamedTuple):
     grid: tuple[int]
     constants: dict[str, Any]
     num_parts: int
-
-
-@triton.jit
-def _is_last(counter, count):
-    """Whether this program is the last of `count` that call this. All it has stored is visible."""
-    tl.debug_barrier()  # all values of this program are written before it is counted
-    is_last = tl.atomic_add(counter, 1, sem="acq_rel") == count - 1
-    if is_last:
-        tl.debug_barrier()
-    return is_last
 
 
 @triton.jit
@@ -170,14 +161,14 @@ def output_router_kernel(
     group = tile // GROUP
     first = group * GROUP
     counter = counters + NUM_EXPERTS + 1 + group
-    if _is_last(counter, tl.minimum(GROUP, TILES - first)):
+    if is_last_of(tl.minimum(GROUP, TILES - first), counter):
         logits = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
         sums = tl.zeros([BLOCK_M], tl.float32)
         logits, sums = _add_parts(logits, sums, parts, squares, first, TILES, place, ok, row,
                                   row_ok, num_rows, NUM_EXPERTS, GROUP)  # fmt: skip
         tl.store(parts + (TILES + group) * size + place, logits, mask=ok)
         tl.store(squares + (TILES + group) * num_rows + row, sums, mask=row_ok)
-        if _is_last(counters + NUM_EXPERTS, groups):
+        if is_last_of(groups, counters + NUM_EXPERTS):
             logits = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
             sums = tl.zeros([BLOCK_M], tl.float32)
             for start in range(TILES, TILES + groups, GROUP):
