@@ -151,12 +151,13 @@ def router_kernel(
     column_ok = column < NUM_EXPERTS
     depth = tl.arange(0, BLOCK_K)
     sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    squares = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
+    squares = tl.zeros([BLOCK_M, BLOCK_K // 8], tl.float32)
     for start in range(0, K, BLOCK_K):
         k = start + depth
         tile = _hidden_tile(x, residual, residual_stride, wide_row, row_ok, k, K, K % BLOCK_K != 0)
         wide = tile.to(tl.float32)
-        squares += wide * wide
+        # Eight neighbours of a row lie in one thread, which so holds one sum instead of eight.
+        squares += tl.sum(tl.reshape(wide * wide, [BLOCK_M, BLOCK_K // 8, 8]), 2)
         scale_k = tl.load(norm_weight + k, mask=k < K, other=0.0).to(tl.float32)
         tile = (wide * scale_k[None, :]).to(tile.dtype)
         columns = _tile(weight + column[:, None] * K + k[None, :], column_ok, k < K,
