@@ -154,22 +154,17 @@ def _join_partitions(
     partial_lse,
     slot,  # [M] index of the first partition of each row
     row_ok,  # [M]
-    head,  # [M]
     num_parts,
-    sinks,  # [H] float32 or None
+    column,  # [C] elements of the result
     VALUE_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    BLOCK_V: tl.constexpr,
+    BLOCK_C: tl.constexpr,
     JOINED: tl.constexpr,  # partitions that are read at a time
 ):
-    """The result [M, Dv] of a tile from all partitions, in their order."""
-    column = tl.arange(0, BLOCK_V)
-    acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+    """Columns [M, C] of a tile's result from all partitions, in their order."""
+    acc = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
     peak = tl.full([BLOCK_M], _MASKED, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    if sinks is not None:
-        peak = tl.load(sinks + head) * _LOG2_E
-        total += 1.0
     for first in range(0, num_parts, JOINED):
         part = first + tl.arange(0, JOINED)
         present = row_ok[:, None] & (part < num_parts)[None, :]
@@ -179,7 +174,7 @@ def _join_partitions(
             partial_out + place[:, :, None] * VALUE_DIM + column[None, None, :],
             mask=present[:, :, None] & (column < VALUE_DIM)[None, None, :],
             other=0.0,
-        )  # [M, P, Dv]
+        )  # [M, P, C]
         new_peak = tl.maximum(peak, tl.max(lse, 1))
         decay = tl.exp2(peak - new_peak)
         weights = tl.where(present, tl.exp2(lse - new_peak[:, None]), 0.0)
@@ -216,6 +211,7 @@ def _attend_item(
     BLOCK_V: tl.constexpr,
     MAX_PARTS: tl.constexpr,
     MIN_PART_TILES: tl.constexpr,
+    BLOCK_C: tl.constexpr,
     JOINED: tl.constexpr,
 ):
     """One query tile of one KV head against one range of keys: read, attend, store.
@@ -250,11 +246,14 @@ def _attend_item(
         num_parts = tl.cdiv(seq_len - first, part_size)
         first += local * part_size
         last = tl.minimum(first + part_size, last)
-    state = (
-        tl.zeros([BLOCK_M, BLOCK_V], tl.float32),
-        tl.full([BLOCK_M], _MASKED, tl.float32),
-        tl.zeros([BLOCK_M], tl.float32),
-    )
+    peak = tl.full([BLOCK_M], _MASKED, tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    if sinks is not None:
+        # The first partition counts the sink. With MAX_PARTS == 1, each tile is a first partition.
+        is_first = MAX_PARTS == 1 or local == 0
+        peak = tl.where(is_first, tl.load(sinks + head) * _LOG2_E, _MASKED)
+        total = tl.where(is_first, 1.0, total)
+    state = (tl.zeros([BLOCK_M, BLOCK_V], tl.float32), peak, total)
     slopes = None if alibi_slopes is None else tl.load(alibi_slopes + head) * _LOG2_E
     k_head = k_cache + kv_head * (BLOCK_SIZE * HEAD_DIM)
     v_head = v_cache + kv_head * (BLOCK_SIZE * VALUE_DIM)
@@ -272,20 +271,13 @@ def _attend_item(
         BLOCK_N, BLOCK_D, BLOCK_V, True,
     )  # fmt: skip
 
-    if sinks is not None:
-        # With several partitions, the program that joins them adds the sink.
-        sink = tl.where(num_parts == 1, tl.load(sinks + head) * _LOG2_E, _MASKED)
-        new_peak = tl.maximum(peak, sink)
-        decay = tl.exp2(peak - new_peak)
-        total = total * decay + tl.exp2(sink - new_peak)
-        acc = acc * decay[:, None]
-        peak = new_peak
     acc = acc / total[:, None]
     value_column = tl.arange(0, BLOCK_V)
     stored = row_ok[:, None] & (value_column < VALUE_DIM)[None, :]
-    target = (member * NUM_HEADS + head)[:, None] * VALUE_DIM + value_column[None, :]
-    target += first_row * (NUM_HEADS * VALUE_DIM)
+    target_row = (member * NUM_HEADS + head) * VALUE_DIM
+    out += first_row * (NUM_HEADS * VALUE_DIM)
     if num_parts == 1:
+        target = target_row[:, None] + value_column[None, :]
         tl.store(out + target, acc.to(out.dtype.element_ty), mask=stored)
     else:
         slot = ((split_row + token) * NUM_HEADS + head).to(tl.int64) * MAX_PARTS
@@ -296,11 +288,17 @@ def _attend_item(
         before = tl.atomic_add(arrivals + split_row * NUM_KV_HEADS + kv_head, 1, sem="acq_rel")
         if before == num_parts - 1:
             tl.debug_barrier()
-            joined = _join_partitions(
-                partial_out, partial_lse, slot, row_ok, head, num_parts, sinks,
-                VALUE_DIM, BLOCK_M, BLOCK_V, JOINED,
-            )  # fmt: skip
-            tl.store(out + target, joined.to(out.dtype.element_ty), mask=stored)
+            for start in range(0, BLOCK_V, BLOCK_C):
+                some = start + tl.arange(0, BLOCK_C)
+                joined = _join_partitions(
+                    partial_out, partial_lse, slot, row_ok, num_parts, some,
+                    VALUE_DIM, BLOCK_M, BLOCK_C, JOINED,
+                )  # fmt: skip
+                tl.store(
+                    out + (target_row[:, None] + some[None, :]),
+                    joined.to(out.dtype.element_ty),
+                    mask=row_ok[:, None] & (some < VALUE_DIM)[None, :],
+                )
 
 
 @triton.jit(do_not_specialize=["num_seqs"], do_not_specialize_on_alignment=_UNALIGNED)
@@ -339,7 +337,8 @@ def attention_kernel(
     BLOCK_V: tl.constexpr,  # power of two, at least Dv
     MAX_PARTS: tl.constexpr,  # above 1 only where MAX_QUERY rows fit one tile
     MIN_PART_TILES: tl.constexpr,
-    JOINED: tl.constexpr,  # partitions that are read at a time when they are joined
+    BLOCK_C: tl.constexpr,  # columns and
+    JOINED: tl.constexpr,  # partitions that are read at a time when partitions are joined
     TAKES: tl.constexpr,  # programs take items from a counter; False = every n-th item
     EARLY: tl.constexpr,
 ):
@@ -375,13 +374,14 @@ def attention_kernel(
                 tl.load(query_start_loc + seq + 1) - begin,
                 tl.load(seq_lens + seq),
                 kv_head,
-                index - tl.sum(tl.where(before, items, 0)),
+                index - tl.max(tl.where(before, ends, 0)),
                 split_done + tl.sum(tl.where(before, split_rows, 0)),
                 scale,
                 alibi_slopes,
                 sinks,
                 NUM_KV_HEADS, GROUP, HEAD_DIM, VALUE_DIM, BLOCK_SIZE, WINDOW, SOFT_CAP,
-                BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, MAX_PARTS, MIN_PART_TILES, JOINED,
+                BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, MAX_PARTS, MIN_PART_TILES,
+                BLOCK_C, JOINED,
             )  # fmt: skip
             item = following
         done = chunk_end

@@ -30,7 +30,7 @@ FIRST_OF_CLASS: tuple[int, ...] = (1, *(most + 1 for most, _, _ in _PARTITIONS[:
 
 Each class has kernels of its own, so one step of each class warms them all up."""
 _ANY_QUERY = 1 << 30
-_JOINED_ELEMENTS = 32  # partial results that a thread holds while it joins partitions
+_JOINED_ELEMENTS = 32  # of one partition or more that a thread holds while it joins partitions
 _ROTATED_ELEMENTS = 1024  # elements of the projection that a program of the rotation holds
 _WRITTEN_ELEMENTS = 2048  # elements of K, and of V, that a program of the write holds
 
@@ -229,6 +229,7 @@ def attention_constants(
     num_stages = tile.num_stages
     if shape.converts_cache and soft_cap > 0 and not is_long:
         num_stages = min(num_stages, 2)  # the third stage's registers would spill
+    joined = _JOINED_ELEMENTS * 32 * tile.num_warps  # elements that a program holds
     constants: dict[str, int | float] = {
         "NUM_KV_HEADS": shape.num_kv_heads,
         "GROUP": shape.group,
@@ -246,7 +247,8 @@ def attention_constants(
         "BLOCK_V": shape.block_v,
         "MAX_PARTS": 1 if is_long else shape.max_partitions,
         "MIN_PART_TILES": 1 if is_long else shape.min_partition // tile.block_n,
-        "JOINED": max(1, _JOINED_ELEMENTS * 32 * tile.num_warps // (tile.block_m * shape.block_v)),
+        "BLOCK_C": (columns := min(shape.block_v, joined // tile.block_m)),
+        "JOINED": joined // (tile.block_m * columns),
         "TAKES": not is_long,
         "EARLY": early,
         "launch_pdl": early,

@@ -103,6 +103,10 @@ def test_matches_reference(lengths: list[tuple[int, int]], shape: Shape) -> None
     assert (out[-3:] == 0).all(), "padding rows must be zeros"
 
 
+def test_partitions_of_many_heads_are_joined_some_columns_at_a_time() -> None:
+    check(BACKEND, [(1, 270)], shape(128, 1, 96, 16, FLOAT16, sinks=True))
+
+
 FP8_GRID = [
     (MIXED, shape(4, 1, 64, 16, FLOAT16)),
     (SHORT, shape(2, 2, 32, 8, FLOAT32)),

@@ -122,11 +122,13 @@ def variants() -> Iterator[Variant]:
     models = {
         "Llama-8B 32/8 heads, D128": (KernelShape(32, 8, 128, 16, 2, 1 << 17), 0, 0.0),
         "Qwen3-0.6B 16/8 heads, D128": (KernelShape(16, 8, 128, 16, 2, 1 << 15), 0, 0.0),
+        "Qwen3-30B-A3B 32/4 heads, D128": (KernelShape(32, 4, 128, 16, 2, 1 << 15), 0, 0.0),
         "32/8 heads, D64": (KernelShape(32, 8, 64, 16, 2, 1 << 17), 0, 0.0),
         "window 4096, cap 50, D128": (KernelShape(32, 8, 128, 16, 2, 1 << 17), 4096, 50.0),
         "GPT-2 12/12 heads, D64": (KernelShape(12, 12, 64, 16, 2, 1 << 10), 0, 0.0),
         "32/32 heads, D80": (KernelShape(32, 32, 80, 16, 2, 1 << 12), 0, 0.0),
         "16/8 heads, D256": (KernelShape(16, 8, 256, 16, 2, 1 << 13), 0, 0.0),
+        "64/1 heads, D256": (KernelShape(64, 1, 256, 16, 2, 1 << 13), 0, 0.0),
         "71/1 heads, D64": (KernelShape(71, 1, 64, 16, 2, 1 << 11), 0, 0.0),
         "Llama 4 40/8 heads, D128, chunks": (KernelShape(40, 8, 128, 16, 2, 1 << 17), -8192, 0.0),
         "DeepSeek-V2-Lite 16/16 heads, D192, Dv128": (
@@ -163,6 +165,7 @@ def variants() -> Iterator[Variant]:
             yield Variant(model, role, "float32", attention_kernel, constants)
     per_head = {
         "gpt-oss 64/8 heads, D64, window 128, sinks": (64, 8, 64, 128, "sinks"),
+        "64/8 heads, D128, sinks": (64, 8, 128, 0, "sinks"),
         "BLOOM-7B 32/32 heads, D128, ALiBi": (32, 32, 128, 0, "alibi_slopes"),
     }
     for model, (heads, kv_heads, head_dim, window, name) in per_head.items():
