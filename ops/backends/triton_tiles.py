@@ -130,7 +130,7 @@ class KernelShape:
             return 255 if tile.num_warps == 4 and self.itemsize == 2 else 0
         # A program of the next kernel starts early and needs registers too: 168 leave 176 for each
         # of its 128 threads, and 184 leave 144. Larger results leave none. By the tables of
-        # docs/kernels.md, nothing spills with 168 if values have 128 elements.
+        # docs/kernel-resources.md, nothing spills with 168 if values have 128 elements.
         if tile.block_m * self.block_v > 8192:
             return 0
         is_small = self.value_size == 128 and tile.block_m < 64 and sliding_window >= 0

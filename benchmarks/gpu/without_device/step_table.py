@@ -27,6 +27,7 @@ from ostinato.benchmarks.gpu.without_device.steps import (
 from ostinato.benchmarks.machine.described_device import DescribedDevice, described_device
 from ostinato.benchmarks.machine.kernel_resources import Resources
 from ostinato.models.layers.few_rows import MOST_EXPERT_ROWS, MOST_QUANTIZED_ROWS
+from ostinato.ops.backends.triton_tiles import FIRST_OF_CLASS
 from ostinato.ops.fused.fused_linear import most_rows
 
 __all__ = ("MODELS", "describe_steps", "section_of")
@@ -148,6 +149,12 @@ def _kernels(
     programs: ModelPrograms, steps: Iterable[Step], device: DescribedDevice
 ) -> list[_Kernel]:
     found: dict[str, _Kernel] = {}
+
+    def add(name: str, launch: OwnLaunch) -> None:
+        """Of launches with one name, as for steps of 8 and of 64 sequences, the worst is kept."""
+        new = _kernel(name, By.own, [launch.resources])
+        found[name] = max(found.get(name, new), new, key=_badness)
+
     for name, source in {**programs.layer.sources, **programs.last.sources}.items():
         choices = inductor_resources(name, source, device.arch)
         found[name] = _kernel(name, By.inductor, choices)
@@ -157,23 +164,30 @@ def _kernels(
                 if fused.kernel is not None:
                     constants = fused.kernel.constants
                     rows = constants.get("BLOCK_M", constants.get("ROWS", 1))
-                    name = f"{fused.kernel.name}, {rows} rows, {fused.launch.name}"
-                    found[name] = _kernel(name, By.own, [fused.kernel.resources])
+                    add(f"{fused.kernel.name}, {rows} rows, {fused.launch.name}", fused.kernel)
         for call in expert_calls(programs, step.sizes.num_tokens, device.arch):
             for launch in call.kernels:
-                name = _name_of_experts(launch)
-                found[name] = _kernel(name, By.own, [launch.resources])
+                add(_name_of_experts(launch), launch)
         tokens = step.sizes.num_tokens
         for product in quantized_calls(programs, tokens, tokens, device.arch):
             for launch in product.kernels:
-                name = _name_of_quantized(launch)
-                found[name] = _kernel(name, By.own, [launch.resources])
+                add(_name_of_quantized(launch), launch)
         for launch in own_attention(programs, step, device.arch):
-            name = launch.name
-            if name == "attention_kernel":
-                name += ", short" if launch.constants["MIN_QUERY"] == 1 else ", long"
-            found[name] = _kernel(name, By.own, [launch.resources])
+            add(_name_of_attention(launch, step), launch)
     return list(found.values())
+
+
+def _badness(kernel: _Kernel) -> tuple[int, int]:
+    return kernel.spill_bytes, kernel.worst.registers
+
+
+def _name_of_attention(launch: OwnLaunch, step: Step) -> str:
+    if launch.name != "attention_kernel":
+        return launch.name
+    if launch.constants["MIN_QUERY"] > 1:
+        return f"{launch.name}, long"
+    is_few = step.sizes.num_seqs < FIRST_OF_CLASS[1]
+    return f"{launch.name}, {'few' if is_few else 'short'}"
 
 
 def _name_of_experts(launch: OwnLaunch) -> str:

@@ -1,7 +1,7 @@
 """Lists the resources of the Triton kernels of a layer: registers, spills, shared memory.
 
 It compiles the kernels of common models ahead of time, so no GPU is needed. It prints a table and
-writes it to docs/kernels.md, in the section of the installed Triton version:
+writes it to docs/kernel-resources.md, in the section of the installed Triton version:
 
     python -m ostinato.benchmarks.micro.kernels.kernel_table
 """
@@ -74,29 +74,6 @@ _WEIGHTS = ("q_weight", "k_weight", "bias", "norm_weight", "residual")
 _SUMS = ("scaled", "squares", "new_squares")
 _OPTIONAL = (*_SINGLE, *_WEIGHTS, *_SUMS, "counters", "hidden", "factors", "score_bias")
 _MANY = 64  # sequences of a step that has the tile for many sequences
-_TITLE = "# Triton kernels\n"
-_INTRODUCTION = """
-[Layers and steps](#layers-and-steps) has the kernels of whole steps. The sections after it list
-single kernels. `python -m ostinato.benchmarks.micro.kernels.kernel_table` compiled them ahead of
-time for compute capability 9.0. There is one section per Triton version, because versions allocate
-registers differently. `tests/ops/test_triton_aot.py` requires: no spills, at most 227 KiB of shared
-memory, and tensor-core instructions in every 16-bit kernel of attention and of matrix products.
-
-In these sections, the column *kernel* has these names. *Short* is attention of sequences whose
-query rows fit one tile (decode), *few* is the same in steps of at most 4 sequences, *long* is
-attention of other sequences (prefill). *Write* writes K and V into the cache.
-*Rotate* rotates the heads and writes K and V. *Scale* is the norm before QKV. *Linear*
-is a matrix product with the operations that are fused with it, for steps of up to 16 and 64 rows.
-*Router* and *experts* are the kernels of a mixture of experts for these steps. *8 bits* is a matrix
-product of 8-bit operands.
-
-*Cache* is the KV cache's type if it differs from *type* (`cache.dtype`); its values are widened in
-registers. *M × N* is the size of a tile: query rows × keys in attention, rows × columns of the
-result in other kernels. *Spills* are bytes stored and loaded. *Tensor* counts the matrix
-instructions in the PTX (`wgmma` on tiles of 64 rows and more, else `mma`), *copies* the
-asynchronous copies from global memory. *Programs* is the number of programs that fit one
-multiprocessor.
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,22 +323,20 @@ def render(rows: list[tuple[Variant, Resources]]) -> str:
 
 
 def replace_section(document: str, title: str, body: str) -> str:
-    """`document` with the section `title` replaced or appended."""
-    sections = re.split(r"(?m)^(?=## )", document)
-    kept = [section for section in sections[1:] if not section.startswith(title + "\n")]
-    parts = sorted([*kept, f"{title}\n\n{body}"])
-    return _TITLE + _INTRODUCTION + "\n" + "\n".join(part.rstrip("\n") + "\n" for part in parts)
+    """`document` with the section `title` replaced or added; sections are sorted by title."""
+    head, *sections = re.split(r"(?m)^(?=## )", document)
+    kept = [section for section in sections if not section.startswith(title + "\n")]
+    parts = [head, *sorted([*kept, f"{title}\n\n{body}"])]
+    return "\n".join(part.rstrip("\n") + "\n" for part in parts)
 
 
 def main() -> None:
-    """Compile all variants, print the table, and write it to docs/kernels.md."""
+    """Compile all variants, print the table, and write it to docs/kernel-resources.md."""
     rows = [(variant, compile_variant(variant)) for variant in variants()]
     table = render(rows)
     print(table)
-    path = Path(__file__).parents[3] / "docs" / "kernels.md"
-    document = path.read_text() if path.exists() else ""
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(replace_section(document, f"## Triton {triton.__version__}", table))
+    path = Path(__file__).parents[3] / "docs" / "kernel-resources.md"
+    path.write_text(replace_section(path.read_text(), f"## Triton {triton.__version__}", table))
     worst = max(used.shared_bytes for _, used in rows)
     print(f"most shared memory: {worst / 1024:.1f} of {_SHARED_MEMORY_LIMIT // 1024} KiB")
 
