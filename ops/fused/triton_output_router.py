@@ -36,7 +36,10 @@ __all__ = (
     "output_router_launch",
 )
 
-_GROUP = 8  # parts that a program reads at once
+# Parts that a program reads at once. With 128 experts their values take 128 registers of a thread.
+# The stages of the projection let one program run on a multiprocessor anyway, and fewer parts at
+# once would need more rounds through memory.
+_GROUP = 8
 _LEAST_TILE = 32  # columns of the narrowest tile of the projection
 
 
