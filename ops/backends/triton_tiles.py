@@ -122,8 +122,13 @@ class KernelShape:
         few = self.num_seqs <= _PARTITIONS[0][0]
         return 1 if few and self.itemsize == 2 and not self.converts_cache else 2
 
-    def max_registers(self, sliding_window: int) -> int:
-        """The most registers of a thread of the short tile; 0 = as many as the compiler wants."""
+    def max_registers(self, sliding_window: int, *, early: bool) -> int:
+        """The most registers of a thread of the short tile; 0 = as many as the compiler wants.
+
+        Args:
+            sliding_window: of the layer, as for `paged_attention`.
+            early: kernels start before the previous one has ended (ops/fused/early_start.py).
+        """
         tile = self.short
         if self.programs_per_processor == 2:
             # Without a limit, the compiler may spill so that three programs of 4 warps fit.
@@ -131,7 +136,7 @@ class KernelShape:
         # A program of the next kernel starts early and needs registers too: 168 leave 176 for each
         # of its 128 threads, and 184 leave 144. Larger results leave none. By the tables of
         # docs/kernel-resources.md, nothing spills with 168 if values have 128 elements.
-        if tile.block_m * self.block_v > 8192:
+        if not early or tile.block_m * self.block_v > 8192:
             return 0
         is_small = self.value_size == 128 and tile.block_m < 64 and sliding_window >= 0
         return 168 if is_small else 184
@@ -256,7 +261,7 @@ def attention_constants(
         "num_stages": num_stages,
         "enable_fp_fusion": True,
     }
-    if not is_long and (most := shape.max_registers(sliding_window)):
+    if not is_long and (most := shape.max_registers(sliding_window, early=early)):
         constants["maxnreg"] = most
     return constants
 

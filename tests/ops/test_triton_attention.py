@@ -99,6 +99,9 @@ def test_tiles_of_the_usual_models() -> None:
     assert (llama.programs_per_processor, many.programs_per_processor) == (1, 2)
     assert llama.long == TileShape(block_m=128, block_n=64, num_warps=8, num_stages=3)
     assert (llama.max_short_query, llama.max_partitions) == (4, 16)
+    # Without a next kernel that starts early, few sequences have all registers.
+    assert [llama.max_registers(0, early=early) for early in (True, False)] == [168, 0]
+    assert [many.max_registers(0, early=early) for early in (True, False)] == [255, 255]
     gpt2 = kernel_shape(12, 12, 64)
     assert (gpt2.max_short_query, gpt2.max_partitions) == (16, 16)
     falcon = kernel_shape(71, 1, 64)
