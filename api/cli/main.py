@@ -41,7 +41,7 @@ _BENCH_PACKAGES = ("aiohttp", "jsonschema", "matplotlib", "optuna")  # the extra
 def run_command_line(arguments: Sequence[str], commands: Commands) -> int:
     """Run one of `commands`; returns the exit code. An error is printed as one line on stderr."""
     try:
-        return _dispatch(list(arguments), commands)
+        return _dispatch_and_flush(list(arguments), commands)
     except ConfigError as error:
         return _fail(error, 2)
     except EngineError as error:
@@ -70,6 +70,13 @@ def run_command_line(arguments: Sequence[str], commands: Commands) -> int:
 def _fail(error: Exception, code: int) -> int:
     text = " ".join(str(error).split())
     print(f"run: {text}", file=sys.stderr)
+    return code
+
+
+def _dispatch_and_flush(arguments: list[str], commands: Commands) -> int:
+    """A closed pipe is noticed here, and not when the interpreter ends."""
+    code = _dispatch(arguments, commands)
+    sys.stdout.flush()
     return code
 
 

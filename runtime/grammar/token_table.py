@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from ostinato.runtime.text.forced_text import ForcedText, TokenizerParts, steps
 from ostinato.runtime.text.token_bytes import byte_of_unicode
@@ -105,7 +104,9 @@ def read_token_table(
         else:  # its characters stand for bytes, or else for themselves
             (piece,) = _bytes_of_characters([token.content])
             tokens[token.id] = piece or token.content.encode()
-    for token_id in np.flatnonzero(np.frombuffer(known, np.uint8) == 0).tolist():
+    for token_id, is_known in enumerate(known):
+        if is_known:
+            continue
         tokens[token_id] = f".<[{token_id}]>".encode()  # a name that no other token has
         special.append(token_id)
     return TokenTable(tokens, special, eos_token_ids[0], ForcedText(files, parts))
@@ -136,6 +137,8 @@ def _bytes_of_characters(tokens: Iterable[str]) -> Iterator[bytes]:
     A token with another character has no bytes. All tokens are converted at once, because there are
     100,000 and more.
     """
+    import numpy as np  # the engine's first imports go without it
+
     table = np.full(1 << 16, _NO_BYTE, np.uint16)
     for character, byte in byte_of_unicode().items():
         table[ord(character)] = byte

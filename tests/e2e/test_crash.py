@@ -207,7 +207,8 @@ def test_many_streams_survive_three_kills(server: ServerProcess) -> None:
 
         await kill_at(20)  # prompts are still computed, some streams wait
         await kill_at(20)  # at once again: this kills the next engine during its start
-        await kill_at(NUM_STREAMS * 75)  # in the middle
+        # In the middle. Drafts can end a stream soon afterwards, before this task runs again.
+        await kill_at(NUM_STREAMS * 30)
         return await task
 
     expected = asyncio.run(undisturbed())

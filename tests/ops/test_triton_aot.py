@@ -18,7 +18,7 @@ from ostinato.benchmarks.micro.kernels.kernel_table import (
 # Kernels of attention take 2 s each: among these, each role, size of heads, type of cache and
 # optional argument occurs.
 ATTENTION = {
-    ("64/1 heads, D256", "few", ""),
+    ("16/8 heads, D256", "few", ""),
     ("Llama-8B 32/8 heads, D128", "long", "fp8_e4m3"),
     ("32/8 heads, D64", "short", "fp8_e4m3"),
     ("window 4096, cap 50, D128", "short", ""),

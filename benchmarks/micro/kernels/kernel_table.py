@@ -105,7 +105,6 @@ def variants() -> Iterator[Variant]:
         "GPT-2 12/12 heads, D64": (KernelShape(12, 12, 64, 16, 2, 1 << 10), 0, 0.0),
         "32/32 heads, D80": (KernelShape(32, 32, 80, 16, 2, 1 << 12), 0, 0.0),
         "16/8 heads, D256": (KernelShape(16, 8, 256, 16, 2, 1 << 13), 0, 0.0),
-        "64/1 heads, D256": (KernelShape(64, 1, 256, 16, 2, 1 << 13), 0, 0.0),
         "71/1 heads, D64": (KernelShape(71, 1, 64, 16, 2, 1 << 11), 0, 0.0),
         "Llama 4 40/8 heads, D128, chunks": (KernelShape(40, 8, 128, 16, 2, 1 << 17), -8192, 0.0),
         "DeepSeek-V2-Lite 16/16 heads, D192, Dv128": (
