@@ -8,13 +8,18 @@ tokens. With a table, llguidance calls back when a grammar forces a text, to enc
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from ostinato.runtime.text.forced_text import ForcedText, TokenizerParts, steps
-from ostinato.runtime.text.token_bytes import byte_of_unicode
+from ostinato.runtime.text.forced_text import ForcedText, TokenizerParts
+from ostinato.runtime.text.token_bytes import (
+    byte_fallback_bytes,
+    byte_level_bytes,
+    byte_of_unicode,
+    steps,
+)
 from ostinato.runtime.text.tokenizer_files import TokenizerFiles
 
 __all__ = ("TokenTable", "read_token_table")
@@ -87,8 +92,11 @@ def read_token_table(
         raise ValueError(f"vocab size too small; {vocab_size} vs {largest + 1}")
     tokens = [b""] * vocab_size
     known = bytearray(vocab_size)
+    space, byte_of = _space(decoders), byte_of_unicode()
     pieces = (
-        _with_spaces(vocab, _space(decoders)) if is_byte_fallback else _bytes_of_characters(vocab)
+        (byte_fallback_bytes(token, space) for token in vocab)
+        if is_byte_fallback
+        else _bytes_of_characters(vocab, byte_of)
     )
     for token_id, piece in zip(vocab.values(), pieces, strict=True):
         tokens[token_id] = piece
@@ -100,10 +108,9 @@ def read_token_table(
             special.append(token.id)
             tokens[token.id] = token.content.encode()
         elif is_byte_fallback:
-            (tokens[token.id],) = _with_spaces([token.content], _space(decoders))
-        else:  # its characters stand for bytes, or else for themselves
-            (piece,) = _bytes_of_characters([token.content])
-            tokens[token.id] = piece or token.content.encode()
+            tokens[token.id] = byte_fallback_bytes(token.content, space)
+        else:
+            tokens[token.id] = byte_level_bytes(token.content, byte_of)
     for token_id, is_known in enumerate(known):
         if is_known:
             continue
@@ -119,19 +126,7 @@ def _space(decoders: dict[Any, dict[str, Any]]) -> str:
     return pattern if replace.get("content") == " " and len(pattern) == 1 else " "
 
 
-def _with_spaces(tokens: Iterable[str], space: str) -> Iterator[bytes]:
-    """The bytes of tokens of a vocabulary with byte fallback."""
-    for token in tokens:
-        if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
-            try:
-                yield bytes((int(token[3:5], 16),))
-                continue
-            except ValueError:
-                pass
-        yield token.replace(space, " ").encode()
-
-
-def _bytes_of_characters(tokens: Iterable[str]) -> Iterator[bytes]:
+def _bytes_of_characters(tokens: Iterable[str], byte_of: Mapping[str, int]) -> Iterator[bytes]:
     """The bytes of byte-level tokens, whose characters each stand for a byte.
 
     A token with another character has no bytes. All tokens are converted at once, because there are
@@ -140,7 +135,7 @@ def _bytes_of_characters(tokens: Iterable[str]) -> Iterator[bytes]:
     import numpy as np  # the engine's first imports go without it
 
     table = np.full(1 << 16, _NO_BYTE, np.uint16)
-    for character, byte in byte_of_unicode().items():
+    for character, byte in byte_of.items():
         table[ord(character)] = byte
     texts = list(tokens)
     # A character after U+FFFF becomes two numbers, so it needs care; no byte has such a character.

@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from ostinato.runtime.text.token_bytes import steps
 from ostinato.runtime.text.tokenizer_files import TokenizerFiles
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-__all__ = ("AddedToken", "ForcedText", "TokenizerParts", "steps")
+__all__ = ("AddedToken", "ForcedText", "TokenizerParts")
 
 # All parts of a text up to this length are looked up. Longer tokens are few; each of them is
 # searched in the text.
@@ -222,20 +223,6 @@ class ForcedText:
     def _ranks(self) -> dict[tuple[str, str], int]:
         merges = self._files.merges()
         return dict(zip(merges, range(len(merges)), strict=True))
-
-
-def steps(part: Any, key: str) -> list[dict[str, Any]]:
-    """The steps of a part of a tokenizer.json, which is a step or a sequence of parts.
-
-    Args:
-        part: such as the `decoder`; None has no step.
-        key: where a sequence has its parts.
-    """
-    if not isinstance(part, dict):
-        return []
-    if part.get("type") != "Sequence":
-        return [part]
-    return [step for inner in part.get(key) or () for step in steps(inner, key)]
 
 
 def _without_prefix(part: Any) -> Any:

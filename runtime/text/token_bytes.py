@@ -9,12 +9,13 @@ can show the bytes of a token that is a part of a character.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import tokenizers
 
-__all__ = ("TokenPieces", "byte_of_unicode")
+__all__ = ("TokenPieces", "byte_fallback_bytes", "byte_level_bytes", "byte_of_unicode", "steps")
 
 
 def byte_of_unicode() -> dict[str, int]:
@@ -24,6 +25,47 @@ def byte_of_unicode() -> dict[str, int]:
     return {chr(byte): byte for byte in kept} | {
         chr(256 + index): byte for index, byte in enumerate(moved)
     }
+
+
+def byte_level_bytes(token: str, byte_of: Mapping[str, int]) -> bytes:
+    """The bytes of a byte-level token, or its own if a character stands for no byte.
+
+    Args:
+        token: the token.
+        byte_of: `byte_of_unicode()`.
+    """
+    if all(character in byte_of for character in token):
+        return bytes(byte_of[character] for character in token)
+    return token.encode()
+
+
+def byte_fallback_bytes(token: str, space: str = "▁") -> bytes:
+    """The bytes of a token of a vocabulary with byte fallback.
+
+    Args:
+        token: the token, such as "<0x0A>".
+        space: the character that stands for a space.
+    """
+    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+        try:
+            return bytes([int(token[3:5], 16)])
+        except ValueError:
+            pass
+    return token.replace(space, " ").encode()
+
+
+def steps(part: Any, key: str) -> list[dict[str, Any]]:
+    """The steps of a part of a tokenizer.json, which is a step or a sequence of parts.
+
+    Args:
+        part: such as the `decoder`; None has no step.
+        key: where a sequence has its parts.
+    """
+    if not isinstance(part, dict):
+        return []
+    if part.get("type") != "Sequence":
+        return [part]
+    return [step for inner in part.get(key) or () for step in steps(inner, key)]
 
 
 class TokenPieces:
@@ -54,15 +96,17 @@ class TokenPieces:
         """The table for `tokenizer`, or None if its decoder does more than join bytes."""
         if tokenizer.decoder is None:
             return None
-        steps = _flatten(json.loads(tokenizer.decoder.__getstate__()))
-        kinds = [step["type"] for step in steps]
+        decoders = steps(json.loads(tokenizer.decoder.__getstate__()), "decoders")
+        kinds = [step["type"] for step in decoders]
         if kinds == ["ByteLevel"]:
             return cls(tokenizer, special_token_ids, byte_level=True, strips_leading_space=False)
-        if kinds[:3] != ["Replace", "ByteFallback", "Fuse"] or not _replaces_underscore(steps[0]):
+        if kinds[:3] != ["Replace", "ByteFallback", "Fuse"] or not _replaces_underscore(
+            decoders[0]
+        ):
             return None
         if kinds[3:] == []:
             return cls(tokenizer, special_token_ids, byte_level=False, strips_leading_space=False)
-        if kinds[3:] == ["Strip"] and _strips_one_space(steps[3]):
+        if kinds[3:] == ["Strip"] and _strips_one_space(decoders[3]):
             return cls(tokenizer, special_token_ids, byte_level=False, strips_leading_space=True)
         return None
 
@@ -82,21 +126,8 @@ class TokenPieces:
         if token is None:
             return b""
         if self._byte_of is not None:
-            if all(character in self._byte_of for character in token):
-                return bytes(self._byte_of[character] for character in token)
-            return token.encode()
-        if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
-            try:
-                return bytes([int(token[3:5], 16)])
-            except ValueError:
-                pass
-        return token.replace("▁", " ").encode()
-
-
-def _flatten(decoder: dict[str, Any]) -> list[dict[str, Any]]:
-    if decoder["type"] != "Sequence":
-        return [decoder]
-    return [step for inner in decoder["decoders"] for step in _flatten(inner)]
+            return byte_level_bytes(token, self._byte_of)
+        return byte_fallback_bytes(token)
 
 
 def _replaces_underscore(step: dict[str, Any]) -> bool:

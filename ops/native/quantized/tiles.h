@@ -34,7 +34,7 @@ struct GroupFetch {
 
   // The weights `kBytesAhead` after those that are multiplied, for a tile whose columns are one range. With AVX-512, a
   // tile of several rows has so many instructions for a line of weights that the processor by itself reaches the next
-  // lines too late. With AVX2, tiles of one row of 4-bit weights do.
+  // lines too late. With AVX2, tiles of one or two rows of 4-bit weights do.
   static GroupFetch ahead(const uint8_t* w, int64_t group_bytes) { return {w + kBytesAhead, group_bytes, 0}; }
 
   static constexpr int64_t kBytesAhead = OSTINATO_ISA >= 2 ? 6 << 10 : 1 << 10;
