@@ -139,7 +139,7 @@ class GraphRunner:
         *,
         must_fit: bool = False,
     ) -> list[GraphKey]:
-        """Capture every bucket of the table, largest first; writes to the null block only.
+        """Capture every bucket of the table; writes to the null block only.
 
         Args:
             progress: called after each captured bucket.
@@ -160,7 +160,8 @@ class GraphRunner:
         gc.collect()
         gc.disable()  # a garbage collection that frees device memory would break a capture
         try:
-            for key in self._table.keys:
+            keys = self._table.keys
+            for key in keys if self._recorder.largest_first else reversed(keys):
                 self._buffers.wait_for_upload()
                 self._fill_with_padding(key)
                 try:

@@ -20,6 +20,9 @@ __all__ = ("CpuRecorder", "CudaRecorder", "Recorder", "is_out_of_memory")
 class Recorder(Protocol):
     """Turns a call over static buffers into a replay."""
 
+    largest_first: bool
+    """Whether the largest bucket is captured first; else the smallest is."""
+
     def capture(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
         """A replay with `run`'s effects. The next replay overwrites its output tensor.
 
@@ -34,8 +37,11 @@ class CpuRecorder:
     """Records a program's layers as CPU graphs at the first bucket.
 
     The sizes of these graphs are symbolic. So one recording serves all buckets, and every other
-    step that is small enough. A replay is the call itself, with its arguments bound.
+    step that is small enough. A replay is the call itself, with its arguments bound. The call that
+    is recorded also computes its step. So the smallest bucket is captured first.
     """
+
+    largest_first = False
 
     def __init__(self, program: Program | None) -> None:
         """
@@ -63,10 +69,12 @@ class _Pool:
 class CudaRecorder:
     """CUDA graphs in one memory pool.
 
-    Capture the largest bucket first, so that the others fit into its memory. All graphs write their
-    result into one tensor: with a tensor for each, the logits of large vocabularies would add up to
-    gigabytes.
+    The largest bucket is captured first, so that the others fit into its memory. All graphs write
+    their result into one tensor: with a tensor for each, the logits of large vocabularies would add
+    up to gigabytes.
     """
+
+    largest_first = True
 
     def __init__(self, output: Tensor | None = None, *, pool: _Pool | None = None) -> None:
         """

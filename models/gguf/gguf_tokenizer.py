@@ -31,11 +31,8 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 _UNDERSCORE = "▁"
 
 
-def gguf_tokenizer_json(file: GGUFFile, *, has_merges: bool = True) -> str:
+def gguf_tokenizer_json(file: GGUFFile) -> str:
     """The tokenizer.json of a file's vocabulary.
-
-    Args:
-        has_merges: False = without the merges, which take most of the time.
 
     Raises:
         GGUFError: the vocabulary is missing, has a contradiction, or is of a kind that is not
@@ -44,7 +41,7 @@ def gguf_tokenizer_json(file: GGUFFile, *, has_merges: bool = True) -> str:
     whole = whole_tokenizer_json(file)
     if whole is not None:
         return whole
-    made = gguf_tokenizer_parts(file, has_merges=has_merges)
+    made = gguf_tokenizer_parts(file)
     return msgspec.json.encode(made).decode()  # json.dumps takes ten times as long
 
 
@@ -68,6 +65,10 @@ def gguf_merges(file: GGUFFile) -> list[tuple[str, str]]:
 
 def gguf_tokenizer_parts(file: GGUFFile, *, has_merges: bool = True) -> dict[str, Any]:
     """The contents of `gguf_tokenizer_json`, for a file without a whole tokenizer.json.
+
+    Args:
+        file: the opened file.
+        has_merges: False = without the merges, which take most of the time.
 
     Raises:
         GGUFError: as `gguf_tokenizer_json`.

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.grammar.library_errors import explain, tokenizer_problem
 from ostinato.runtime.grammar.token_table import read_token_table
+from ostinato.runtime.text.forced_text import TokenizerParts
 from ostinato.runtime.text.tokenizer_files import TokenizerFiles
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ __all__ = (
     "load_grammar_tokenizer",
     "prepare_forced_texts",
     "problem",
-    "read_tokenizer_json",
+    "read_grammar_tokenizer",
 )
 
 # Limits of one mask, because a step waits for it. llguidance's defaults are 200,000 fuel and 50,000
@@ -34,47 +35,31 @@ _STEP_ITEMS = 20_000  # about 1 ms
 _LEXER_FUEL = 8_000_000
 
 
-def read_tokenizer_json(files: TokenizerFiles | None, *, has_merges: bool = False) -> str:
-    """The model's tokenizer.json.
+def read_grammar_tokenizer(
+    path: str, vocab_size: int, eos_token_ids: tuple[int, ...]
+) -> tuple[LLTokenizer, TokenizerParts]:
+    """The model's vocabulary as a trie of bytes, and the parts of the tokenizer.
 
     Args:
-        files: the tokenizer's files; None = there is no tokenizer.
-        has_merges: whether the merges are needed (`TokenizerFiles.tokenizer_json`).
-
-    Raises:
-        InvalidRequestError: there is no tokenizer.json.
-    """
-    text = None if files is None else files.tokenizer_json(has_merges=has_merges)
-    if text is None:
-        raise InvalidRequestError(
-            "structured_outputs cannot be used: the model has no tokenizer.json; leave "
-            "structured_outputs out, or start the server with model.tokenizer=DIRECTORY",
-            param="structured_outputs",
-            code="no_tokenizer",
-        )
-    return text
-
-
-def load_grammar_tokenizer(
-    path: str, vocab_size: int, eos_token_ids: tuple[int, ...]
-) -> LLTokenizer:
-    """The model's vocabulary as a trie of bytes.
+        path: directory or GGUF file of the tokenizer; "" = the model has none.
+        vocab_size: V.
+        eos_token_ids: tokens that end an answer.
 
     Raises:
         InvalidRequestError: the model has no tokenizer.json, or one that grammars cannot use.
     """
     from llguidance import LLTokenizer, TokenizerWrapper
 
-    files = TokenizerFiles(path) if path else None
-    text = read_tokenizer_json(files)
-    assert files is not None, "read_tokenizer_json refuses None"
     eos = list(eos_token_ids) or None
+    files = TokenizerFiles(path) if path else None
     try:
-        table = read_token_table(files, text, vocab_size, eos_token_ids)
-        if table is None:
-            text = read_tokenizer_json(files, has_merges=True)
-            return LLTokenizer(text, n_vocab=vocab_size, eos_token=eos)
-        return LLTokenizer(TokenizerWrapper(table), eos_token=eos)
+        parts = None if files is None else TokenizerParts.read(files)
+        if files is not None and parts is not None:
+            table = read_token_table(files, parts, vocab_size, eos_token_ids)
+            if table is not None:
+                return LLTokenizer(TokenizerWrapper(table), eos_token=eos), parts
+            text = files.tokenizer_json() or ""
+            return LLTokenizer(text, n_vocab=vocab_size, eos_token=eos), parts
     except ValueError as error:
         raise InvalidRequestError(
             "structured_outputs cannot be used: the vocabulary of this model's tokenizer.json "
@@ -83,6 +68,19 @@ def load_grammar_tokenizer(
             param="structured_outputs",
             code="no_tokenizer",
         ) from error
+    raise InvalidRequestError(
+        "structured_outputs cannot be used: the model has no tokenizer.json; leave "
+        "structured_outputs out, or start the server with model.tokenizer=DIRECTORY",
+        param="structured_outputs",
+        code="no_tokenizer",
+    )
+
+
+def load_grammar_tokenizer(
+    path: str, vocab_size: int, eos_token_ids: tuple[int, ...]
+) -> LLTokenizer:
+    """The first result of `read_grammar_tokenizer`."""
+    return read_grammar_tokenizer(path, vocab_size, eos_token_ids)[0]
 
 
 def prepare_forced_texts(tokenizer: LLTokenizer) -> None:

@@ -14,7 +14,7 @@ import random
 import sys
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -23,13 +23,11 @@ from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.grammar.compiler import GrammarAnswer, GrammarModel
 from ostinato.runtime.grammar.matcher import (
     build_matcher,
-    load_grammar_tokenizer,
     prepare_forced_texts,
     problem,
-    read_tokenizer_json,
+    read_grammar_tokenizer,
 )
 from ostinato.runtime.sandbox import serve
-from ostinato.runtime.text.tokenizer_files import TokenizerFiles
 from ostinato.runtime.types.structured_outputs import StructuredOutputsParams
 
 if TYPE_CHECKING:
@@ -56,13 +54,16 @@ class GrammarBuilder:
         self._model = model
         self._no_tokenizer: InvalidRequestError | None = None
         try:
-            self.tokenizer = load_grammar_tokenizer(
+            self.tokenizer, parts = read_grammar_tokenizer(
                 model.tokenizer, model.vocab_size, model.eos_token_ids
             )
             prepare_forced_texts(self.tokenizer)
-            file = msgspec.json.decode(read_tokenizer_json(TokenizerFiles(model.tokenizer)))
-            self._special_tokens = _special_tokens(file)
-            self._unknown = _unknown_tokens(file)
+            # Plain text in a grammar does not match special tokens.
+            self._special_tokens = parts.special_tokens
+            # If only one text can follow, llguidance allows the tokens into which the tokenizer
+            # encodes it. These can include the unknown token.
+            self._unknown = [] if parts.unknown_id is None else [parts.unknown_id]
+            self._eos = [token for token in model.eos_token_ids if token < model.vocab_size]
         except InvalidRequestError as error:
             self._no_tokenizer = error
 
@@ -100,24 +101,25 @@ class GrammarBuilder:
         Raises:
             ValueError: a mask fails, allows no text, or the masks take too long.
         """
-        eos = np.array(self._model.eos_token_ids, dtype=np.int64)
         choose = random.Random(0)
         seconds: list[float] = []
         while len(seconds) < _TRIED_TOKENS and not matcher.is_stopped():
             begin = time.process_time()
-            mask = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
+            bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
             seconds.append(time.process_time() - begin)
             error = problem(matcher)
             if error is not None:
                 raise ValueError(error)
-            allowed = np.setdiff1d(np.flatnonzero(np.unpackbits(mask, bitorder="little")), eos)
-            if not len(allowed):
+            mask = np.unpackbits(bits, bitorder="little")
+            mask[self._eos] = 0
+            if not mask.any():
                 if len(seconds) == 1:
                     raise ValueError(
                         "it matches only the empty text; make it match at least one character"
                     )
                 return
-            allowed = np.setdiff1d(allowed, self._unknown)
+            mask[self._unknown] = 0
+            allowed = np.flatnonzero(mask)
             if not len(allowed):
                 if len(seconds) == 1:
                     raise ValueError("no text that matches it can begin with a token of the model")
@@ -130,25 +132,6 @@ class GrammarBuilder:
                 f"computing which tokens may follow takes {mean * 1e3:.1f} ms, but at most "
                 f"{_MEAN_MASK_S * 1e3:.0f} ms are allowed; make it simpler"
             )
-
-
-def _special_tokens(file: dict[str, Any]) -> dict[str, int]:
-    """Text -> id of the special tokens, which plain text in a grammar does not match."""
-    added = file.get("added_tokens") or ()
-    return {token["content"]: token["id"] for token in added if token.get("special")}
-
-
-def _unknown_tokens(file: dict[str, Any]) -> list[int]:
-    """The id of the unknown token, in a list; empty for a tokenizer without one.
-
-    If only one text can follow, llguidance allows the tokens into which the tokenizer encodes it.
-    These can include the unknown token.
-    """
-    model = file.get("model") or {}
-    token_id = model.get("unk_id")  # Unigram gives the id, other models give the text
-    if token_id is None and isinstance(model.get("vocab"), dict):
-        token_id = model["vocab"].get(model.get("unk_token"))
-    return [] if token_id is None else [token_id]
 
 
 def _begin(first: bytes) -> Callable[[bytes], bytes]:

@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import msgspec
-
 from ostinato.runtime.text.forced_text import ForcedText, TokenizerParts
 from ostinato.runtime.text.token_bytes import (
     byte_fallback_bytes,
@@ -62,7 +60,7 @@ class TokenTable:
 
 
 def read_token_table(
-    files: TokenizerFiles, text: str, vocab_size: int, eos_token_ids: Sequence[int]
+    files: TokenizerFiles, parts: TokenizerParts, vocab_size: int, eos_token_ids: Sequence[int]
 ) -> TokenTable | None:
     """The table of a tokenizer; None if llguidance must read the tokenizer.json itself.
 
@@ -71,14 +69,13 @@ def read_token_table(
 
     Args:
         files: the files of the tokenizer. Its merges are read when a text is first encoded.
-        text: the tokenizer.json; the merges are not used.
+        parts: the parts of the tokenizer.
         vocab_size: V; ids without a token get a special one.
         eos_token_ids: tokens that end an answer.
 
     Raises:
-        ValueError: `text` is not a tokenizer.json, or has ids outside the vocabulary.
+        ValueError: the vocabulary is no map of ids, or has ids outside the model's vocabulary.
     """
-    parts = msgspec.json.decode(text, type=TokenizerParts)
     decoders = {step.get("type"): step for step in steps(parts.decoder, "decoders")}
     is_byte_fallback = "ByteFallback" in decoders
     if not eos_token_ids or not (is_byte_fallback or "ByteLevel" in decoders):

@@ -45,12 +45,13 @@ class AddedToken(msgspec.Struct):
 
 
 class _Model(msgspec.Struct):
-    """The model of a tokenizer.json. Its vocabulary has another form if it is not BPE."""
+    """The model of a tokenizer.json. Its vocabulary has another form if it is Unigram."""
 
     type: str = ""
     vocab: msgspec.Raw = msgspec.Raw(b"{}")
     dropout: float | None = None
     unk_token: str | None = None
+    unk_id: int | None = None  # of Unigram
     continuing_subword_prefix: str | None = None
     end_of_word_suffix: str | None = None
     fuse_unk: bool = False
@@ -66,6 +67,24 @@ class TokenizerParts(msgspec.Struct, dict=True):
     normalizer: Any = None
     pre_tokenizer: Any = None
     decoder: Any = None
+
+    @classmethod
+    def read(cls, files: TokenizerFiles) -> TokenizerParts | None:
+        """The parts of a tokenizer; None if there is no tokenizer.json.
+
+        Raises:
+            StartupError: the file cannot be read.
+            msgspec.DecodeError: it is not a tokenizer.json.
+        """
+        made = files.gguf_parts(has_merges=False)
+        if made is None:
+            text = files.tokenizer_json()
+            return None if text is None else msgspec.json.decode(text, type=cls)
+        model = dict(made["model"])
+        vocab = model.pop("vocab")
+        parts = msgspec.convert(made | {"model": model}, cls)
+        parts.vocab = vocab
+        return parts
 
     @property
     def is_plain_bpe(self) -> bool:
@@ -85,12 +104,25 @@ class TokenizerParts(msgspec.Struct, dict=True):
 
     @cached_property
     def vocab(self) -> dict[str, int]:
-        """The ids of a BPE model's tokens. Added tokens can be missing.
+        """The ids of the tokens of a model other than Unigram. Added tokens can be missing.
 
         Raises:
             msgspec.DecodeError: it has another form.
         """
         return msgspec.json.decode(self.model.vocab, type=dict[str, int])
+
+    @property
+    def special_tokens(self) -> dict[str, int]:
+        """Text -> id of the special tokens."""
+        return {token.content: token.id for token in self.added_tokens or () if token.special}
+
+    @property
+    def unknown_id(self) -> int | None:
+        """The id of the unknown token; None for a tokenizer without one."""
+        model = self.model
+        if model.type == "Unigram" or model.unk_token is None:
+            return model.unk_id
+        return self.vocab.get(model.unk_token)
 
 
 class ForcedText:

@@ -53,12 +53,8 @@ class TokenizerFiles:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
 
-    def tokenizer_json(self, *, has_merges: bool = True) -> str | None:
+    def tokenizer_json(self) -> str | None:
         """The tokenizer.json; None if the directory has none.
-
-        Args:
-            has_merges: False = the merges are not needed. That of a GGUF file is then made without
-                them, in a quarter of the time.
 
         Raises:
             StartupError: the file cannot be read.
@@ -68,12 +64,15 @@ class TokenizerFiles:
         from ostinato.models.gguf.gguf_tokenizer import gguf_tokenizer_json
 
         try:
-            return gguf_tokenizer_json(self._gguf, has_merges=has_merges)
+            return gguf_tokenizer_json(self._gguf)
         except GGUFError as error:
             raise StartupError(str(error)) from error
 
-    def gguf_parts(self) -> dict[str, Any] | None:
+    def gguf_parts(self, *, has_merges: bool = True) -> dict[str, Any] | None:
         """The contents of the tokenizer.json of a GGUF file, if they are not stored as one text.
+
+        Args:
+            has_merges: False = without the merges, which take most of the time.
 
         Raises:
             StartupError: the file cannot be read.
@@ -83,8 +82,9 @@ class TokenizerFiles:
         from ostinato.models.gguf.gguf_tokenizer import gguf_tokenizer_parts, whole_tokenizer_json
 
         try:
-            is_text = whole_tokenizer_json(self._gguf) is not None
-            return None if is_text else gguf_tokenizer_parts(self._gguf)
+            if whole_tokenizer_json(self._gguf) is not None:
+                return None
+            return gguf_tokenizer_parts(self._gguf, has_merges=has_merges)
         except GGUFError as error:
             raise StartupError(str(error)) from error
 

@@ -18,6 +18,8 @@ from tests.graphs.toy import MAX_SEQS, VOCAB, ToyModel, fill, make_buffers, make
 class StaticRecorder:
     """Behaves like a captured graph: one static output, overwritten by every replay."""
 
+    largest_first = True
+
     def __init__(self) -> None:
         self.shapes: list[tuple[int, ...]] = []
 
@@ -58,6 +60,13 @@ def test_buckets_are_captured_largest_first() -> None:
         GraphKey(1, 1, 1),
     ]
     assert recorder.shapes == [(MAX_SEQS, VOCAB), (4, VOCAB), (2, VOCAB), (1, VOCAB)]
+
+
+@torch.inference_mode()
+def test_a_cpu_captures_the_smallest_bucket_first() -> None:
+    """The first capture computes a step, which takes seconds for a large bucket."""
+    captured, _ = make_runner(CpuRecorder(None))
+    assert [key.num_tokens for key in captured.captured_keys] == [1, 2, 4, 16]
 
 
 @pytest.mark.parametrize("recorder", [StaticRecorder(), CpuRecorder(None)])

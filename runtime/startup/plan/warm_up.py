@@ -8,6 +8,10 @@ from ostinato.models.step_tensors import StepSizes
 
 __all__ = ("cpu_steps", "gpu_steps")
 
+# Enough for the kernels of several rows. A step of this size takes about as long as a step of one
+# token, because it reads the same weights.
+_SEVERAL_TOKENS = 8
+
 
 def cpu_steps(most_tokens: int) -> tuple[StepSizes, ...]:
     """One step of several tokens, and one of a single token.
@@ -15,7 +19,9 @@ def cpu_steps(most_tokens: int) -> tuple[StepSizes, ...]:
     Args:
         most_tokens: tokens of the engine's largest step.
     """
-    return tuple(StepSizes(n, 1, 1) for n in sorted({min(64, most_tokens), 1}, reverse=True))
+    return tuple(
+        StepSizes(n, 1, 1) for n in sorted({min(_SEVERAL_TOKENS, most_tokens), 1}, reverse=True)
+    )
 
 
 def gpu_steps(

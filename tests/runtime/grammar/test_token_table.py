@@ -17,6 +17,7 @@ from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.grammar.llguidance_text import grammar_text
 from ostinato.runtime.grammar.matcher import build_matcher, load_grammar_tokenizer
 from ostinato.runtime.grammar.token_table import TokenTable, read_token_table
+from ostinato.runtime.text.forced_text import TokenizerParts
 from ostinato.runtime.text.tokenizer_files import TokenizerFiles
 from ostinato.runtime.types.structured_outputs import StructuredOutputsParams
 from tests.runtime.text.tokenizer_builders import (
@@ -80,11 +81,16 @@ def _sizes(text: str) -> tuple[int, int]:
 
 def _table(text: str, directory: Path) -> TokenTable:
     (directory / "tokenizer.json").write_text(text, encoding="utf-8")
-    files = TokenizerFiles(directory)
-    assert files.tokenizer_json(has_merges=False) == text
-    table = read_token_table(files, text, _sizes(text)[1], EOS)
+    table = _read_table(directory, _sizes(text)[1])
     assert table is not None
     return table
+
+
+def _read_table(directory: Path, vocab_size: int) -> TokenTable | None:
+    files = TokenizerFiles(directory)
+    parts = TokenizerParts.read(files)
+    assert parts is not None
+    return read_token_table(files, parts, vocab_size, EOS)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -195,10 +201,34 @@ def test_many_added_tokens(tmp_path):
 def test_other_models_have_no_table(tmp_path, change: dict[str, Any]):
     file = json.loads(byte_level_bpe().to_str())
     file["model"] |= change
-    text = json.dumps(file)
-    assert read_token_table(TokenizerFiles(tmp_path), text, 1000, EOS) is None
-    unigram = metaspace_unigram().to_str()
-    assert read_token_table(TokenizerFiles(tmp_path), unigram, 1000, EOS) is None
+    for text in (json.dumps(file), metaspace_unigram().to_str()):
+        (tmp_path / "tokenizer.json").write_text(text, encoding="utf-8")
+        assert _read_table(tmp_path, 1000) is None
+
+
+def test_special_and_unknown_tokens(tmp_path):
+    """Beside the tokenizer.json read as plain JSON."""
+    word_level = json.loads(byte_level_bpe().to_str())
+    word_level["model"] |= {"type": "WordLevel", "unk_token": SPECIAL[0]}
+    unigram = json.loads(metaspace_unigram().to_str())
+    texts = [make() for make in KINDS.values()] + [json.dumps(word_level), json.dumps(unigram)]
+    unknown: list[int | None] = []
+    for text in texts:
+        (tmp_path / "tokenizer.json").write_text(text, encoding="utf-8")
+        parts = TokenizerParts.read(TokenizerFiles(tmp_path))
+        assert parts is not None
+        file = json.loads(text)
+        assert parts.special_tokens == {
+            token["content"]: token["id"] for token in file["added_tokens"] if token["special"]
+        }
+        model = file["model"]
+        expected = model.get("unk_id")
+        if isinstance(model["vocab"], dict):
+            expected = model["vocab"].get(model["unk_token"])
+        assert parts.unknown_id == expected
+        unknown.append(expected)
+    assert unknown[-1] is not None
+    assert unknown[-2] is not None
 
 
 def test_a_vocabulary_that_is_too_small(tmp_path):

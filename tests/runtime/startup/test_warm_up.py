@@ -47,5 +47,5 @@ def test_every_tile_of_quantised_products_has_a_step() -> None:
 
 
 def test_a_cpu_runs_two_steps() -> None:
-    assert cpu_steps(2048) == (StepSizes(64, 1, 1), StepSizes(1, 1, 1))
+    assert cpu_steps(2048) == (StepSizes(8, 1, 1), StepSizes(1, 1, 1))
     assert cpu_steps(1) == (StepSizes(1, 1, 1),)
