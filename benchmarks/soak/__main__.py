@@ -119,13 +119,14 @@ def _slowest_table(rows: list[dict[str, Any]]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="slowest good requests")
     for name in ("at s", "took s"):
         table.add_column(name, justify="right")
-    for name in ("client", "request", "longest phase", "seconds of the phases"):
+    for name in ("client", "request", "longest phase", "seconds of the phases", "beside, seconds"):
         table.add_column(name, overflow="fold")
     for row in rows:
         phases = ", ".join(f"{name} {value:g}" for name, value in row["phases"].items())
         phase = row["phase"] + (" (restart)" if row["in_restart"] else "")
+        beside = "; ".join(f"{name} {seconds:g}" for name, seconds in row["beside"].items())
         times = (f"{row['at']:.0f}", f"{row['seconds']:.2f}")
-        table.add_row(*times, row["client"], row["kind"], phase, phases)
+        table.add_row(*times, row["client"], row["kind"], phase, phases, beside)
     return table
 
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-__all__ = ("GoodRequest", "phases_of", "slowest")
+__all__ = ("GoodRequest", "HeavyAct", "phases_of", "slowest")
 
 _FIELD = re.compile(r" (\w+)=(\S+)")
 _LINE = re.compile(r"INFO (\S+) done( .*)")
@@ -31,6 +31,14 @@ class GoodRequest(NamedTuple):
     kind: str  # endpoint and size in words
     sent: float  # time.time()
     seconds: float  # until the whole answer had arrived
+
+
+class HeavyAct(NamedTuple):
+    """A heavy act of the hostile clients."""
+
+    name: str
+    begin: float  # time.time()
+    seconds: float
 
 
 def phases_of(lines: Iterable[str]) -> dict[str, dict[str, float]]:
@@ -65,6 +73,7 @@ def slowest(
     lines: Iterable[str],
     begin: float,
     restarts: Sequence[tuple[float, float]],
+    acts: Sequence[HeavyAct] = (),
     count: int = 10,
 ) -> list[dict[str, Any]]:
     """The requests that took longest, with the phases that the server has logged.
@@ -77,12 +86,15 @@ def slowest(
         lines: the lines of the server's log.
         begin: the beginning of the test, as time.time().
         restarts: begin and end of each restart of the engine.
+        acts: heavy acts.
         count: how many of each kind are chosen.
 
     Returns:
-        Rows with `client`, `kind`, `at`, `seconds`, `in_restart`, `phase` (the longest one) and
-        `phases`, slowest first. `outside` is the time before the server read the request's head and
-        after its last token: connecting, waiting for the event loop, sending.
+        Rows with `client`, `kind`, `at`, `seconds`, `in_restart`, `phase` (the longest one),
+        `phases` and `beside`, slowest first. `beside` has the heavy acts that were under way at the
+        same time: the seconds that both had in common, by name. `outside` is the time before the
+        server read the request's head and after its last token: connecting, waiting for the event
+        loop, sending.
     """
     phases = phases_of(lines)
     ordered = sorted(requests, key=lambda one: -one.seconds)
@@ -102,9 +114,21 @@ def slowest(
                 "in_restart": _overlaps(one, restarts),
                 "phase": max(waits, key=lambda name: waits[name]),
                 "phases": own | {"outside": waits["outside"]},
+                "beside": _beside(one, acts),
             }
         )
     return rows
+
+
+def _beside(one: GoodRequest, acts: Sequence[HeavyAct]) -> dict[str, float]:
+    """Names of the acts that overlap a request -> seconds of the overlap, longest first."""
+    common: dict[str, float] = {}
+    for act in acts:
+        ends = act.begin + act.seconds, one.sent + one.seconds
+        seconds = min(ends) - max(act.begin, one.sent)
+        if seconds > 0:
+            common[act.name] = round(common.get(act.name, 0.0) + seconds, 2)
+    return dict(sorted(common.items(), key=lambda item: -item[1]))
 
 
 def _overlaps(one: GoodRequest, spans: Sequence[tuple[float, float]]) -> bool:

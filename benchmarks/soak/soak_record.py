@@ -14,7 +14,7 @@ from typing import Any
 
 import ostinato
 from ostinato.benchmarks.machine.probes import commit_of
-from ostinato.benchmarks.soak.request_phases import GoodRequest, slowest
+from ostinato.benchmarks.soak.request_phases import GoodRequest, HeavyAct, slowest
 from ostinato.benchmarks.soak.soak_run import ALLOWED_GROWTH, OVERRIDES, Observations, SoakPlan
 from ostinato.benchmarks.soak.soak_server import Resources
 from ostinato.runtime.machine_info import cpu_name, gpu_names, package_versions
@@ -103,7 +103,11 @@ def record_of(plan: SoakPlan, seen: Observations) -> dict[str, Any]:
         "memory": growth,
         "latency": latency,
         "slowest": slowest(
-            [*counts.answered, *_library_requests(seen)], seen.lines, seen.begin, seen.restarts
+            [*counts.answered, *_library_requests(seen)],
+            seen.lines,
+            seen.begin,
+            seen.restarts,
+            [HeavyAct(*act) for act in seen.hostile.get("heavy", ())],
         ),
         "health": health,
         "memory_mib": seen.memory[:: max(1, len(seen.memory) // 60)],

@@ -15,7 +15,7 @@ from ostinato.benchmarks.soak.hostile.hostile_requests import (
     huge_number,
 )
 from ostinato.benchmarks.soak.libraries.client_libraries import command
-from ostinato.benchmarks.soak.request_phases import GoodRequest, slowest
+from ostinato.benchmarks.soak.request_phases import GoodRequest, HeavyAct, slowest
 from ostinato.benchmarks.soak.soak_run import Observations, SoakPlan
 from ostinato.benchmarks.soak.traffic import OPTIONS, Traffic
 from ostinato.runtime.types.params import SamplingParams
@@ -134,7 +134,9 @@ def test_the_phases_of_slow_requests_come_from_the_log() -> None:
         GoodRequest("gone", "good", "completions", 120.0, 1.0),
         GoodRequest("quick", "good", "completions", 120.0, 0.1),
     ]
-    rows = slowest(requests, lines, 100.0, [(104.0, 105.0)], count=2)
+    acts = [HeavyAct("128 beams", 99.0, 4.5), HeavyAct("128 beams", 104.0, 9.0)]
+    acts.append(HeavyAct("a schema", 90.0, 100.0))
+    rows = slowest(requests, lines, 100.0, [(104.0, 105.0)], acts, count=2)
     assert [row["client"] for row in rows] == ["openai", "good", "good"]
     assert [row["phase"] for row in rows] == ["preparation", "first token", "outside"]
     assert [row["in_restart"] for row in rows] == [False, True, False]
@@ -154,6 +156,7 @@ def test_the_phases_of_slow_requests_come_from_the_log() -> None:
             "preemptions": 2.0,
             "outside": 0.2,
         },
+        "beside": {"a schema": 1.5, "128 beams": 1.0},
     }
 
 

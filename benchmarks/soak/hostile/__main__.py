@@ -82,6 +82,7 @@ class _Counts:
     acts: Counter[str] = field(default_factory=Counter)
     groups: Counter[str] = field(default_factory=Counter)
     statuses: Counter[str] = field(default_factory=Counter)
+    heavy: list[tuple[str, float, float]] = field(default_factory=list)  # name, time.time(), s
     wrong: list[str] = field(default_factory=list)
 
 
@@ -121,10 +122,12 @@ class _Hostile:
         if numbers.random() * (self._light + self._heavy) < self._heavy:
             group, act = self._rotation.next()
             self.counts.groups[group] += 1
+            began = time.time()
             for request in act.requests(numbers):
                 await asyncio.gather(
                     *(self._connect(act.name, _read_whole, request) for _ in range(act.num_at_once))
                 )
+            self.counts.heavy.append((act.name, began, time.time() - began))
         elif numbers.random() < _SHARE_OF_NUMBERS:
             self.counts.groups[_HUGE_NUMBERS] += 1
             await self._connect("a huge number", _read_head, huge_number(numbers))
@@ -228,6 +231,7 @@ def main(arguments: list[str]) -> int:
         "acts": counts.acts,
         "groups": counts.groups,
         "statuses": counts.statuses,
+        "heavy": counts.heavy,
         "wrong": counts.wrong[:20],
     }
     print(json.dumps(result), flush=True)
