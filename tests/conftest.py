@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -40,6 +41,27 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     if len(paths) == 1 and paths.pop().is_file():
         return 0
     return min(_MOST_WORKERS, len(os.sched_getaffinity(0)) + 1)
+
+
+# These files take longest. They begin first. Otherwise one worker would run one of them at the end,
+# while the others have nothing left to do.
+_BEGIN_FIRST = (
+    "test_interpreted_kernels.py",
+    "test_bench_kinds.py",
+    "test_native_build.py",
+    "test_recovery.py",
+    "test_terminal_commands.py",
+    "test_parity.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Order the files: the longest ones, then those with most tests.
+
+    The option --no-loadscope-reorder keeps this order. Without it, a file of few tests comes last.
+    """
+    counts = Counter(item.path for item in items)
+    items.sort(key=lambda item: (item.path.name not in _BEGIN_FIRST, -counts[item.path]))
 
 
 def pytest_report_header(config: pytest.Config) -> str:

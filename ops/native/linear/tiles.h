@@ -163,9 +163,9 @@ void tile(const float* x, const uint32_t* w, int64_t steps, float* sums, bool ad
     const char* fetched = fetch.begin + column * fetch.per_column;
     const int64_t per_step = fetch.per_step;
     for (int64_t step = 0; step < steps; ++step) {
-      if constexpr (R > kMaxRows / 2 || OSTINATO_ISA == 1) {
-        // With tall tiles the hardware's prefetcher falls behind. Prefetching makes short tiles slower with AVX-512, and
-        // faster on a processor that has only AVX2.
+      if constexpr (R > kMaxRows / 2 || (OSTINATO_ISA == 1 && Kind::kFloats == 2)) {
+        // With tall tiles the hardware's prefetcher falls behind. Prefetching makes short tiles slower with AVX-512. On a
+        // processor that has only AVX2 it makes them faster if they widen their weights, and else slower.
         __builtin_prefetch(fetched);
         if constexpr (V * F32::width > 16) __builtin_prefetch(fetched + 64);
         fetched += per_step;
