@@ -5,7 +5,7 @@
 It measures the seconds from the start of the process until a completion of one token has been
 answered. The first start of `run serve` with a file is not counted: it makes the programs that
 later starts load. The file is in the operating system's file cache. Processes that write no
-bytecode (PYTHONDONTWRITEBYTECODE) compile their modules at every start, so the variable is unset.
+bytecode (PYTHONDONTWRITEBYTECODE) compile their modules at every start, so the variable is emptied.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ import ostinato
 from ostinato.benchmarks.machine.probes import LoadMeter, commit_of
 from ostinato.benchmarks.report.json_file import write_json
 from ostinato.benchmarks.report.tables import median_and_range
+from ostinato.conf.environment import environment_with
 from ostinato.runtime.machine_info import cpu_name, package_versions
 
 __all__ = ("first_answer_s",)
@@ -56,9 +57,7 @@ def first_answer_s(command: Callable[[int], list[str]]) -> float:
     """
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    environment = {
-        key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"
-    }
+    environment = environment_with(PYTHONDONTWRITEBYTECODE="")  # as if it were unset
     with tempfile.TemporaryFile() as log:
         began = time.monotonic()
         process = subprocess.Popen(command(port), stdout=log, stderr=log, env=environment)
