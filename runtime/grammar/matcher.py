@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.grammar.library_errors import explain, tokenizer_problem
 from ostinato.runtime.grammar.token_table import read_token_table
-from ostinato.runtime.text.forced_text import TokenizerParts
 from ostinato.runtime.text.tokenizer_files import TokenizerFiles
+from ostinato.runtime.text.tokenizer_parts import TokenizerParts
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ostinato.runtime.text.forced_text import ForcedText, TokenizerParts
+from ostinato.runtime.text.forced_text import ForcedText
 from ostinato.runtime.text.token_bytes import (
     byte_fallback_bytes,
     byte_level_bytes,
@@ -19,6 +19,7 @@ from ostinato.runtime.text.token_bytes import (
     steps,
 )
 from ostinato.runtime.text.tokenizer_files import TokenizerFiles
+from ostinato.runtime.text.tokenizer_parts import TokenizerParts
 
 __all__ = ("TokenTable", "read_token_table")
 

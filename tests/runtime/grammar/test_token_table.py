@@ -17,8 +17,8 @@ from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.grammar.llguidance_text import grammar_text
 from ostinato.runtime.grammar.matcher import build_matcher, load_grammar_tokenizer
 from ostinato.runtime.grammar.token_table import TokenTable, read_token_table
-from ostinato.runtime.text.forced_text import TokenizerParts
 from ostinato.runtime.text.tokenizer_files import TokenizerFiles
+from ostinato.runtime.text.tokenizer_parts import TokenizerParts
 from ostinato.runtime.types.structured_outputs import StructuredOutputsParams
 from tests.runtime.text.tokenizer_builders import (
     CORPUS,
