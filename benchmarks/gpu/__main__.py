@@ -32,7 +32,6 @@ import sys
 import tempfile
 import time
 import traceback
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +40,10 @@ import torch
 import ostinato
 import ostinato.conf
 from ostinato.benchmarks.machine.described_device import described_devices
-from ostinato.benchmarks.machine.probes import commit_of
+from ostinato.benchmarks.machine.probes import basic_conditions
 from ostinato.benchmarks.report.json_file import write_json
 from ostinato.conf.environment import environment_with
-from ostinato.runtime.machine_info import cpu_name, gpu_names, package_versions
+from ostinato.runtime.machine_info import gpu_names, package_versions
 
 _PAGE = Path(ostinato.conf.__file__).parents[1] / "docs" / "kernels.md"
 _TITLE = "## Layers and steps"
@@ -244,12 +243,9 @@ def _read(output: Path) -> dict[str, Any]:
 
 def _conditions(arguments: list[str]) -> dict[str, Any]:
     return {
-        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        **basic_conditions(),
         "command": arguments,
-        "commit": commit_of(Path(ostinato.__file__).parent),
-        "cpu": cpu_name(),
         "gpus": gpu_names(),
-        "versions": package_versions(),
     }
 
 

@@ -1,4 +1,4 @@
-"""Probes of the machine's state: memory bandwidth, other programs' load, peak memory.
+"""The machine's state: memory bandwidth, other programs' load, peak memory, basic conditions.
 
 The speed of a shared machine changes within seconds. So a decode rate is reported with the memory
 bandwidth measured just before.
@@ -10,17 +10,22 @@ import contextlib
 import subprocess
 import time
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import psutil
 import pynvml
 import torch
 
+import ostinato
+from ostinato.runtime.machine_info import cpu_name, package_versions
+
 __all__ = (
     "EnergyMeter",
     "LoadMeter",
     "PeakMemory",
+    "basic_conditions",
     "commit_of",
     "cpu_seconds",
     "read_bandwidth",
@@ -151,6 +156,16 @@ class PeakMemory:
         except (OSError, StopIteration):
             return psutil.Process().memory_info().rss
         return int(entry.split()[1]) << 10
+
+
+def basic_conditions() -> dict[str, Any]:
+    """The conditions of any measurement: the time, this project's commit, processor, versions."""
+    return {
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": commit_of(Path(ostinato.__file__).parent),
+        "cpu": cpu_name(),
+        "versions": package_versions(),
+    }
 
 
 def commit_of(directory: Path) -> str | None:

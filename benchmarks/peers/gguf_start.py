@@ -21,7 +21,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +28,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-import ostinato
-from ostinato.benchmarks.machine.probes import LoadMeter, commit_of
+from ostinato.benchmarks.machine.probes import LoadMeter, basic_conditions
 from ostinato.benchmarks.report.json_file import write_json
 from ostinato.benchmarks.report.tables import median_and_range
 from ostinato.conf.environment import environment_with
-from ostinato.runtime.machine_info import cpu_name, package_versions
 
 __all__ = ("first_answer_s",)
 
@@ -161,13 +158,7 @@ def main(arguments: list[str]) -> int:
     results = _measure(options.files, options.llama_cpp, options.rounds)
     _print_table(results)
     if options.json is not None:
-        conditions = {
-            "time": datetime.now(UTC).isoformat(timespec="seconds"),
-            "commit": commit_of(Path(ostinato.__file__).parent),
-            "cpu": cpu_name(),
-            "versions": package_versions(),
-        }
-        write_json({"conditions": conditions, "results": results}, options.json)
+        write_json({"conditions": basic_conditions(), "results": results}, options.json)
     return 0
 
 

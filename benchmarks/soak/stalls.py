@@ -28,7 +28,6 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -39,12 +38,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-import ostinato
-from ostinato.benchmarks.machine.probes import commit_of
+from ostinato.benchmarks.machine.probes import basic_conditions
 from ostinato.benchmarks.report.json_file import write_json
 from ostinato.benchmarks.soak.soak_server import SoakServer
 from ostinato.benchmarks.soak.stall_cases import StallCase, generation_cases, pooling_cases
-from ostinato.runtime.machine_info import cpu_name, package_versions
 
 __all__ = ("measure_stalls",)
 
@@ -304,11 +301,8 @@ def measure_stalls(overrides: Sequence[str] = (), only: str = "") -> dict[str, A
         "rows": rows,
         "exit_code": code,
         "conditions": {
-            "time": datetime.now(UTC).isoformat(timespec="seconds"),
-            "commit": commit_of(Path(ostinato.__file__).parent),
+            **basic_conditions(),
             "overrides": [*_OVERRIDES, *overrides],
-            "cpu": cpu_name(),
-            "versions": package_versions(),
         },
     }
 

@@ -16,7 +16,6 @@ import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +24,14 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-import ostinato
-from ostinato.benchmarks.machine.probes import commit_of
+from ostinato.benchmarks.machine.probes import basic_conditions
 from ostinato.benchmarks.micro.engine.scaling import measure_decode
 from ostinato.benchmarks.report.json_file import write_json
 from ostinato.benchmarks.report.statistics import bootstrap_ratio
 from ostinato.conf.compose import load_config
 from ostinato.models.config.model_config import ModelConfig
 from ostinato.runtime.llm import LLM
-from ostinato.runtime.machine_info import cpu_name, gpu_names, package_versions
+from ostinato.runtime.machine_info import gpu_names
 
 __all__ = ("PAIRS", "Pair", "bytes_of_step")
 
@@ -230,12 +228,9 @@ def main(arguments: list[str]) -> None:
         print(f"measuring {name}", file=sys.stderr)
         results.append(_measure(name, PAIRS[name], options.rounds))
     conditions = {
-        "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": commit_of(Path(ostinato.__file__).parent),
-        "cpu": cpu_name(),
+        **basic_conditions(),
         "gpus": gpu_names(),
         "threads": torch.get_num_threads(),
-        "versions": package_versions(),
         "context": _CONTEXT,
     }
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import gc
 import sys
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +22,12 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-import ostinato
-from ostinato.benchmarks.machine.probes import LoadMeter, commit_of
+from ostinato.benchmarks.machine.probes import LoadMeter, basic_conditions
 from ostinato.benchmarks.report.json_file import write_json
 from ostinato.benchmarks.report.tables import median_and_range
 from ostinato.conf.compose import load_config
 from ostinato.runtime.llm import LLM
-from ostinato.runtime.machine_info import cpu_name, gpu_names, package_versions
+from ostinato.runtime.machine_info import gpu_names
 from ostinato.runtime.types.params import SamplingParams
 
 __all__ = ("measure_gap",)
@@ -90,12 +88,9 @@ def main(arguments: list[str]) -> None:
         for result in _measure_model(name, batches, options.repeats)
     ]
     conditions = {
-        "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": commit_of(Path(ostinato.__file__).parent),
-        "cpu": cpu_name(),
+        **basic_conditions(),
         "gpus": gpu_names(),
         "threads": torch.get_num_threads(),
-        "versions": package_versions(),
     }
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in ("model", "batch", "step, ms", "host gap, %", "others, %"):

@@ -18,7 +18,6 @@ import gc
 import statistics
 import sys
 import time
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,14 +26,13 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-import ostinato
 from ostinato.benchmarks.machine.machine_rates import machine_of, measure_rates
-from ostinato.benchmarks.machine.probes import commit_of
+from ostinato.benchmarks.machine.probes import basic_conditions
 from ostinato.benchmarks.machine.roofline import ModelSizes
 from ostinato.benchmarks.report.json_file import write_json
 from ostinato.conf.compose import load_config
 from ostinato.runtime.llm import LLM
-from ostinato.runtime.machine_info import cpu_name, gpu_names, package_versions
+from ostinato.runtime.machine_info import gpu_names
 from ostinato.runtime.types.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -187,12 +185,9 @@ def main(arguments: list[str]) -> None:
         for result in _measure_model(name, points, options.repeats, device)
     ]
     conditions = {
-        "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": commit_of(Path(ostinato.__file__).parent),
-        "cpu": cpu_name(),
+        **basic_conditions(),
         "gpus": gpu_names(),
         "threads": torch.get_num_threads(),
-        "versions": package_versions(),
     }
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in ("model", "batch", "context", "tokens/s", "roofline", "share, %"):

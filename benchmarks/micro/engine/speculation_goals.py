@@ -38,7 +38,6 @@ import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from itertools import permutations
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -46,15 +45,13 @@ from typing import Any, NamedTuple
 import msgspec
 import psutil
 
-import ostinato
-from ostinato.benchmarks.machine.probes import LoadMeter, commit_of
+from ostinato.benchmarks.machine.probes import LoadMeter, basic_conditions
 from ostinato.benchmarks.report.json_file import write_json
 from ostinato.conf.compose import load_config
 from ostinato.models.demo.training import held_out
 from ostinato.runtime.async_engine import AsyncEngine
 from ostinato.runtime.client.client import EngineClient
 from ostinato.runtime.client.requests import PreparedParts
-from ostinato.runtime.machine_info import cpu_name, package_versions
 from ostinato.runtime.types.params import SamplingParams
 from ostinato.runtime.types.speculation import SpeculationReport
 
@@ -402,10 +399,7 @@ def main(arguments: list[str]) -> None:
         print(json.dumps(one), flush=True)
     if options.json is not None:
         conditions = {
-            "time": datetime.now(UTC).isoformat(timespec="seconds"),
-            "commit": commit_of(Path(ostinato.__file__).parent),
-            "cpu": cpu_name(),
-            "versions": package_versions(),
+            **basic_conditions(),
             "overrides": overrides,
             "tokens": options.tokens,
             "starts": options.starts,

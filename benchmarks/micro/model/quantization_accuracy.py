@@ -16,7 +16,6 @@ import argparse
 import itertools
 import math
 import sys
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +27,7 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 import ostinato
-from ostinato.benchmarks.machine.probes import commit_of
+from ostinato.benchmarks.machine.probes import basic_conditions
 from ostinato.benchmarks.report.json_file import write_json
 from ostinato.conf.compose import load_config
 from ostinato.conf.schema import LoadFormat
@@ -41,7 +40,6 @@ from ostinato.models.registry import build_model
 from ostinato.models.step_tensors import ForwardBatch
 from ostinato.models.weight_methods.packed import Packed
 from ostinato.ops.native.library import load
-from ostinato.runtime.machine_info import cpu_name
 from ostinato.runtime.startup.plan.model_source import open_model
 
 __all__ = ("Loaded", "perplexity")
@@ -235,9 +233,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--json", type=Path, help="also write every figure to this file")
     options = parser.parse_args(arguments)
     conditions = {
-        "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": commit_of(Path(ostinato.__file__).parent),
-        "cpu": cpu_name(),
+        **basic_conditions(),
         "isa": load("core").isa,
         "torch": torch.__version__,
         "held_out_tokens": options.rows * (options.length - 1),

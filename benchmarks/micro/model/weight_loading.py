@@ -18,7 +18,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,8 +28,7 @@ from rich.table import Table
 from safetensors.torch import save_file
 from torch import Tensor
 
-import ostinato
-from ostinato.benchmarks.machine.probes import commit_of
+from ostinato.benchmarks.machine.probes import basic_conditions
 from ostinato.benchmarks.report.json_file import write_json
 from ostinato.benchmarks.workload.random_gguf import write_random_gguf
 from ostinato.conf.compose import load_config
@@ -45,7 +43,6 @@ from ostinato.models.quantize.packing import settings_of
 from ostinato.models.registry import build_model, read_model_config
 from ostinato.models.weight_methods.weight_method import DummyTensor
 from ostinato.ops.native.library import load
-from ostinato.runtime.machine_info import cpu_name
 from ostinato.runtime.startup.plan.model_source import open_model
 
 __all__ = ("FORMATS", "GGUF_TYPES", "Measured", "measure")
@@ -240,9 +237,7 @@ def main(arguments: list[str]) -> None:
     _print(results)
     if options.json is not None:
         conditions = {
-            "time": datetime.now(UTC).isoformat(timespec="seconds"),
-            "commit": commit_of(Path(ostinato.__file__).parent),
-            "cpu": cpu_name(),
+            **basic_conditions(),
             "isa": isa,
             "torch": torch.__version__,
             "threads": options.threads,
