@@ -1,6 +1,8 @@
 // Memory for the results of a CpuGraph's kernels.
 #pragma once
 
+#include "core/huge_pages.h"
+
 #include <cstdint>
 #include <cstdlib>
 #include <new>
@@ -22,8 +24,10 @@ class Arena {
     bytes = (bytes + 63) / 64 * 64;
     if (chunks_.empty() || used_ + bytes > chunks_.back().bytes) {
       const int64_t size = bytes > total_ ? bytes : total_;  // at least doubles the total
-      void* memory = std::aligned_alloc(64, size);
+      const int64_t page = size < kHugePage ? 64 : kHugePage;
+      void* memory = std::aligned_alloc(page, (size + page - 1) / page * page);
       if (memory == nullptr) throw std::bad_alloc();
+      prefer_huge_pages(memory, size);
       chunks_.push_back({memory, size});
       total_ += size;
       used_ = 0;

@@ -12,31 +12,45 @@ namespace ostinato::linear {
 // multiplied by them. A tile of AVX-512 uses a weight for 14 rows, and is not slower if it comes from the second level.
 constexpr int64_t kStepsPerPass = OSTINATO_ISA == 1 ? 128 : 512;
 
-// Copies `rows` rows into the order in which a tile reads them. If K is odd, its missing last value is zero.
-template <class Kind>
-void pack_activations(const typename Kind::Element* x, int64_t row_stride, int rows, int64_t in_features,
-                      float* packed) {
-  using Element = typename Kind::Element;
-  const int64_t pitch = static_cast<int64_t>(rows) * Kind::kFloats;
-  const int64_t steps = ceil_divide(in_features, Kind::kElements);
-  const int64_t whole = in_features / Kind::kElements;
-  transpose_units(x, row_stride * static_cast<int64_t>(sizeof(Element)), rows, whole, packed, pitch);
-  if (whole < steps) {
-    for (int r = 0; r < rows; ++r) {
-      packed[whole * pitch + r] = 0.0f;
-      std::memcpy(packed + whole * pitch + r, x + r * row_stride + in_features - 1, sizeof(Element));
-    }
-  }
-  if constexpr (Kind::kFloats == 2) {
-    for (int64_t step = 0; step < steps; ++step) {
-      float* even = packed + step * pitch;
+// Widens pairs of bfloat16, [steps][rows], to floats, [steps][2][rows], at `packed`. The pairs lie in the second half of
+// that memory, so that a pair is read before its place is written.
+inline void widen_pairs(const float* pairs, int rows, int64_t steps, float* packed) {
+  static_assert(kMaxRows <= F32::width);
+  for (int64_t step = 0; step < steps; ++step) {
+    const float* from = pairs + step * rows;
+    float* even = packed + step * 2 * rows;
+    if ((steps - step) * rows >= F32::width) {
+      // The next floats overwrite the lanes past the last row.
+      const F32 units = load(from);
+      store(even, even_elements(units));
+      store(even + rows, odd_elements(units));
+    } else {
       for (int r = 0; r < rows; ++r) {
-        const auto pair = bit_cast<uint32_t>(even[r]);
+        const auto pair = bit_cast<uint32_t>(from[r]);
         even[r] = bit_cast<float>(pair << 16);
         even[rows + r] = bit_cast<float>(pair & 0xffff0000u);
       }
     }
   }
+}
+
+// Copies `rows` rows into the order in which a tile reads them. If K is odd, its missing last value is zero.
+template <class Kind>
+void pack_activations(const typename Kind::Element* x, int64_t row_stride, int rows, int64_t in_features,
+                      float* packed) {
+  using Element = typename Kind::Element;
+  const int64_t steps = ceil_divide(in_features, Kind::kElements);
+  const int64_t whole = in_features / Kind::kElements;
+  // Units that are widened to two floats lie in the second half of the memory first.
+  float* units = packed + (Kind::kFloats - 1) * steps * rows;
+  transpose_units(x, row_stride * static_cast<int64_t>(sizeof(Element)), rows, whole, units, rows);
+  if (whole < steps) {
+    for (int r = 0; r < rows; ++r) {
+      units[whole * rows + r] = 0.0f;
+      std::memcpy(units + whole * rows + r, x + r * row_stride + in_features - 1, sizeof(Element));
+    }
+  }
+  if constexpr (Kind::kFloats == 2) widen_pairs(units, rows, steps, packed);
 }
 
 template <class Kind, class Out>
@@ -73,19 +87,20 @@ class RowWorker {
     for (int64_t step = 0; step < weight_.steps; step += kStepsPerPass) {
       const int64_t steps = std::min(kStepsPerPass, weight_.steps - step);
       const uint32_t* units = weight + step * kPanel;
+      int64_t row = first_row;
       for (int64_t block = 0; block < blocks; ++block) {
-        const int64_t row = groups_.blocks.begin(first_block + block);
-        const int rows = groups_.blocks.height(first_block + block);
+        const int64_t next_row = groups_.blocks.begin(first_block + block + 1);
+        const int rows = static_cast<int>(next_row - row);
         float* block_sums = sums + (row - first_row) * kPanel;
         const float* values = activations_ + packed_floats(row - first_row) + step * rows * Kind::kFloats;
         // Several blocks fetch the next part of the weights together. Otherwise the first block would wait for memory.
         const Fetch fetch = blocks > 1 ? Fetch::share(units, steps, block, blocks, rows) : Fetch::ahead(units, rows);
         kTiles<Kind>[rows - 1](values, units, steps, block_sums, step > 0, fetch);
-        if (step + steps == weight_.steps) {
-          write_rows<Out>(p_, block_sums, rows, bias, row, column);
-        }
+        row = next_row;
       }
     }
+    const int64_t rows = groups_.first_row(group + 1) - first_row;
+    write_rows<Out>(p_, sums, static_cast<int>(rows), bias, first_row, column);
   }
 
  private:

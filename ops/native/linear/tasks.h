@@ -12,16 +12,13 @@
 #pragma once
 
 #include "core/aligned_memory.h"
+#include "core/huge_pages.h"
 #include "core/simd.h"
 #include "linear/layout.h"
 
 #include <algorithm>
 #include <atomic>
 #include <vector>
-
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
 
 namespace ostinato::linear {
 
@@ -31,22 +28,6 @@ constexpr int64_t kMaxGroupRows = 256;
 constexpr int64_t kBytesPerWorker = 96 << 10;  // cache traffic for which waking one more thread pays
 constexpr int64_t kBytesAtOnce = 48 << 10;     // cache traffic of the tasks that a worker takes at once
 constexpr int64_t kStreamedBytes = 512 << 10;  // results of this size and above are streamed, see Problem::streams
-
-// Asks for huge pages. Streaming reads of 4 KiB pages lose about 15 % to address translation and to prefetches that
-// stop at page borders. The call must precede the first write.
-constexpr int64_t kHugePage = 2 << 20;
-inline void prefer_huge_pages(void* data, int64_t bytes) {
-#if defined(__linux__)
-  const auto address = reinterpret_cast<uintptr_t>(data);
-  const uintptr_t first = (address + kHugePage - 1) / kHugePage * kHugePage;
-  const uintptr_t last = (address + bytes) / kHugePage * kHugePage;
-  // If the system refuses (an old kernel, a container's policy), only speed is lost.
-  if (last > first) (void)madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
-#else
-  (void)data;
-  (void)bytes;
-#endif
-}
 
 // Memory of the calling thread that grows and is kept: fresh pages every step would cost more than packing does.
 inline float* scratch(int64_t floats) {
@@ -216,7 +197,7 @@ void run_panels(const Problem& problem, const Weight& weight, const Groups& grou
 // The bias of a panel's columns as floats, zero past the last.
 template <class Element>
 void load_bias(const Problem& problem, int64_t column, float* bias) {
-  std::memset(bias, 0, kPanel * sizeof(float));
+  for (int c = 0; c < kPanel; c += F32::width) store(bias + c, broadcast(0.0f));
   if (problem.bias == nullptr) return;
   const int64_t columns = std::min<int64_t>(kPanel, problem.out_features - column);
   for (int64_t c = 0; c < columns; ++c) bias[c] = to_float(static_cast<const Element*>(problem.bias)[column + c]);
@@ -230,19 +211,26 @@ void write_rows(const Problem& problem, const float* sums, int rows, const float
   const Out* residual = static_cast<const Out*>(problem.residual);
   if (residual != nullptr) residual += row * problem.residual_stride + column;
   for (int r = 0; r < rows; ++r) {
+    // These are not initialised, because GCC would do it with `rep stos`: 30 cycles and more for each row.
     alignas(64) Out line[kPanel];
-    Out rest[kPanel] = {};
+    Out rest[kPanel];
     Out* place = out + problem.out_row(row + r) * problem.out_features;
     const bool streams = problem.streams && columns == kPanel && reinterpret_cast<uintptr_t>(place) % 64 == 0;
     Out* target = columns == kPanel && !streams ? place : line;
-    const Out* addend = residual == nullptr ? rest : residual + r * problem.residual_stride;
+    const Out* addend = residual == nullptr ? nullptr : residual + r * problem.residual_stride;
     if (residual != nullptr && columns < kPanel) {
+      std::memset(rest, 0, sizeof rest);
       std::memcpy(rest, addend, columns * sizeof(Out));
       addend = rest;
     }
-    for (int c = 0; c < kPanel; c += F32::width) {
-      const F32 sum = load(sums + r * kPanel + c) + load(bias + c);
-      store(target + c, residual == nullptr ? sum : sum + load(addend + c));
+    if (residual == nullptr) {
+#pragma GCC unroll 8
+      for (int c = 0; c < kPanel; c += F32::width) store(target + c, load(sums + r * kPanel + c) + load(bias + c));
+    } else {
+#pragma GCC unroll 8
+      for (int c = 0; c < kPanel; c += F32::width) {
+        store(target + c, load(sums + r * kPanel + c) + load(bias + c) + load(addend + c));
+      }
     }
     if (streams) {
       for (int c = 0; c < kPanel; c += 64 / static_cast<int>(sizeof(Out))) stream_line(place + c, line + c);

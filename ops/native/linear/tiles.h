@@ -78,6 +78,32 @@ struct Float32 {
   }
 };
 
+// The first or the second of each pair of bfloat16, as floats.
+#if OSTINATO_ISA >= 2
+OSTINATO_INLINE F32 even_elements(F32 pairs) {
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(pairs.v), 16))};
+}
+OSTINATO_INLINE F32 odd_elements(F32 pairs) {
+  const __m512i mask = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
+  return {_mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(pairs.v), mask))};
+}
+#elif OSTINATO_ISA == 1
+OSTINATO_INLINE F32 even_elements(F32 pairs) {
+  return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(pairs.v), 16))};
+}
+OSTINATO_INLINE F32 odd_elements(F32 pairs) {
+  const __m256i mask = _mm256_set1_epi32(static_cast<int>(0xffff0000u));
+  return {_mm256_castsi256_ps(_mm256_and_si256(_mm256_castps_si256(pairs.v), mask))};
+}
+#else
+OSTINATO_INLINE F32 even_elements(F32 pairs) {
+  return {(FloatLanes)((IntLanes)pairs.v << 16)};
+}
+OSTINATO_INLINE F32 odd_elements(F32 pairs) {
+  return {(FloatLanes)((IntLanes)pairs.v & static_cast<int32_t>(0xffff0000u))};
+}
+#endif
+
 #if OSTINATO_ISA >= 3
 
 // bfloat16 pairs, multiplied and added by the CPU's dot product.
@@ -102,31 +128,6 @@ struct BFloat16Pairs {
 
 #else
 
-#if OSTINATO_ISA == 2
-OSTINATO_INLINE F32 even_elements(const uint32_t* p) {
-  return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512(p), 16))};
-}
-OSTINATO_INLINE F32 odd_elements(const uint32_t* p) {
-  const __m512i mask = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
-  return {_mm512_castsi512_ps(_mm512_and_si512(_mm512_loadu_si512(p), mask))};
-}
-#elif OSTINATO_ISA == 1
-OSTINATO_INLINE F32 even_elements(const uint32_t* p) {
-  return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)), 16))};
-}
-OSTINATO_INLINE F32 odd_elements(const uint32_t* p) {
-  const __m256i mask = _mm256_set1_epi32(static_cast<int>(0xffff0000u));
-  return {_mm256_castsi256_ps(_mm256_and_si256(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)), mask))};
-}
-#else
-OSTINATO_INLINE F32 even_elements(const uint32_t* p) {
-  return {(FloatLanes)((IntLanes)load(reinterpret_cast<const float*>(p)).v << 16)};
-}
-OSTINATO_INLINE F32 odd_elements(const uint32_t* p) {
-  return {(FloatLanes)((IntLanes)load(reinterpret_cast<const float*>(p)).v & static_cast<int32_t>(0xffff0000u))};
-}
-#endif
-
 // bfloat16 pairs, widened to float: the even index of K first, then the odd one.
 struct BFloat16Pairs {
   using Element = BFloat16;
@@ -137,10 +138,10 @@ struct BFloat16Pairs {
   OSTINATO_INLINE static void step(F32 (&sum)[R][V], const float* x, const uint32_t* w) {
     F32 columns[V];
 #pragma GCC unroll 8
-    for (int v = 0; v < V; ++v) columns[v] = even_elements(w + v * F32::width);
+    for (int v = 0; v < V; ++v) columns[v] = even_elements(load(reinterpret_cast<const float*>(w) + v * F32::width));
     add_products(sum, x, columns);
 #pragma GCC unroll 8
-    for (int v = 0; v < V; ++v) columns[v] = odd_elements(w + v * F32::width);
+    for (int v = 0; v < V; ++v) columns[v] = odd_elements(load(reinterpret_cast<const float*>(w) + v * F32::width));
     add_products(sum, x + R, columns);
   }
 };
@@ -151,6 +152,7 @@ struct BFloat16Pairs {
 template <class Kind, int R>
 void tile(const float* x, const uint32_t* w, int64_t steps, float* sums, bool add, const Fetch& fetch) {
   constexpr int V = vectors_for(R);
+  constexpr bool tall = R > kMaxRows / 2;
   for (int column = 0; column < kPanel; column += V * F32::width) {
     F32 sum[R][V];
 #pragma GCC unroll 14
@@ -162,8 +164,8 @@ void tile(const float* x, const uint32_t* w, int64_t steps, float* sums, bool ad
     const uint32_t* units = w + column;
     const char* fetched = fetch.begin + column * fetch.per_column;
     const int64_t per_step = fetch.per_step;
-    for (int64_t step = 0; step < steps; ++step) {
-      if constexpr (R > kMaxRows / 2 || (OSTINATO_ISA == 1 && Kind::kFloats == 2)) {
+    const auto advance = [&] {
+      if constexpr (tall || (OSTINATO_ISA == 1 && Kind::kFloats == 2)) {
         // With tall tiles the hardware's prefetcher falls behind. Prefetching makes short tiles slower with AVX-512. On a
         // processor that has only AVX2 it makes them faster if they widen their weights, and else slower.
         __builtin_prefetch(fetched);
@@ -173,7 +175,16 @@ void tile(const float* x, const uint32_t* w, int64_t steps, float* sums, bool ad
       Kind::template step<R, V>(sum, values, units);
       values += R * Kind::kFloats;
       units += kPanel;
+    };
+    int64_t step = 0;
+    if constexpr (OSTINATO_ISA == 1 && tall && Kind::kFloats == 1) {
+      // Two steps of one product each share the instructions of the loop, as the two products of a bfloat16 step do.
+      for (; step + 2 <= steps; step += 2) {
+        advance();
+        advance();
+      }
     }
+    for (; step < steps; ++step) advance();
     float* out = sums + column;
 #pragma GCC unroll 14
     for (int r = 0; r < R; ++r) {

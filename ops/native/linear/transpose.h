@@ -55,6 +55,30 @@ OSTINATO_INLINE void transpose_four_rows(const char* rows, int64_t row_bytes, fl
 }
 #endif
 
+#if OSTINATO_ISA <= 1
+// out[c * num_rows + r] = unit c of row r, for fewer rows than a vector has lanes. Whole vectors are stored: the next
+// units overwrite the lanes past the last row. Returns the number of units; the last units, for which there are no next
+// ones, are left to the caller.
+inline int64_t transpose_few_rows(const char* rows, int64_t row_bytes, int num_rows, int64_t num_units, float* out) {
+  constexpr int kBlock = F32::width;
+  const float* row[kBlock];
+  for (int i = 0; i < kBlock; ++i) {
+    row[i] = reinterpret_cast<const float*>(rows + std::min(i, num_rows - 1) * row_bytes);
+  }
+  int64_t unit = 0;
+  for (; unit + kBlock + kBlock / num_rows <= num_units; unit += kBlock) {
+    F32 block[kBlock];
+#pragma GCC unroll 8
+    for (int i = 0; i < kBlock; ++i) block[i] = load(row[i] + unit);
+    transpose(block);
+    float* target = out + unit * num_rows;
+#pragma GCC unroll 8
+    for (int i = 0; i < kBlock; ++i) store(target + i * num_rows, block[i]);
+  }
+  return unit;
+}
+#endif
+
 // out[c * pitch + r] = unit c of row r; rows lie `row_bytes` apart, at any alignment.
 [[gnu::noinline]] inline void transpose_units(const void* rows, int64_t row_bytes, int num_rows, int64_t num_units,
                                               void* out, int64_t pitch) {
@@ -65,6 +89,10 @@ OSTINATO_INLINE void transpose_four_rows(const char* rows, int64_t row_bytes, fl
     for (; unit + kBlock <= num_units; unit += kBlock) {
       transpose_four_rows(static_cast<const char*>(rows) + unit * 4, row_bytes, static_cast<float*>(out) + unit * 4);
     }
+  }
+#else
+  if (num_rows < kBlock && pitch == num_rows) {
+    unit = transpose_few_rows(static_cast<const char*>(rows), row_bytes, num_rows, num_units, static_cast<float*>(out));
   }
 #endif
   for (; unit < num_units; unit += kBlock) {

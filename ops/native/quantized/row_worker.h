@@ -80,9 +80,10 @@ class QuantizedRowWorker {
       const uint8_t* data = weight_.panel(panel) + weight_.group_offset(first);
       const int64_t count = std::min(pass_groups, weight_.groups - first);
       const int64_t bytes = count * group_bytes;
+      int64_t row = first_row;
       for (int64_t block = 0; block < blocks; ++block) {
-        const int64_t row = groups_.blocks.begin(first_block + block);
-        const int rows = groups_.blocks.height(first_block + block);
+        const int64_t next_row = groups_.blocks.begin(first_block + block + 1);
+        const int rows = static_cast<int>(next_row - row);
         float* block_sums = sums + (row - first_row) * kPanel;
         QuantizedRows x = layout_.block(activations_, row - first_row, rows);
         x.units += step * kUnits * rows;
@@ -98,6 +99,7 @@ class QuantizedRowWorker {
         if (first == 0) std::memset(block_sums, 0, rows * kPanel * sizeof(float));
         kQuantizedTiles<Bits>[rows - 1](x, data, steps, weight_, block_sums, fetch);
         if (step + steps == weight_.steps) write_rows<Out>(p_, block_sums, rows, bias, row, column);
+        row = next_row;
       }
     }
   }
