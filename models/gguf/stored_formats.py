@@ -21,7 +21,7 @@ from ostinato.ops.stored.stored_blocks import (
     pack_blocks,
 )
 
-__all__ = ("FORMATS", "common_format", "in_format", "packed_blocks")
+__all__ = ("FORMATS", "common_format", "in_format", "pack_rows")
 
 FORMATS = {
     "Q4_0": QuantFormat(4, 32, True, "float16"),
@@ -93,16 +93,23 @@ def in_format(type_name: str, blocks: Tensor, form: QuantFormat) -> dict[str, Te
     }
 
 
-def packed_blocks(type_name: str, blocks: Tensor) -> Tensor:
-    """The weight of a matrix that consists of blocks, in the type's own format.
+def pack_rows(
+    packed: Tensor, type_name: str, blocks: Tensor, first_row: int, out_features: int
+) -> None:
+    """Write rows of a weight whose matrix consists of blocks, in the type's own format.
 
     Args:
+        packed: `packed_shape` of the format, uint8; filled here.
         type_name: a key of `BLOCK_LAYOUTS`.
-        blocks: [N, blocks of a row, bytes] uint8.
+        blocks: [rows, blocks of a row, bytes] uint8, contiguous.
+        first_row: the first row that is written. The order in which rows are written is free.
+        out_features: rows of the matrix.
     """
     form = FORMATS[type_name]
     added, _ = _offsets(type_name, form)
-    return pack_blocks(blocks.flatten(0, 1), type_name, added, blocks.shape[0], form)
+    pack_blocks(
+        packed, blocks, type_name, added, form, first_row=first_row, out_features=out_features
+    )
 
 
 def _offsets(type_name: str, form: QuantFormat) -> tuple[int, int]:

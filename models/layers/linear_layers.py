@@ -223,7 +223,7 @@ class LinearBase(nn.Module):
             self._load_bias(value, part)
             return
         pending = self._pending.setdefault(part.expert, _Pending({}))
-        if self.method.loads_in_place:
+        if self.method.loads_in_place(self.spec):
             pending.tensors = self._weights_of(part.expert)
         self.method.load(pending.tensors, name, value, part, self.spec)
         pending.count += 1
@@ -242,7 +242,7 @@ class LinearBase(nn.Module):
         The matrix must be comparable (`is_comparable`).
         """
         tensors: dict[str, Tensor] = {}
-        if self.method.loads_in_place:
+        if self.method.loads_in_place(self.spec):
             parameters = self.method.parameters(self.spec).items()
             tensors = {key: torch.empty(shape, dtype=dtype) for key, (shape, dtype) in parameters}
         self.method.load(tensors, name, value, part, self.spec)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ostinato.models.gguf.gguf_file import TENSOR_TYPES
-from ostinato.models.gguf.stored_formats import FORMATS, common_format, packed_blocks
+from ostinato.models.gguf.stored_formats import FORMATS, common_format, pack_rows
 from ostinato.models.quantized_checkpoints.policy import Headers
 from ostinato.models.sharding import Span, why_cut
 from ostinato.models.weight_methods.grouped import QuantizedMatrix
@@ -28,6 +28,7 @@ from ostinato.models.weight_methods.weight_method import (
     MatrixRole,
     MatrixSpec,
     ParameterSpec,
+    Part,
     StoredTensor,
     WeightMethod,
 )
@@ -43,7 +44,8 @@ class AsStored(QuantizedMatrix):
     """Tensors of the GGUF `types`: `values`, `scales` and, in some formats, `minimums`.
 
     A matrix of one type of `BLOCK_LAYOUTS`, whose rows are whole blocks, has `blocks` instead. They
-    are packed without a copy that has a byte for each value.
+    are packed without a copy that has a byte for each value. On a CPU they are written to their
+    place in the weight as soon as they are read.
     """
 
     types: tuple[str, ...]  # types of the stacked matrices, sorted
@@ -81,13 +83,33 @@ class AsStored(QuantizedMatrix):
             return None
         return torch.randint(0, 32, tensor.size, dtype=torch.uint8, generator=tensor.generator)
 
+    def loads_in_place(self, spec: MatrixSpec) -> bool:
+        return self.keeps_blocks and spec.device.type == "cpu"
+
+    def load(
+        self, tensors: dict[str, Tensor], name: str, value: Tensor, part: Part, spec: MatrixSpec
+    ) -> None:
+        if self.loads_in_place(spec):
+            rows = part.cut(value, self.stored[name])
+            self._pack(tensors["weight"], rows, part.first_row, spec)
+        else:
+            self.place(tensors, name, value, self.stored[name], part, spec)
+
     def finish(self, tensors: dict[str, Tensor], spec: MatrixSpec) -> dict[str, Tensor]:
+        if self.loads_in_place(spec):
+            return tensors
         if self.keeps_blocks:
-            return {"weight": packed_blocks(self.types[0], tensors["blocks"])}
+            shape, dtype = self.parameters(spec)["weight"]
+            weight = torch.empty(shape, dtype=dtype)
+            self._pack(weight, tensors["blocks"], 0, spec)
+            return {"weight": weight}
         packed = pack_quantized_weight(
             tensors["values"], tensors["scales"], tensors.get("minimums"), self.form(spec)
         )
         return {"weight": packed}
+
+    def _pack(self, weight: Tensor, blocks: Tensor, first_row: int, spec: MatrixSpec) -> None:
+        pack_rows(weight, self.types[0], blocks.contiguous(), first_row, spec.out_features)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,7 +36,6 @@ __all__ = ("Packed",)
 class Packed(WeightMethod):
     """`weight` in panels of 32 rows, padded with zeros; float32 or bfloat16 on a CPU."""
 
-    loads_in_place: ClassVar[bool] = True
     is_batch_invariant: ClassVar[bool] = True
 
     @property
@@ -51,6 +50,9 @@ class Packed(WeightMethod):
         if device.type != "cpu":
             return f"packed weights are read by CPU kernels, but the device is {device.type}"
         return why_unpackable(torch.empty((1, 1), dtype=dtype))
+
+    def loads_in_place(self, spec: MatrixSpec) -> bool:
+        return True
 
     def parameters(self, spec: MatrixSpec) -> dict[str, ParameterSpec]:
         size = (spec.out_features, spec.in_features)

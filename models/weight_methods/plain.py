@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 from torch.nn.functional import embedding, linear
@@ -29,8 +28,6 @@ __all__ = ("Plain",)
 class Plain(WeightMethod):
     """`weight` [out, in] in the activations' dtype."""
 
-    loads_in_place: ClassVar[bool] = True
-
     @property
     def stored(self) -> Mapping[str, StoredTensor]:
         return {"weight": StoredTensor((OUT, IN))}
@@ -38,6 +35,9 @@ class Plain(WeightMethod):
     @property
     def name(self) -> str:
         return "as loaded"
+
+    def loads_in_place(self, spec: MatrixSpec) -> bool:
+        return True
 
     def parameters(self, spec: MatrixSpec) -> dict[str, ParameterSpec]:
         return {"weight": ParameterSpec((spec.out_features, spec.in_features), spec.dtype)}

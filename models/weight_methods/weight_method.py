@@ -178,7 +178,6 @@ class WeightMethod(ABC):
     Subclasses are frozen dataclasses: equal methods give equal programs.
     """
 
-    loads_in_place: ClassVar[bool] = False  # `load` writes the parameters, in their final form
     is_quantized: ClassVar[bool] = False  # the parameters are rounded values
     # The bits of a row of the result do not depend on the other rows.
     is_batch_invariant: ClassVar[bool] = False
@@ -206,6 +205,10 @@ class WeightMethod(ABC):
         """Why a rank cannot hold these columns of a matrix, in one line; None if it can."""
         return None
 
+    def loads_in_place(self, spec: MatrixSpec) -> bool:
+        """Whether `load` writes the parameters, in their final form."""
+        return False
+
     @abstractmethod
     def parameters(self, spec: MatrixSpec) -> dict[str, ParameterSpec]:
         """The parameters that the kernel reads, by name."""
@@ -224,7 +227,7 @@ class WeightMethod(ABC):
 
         Args:
             tensors: the tensors of this matrix that were loaded so far, by stored name; filled
-                here. With `loads_in_place`, the parameters themselves.
+                here. If the method `loads_in_place`, the parameters themselves.
             name: a key of `stored`.
             value: the tensor as stored, in any of the accepted dtypes.
             part: the rows and columns that this rank holds, and their place in the matrix.

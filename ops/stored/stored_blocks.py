@@ -16,7 +16,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
+from ostinato.ops.linear import PANEL
 from ostinato.ops.native.library import load
 from ostinato.ops.quantized_reference import E2M1, QuantFormat, pack_quantized_reference
 from ostinato.ops.register import register_op
@@ -95,25 +97,38 @@ def half_at(blocks: Tensor, begin: int) -> Tensor:
     return blocks.contiguous().view(torch.float16)[:, place : place + 1].float()
 
 
-def pack_blocks(blocks: Tensor, type_name: str, added: int, rows: int, form: QuantFormat) -> Tensor:
-    """Pack blocks as `pack_quantized_weight` packs their integers, scales and minimums.
+def pack_blocks(
+    packed: Tensor,
+    blocks: Tensor,
+    type_name: str,
+    added: int,
+    form: QuantFormat,
+    *,
+    first_row: int,
+    out_features: int,
+) -> None:
+    """Write rows of a quantised weight, as `pack_quantized_weight` would.
 
-    Minimums are minus the shifts.
+    Minimums are minus the shifts. Other rows stay as they are. The padding after the last row of
+    the matrix becomes zero when that row is written. So the parts of a matrix can be written in any
+    order.
 
     Builds and loads the native library on first use.
 
     Args:
-        blocks: [blocks, bytes] uint8, contiguous; each row of the matrix has equally many.
+        packed: `form.packed_shape` of the whole matrix, uint8; filled here.
+        blocks: [rows, blocks of a row, bytes] uint8, contiguous.
         type_name, added: as for `block_values`.
-        rows: of the matrix.
         form: the type's own format: its groups, its dtype of scales, and minimums if it has shifts.
+        first_row: the first row that is written.
+        out_features: rows of the matrix.
 
     Raises:
         ValueError: a shape or dtype is not as above.
         NativeBuildError: the kernels cannot be built here.
     """
     load("quantized")
-    return _pack_blocks(blocks, type_name, added, rows, *form)
+    _pack_blocks(packed, blocks, type_name, added, first_row, out_features, *form)
 
 
 def _k_factors(packed: Tensor) -> tuple[Tensor, Tensor]:
@@ -195,38 +210,73 @@ def _block_values_fake(blocks: Tensor, type_name: str, added: int) -> Tensor:
 
 
 def _pack_blocks_reference(
+    packed: Tensor,
     blocks: Tensor,
     type_name: str,
     added: int,
-    rows: int,
+    first_row: int,
+    out_features: int,
     bits: int,
     group_size: int,
     symmetric: bool,
     scale_dtype: str,
     kind: str,
-) -> Tensor:
-    values = _block_values_reference(blocks, type_name, added).view(rows, -1)
-    scales, shifts = block_factors(type_name, blocks)
-    minimums = None if shifts is None else -shifts.view(rows, -1)
-    return pack_quantized_reference(
-        values, scales.view(rows, -1), minimums, bits, group_size, symmetric, scale_dtype, kind
+) -> None:
+    rows, before = len(blocks), first_row % PANEL
+    flat = blocks.flatten(0, 1)
+    values = _block_values_reference(flat, type_name, added).view(rows, -1)
+    scales, shifts = block_factors(type_name, flat)
+
+    def in_panels(part: Tensor) -> Tensor:
+        return pad(part.view(rows, -1), (0, 0, before, 0))
+
+    minimums = None if shifts is None else in_panels(-shifts)
+    panels = pack_quantized_reference(
+        in_panels(values),
+        in_panels(scales),
+        minimums,
+        bits,
+        group_size,
+        symmetric,
+        scale_dtype,
+        kind,
     )
+    form = QuantFormat(bits, group_size, symmetric, scale_dtype, kind)
+    first_panel = first_row // PANEL
+    row = torch.arange(len(panels))[:, None] * PANEL + _columns_of_bytes(form, values.shape[1])
+    is_written = (row >= before) & (row < before + rows)
+    if first_row + rows == out_features:
+        is_written |= row >= before + rows
+    target = packed[first_panel : first_panel + len(panels)]
+    target.copy_(torch.where(is_written, panels, target))
+
+
+def _columns_of_bytes(form: QuantFormat, in_features: int) -> Tensor:
+    """For each byte of a panel, its row of the matrix within the panel."""
+    columns = torch.arange(PANEL)
+    header = columns.repeat_interleave(form.factors.itemsize)
+    found: list[Tensor] = []
+    for begin in range(0, in_features, form.group_size):
+        size = min(form.group_size, in_features - begin)
+        units = -(-size // 8) * form.bits // 4
+        found += [header] * (1 if form.symmetric else 2) + [columns.repeat_interleave(4)] * units
+    return torch.cat(found)
 
 
 def _pack_blocks_fake(
+    packed: Tensor,
     blocks: Tensor,
     type_name: str,
     added: int,
-    rows: int,
+    first_row: int,
+    out_features: int,
     bits: int,
     group_size: int,
     symmetric: bool,
     scale_dtype: str,
     kind: str,
-) -> Tensor:
-    size = (rows, blocks.shape[0] // rows * BLOCK_LAYOUTS[type_name].values)
-    form = QuantFormat(bits, group_size, symmetric, scale_dtype, kind)
-    return blocks.new_empty(form.packed_shape(*size))
+) -> None:
+    pass
 
 
 _block_values = register_op(
@@ -238,4 +288,5 @@ _pack_blocks = register_op(
     "pack_blocks",
     {"CompositeExplicitAutograd": _pack_blocks_reference},
     fake=_pack_blocks_fake,
+    mutates=("packed",),
 )

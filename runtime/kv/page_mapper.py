@@ -5,9 +5,10 @@ is first written to. This would happen within a step, at about 2 GB/s, while the
 wait for each other. The block pool allocates unused blocks before it evicts cached ones, so every
 prompt would pay for this until the whole cache has been used.
 
-Therefore a thread maps the pages of the next blocks while the engine starts and while it is idle.
-The thread does not run during a step, because it would slow the step down. Pages far beyond the
-blocks in use are not mapped.
+Therefore a thread maps the pages of the next blocks while the engine is idle. While the engine
+starts, the thread maps only those of the first blocks, because the start needs the processor. The
+thread does not run during a step, because it would slow the step down. Pages far beyond the blocks
+in use are not mapped.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ __all__ = ("CachePages", "map_ahead")
 _LOG = logging.getLogger(__name__)
 # Bytes that are mapped beyond the blocks in use. They hold the prompts of a few large steps.
 _AHEAD_BYTES = 256 << 20
+_AHEAD_AT_START = 32 << 20  # bytes that are mapped while the engine starts
 _PIECE_BYTES = 2 << 20  # bytes that are mapped at a time: one huge page of one tensor
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
 
@@ -51,14 +53,14 @@ class CachePages:
         self._tensors = [side for layer in kv_cache for side in layer]
         self._num_blocks = self._tensors[0].shape[0]
         self._ahead = max(1, _AHEAD_BYTES // bytes_per_block)
-        self._wanted = 0  # blocks [0, _wanted) are to be mapped
+        # Blocks [0, _wanted) are to be mapped.
+        self._wanted = min(max(1, _AHEAD_AT_START // bytes_per_block), self._num_blocks)
         self._mapped = 0
         self._busy = False
         self._changed = threading.Condition()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="cache-pages", daemon=True)
         self._thread.start()
-        self.use(0)
 
     def use(self, block_id: int) -> None:
         """Note that blocks up to this one are in use. Returns at once."""
@@ -73,7 +75,13 @@ class CachePages:
                 self._changed.notify_all()
 
     def set_busy(self, busy: bool) -> None:
-        """Note whether steps run. Nothing is mapped while steps run."""
+        """Note whether steps run. Nothing is mapped while steps run.
+
+        The engine is idle for the first time after its start. Then all pages of the next blocks
+        are requested.
+        """
+        if not busy:
+            self.use(0)
         if busy != self._busy:
             with self._changed:
                 self._busy = busy

@@ -260,6 +260,7 @@ def _lead(
             plan.config.cache.dtype,
         )
     cache, scheduler = _make_scheduler(plan, costs, executor, proposer)
+    executor.idle()  # the start is over: the rest of the cache's next pages is mapped
     return Engine(scheduler, cache, executor, rank.model, cost_table=costs, observer=observer)
 
 

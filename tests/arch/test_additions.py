@@ -91,7 +91,8 @@ from ostinato.models.weight_methods.plain import Plain
 
 @dataclass(frozen=True, slots=True)
 class Halved(Plain):
-    loads_in_place = False
+    def loads_in_place(self, spec):
+        return False
 
     @property
     def name(self):

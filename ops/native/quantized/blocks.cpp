@@ -12,7 +12,7 @@ void block_values(Call& call) {
   const Tensor blocks = call.tensor();
   const std::string name = call.text();
   const int64_t added = call.integer();
-  const BlockType& type = block_type(name, blocks);
+  const BlockType& type = block_type(name, blocks, 2);
   const int64_t count = blocks.sizes[0];
   const int64_t sizes[] = {count, type.values};
   const Tensor out = call.empty(sizes, 2, DType::uint8);

@@ -199,14 +199,20 @@ constexpr BlockType kBlockTypes[] = {
     make_block_type<Integers<17, 32, 1, 16, 0, 0, true>, PowerFactors>("MXFP4"),
 };
 
-// The type called `name`. Checks that `blocks` is a matrix of bytes with one block of this type in each row.
-inline const BlockType& block_type(const std::string& name, const Tensor& blocks) {
+// The type called `name`. Checks that `blocks` has `dim` dimensions, and one block of this type in the last of them.
+inline const BlockType& block_type(const std::string& name, const Tensor& blocks, int dim) {
   const BlockType* type = std::find_if(std::begin(kBlockTypes), std::end(kBlockTypes),
                                        [&](const BlockType& each) { return name == each.name; });
   OSTINATO_CHECK(type != std::end(kBlockTypes), "blocks of this type have no kernel");
-  OSTINATO_CHECK(blocks.dtype == DType::uint8 && blocks.dim == 2 && blocks.sizes[1] == type->bytes &&
-                     (blocks.sizes[0] <= 1 || blocks.strides[0] == type->bytes) && blocks.strides[1] == 1,
-                 "blocks must be a contiguous matrix of bytes, one block a row");
+  bool is_contiguous = blocks.dtype == DType::uint8 && blocks.dim == dim;
+  int64_t size = 1;
+  for (int i = dim - 1; is_contiguous && i >= 0; --i) {
+    is_contiguous = blocks.sizes[i] <= 1 || blocks.strides[i] == size;
+    size *= blocks.sizes[i];
+  }
+  OSTINATO_CHECK(is_contiguous && blocks.sizes[dim - 1] == type->bytes,
+                 "blocks must be contiguous bytes in ", dim, " dimensions, the last of which has the ", type->bytes,
+                 " bytes of a block");
   return *type;
 }
 

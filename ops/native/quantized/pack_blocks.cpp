@@ -1,10 +1,11 @@
-// The op pack_blocks: writes a quantised weight (layout.h) from the blocks of a GGUF file, one panel after the other.
-// Integers and factors of 32 rows are unpacked into buffers that stay in a core's caches, and transposed from there.
+// The op pack_blocks: writes rows of a quantised weight (layout.h) from the blocks of a GGUF file, one panel after the
+// other. Integers and factors of 32 rows are unpacked into buffers that stay in a core's caches, and transposed from
+// there.
 #include "linear/tasks.h"
 #include "linear/transpose.h"
 #include "quantized/blocks.h"
 #include "quantized/bytes.h"
-#include "quantized/give_packed.h"
+#include "quantized/columns.h"
 #include "quantized/layout.h"
 
 #include <algorithm>
@@ -111,30 +112,51 @@ class BlockPacker {
   UnitRows integers_, scales_, minimums_;
 };
 
-// pack_blocks(Tensor blocks, str type, SymInt added, SymInt rows, SymInt bits, SymInt group_size, bool symmetric,
-//             str scales, str kind) -> Tensor
+// pack_blocks(Tensor(a!) packed, Tensor blocks, str type, SymInt added, SymInt first_row, SymInt out_features,
+//             SymInt bits, SymInt group_size, bool symmetric, str scales, str kind) -> ()
 void pack_blocks(Call& call) {
+  const Tensor packed = call.tensor();
   const Tensor blocks = call.tensor();
   const std::string name = call.text();
   const int64_t added = call.integer();
-  const int64_t rows = call.integer();
+  const int64_t first_row = call.integer();
+  const int64_t out_features = call.integer();
   const QuantFormat format = read_format(call);
-  const BlockType& type = block_type(name, blocks);
-  OSTINATO_CHECK(rows > 0 && blocks.sizes[0] > 0 && blocks.sizes[0] % rows == 0,
-                 "the number of blocks must be a multiple of the number of rows, ", rows);
+  const BlockType& type = block_type(name, blocks, 3);
+  const int64_t rows = blocks.sizes[0], row_blocks = blocks.sizes[1], end_row = first_row + rows;
+  OSTINATO_CHECK(first_row >= 0 && end_row <= out_features, "rows ", first_row, " to ", end_row,
+                 " are not rows of the matrix, 0 to ", out_features);
   OSTINATO_CHECK(format.group_size * type.groups == type.values && format.factors == type.factors &&
                      format.has_minimums == type.has_minimums && format.symmetric == !type.has_minimums &&
                      !format.is_e2m1 && !format.is_e4m3,
                  "blocks of the type ", name, " have groups of ", type.values / type.groups,
                  " values; use the format that models/gguf/stored_formats.py names for the type");
-  const int64_t row_blocks = blocks.sizes[0] / rows;
-  const QuantizedShape shape(rows, row_blocks * type.values, format);
-  give_packed(call, shape, [&](int64_t begin, int64_t end, uint8_t* packed) {
+  const QuantizedShape shape(out_features, row_blocks * type.values, format);
+  OSTINATO_CHECK(packed.dtype == DType::uint8 && packed.dim == 2 && packed.sizes[0] == shape.panels &&
+                     packed.sizes[1] == shape.panel_bytes && packed.strides[1] == 1 &&
+                     (shape.panels <= 1 || packed.strides[0] == shape.panel_bytes),
+                 "packed must be contiguous uint8 [", shape.panels, ", ", shape.panel_bytes, "]");
+  const int64_t first_panel = first_row / kPanel, panels = ceil_divide(end_row, kPanel) - first_panel;
+  const int workers = workers_for(call.threads(), panels * shape.panel_bytes, panels);
+  call.threads().run(workers, [&](int worker) {
     BlockPacker packer(type, shape, row_blocks, static_cast<uint8_t>(added));
-    for (int64_t panel = begin; panel < end; ++panel) {
-      const int64_t row = panel * kPanel;
-      const int columns = static_cast<int>(std::min<int64_t>(kPanel, rows - row));
-      packer.write(blocks.as<uint8_t>() + row * row_blocks * type.bytes, columns, packed + panel * shape.panel_bytes);
+    std::vector<uint8_t> shared;  // a panel that has rows of other parts
+    const int64_t last = first_panel + panels * (worker + 1) / workers;
+    for (int64_t panel = first_panel + panels * worker / workers; panel < last; ++panel) {
+      const int64_t row = std::max(panel * kPanel, first_row);
+      const int columns = static_cast<int>(std::min((panel + 1) * kPanel, end_row) - row);
+      const uint8_t* source = blocks.as<uint8_t>() + (row - first_row) * row_blocks * type.bytes;
+      uint8_t* target = packed.as<uint8_t>() + panel * shape.panel_bytes;
+      if (columns == kPanel) {
+        packer.write(source, columns, target);
+        continue;
+      }
+      shared.resize(shape.panel_bytes);
+      packer.write(source, columns, shared.data());
+      copy_columns(shape, shared.data(), target, static_cast<int>(row % kPanel), columns);
+      if (end_row == out_features && panel == shape.panels - 1) {
+        zero_columns(shape, target, static_cast<int>(out_features - panel * kPanel));
+      }
     }
   });
 }

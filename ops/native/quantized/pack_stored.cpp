@@ -7,6 +7,7 @@
 // `columns` is stored in this form. The words of other packings are transposed, a few rows at a time.
 #include "linear/tasks.h"
 #include "linear/transpose.h"
+#include "quantized/columns.h"
 #include "quantized/layout.h"
 
 #include <algorithm>
@@ -229,22 +230,6 @@ int64_t begin_unit(const StoredPart& part, const PanelRows& rows, const Quantize
   return offset + shape.format.header_bytes() + unit % group_units * 2 * shape.format.step_bytes();
 }
 
-// Calls action(begin, size) for each run of bytes of a panel. A run has equally many bytes of each of the 32 columns,
-// one column after the other.
-template <class Action>
-void for_each_run(const QuantizedShape& shape, const Action& action) {
-  const QuantFormat& format = shape.format;
-  const int64_t factors = kPanel * format.factor_bytes(), run = 4 * kPanel;
-  for (int64_t group = 0; group < shape.groups; ++group) {
-    int64_t place = shape.group_offset(group);
-    const int64_t values = place + format.header_bytes();
-    for (; place < values; place += factors) action(place, factors);
-    const int64_t steps = std::min(shape.group_steps, shape.steps - group * shape.group_steps);
-    const int64_t end = values + steps * format.step_bytes();
-    for (; place < end; place += run) action(place, run);
-  }
-}
-
 // Packs panels one unit after the other. The buffers stay in a core's caches.
 class PanelWriter {
  public:
@@ -266,10 +251,7 @@ class PanelWriter {
     for (int64_t i = 0; i < count; ++i) {
       const PanelRows rows = rows_in_panel(part_, first + i);
       if (rows.count == kPanel) continue;
-      for_each_run(shape_, [&](int64_t begin, int64_t size) {
-        const int64_t used = size / kPanel * rows.count;
-        std::memset(panels[i] + begin + used, 0, size - used);
-      });
+      zero_columns(shape_, panels[i], rows.count);
     }
   }
 
@@ -415,10 +397,7 @@ void pack_stored(Call& call) {
         uint8_t* const own = shared.data();
         writer.write(panel, 1, &own);
         const int columns = rows_in_panel(part, panel).count;
-        for_each_run(shape, [&](int64_t begin, int64_t size) {
-          const int64_t each = size / kPanel;
-          std::memcpy(targets[0] + begin + column * each, own + begin, columns * each);
-        });
+        copy_columns(shape, own, targets[0], column, columns);
       }
       panel += count;
     }

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Callable
 
 import gguf
 import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType
+from torch import Tensor
 
 from ostinato.models.gguf.block_types import (
     FLOAT_TYPES,
@@ -18,7 +20,7 @@ from ostinato.models.gguf.block_types import (
     why_unsupported,
 )
 from ostinato.models.gguf.gguf_file import TENSOR_TYPES
-from ostinato.models.gguf.stored_formats import FORMATS, common_format, in_format, packed_blocks
+from ostinato.models.gguf.stored_formats import FORMATS, common_format, in_format, pack_rows
 from ostinato.ops.native.library import load
 from ostinato.ops.quantized import pack_quantized_weight
 from ostinato.ops.stored import stored_blocks
@@ -53,42 +55,55 @@ def test_the_kernel_unpacks_what_the_formula_of_torch_does(name: str, count: int
     assert block_values(blocks.to("meta"), name).shape == expected.shape
 
 
-@pytest.mark.parametrize("rows", [1, 32, 71])
+@pytest.mark.parametrize("cuts", [[1], [32], [71], [32, 39], [8, 16, 9, 64, 3]])
 @pytest.mark.parametrize("name", BLOCK_LAYOUTS)
 @pytest.mark.parametrize("level", EACH_LEVEL)
-def test_packed_blocks_are_what_separate_steps_pack(level: str, name: str, rows: int) -> None:
+def test_packed_blocks_are_what_separate_steps_pack(level: str, name: str, cuts: list[int]) -> None:
     values, block_bytes = gguf.GGML_QUANT_SIZES[GGMLQuantizationType[name]]
+    rows = sum(cuts)
     generator = np.random.default_rng(rows)
     shape = (rows, 1536 // values, block_bytes)
     blocks = torch.from_numpy(generator.integers(0, 124, shape, dtype=np.uint8))
     form = FORMATS[name]
-    parts = {
+    whole = {
         key: value.view(rows, -1)
         for key, value in in_format(name, blocks.flatten(0, 1), form).items()
     }
-    expected = pack_quantized_weight(parts["values"], parts["scales"], parts.get("minimums"), form)
-    assert torch.equal(packed_blocks(name, blocks), expected)
-    # Check the op of the instruction set and its form in plain torch, too.
+    expected = pack_quantized_weight(whole["values"], whole["scales"], whole.get("minimums"), form)
     added = {"Q5_0": 112, "Q6_K": 96, "MXFP4": 116}.get(name, 0)
-    flat = blocks.flatten(0, 1)
-    pack = ops_of("quantized", level, pack="pack_blocks").pack
-    assert torch.equal(pack(flat, name, added, rows, *form), expected)
-    reference = stored_blocks._pack_blocks_reference(flat, name, added, rows, *form)  # pyright: ignore[reportPrivateUsage]
-    assert torch.equal(reference, expected)
-    fake = torch.ops.ostinato.pack_blocks(flat.to("meta"), name, added, rows, *form)
-    assert fake.shape == expected.shape
+    kernel = ops_of("quantized", level, pack="pack_blocks").pack
+    # the kernel that a model uses, that of the instruction set, and the op in plain torch
+    packs: list[Callable[[Tensor, Tensor, int], object]] = [
+        lambda packed, part, first: pack_rows(packed, name, part, first, rows),
+        lambda packed, part, first: kernel(packed, part, name, added, first, rows, *form),
+        lambda packed, part, first: stored_blocks._pack_blocks_reference(  # pyright: ignore[reportPrivateUsage]
+            packed, part, name, added, first, rows, *form
+        ),
+    ]
+    firsts = np.cumsum([0, *cuts[:-1]])
+    for pack in packs:
+        packed = torch.full_like(expected, 0xA5)
+        for part in generator.permutation(len(cuts)):  # the order of a file's tensors is free
+            first = int(firsts[part])
+            pack(packed, blocks[first : first + cuts[part]], first)
+        assert torch.equal(packed, expected)
 
 
-def test_blocks_that_do_not_make_rows_are_refused() -> None:
+def test_blocks_that_are_no_rows_of_the_matrix_are_refused() -> None:
     load("quantized")
-    for blocks, form, message in (
-        ((7, 18), FORMATS["Q4_0"], "must be a multiple of the number of rows, 3"),
-        ((6, 17), FORMATS["Q4_0"], "one block a row"),
-        ((6, 18), FORMATS["Q4_1"], "blocks of the type Q4_0 have groups of 32 values; use"),
+    for blocks, form, first, message in (
+        ((3, 2, 18), FORMATS["Q4_0"], 70, "rows 70 to 73 are not rows of the matrix, 0 to 71"),
+        ((3, 2, 17), FORMATS["Q4_0"], 0, "the last of which has the 18 bytes of a block"),
+        ((6, 18), FORMATS["Q4_0"], 0, "contiguous bytes in 3 dimensions"),
+        ((3, 2, 18), FORMATS["Q4_1"], 0, "blocks of the type Q4_0 have groups of 32 values; use"),
+        ((3, 3, 18), FORMATS["Q4_0"], 0, r"packed must be contiguous uint8 \[3, 1728\]"),
     ):
+        packed = torch.zeros(FORMATS["Q4_0"].packed_shape(71, 64), dtype=torch.uint8)
         zeros = torch.zeros(blocks, dtype=torch.uint8)
         with pytest.raises(ValueError, match=message):
-            stored_blocks.pack_blocks(zeros, "Q4_0", 0, 3, form)
+            stored_blocks.pack_blocks(
+                packed, zeros, "Q4_0", 0, form, first_row=first, out_features=71
+            )
 
 
 @pytest.mark.parametrize("names", list(itertools.combinations_with_replacement(FORMATS, 2)))
