@@ -7,6 +7,7 @@ It ends when rank 0 closes the sockets to it, or has ended. Imports no torch.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -201,7 +202,8 @@ class _Bridge:
             if rank in self._ends:
                 self._ends[rank].send(ended)
             else:  # the streams are not open here yet, but rank 0 reads its ends already
-                self._streams[rank].sendall(ended)
+                with contextlib.suppress(ConnectionError):  # rank 0 has closed its end
+                    self._streams[rank].sendall(ended)
 
 
 def main(control: str, parent: str, log_level: str, log_format: str, name: str) -> None:

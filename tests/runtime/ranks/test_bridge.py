@@ -112,6 +112,21 @@ def test_a_machine_with_another_token_is_not_heard(bridge: BridgeProcess) -> Non
         other.close()
 
 
+def test_a_machine_is_lost_after_rank_0_has_closed_its_stream(bridge: BridgeProcess) -> None:
+    peer = Peer(bridge, bridge.token)
+    try:
+        assert peer.receive() == (Hello(0, ""), [])
+        for rank in bridge.ranks:
+            rank.release()
+    finally:
+        peer.close()
+    later = Peer(bridge, new_token())
+    try:
+        assert later.refusals.poll(PATIENCE_MS)  # the bridge has seen the first one leave
+    finally:
+        later.close()
+
+
 def test_an_address_of_another_machine_is_refused() -> None:
     bridge = BridgeProcess(LAYOUT, RankLog(), "192.0.2.1", 240)
     try:
