@@ -25,7 +25,6 @@ import os
 import subprocess
 import sys
 import time
-from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
@@ -33,14 +32,13 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from ostinato.benchmarks.machine.probes import LoadMeter, commit_of
+from ostinato.benchmarks.machine.probes import LoadMeter, basic_conditions
 from ostinato.benchmarks.report.json_file import write_json
 from ostinato.ops.native.cpu_graph import CpuGraph
 from ostinato.ops.native.library import load
 from ostinato.ops.parallel.collectives import all_reduce
 from ostinato.ops.parallel.group import ParallelGroup
 from ostinato.ops.parallel.segment import create_segment
-from ostinato.runtime.machine_info import cpu_name, package_versions
 
 __all__ = ("percentile", "time_sums")
 
@@ -147,14 +145,11 @@ def main() -> int:
     figures = _measure(group, arguments.rows, arguments.width)
     codes = [other.wait() for other in others]
     conditions = {
-        "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": commit_of(Path(__file__).parent),
-        "cpu": cpu_name(),
+        **basic_conditions(),
         "cores": os.cpu_count(),
         "ranks": arguments.ranks,
         "load_average": os.getloadavg()[0],
         "other_cpu": round(meter.stop(), 3),  # share of all cores, without the ranks
-        "versions": package_versions(),
     }
     table = Table(title="microseconds of a sum", box=box.SIMPLE)
     for name in figures[0]:

@@ -18,16 +18,14 @@ import os
 import statistics
 import subprocess
 import sys
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import psutil
 
-from ostinato.benchmarks.machine.probes import commit_of
+from ostinato.benchmarks.machine.probes import basic_conditions
 from ostinato.benchmarks.report.json_file import write_json
-from ostinato.runtime.machine_info import cpu_name, package_versions
 
 __all__ = ("stream",)
 
@@ -117,13 +115,10 @@ def main() -> int:
     if arguments.json is not None:
         results: dict[str, Any] = {
             "conditions": {
-                "time": datetime.now(UTC).isoformat(timespec="seconds"),
-                "commit": commit_of(Path(__file__).parent),
-                "cpu": cpu_name(),
+                **basic_conditions(),
                 "load_average": os.getloadavg()[1],
                 "engines": arguments.engines,
                 "streams": arguments.streams,
-                "versions": package_versions(),
             },
             "tokens_per_cpu_second": rates,
             "median": median,

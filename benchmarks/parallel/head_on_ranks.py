@@ -18,7 +18,6 @@ import statistics
 import sys
 import time
 from contextlib import AsyncExitStack
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,12 +25,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from ostinato.benchmarks.machine.probes import commit_of
+from ostinato.benchmarks.machine.probes import basic_conditions
 from ostinato.benchmarks.report.json_file import write_json
 from ostinato.conf.compose import load_config
 from ostinato.models.demo.training.held_out import questions
 from ostinato.runtime.client.client import EngineClient
-from ostinato.runtime.machine_info import cpu_name, package_versions
 from ostinato.runtime.types.params import SamplingParams
 
 __all__ = ("measure",)
@@ -142,13 +140,10 @@ def main(arguments: list[str]) -> int:
     Console(width=100, highlight=False).print(table)
     if given.json is not None:
         record = {
-            "time": datetime.now(UTC).isoformat(timespec="seconds"),
-            "commit": commit_of(Path(__file__).parent),
+            **basic_conditions(),
             "rounds": given.rounds,
-            "cpu": cpu_name(),
             "num_cpus": os.cpu_count(),
             "load_of_the_machine": [round(one, 1) for one in os.getloadavg()],
-            "versions": package_versions(),
             "results": results,
         }
         write_json(record, given.json)

@@ -38,7 +38,6 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -48,7 +47,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ostinato.benchmarks.load.job import JobRequest, LoadJob
-from ostinato.benchmarks.machine.probes import commit_of
+from ostinato.benchmarks.machine.probes import basic_conditions
 from ostinato.benchmarks.parallel.even_division import EvenDivision
 from ostinato.benchmarks.report.json_file import write_json
 from ostinato.benchmarks.report.tables import median_and_range
@@ -57,7 +56,6 @@ from ostinato.benchmarks.simulate.specs import planned_spec
 from ostinato.conf.compose import load_config
 from ostinato.conf.root import RunConfig
 from ostinato.runtime.client.client import EngineClient
-from ostinato.runtime.machine_info import cpu_name, package_versions
 from ostinato.runtime.types.params import SamplingParams
 
 __all__ = ("PARTS", "ideal_share", "longest_gap")
@@ -431,12 +429,9 @@ def main() -> int:
     Console(width=80, highlight=False).print(table)
     if arguments.json is not None:
         conditions = {
-            "time": datetime.now(UTC).isoformat(timespec="seconds"),
-            "commit": commit_of(Path(__file__).parent),
-            "cpu": cpu_name(),
+            **basic_conditions(),
             "load_average": os.getloadavg()[1],
             **asked._asdict(),
-            "versions": package_versions(),
         }
         write_json({"conditions": conditions, **results}, arguments.json)
     return 0

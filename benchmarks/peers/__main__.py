@@ -59,21 +59,18 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 
-import ostinato
-from ostinato.benchmarks.machine.probes import LoadMeter, commit_of, read_bandwidth
+from ostinato.benchmarks.machine.probes import LoadMeter, basic_conditions, read_bandwidth
 from ostinato.benchmarks.peers.driver_commands import driver_commands
 from ostinato.benchmarks.peers.limited_processor import hiding_library, preloading
 from ostinato.benchmarks.peers.peer_table import print_comparison
 from ostinato.benchmarks.report.json_file import write_json
 from ostinato.benchmarks.workload.workload import Part, WorkItem, standard_workload
-from ostinato.runtime.machine_info import cpu_name, package_versions
 
 __all__ = ("Engine", "measure_part")
 
@@ -266,15 +263,12 @@ def _record(
 
 def _conditions(options: argparse.Namespace, engines: list[Engine]) -> dict[str, Any]:
     return {
-        "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": commit_of(Path(ostinato.__file__).parent),
+        **basic_conditions(),
         "model": Path(options.model).resolve().name,
         "dtype": options.dtype,
         "threads": options.threads,
         "busy_processes": options.busy,
-        "cpu": cpu_name(),
         "isa": options.isa,
-        "versions": package_versions(),
         "ready_s": {engine.name: engine.ready_s for engine in engines},
         "peak_rss_mib": {engine.name: engine.peak_rss_mib for engine in engines},
     }

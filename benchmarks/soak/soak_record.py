@@ -8,16 +8,13 @@ import signal
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict
-from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
-import ostinato
-from ostinato.benchmarks.machine.probes import commit_of
+from ostinato.benchmarks.machine.probes import basic_conditions
 from ostinato.benchmarks.soak.request_phases import GoodRequest, HeavyAct, slowest
 from ostinato.benchmarks.soak.soak_run import ALLOWED_GROWTH, OVERRIDES, Observations, SoakPlan
 from ostinato.benchmarks.soak.soak_server import Resources
-from ostinato.runtime.machine_info import cpu_name, gpu_names, package_versions
+from ostinato.runtime.machine_info import gpu_names
 from ostinato.runtime.replicas.restarts import death_of
 
 __all__ = ("record_of",)
@@ -295,13 +292,10 @@ def _conditions(plan: SoakPlan) -> dict[str, Any]:
         if name not in ("library_directory", "overrides")
     }
     return {
-        "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": commit_of(Path(ostinato.__file__).parent),
+        **basic_conditions(),
         **given,
         "overrides": [*OVERRIDES, *plan.overrides],
-        "cpu": cpu_name(),
         "num_cpus": os.cpu_count(),
         "load_of_the_machine": [round(one, 1) for one in os.getloadavg()],
         "gpus": gpu_names(),
-        "versions": package_versions(),
     }

@@ -19,7 +19,6 @@ import shlex
 import statistics
 import sys
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,8 +27,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-import ostinato
-from ostinato.benchmarks.machine.probes import LoadMeter, commit_of, read_bandwidth
+from ostinato.benchmarks.machine.probes import LoadMeter, basic_conditions, read_bandwidth
 from ostinato.benchmarks.micro.engine.scaling import measure_decode
 from ostinato.benchmarks.report.json_file import write_json
 from ostinato.benchmarks.report.statistics import bootstrap_ratio
@@ -37,7 +35,6 @@ from ostinato.conf.compose import load_config
 from ostinato.models.layers.vocabulary_layers import Embedding
 from ostinato.models.weight_methods.weight_method import MatrixRole
 from ostinato.runtime.llm import LLM
-from ostinato.runtime.machine_info import cpu_name, package_versions
 from ostinato.runtime.startup.plan.model_source import ModelSource, model_skeleton, open_model
 
 __all__ = ("measure",)
@@ -153,14 +150,11 @@ def main(arguments: list[str]) -> None:
         rounds=options.rounds,
     )
     conditions = {
-        "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": commit_of(Path(ostinato.__file__).parent),
+        **basic_conditions(),
         "command": shlex.join(
             ["python", "-m", "ostinato.benchmarks.micro.engine.decode_cache", *arguments]
         ),
-        "cpu": cpu_name(),
         "threads": torch.get_num_threads(),
-        "versions": package_versions(),
         "context": options.context,
     }
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)

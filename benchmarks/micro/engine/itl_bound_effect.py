@@ -17,19 +17,16 @@ import random
 import sys
 import tempfile
 import time
-from datetime import UTC, datetime
 from itertools import pairwise
-from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
 import torch
 
-import ostinato
-from ostinato.benchmarks.machine.probes import LoadMeter, commit_of
+from ostinato.benchmarks.machine.probes import LoadMeter, basic_conditions
 from ostinato.conf.compose import load_config
 from ostinato.runtime.engine.engine import Engine
-from ostinato.runtime.machine_info import cpu_name, gpu_names, package_versions
+from ostinato.runtime.machine_info import gpu_names
 from ostinato.runtime.startup.build_engine import build_engine
 from ostinato.runtime.types.params import SamplingParams
 from ostinato.runtime.types.request import Request
@@ -142,8 +139,7 @@ def main(overrides: list[str]) -> None:
     assert table is not None, "the configuration measures step costs"
     record = {
         "metric": "itl_bound",
-        "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": commit_of(Path(ostinato.__file__).parent),
+        **basic_conditions(),
         "overrides": overrides,
         "model": engines[0].model.name,
         "workload": {
@@ -153,11 +149,9 @@ def main(overrides: list[str]) -> None:
             "long_prompt_tokens": LONG_PROMPT_TOKENS,
             "rounds": ROUNDS,
         },
-        "cpu": cpu_name(),
         "gpus": gpu_names(),
         "threads": torch.get_num_threads(),
         "load_average": os.getloadavg(),
-        "versions": package_versions(),
         "limits": [engines[0].stats().max_num_seqs, engines[0].stats().max_num_batched_tokens],
         "predicted_ms": {
             f"decode of {NUM_STREAMS}": round(

@@ -18,7 +18,6 @@ import statistics
 import subprocess
 import sys
 import time
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +27,7 @@ from rich.console import Console
 from rich.table import Table
 from torch._inductor.utils import fresh_cache
 
-import ostinato
-from ostinato.benchmarks.machine.probes import LoadMeter, commit_of
+from ostinato.benchmarks.machine.probes import LoadMeter, basic_conditions
 from ostinato.benchmarks.report.json_file import write_json
 from ostinato.conf.compose import load_config
 from ostinato.conf.schema import GraphForm
@@ -42,7 +40,7 @@ from ostinato.models.kv_cache import KVCache
 from ostinato.models.registry import build_model
 from ostinato.ops.attention import PlannedBackend, load_backend, select_backend
 from ostinato.ops.native.library import load
-from ostinato.runtime.machine_info import cpu_name, gpu_names, package_versions
+from ostinato.runtime.machine_info import gpu_names
 from ostinato.runtime.startup.plan.device import set_threads
 from ostinato.runtime.startup.plan.model_source import open_model
 
@@ -194,15 +192,12 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
         steps.append({"depth": depth, **_in_process("step_times", arguments)})
     return {
         "conditions": {
-            "time": datetime.now(UTC).isoformat(timespec="seconds"),
-            "commit": commit_of(Path(ostinato.__file__).parent),
+            **basic_conditions(),
             "model": "llama-45m",
             "overrides": options.overrides,
             "context": options.context,
             **{key: steps[0][key] for key in ("device", "dtype", "attention", "threads")},
-            "cpu": cpu_name(),
             "gpus": gpu_names(),
-            "versions": package_versions(),
             "other_cpu": meter.stop(),
         },
         "compiles": compiles,
