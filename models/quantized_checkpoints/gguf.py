@@ -93,7 +93,7 @@ class AsStored(QuantizedMatrix):
             rows = part.cut(value, self.stored[name])
             self._pack(tensors["weight"], rows, part.first_row, spec)
         else:
-            self.place(tensors, name, value, self.stored[name], part, spec)
+            super(AsStored, self).load(tensors, name, value, part, spec)
 
     def finish(self, tensors: dict[str, Tensor], spec: MatrixSpec) -> dict[str, Tensor]:
         if self.loads_in_place(spec):

@@ -128,6 +128,7 @@ def _serve(channel: Channel, rank: RankParts) -> None:
             executor.idle()
         elif isinstance(message, Serve):
             monitor.mark_ready()
+            executor.idle()  # the start is over: the cache's next pages are mapped
             gc.collect()
             gc.freeze()
         else:

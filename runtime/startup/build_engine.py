@@ -169,6 +169,7 @@ def _build(
                     engine = _lead(rank, executor, costs, observer, proposer)
                     ranks.send(Serve())
             monitor.mark_ready()
+            rank.executor.idle()  # the start is over: the cache's next pages are mapped
             undo.pop_all()
             return engine, rank.bundle
     except (MemoryError, RuntimeError) as error:
@@ -260,7 +261,6 @@ def _lead(
             plan.config.cache.dtype,
         )
     cache, scheduler = _make_scheduler(plan, costs, executor, proposer)
-    executor.idle()  # the start is over: the rest of the cache's next pages is mapped
     return Engine(scheduler, cache, executor, rank.model, cost_table=costs, observer=observer)
 
 

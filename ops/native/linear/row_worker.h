@@ -12,8 +12,8 @@ namespace ostinato::linear {
 // multiplied by them. A tile of AVX-512 uses a weight for 14 rows, and is not slower if it comes from the second level.
 constexpr int64_t kStepsPerPass = OSTINATO_ISA == 1 ? 128 : 512;
 
-// Widens pairs of bfloat16, [steps][rows], to floats, [steps][2][rows], at `packed`. The pairs lie in the second half of
-// that memory, so that a pair is read before its place is written.
+// Widens pairs of bfloat16, [steps][rows], to floats, [steps][2][rows], at `packed`. The pairs lie in the second half
+// of that memory, so that a pair is read before its place is written.
 inline void widen_pairs(const float* pairs, int rows, int64_t steps, float* packed) {
   static_assert(kMaxRows <= F32::width);
   for (int64_t step = 0; step < steps; ++step) {

@@ -166,8 +166,8 @@ void tile(const float* x, const uint32_t* w, int64_t steps, float* sums, bool ad
     const int64_t per_step = fetch.per_step;
     const auto advance = [&] {
       if constexpr (tall || (OSTINATO_ISA == 1 && Kind::kFloats == 2)) {
-        // With tall tiles the hardware's prefetcher falls behind. Prefetching makes short tiles slower with AVX-512. On a
-        // processor that has only AVX2 it makes them faster if they widen their weights, and else slower.
+        // With tall tiles the hardware's prefetcher falls behind. Prefetching makes short tiles slower with AVX-512. On
+        // a processor that has only AVX2 it makes them faster if they widen their weights, and else slower.
         __builtin_prefetch(fetched);
         if constexpr (V * F32::width > 16) __builtin_prefetch(fetched + 64);
         fetched += per_step;

@@ -1,5 +1,5 @@
-// Single columns of a panel of a quantised weight, which are rows of the matrix. Parts of a matrix can begin and end within
-// a panel.
+// Single columns of a panel of a quantised weight, which are rows of the matrix. Parts of a matrix can begin and end
+// within a panel.
 #pragma once
 
 #include "quantized/layout.h"

@@ -131,6 +131,13 @@ struct QuantizedShape {
   }
   int64_t bytes() const { return panels * panel_bytes; }
 
+  // Whether a tensor is a weight of this shape: contiguous uint8 [panels, panel_bytes].
+  bool fits(const Tensor& tensor) const {
+    return tensor.dtype == DType::uint8 && tensor.dim == 2 && tensor.sizes[0] == panels &&
+           tensor.sizes[1] == panel_bytes && (panel_bytes <= 1 || tensor.strides[1] == 1) &&
+           (panels <= 1 || tensor.strides[0] == panel_bytes);
+  }
+
   QuantFormat format;
   int64_t panels;
   int64_t steps;        // steps of 4 values of K; their number is even
@@ -144,11 +151,8 @@ struct QuantizedWeight : QuantizedShape {
   QuantizedWeight(const uint8_t* bytes, const QuantizedShape& shape) : QuantizedShape(shape), data(bytes) {}
   QuantizedWeight(const Tensor& tensor, int64_t out_features, int64_t in_features, const QuantFormat& chosen)
       : QuantizedShape(out_features, in_features, chosen), data(tensor.as<uint8_t>()) {
-    OSTINATO_CHECK(tensor.dtype == DType::uint8 && tensor.dim == 2 && tensor.sizes[0] == panels &&
-                       tensor.sizes[1] == panel_bytes && (panel_bytes <= 1 || tensor.strides[1] == 1) &&
-                       (panels <= 1 || tensor.strides[0] == panel_bytes),
-                   "the weight must be what quantize_linear_weight made of ", out_features, " x ", in_features,
-                   " values: contiguous uint8 [", panels, ", ", panel_bytes, "]");
+    OSTINATO_CHECK(fits(tensor), "the weight must be what quantize_linear_weight made of ", out_features, " x ",
+                   in_features, " values: contiguous uint8 [", panels, ", ", panel_bytes, "]");
   }
 
   const uint8_t* panel(int64_t index) const { return data + index * panel_bytes; }

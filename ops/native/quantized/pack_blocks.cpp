@@ -132,10 +132,7 @@ void pack_blocks(Call& call) {
                  "blocks of the type ", name, " have groups of ", type.values / type.groups,
                  " values; use the format that models/gguf/stored_formats.py names for the type");
   const QuantizedShape shape(out_features, row_blocks * type.values, format);
-  OSTINATO_CHECK(packed.dtype == DType::uint8 && packed.dim == 2 && packed.sizes[0] == shape.panels &&
-                     packed.sizes[1] == shape.panel_bytes && packed.strides[1] == 1 &&
-                     (shape.panels <= 1 || packed.strides[0] == shape.panel_bytes),
-                 "packed must be contiguous uint8 [", shape.panels, ", ", shape.panel_bytes, "]");
+  OSTINATO_CHECK(shape.fits(packed), "packed must be contiguous uint8 [", shape.panels, ", ", shape.panel_bytes, "]");
   const int64_t first_panel = first_row / kPanel, panels = ceil_divide(end_row, kPanel) - first_panel;
   const int workers = workers_for(call.threads(), panels * shape.panel_bytes, panels);
   call.threads().run(workers, [&](int worker) {
