@@ -15,21 +15,18 @@ from ostinato.models.config.hf_fields import (
     read_first,
     read_integer,
     read_token_ids,
-    refuse_other_kinds,
     refuse_other_values,
     stated_dtype,
 )
+from ostinato.models.config.layer_windows import WindowRule, no_windows
 from ostinato.models.config.model_config import HFConfig, ModelConfig
 from ostinato.models.config.rope_fields import read_rope, stretched_context
 
 __all__ = (
     "MUST_BE",
     "DecoderKeys",
-    "layer_types_every",
-    "read_chunked_windows",
     "read_decoder_config",
     "read_head_dim",
-    "read_sliding_windows",
 )
 
 MUST_BE = {"add_cross_attention": False, "is_encoder_decoder": False}
@@ -40,7 +37,8 @@ MUST_BE = {"add_cross_attention": False, "is_encoder_decoder": False}
 class DecoderKeys:
     """A family's names for the values that every decoder has; the defaults are Llama's.
 
-    A tuple holds the names of one value; the first one that config.json has is read.
+    A tuple holds the names of one value; the first one that config.json has is read. Values that
+    config.json does not state are those of the family's config class in transformers.
     """
 
     hidden_size: tuple[str, ...] = ("hidden_size",)
@@ -60,6 +58,7 @@ class DecoderKeys:
     has_rope: bool = True
     rope_theta: float = 10_000.0  # the default of rope_theta
     rotary_fraction: float = 1.0  # rotated share of a head; the default of partial_rotary_factor
+    windows: WindowRule = no_windows  # the layers with a sliding window
 
 
 _LLAMA_KEYS = DecoderKeys()
@@ -120,7 +119,7 @@ def read_decoder_config(
         activation=read_activation(hf_config, keys.activation, keys.default_activation),
         tie_word_embeddings=bool(hf_config.get("tie_word_embeddings", keys.is_tied)),
         rope=rope,
-        sliding_windows=read_sliding_windows(hf_config, num_layers),
+        sliding_windows=keys.windows(hf_config, num_layers),
         dtype=stated_dtype(hf_config),
         eos_token_ids=read_token_ids(generation_config or {}, "eos_token_id")
         or read_token_ids(hf_config, "eos_token_id"),
@@ -146,73 +145,3 @@ def read_head_dim(hf_config: HFConfig, hidden_size: int, num_heads: int) -> int:
             f"multiple of the {num_heads} attention heads"
         )
     return read_integer(hf_config, "head_dim", default=hidden_size // num_heads)
-
-
-def read_sliding_windows(hf_config: HFConfig, num_layers: int) -> tuple[int, ...]:
-    """The number of tokens that a token sees in each layer, itself included; 0 = all.
-
-    The layers with a window are all layers (Mistral), the layers from `max_window_layers` on
-    (Qwen), or those that `layer_types` names.
-
-    Raises:
-        ValueError: `layer_types` has another length or an unknown entry.
-    """
-    # In configs with max_window_layers (Qwen) the window is off unless use_sliding_window is true.
-    enabled = hf_config.get("use_sliding_window", "max_window_layers" not in hf_config)
-    window = int(hf_config.get("sliding_window") or 0) if enabled else 0
-    layer_types = hf_config.get("layer_types")
-    if layer_types is None:
-        first = int(hf_config.get("max_window_layers", 0))
-        return tuple(window if layer >= first else 0 for layer in range(num_layers))
-    by_type = {"full_attention": 0, "sliding_attention": window}
-    unknown = set(layer_types) - by_type.keys()
-    if unknown:
-        raise ValueError(
-            f"config.json: layer_types has {sorted(unknown)}; supported: {', '.join(by_type)}"
-        )
-    if len(layer_types) != num_layers:
-        raise ValueError(
-            f"config.json: layer_types has {len(layer_types)} entries for {num_layers} layers"
-        )
-    return tuple(by_type[kind] for kind in layer_types)
-
-
-def read_chunked_windows(
-    hf_config: HFConfig, max_model_len: int, rope_kinds: tuple[str | None, ...]
-) -> tuple[int, ...]:
-    """The windows of a model with chunks, as `paged_attention` takes them: -C for chunks of C.
-
-    The layers with chunks are those that `layer_types` names, or all layers that rotate.
-
-    Args:
-        hf_config: the parsed config.json.
-        max_model_len: tokens of the longest context. Chunks of at least this length have no effect,
-            so the result is then 0 for every layer.
-        rope_kinds: for each layer its rotary table; None = the layer does not rotate.
-
-    Raises:
-        ValueError: `layer_types` has another length or an unknown entry, or the size of a chunk is
-            not an integer of at least 1.
-    """
-    chunked, full = "chunked_attention", "full_attention"
-    kinds = hf_config.get("layer_types") or [chunked if kind else full for kind in rope_kinds]
-    refuse_other_kinds("layer_types", kinds, (chunked, full), len(rope_kinds))
-    size = 0
-    if hf_config.get("attention_chunk_size", 8192) is not None:
-        size = read_integer(hf_config, "attention_chunk_size", default=8192)
-    if size >= max_model_len:
-        size = 0
-    return tuple(-size if kind == chunked else 0 for kind in kinds)
-
-
-def layer_types_every(hf_config: HFConfig, interval: int) -> dict[str, list[str]]:
-    """`layer_types` for a config that has none; {} if the config has them.
-
-    Every `interval`-th layer sees the whole context, the others a window.
-    """
-    if hf_config.get("layer_types") is not None:
-        return {}
-    layers = range(1, read_integer(hf_config, "num_hidden_layers") + 1)
-    return {
-        "layer_types": ["sliding_attention" if n % interval else "full_attention" for n in layers]
-    }

@@ -10,12 +10,9 @@ from dataclasses import replace
 from ostinato.models.base import CheckpointLayout
 from ostinato.models.checkpoints.row_orders import interleaved_queries_and_keys
 from ostinato.models.config.block_spec import BlockSpec, NormKind, Residual
-from ostinato.models.config.decoder_config import (
-    DecoderKeys,
-    layer_types_every,
-    read_decoder_config,
-)
+from ostinato.models.config.decoder_config import DecoderKeys, read_decoder_config
 from ostinato.models.config.hf_fields import refuse_other_values
+from ostinato.models.config.layer_windows import layer_types_every, listed_windows
 from ostinato.models.config.model_config import HFConfig, ModelConfig
 from ostinato.models.decoder import Decoder
 from ostinato.models.layers.linear_layers import BuildOptions
@@ -23,7 +20,9 @@ from ostinato.models.step_tensors import DEFAULT_ROPE
 
 __all__ = ("Cohere2ForCausalLM", "CohereForCausalLM")
 
-_KEYS = DecoderKeys(norm_eps="layer_norm_eps", default_norm_eps=1e-5, is_tied=True)
+_KEYS = DecoderKeys(
+    norm_eps="layer_norm_eps", default_norm_eps=1e-5, is_tied=True, rope_theta=500_000.0
+)
 _LAYOUT = CheckpointLayout(
     renamed=(("attention_norm.", "input_layernorm."), ("final_norm.", "norm.")),
     merged=(
@@ -65,7 +64,9 @@ class Cohere2ForCausalLM(CohereForCausalLM):
         cls, hf_config: HFConfig, generation_config: HFConfig | None = None
     ) -> ModelConfig:
         pattern = int(hf_config.get("sliding_window_pattern", 4))
-        stated = {"sliding_window": 4096, **layer_types_every(hf_config, pattern), **hf_config}
+        defaults = {"rope_theta": 10_000.0, "sliding_window": 4096}
+        stated = {**defaults, **hf_config, **layer_types_every(hf_config, pattern)}
         config = super().read_config(stated, generation_config)
-        kinds = tuple(DEFAULT_ROPE if window else None for window in config.sliding_windows)
-        return replace(config, rope_kinds=kinds)
+        windows = listed_windows(stated, config.num_layers)
+        kinds = tuple(DEFAULT_ROPE if window else None for window in windows)
+        return replace(config, sliding_windows=windows, rope_kinds=kinds)

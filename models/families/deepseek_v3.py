@@ -13,6 +13,12 @@ from ostinato.models.families.deepseek_v2 import DeepseekV2ForCausalLM
 __all__ = ("DeepseekV3ForCausalLM",)
 
 _MUST_BE = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+_DEFAULTS = {
+    "first_k_dense_replace": 3,
+    "n_group": 8,
+    "routed_scaling_factor": 2.5,
+    "topk_group": 4,
+}
 
 
 class DeepseekV3ForCausalLM(DeepseekV2ForCausalLM):
@@ -24,4 +30,5 @@ class DeepseekV3ForCausalLM(DeepseekV2ForCausalLM):
     ) -> ModelConfig:
         refuse_other_values(hf_config, _MUST_BE)
         config = read_latent_config(hf_config, generation_config)
-        return replace(config, moe=read_deepseek_experts(hf_config, config.num_layers))
+        stated = {**_DEFAULTS, **hf_config}
+        return replace(config, moe=read_deepseek_experts(stated, config.num_layers))

@@ -26,9 +26,11 @@ def read_gemma_config(
     """
     is_causal = not hf_config.get("use_bidirectional_attention")
     refuse_other_values({"use_bidirectional_attention": not is_causal}, _MUST_BE)
-    activation = hf_config.get("hidden_activation") or hf_config.get("hidden_act") or "gelu"
-    # Early configs have `gelu` although the model uses its approximation by tanh.
-    activation = "gelu_pytorch_tanh" if activation == "gelu" else activation
+    activation = hf_config.get("hidden_activation")
+    if activation is None:
+        # Early configs have `gelu` here, although the model uses its approximation by tanh.
+        activation = hf_config.get("hidden_act") or "gelu"
+        activation = "gelu_pytorch_tanh" if activation == "gelu" else activation
     stated = {**hf_config, "hidden_activation": activation}
     config = read_decoder_config(stated, generation_config, _KEYS)
     has_bias = config.block.qkv_bias

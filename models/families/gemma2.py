@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from ostinato.models.base import CheckpointLayout
 from ostinato.models.config.block_spec import BlockSpec, Residual
-from ostinato.models.config.decoder_config import layer_types_every
+from ostinato.models.config.layer_windows import layer_types_every, listed_windows
 from ostinato.models.config.model_config import HFConfig, ModelConfig
 from ostinato.models.families.gemma import GemmaForCausalLM, read_gemma_config
 from ostinato.models.families.llama import LlamaForCausalLM
@@ -35,11 +35,12 @@ class Gemma2ForCausalLM(GemmaForCausalLM):
     def read_config(
         cls, hf_config: HFConfig, generation_config: HFConfig | None = None
     ) -> ModelConfig:
-        stated = {"sliding_window": 4096, **layer_types_every(hf_config, 2), **hf_config}
+        stated = {"sliding_window": 4096, **hf_config, **layer_types_every(hf_config, 2)}
         block = BlockSpec(residual=Residual.sandwich)
         config = read_gemma_config(stated, generation_config, block)
         return replace(
             config,
+            sliding_windows=listed_windows(stated, config.num_layers),
             attention_scale=float(hf_config.get("query_pre_attn_scalar", 256)) ** -0.5,
             attention_soft_cap=float(hf_config.get("attn_logit_softcapping", 50.0) or 0.0),
             logit_soft_cap=float(hf_config.get("final_logit_softcapping", 30.0) or 0.0),

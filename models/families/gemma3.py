@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from ostinato.models.base import CheckpointLayout
 from ostinato.models.config.block_spec import BlockSpec, QKNorm, Residual
-from ostinato.models.config.decoder_config import layer_types_every
+from ostinato.models.config.hf_fields import read_integer
+from ostinato.models.config.layer_windows import layer_types_every, listed_windows
 from ostinato.models.config.model_config import HFConfig, ModelConfig
 from ostinato.models.config.rope_fields import read_rope, rope_by_layer_type
 from ostinato.models.families.gemma import GemmaForCausalLM, read_gemma_config
@@ -31,7 +32,7 @@ class Gemma3ForCausalLM(GemmaForCausalLM):
         cls, hf_config: HFConfig, generation_config: HFConfig | None = None
     ) -> ModelConfig:
         pattern = int(hf_config.get("sliding_window_pattern", 6))
-        stated = {"sliding_window": 4096, **layer_types_every(hf_config, pattern), **hf_config}
+        stated = {"sliding_window": 4096, **hf_config, **layer_types_every(hf_config, pattern)}
         everywhere, local = rope_by_layer_type(
             hf_config,
             theta=1_000_000.0,
@@ -39,11 +40,15 @@ class Gemma3ForCausalLM(GemmaForCausalLM):
         )
         stated = {key: value for key, value in stated.items() if not key.startswith("rope_")}
         config = read_gemma_config({**stated, **everywhere}, generation_config, _BLOCK)
-        max_positions = config.max_model_len
+        # The stated context includes the scaling, although the scaling is linear.
+        max_positions = read_integer(hf_config, "max_position_embeddings")
+        windows = listed_windows(stated, config.num_layers)
         return replace(
             config,
+            max_model_len=max_positions,
+            sliding_windows=windows,
             local_rope=read_rope(local, config.head_dim, max_positions),
-            rope_kinds=tuple(LOCAL_ROPE if one else DEFAULT_ROPE for one in config.sliding_windows),
+            rope_kinds=tuple(LOCAL_ROPE if window else DEFAULT_ROPE for window in windows),
             attention_scale=float(hf_config.get("query_pre_attn_scalar", 256)) ** -0.5,
             attention_soft_cap=float(hf_config.get("attn_logit_softcapping") or 0.0),
             logit_soft_cap=float(hf_config.get("final_logit_softcapping") or 0.0),

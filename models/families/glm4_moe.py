@@ -39,7 +39,7 @@ class Glm4MoeForCausalLM(LlamaForCausalLM):
         qk_norm = QKNorm.head if hf_config.get("use_qk_norm", False) else QKNorm.none
         return replace(
             config,
-            moe=read_deepseek_experts(hf_config, config.num_layers),
+            moe=read_deepseek_experts({"first_k_dense_replace": 1, **hf_config}, config.num_layers),
             block=replace(config.block, qk_norm=qk_norm, out_bias=False),
         )
 

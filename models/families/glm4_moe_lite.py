@@ -10,6 +10,14 @@ from ostinato.models.families.deepseek_v3 import DeepseekV3ForCausalLM
 
 __all__ = ("Glm4MoeLiteForCausalLM",)
 
+_DEFAULTS = {
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "rms_norm_eps": 1e-5,
+    "routed_scaling_factor": 1.8,
+    "topk_group": 1,
+}
+
 
 class Glm4MoeLiteForCausalLM(DeepseekV3ForCausalLM):
     """DeepSeek-V3 with other sizes."""
@@ -18,7 +26,7 @@ class Glm4MoeLiteForCausalLM(DeepseekV3ForCausalLM):
     def read_config(
         cls, hf_config: HFConfig, generation_config: HFConfig | None = None
     ) -> ModelConfig:
-        config = super().read_config({"first_k_dense_replace": 1, **hf_config}, generation_config)
+        config = super().read_config({**_DEFAULTS, **hf_config}, generation_config)
         kinds = hf_config.get("mlp_layer_types")
         if kinds is None:
             return config

@@ -9,6 +9,7 @@ import torch
 from ostinato.models.base import CheckpointLayout
 from ostinato.models.config.decoder_config import DecoderKeys, read_decoder_config
 from ostinato.models.config.hf_fields import refuse_other_values
+from ostinato.models.config.layer_windows import layer_types_every, listed_windows
 from ostinato.models.config.model_config import HFConfig, ModelConfig
 from ostinato.models.config.moe_fields import every_layer, read_route
 from ostinato.models.config.moe_spec import MoESpec
@@ -18,7 +19,16 @@ from ostinato.ops.moe.routing import Scoring
 
 __all__ = ("GptOssForCausalLM",)
 
-_KEYS = DecoderKeys(default_norm_eps=1e-5)
+_KEYS = DecoderKeys(default_norm_eps=1e-5, rope_theta=150_000.0, windows=listed_windows)
+# The rotary embedding of a config.json that states none.
+_YARN = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
 _MUST_BE = {"hidden_act": "silu", "swiglu_alpha": 1.702, "swiglu_limit": 7.0}
 _LAYOUT = CheckpointLayout(
     renamed=(
@@ -58,7 +68,10 @@ class GptOssForCausalLM(Decoder):
         cls, hf_config: HFConfig, generation_config: HFConfig | None = None
     ) -> ModelConfig:
         refuse_other_values(hf_config, _MUST_BE)
-        config = read_decoder_config(hf_config, generation_config, _KEYS)
+        stated = {"sliding_window": 128, **hf_config, **layer_types_every(hf_config, 2)}
+        if not (stated.get("rope_scaling") or stated.get("rope_parameters")):
+            stated["rope_scaling"] = _YARN
+        config = read_decoder_config(stated, generation_config, _KEYS)
         has_bias = bool(hf_config.get("attention_bias", True))
         moe = MoESpec(
             route=read_route(hf_config, scoring=Scoring.top_softmax, renormalize=False),

@@ -7,12 +7,9 @@ from dataclasses import replace
 from ostinato.models.base import CheckpointLayout
 from ostinato.models.checkpoints.row_orders import interleaved_queries_and_keys
 from ostinato.models.config.block_spec import QKNorm
-from ostinato.models.config.decoder_config import (
-    DecoderKeys,
-    read_chunked_windows,
-    read_decoder_config,
-)
+from ostinato.models.config.decoder_config import DecoderKeys, read_decoder_config
 from ostinato.models.config.hf_fields import read_integer
+from ostinato.models.config.layer_windows import read_chunked_windows
 from ostinato.models.config.model_config import HFConfig, ModelConfig
 from ostinato.models.config.moe_fields import interleaved_layers, read_route
 from ostinato.models.config.moe_spec import MoESpec
@@ -53,8 +50,7 @@ class Llama4ForCausalLM(Decoder):
     def read_config(
         cls, hf_config: HFConfig, generation_config: HFConfig | None = None
     ) -> ModelConfig:
-        # Its layer types are chunks and full attention, which `read_chunked_windows` reads below.
-        config = read_decoder_config({**hf_config, "layer_types": None}, generation_config, _KEYS)
+        config = read_decoder_config(hf_config, generation_config, _KEYS)
         rope_kinds = read_rope_kinds(hf_config, config.num_layers)
         expert_size = read_integer(hf_config, "intermediate_size")
         moe = MoESpec(

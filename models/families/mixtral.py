@@ -5,13 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ostinato.models.base import CheckpointLayout
-from ostinato.models.config.decoder_config import read_decoder_config
+from ostinato.models.config.decoder_config import DecoderKeys, read_decoder_config
+from ostinato.models.config.layer_windows import listed_windows
 from ostinato.models.config.model_config import HFConfig, ModelConfig
 from ostinato.models.config.moe_fields import every_layer, read_route
 from ostinato.models.config.moe_spec import MoESpec
 from ostinato.models.decoder import LLAMA_NAMES, Decoder
 
 __all__ = ("MixtralForCausalLM",)
+
+_KEYS = DecoderKeys(default_norm_eps=1e-5, rope_theta=1_000_000.0, windows=listed_windows)
 
 
 class MixtralForCausalLM(Decoder):
@@ -32,7 +35,7 @@ class MixtralForCausalLM(Decoder):
     def read_config(
         cls, hf_config: HFConfig, generation_config: HFConfig | None = None
     ) -> ModelConfig:
-        config = read_decoder_config(hf_config, generation_config)
+        config = read_decoder_config(hf_config, generation_config, _KEYS)
         moe = MoESpec(
             route=read_route(hf_config),
             intermediate_size=config.intermediate_size,

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from ostinato.models.base import CheckpointLayout
-from ostinato.models.config.decoder_config import read_decoder_config
+from ostinato.models.config.decoder_config import DecoderKeys, read_decoder_config
+from ostinato.models.config.layer_windows import listed_windows
 from ostinato.models.config.model_config import HFConfig, ModelConfig
 from ostinato.models.decoder import LLAMA_NAMES
 from ostinato.models.families.llama import LlamaForCausalLM
 
 __all__ = ("Phi3ForCausalLM",)
+
+_KEYS = DecoderKeys(default_norm_eps=1e-5, windows=listed_windows)
 
 
 class Phi3ForCausalLM(LlamaForCausalLM):
@@ -32,4 +35,4 @@ class Phi3ForCausalLM(LlamaForCausalLM):
                 # Early files have `su` or `yarn` for longrope.
                 rest = {key: value for key, value in parameters.items() if key != "type"}
                 stated[form] = {**rest, "rope_type": "longrope"}
-        return read_decoder_config(stated, generation_config)
+        return read_decoder_config(stated, generation_config, _KEYS)

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 from ostinato.models.base import CheckpointLayout
 from ostinato.models.config.block_spec import BlockSpec
-from ostinato.models.config.decoder_config import read_decoder_config
+from ostinato.models.config.decoder_config import DecoderKeys, read_decoder_config
 from ostinato.models.config.hf_fields import read_integer
+from ostinato.models.config.layer_windows import layer_types_where, switched_windows
 from ostinato.models.config.model_config import HFConfig, ModelConfig
 from ostinato.models.config.moe_fields import read_route, sparse_layers
 from ostinato.models.config.moe_spec import MoESpec
@@ -15,6 +16,8 @@ from ostinato.models.decoder import LLAMA_NAMES
 from ostinato.models.families.llama import LlamaForCausalLM
 
 __all__ = ("Qwen2MoeForCausalLM",)
+
+_KEYS = DecoderKeys(windows=switched_windows)
 
 
 class Qwen2MoeForCausalLM(LlamaForCausalLM):
@@ -34,7 +37,9 @@ class Qwen2MoeForCausalLM(LlamaForCausalLM):
     def read_config(
         cls, hf_config: HFConfig, generation_config: HFConfig | None = None
     ) -> ModelConfig:
-        config = read_decoder_config(hf_config, generation_config)
+        first = int(hf_config.get("max_window_layers", 28))
+        kinds = layer_types_where(hf_config, lambda layer: layer % 2 == 0 and layer < first)
+        config = read_decoder_config({**hf_config, **kinds}, generation_config, _KEYS)
         moe = MoESpec(
             route=read_route(hf_config, renormalize=bool(hf_config.get("norm_topk_prob", False))),
             intermediate_size=read_integer(hf_config, "moe_intermediate_size"),

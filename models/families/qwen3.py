@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ostinato.models.config.block_spec import QKNorm
-from ostinato.models.config.decoder_config import read_decoder_config
+from ostinato.models.config.decoder_config import DecoderKeys, read_decoder_config
+from ostinato.models.config.layer_windows import switched_windows
 from ostinato.models.config.model_config import HFConfig, ModelConfig
 from ostinato.models.families.llama import LlamaForCausalLM
 
 __all__ = ("Qwen3ForCausalLM",)
+
+_KEYS = DecoderKeys(windows=switched_windows)
 
 
 class Qwen3ForCausalLM(LlamaForCausalLM):
@@ -19,5 +22,5 @@ class Qwen3ForCausalLM(LlamaForCausalLM):
     def read_config(
         cls, hf_config: HFConfig, generation_config: HFConfig | None = None
     ) -> ModelConfig:
-        config = read_decoder_config(hf_config, generation_config)
+        config = read_decoder_config(hf_config, generation_config, _KEYS)
         return replace(config, block=replace(config.block, qk_norm=QKNorm.head))

@@ -5,14 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ostinato.models.config.block_spec import QKNorm
-from ostinato.models.config.decoder_config import read_decoder_config
+from ostinato.models.config.decoder_config import DecoderKeys, read_decoder_config
 from ostinato.models.config.hf_fields import read_integer
+from ostinato.models.config.layer_windows import switched_windows
 from ostinato.models.config.model_config import HFConfig, ModelConfig
 from ostinato.models.config.moe_fields import read_route, sparse_layers
 from ostinato.models.config.moe_spec import MoESpec
 from ostinato.models.families.llama import LlamaForCausalLM
 
 __all__ = ("Qwen3MoeForCausalLM",)
+
+_KEYS = DecoderKeys(windows=switched_windows)
 
 
 class Qwen3MoeForCausalLM(LlamaForCausalLM):
@@ -22,7 +25,9 @@ class Qwen3MoeForCausalLM(LlamaForCausalLM):
     def read_config(
         cls, hf_config: HFConfig, generation_config: HFConfig | None = None
     ) -> ModelConfig:
-        config = read_decoder_config(hf_config, generation_config)
+        # All layers have the window, whatever these keys of Qwen3 say.
+        stated = {**hf_config, "layer_types": None, "max_window_layers": 0}
+        config = read_decoder_config(stated, generation_config, _KEYS)
         moe = MoESpec(
             route=read_route(hf_config, renormalize=bool(hf_config.get("norm_topk_prob", False))),
             intermediate_size=read_integer(hf_config, "moe_intermediate_size"),

@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ostinato.models.config.decoder_config import DecoderKeys, read_decoder_config
+from ostinato.models.config.hf_fields import read_integer
+from ostinato.models.config.layer_windows import layer_types_where, switched_windows
 from ostinato.models.config.model_config import HFConfig, ModelConfig
 from ostinato.models.config.rope_fields import read_rope_kinds
 from ostinato.models.families.llama import LlamaForCausalLM
 
 __all__ = ("SmolLM3ForCausalLM",)
 
-_KEYS = DecoderKeys(is_tied=True)
+_KEYS = DecoderKeys(is_tied=True, rope_theta=2_000_000.0, windows=switched_windows)
 
 
 class SmolLM3ForCausalLM(LlamaForCausalLM):
@@ -21,7 +23,7 @@ class SmolLM3ForCausalLM(LlamaForCausalLM):
     def read_config(
         cls, hf_config: HFConfig, generation_config: HFConfig | None = None
     ) -> ModelConfig:
-        config = read_decoder_config(
-            {"use_sliding_window": False, **hf_config}, generation_config, _KEYS
-        )
-        return replace(config, rope_kinds=read_rope_kinds(hf_config, config.num_layers))
+        kinds = read_rope_kinds(hf_config, read_integer(hf_config, "num_hidden_layers"))
+        windowed = layer_types_where(hf_config, lambda layer: kinds[layer] is None)
+        config = read_decoder_config({**hf_config, **windowed}, generation_config, _KEYS)
+        return replace(config, rope_kinds=kinds)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from ostinato.models.base import CheckpointLayout
 from ostinato.models.config.block_spec import BlockSpec, NormKind
 from ostinato.models.config.decoder_config import DecoderKeys, read_decoder_config
+from ostinato.models.config.layer_windows import listed_windows
 from ostinato.models.config.model_config import HFConfig, ModelConfig
 from ostinato.models.decoder import LLAMA_NAMES, Decoder
 
@@ -17,6 +18,7 @@ _KEYS = DecoderKeys(
     default_norm_eps=1e-5,
     default_activation="gelu_pytorch_tanh",
     is_tied=True,
+    windows=listed_windows,
 )
 
 

@@ -21,6 +21,8 @@ SHARED = {
     "eos_token_id": 7,
     "pad_token_id": None,
 }
+TWO_KV_HEADS = {**SHARED, "num_key_value_heads": 2}
+WINDOW = {"use_sliding_window": True, "sliding_window": 9}
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 500.0,
@@ -114,8 +116,8 @@ VARIANTS = {
         {**SHARED, "num_attention_heads": 6, "hidden_size": 48, "tie_word_embeddings": True},
     ),
     "codegen": Variant("codegen", {**GPTJ, "n_inner": 96}),
-    "cohere": Variant("cohere", {**SHARED, "num_key_value_heads": 2, "attention_bias": True}),
-    "cohere2": Variant("cohere2", {**SHARED, "num_key_value_heads": 2, "sliding_window": 13}),
+    "cohere": Variant("cohere", {**TWO_KV_HEADS, "attention_bias": True}),
+    "cohere2": Variant("cohere2", {**TWO_KV_HEADS, "sliding_window": 13}),
     "deepseek-v2": Variant("deepseek_v2", {**DEEPSEEK, "q_lora_rank": None}),
     "deepseek-v2-groups": Variant(
         "deepseek_v2",
@@ -179,12 +181,11 @@ VARIANTS = {
             },
         },
     ),
-    "glm4": Variant("glm4", {**SHARED, "num_key_value_heads": 2, "head_dim": 16}),
+    "glm4": Variant("glm4", {**TWO_KV_HEADS, "head_dim": 16}),
     "glm4-moe": Variant(
         "glm4_moe",
         {
-            **SHARED,
-            "num_key_value_heads": 2,
+            **TWO_KV_HEADS,
             "head_dim": 16,
             "n_routed_experts": 8,
             "n_group": 4,
@@ -203,8 +204,7 @@ VARIANTS = {
     "gpt-oss": Variant(
         "gpt_oss",
         {
-            **SHARED,
-            "num_key_value_heads": 2,
+            **TWO_KV_HEADS,
             "head_dim": 16,
             "intermediate_size": 32,
             "num_local_experts": 4,
@@ -217,8 +217,7 @@ VARIANTS = {
     "granitemoe": Variant(
         "granitemoe",
         {
-            **SHARED,
-            "num_key_value_heads": 2,
+            **TWO_KV_HEADS,
             "intermediate_size": 32,
             "num_local_experts": 5,
             "num_experts_per_tok": 2,
@@ -250,20 +249,19 @@ VARIANTS = {
     "granite": Variant(
         "granite",
         {
-            **SHARED,
-            "num_key_value_heads": 2,
+            **TWO_KV_HEADS,
             "embedding_multiplier": 6.0,
             "attention_multiplier": 0.4,
             "residual_multiplier": 0.3,
             "logits_scaling": 3.0,
         },
     ),
-    "llama-tied": Variant("llama", {**SHARED, "tie_word_embeddings": True}),
+    # Llama has no window, whatever its configuration says.
+    "llama-tied": Variant("llama", {**SHARED, "tie_word_embeddings": True, "sliding_window": 5}),
     "llama3": Variant(
         "llama",
         {
-            **SHARED,
-            "num_key_value_heads": 2,
+            **TWO_KV_HEADS,
             "tie_word_embeddings": False,
             "rope_parameters": LLAMA3,
         },
@@ -300,7 +298,7 @@ VARIANTS = {
         },
     ),
     "llama-mqa": Variant("llama", {**SHARED, "num_key_value_heads": 1, "head_dim": 32}),
-    "mistral": Variant("mistral", {**SHARED, "num_key_value_heads": 2, "sliding_window": 11}),
+    "mistral": Variant("mistral", {**TWO_KV_HEADS, "sliding_window": 11}),
     "mpt": Variant(
         "mpt",
         {
@@ -317,15 +315,14 @@ VARIANTS = {
     ),
     "mixtral": Variant(
         "mixtral",
-        {**SHARED, "num_key_value_heads": 2, "intermediate_size": 48, "num_local_experts": 4},
+        {**TWO_KV_HEADS, "intermediate_size": 48, "num_local_experts": 4},
         "60KB",
     ),
-    "olmo2": Variant("olmo2", {**SHARED, "num_key_value_heads": 2}, "60KB"),
+    "olmo2": Variant("olmo2", TWO_KV_HEADS, "60KB"),
     "olmo3": Variant(
         "olmo3",
         {
-            **SHARED,
-            "num_key_value_heads": 2,
+            **TWO_KV_HEADS,
             "sliding_window": 11,
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
             "rope_parameters": {
@@ -337,21 +334,19 @@ VARIANTS = {
     "olmoe": Variant(
         "olmoe",
         {
-            **SHARED,
-            "num_key_value_heads": 2,
+            **TWO_KV_HEADS,
             "intermediate_size": 32,
             "num_experts": 6,
             "num_experts_per_tok": 2,
         },
     ),
     "opt": Variant("opt", {**SHARED, "ffn_dim": 96, "tie_word_embeddings": True}),
-    "phi": Variant("phi", {**SHARED, "num_key_value_heads": 2}),
-    "phi3": Variant("phi3", {**SHARED, "num_key_value_heads": 2, "sliding_window": 13}),
+    "phi": Variant("phi", TWO_KV_HEADS),
+    "phi3": Variant("phi3", {**TWO_KV_HEADS, "sliding_window": 13}),
     "phi3-partial": Variant(
         "phi3",
         {
-            **SHARED,
-            "num_key_value_heads": 2,
+            **TWO_KV_HEADS,
             "rope_parameters": {
                 "rope_type": "default",
                 "rope_theta": 10000.0,
@@ -363,8 +358,7 @@ VARIANTS = {
     "phi3-longrope": Variant(
         "phi3",
         {
-            **SHARED,
-            "num_key_value_heads": 2,
+            **TWO_KV_HEADS,
             "original_max_position_embeddings": 32,
             "rope_parameters": {
                 "rope_type": "longrope",
@@ -375,47 +369,46 @@ VARIANTS = {
             },
         },
     ),
-    "qwen2": Variant("qwen2", {**SHARED, "num_key_value_heads": 2}),
+    "qwen2": Variant("qwen2", TWO_KV_HEADS),
     "qwen2-window": Variant(
         "qwen2",
         {
-            **SHARED,
-            "num_key_value_heads": 2,
-            "use_sliding_window": True,
-            "sliding_window": 9,
+            **TWO_KV_HEADS,
+            **WINDOW,
             "max_window_layers": 1,
         },
     ),
     "qwen2-moe": Variant(
         "qwen2_moe",
         {
-            **SHARED,
-            "num_key_value_heads": 2,
+            **TWO_KV_HEADS,
             "num_experts": 6,
             "num_experts_per_tok": 2,
             "moe_intermediate_size": 32,
             "shared_expert_intermediate_size": 48,
             "decoder_sparse_step": 2,
+            **WINDOW,
+            "max_window_layers": 2,
         },
     ),
     "qwen3": Variant(
         "qwen3",
-        {**SHARED, "num_key_value_heads": 2, "head_dim": 24, "tie_word_embeddings": False},
+        {**TWO_KV_HEADS, "head_dim": 24, "tie_word_embeddings": False},
     ),
     "qwen3-tied": Variant(
         "qwen3",
-        {**SHARED, "num_key_value_heads": 2, "head_dim": 32, "tie_word_embeddings": True},
+        {**TWO_KV_HEADS, "head_dim": 32, "tie_word_embeddings": True},
     ),
     "qwen3-moe": Variant("qwen3_moe", {**QWEN3_MOE, "norm_topk_prob": True}),
-    "qwen3-moe-mixed": Variant("qwen3_moe", {**QWEN3_MOE, "mlp_only_layers": [0]}, "60KB"),
-    "smollm3": Variant(
-        "smollm3", {**SHARED, "num_key_value_heads": 2, "no_rope_layers": [1, 0, 1]}
+    "qwen3-moe-mixed": Variant(
+        "qwen3_moe", {**QWEN3_MOE, "mlp_only_layers": [0], **WINDOW}, "60KB"
     ),
-    "stablelm": Variant("stablelm", {**SHARED, "num_key_value_heads": 2, "use_qkv_bias": True}),
+    "smollm3": Variant("smollm3", {**TWO_KV_HEADS, "no_rope_layers": [1, 0, 1], **WINDOW}),
+    "stablelm": Variant("stablelm", {**TWO_KV_HEADS, "use_qkv_bias": True}),
     "stablelm-parallel": Variant(
         "stablelm", {**SHARED, "num_key_value_heads": 4, "use_parallel_residual": True}
     ),
-    "starcoder2": Variant("starcoder2", {**SHARED, "num_key_value_heads": 2, "sliding_window": 17}),
+    "starcoder2": Variant("starcoder2", {**TWO_KV_HEADS, "sliding_window": 17}),
 }
 
 

@@ -33,6 +33,8 @@ EXPERTS = {
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 48,
     "n_shared_experts": 1,
+    "n_group": 2,
+    "topk_group": 1,
 }
 LATENT = EXPERTS | {
     "q_lora_rank": 16,
@@ -167,30 +169,34 @@ def test_dynamic_rope_offers_the_context_that_needs_no_scaling() -> None:
     assert config.rope == Rope(rotary_dim=8, theta=10_000.0)
 
 
+WINDOW = {"sliding_window": 16}
+QWEN = WINDOW | {"architectures": ["Qwen2ForCausalLM"], "max_window_layers": 3}
+MISTRAL = WINDOW | {"architectures": ["MistralForCausalLM"]}
+IN_TURN = {"layer_types": ["sliding_attention", "full_attention"] * 2}
+
+
 @pytest.mark.parametrize(
     ("settings", "windows"),
     [
-        ({"sliding_window": 16}, (16, 16, 16, 16)),  # Mistral
-        ({"sliding_window": None}, (0, 0, 0, 0)),
-        ({"sliding_window": 16, "max_window_layers": 3}, (0, 0, 0, 0)),  # Qwen: off by default
-        (
-            {"sliding_window": 16, "max_window_layers": 3, "use_sliding_window": True},
-            (0, 0, 0, 16),
-        ),
-        (
-            {
-                "sliding_window": 16,
-                "max_window_layers": 3,
-                "use_sliding_window": True,
-                "layer_types": ["sliding_attention", "full_attention"] * 2,
-            },
-            (16, 0, 16, 0),
-        ),
-        ({"sliding_window": 16, "use_sliding_window": False}, (0, 0, 0, 0)),
+        (WINDOW, (0, 0, 0, 0)),  # Llama has none
+        (MISTRAL, (16, 16, 16, 16)),
+        (MISTRAL | {"sliding_window": None}, (0, 0, 0, 0)),
+        (MISTRAL | IN_TURN, (16, 0, 16, 0)),  # unlike transformers, like vLLM
+        (QWEN, (0, 0, 0, 0)),  # off by default
+        (QWEN | {"use_sliding_window": True}, (0, 0, 0, 16)),
+        (QWEN | IN_TURN | {"use_sliding_window": True}, (16, 0, 16, 0)),
+        (QWEN | IN_TURN, (0, 0, 0, 0)),
     ],
 )
 def test_sliding_windows(settings: dict[str, Any], windows: tuple[int, ...]) -> None:
     assert read(**settings).sliding_windows == windows
+
+
+def test_the_context_of_a_gemma_3_includes_its_linear_scaling() -> None:
+    scaling = {"type": "linear", "factor": 8.0}
+    config = read(architectures=["Gemma3ForCausalLM"], rope_scaling=scaling)
+    assert config.max_model_len == 2048
+    assert config.rope == Rope(rotary_dim=8, theta=1_000_000.0, scaling=LinearScaling(factor=8.0))
 
 
 @pytest.mark.parametrize(
@@ -284,8 +290,14 @@ def test_dtype(settings: dict[str, Any], choice: DType, dtype: torch.dtype) -> N
         ),
         ({"rope_scaling": {"type": "linear", "factor": "two"}}, ["factor", "two"]),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, ["low_freq_factor"]),
-        ({"layer_types": ["full_attention", "mamba"] * 2}, ["layer_types", "mamba"]),
-        ({"layer_types": ["full_attention"]}, ["layer_types", "1 entries for 4 layers"]),
+        (
+            {**MISTRAL, "layer_types": ["full_attention", "mamba"] * 2},
+            ["layer_types", "full_attention or sliding_attention", "mamba"],
+        ),
+        (
+            {**MISTRAL, "layer_types": ["full_attention"]},
+            ["layer_types", "each of the 4 layers", "got ['full_attention']"],
+        ),
         (
             {**GPT2, "scale_attn_by_inverse_layer_idx": True},
             ["scale_attn_by_inverse_layer_idx=True"],
@@ -308,7 +320,7 @@ def test_refusals_name_the_key(settings: dict[str, Any], words: list[str]) -> No
 
 
 def test_kv_cache_and_attention_specs() -> None:
-    config = read(num_key_value_heads=2, sliding_window=16)
+    config = read(**MISTRAL, num_key_value_heads=2)
     cache = config.kv_cache_spec(32, torch.bfloat16)
     assert (cache.num_layers, cache.num_kv_heads, cache.head_dim) == (4, 2, 8)
     assert cache.bytes_per_block == 4 * 2 * 2 * 32 * 8 * 2

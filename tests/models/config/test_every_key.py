@@ -1,8 +1,10 @@
-"""Another value of a key in config.json changes the model's configuration, or it is refused.
+"""Keys of config.json: each one has an effect or is refused, and a missing one has the default of
+transformers.
 
-This is checked for each key of each variant in `VARIANTS`. Keys without effect are listed here. The
-keys are those that transformers writes, and those that the settings of a variant add. So the test
-fails if a new release of transformers adds a key that the family neither reads nor refuses.
+The first is checked for each key of each variant in `VARIANTS`. Keys without effect are listed
+here. The keys are those that transformers writes, and those that the settings of a variant add. So
+the test fails if a new release of transformers adds a key that the family neither reads nor
+refuses.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from typing import Any
 import pytest
 import transformers
 
-from ostinato.models.registry import model_class
+from ostinato.models.registry import ARCHITECTURES, model_class
 from tests.models.random_checkpoints import VARIANTS, Variant
 
 # Keys without effect in all families: those of training, of generation with transformers, of other
@@ -80,6 +82,7 @@ NEUTRAL_IN = {
         "floor_scale": "attn_temperature_tuning is off",
     },
     "llama": {"pretraining_tp": "changes only the order of additions"},
+    "llama-tied": {"sliding_window": "a Llama has no window"},
     "mpt": {
         "attn_config.architectures": "a general key of transformers",
         "attn_config.dtype": "a general key of transformers",
@@ -101,20 +104,14 @@ NEUTRAL_IN = {
         "sliding_window": "use_sliding_window is off",
         "use_sliding_window": "there is no window",
     },
-    "qwen2_moe": {
-        "max_window_layers": "layer_types decides",
-        "sliding_window": "use_sliding_window is off",
-        "use_sliding_window": "there is no window",
-    },
-    "qwen3_moe": {
+    "qwen2_moe": {"max_window_layers": "layer_types decides"},
+    "qwen3-moe": {
         "sliding_window": "use_sliding_window is off",
         "use_sliding_window": "there is no window",
     },
     "smollm3": {
         "no_rope_layers": "`other` adds an entry, which is past the last layer",
         "no_rope_layer_interval": "no_rope_layers decides",
-        "sliding_window": "use_sliding_window is off",
-        "use_sliding_window": "there is no window",
     },
 }
 
@@ -172,3 +169,45 @@ def test_no_key_is_ignored(name: str) -> None:
             continue
     # A nested object may be a configuration of transformers too, with all the general keys.
     assert {key for key in ignored if not NEUTRAL.intersection(key.split("."))} - neutral == set()
+
+
+# Other defaults than in transformers would only give matrices other shapes, which a checkpoint then
+# does not have; or they are tokens, which the tokenizer names too.
+OTHER_DEFAULTS = {
+    "bos_token_id", "eos_token_id", "head_dim", "num_key_value_heads", "q_lora_rank",
+}  # fmt: skip
+# Values that transformers' own default configuration lacks.
+MISSING = {
+    "DeepseekV2ForCausalLM": {"num_experts_per_tok": 6},
+    "Glm4MoeForCausalLM": {"head_dim": 128},
+}
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_missing_key_has_the_default_of_transformers(architecture: str) -> None:
+    defaults = getattr(transformers, architecture).config_class().to_dict()
+    config = {**defaults, "architectures": [architecture], **MISSING.get(architecture, {})}
+    family = model_class(architecture)
+    expected = family.read_config(config)
+    other = set()
+    for key in config.keys() - OTHER_DEFAULTS:
+        try:
+            if (
+                family.read_config({each: config[each] for each in config.keys() - {key}})
+                != expected
+            ):
+                other.add(key)
+        except ValueError:  # the key must be stated
+            continue
+    assert other == set()
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, each in VARIANTS.items() if config_of(each).get("layer_types")]
+)
+def test_layer_types_that_are_not_stated_are_those_of_transformers(name: str) -> None:
+    """transformers writes the list of layer types that it has made from the other keys."""
+    settings = {**VARIANTS[name].settings, "layer_types": None}
+    config = config_of(Variant(VARIANTS[name].model_type, settings))
+    family = model_class(config["architectures"][0])
+    assert family.read_config({**config, "layer_types": None}) == family.read_config(config)

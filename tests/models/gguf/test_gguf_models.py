@@ -42,7 +42,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "phi3-longrope": {},
     "phi3-partial": {},
     "qwen2": {},
-    "qwen2-moe": {"decoder_sparse_step": 1, "shared_expert_intermediate_size": 64},
+    "qwen2-moe": {
+        "decoder_sparse_step": 1,
+        "shared_expert_intermediate_size": 64,
+        "use_sliding_window": False,
+    },
     "qwen3": {},
     "qwen3-moe": {},
     "qwen3-tied": {},
