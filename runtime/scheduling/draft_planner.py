@@ -93,7 +93,6 @@ class DraftPlanner:
         # draft model it is not weighed.
         self._is_sparing = costs is not None and self._model is None
         self._num_unobserved = 0  # steps since the last one with a predicted cost
-        self._has_forced = False  # whether the last step's grammars forced tokens
 
     @property
     def model_costs(self) -> CostTable | None:
@@ -273,13 +272,11 @@ class DraftPlanner:
             step: the step that was read.
             forced: `StepResult.forced_token_ids`.
         """
-        if not forced and not self._has_forced:
-            return
-        self._has_forced = bool(forced)
         place = 0
         for entry, sequence in zip(step.scheduled, step.sequences, strict=True):
             if entry.num_logits:
-                sequence.forced_token_ids = forced.get(place, [])
+                if forced or sequence.forced_token_ids:  # most steps have neither
+                    sequence.forced_token_ids = forced.get(place, [])
                 place += 1
 
     @staticmethod

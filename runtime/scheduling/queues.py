@@ -110,7 +110,9 @@ class SequenceQueues:
             self._retire(sequence, _FINISHED)
             return
         if status is SequenceStatus.waiting:
-            del self.waiting[bisect_left(self.waiting, sequence.order, key=by_order)]
+            index = bisect_left(self.waiting, sequence.order, key=by_order)
+            check(self.waiting[index] is sequence, f"{sequence!r} is not at its place in the queue")
+            del self.waiting[index]
         sequence.status = _FINISHED
 
     def preempt_last(self) -> Sequence:

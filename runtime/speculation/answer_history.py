@@ -8,12 +8,16 @@ same hash is stored. The memory is fixed: 16 bytes per token.
 A sequence finds only answers of its own partition. A partition has the requests with the same cache
 salt and the same adapters, as in the prefix cache. Otherwise the speed of a reply would tell one
 client what the server has answered to another client.
+
+The scheduler calls this class between steps, and an answer can have 100,000 tokens. So answers wait
+in a queue, and each call takes a few tokens of it.
 """
 
 from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Hashable, Sequence
 
 from ostinato.runtime.speculation.text_index import MAX_MATCH
@@ -23,6 +27,7 @@ __all__ = ("AnswerHistory",)
 _MAX_CANDIDATES = 6  # places of one hash that are compared, the latest first
 _LEAD = 16  # prompt tokens that are kept before an answer, so that its beginning is found
 _FAR = 1 << 30
+_TOKENS_OF_A_CALL = 32  # 60 us. The answers of 128 sequences can end in one step.
 
 
 class AnswerHistory:
@@ -47,26 +52,26 @@ class AnswerHistory:
         self._end = 0  # number of tokens so far, overwritten ones included
         self._begins: list[int] = []  # where each answer begins, rising
         self._partitions: list[Hashable] = []  # the partition of each answer
+        self._queue: deque[tuple[Hashable, list[int]]] = deque()  # partition and tokens
+        self._num_queued = 0  # tokens of the queue
+        self._num_taken = 0  # tokens of the first answer in the queue that are in the buffer
 
     def learn(
         self, partition: Hashable, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]
     ) -> None:
-        """Add an answer, and the last tokens of its prompt."""
-        text = [*prompt_token_ids[-_LEAD:], *output_token_ids]
-        text = text[-(self._num_tokens // 2) :]
-        size, ring, table, distance = self._num_tokens, self._ring, self._table, self._distance
-        begin, num_key = self._end, self._min_match
-        self._begins.append(begin)
-        self._partitions.append(partition)
-        for place, token in enumerate(text, begin):
-            ring[place % size] = token
-        for place in range(begin + num_key, begin + len(text)):
-            at = hash(tuple(text[place - num_key - begin : place - begin])) % size
-            before = table[at]
-            distance[place % size] = 0 if before < 0 else min(place - before, _FAR)
-            table[at] = place
-        self._end = begin + len(text)
-        self._drop_overwritten()
+        """Add an answer, and the last tokens of its prompt.
+
+        A part of it is found at once, and the rest after further calls of `learn` and `find`. If
+        many answers wait, the oldest ones are dropped.
+        """
+        most = self._num_tokens // 2
+        text = [*prompt_token_ids[-_LEAD:], *output_token_ids][-most:]
+        self._queue.append((partition, text))
+        self._num_queued += len(text)
+        while self._num_queued > most:
+            self._num_queued -= len(self._queue.popleft()[1])
+            self._num_taken = 0
+        self._take(_TOKENS_OF_A_CALL)
 
     def find(
         self, partition: Hashable, token_ids: Sequence[int], key: int, most: int
@@ -82,6 +87,8 @@ class AnswerHistory:
         Returns:
             The tokens that follow the match, and the length of the match; None without a match.
         """
+        if self._queue:
+            self._take(_TOKENS_OF_A_CALL)
         if not self._begins:
             return None
         size, num_key, num_tokens = self._num_tokens, self._min_match, len(token_ids)
@@ -114,6 +121,33 @@ class AnswerHistory:
         ring = self._ring
         draft = [ring[place % size] for place in range(best, min(best + most, best_end))]
         return draft, best_length
+
+    def _take(self, most: int) -> None:
+        """Move up to `most` tokens of the queue to the buffer."""
+        size, ring, table, distance = self._num_tokens, self._ring, self._table, self._distance
+        num_key = self._min_match
+        while most > 0 and self._queue:
+            partition, text = self._queue[0]
+            begin = self._end - self._num_taken
+            if not self._num_taken:
+                self._begins.append(begin)
+                self._partitions.append(partition)
+            end = min(begin + len(text), self._end + most)
+            for place in range(self._end, end):
+                ring[place % size] = text[place - begin]
+            for place in range(max(begin + num_key, self._end), end):
+                at = hash(tuple(text[place - num_key - begin : place - begin])) % size
+                before = table[at]
+                distance[place % size] = 0 if before < 0 else min(place - before, _FAR)
+                table[at] = place
+            most -= end - self._end
+            self._num_taken += end - self._end
+            self._end = end
+            if self._num_taken == len(text):
+                self._queue.popleft()
+                self._num_queued -= len(text)
+                self._num_taken = 0
+        self._drop_overwritten()
 
     def _match_length(self, place: int, begin: int, token_ids: Sequence[int]) -> int:
         ring, size, end = self._ring, self._num_tokens, len(token_ids)

@@ -34,6 +34,7 @@ MAX_BAD_WORDS = 256
 MAX_BAD_WORD_TOKENS = 32
 MAX_BAD_WORD_CHARACTERS = 1024
 MAX_STOP_STRINGS = 16
+MAX_BEAM_STOP_TOKENS = 128  # each one makes every beam report a continuation more
 MAX_STOP_CHARACTERS = 4096
 
 PatternSize = Annotated[int, msgspec.Meta(ge=0, le=MAX_PATTERN_TOKENS)]
@@ -297,6 +298,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                 "stop": ((),),
             }
             reason = "with use_beam_search=true, which neither samples nor looks for stop strings"
+            _check(
+                len(self.stop_token_ids) <= MAX_BEAM_STOP_TOKENS,
+                "stop_token_ids",
+                f"at most {MAX_BEAM_STOP_TOKENS} tokens with use_beam_search=true",
+                f"{len(self.stop_token_ids)} tokens",
+            )
         else:
             neutral = {"length_penalty": (1.0,), "early_stopping": (False,)}
             reason = "without use_beam_search=true"

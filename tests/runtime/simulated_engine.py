@@ -108,6 +108,7 @@ class SimulatedEngine:
         if self.drafter is not None and not request.sampling.use_beam_search:
             tokens, _, _ = reference_output(request, self.max_model_len)
             self.drafter.outputs[request.request_id] = tokens
+        self.scheduler.check_integrity()
 
     def launch(self) -> SchedulerOutput | None:
         """Schedule a step and run it on the device."""

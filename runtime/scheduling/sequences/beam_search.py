@@ -1,18 +1,16 @@
 """Beam search: which beams continue with which tokens, and which finished sequences are the best.
 
 This is the search of one request, without blocks, rows or steps. The rules are those of
-`transformers` (`GenerationMixin._beam_search`). W is the number of beams. The W * (1 + number of
-stop tokens) likeliest continuations of all beams, at least 2 * W, are candidates. A candidate that
-ends with a stop token is kept as finished if it is among the first W. The first W other candidates
-are the next beams. `early_stopping` has the values of transformers: False is the heuristic of Wu et
-al. 2016.
+`transformers` (`GenerationMixin._beam_search`). W is the number of beams. The continuations of all
+beams are looked at, likeliest first. One that ends with a stop token is kept as finished if it is
+among the first W. The first W others are the next beams. `early_stopping` has the values of
+transformers: False is the heuristic of Wu et al. 2016.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from heapq import merge
-from itertools import islice
 from typing import NamedTuple
 
 from ostinato.runtime.types.outputs import BeamOutput, FinishReason, TokenLogprobs
@@ -26,12 +24,16 @@ _LEAST_LOGPROB = -1e20
 
 
 def num_candidates(request: Request) -> int:
-    """How many continuations of each beam the search needs."""
-    sampling = request.sampling
-    stop_token_ids = set(sampling.stop_token_ids)
-    if not sampling.ignore_eos:
-        stop_token_ids.update(request.eos_token_ids)
-    return max(2, 1 + len(stop_token_ids)) * sampling.num_candidates
+    """How many continuations of each beam the search needs.
+
+    All next beams can continue the same beam, and all stop tokens can be likelier than these.
+    """
+    return request.sampling.num_candidates + len(_stop_token_ids(request))
+
+
+def _stop_token_ids(request: Request) -> frozenset[int]:
+    eos_token_ids = () if request.sampling.ignore_eos else request.eos_token_ids
+    return frozenset(request.sampling.stop_token_ids).union(eos_token_ids)
 
 
 class Beam:
@@ -99,9 +101,8 @@ class BeamSearch:
         sampling = request.sampling
         self._sampling = sampling
         self._width = sampling.num_candidates
-        self._num_looked_at = num_candidates(request)
         self._eos_token_ids = frozenset(() if sampling.ignore_eos else request.eos_token_ids)
-        self._stop_token_ids = frozenset(sampling.stop_token_ids) | self._eos_token_ids
+        self._stop_token_ids = _stop_token_ids(request)
         self._max_new_tokens = max_new_tokens
         self._length = 0  # output tokens of every beam
         self._finished: list[BeamOutput] = []  # best first
@@ -144,15 +145,21 @@ class BeamSearch:
         return self._finished[: self._sampling.n]
 
     def _best_moves(self) -> list[Move]:
-        """The likeliest continuations of all beams, best first.
+        """The likeliest continuations of all beams, best first, up to the W-th without stop token.
 
         The continuations of each beam are sorted already. A lazy merge reads only the few that are
-        needed; W beams have 2 * W**2 or more.
+        needed; W beams have W**2 or more.
         """
         count = self._sampling.logprobs or 0
         moves_of_beams = [_moves(beam, count) for beam in self.beams]
         merged = merge(*moves_of_beams, key=lambda move: move.cumulative_logprob, reverse=True)
-        moves = list(islice(merged, self._num_looked_at))
+        moves: list[Move] = []
+        num_alive = 0
+        for move in merged:
+            moves.append(move)
+            num_alive += not self._stops(move)
+            if num_alive == self._width:
+                break
         return [move for move in moves if move.cumulative_logprob > _LEAST_LOGPROB] or moves
 
     def _stops(self, move: Move) -> bool:

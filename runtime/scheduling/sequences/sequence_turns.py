@@ -81,7 +81,7 @@ class Turns:
         sequences = self._groups.setdefault(request.group, [])
         insort(sequences, sequence, key=lambda one: one.request.place)
         changed = self._set_levels(sequences)
-        return changed > {sequence}
+        return bool(changed - {sequence})  # the new one is not queued yet
 
     def remove(self, sequence: Sequence) -> bool:
         """Forget a sequence that has ended; returns whether levels of other sequences changed."""

@@ -16,7 +16,7 @@ import torch
 import transformers
 
 from ostinato import LLM, SamplingParams
-from ostinato.runtime.scheduling.sequences.beam_search import BeamSearch
+from ostinato.runtime.scheduling.sequences.beam_search import BeamSearch, num_candidates
 from ostinato.runtime.types.outputs import BeamOutput, FinishReason, TokenLogprobs
 from ostinato.runtime.types.request import Request
 from tests.runtime.tiny import MODEL, VOCAB_SIZE, tiny_config
@@ -297,7 +297,7 @@ def test_a_wide_search_finds_the_best_of_all(seed: int) -> None:
     while not search.is_done:
         for beam in search.beams:
             likeliest = sorted(table[tuple(beam.token_ids)].items(), key=lambda one: -one[1])
-            ids, values = zip(*likeliest, strict=True)
+            ids, values = zip(*likeliest[: num_candidates(request)], strict=True)
             beam.candidates = TokenLogprobs(values[0], 1, list(ids), list(values))
         search.beams = [move.beam.continued(move) for move in search.advance()]
     found: list[BeamOutput] = search.results()
@@ -315,6 +315,10 @@ def test_a_wide_search_finds_the_best_of_all(seed: int) -> None:
         ({"use_beam_search": True, "temperature": 0.7}, "temperature must be 1.0 with"),
         ({"use_beam_search": True, "stop": ("a",)}, "stop must be () with use_beam_search=true"),
         ({"use_beam_search": True, "early_stopping": "x"}, "true, false or 'never', got 'x'"),
+        (
+            {"use_beam_search": True, "stop_token_ids": tuple(range(129))},
+            "stop_token_ids must be at most 128 tokens with use_beam_search=true, got '129 tokens'",
+        ),
     ],
 )
 def test_what_does_not_go_together_is_refused(values: dict[str, Any], text: str) -> None:

@@ -112,6 +112,16 @@ class EngineMachine(RuleBasedStateMachine):
             request_id = f"r{len(self.engine.requests)}"
             self.engine.add(_rename(request, request_id))
 
+    @rule(request=requests(), places=st.permutations(range(5)))
+    def add_group(self, request: Request, places: list[int]) -> None:
+        """An HTTP request of several sequences, some of which may have moved here later."""
+        group = len(self.engine.requests) + 1
+        for place in places:
+            member = msgspec.structs.replace(
+                request, place=place, group=group, group_size=len(places)
+            )
+            self.engine.add(_rename(member, f"r{len(self.engine.requests)}"))
+
     @precondition(lambda self: self.engine.num_in_flight < self.engine.max_in_flight)
     @rule()
     def launch(self) -> None:
@@ -147,7 +157,7 @@ class EngineMachine(RuleBasedStateMachine):
 
 
 TestEngineMachine = EngineMachine.TestCase
-TestEngineMachine.settings = settings(max_examples=120, stateful_step_count=30, deadline=None)
+TestEngineMachine.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
 
 
 @settings(max_examples=80, deadline=None)

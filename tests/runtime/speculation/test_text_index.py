@@ -154,3 +154,40 @@ def test_a_prediction_is_followed_and_found_again_after_a_difference() -> None:
     removed = [*text[:50], *text[60:]]
     assert prediction_drafts(text, removed) <= 24
     assert prediction_drafts(text, [5] * 30) == 30
+
+
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=6), st.integers(0, 20))
+def test_a_long_answer_is_found_after_more_calls(lengths: list[int], num_looks: int) -> None:
+    """A call takes a bounded part of the queue. In the end every answer that fits is found."""
+    history, first = AnswerHistory(2048, 2), 0
+    answers: list[list[int]] = []
+    for length in lengths:
+        answers.append(list(range(first, first + length)))
+        first += length
+        history.learn(0, [], answers[-1])
+        for _ in range(num_looks):
+            history.find(0, [-1, -2], key_of([-1, -2], 2), 1)
+    kept: list[list[int]] = []
+    for answer in reversed(answers):
+        if sum(map(len, kept)) + len(answer) > 1024:
+            break  # the queue may have dropped this one and those before
+        kept.append(answer)
+    for _ in range(100):
+        history.find(0, [-1, -2], key_of([-1, -2], 2), 1)
+    for answer in kept:
+        if len(answer) > 2:
+            found = history.find(0, answer[-3:-1], key_of(answer[-3:-1], 2), 5)
+            assert found == ([answer[-1]], 2)
+
+
+def test_no_call_takes_a_whole_answer_of_100_000_tokens() -> None:
+    """The scheduler calls `learn` and `find` between two steps."""
+    history, answer = AnswerHistory(1 << 18, 2), list(range(100_000))
+    history.learn(0, [], answer)
+    most = len(answer)
+    for num_calls in range(1, len(answer)):
+        here = history.find(0, answer[-3:-1], key_of(answer[-3:-1], 2), 5)
+        if here is not None:
+            assert most / num_calls < 64
+            return
+    raise AssertionError("the end of the answer was never found")
