@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 __all__ = (
+    "RequestMatcher",
     "build_matcher",
     "load_grammar_tokenizer",
     "prepare_forced_texts",
@@ -33,6 +34,21 @@ _STEP_LEXER_FUEL = 50_000  # about 4 ms
 _STEP_ITEMS = 20_000  # about 1 ms
 # Limit for building a whole grammar. An enum of 100,000 texts of 10 characters takes 1,100,000.
 _LEXER_FUEL = 8_000_000
+
+
+class RequestMatcher:
+    """The matcher of a request, which a preemption of the request does not end.
+
+    Attributes:
+        matcher: the grammar's state.
+        num_taken: tokens of the answer that the matcher has taken.
+    """
+
+    __slots__ = ("matcher", "num_taken")
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        self.matcher = matcher
+        self.num_taken = 0
 
 
 def read_grammar_tokenizer(

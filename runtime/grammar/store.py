@@ -19,6 +19,7 @@ import msgspec
 
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.grammar.matcher import (
+    RequestMatcher,
     build_matcher,
     load_grammar_tokenizer,
     prepare_forced_texts,
@@ -67,6 +68,7 @@ class GrammarStore:
         self._cache: OrderedDict[str, Future[LLMatcher]] = OrderedDict()  # by grammar text
         self._used: dict[str, Future[LLMatcher]] = {}  # by request id
         self._unreported: dict[str, Future[LLMatcher]] = {}  # by request id, in order of `prepare`
+        self._matchers: dict[str, RequestMatcher] = {}  # by request id
         self._loading: Future[None] | None = None
         self.build_seconds = 0.0
 
@@ -123,13 +125,18 @@ class GrammarStore:
             del self._unreported[one.request_id]
         return built
 
-    def matcher(self, request: Request) -> LLMatcher:
-        """A new matcher for a prepared request, at the beginning of its grammar."""
-        return self._used[request.request_id].result().deep_copy()
+    def matcher(self, request: Request) -> RequestMatcher:
+        """The matcher of a prepared request. At first it is at the beginning of the grammar."""
+        found = self._matchers.get(request.request_id)
+        if found is None:
+            built = self._used[request.request_id].result()
+            found = self._matchers[request.request_id] = RequestMatcher(built.deep_copy())
+        return found
 
     def release(self, request_id: str) -> None:
         """Drop the grammar of a request that has ended or was aborted."""
         self._used.pop(request_id, None)
+        self._matchers.pop(request_id, None)
         self._unreported.pop(request_id, None)
 
     def close(self) -> None:

@@ -31,7 +31,9 @@ from ostinato.runtime.sampling.grammar_rows import COSTLY_S, SLOW_S, GrammarRow,
 from ostinato.runtime.types.request import Request
 
 if TYPE_CHECKING:
-    from llguidance import LLExecutor, LLMatcher
+    from llguidance import LLExecutor
+
+    from ostinato.runtime.grammar.matcher import RequestMatcher
 
 __all__ = ("MASKS_S", "GrammarMasks", "MatcherSource")
 
@@ -48,8 +50,10 @@ _MAX_THREADS = 32
 _COSTLY_SHARE = 0.5
 _LEAST_COSTLY_SHARE = 0.05
 _MOST_CREDIT_S = 0.01
+# In each step, new matchers take tokens of answers that began before a restart for about this long.
+_REPLAY_S = 0.002
 
-MatcherSource = Callable[[Request], "LLMatcher"]
+MatcherSource = Callable[[Request], "RequestMatcher"]
 
 
 class GrammarMasks:
@@ -66,7 +70,7 @@ class GrammarMasks:
         Args:
             vocab_size: V.
             device: the device of the logits.
-            matchers: gives a request a matcher of its own; None = no request has a grammar.
+            matchers: gives the matcher of a request; None = no request has a grammar.
         """
         self._vocab_size = vocab_size
         self._device = device
@@ -74,6 +78,7 @@ class GrammarMasks:
         self._num_threads = min(len(os.sched_getaffinity(0)), _MAX_THREADS)
         self._executor: LLExecutor | None = None
         self._seconds_left = MASKS_S  # time left for masks in the present step
+        self._replay_s_left = _REPLAY_S  # time left for tokens of earlier steps
         self._model_s = 0.0  # time that the model took in the present step
         self._credit_s = 0.0  # time for masks of costly grammars; negative after a long mask
         self._mask_s = SLOW_S  # time of one mask in the last batch
@@ -84,12 +89,12 @@ class GrammarMasks:
         """The mask state of a sequence that takes a row; None without a grammar or budget."""
         if not request.grammar and request.sampling.thinking is None:
             return None
-        matcher = None
+        progress = None
         if request.grammar:
             assert self._matchers is not None, "a grammar was sent to a sampler without matchers"
-            matcher = self._matchers(request)
+            progress = self._matchers(request)
         cost = self._costs.setdefault(request.grammar, MaskCost())
-        return GrammarRow(matcher, request, output_token_ids, self._vocab_size, cost)
+        return GrammarRow(progress, request, output_token_ids, self._vocab_size, cost)
 
     def begin_step(self, seconds: float = MASKS_S, model_s: float = MASKS_S) -> None:
         """Begin a step, whose masks the next calls of `apply` make.
@@ -99,6 +104,7 @@ class GrammarMasks:
             model_s: time that the model has taken.
         """
         self._seconds_left = seconds
+        self._replay_s_left = _REPLAY_S
         self._model_s = model_s
 
     def apply(
@@ -113,8 +119,9 @@ class GrammarMasks:
             positions: [R], the position of each row's new token in its sequence.
 
         Returns:
-            Indices of the rows that got no mask. Their drawn tokens are void. Either the step has
-            no time for their masks, or the previous step drew no token for them.
+            Indices of the rows that got no mask. Their drawn tokens are void. The step has no time
+            for their masks, the previous step drew no token for them, or their matchers have not
+            taken all of their tokens.
         """
         begin = time.perf_counter()
         where: list[int] = []
@@ -123,6 +130,8 @@ class GrammarMasks:
         for index, row in enumerate(rows):
             if row is None:
                 continue
+            if row.is_behind and self._replay_s_left > 0:
+                self._replay_s_left -= row.replay(self._replay_s_left)
             if row.matcher is not None and row.position != positions[index]:
                 held.add(index)
                 continue
@@ -181,9 +190,9 @@ class GrammarMasks:
             self._seconds_left = self._costly_seconds(
                 [states[place] for place in costly], num_free + len(states) - len(costly)
             )
-            begin = time.perf_counter()
+            before = self._seconds_left
             held += self._make_all(costly, states, bits)
-            self._credit_s -= time.perf_counter() - begin
+            self._credit_s -= before - self._seconds_left
         return bits, set(held)
 
     def _costly_seconds(self, rows: Sequence[GrammarRow], num_others: int) -> float:
@@ -229,7 +238,8 @@ class GrammarMasks:
             self._make([(states[place], place) for place in some], bits)
             cpu_s = time.process_time() - cpu
             now = time.perf_counter()
-            self._seconds_left -= now - begin
+            tokens_s = sum(states[place].cost.token_seconds for place in some)
+            self._seconds_left -= now - begin + tokens_s
             self._mask_s = (now - begin) * self._num_threads / len(some)
             _note_costs([states[place].cost for place in some], cpu_s / len(some))
             at_once = self._at_once()

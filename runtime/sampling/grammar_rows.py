@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ostinato.runtime.grammar.matcher import problem
+from ostinato.runtime.grammar.matcher import RequestMatcher, problem
 from ostinato.runtime.sampling.thinking_budget import ThinkingBudget
 from ostinato.runtime.types.request import Request
-
-if TYPE_CHECKING:
-    from llguidance import LLMatcher
 
 __all__ = ("COSTLY_S", "SLOW_S", "GrammarRow", "MaskCost", "forced_tokens")
 
@@ -22,8 +18,10 @@ __all__ = ("COSTLY_S", "SLOW_S", "GrammarRow", "MaskCost", "forced_tokens")
 # takes less. If a row's mask or token takes `_MAX_S` of processor time, the row ends with an error.
 SLOW_S = 0.005
 _MAX_S = 0.03
-# A grammar is costly if its masks take more processor time than this.
+# A grammar is costly if a mask and a token take more processor time than this.
 COSTLY_S = 0.0005
+_REPLAY_PIECE_S = 0.0005  # the time of a call that gives a matcher several tokens
+_MOST_REPLAYED = 256  # tokens of such a call
 _WEIGHT = 0.125  # weight of the last measurement in the moving average
 _NOTHING_LEFT = "the grammar allows no token here; change the grammar"
 _NONE_ALLOWED = (
@@ -31,7 +29,8 @@ _NONE_ALLOWED = (
     "change the grammar"
 )
 # No further forced tokens of a step are computed after this many seconds. llguidance computes all
-# tokens that a grammar forces: 1 ms for the 4,000 of `a{4000}`.
+# tokens that a grammar forces: 1 ms for the 4,000 of `a{4000}`, and 50 ms or more for a constant of
+# 20,000 characters. If one call takes longer than this, the grammar's rows make no further call.
 _FORCED_S = 0.001
 _MOST_FORCED = 32  # a sequence has fewer draft tokens in a step (`speculation.max_tokens`)
 _ONLY_EOS = (
@@ -45,30 +44,39 @@ _ONLY_EOS_ALLOWED = (
 
 
 class MaskCost:
-    """How long the masks of one grammar take.
+    """How long the masks and tokens of one grammar take.
 
     Attributes:
         seconds: processor time of one mask, a moving average; 0 at first. A batch of masks of
             several grammars counts only if its masks took at most `COSTLY_S` on average.
+        token_seconds: processor time in which a matcher takes a token, a moving average.
+        has_slow_forced: a call that computes forced tokens took longer than `_FORCED_S`.
         is_suspect: a batch of masks of this and other grammars took long. It is not known which of
             the grammars is costly.
     """
 
-    __slots__ = ("__weakref__", "is_suspect", "seconds")
+    __slots__ = ("__weakref__", "has_slow_forced", "is_suspect", "seconds", "token_seconds")
 
     def __init__(self) -> None:
         self.seconds = 0.0
+        self.token_seconds = 0.0
+        self.has_slow_forced = False
         self.is_suspect = False
 
     def note(self, seconds: float) -> None:
-        """Add a measurement. Masks of one grammar differ by a factor of ten and more."""
+        """Add a measurement of masks. Those of one grammar differ by a factor of ten and more."""
         self.is_suspect = False
         self.seconds += (seconds - self.seconds) * (_WEIGHT if self.seconds else 1.0)
 
+    def note_token(self, seconds: float) -> None:
+        """Add a measurement of a token."""
+        weight = _WEIGHT if self.token_seconds else 1.0
+        self.token_seconds += (seconds - self.token_seconds) * weight
+
     @property
     def is_costly(self) -> bool:
-        """Whether the masks take long, or possibly take long."""
-        return self.is_suspect or self.seconds > COSTLY_S
+        """Whether a mask and a token take long, or possibly take long."""
+        return self.is_suspect or self.seconds + self.token_seconds > COSTLY_S
 
 
 class GrammarRow:
@@ -78,7 +86,8 @@ class GrammarRow:
         matcher: the grammar's matcher; None = the row has no grammar.
         cost: the cost of the grammar's masks.
         group: `Request.group`.
-        position: position in the sequence of the token that the next mask is for.
+        position: position in the sequence of the token that the next mask is for. While the matcher
+            has not taken all tokens of the answer, it is the position of the next of these.
         min_position: before this position, no end-of-sequence or stop token is allowed, unless the
             grammar and the other limits allow no further token.
         is_slow: its last mask or token, or the batch with its last mask, took long.
@@ -88,10 +97,12 @@ class GrammarRow:
     """
 
     __slots__ = (
+        "_behind",
         "_early",
         "_forced",
         "_is_drafted",
         "_limits",
+        "_progress",
         "_thinking",
         "cost",
         "ending",
@@ -106,17 +117,25 @@ class GrammarRow:
 
     def __init__(
         self,
-        matcher: LLMatcher | None,
+        progress: RequestMatcher | None,
         request: Request,
         output_token_ids: list[int],
         vocab_size: int,
         cost: MaskCost,
     ) -> None:
         params = request.sampling
-        self.matcher = matcher
+        self.matcher = None if progress is None else progress.matcher
         self.cost = cost
         self.group = request.group
-        self.position = len(request.prompt_token_ids) + len(output_token_ids)
+        self._progress = progress
+        # Tokens of the answer that the matcher has to take, in reverse order. There are some if the
+        # engine was restarted since they were drawn.
+        self._behind: list[int] = []
+        if progress is not None:
+            assert progress.num_taken <= len(output_token_ids), "the matcher has dropped tokens"
+            self._behind = output_token_ids[progress.num_taken :]
+            self._behind.reverse()
+        self.position = len(request.prompt_token_ids) + len(output_token_ids) - len(self._behind)
         self.is_slow = False
         self.num_turns = 0
         self.num_unread = 0
@@ -137,17 +156,47 @@ class GrammarRow:
         self._thinking: ThinkingBudget | None = None
         if params.thinking is not None:
             self._thinking = ThinkingBudget(params.thinking, output_token_ids)
-        if (
-            matcher is not None
-            and output_token_ids
-            and not matcher.consume_tokens(output_token_ids)
-        ):
-            self.ending = problem(matcher) or "the grammar does not allow the output so far"
 
     @property
     def is_free(self) -> bool:
         """Whether no token is masked any more: no grammar, and the reasoning is over."""
         return self.matcher is None and (self._thinking is None or self._thinking.is_over)
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether `replay` has tokens of the answer left."""
+        return bool(self._behind)
+
+    def replay(self, seconds: float) -> float:
+        """Give the matcher tokens of the answer so far, for about `seconds` of processor time.
+
+        Sets `ending` if a token takes too long, or is not allowed.
+
+        Returns:
+            The processor time in seconds. Some tokens are taken even if `seconds` is short.
+        """
+        assert self._progress is not None, "only rows with a matcher are behind"
+        begin = before = time.thread_time()
+        count = 1
+        while self._behind:
+            some = self._behind[: -count - 1 : -1]
+            is_allowed = self._progress.matcher.consume_tokens(some)
+            now = time.thread_time()
+            each = (now - before) / len(some)
+            before = now
+            self.cost.note_token(each)
+            self.spend(each)
+            if not is_allowed and self.ending is None:
+                error = problem(self._progress.matcher)
+                self.ending = error or "the grammar does not allow the output so far"
+            num_taken = len(self._behind) if self.ending is not None else len(some)
+            self._progress.num_taken += num_taken
+            self.position += num_taken
+            del self._behind[-num_taken:]
+            if now - begin >= seconds:
+                break
+            count = min(max(1, int(_REPLAY_PIECE_S / max(each, 1e-7))), _MOST_REPLAYED)
+        return before - begin
 
     def limit(self, bits: np.ndarray, position: int) -> None:
         """Apply the request's other limits to its mask, [W] int32. Sets `ending` on a conflict."""
@@ -179,11 +228,13 @@ class GrammarRow:
         Args:
             may_compute: False = return only tokens that were computed after an earlier token.
         """
-        if self.matcher is None or self.ending is not None or not self._is_drafted:
+        if self.matcher is None or self.ending is not None or not self._is_drafted or self._behind:
             return []
-        if may_compute and not self._forced:
+        if may_compute and not self._forced and not self.cost.has_slow_forced:
+            begin = time.thread_time()
             self._forced = self.matcher.compute_ff_tokens()
             self._forced.reverse()
+            self.cost.has_slow_forced = time.thread_time() - begin > _FORCED_S
         return self._forced[: -_MOST_FORCED - 1 : -1]
 
     def take(self, token_id: int) -> str | None:
@@ -205,7 +256,11 @@ class GrammarRow:
             self._forced = []
         begin = time.thread_time()
         is_allowed = self.matcher.consume_token(token_id)
-        self.spend(time.thread_time() - begin)
+        seconds = time.thread_time() - begin
+        self.cost.note_token(seconds)
+        self.spend(seconds)
+        if self._progress is not None:
+            self._progress.num_taken += 1
         if not is_allowed:
             self.ending = problem(self.matcher) or "the grammar does not allow the drawn token"
         elif self.matcher.is_stopped():
