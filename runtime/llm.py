@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import msgspec
+from rich.console import Console
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -46,6 +47,7 @@ from ostinato.runtime.client.requests import (
 from ostinato.runtime.engine.step_observer import StepObserver
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.grammar.compiler import GrammarCompiler
+from ostinato.runtime.interrupts import interrupts_later
 from ostinato.runtime.speculation.proposer import Proposer
 from ostinato.runtime.startup.build_engine import build_engine
 from ostinato.runtime.startup.model_cache import LoadedModelCache
@@ -155,7 +157,8 @@ class LLM:
         Raises:
             InvalidRequestError: a prompt or its parameters cannot be served; nothing was run.
             HelperProcessError: no process could check a grammar; nothing was run.
-            RankFailedError: a rank of the engine has ended or hangs.
+            RankFailedError: a rank of the engine has ended or hangs, or an earlier step failed.
+            KeyboardInterrupt: of a Ctrl-C, after the present step. The requests are dropped.
         """
         require_task(self.model, ServedTask.generate)
         many = prompt_list(prompts)
@@ -182,13 +185,16 @@ class LLM:
             for request in batch:
                 self._engine.add_request(request)
         collected: list[dict[int, CollectedCompletion]] = [{} for _ in batches]
+        console = Console(stderr=True)
+        is_shown = use_progress and (console.is_terminal or console.is_jupyter)
         with Progress(
             TextColumn("generating"),
             BarColumn(),
             MofNCompleteColumn(),
             TextColumn("{task.fields[rate]}"),
             TimeRemainingColumn(),
-            disable=not use_progress,
+            console=console,
+            disable=not is_shown,
             transient=True,
         ) as progress:
             total = sum(each.n for each in params)
@@ -304,7 +310,9 @@ class LLM:
             self._engine.add_request(request)
         try:
             while len(ended) < len(requests):
-                ended |= {output.request_id: output for output in self._engine.step()}
+                with interrupts_later():
+                    outputs = self._engine.step()
+                ended |= {output.request_id: output for output in outputs}
         finally:
             for request in requests:
                 self._engine.abort(request.request_id)  # does nothing if the request has ended
@@ -384,7 +392,9 @@ class LLM:
         }
         try:
             while which:
-                for engine_output in self._engine.step():
+                with interrupts_later():
+                    engine_outputs = self._engine.step()
+                for engine_output in engine_outputs:
                     index = which.get(engine_output.request_id)
                     if index is None:
                         continue

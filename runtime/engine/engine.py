@@ -87,7 +87,7 @@ class Engine:
 
         Raises:
             InvalidRequestError: the scheduler refuses the request (`Scheduler.add`).
-            RankFailedError: an earlier step failed because a rank had ended or hung.
+            RankFailedError: an earlier step failed.
         """
         if self._failure is not None:
             raise RankFailedError(
@@ -142,12 +142,16 @@ class Engine:
             could not be built.
 
         Raises:
-            RankFailedError: a rank has ended or hangs. No further step can run.
+            RankFailedError: a rank has ended or hangs. After this and any other exception no
+                further step can run.
         """
         try:
             return self._step(announce)
         except RankFailedError as error:
             self._failure = error
+            raise
+        except BaseException as error:  # even a KeyboardInterrupt leaves a step half done
+            self._failure = RankFailedError(f"a step ended with {error!r}", "error")
             raise
 
     def _step(self, announce: Announce | None) -> list[SequenceOutput]:
@@ -171,6 +175,8 @@ class Engine:
         """Queue the requests whose grammars are built; returns outputs for failed grammars."""
         timeout_s = 0.0 if self._scheduler.has_work else _GRAMMAR_WAIT_S
         ready, failed = self._grammars.take_ready(timeout_s)
+        for output in failed:
+            self._observer.forget(output.request_id)
         for request in ready:
             self._observer.grammar_built(request)
             self._scheduler.add(request)

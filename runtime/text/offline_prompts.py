@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import reprlib
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TypedDict, cast
 
 from ostinato.runtime.errors import InvalidRequestError
@@ -30,22 +31,36 @@ def prompt_list(prompts: Prompts) -> list[Prompt]:
     """The prompts as a list of texts or token ids; a single prompt becomes a list of one.
 
     Raises:
-        InvalidRequestError: a dictionary is neither `{"prompt": ...}` nor
-            `{"prompt_token_ids": ...}`.
+        InvalidRequestError: a prompt has another type, or a dictionary is neither
+            `{"prompt": ...}` nor `{"prompt_token_ids": ...}`.
     """
     if isinstance(prompts, str):
         return [prompts]
     if isinstance(prompts, Mapping):
         return [_unwrap(cast(Mapping[str, object], prompts))]
-    items = list(cast(Sequence[object], prompts))
+    if not isinstance(prompts, Iterable):
+        raise _not_a_prompt(prompts)
+    items = list(cast(Iterable[object], prompts))
     if items and all(isinstance(item, int) for item in items):
         return [cast(list[int], items)]
-    return [
-        _unwrap(cast(Mapping[str, object], item))
-        if isinstance(item, Mapping)
-        else cast(Prompt, item)
-        for item in items
-    ]
+    return [_one(item) for item in items]
+
+
+def _one(item: object) -> Prompt:
+    """A prompt of a list."""
+    if isinstance(item, Mapping):
+        return _unwrap(cast(Mapping[str, object], item))
+    if not isinstance(item, Iterable):
+        raise _not_a_prompt(item)
+    return cast(Prompt, item)
+
+
+def _not_a_prompt(value: object) -> InvalidRequestError:
+    return InvalidRequestError(
+        'a prompt is a text, token ids, {"prompt": text} or {"prompt_token_ids": ids}, or a list '
+        f"has these; got {reprlib.repr(value)}",
+        param="prompt",
+    )
 
 
 def prompt_text(prompt: str | TextPrompt) -> str:

@@ -93,8 +93,12 @@ class ThinkingLimit(msgspec.Struct, frozen=True, kw_only=True):
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How to pick tokens and when to stop, with the names and meanings of the OpenAI and vLLM APIs.
 
+    One text may be given for `stop`, and an object with the fields of `StructuredOutputsParams` or
+    `RepetitionDetectionParams` for these.
+
     Raises:
-        ValueError: a value is out of range; the text names the parameter, the value and the range.
+        ValueError: a value is of another type or out of range; the text names the parameter, the
+            value and the range.
     """
 
     n: int = 1  # completions per prompt; they share the prompt's blocks
@@ -139,6 +143,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     speculation: bool = True  # false = no drafts for this request
 
     def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            msgspec.structs.force_setattr(self, "stop", (self.stop,))
+        self._convert()
         _check(1 <= self.n <= MAX_N, "n", f"in [1, {MAX_N}]", self.n)
         _check(
             self.best_of is None or self.n <= self.best_of <= MAX_N,
@@ -203,6 +210,20 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def num_candidates(self) -> int:
         """The number of completions that are generated; `n` of these are returned."""
         return self.best_of or self.n
+
+    def _convert(self) -> None:
+        """Check the types, which Python does not, and convert lists, integers and objects."""
+        try:
+            typed = msgspec.convert(self, _Types, from_attributes=True)
+        except msgspec.ValidationError as error:
+            reason, _, path = str(error).partition(" - at ")
+            name = path.rpartition("$.")[2].rstrip("`").partition("[")[0]
+            value = reprlib.repr(getattr(self, name))
+            raise ValueError(f"{name}={value}: {reason}") from error
+        for name in self.__struct_fields__:
+            value = getattr(typed, name)
+            if value is not getattr(self, name):
+                msgspec.structs.force_setattr(self, name, value)
 
     def _check_tokens(self) -> None:
         """Check parameters that name or count tokens and texts."""
@@ -310,6 +331,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         for name, values in neutral.items():
             value = getattr(self, name)
             _check(value in values, name, f"{values[0]!r} {reason}", value)
+
+
+# `SamplingParams` without its checks of values. msgspec checks types only when it makes a struct
+# from something else.
+_Types = msgspec.defstruct(
+    "_Types", [(field.name, field.type) for field in msgspec.structs.fields(SamplingParams)]
+)
 
 
 class PoolingKind(StrEnum):

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ostinato import LLM, AsyncEngine, SamplingParams
+from ostinato import LLM, AsyncEngine, SamplingParams, StructuredOutputsParams
 from ostinato.conf.compose import load_config
 from ostinato.conf.errors import ConfigError
 from ostinato.runtime.errors import InvalidRequestError
@@ -131,3 +131,51 @@ def test_the_async_engine_takes_the_same_arguments():
         AsyncEngine(config=load_config(), dtype="float32")
     with pytest.raises(ConfigError, match="takes config="):
         AsyncEngine(config=load_config(), overrides=["seed=1"])
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"max_tokens": 1.5}, "max_tokens=1.5: Expected `int | null`, got `float`"),
+        ({"seed": 1.5}, "seed=1.5: Expected `int | null`, got `float`"),
+        ({"temperature": "x"}, "temperature='x': Expected `float`, got `str`"),
+        ({"ignore_eos": "no"}, "ignore_eos='no': Expected `bool`, got `str`"),
+        ({"bad_words": "Once"}, "bad_words='Once': Expected `array`, got `str`"),
+        ({"logit_bias": {"1": 5}}, "logit_bias={'1': 5}: Expected `int`, got `str`"),
+        ({"allowed_token_ids": 5}, "allowed_token_ids=5: Expected `array | null`, got `int`"),
+        (
+            {"structured_outputs": {"regx": "a"}},
+            "structured_outputs={'regx': 'a'}: Object contains unknown field `regx`",
+        ),
+    ],
+)
+def test_parameters_of_a_wrong_type_are_named(values: dict[str, object], text: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(text)):
+        SamplingParams(**values)  # type: ignore[arg-type]
+
+
+def test_lists_one_text_and_objects_are_converted() -> None:
+    params = SamplingParams(
+        stop="the end",  # type: ignore[arg-type]
+        stop_token_ids=[1, 2],  # type: ignore[arg-type]
+        temperature=1,
+        structured_outputs={"regex": "a"},  # type: ignore[arg-type]
+    )
+    assert params == SamplingParams(
+        stop=("the end",),
+        stop_token_ids=(1, 2),
+        structured_outputs=StructuredOutputsParams(regex="a"),
+    )
+    assert isinstance(params.temperature, float)
+
+
+def test_prompts_of_a_wrong_type_are_refused(llm: LLM) -> None:
+    for prompts in (5, [5.5], None, [None]):
+        with pytest.raises(InvalidRequestError, match="prompt"):
+            llm.generate(prompts, GREEDY)  # type: ignore[arg-type]
+
+
+def test_nothing_is_printed(llm: LLM, capfd: pytest.CaptureFixture[str]) -> None:
+    llm.generate([TEXT] * 3, GREEDY)
+    captured = capfd.readouterr()
+    assert captured.out == captured.err == ""
