@@ -46,8 +46,16 @@ class BatchLine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Seen(msgspec.Struct, frozen=True):
-    id: str = ""
+    id: str
+    response: msgspec.Raw  # a request has none
     custom_id: str | None = None
+
+
+class _Named(msgspec.Struct, frozen=True):
+    custom_id: str | None = None
+
+
+_BEGINNING = b'{"id":"batch_req_'  # of every answer
 
 
 class BatchInput:
@@ -65,7 +73,9 @@ class BatchInput:
         try:
             rows = file.read_bytes().splitlines()
         except OSError as error:
-            raise InvalidRequestError(f"{file}: {error.strerror or error}") from error
+            raise InvalidRequestError(
+                f"INPUT {file} cannot be read: {error.strerror or error}"
+            ) from error
         self.lines = [
             _parse(number, row, urls) for number, row in enumerate(rows, 1) if row.strip()
         ]
@@ -98,16 +108,14 @@ class BatchOutput:
         try:
             self._stream: IO[bytes] = file.open("a+b")
         except OSError as error:
-            raise InvalidRequestError(f"{file}: {error.strerror or error}") from error
+            raise InvalidRequestError(
+                f"OUTPUT {file} cannot be written: {error.strerror or error}"
+            ) from error
         for number, row in enumerate(self._whole_rows(), 1):
             try:
                 seen = msgspec.json.decode(row, type=_Seen)
-            except msgspec.MsgspecError as error:
-                self._stream.close()
-                raise InvalidRequestError(
-                    f"{file}: line {number} is not an answer of a batch ({error}); name"
-                    " another output file"
-                ) from error
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+                raise self._not_an_answer(number, str(error)) from error
             self._ids.add(seen.id if seen.custom_id is None else f"custom {seen.custom_id}")
 
     def __enter__(self) -> Self:
@@ -132,16 +140,27 @@ class BatchOutput:
             self._stream.write(answer + b"\n")
             self._stream.flush()
         except OSError as error:
-            raise InvalidRequestError(f"{self._file}: {error.strerror or error}") from error
+            raise InvalidRequestError(
+                f"OUTPUT {self._file} cannot be written: {error.strerror or error}"
+            ) from error
+
+    def _not_an_answer(self, number: int, why: str) -> InvalidRequestError:
+        self._stream.close()
+        return InvalidRequestError(
+            f"OUTPUT {self._file}: line {number} is not an answer of a batch ({why}); name another "
+            "file"
+        )
 
     def _whole_rows(self) -> Iterator[bytes]:
-        """The complete lines of the file. An incomplete last line is removed from the file."""
+        """The complete lines of the file. The beginning of an answer at its end is removed."""
         self._stream.seek(0)
         size = 0
-        for row in self._stream:
+        for number, row in enumerate(self._stream, 1):
             if row.endswith(b"\n"):
                 size += len(row)
                 yield row
+            elif row[: len(_BEGINNING)] != _BEGINNING[: len(row)]:
+                raise self._not_an_answer(number, "it begins in another way")
         self._stream.truncate(size)
         self._stream.seek(0, os.SEEK_END)
 
@@ -190,7 +209,7 @@ def _parse(number: int, row: bytes, urls: frozenset[str]) -> BatchLine:
 
 def _custom_id(row: bytes) -> str | None:
     try:
-        return msgspec.json.decode(row, type=_Seen).custom_id
+        return msgspec.json.decode(row, type=_Named).custom_id
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
 

@@ -14,8 +14,7 @@ from ostinato.api.chat.chat_deltas import ChatDelta, CollectedAnswer
 from ostinato.api.openai.logprobs import (
     ShownToken,
     TokenBytes,
-    chat_logprobs,
-    in_parts,
+    all_chat_logprobs,
     prompt_logprobs,
 )
 from ostinato.api.parsing.events import CallArguments, CallBegins, Content, Event, Reasoning
@@ -25,7 +24,6 @@ from ostinato.api.schemas.chat_completions import (
     ChatChunk,
     ChatChunkChoice,
     ChatCompletionRequest,
-    ChatLogprobs,
     ChatResponse,
     CustomToolDelta,
     DeltaMessage,
@@ -97,7 +95,7 @@ def reply_options(body: ChatCompletionRequest) -> ReplyOptions:
     )
 
 
-def to_chunks(
+async def to_chunks(
     head: ReplyHead,
     delta: ChatDelta,
     token_bytes: TokenBytes,
@@ -107,7 +105,7 @@ def to_chunks(
     first_usage: Usage | msgspec.UnsetType | None = msgspec.UNSET,
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET,
 ) -> list[ChatChunk]:
-    """The chunks for one delta.
+    """The chunks for one delta. Other tasks run while a large one is made.
 
     The first delta of a choice begins with a chunk that has the role. While text is held back,
     there is a chunk only if it has log-probabilities or token ids to show.
@@ -129,9 +127,9 @@ def to_chunks(
     logprobs = None
     if options.num_top_logprobs is not None and output.new_token_ids:
         assert output.logprobs is not None, "the engine reports what the request asked for"
-        logprobs = chat_logprobs(
+        logprobs = await all_chat_logprobs(
             output.new_token_ids,
-            output.logprobs,
+            output.logprobs.__getitem__,
             token_bytes,
             num_top=options.num_top_logprobs,
             as_ids=options.as_token_ids,
@@ -245,17 +243,14 @@ async def to_response(
         assert answer.finish_reason is not None, "collected until every completion had ended"
         logprobs = None
         if options.num_top_logprobs is not None:
-            logprobs = ChatLogprobs([])
-            async for part in in_parts(len(one.token_ids)):
-                some = chat_logprobs(
-                    one.token_ids[part],
-                    one.logprobs(part),
-                    token_bytes,
-                    num_top=options.num_top_logprobs,
-                    as_ids=options.as_token_ids,
-                    shown=shown,
-                )
-                logprobs.content.extend(some.content)
+            logprobs = await all_chat_logprobs(
+                one.token_ids,
+                one.logprobs,
+                token_bytes,
+                num_top=options.num_top_logprobs,
+                as_ids=options.as_token_ids,
+                shown=shown,
+            )
         choices.append(
             ChatChoice(
                 index=index,

@@ -14,7 +14,6 @@ import msgspec
 from ostinato.api.openai.logprobs import (
     TokenBytes,
     all_completion_logprobs,
-    completion_logprobs,
     join_logprobs,
     prompt_logprobs,
     token_text,
@@ -218,7 +217,7 @@ async def echo_chunk(
     )
 
 
-def to_chunk(
+async def to_chunk(
     head: ReplyHead,
     choice: int,
     output: RequestOutput,
@@ -228,7 +227,8 @@ def to_chunk(
     text_offset: int = 0,
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET,
 ) -> Completion | None:
-    """The chunk for one output; None = its text is held back. See `echo_chunk` for other arguments.
+    """The chunk for one output; None = its text is held back. Other tasks run while a large one is
+    made. See `echo_chunk` for other arguments.
 
     Args:
         choice: prompt index * n + completion index.
@@ -238,9 +238,9 @@ def to_chunk(
     logprobs = None
     if options.num_top_logprobs is not None and output.new_token_ids:
         assert output.logprobs is not None, "the engine reports what the request asked for"
-        logprobs = completion_logprobs(
+        logprobs, _ = await all_completion_logprobs(
             output.new_token_ids,
-            output.logprobs,
+            output.logprobs.__getitem__,
             token_bytes,
             num_top=options.num_top_logprobs,
             text_offset=text_offset,

@@ -21,10 +21,10 @@ from ostinato.runtime.types.outputs import TokenLogprobs
 __all__ = (
     "ShownToken",
     "TokenBytes",
+    "all_chat_logprobs",
     "all_completion_logprobs",
     "chat_logprobs",
     "completion_logprobs",
-    "in_parts",
     "join_logprobs",
     "prompt_logprobs",
     "token_text",
@@ -47,11 +47,12 @@ def _encoded(entry: object) -> Any:
     return msgspec.Raw(_encode(entry))
 
 
-async def in_parts(count: int) -> AsyncIterator[slice]:
-    """Slices that together cover `count` tokens. Other tasks run after each."""
+async def _in_parts(count: int) -> AsyncIterator[slice]:
+    """Slices that together cover `count` tokens. Other tasks run between them."""
     for begin in range(0, count, _AT_ONCE):
+        if begin:
+            await asyncio.sleep(0)
         yield slice(begin, begin + _AT_ONCE)
-        await asyncio.sleep(0)
 
 
 def token_text(piece: bytes) -> str:
@@ -102,6 +103,40 @@ def chat_logprobs(
         itself = ChatTokenLogprob(name, max(entry.logprob, _LOWEST), codes, top)
         content.append(_encoded(itself))
     return ChatLogprobs(content)
+
+
+async def all_chat_logprobs(
+    token_ids: Sequence[int],
+    logprobs: Callable[[slice], Sequence[TokenLogprobs]],
+    token_bytes: TokenBytes,
+    *,
+    num_top: int,
+    as_ids: bool = False,
+    shown: dict[int, ShownToken] | None = None,
+) -> ChatLogprobs:
+    """`chat_logprobs` of many tokens, in parts. Other tasks run between the parts.
+
+    Args:
+        token_ids: the tokens.
+        logprobs: returns the log-probabilities of some tokens.
+        token_bytes: returns the bytes of a token.
+        num_top: see `chat_logprobs`, like the next two.
+        as_ids: tokens are named `token_id:N`.
+        shown: a cache.
+    """
+    joined = ChatLogprobs([])
+    shown = {} if shown is None else shown
+    async for part in _in_parts(len(token_ids)):
+        some = chat_logprobs(
+            token_ids[part],
+            logprobs(part),
+            token_bytes,
+            num_top=num_top,
+            as_ids=as_ids,
+            shown=shown,
+        )
+        joined.content.extend(some.content)
+    return joined
 
 
 def completion_logprobs(
@@ -169,7 +204,7 @@ async def all_completion_logprobs(
         as_ids: tokens are named `token_id:N`.
     """
     joined = CompletionLogprobs([], [], [], [])
-    async for part in in_parts(len(token_ids)):
+    async for part in _in_parts(len(token_ids)):
         some = completion_logprobs(
             token_ids[part],
             logprobs(part),

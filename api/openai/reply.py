@@ -74,7 +74,7 @@ class ChatReply:
                     continue
                 self._tally.add(0, delta.output, delta.num_reasoning_tokens)
                 self._usage.add(output.index, delta.output, delta.num_reasoning_tokens)
-                for chunk in chat.to_chunks(
+                for chunk in await chat.to_chunks(
                     self._head,
                     delta,
                     self._service.encoder.token_bytes,
@@ -221,7 +221,7 @@ class CompletionReply:
                     usage=self._usage.of_first_chunk(prompt_index, choice),
                 )
             )
-        chunk = completions.to_chunk(
+        chunk = await completions.to_chunk(
             self._head,
             choice,
             output,

@@ -163,7 +163,7 @@ class ResponsesReply:
                 if (delta := self._interval.add(0, output, parsed)) is None:
                     continue
                 self._tally.add(0, delta.output)
-                self._logprobs.add(delta.output)
+                await self._logprobs.add(delta.output)
                 self._num_reasoning_tokens += delta.num_reasoning_tokens
                 self._incomplete_reason = _INCOMPLETE.get(delta.finish_reason)
                 cuts_call = delta.cuts_call

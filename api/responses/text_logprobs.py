@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ostinato.api.chat.content_blocks import BlockDelta, BlockKind
-from ostinato.api.openai.logprobs import TokenBytes, chat_logprobs
+from ostinato.api.openai.logprobs import TokenBytes, all_chat_logprobs
 from ostinato.api.schemas.chat_completions import ChatTokenLogprob
 from ostinato.runtime.types.outputs import RequestOutput
 
@@ -27,14 +27,21 @@ class TextLogprobs:
         self._waiting: list[ChatTokenLogprob] = []
         self._of_block: dict[int, list[ChatTokenLogprob]] = {}
 
-    def add(self, output: RequestOutput) -> None:
-        """Add the entries of an output's tokens. Called before `of_change`."""
+    async def add(self, output: RequestOutput) -> None:
+        """Add the entries of an output's tokens. Called before `of_change`.
+
+        Other tasks run while those of many tokens are made.
+        """
         if self._num_top is None or not output.new_token_ids:
             return
         assert output.logprobs is not None, "the engine reports what the request asked for"
-        self._waiting += chat_logprobs(
-            output.new_token_ids, output.logprobs, self._token_bytes, num_top=self._num_top
-        ).content
+        logprobs = await all_chat_logprobs(
+            output.new_token_ids,
+            output.logprobs.__getitem__,
+            self._token_bytes,
+            num_top=self._num_top,
+        )
+        self._waiting += logprobs.content
 
     def of_change(self, change: BlockDelta) -> list[ChatTokenLogprob]:
         """The entries of new text; none for other changes."""

@@ -35,7 +35,7 @@ def impossible_goals(config: RunConfig, forecast: Forecast, goals: Goals) -> lis
     }
     return [
         f"slo.{name}_ms={limit:g} cannot be met: with one request at a time p"
-        f"{goals.percentile:g} is {getattr(alone, f'{name}_ms'):.3g} ms, {texts[name]}; the limit "
+        f"{goals.percentile:g} is {_ms(getattr(alone, f'{name}_ms'))}, {texts[name]}; the limit "
         f"is this machine's speed with this model"
         for name, limit in goals.limits.items()
         if getattr(alone, f"{name}_ms") > _MARGIN * limit
@@ -44,6 +44,8 @@ def impossible_goals(config: RunConfig, forecast: Forecast, goals: Goals) -> lis
 
 def why_missed(candidates: list[Candidate], goals: Goals, factors: dict[str, float]) -> list[str]:
     """Messages about how meeting each goal affects the others, by corrected predictions."""
+    if not candidates:
+        return ["no time was left for a search; raise tune.budget_s"]
     corrected = [one.predicted.scaled(factors) for one in candidates]
     lines: list[str] = []
     for name, limit in goals.limits.items():
@@ -51,20 +53,24 @@ def why_missed(candidates: list[Candidate], goals: Goals, factors: dict[str, flo
         least = min(corrected, key=lambda one: getattr(one, key))
         if getattr(least, key) > limit:
             lines.append(
-                f"slo.{key}={limit:g}: no configuration of the space gives less than "
-                f"{getattr(least, key):.3g} ms under this traffic"
+                f"slo.{key}={limit:g}: no configuration is predicted to give less than "
+                f"{_ms(getattr(least, key))} under this traffic"
             )
             continue
         meeting = [one for one in corrected if getattr(one, key) <= limit]
         nearest = min(meeting, key=goals.violation)
         others = ", ".join(
-            f"{other.upper()} {getattr(nearest, f'{other}_ms'):.3g} ms (goal {its:g})"
+            f"{other.upper()} {_ms(getattr(nearest, f'{other}_ms'))} (goal {its:g})"
             for other, its in goals.limits.items()
             if other != name
         )
         if others:
             lines.append(f"slo.{key}={limit:g} can be met, but then at best with {others}")
     return lines
+
+
+def _ms(value: float) -> str:
+    return f"{value:.0f} ms" if value >= 100 else f"{value:.3g} ms"
 
 
 def highest_load(

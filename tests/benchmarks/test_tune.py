@@ -252,6 +252,12 @@ def test_goals_that_exclude_each_other_are_told_apart(tmp_path: Path):
     assert "slo.ttft_ms=60 can be met, but then at best with ITL" in text
 
 
+def test_a_search_without_time_is_named_as_such():
+    assert why_missed([], make_goals(ttft_ms=60.0), {}) == [
+        "no time was left for a search; raise tune.budget_s"
+    ]
+
+
 def test_the_highest_load_is_where_the_goals_begin_to_fail(tmp_path: Path):
     goals = make_goals(ttft_ms=150.0)
     _, forecast, config = make_search(tmp_path, goals)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -66,7 +68,7 @@ def test_log_probabilities_of_text_are_those_of_its_tokens(size: int, interval: 
         one = output(texts[first : first + size], first=first, is_last=first + size >= len(texts))
         delta = deltas.add(0, one, parser.feed(one))
         if delta is not None:
-            logprobs.add(delta.output)
+            asyncio.run(logprobs.add(delta.output))
             for change in blocks.feed(delta.events):
                 events += writer.of_change(change, "completed")
     assert [one.text for one in blocks.blocks if one.kind is BlockKind.text] == [
@@ -134,7 +136,7 @@ def tokens_of_entries(texts: list[str], size: int) -> list[str]:
     for first in range(0, len(texts), size):
         one = output(texts[first : first + size], first=first, is_last=first + size >= len(texts))
         delta = parser.feed(one)
-        logprobs.add(delta.output)
+        asyncio.run(logprobs.add(delta.output))
         for change in blocks.feed(delta.events):
             logprobs.of_change(change)
     return [

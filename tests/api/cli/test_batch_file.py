@@ -85,5 +85,16 @@ def test_a_file_of_something_else_is_not_written_to(tmp_path):
     with pytest.raises(InvalidRequestError, match="line 1 is not an answer of a batch"):
         BatchOutput(target)
     assert target.read_text() == "dear diary\n"
-    with pytest.raises(InvalidRequestError, match="No such file"):
+    with pytest.raises(InvalidRequestError, match=r"INPUT .*nothing cannot be read: No such file"):
         BatchInput(tmp_path / "nothing", URLS)
+
+
+@pytest.mark.parametrize("end", ["", "\n"])
+def test_the_input_is_not_taken_for_the_output(tmp_path, end):
+    """It has a custom_id in each line, as an output does, and perhaps no end of the last line."""
+    source = tmp_path / "requests.jsonl"
+    text = json.dumps(GOOD) + end
+    source.write_text(text)
+    with pytest.raises(InvalidRequestError, match="line 1 is not an answer of a batch"):
+        BatchOutput(source)
+    assert source.read_text() == text

@@ -205,7 +205,9 @@ def parsed(one: RequestOutput) -> ChatDelta:
 
 class TestChunks:
     def chunks(self, one: RequestOutput, options: ReplyOptions = PLAIN, **more: Any) -> list[str]:
-        chunks = chat.to_chunks(HEAD, parsed(one), PIECES.__getitem__, options=options, **more)
+        chunks = asyncio.run(
+            chat.to_chunks(HEAD, parsed(one), PIECES.__getitem__, options=options, **more)
+        )
         return [encoded(one) for one in chunks]
 
     START = '{"id":"chatcmpl-1","object":"chat.completion.chunk","created":7,"model":"m","system_fingerprint":"fp","choices":'

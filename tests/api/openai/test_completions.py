@@ -70,8 +70,8 @@ class TestToRequests:
 
 class TestChunks:
     def test_text(self):
-        chunk = completions.to_chunk(
-            HEAD, 3, output("a", [1], 1), PIECES.__getitem__, options=PLAIN
+        chunk = asyncio.run(
+            completions.to_chunk(HEAD, 3, output("a", [1], 1), PIECES.__getitem__, options=PLAIN)
         )
         assert encoded(chunk) == (
             '{"id":"chatcmpl-1","object":"text_completion","created":7,"model":"m",'
@@ -81,7 +81,8 @@ class TestChunks:
 
     def test_held_back(self):
         one = output("", [1], 1)
-        assert completions.to_chunk(HEAD, 0, one, PIECES.__getitem__, options=PLAIN) is None
+        chunk = completions.to_chunk(HEAD, 0, one, PIECES.__getitem__, options=PLAIN)
+        assert asyncio.run(chunk) is None
 
     def test_offsets_go_on_from_chunk_to_chunk(self):
         offsets = completions.TextOffsets(PIECES.__getitem__)

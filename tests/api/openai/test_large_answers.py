@@ -10,12 +10,13 @@ from typing import Any, TypeVar
 import msgspec
 import pytest
 
-from ostinato.api.chat.chat_deltas import CollectedAnswer
+from ostinato.api.chat.chat_deltas import ChatDelta, CollectedAnswer
 from ostinato.api.openai import chat, completions
 from ostinato.api.openai.completions import Echo
 from ostinato.api.openai.logprobs import chat_logprobs, completion_logprobs
-from ostinato.api.parsing.events import Message
+from ostinato.api.parsing.events import Content, Message
 from ostinato.api.preparation.generation import Generation
+from ostinato.api.responses.text_logprobs import TextLogprobs
 from ostinato.api.service.reply_state import CollectedCompletion, ReplyOptions
 from ostinato.runtime.types.outputs import FinishReason, TokenLogprobs
 from ostinato.runtime.types.params import SamplingParams
@@ -129,3 +130,27 @@ def test_the_chunk_with_an_echoed_prompt() -> None:
         TOKENS, [None, *SCORES[1:]], PIECES.__getitem__, num_top=2, text_offset=0
     )
     assert decoded(chunk.choices[0].logprobs) == decoded(at_once)
+
+
+def test_a_chunk_with_many_tokens() -> None:
+    """As with a large `stream_interval`, or of a beam search."""
+    one = output("text", TOKENS, NUM_TOKENS, logprobs=SCORES, finish_reason=FinishReason.length)
+    delta = ChatDelta(one, [Content("text")], "length")
+    chunks, turns = run_beside_another_task(
+        chat.to_chunks(HEAD, delta, PIECES.__getitem__, options=OPTIONS)
+    )
+    assert turns >= LEAST_TURNS
+    entries = decoded(chunks)[-1]["choices"][0]["logprobs"]["content"]
+    assert (
+        entries == decoded(chat_logprobs(TOKENS, SCORES, PIECES.__getitem__, num_top=2))["content"]
+    )
+    chunk, turns = run_beside_another_task(
+        completions.to_chunk(HEAD, 0, one, PIECES.__getitem__, options=OPTIONS)
+    )
+    assert turns >= LEAST_TURNS
+    assert decoded(chunk)["choices"][0]["logprobs"] == decoded(
+        completion_logprobs(TOKENS, SCORES, PIECES.__getitem__, num_top=2, text_offset=0)
+    )
+    logprobs = TextLogprobs(PIECES.__getitem__, 2)
+    _, turns = run_beside_another_task(logprobs.add(one))
+    assert turns >= LEAST_TURNS
