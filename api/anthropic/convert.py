@@ -178,7 +178,7 @@ def _messages(turn: Turn, place: str) -> list[Message]:
     calls = [
         MessageToolCall(
             id=block.id,
-            function=CalledFunction(name=block.name, arguments=json.dumps(block.input)),
+            function=CalledFunction(name=block.name, arguments=_arguments(block)),
         )
         for block in turn.content
         if isinstance(block, ToolUseBlock)
@@ -191,6 +191,22 @@ def _messages(turn: Turn, place: str) -> list[Message]:
             tool_calls=calls or None,
         )
     ]
+
+
+def _arguments(block: ToolUseBlock) -> str:
+    """The input of an earlier call as JSON.
+
+    Raises:
+        InvalidRequestError: it is nested too deeply.
+    """
+    try:
+        return json.dumps(block.input)
+    except RecursionError as error:
+        raise InvalidRequestError(
+            f"the input of the call {block.id!r} is nested too deeply; make it flatter",
+            param="messages",
+            code="invalid_value",
+        ) from error
 
 
 def _result(block: ToolResultBlock) -> Message:

@@ -49,6 +49,7 @@ class RequestContext:
         arrived_at: time of arrival, in seconds of time.monotonic().
         timeline: collects the events of the request; None = the request asks for no timeline.
         grammar: the compiled constraint of the request, as text; empty = none, or not compiled yet.
+        constraint_field: the field of the request that has the constraint.
         grammar_seconds: how long the request waited for its grammar.
         timeout_ms: time limit of the answer, counted from the arrival; None = no limit.
         request_id: the request id, from the header or random; empty = none.
@@ -69,6 +70,7 @@ class RequestContext:
         self.arrived_at = time.monotonic()
         self.timeout_ms = timeout_ms
         self.grammar = ""
+        self.constraint_field = "structured_outputs"
         self.grammar_seconds = 0.0
         self.timeline = TimelineBuilder(self.arrived_at) if wants_timeline else None
 

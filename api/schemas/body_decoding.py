@@ -49,9 +49,14 @@ def decode(body: bytes, schema: type[T], unsupported: Mapping[str, Unsupported] 
     except msgspec.ValidationError as error:
         return _decode_without_no_ops(body, schema, unsupported, error)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidRequestError(
-            f"the body cannot be read as JSON in UTF-8: {error}", code="invalid_json"
-        ) from error
+        raise _not_json(body, error) from error
+
+
+def _not_json(body: bytes, error: Exception) -> InvalidRequestError:
+    why = str(error) if body.strip() else "it is empty"
+    return InvalidRequestError(
+        f"the body cannot be read as JSON in UTF-8: {why}", code="invalid_json"
+    )
 
 
 def _decode_without_no_ops(
@@ -70,9 +75,7 @@ def _decode_without_no_ops(
             code="invalid_value",
         ) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidRequestError(
-            f"the body cannot be read as JSON in UTF-8: {error}", code="invalid_json"
-        ) from error
+        raise _not_json(body, error) from error
     known = {field.encode_name for field in msgspec.structs.fields(schema)}
     if isinstance(raw, dict):
         raw = _without_no_ops(raw, known, unsupported)
@@ -81,6 +84,8 @@ def _decode_without_no_ops(
             raw["messages"] = [_message(one, schema, unsupported) for one in messages]
     try:
         return msgspec.json.decode(msgspec.json.encode(raw), type=schema)
+    except RecursionError as error:  # unknown keys of a message are one level deeper in `raw`
+        raise _not_json(body, error) from error
     except msgspec.ValidationError as error:
         raise refusal(str(error), known, unsupported) from first
 

@@ -116,7 +116,8 @@ class RequestRunner:
         Args:
             constraint_field: the field of the request that has the constraint.
             generations: one per prompt. All have the same constraint, or none.
-            context: the request's context. Its `grammar` and `grammar_seconds` are set.
+            context: the request's context. Its `grammar`, `grammar_seconds` and `constraint_field`
+                are set.
 
         Raises:
             InvalidRequestError: the constraint is not valid or too complex, or a prompt is longer
@@ -128,6 +129,7 @@ class RequestRunner:
         sampling = generations[0].sampling
         if sampling.structured_outputs is None:
             return
+        context.constraint_field = constraint_field
         begin = time.monotonic()
         compiling = self._client.compile_grammar(sampling.structured_outputs)
         context.grammar = await refusing_by_field(constraint_field, compiling)
@@ -178,7 +180,7 @@ class RequestRunner:
                     async with aclosing(cast("Outputs", outputs)) as outputs:
                         async for output in outputs:
                             stats.add(0, output)
-                            _raise_for_failure(output)
+                            _raise_for_failure(output, context)
                             yield 0, output
                 else:
                     window = _window(self._client, generations[0].sampling.num_candidates)
@@ -186,7 +188,7 @@ class RequestRunner:
                     async with aclosing(merged):
                         async for prompt_index, output in merged:
                             stats.add(prompt_index, output)
-                            _raise_for_failure(output)
+                            _raise_for_failure(output, context)
                             yield prompt_index, output
         finally:
             if self.trace is not None:
@@ -225,7 +227,7 @@ class RequestRunner:
                     trace=context.timeline is not None,
                 )
             stats.add_vector(index, output)
-            _raise_for_failure(output)
+            _raise_for_failure(output, context)
             return output
 
         with self._measured(stats):
@@ -257,12 +259,12 @@ class RequestRunner:
             self.num_open -= 1
 
 
-def _raise_for_failure(output: RequestOutput | PooledOutput) -> None:
+def _raise_for_failure(output: RequestOutput | PooledOutput, context: RequestContext) -> None:
     is_refusal = isinstance(output, RequestOutput) and output.is_refusal
     if output.finish_reason is FinishReason.error and is_refusal:
         raise InvalidRequestError(
             output.error or "the grammar cannot be continued",
-            param="structured_outputs",
+            param=context.constraint_field,
             code="constraint_too_complex",
         )
     if output.finish_reason is FinishReason.error:

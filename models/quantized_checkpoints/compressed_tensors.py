@@ -57,10 +57,12 @@ class _Policy(CheckpointPolicy):
     def rule_for(self, name: str) -> WeightMethod | str | None:
         if any(_matches(name, pattern) for pattern in self.floats):
             return "quantization_config.ignore"
-        for targets, method in self.groups:
-            if any(target == "Linear" or _matches(name, target) for target in targets):
-                return method
-        return "quantization_config.config_groups"
+        # The library's order: the module's name, patterns in alphabetical order, the class.
+        methods = {target: method for targets, method in self.groups for target in targets}
+        for target in sorted(methods, key=lambda one: (one.startswith("re:"), one)):
+            if _matches(name, target):
+                return methods[target]
+        return methods.get("Linear", "quantization_config.config_groups")
 
 
 def _matches(name: str, pattern: str) -> bool:

@@ -214,3 +214,23 @@ class TestRefused:
         error = refusal({"messages": [{"role": "user", "content": [part]}]})
         assert error.param == "messages[0].content[0].type"
         assert f"Invalid value '{kind}'; the model takes text only" in str(error)
+
+
+@pytest.mark.parametrize("brackets", ["[]", "{}"])
+def test_no_depth_of_a_body_is_an_error_of_the_server(brackets: str) -> None:
+    """The decoder's limit depends on the depth of Python's stack, so all depths around it run."""
+    begin, end = ('{"a":', "}") if brackets == "{}" else ("[", "]")
+    outcomes = set()
+    for depth in range(700, 1050):
+        value = begin * depth + "1" + end * depth
+        body = f'{{"messages":[{{"role":"user","content":"x","foo":{value}}}]}}'
+        try:
+            template_messages(decode(body.encode(), ChatCompletionRequest).messages)
+            outcomes.add("read")
+        except InvalidRequestError as error:
+            outcomes.add(error.code)
+    assert outcomes == {"read", "invalid_json"}
+
+
+def test_an_empty_body_is_named_as_such() -> None:
+    assert str(refusal(b" ")) == "the body cannot be read as JSON in UTF-8: it is empty"
