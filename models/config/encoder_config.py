@@ -22,6 +22,15 @@ _MUST_BE = {
 }
 
 
+# The function that a cross-encoder applies to its one logit -> whether that is the identity. It is
+# in the first of these keys, or in older files in the second one.
+_IS_IDENTITY = {
+    "torch.nn.modules.activation.Sigmoid": False,
+    "torch.nn.modules.linear.Identity": True,
+}
+_SCORE_KEYS = ("sentence_transformers.activation_fn", "sbert_ce_default_activation_function")
+
+
 def read_encoder_config(hf_config: HFConfig) -> ModelConfig:
     """Read a BERT config.json.
 
@@ -59,7 +68,23 @@ def read_encoder_config(hf_config: HFConfig) -> ModelConfig:
         kind=ENCODER,
         num_segments=read_integer(hf_config, "type_vocab_size", default=2),
         num_labels=_num_labels(hf_config) if "SequenceClassification" in architecture else 0,
+        has_raw_scores=_has_raw_scores(hf_config),
     )
+
+
+def _has_raw_scores(hf_config: HFConfig) -> bool:
+    newer = (hf_config.get("sentence_transformers") or {}).get("activation_fn")
+    stated = (newer, hf_config.get("sbert_ce_default_activation_function"))
+    for key, name in zip(_SCORE_KEYS, stated, strict=True):
+        if name is None:
+            continue
+        if name not in _IS_IDENTITY:
+            raise ValueError(
+                f"config.json: {key}={name!r} is not supported; supported: "
+                f"{', '.join(_IS_IDENTITY)}"
+            )
+        return _IS_IDENTITY[name]
+    return False
 
 
 def _num_labels(hf_config: HFConfig) -> int:

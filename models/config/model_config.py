@@ -93,6 +93,7 @@ class ModelConfig:
     logit_soft_cap: float = 0.0  # applied after the scale; 0 = none
     num_segments: int = 0  # segment embeddings of an encoder; 0 = none
     num_labels: int = 0  # outputs of a classification head; 0 = there is none
+    has_raw_scores: bool = False  # the scores of a classification head are its logits
     max_encoder_tokens: int = 0  # tokens that cross attention can read; 0 = no cross attention
     recorded: HFModelSource | None = None  # set if the model runs through transformers
     # Set for a head that drafts for another model: EAGLE-3, or a next-token layer.

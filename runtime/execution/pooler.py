@@ -51,10 +51,17 @@ class Pooler:
     Args:
         classify: the classification head: [P, D] pooled vectors of P prompts -> [P, num_labels]
             float32 logits. None = the model has no classification head.
+        has_raw_scores: `ModelConfig.has_raw_scores`.
     """
 
-    def __init__(self, classify: Callable[[Tensor], Tensor] | None = None) -> None:
+    def __init__(
+        self,
+        classify: Callable[[Tensor], Tensor] | None = None,
+        *,
+        has_raw_scores: bool = False,
+    ) -> None:
         self._classify = classify
+        self._has_raw_scores = has_raw_scores
         self._rows: dict[int, _Row] = {}
 
     def admit(self, row: int, request: Request, output_token_ids: list[int]) -> None:
@@ -104,7 +111,7 @@ class Pooler:
         if params.classify:
             assert self._classify is not None, "such a request is refused before it gets here"
             logits = self._classify(vector.unsqueeze(0)).squeeze(0)
-            if params.raw_scores:
+            if self._has_raw_scores:
                 return logits
             return logits.sigmoid() if len(logits) == 1 else logits.softmax(0)
         vector = vector[: params.dimensions]

@@ -363,7 +363,10 @@ def _make_runner(
     is_eager = plan.config.graphs.mode is GraphMode.eager
     switches = plan.is_cpu and source.weights.uses_cpu_kernels and not is_eager
     threads = StepThreads(plan.threads) if switches else None
-    pooler = Pooler(model.classify if isinstance(model, EncoderModel) else None)
+    pooler = Pooler(
+        model.classify if isinstance(model, EncoderModel) else None,
+        has_raw_scores=source.config.has_raw_scores,
+    )
     keeps_states = graphs.aux is not None and source.shard.is_leader
     hidden_states = _keep_hidden_states(plan) if keeps_states else None
     return ModelRunner(graphs, buffers, sampler, threads, pooler, hidden_states, group)

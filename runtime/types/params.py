@@ -355,9 +355,8 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     normalize: bool = True  # to a norm of 1
     dimensions: int | None = None  # keep this many values, then normalise; null = all
     # Return the output of the classification head instead: a sigmoid for one label, a softmax for
-    # several, or with `raw_scores` the logits.
+    # several, or the logits of a model whose config says so.
     classify: bool = False
-    raw_scores: bool = False
 
     @property
     def needs_all_tokens(self) -> bool:

@@ -307,6 +307,13 @@ def test_dtype(settings: dict[str, Any], choice: DType, dtype: torch.dtype) -> N
             ["rope_type='longrope'", "short_factor"],
         ),
         ({"is_encoder_decoder": True}, ["is_encoder_decoder=True"]),
+        (
+            {
+                "architectures": ["BertForSequenceClassification"],
+                "sentence_transformers": {"activation_fn": "torch.nn.Tanh"},
+            },
+            ["sentence_transformers.activation_fn='torch.nn.Tanh'", "Sigmoid"],
+        ),
         ({"head_dim": 7}, ["even", "7"]),
         ({"hidden_size": 60}, ["no head_dim", "60", "8 attention heads"]),
     ],

@@ -5,6 +5,7 @@ The scheduler runs with a simulated model too: pooled requests are cut, preempte
 
 from __future__ import annotations
 
+import json
 import math
 import random
 import re
@@ -209,8 +210,25 @@ def test_beside_generation(demo):
     assert after == alone
 
 
-def test_a_cross_encoder_scores_pairs_as_transformers_does(tmp_path):
-    """The tokenizer is that of the real model. The model is a small BERT with random weights."""
+@pytest.mark.parametrize(
+    ("stated", "is_raw"),
+    [
+        ({}, False),
+        (
+            {"sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"}},
+            True,
+        ),
+        (
+            {"sbert_ce_default_activation_function": "torch.nn.modules.linear.Identity"},
+            True,
+        ),
+    ],
+)
+def test_a_cross_encoder_scores_pairs_as_sentence_transformers_does(tmp_path, stated, is_raw):
+    """The tokenizer is that of the real model. The model is a small BERT with random weights.
+
+    The checkpoint may state that a score is the head's logit.
+    """
     torch.manual_seed(2)
     settings_ = transformers.BertConfig(
         vocab_size=30522, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
@@ -218,6 +236,8 @@ def test_a_cross_encoder_scores_pairs_as_transformers_does(tmp_path):
     )  # fmt: skip
     reference = transformers.BertForSequenceClassification(settings_).eval()
     reference.save_pretrained(tmp_path)
+    config_file = tmp_path / "config.json"
+    config_file.write_text(json.dumps(json.loads(config_file.read_text()) | stated))
     for name in ("tokenizer.json", "tokenizer_config.json", "vocab.txt"):
         (tmp_path / name).write_bytes((minilm_directory() / name).read_bytes())
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
@@ -229,7 +249,8 @@ def test_a_cross_encoder_scores_pairs_as_transformers_does(tmp_path):
             llm.embed("text")
     inputs = tokenizer(queries, texts, return_tensors="pt", padding=True)
     with torch.no_grad():
-        expected = reference(**inputs).logits[:, 0].sigmoid()
+        logits = reference(**inputs).logits[:, 0]
+        expected = logits if is_raw else logits.sigmoid()
     torch.testing.assert_close(torch.tensor(got), expected, atol=2e-5, rtol=1e-4)
 
 
