@@ -11,7 +11,7 @@ scheduler keeps the number of computed tokens of each sequence.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -273,9 +273,12 @@ class KVCacheManager:
         table.block_ids = []
         table.num_registered = 0
 
-    def num_reclaimable_blocks(self, table: BlockTable) -> int:
-        """Blocks that become free when this table frees its blocks."""
-        return self._pool.num_held_once(table.block_ids)
+    def num_reclaimable_blocks(self, table: BlockTable, kept: Collection[int] = ()) -> int:
+        """Blocks that become free when this table frees its blocks, without those `kept`."""
+        ids = table.block_ids
+        if kept:
+            ids = list(set(ids).difference(kept))
+        return self._pool.num_held_once(ids)
 
     def reset(self) -> bool:
         """Forget all cached contents. While a table holds blocks: change nothing, return False."""

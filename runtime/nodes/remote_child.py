@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -107,7 +108,8 @@ class RemoteChild:
             self._is_stopped = self.number in report.stopped
         else:
             if report.flight:
-                flight_path(self.path).write_bytes(report.flight)
+                with contextlib.suppress(OSError):  # the disk is full: the end is handled anyway
+                    flight_path(self.path).write_bytes(report.flight)
             self._end(report.return_code)
 
     def lose(self, reason: str) -> None:

@@ -315,6 +315,15 @@ class Replica:
 
     async def _supervise(self) -> None:
         """Route outputs, and restart the engine when it dies, until no restart is allowed."""
+        try:
+            await self._route_and_restart()
+        except Exception as error:
+            # Without this task, requests would wait for ever.
+            _LOG.exception("%s is given up", self.name)
+            self._mark_dead(f"its supervision failed: {error!r}")
+            await self._on_change(self)
+
+    async def _route_and_restart(self) -> None:
         while True:
             death = await self._receive()
             self._calls.fail(death.text)
@@ -414,9 +423,9 @@ class Replica:
             try:
                 self._engine = await self._launcher.spawn()
                 ready = await self._launcher.wait_for_next(self._engine)
-            except StartupError as error:
+            except (StartupError, OSError) as error:  # OSError: no process or file can be made
                 death = Death(DeathReason.start, f"it did not start again: {error}")
-                self._end_reload(error)
+                self._end_reload(StartupError(str(error)))
                 continue
             self._before, self.model = self.stats, ready.model
             self.stats = continued(self._before, ready.stats)

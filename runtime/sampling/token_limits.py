@@ -1,8 +1,7 @@
 """Applies allowed token ids and bad words to the logits of all rows of a step.
 
-The state of every row lies in tensors on the device. `apply` and `advance` are tensor operations
-whose shapes depend only on the number of rows. They do not wait for the device, and could be part
-of a captured graph.
+The state of every row lies in tensors on the device. `apply` and `advance` are tensor operations on
+the rows that have limits. They do not wait for the device.
 """
 
 from __future__ import annotations
@@ -32,8 +31,9 @@ def limits_tokens(request: Request) -> bool:
 class TokenLimits:
     """The limits of every row, S rows over a vocabulary of V tokens.
 
-    Tensors are allocated at the first request with such a limit. Allowed token ids take [S, V]
-    booleans. W bad words of at most L tokens take [S, W, L - 1] and [S, W] 32-bit integers.
+    Tensors are allocated at the first request with such a limit, and freed after the last. Allowed
+    token ids take [S, V] booleans. W bad words of at most L tokens take [S, W, L - 1] and [S, W]
+    32-bit integers.
     """
 
     def __init__(self, *, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
@@ -41,6 +41,11 @@ class TokenLimits:
         self._vocab_size = vocab_size
         self._device = device
         self._limited: set[int] = set()  # rows whose sequences have limits
+        self._free()
+
+    def _free(self) -> None:
+        """Make the tensors of a state without limits. They take nearly no memory."""
+        max_num_seqs, device = self._max_num_seqs, self._device
         self._allowed: Tensor | None = None  # [S, V] bool
         # A word is a beginning and an end. The end is forbidden when the output ends with the
         # beginning.
@@ -56,6 +61,8 @@ class TokenLimits:
             self._is_word[row] = False
             if self._allowed is not None:
                 self._allowed[row] = True
+            if not self._limited:
+                self._free()
         if not limits_tokens(request):
             return
         self._limited.add(row)
@@ -88,7 +95,15 @@ class TokenLimits:
         """
         if not self._limited or self._limited.isdisjoint(rows):
             return
-        self._apply(logits, to_device(rows, self._device))
+        places = [place for place, row in enumerate(rows) if row in self._limited]
+        their_rows = to_device([rows[place] for place in places], self._device)
+        if len(places) == len(logits):
+            self._apply(logits, their_rows)
+            return
+        where = to_device(places, self._device)
+        some = logits[where]  # so that rows without limits cost nothing
+        self._apply(some, their_rows)
+        logits[where] = some
 
     def _apply(self, logits: Tensor, rows: Tensor) -> None:
         if self._allowed is not None:
@@ -104,7 +119,10 @@ class TokenLimits:
     def advance(self, rows: Sequence[int], token_ids: Tensor) -> None:
         """Remember the rows' new tokens, [R] int64."""
         if self._limited and self._latest.shape[1] and not self._limited.isdisjoint(rows):
-            where = to_device(rows, self._device)
+            places = [place for place, row in enumerate(rows) if row in self._limited]
+            where = to_device([rows[place] for place in places], self._device)
+            if len(places) < len(rows):
+                token_ids = token_ids[to_device(places, self._device)]
             newest = token_ids[:, None].to(self._latest.dtype)
             self._latest[where] = torch.cat((self._latest[where][:, 1:], newest), 1)
 

@@ -12,7 +12,7 @@ and the blocks become free when the result of that step has been read (`settle`)
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from heapq import heappop, heappush
 from operator import attrgetter
 
@@ -165,9 +165,10 @@ class SequenceQueues:
         sequence.num_computed_tokens = 0
         sequence.is_held = False
 
-    def num_reclaimable_blocks(self, sequence: Sequence) -> int:
-        """Blocks that become free when the sequence frees its block tables."""
-        return sum(map(self.cache.num_reclaimable_blocks, sequence.block_tables))
+    def num_reclaimable_blocks(self, sequence: Sequence, kept: Collection[int] = ()) -> int:
+        """Blocks that become free when the sequence frees its tables, without those `kept`."""
+        tables = sequence.block_tables
+        return sum(self.cache.num_reclaimable_blocks(table, kept) for table in tables)
 
     def num_draining_blocks(self) -> int:
         """Blocks that become free when the steps in flight are read."""

@@ -15,6 +15,8 @@ from ostinato.runtime.scheduling.step_plan import StepPlan
 
 __all__ = ("Admission",)
 
+_LOOK_AGAIN = 4  # steps after which a prefix is looked up again
+
 
 class Admission:
     """Gives waiting sequences rows and blocks, in the policy's order.
@@ -32,6 +34,7 @@ class Admission:
         self._whole_prompts = whole_prompts
         self._blocked: Sequence | None = None  # the sequence that last lacked blocks
         self._blocked_room = 0  # free blocks when it lacked blocks, without the spare blocks
+        self._num_skipped = 0  # steps in which its prefix was not looked up
 
     def start_next(self, step: StepPlan) -> tuple[Sequence, int] | None:
         """Start the first waiting sequence: give it a row and blocks for all its known tokens.
@@ -94,7 +97,11 @@ class Admission:
             return None
         room = cache.num_free_blocks - step.num_grown
         if sequence is self._blocked and room <= self._blocked_room and not behind:
-            return None  # the prefix of a long prompt is not looked up in every step
+            # The prefix of a long prompt is not looked up in every step. Other sequences can have
+            # computed more of it since the last time.
+            self._num_skipped += 1
+            if self._num_skipped % _LOOK_AGAIN:
+                return None
         match = cache.match_prefix(
             sequence.block_table, sequence.token_ids, sequence.max_cached_tokens
         )
@@ -102,11 +109,13 @@ class Admission:
             return None
         missing = self._num_missing_blocks(sequence, match, step)
         if not (queues.num_free_rows and missing <= 0) and behind:
-            self._preempt_behind(behind, missing)
+            self._preempt_behind(behind, missing, match)
             missing = self._num_missing_blocks(sequence, match, step)
         if queues.num_free_rows and missing <= 0:
             return match
         if missing > 0:
+            if sequence is not self._blocked:
+                self._num_skipped = 0
             self._blocked = sequence
             self._blocked_room = cache.num_free_blocks - step.num_grown
         return None
@@ -133,11 +142,12 @@ class Admission:
             needed += fixed * (len(cache.groups) - 1)
         return needed - cache.num_free_blocks
 
-    def _preempt_behind(self, behind: list[Sequence], missing: int) -> None:
+    def _preempt_behind(self, behind: list[Sequence], missing: int, match: PrefixMatch) -> None:
         """Preempt sequences of `behind`, the last first, until a row and enough blocks are free.
 
         No sequence is preempted if preempting all of them would not free enough, or if draining
-        sequences and loads will free enough.
+        sequences and loads will free enough. Blocks of `match` that a sequence holds alone do not
+        count, because the waiting sequence takes them.
         """
         queues = self._queues
         missing -= queues.num_draining_blocks() + self._loads.num_blocks
@@ -145,7 +155,7 @@ class Admission:
         num_victims = 0
         while (missing > 0 or needs_row) and num_victims < len(behind):
             num_victims += 1
-            missing -= queues.num_reclaimable_blocks(behind[-num_victims])
+            missing -= queues.num_reclaimable_blocks(behind[-num_victims], match.block_ids)
             needs_row = False
         if missing > 0 or needs_row:
             return

@@ -112,6 +112,24 @@ class FairStep(NamedTuple):
     max_slowdown: float
 
 
+class _Surcharges(dict[int, float]):
+    """Number of draft tokens -> the seconds that they add to a step. Computed when first asked for.
+
+    Args:
+        costs: the step costs.
+        num_decodes: sequences of the step.
+    """
+
+    def __init__(self, costs: CostTable, num_decodes: int) -> None:
+        super().__init__({0: 0.0})
+        self._costs = costs
+        self._num_decodes = num_decodes
+
+    def __missing__(self, num_drafts: int) -> float:
+        seconds = self[num_drafts] = self._costs.verify_surcharge(self._num_decodes, num_drafts)
+        return seconds
+
+
 class DepthChooser:
     """Chooses the draft tokens of each step.
 
@@ -135,7 +153,7 @@ class DepthChooser:
         self._costs = costs
         self._rates = AcceptanceRates(max_drafts)
         # Number of decodes -> results of `_surcharges_of`.
-        self._surcharges: dict[int, list[float]] = {}
+        self._surcharges: dict[int, _Surcharges] = {}
         # (number of decodes, context in units of _CONTEXT_STEP tokens) -> predicted seconds.
         self._decodes: dict[tuple[int, int], float] = {}
         self._max_drafts = max_drafts
@@ -321,16 +339,11 @@ class DepthChooser:
             self._decodes[key] = decode
         return max(decode + load.prompt_seconds, 1e-9)
 
-    def _surcharges_of(self, num_decodes: int) -> list[float]:
-        """The seconds that draft tokens add to a step, indexed by their number."""
+    def _surcharges_of(self, num_decodes: int) -> _Surcharges:
         surcharges = self._surcharges.get(num_decodes)
         if surcharges is None:
             assert self._costs is not None, "the step costs are measured"
-            most = num_decodes * self._max_drafts
-            surcharges = self._surcharges[num_decodes] = [
-                self._costs.verify_surcharge(num_decodes, count) if count else 0.0
-                for count in range(most + 1)
-            ]
+            surcharges = self._surcharges[num_decodes] = _Surcharges(self._costs, num_decodes)
         return surcharges
 
     def verified(self, candidate: Candidate, num_drafts: int, num_accepted: int) -> None:

@@ -37,6 +37,8 @@ MAX_STOP_STRINGS = 16
 MAX_BEAM_STOP_TOKENS = 128  # each one makes every beam report a continuation more
 MAX_STOP_CHARACTERS = 4096
 
+_CHOICES = {"early_stopping": "true, false or 'never'", "truncation_side": "'left' or 'right'"}
+
 PatternSize = Annotated[int, msgspec.Meta(ge=0, le=MAX_PATTERN_TOKENS)]
 
 
@@ -218,8 +220,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         except msgspec.ValidationError as error:
             reason, _, path = str(error).partition(" - at ")
             name = path.rpartition("$.")[2].rstrip("`").partition("[")[0]
-            value = reprlib.repr(getattr(self, name))
-            raise ValueError(f"{name}={value}: {reason}") from error
+            value = getattr(self, name)
+            _check(name not in _CHOICES, name, _CHOICES.get(name, ""), value)
+            raise ValueError(f"{name}={reprlib.repr(value)}: {reason}") from error
         for name in self.__struct_fields__:
             value = getattr(typed, name)
             if value is not getattr(self, name):
@@ -282,12 +285,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             "length_penalty",
             "in [-10, 10]",
             self.length_penalty,
-        )
-        _check(
-            self.early_stopping in (True, False, "never"),
-            "early_stopping",
-            "true, false or 'never'",
-            self.early_stopping,
         )
         constraint = self.structured_outputs
         _check(

@@ -278,3 +278,39 @@ def test_a_result_has_a_token_for_each_entry_that_samples() -> None:
     with pytest.raises(ValueError, match="samples 2 tokens, but its result has 1 tokens"):
         scheduler.update(output, StepResult([5]))
     assert len(scheduler.update(output, StepResult([5, 6]))) == 2
+
+
+def test_no_sequence_gives_way_for_blocks_that_the_other_one_needs_again() -> None:
+    """Four of the five blocks that `low` would free are the cached prefix of `high`."""
+    scheduler = make_scheduler(
+        make_request("first", range(60, 68), priority=0),
+        make_request("low", range(10, 26), priority=2),
+        num_blocks=12,
+        max_model_len=36,
+        policy=SchedulingPolicy.priority,
+    )
+    step(scheduler, 40, 50)
+    scheduler.add(make_request("high", range(10, 44), priority=1))
+    assert chunks(step(scheduler, 41, 51)) == [(0, 8, 1), (1, 16, 1)]
+    assert (scheduler.num_preemptions, scheduler.num_running, scheduler.num_waiting) == (0, 2, 1)
+    scheduler.abort("first")
+    step(scheduler, 42, 52)
+    running = [one.request.request_id for one in scheduler.queues.running]
+    assert running == ["high", "low"]
+
+
+def test_a_waiting_sequence_sees_that_its_prefix_was_computed() -> None:
+    """`b` is looked at when two thirds of its prefix are computed, and is one block short then."""
+    scheduler = make_scheduler(
+        make_request("a", range(10, 34), max_tokens=60),
+        make_request("b", [*range(10, 34), 70, 71]),
+        num_blocks=10,
+        max_num_batched_tokens=16,
+        max_model_len=40,
+    )
+    assert chunks(step(scheduler)) == [(0, 0, 16)]
+    assert chunks(step(scheduler, 9)) == [(0, 16, 8)]
+    for _ in range(6):
+        output = must_schedule(scheduler)
+        scheduler.update(output, StepResult([9] * sum(one.num_logits for one in output.scheduled)))
+    assert scheduler.num_running == 2
