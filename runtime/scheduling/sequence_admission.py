@@ -15,8 +15,6 @@ from ostinato.runtime.scheduling.step_plan import StepPlan
 
 __all__ = ("Admission",)
 
-_LOOK_AGAIN = 4  # steps after which a prefix is looked up again
-
 
 class Admission:
     """Gives waiting sequences rows and blocks, in the policy's order.
@@ -34,7 +32,6 @@ class Admission:
         self._whole_prompts = whole_prompts
         self._blocked: Sequence | None = None  # the sequence that last lacked blocks
         self._blocked_room = 0  # free blocks when it lacked blocks, without the spare blocks
-        self._num_skipped = 0  # steps in which its prefix was not looked up
 
     def start_next(self, step: StepPlan) -> tuple[Sequence, int] | None:
         """Start the first waiting sequence: give it a row and blocks for all its known tokens.
@@ -97,11 +94,7 @@ class Admission:
             return None
         room = cache.num_free_blocks - step.num_grown
         if sequence is self._blocked and room <= self._blocked_room and not behind:
-            # The prefix of a long prompt is not looked up in every step. Other sequences can have
-            # computed more of it since the last time.
-            self._num_skipped += 1
-            if self._num_skipped % _LOOK_AGAIN:
-                return None
+            return None  # the prefix of a long prompt is not looked up in every step
         match = cache.match_prefix(
             sequence.block_table, sequence.token_ids, sequence.max_cached_tokens
         )
@@ -114,8 +107,6 @@ class Admission:
         if queues.num_free_rows and missing <= 0:
             return match
         if missing > 0:
-            if sequence is not self._blocked:
-                self._num_skipped = 0
             self._blocked = sequence
             self._blocked_room = cache.num_free_blocks - step.num_grown
         return None

@@ -297,20 +297,3 @@ def test_no_sequence_gives_way_for_blocks_that_the_other_one_needs_again() -> No
     step(scheduler, 42, 52)
     running = [one.request.request_id for one in scheduler.queues.running]
     assert running == ["high", "low"]
-
-
-def test_a_waiting_sequence_sees_that_its_prefix_was_computed() -> None:
-    """`b` is looked at when two thirds of its prefix are computed, and is one block short then."""
-    scheduler = make_scheduler(
-        make_request("a", range(10, 34), max_tokens=60),
-        make_request("b", [*range(10, 34), 70, 71]),
-        num_blocks=10,
-        max_num_batched_tokens=16,
-        max_model_len=40,
-    )
-    assert chunks(step(scheduler)) == [(0, 0, 16)]
-    assert chunks(step(scheduler, 9)) == [(0, 16, 8)]
-    for _ in range(6):
-        output = must_schedule(scheduler)
-        scheduler.update(output, StepResult([9] * sum(one.num_logits for one in output.scheduled)))
-    assert scheduler.num_running == 2
