@@ -44,10 +44,10 @@ from ostinato.runtime.client.requests import (
     make_requests,
     resolve,
 )
+from ostinato.runtime.engine.interrupts import interrupts_later
 from ostinato.runtime.engine.step_observer import StepObserver
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.grammar.compiler import GrammarCompiler
-from ostinato.runtime.interrupts import interrupts_later
 from ostinato.runtime.speculation.proposer import Proposer
 from ostinato.runtime.startup.build_engine import build_engine
 from ostinato.runtime.startup.model_cache import LoadedModelCache

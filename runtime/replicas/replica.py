@@ -316,25 +316,20 @@ class Replica:
     async def _supervise(self) -> None:
         """Route outputs, and restart the engine when it dies, until no restart is allowed."""
         try:
-            await self._route_and_restart()
-        except Exception as error:
-            # Without this task, requests would wait for ever.
+            while True:
+                death = await self._receive()
+                self._calls.fail(death.text)
+                self._restarting, self._hang = death.text, None
+                if death.reason is DeathReason.reload:
+                    self._requests.on_engine_end()
+                else:
+                    self._give_up(death)
+                await self._on_change(self)
+                if not await self._restart(death):
+                    return
+        except Exception as error:  # without this task, requests would wait for ever
             _LOG.exception("%s is given up", self.name)
-            self._mark_dead(f"its supervision failed: {error!r}")
-            await self._on_change(self)
-
-    async def _route_and_restart(self) -> None:
-        while True:
-            death = await self._receive()
-            self._calls.fail(death.text)
-            self._restarting, self._hang = death.text, None
-            if death.reason is DeathReason.reload:
-                self._requests.on_engine_end()
-            else:
-                self._give_up(death)
-            await self._on_change(self)
-            if not await self._restart(death):
-                return
+            await self._end_requests(f"its supervision failed: {error!r}")
 
     async def _receive(self) -> Death:
         """Handle the engine's messages until it ends; returns how it ended."""
@@ -404,18 +399,11 @@ class Replica:
         while True:
             delay = self._restarts.next_delay(death.reason, time.monotonic())
             if delay is None:
-                self._death = f"{death.text}; {self._restarts.limit_text}"
-                await self._on_change(self)
-                self._mark_dead(self._death)
+                await self._end_requests(f"{death.text}; {self._restarts.limit_text}")
                 return False
-            _LOG.log(
-                logging.INFO if death.reason is DeathReason.reload else logging.ERROR,
-                "%s ended: %s; it is started again %s; unfinished sequences: %d",
-                self.name,
-                death.text,
-                f"in {delay:g} s" if delay else "now",
-                len(self._requests),
-            )
+            level = logging.INFO if death.reason is DeathReason.reload else logging.ERROR
+            text = "%s ended: %s; it is started again in %g s; unfinished sequences: %d"
+            _LOG.log(level, text, self.name, death.text, delay, len(self._requests))
             await asyncio.sleep(delay)
             begin = time.monotonic()
             assert self._engine is not None, "there was one"
@@ -429,8 +417,7 @@ class Replica:
                 continue
             self._before, self.model = self.stats, ready.model
             self.stats = continued(self._before, ready.stats)
-            self._watchdog = Watchdog()
-            self._restarting = None
+            self._watchdog, self._restarting = Watchdog(), None
             _LOG.warning("%s serves again after %.1f s", self.name, time.monotonic() - begin)
             self._end_reload(None)
             await self._on_change(self)
@@ -448,11 +435,15 @@ class Replica:
         if one is not None:  # None if the request was aborted a moment ago
             one.reader.put_nowait((output.request_id, output))
 
+    async def _end_requests(self, reason: str) -> None:
+        self._death = reason
+        await self._on_change(self)
+        self._mark_dead(reason)
+
     def _mark_dead(self, reason: str) -> None:
         self._death, self._restarting = reason, None
         self._end_reload(StartupError(reason))
-        requests = self._requests.clear()
-        if requests:
+        if requests := self._requests.clear():
             _LOG.error("%s ended: %s; unfinished sequences: %d", self.name, reason, len(requests))
         for one in requests:
             error = EngineDeadError(f"the engine ended: {reason}")

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from ostinato import LLM
+from ostinato.runtime.engine.interrupts import interrupts_later
 from ostinato.runtime.errors import RankFailedError
-from ostinato.runtime.interrupts import interrupts_later
 from tests.runtime.tiny import tiny_config
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 CODE = """
 import os, signal
 from ostinato import LLM, SamplingParams
