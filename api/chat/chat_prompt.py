@@ -97,7 +97,8 @@ def _render(
     found: TemplateTraits,
 ) -> str:
     tokenizer = preparation.encoder.tokenizer("messages")
-    conversation, tools = template_messages(messages), use.for_template
+    conversation = template_messages(messages, found.reasoning_key)
+    tools = use.for_template
     if tools and found.calls is None:
         raise InvalidRequestError(
             "tools cannot be offered: with server.tool_parser="

@@ -169,17 +169,25 @@ def _named(choice: NamedToolChoice | NamedCustomToolChoice) -> tuple[str, bool]:
     return choice.function.name, False
 
 
-def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+def template_messages(
+    messages: Sequence[Message], reasoning_key: str = "reasoning_content"
+) -> list[dict[str, Any]]:
     """Convert messages to the format of chat templates.
+
+    Args:
+        messages: the conversation.
+        reasoning_key: `TemplateTraits.reasoning_key`.
 
     Raises:
         InvalidRequestError: a message lacks a field that its role needs, or has a field of another
             role. Or the arguments of a call are not a JSON object.
     """
-    return [_template_message(message, index) for index, message in enumerate(messages)]
+    return [
+        _template_message(message, index, reasoning_key) for index, message in enumerate(messages)
+    ]
 
 
-def _template_message(message: Message, index: int) -> dict[str, Any]:
+def _template_message(message: Message, index: int, reasoning_key: str) -> dict[str, Any]:
     place = f"messages[{index}]"
     is_custom = message.role not in _ROLES  # the template checks such messages
     if message.text is None and not message.tool_calls and not is_custom:
@@ -201,13 +209,16 @@ def _template_message(message: Message, index: int) -> dict[str, Any]:
             param=f"{place}.tool_call_id",
             code="missing_field",
         )
+    reasoning = message.reasoning_content or message.reasoning
+    if reasoning_key == "thinking" and message.tool_calls and message.text:
+        reasoning = None  # the template of gpt-oss refuses messages with calls, text and reasoning
     shown: dict[str, Any] = {
         **(message.template_fields or {}),
         "role": message.role,
         "content": message.text,
         "name": message.name,
         "tool_call_id": message.tool_call_id,
-        "reasoning_content": message.reasoning_content or message.reasoning,
+        reasoning_key: reasoning,
         "tool_calls": [
             _template_call(call, f"{place}.tool_calls[{position}].function")
             for position, call in enumerate(message.tool_calls or ())

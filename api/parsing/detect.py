@@ -17,13 +17,17 @@ from ostinato.conf.server_schema import ReasoningParserName, ToolParserName
 __all__ = ("TemplateTraits", "traits")
 
 _TOOLS = re.compile(r"\btools\b")
+# The keys by which templates read the reasoning of an earlier answer. gpt-oss has the last one.
+_REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+_REASONING_KEY = re.compile(r"\bmessage(?:\.|\[['\"])(\w+)")
 
 
 class TemplateTraits(msgspec.Struct, frozen=True, kw_only=True):
     """Facts about a chat template and the model's answers.
 
     `knows_tools` is true if the template shows tools to the model. If it is false, the system
-    message describes the tools and the format of calls.
+    message describes the tools and the format of calls. `reasoning_key` is the key of a message
+    from which the template reads the reasoning of an earlier answer.
     """
 
     knows_tools: bool
@@ -33,6 +37,7 @@ class TemplateTraits(msgspec.Struct, frozen=True, kw_only=True):
     has_enable_thinking: bool
     has_verbosity: bool
     knows_documents: bool
+    reasoning_key: str
 
 
 def traits(
@@ -59,7 +64,13 @@ def traits(
         has_enable_thinking="enable_thinking" in source,
         has_verbosity="verbosity" in source,
         knows_documents="documents" in source,
+        reasoning_key=_reasoning_key(source),
     )
+
+
+def _reasoning_key(source: str) -> str:
+    read = set(_REASONING_KEY.findall(source))
+    return next((key for key in _REASONING_KEYS if key in read), _REASONING_KEYS[0])
 
 
 def _calls(

@@ -208,10 +208,14 @@ def _item(raw: dict[str, Any], index: int) -> InputItem:
     try:
         return msgspec.convert(fields, InputItem)  # pyright: ignore[reportArgumentType]
     except msgspec.ValidationError as error:
-        problem, _, path = str(error).partition(" - at ")
-        path = path.strip("`").removeprefix("$")
-        text = f"{problem} - at `$.input[{index}]{path}`"
-        raise refusal(text, set(), UNSUPPORTED) from error
+        raise refusal(
+            str(error),
+            set(),
+            UNSUPPORTED,
+            schema=InputItem,
+            body=fields,
+            prefix=f"input[{index}]",
+        ) from error
 
 
 class _Conversation:

@@ -20,13 +20,11 @@ from ostinato.api.base.unsupported_fields import (
     Unsupported,
     is_no_op,
 )
+from ostinato.api.schemas.allowed_values import allowed_values, shown_value
 from ostinato.api.schemas.conversation import with_gathered_keys
 from ostinato.runtime.errors import InvalidRequestError
 
-__all__ = (
-    "decode",
-    "refusal",
-)
+__all__ = ("decode", "refusal")
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -87,7 +85,7 @@ def _decode_without_no_ops(
     except RecursionError as error:  # unknown keys of a message are one level deeper in `raw`
         raise _not_json(body, error) from error
     except msgspec.ValidationError as error:
-        raise refusal(str(error), known, unsupported) from first
+        raise refusal(str(error), known, unsupported, schema=schema, body=raw) from first
 
 
 def _message(
@@ -119,21 +117,50 @@ _MISSING_FIELD = re.compile(r"Object missing required field `(.*)`$", re.DOTALL)
 
 
 def refusal(
-    text: str, known: set[str], unsupported: Mapping[str, Unsupported]
+    text: str,
+    known: set[str],
+    unsupported: Mapping[str, Unsupported],
+    *,
+    schema: Any,
+    body: Any,
+    prefix: str = "",
 ) -> InvalidRequestError:
-    """The 400 for the text of a validation error: "Expected `int`, got `str` - at `$.n`"."""
+    """The 400 for the text of a validation error: "Expected `int`, got `str` - at `$.n`".
+
+    Args:
+        text: the text of msgspec.
+        known: names of the fields of the body.
+        unsupported: see `decode`.
+        schema: the type that was wanted.
+        body: what was decoded.
+        prefix: where `body` is in the whole body; "" = it is the whole body.
+    """
     problem, _, place = text.partition(" - at ")
-    path = place.replace("`key` in ", "").strip("`").removeprefix("$").removeprefix(".")
-    path = path.removesuffix("[...]")
+    inner = place.replace("`key` in ", "").strip("`").removeprefix("$").removeprefix(".")
+    inner = inner.removesuffix("[...]")
+    path = ".".join(part for part in (prefix, inner) if part)
     if missing := _MISSING_FIELD.match(problem):
         param = f"{path}.{missing[1]}".lstrip(".")
         return InvalidRequestError(f"{param} is required", param=param, code="missing_field")
     if unknown := _UNKNOWN_FIELD.match(problem):
         return _unknown_field(unknown[1][:100], path, known, unsupported)
-    if path.endswith(".type") and ".content[" in path:
-        problem += "; the model takes text only: give {'type': 'text', 'text': ...}"
     subject = path or "the body"
+    if place.startswith("`key` in "):
+        problem = f"its keys must be whole numbers as text, got {_wrong_key(body, inner)}"
+    elif path.endswith(".type") and ".content[" in path:
+        problem += "; the model takes text only: give {'type': 'text', 'text': ...}"
+    elif problem.startswith("Invalid ") and (allowed := allowed_values(schema, inner)):
+        problem += f"; allowed: {', '.join(allowed)}"
+    elif inner and (value := shown_value(body, inner)) is not None:
+        subject += f"={value}"
     return InvalidRequestError(f"{subject}: {problem}", param=path or None, code="invalid_value")
+
+
+def _wrong_key(body: Any, path: str) -> str:
+    """The first key of an object that is not a whole number in its usual form."""
+    keys = body.get(path) if isinstance(body, dict) else None
+    wrong = (key for key in keys or {} if not re.fullmatch(r"-?(0|[1-9]\d*)", key))
+    return repr(next(wrong, "another"))[:100]
 
 
 def _unknown_field(

@@ -423,3 +423,28 @@ def test_arguments_that_are_no_object():
     call = MessageToolCall(id="x", function=CalledFunction(name="f", arguments="[1]"))
     with pytest.raises(InvalidRequestError, match="must be a JSON object as text"):
         template_messages([Message(role="assistant", tool_calls=[call])])
+
+
+@pytest.mark.parametrize(
+    ("source", "key"),
+    [
+        ("{{ message.reasoning_content }}{{ message.reasoning }}", "reasoning_content"),
+        ("{% if message['reasoning'] %}", "reasoning"),
+        ("{%- if message.content and message.thinking %}", "thinking"),
+        ("{{ message.content }} enable_thinking", "reasoning_content"),
+    ],
+)
+def test_earlier_reasoning_has_the_key_that_the_template_reads(source, key):
+    found = traits(source, ToolParserName.auto, ReasoningParserName.auto)
+    assert found.reasoning_key == key
+    call = MessageToolCall(id="c", function=CalledFunction(name="f", arguments="{}"))
+    [plain, with_call, with_both] = template_messages(
+        [
+            Message(role="assistant", content="Hi", reasoning="It greets."),
+            Message(role="assistant", reasoning="It asks.", tool_calls=[call]),
+            Message(role="assistant", content="Hi", reasoning="Both.", tool_calls=[call]),
+        ],
+        found.reasoning_key,
+    )
+    assert (plain[key], with_call[key]) == ("It greets.", "It asks.")
+    assert with_both.get(key) == (None if key == "thinking" else "Both.")

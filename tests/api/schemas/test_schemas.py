@@ -234,3 +234,35 @@ def test_no_depth_of_a_body_is_an_error_of_the_server(brackets: str) -> None:
 
 def test_an_empty_body_is_named_as_such() -> None:
     assert str(refusal(b" ")) == "the body cannot be read as JSON in UTF-8: it is empty"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"truncation_side": "mid"},
+            'truncation_side: Invalid enum value \'mid\'; allowed: "left", "right"',
+        ),
+        (
+            {"early_stopping": "x"},
+            "early_stopping: Invalid enum value 'x'; allowed: true, false, \"never\"",
+        ),
+        (
+            {"tools": [{"type": "foo"}]},
+            'tools[0].type: Invalid value \'foo\'; allowed: "function", "custom"',
+        ),
+        ({"top_k": 10**12}, "top_k=1000000000000: Expected `int` <= 2147483647"),
+        (
+            {"stream_options": {"include_usage": "a"}},
+            "stream_options.include_usage='a': Expected `bool`, got `str`",
+        ),
+        ({"stop": ["a", 1]}, "stop[1]=1: Expected `str`, got `int`"),
+        (
+            {"logit_bias": {"5": 1, "abc": 1}},
+            "logit_bias: its keys must be whole numbers as text, got 'abc'",
+        ),
+        ({"messages": []}, "messages=[]: Expected `array` of length >= 1"),
+    ],
+)
+def test_a_refusal_names_the_value_and_what_is_allowed(fields: dict, message: str) -> None:
+    assert str(refusal({"messages": MESSAGES, **fields})) == message
