@@ -87,10 +87,10 @@ def quantize_model(
     """
     try:
         source = open_model(config, torch.device("cpu"))
-        model = _load(source, section)
         tokenizer = config.model.tokenizer or str(source.checkpoint.path)
         length = min(section.length, source.config.max_model_len)
         rows, held_out = _read_texts(tokenizer, section, length)
+        model = _load(source, section)
         return _Quantization(source, model, section, on_matrix).run(
             rows, held_out, Path(section.output)
         )
@@ -211,13 +211,26 @@ def _read_texts(
     found: list[list[list[int]]] = []
     for key in ("calibration", "evaluation"):
         file = getattr(section, key)
-        ids = tokenizer.encode(Path(file).read_text(encoding="utf-8")) if file else []
+        ids = tokenizer.encode(_read_text(file, key)) if file else []
         rows = [ids[i : i + length] for i in range(0, len(ids), length)]
         rows = [row for row in rows if len(row) > 1][: section.samples]
         if file and not rows:
             raise StartupError(f"quantize.{key}={file}: the file has fewer than 2 tokens")
         found.append(rows)
     return found[0], found[1]
+
+
+def _read_text(file: str, key: str) -> str:
+    """The text of `quantize.calibration` or `quantize.evaluation`.
+
+    Raises:
+        StartupError: the file cannot be read.
+    """
+    try:
+        return Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = "it is not UTF-8" if isinstance(error, UnicodeDecodeError) else error.strerror
+        raise StartupError(f"quantize.{key}={file} cannot be read: {why}") from error
 
 
 class _Quantization:

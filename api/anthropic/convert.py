@@ -48,7 +48,7 @@ from ostinato.api.schemas.conversation import (
 )
 from ostinato.api.schemas.response_format import JsonSchemaFormat, NamedSchema
 from ostinato.runtime.errors import InvalidRequestError
-from ostinato.runtime.types.outputs import FinishReason
+from ostinato.runtime.types.outputs import DEADLINE_REASON, FinishReason
 
 __all__ = ("FIELD_NAMES", "block_events", "reply_blocks", "stop_of", "to_chat")
 
@@ -227,7 +227,8 @@ def stop_of(finish_reason: str, stop_reason: int | str | None) -> tuple[str, str
     if finish_reason == "tool_calls":
         return "tool_use", None
     if finish_reason == FinishReason.length:
-        return "max_tokens", None
+        is_late = stop_reason == DEADLINE_REASON
+        return DEADLINE_REASON if is_late else "max_tokens", None
     if finish_reason == FinishReason.repetition:
         return "repetition", None
     if isinstance(stop_reason, str):

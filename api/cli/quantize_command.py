@@ -65,7 +65,7 @@ def quantize(config: RunConfig) -> int:
     if report.calibration_tokens:
         how = (
             f"calibrated on {report.calibration_tokens} tokens; matrices of experts that no token "
-            "reached are rounded to nearest"
+            "reached, if there are any, are rounded to nearest"
         )
     if report.num_kept:
         out.print(

@@ -46,7 +46,7 @@ from ostinato.api.service.background import BackgroundReply
 from ostinato.api.service.reply_state import Tally
 from ostinato.api.service.service import Service
 from ostinato.api.service.stream_interval import StreamInterval
-from ostinato.runtime.types.outputs import FinishReason
+from ostinato.runtime.types.outputs import DEADLINE_REASON, FinishReason
 
 __all__ = ("ResponsesReply",)
 
@@ -166,6 +166,8 @@ class ResponsesReply:
                 await self._logprobs.add(delta.output)
                 self._num_reasoning_tokens += delta.num_reasoning_tokens
                 self._incomplete_reason = _INCOMPLETE.get(delta.finish_reason)
+                if self._incomplete_reason and delta.output.stop_reason == DEADLINE_REASON:
+                    self._incomplete_reason = DEADLINE_REASON
                 cuts_call = delta.cuts_call
                 for change in self._blocks.feed(delta.events):
                     yield change

@@ -38,13 +38,16 @@ from ostinato.runtime.replicas.replica import Reader, Replica
 from ostinato.runtime.replicas.replica_set import ReplicaSet
 from ostinato.runtime.text.tokenizer import Tokenizer
 from ostinato.runtime.types.engine_info import EngineStats, ServedModel, sum_stats
-from ostinato.runtime.types.outputs import FinishReason, PooledOutput, RequestOutput
+from ostinato.runtime.types.outputs import (
+    DEADLINE_REASON,
+    FinishReason,
+    PooledOutput,
+    RequestOutput,
+)
 from ostinato.runtime.types.params import PoolingParams, SamplingParams
 from ostinato.runtime.types.structured_outputs import StructuredOutputsParams
 
 __all__ = ("EngineClient",)
-
-DEADLINE_REASON = "deadline_exceeded"
 
 
 class EngineClient:

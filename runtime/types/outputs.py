@@ -9,6 +9,7 @@ import msgspec
 from ostinato.runtime.types.speculation import SpeculationReport
 
 __all__ = (
+    "DEADLINE_REASON",
     "BeamOutput",
     "CompletionOutput",
     "EmbeddingOutput",
@@ -20,6 +21,10 @@ __all__ = (
     "TimelineEvent",
     "TokenLogprobs",
 )
+
+
+DEADLINE_REASON = "deadline_exceeded"
+"""The `stop_reason` of an answer that its deadline has cut off."""
 
 
 class FinishReason(StrEnum):

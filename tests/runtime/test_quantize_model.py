@@ -187,6 +187,13 @@ def test_what_can_not_be_quantised_is_refused(tmp_path: Path) -> None:
             "quantize.group_size=32",
             "quantize.head_bits=8",
         )
+    with pytest.raises(StartupError, match=r"quantize\.calibration=/nope cannot be read: No such"):
+        quantise(
+            f"model.path={gpt2}",
+            f"quantize.output={tmp_path / 'new'}",
+            "quantize.calibration=/nope",
+            f"model.tokenizer={Path(__file__).parents[2] / 'models' / 'demo'}",
+        )
     for output, text in ((gpt2, "must be a new or empty directory"), ("", "quantize.output=DIR")):
         with pytest.raises(ConfigError, match=text):
             quantize(load_config([f"model.path={gpt2}", f"quantize.output={output}"]))

@@ -15,7 +15,7 @@ from ostinato.api.schemas.conversation import NamedToolChoice
 from ostinato.runtime.errors import DeadlineError, InvalidRequestError
 from ostinato.runtime.text.chat_template import ChatTemplate
 from ostinato.runtime.text.tokenizer import Tokenizer
-from ostinato.runtime.types.outputs import FinishReason
+from ostinato.runtime.types.outputs import DEADLINE_REASON, FinishReason
 from tests.api.fake_client import scripted
 from tests.runtime.text import tokenizer_builders
 
@@ -199,6 +199,10 @@ class TestAnswers:
             ({"finish_reason": FinishReason.length}, ("max_tokens", None)),
             ({"finish_reason": FinishReason.stop, "stop_reason": "END"}, ("stop_sequence", "END")),
             ({"finish_reason": FinishReason.stop, "stop_reason": 7}, ("end_turn", None)),
+            (
+                {"finish_reason": FinishReason.length, "stop_reason": DEADLINE_REASON},
+                (DEADLINE_REASON, None),
+            ),
         ],
     )
     def test_how_it_ended(self, make_app, fields, stop):

@@ -16,7 +16,7 @@ from ostinato.conf.server_schema import ServerConfig
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.text.chat_template import ChatTemplate
 from ostinato.runtime.text.tokenizer import Tokenizer
-from ostinato.runtime.types.outputs import FinishReason
+from ostinato.runtime.types.outputs import DEADLINE_REASON, FinishReason
 from tests.api.fake_client import scripted
 from tests.runtime.text import tokenizer_builders
 
@@ -151,6 +151,11 @@ class TestAnswers:
         assert answer["incomplete_details"] == {"reason": "max_output_tokens"}
         assert answer["output"][0]["status"] == "incomplete"
         assert "event: response.incomplete" in post(app, max_output_tokens=2, stream=True).text
+
+    def test_an_answer_that_its_deadline_ends(self, make):
+        end = {"finish_reason": FinishReason.length, "stop_reason": DEADLINE_REASON}
+        answer = post(make([scripted("a", [5]), scripted("b", [6], **end)])).json()
+        assert answer["incomplete_details"] == {"reason": DEADLINE_REASON}
 
     def test_a_failure_within_a_stream(self, make):
         app = make([scripted("a", [5]), RuntimeError("secret")])
