@@ -116,8 +116,14 @@ def title_of(record: Record) -> str:
     conditions: dict[str, Any] = record.conditions
     machine = conditions["machine"]
     commit, *changes = (conditions["commit"] or "unknown").split("-")
+    config = conditions.get("config", {})
+    model, where = conditions["model"], ", ".join(machine["gpus"]) or machine["cpu"]
+    if record.kind == "serve":  # another server may serve any model, anywhere
+        model = config.get("load", {}).get("url") or model
+    if record.kind == "simulate" and (device := config.get("simulate", {}).get("device")):
+        where = f"a described {device}, computed on {where}"
     return (
-        f"{record.kind}: {conditions['model']} on {', '.join(machine['gpus']) or machine['cpu']}, "
+        f"{record.kind}: {model} on {where}, "
         f"{conditions['threads']} threads, torch {conditions['versions'].get('torch')}, commit "
         f"{'-'.join([commit[:12], *changes])}"
     )

@@ -290,14 +290,16 @@ class _Tuning:
         best = min(self.verified, key=lambda one: goals.rank(one.measured))
         met = goals.violation(best.measured) <= 0.0
         directory = expand_user(section.config_dir)
+        # Files of a search that failed do not replace those beside an option that was found.
+        name = section.name if met else f"{section.name}-missed"
         self._print_table(best)
         for note in self.notes:
             self.console.print(f"- {note}", markup=False)
         if not impossible:
-            plot = directory / "tuned" / f"{section.name}.png"
+            plot = directory / "tuned" / f"{name}.png"
             self._plot(plot)
             self.console.print(f"Pareto plot: {plot}", markup=False, soft_wrap=True)
-        self._write_record(directory / "tuned" / f"{section.name}.json", met=met)
+        self._write_record(directory / "tuned" / f"{name}.json", met=met)
         if not met:
             self._explain(impossible, best)
             return 1

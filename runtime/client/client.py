@@ -155,8 +155,10 @@ class EngineClient:
         """Start the engine processes. The call returns at once; the processes then load the model.
 
         Raises:
-            StartupError: `EngineHosts.start` or `EngineLauncher.spawn` raises it.
+            StartupError: there is no file `model.chat_template`, or `EngineHosts.start` or
+                `EngineLauncher.spawn` raises it.
         """
+        self._early_tokenizer.check_template()
         await self._hosts.start()
         for replica in self.replicas:
             await replica.spawn()

@@ -28,6 +28,15 @@ class EarlyTokenizer:
         self._path = _likely_path(model)
         self._loading: asyncio.Future[Tokenizer | StartupError] | None = None
 
+    def check_template(self) -> None:
+        """Check that the file of `model.chat_template` exists, before the engine loads a model.
+
+        Raises:
+            StartupError: it does not.
+        """
+        if self._template and not Path(self._template).is_file():
+            raise StartupError(f"model.chat_template: there is no file {self._template}")
+
     def begin(self) -> None:
         """Begin to load the tokenizer of a local model. Does nothing for a model of a hub."""
         if self._path:

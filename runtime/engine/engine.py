@@ -75,6 +75,11 @@ class Engine:
         return self._scheduler.has_work or self._grammars.num_waiting > 0
 
     @property
+    def num_blocks(self) -> int:
+        """Blocks of the KV cache."""
+        return self._cache.num_blocks
+
+    @property
     def draft_costs(self) -> CostTable | None:
         """The step costs of the draft model; None without a draft model, or if not measured."""
         drafts = self._scheduler.drafts

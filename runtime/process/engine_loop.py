@@ -61,8 +61,10 @@ __all__ = ("run_engine", "run_loop")
 
 _LOG = logging.getLogger(__name__)
 _BEAT_S = 0.5  # seconds between the heartbeats of an idle engine
-# Number of idle heartbeats before the integrity check, which would delay a request.
+# Number of idle heartbeats before the integrity check, which would delay a request. The check takes
+# about a microsecond for each block of the KV cache, so a larger cache is not checked.
 _BEATS_BEFORE_CHECK = 4
+_MOST_BLOCKS_TO_CHECK = 40_000
 _LONG_CALL_S = 60.0  # the watchdog allows this for a utility call; writing a trace takes long
 # A step that computes prompts is announced to the client if it is predicted to take longer.
 _LONG_STEP_S = 0.25
@@ -159,7 +161,7 @@ def run_loop(engine: Engine, connection: _Connection, calls: UtilityCalls) -> No
                 connection.send(calls.answer(message))
             else:
                 return
-        if idle_beats == _BEATS_BEFORE_CHECK:
+        if idle_beats == _BEATS_BEFORE_CHECK and engine.num_blocks <= _MOST_BLOCKS_TO_CHECK:
             engine.check_integrity()  # raises if the engine is damaged; then it is restarted
         begin = time.monotonic()
         outputs = parts.pass_on([*outputs, *engine.step(announce)])
