@@ -33,7 +33,10 @@ if TYPE_CHECKING:
 __all__ = ("GrammarBuilt", "GrammarStore")
 
 _LOG = logging.getLogger(__name__)
-_MAX_CACHED = 64  # grammars that later requests with the same text can use
+# Grammars that later requests with the same text can use, and their characters together. The memory
+# of a grammar grows with its text.
+_MAX_CACHED = 64
+_MAX_CACHED_CHARACTERS = 16 << 20
 
 
 class GrammarBuilt(msgspec.Struct, frozen=True, array_like=True):
@@ -66,6 +69,7 @@ class GrammarStore:
         self._tokenizer: LLTokenizer | None = None
         self._builder: ThreadPoolExecutor | None = None
         self._cache: OrderedDict[str, Future[LLMatcher]] = OrderedDict()  # by grammar text
+        self._num_characters = 0  # of the texts in the cache
         self._used: dict[str, Future[LLMatcher]] = {}  # by request id
         self._unreported: dict[str, Future[LLMatcher]] = {}  # by request id, in order of `prepare`
         self._matchers: dict[str, RequestMatcher] = {}  # by request id
@@ -95,8 +99,11 @@ class GrammarStore:
         future = self._cache.get(grammar)
         if future is None:
             future = self._cache[grammar] = builder.submit(self._build, grammar)
-            if len(self._cache) > _MAX_CACHED:
-                self._cache.popitem(last=False)
+            self._num_characters += len(grammar)
+            while len(self._cache) > 1 and (
+                len(self._cache) > _MAX_CACHED or self._num_characters > _MAX_CACHED_CHARACTERS
+            ):
+                self._num_characters -= len(self._cache.popitem(last=False)[0])
         else:
             self._cache.move_to_end(grammar)
         self._used[request_id] = future

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import re
 import subprocess
@@ -386,3 +387,8 @@ def test_tune_on_a_real_server(tmp_path: Path):
     done = invoke("slo.itl_ms=0.01")
     assert done.returncode == 1, done.stdout + done.stderr
     assert "slo.itl_ms=0.01 cannot be met" in " ".join(done.stdout.split())
+    met = [
+        json.loads((tmp_path / "tuned" / f"{name}.json").read_text())["conditions"]["goals_met"]
+        for name in ("tuned", "tuned-missed")
+    ]
+    assert met == [True, False]

@@ -43,3 +43,11 @@ def test_an_error_is_raised_where_the_tokenizer_is_needed(begins: bool) -> None:
     early = EarlyTokenizer(dataclasses.replace(MODEL, chat_template="no/such/file"))
     with pytest.raises(StartupError, match="no/such/file"):
         get(early, DEMO, begins=begins)
+
+
+def test_a_missing_template_is_found_before_a_model_is_loaded() -> None:
+    early = EarlyTokenizer(dataclasses.replace(MODEL, chat_template="no/such/file"))
+    with pytest.raises(StartupError, match=r"model\.chat_template: there is no file no/such/file"):
+        early.check_template()
+    EarlyTokenizer(dataclasses.replace(MODEL, chat_template=__file__)).check_template()
+    EarlyTokenizer(MODEL).check_template()
