@@ -107,7 +107,7 @@ def error_body(error: Exception) -> ErrorBody:
     """The OpenAI error object for any exception. The text of unexpected exceptions is left out."""
     message, param, code = str(error), None, "engine_error"
     if isinstance(error, InvalidRequestError):
-        param, code = error.param, error.code
+        param, code = error.param, error.code or "invalid_value"
     elif isinstance(error, UnavailableError | OverloadedError):
         code = error.code
     elif isinstance(error, DeadlineError):
@@ -234,4 +234,4 @@ def _explain(
             f"the body is larger than server.max_body_mib={max_body_mib:g} MiB; send a smaller one"
         )
         return text, "body_too_large"
-    return error.detail, "invalid_request"
+    return error.detail, "invalid_value"

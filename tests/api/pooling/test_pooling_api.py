@@ -87,8 +87,8 @@ def test_texts_are_tokenised_and_cut(app, tokenizer):
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
-        ({"input": []}, (400, "input", None)),
-        ({"input": ["a", [1]]}, (400, "input", None)),
+        ({"input": []}, (400, "input", "invalid_value")),
+        ({"input": ["a", [1]]}, (400, "input", "invalid_value")),
         ({"input": [1000]}, (400, "input", "invalid_value")),
         ({"input": [1] * 65}, (400, "input", "context_length_exceeded")),
         ({"dimensions": 3}, (400, "dimensions", "invalid_value")),
