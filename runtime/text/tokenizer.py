@@ -300,10 +300,15 @@ def load_backend(files: TokenizerFiles) -> tokenizers.Tokenizer:
     if text is None:
         return _convert_with_transformers(files.path)
     try:
-        return tokenizers.Tokenizer.from_str(text)
+        made = tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # the library's own type for any broken file
         where = files.path if is_gguf_path(files.path) else files.path / "tokenizer.json"
         raise StartupError(f"{where} cannot be read: {error}") from error
+    if files.lowers_texts:
+        steps = [tokenizers.normalizers.Lowercase()]
+        own = made.normalizer
+        made.normalizer = tokenizers.normalizers.Sequence(steps if own is None else [*steps, own])
+    return made
 
 
 def _assemble(parts: Mapping[str, Any]) -> tokenizers.Tokenizer:

@@ -130,6 +130,17 @@ class TokenizerFiles:
         """
         return {} if self._is_gguf else _read_json(self.path / "special_tokens_map.json")
 
+    @cached_property
+    def lowers_texts(self) -> bool:
+        """Whether a directory of sentence-transformers says that texts become lower-case first.
+
+        Raises:
+            StartupError: the file cannot be read.
+        """
+        if self._is_gguf:
+            return False
+        return bool(_read_json(self.path / "sentence_bert_config.json").get("do_lower_case"))
+
     def eos_token_id(self) -> int | None:
         """The id of the end-of-sequence token that the directory names.
 

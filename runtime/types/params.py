@@ -327,7 +327,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             reason = "without use_beam_search=true"
         for name, values in neutral.items():
             value = getattr(self, name)
-            _check(value in values, name, f"{values[0]!r} {reason}", value)
+            allowed = " or ".join(map(repr, values))
+            _check(value in values, name, f"{allowed} {reason}", value)
 
 
 # `SamplingParams` without its checks of values. msgspec checks types only when it makes a struct

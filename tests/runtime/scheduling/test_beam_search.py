@@ -312,7 +312,7 @@ def test_a_wide_search_finds_the_best_of_all(seed: int) -> None:
         ({"best_of": 1, "n": 2}, "best_of must be null or in [n=2, 128], got 1"),
         ({"length_penalty": 0.5}, "length_penalty must be 1.0 without use_beam_search=true"),
         ({"early_stopping": True}, "early_stopping must be False without use_beam_search=true"),
-        ({"use_beam_search": True, "temperature": 0.7}, "temperature must be 1.0 with"),
+        ({"use_beam_search": True, "temperature": 0.7}, "temperature must be 1.0 or 0.0 with"),
         ({"use_beam_search": True, "stop": ("a",)}, "stop must be () with use_beam_search=true"),
         ({"use_beam_search": True, "early_stopping": "x"}, "true, false or 'never', got 'x'"),
         (

@@ -320,3 +320,15 @@ class TestLoading:
             [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=240
         )
         assert done.stdout == "[]\n"
+
+
+@pytest.mark.parametrize("lowers", [True, False])
+def test_texts_become_lower_case_if_sentence_transformers_says_so(lowers: bool, tmp_path: Path):
+    demo = Path(__file__).parents[3] / "models" / "demo"
+    (tmp_path / "tokenizer.json").write_bytes((demo / "tokenizer.json").read_bytes())
+    settings = {"max_seq_length": 99, "do_lower_case": lowers}
+    (tmp_path / "sentence_bert_config.json").write_text(json.dumps(settings))
+    plain, ours = Tokenizer.from_path(demo), Tokenizer.from_path(tmp_path)
+    text = "An Ostinato REPEATS"
+    assert ours.encode(text) == plain.encode(text.lower() if lowers else text)
+    assert plain.encode(text) != plain.encode(text.lower())
