@@ -24,11 +24,12 @@ _LEAST_LOGPROB = -1e20
 
 
 def num_candidates(request: Request) -> int:
-    """How many continuations of each beam the search needs.
+    """How many continuations of each beam the search needs, or reports if these are more.
 
     All next beams can continue the same beam, and all stop tokens can be likelier than these.
     """
-    return request.sampling.num_candidates + len(_stop_token_ids(request))
+    sampling = request.sampling
+    return max(sampling.num_candidates + len(_stop_token_ids(request)), sampling.logprobs or 0)
 
 
 def _stop_token_ids(request: Request) -> frozenset[int]:

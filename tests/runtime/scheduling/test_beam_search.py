@@ -254,13 +254,15 @@ def test_stop_tokens_end_a_beam(llm: LLM) -> None:
     assert all(one.token_ids[-1] == one.stop_reason == stop for one in ended)
 
 
-def test_logprobs_are_those_that_make_the_score(llm: LLM) -> None:
-    sampling = params(3, logprobs=2, prompt_logprobs=0, length_penalty=1.0)
+@pytest.mark.parametrize("count", [2, 20])
+def test_logprobs_are_those_that_make_the_score(llm: LLM, count: int) -> None:
+    """As many are reported as the request asks for, also if the search needs fewer."""
+    sampling = params(3, logprobs=count, prompt_logprobs=0, length_penalty=1.0)
     prompt = make_prompts(1)[0]
     (output,) = llm.generate([prompt], sampling, use_progress=False)
     for one in output.outputs:
         assert one.logprobs is not None
-        assert [len(entry.top_ids) for entry in one.logprobs] == [2] * len(one.token_ids)
+        assert [len(entry.top_ids) for entry in one.logprobs] == [count] * len(one.token_ids)
         total = math.fsum(entry.logprob for entry in one.logprobs)
         assert one.score == pytest.approx(total / len(one.token_ids))
     assert len(output.prompt_logprobs or ()) == len(prompt) - 1
