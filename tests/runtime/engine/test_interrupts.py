@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ import os, signal
 from ostinato import LLM, SamplingParams
 from tests.runtime.tiny import tiny_config
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a parent may ignore it
 llm = LLM(config=tiny_config())
 long = SamplingParams(max_tokens=200, ignore_eos=True, temperature=0.0)
 short = SamplingParams(max_tokens=8, ignore_eos=True, temperature=0.0)
@@ -54,7 +56,15 @@ def test_the_engine_goes_on_after_interrupts() -> None:
     assert run.stdout.splitlines() == ["interrupted"] * 3 + ["the same tokens"]
 
 
-def test_an_interrupt_comes_at_the_end_and_a_second_one_at_once() -> None:
+@pytest.fixture
+def handler() -> Iterator[None]:
+    """Python's own handler. A worker of the tests has another one."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupt_comes_at_the_end_and_a_second_one_at_once(handler: None) -> None:
     done: list[int] = []
 
     def work(num_interrupts: int) -> None:
