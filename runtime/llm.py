@@ -310,9 +310,7 @@ class LLM:
             self._engine.add_request(request)
         try:
             while len(ended) < len(requests):
-                with interrupts_later():
-                    outputs = self._engine.step()
-                ended |= {output.request_id: output for output in outputs}
+                ended |= {output.request_id: output for output in self._step()}
         finally:
             for request in requests:
                 self._engine.abort(request.request_id)  # does nothing if the request has ended
@@ -392,9 +390,7 @@ class LLM:
         }
         try:
             while which:
-                with interrupts_later():
-                    engine_outputs = self._engine.step()
-                for engine_output in engine_outputs:
+                for engine_output in self._step():
                     index = which.get(engine_output.request_id)
                     if index is None:
                         continue
@@ -408,6 +404,11 @@ class LLM:
         finally:
             for request_id in which:
                 self._engine.abort(request_id)
+
+    def _step(self) -> list[SequenceOutput]:
+        # A Ctrl-C within a step would leave an engine that can run no further step.
+        with interrupts_later():
+            return self._engine.step()
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if not isinstance(prompt, str):

@@ -56,10 +56,9 @@ def switched_windows(hf_config: HFConfig, num_layers: int) -> tuple[int, ...]:
         ValueError: as `listed_windows`.
     """
     first = int(hf_config.get("max_window_layers", 28))
-    listed = listed_windows(
-        {**hf_config, **layer_types_where(hf_config, lambda layer: layer >= first)}, num_layers
-    )
-    return listed if hf_config.get("use_sliding_window", False) else no_windows({}, num_layers)
+    window = hf_config.get("sliding_window") if hf_config.get("use_sliding_window") else None
+    kinds = layer_types_where(hf_config, lambda layer: layer >= first)
+    return listed_windows({**hf_config, "sliding_window": window, **kinds}, num_layers)
 
 
 def layer_types_where(

@@ -365,8 +365,6 @@ def _gpt_oss(keys: ArchitectureKeys, config: dict[str, Any]) -> dict[str, Any]:
     scaling = config.get("rope_scaling")
     if scaling is not None:  # gpt-oss has truncate=false, which GGUF files do not state
         scaling = {**scaling, "truncate": False}
-    layers = range(config["num_hidden_layers"])
-    kinds = ("sliding_attention", "full_attention")
     return {
         "architectures": ["GptOssForCausalLM"],
         "hidden_act": "silu",
@@ -374,7 +372,6 @@ def _gpt_oss(keys: ArchitectureKeys, config: dict[str, Any]) -> dict[str, Any]:
         "num_local_experts": keys.size("expert_count"),
         "num_experts_per_tok": keys.size("expert_used_count"),
         "sliding_window": keys.size("attention.sliding_window"),
-        "layer_types": [kinds[layer % 2] for layer in layers],
         "rope_scaling": scaling,
     }
 

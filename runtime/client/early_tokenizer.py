@@ -10,6 +10,7 @@ from ostinato.conf.schema import ModelSection
 from ostinato.models.gguf.gguf_paths import is_gguf_path
 from ostinato.runtime.errors import StartupError
 from ostinato.runtime.text.tokenizer import Tokenizer
+from ostinato.runtime.text.tokenizer_files import TokenizerFiles
 
 __all__ = ("EarlyTokenizer",)
 
@@ -29,13 +30,13 @@ class EarlyTokenizer:
         self._loading: asyncio.Future[Tokenizer | StartupError] | None = None
 
     def check_template(self) -> None:
-        """Check that the file of `model.chat_template` exists, before the engine loads a model.
+        """Read the file of `model.chat_template`, if one is set, before the engine loads a model.
 
         Raises:
-            StartupError: it does not.
+            StartupError: it does not exist, or cannot be read.
         """
-        if self._template and not Path(self._template).is_file():
-            raise StartupError(f"model.chat_template: there is no file {self._template}")
+        if self._template:
+            TokenizerFiles(self._path).template_source(self._template)
 
     def begin(self) -> None:
         """Begin to load the tokenizer of a local model. Does nothing for a model of a hub."""

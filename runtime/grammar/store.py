@@ -1,4 +1,4 @@
-"""Builds the grammars of an engine's requests on a thread, and gives each row a matcher.
+"""Builds the grammars of an engine's requests on a thread, and keeps the matcher of each request.
 
 Each grammar has been checked (`runtime/grammar/process.py`), so building it takes bounded time. The
 build releases the interpreter's lock, so steps go on. Loading the vocabulary does not release the

@@ -95,8 +95,7 @@ class TokenLimits:
         """
         if not self._limited or self._limited.isdisjoint(rows):
             return
-        places = [place for place, row in enumerate(rows) if row in self._limited]
-        their_rows = to_device([rows[place] for place in places], self._device)
+        places, their_rows = self._limited_of(rows)
         if len(places) == len(logits):
             self._apply(logits, their_rows)
             return
@@ -104,6 +103,11 @@ class TokenLimits:
         some = logits[where]  # so that rows without limits cost nothing
         self._apply(some, their_rows)
         logits[where] = some
+
+    def _limited_of(self, rows: Sequence[int]) -> tuple[list[int], Tensor]:
+        """The indices in `rows` of the rows that have limits, and these rows, on the device."""
+        places = [place for place, row in enumerate(rows) if row in self._limited]
+        return places, to_device([rows[place] for place in places], self._device)
 
     def _apply(self, logits: Tensor, rows: Tensor) -> None:
         if self._allowed is not None:
@@ -119,8 +123,7 @@ class TokenLimits:
     def advance(self, rows: Sequence[int], token_ids: Tensor) -> None:
         """Remember the rows' new tokens, [R] int64."""
         if self._limited and self._latest.shape[1] and not self._limited.isdisjoint(rows):
-            places = [place for place, row in enumerate(rows) if row in self._limited]
-            where = to_device([rows[place] for place in places], self._device)
+            places, where = self._limited_of(rows)
             if len(places) < len(rows):
                 token_ids = token_ids[to_device(places, self._device)]
             newest = token_ids[:, None].to(self._latest.dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import reprlib
 from enum import StrEnum
 from typing import Annotated, Literal
@@ -219,8 +220,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             typed = msgspec.convert(self, _Types, from_attributes=True)
         except msgspec.ValidationError as error:
             reason, _, path = str(error).partition(" - at ")
-            name = path.rpartition("$.")[2].rstrip("`").partition("[")[0]
-            value = getattr(self, name)
+            found = re.search(r"\$\.(\w+)", path)  # the parameter, without the fields inside it
+            assert found is not None, path
+            name, value = found[1], getattr(self, found[1])
             _check(name not in _CHOICES, name, _CHOICES.get(name, ""), value)
             raise ValueError(f"{name}={reprlib.repr(value)}: {reason}") from error
         for name in self.__struct_fields__:

@@ -147,6 +147,10 @@ def test_the_async_engine_takes_the_same_arguments():
             {"structured_outputs": {"regx": "a"}},
             "structured_outputs={'regx': 'a'}: Object contains unknown field `regx`",
         ),
+        (
+            {"structured_outputs": {"regex": 5}},
+            "structured_outputs={'regex': 5}: Expected `str | null`, got `int`",
+        ),
     ],
 )
 def test_parameters_of_a_wrong_type_are_named(values: dict[str, object], text: str) -> None:

@@ -15,6 +15,16 @@ from tests.runtime.mask_clock import MaskClock
 from tests.runtime.sampling.test_grammar_masks import DEFAULTS, EOS, VOCAB_SIZE, Rows
 
 
+class Wrapped:
+    """A matcher, some of whose methods a test replaces."""
+
+    def __init__(self, matcher: Any) -> None:
+        self._matcher = matcher
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._matcher, name)
+
+
 def test_forced_tokens_are_computed_once_and_for_a_limited_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -23,12 +33,10 @@ def test_forced_tokens_are_computed_once_and_for_a_limited_time(
     rows = Rows(3, 6, StructuredOutputsParams(regex="[ab]a{200}")).rows
     computed: list[int] = []
 
-    class Counted:
+    class Counted(Wrapped):
         def __init__(self, index: int, matcher: Any) -> None:
-            self._index, self._matcher = index, matcher
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self._matcher, name)
+            super().__init__(matcher)
+            self._index = index
 
         def compute_ff_tokens(self) -> list[int]:
             computed.append(self._index)
@@ -72,13 +80,7 @@ def test_forced_tokens_that_take_long_are_not_computed_again(
     rows = Rows(2, 6, StructuredOutputsParams(regex="[ab]a{200}")).rows
     computed: list[int] = []
 
-    class Slow:
-        def __init__(self, matcher: Any) -> None:
-            self._matcher = matcher
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self._matcher, name)
-
+    class Slow(Wrapped):
         def compute_ff_tokens(self) -> list[int]:
             computed.append(1)
             clock.seconds += 0.05
@@ -105,13 +107,7 @@ def test_a_matcher_takes_the_answer_so_far_in_pieces(
     clock = MaskClock(monkeypatch)
     sizes: list[int] = []
 
-    class Timed:
-        def __init__(self, matcher: Any) -> None:
-            self._matcher = matcher
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self._matcher, name)
-
+    class Timed(Wrapped):
         def consume_tokens(self, token_ids: list[int]) -> bool:
             sizes.append(len(token_ids))
             clock.seconds += 1e-4 * len(token_ids)
