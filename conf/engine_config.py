@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from ostinato.conf.lora_schema import LoraConfig
 from ostinato.conf.schema import (
     CacheConfig,
     DeviceConfig,
@@ -33,6 +34,7 @@ class EngineConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     graphs: GraphConfig = field(default_factory=GraphConfig)
     runtime: RuntimeSection = field(default_factory=RuntimeSection)
     sampling: SamplingSection = field(default_factory=SamplingSection)
@@ -48,7 +50,7 @@ def draft_config(config: EngineConfig) -> EngineConfig:
         config: the configuration of an engine with a draft model, a head or an MTP layer.
     """
     if config.speculation.method is SpeculationMethod.mtp:  # a layer of the model's checkpoint
-        return replace(config, speculation=NO_DRAFTS)
+        return replace(config, speculation=NO_DRAFTS, lora=LoraConfig())
     section = replace(
         config.model,
         path=config.speculation.model,
@@ -60,4 +62,4 @@ def draft_config(config: EngineConfig) -> EngineConfig:
         pooling=PoolingChoice.auto,
         config={},
     )
-    return replace(config, model=section, speculation=NO_DRAFTS)
+    return replace(config, model=section, speculation=NO_DRAFTS, lora=LoraConfig())

@@ -40,3 +40,6 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=Fal
     # it to limit the time that one HTTP request takes from others.
     group: int = 0
     group_size: int = 1  # number of sequences of the HTTP request
+    # The slot of the adapter that computes the request (`ServedAdapter.slot`); -1 = none. The
+    # adapter's digest is one of `cache_keys`.
+    adapter_slot: int = -1
