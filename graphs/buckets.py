@@ -29,6 +29,8 @@ class GraphKey(NamedTuple):
     # Tokens that each sequence has: 1 in a decode step, 1 + k in a step that verifies k draft
     # tokens of each sequence. 0 in a mixed step, whose sequences have any number of tokens.
     tokens_per_seq: int
+    # Whether tokens can have low-rank adapters. `BucketTable` has only keys without adapters.
+    has_adapters: bool = False
 
     @property
     def num_rows(self) -> int:

@@ -32,6 +32,7 @@ __all__ = ("HostBuffers", "StaticBuffers")
 HostBuffers = StepTensors[np.ndarray]
 """NumPy views of the host memory, as large as the largest step."""
 
+_ADAPTER_SLOTS = "adapter_slots"
 _ALIGNMENT = 64  # bytes; for aligned vector loads, and FlashInfer asks for 16
 
 
@@ -68,6 +69,7 @@ class StaticBuffers:
         table: type[StepTensors[Any]] = StepTensors,
         max_drafts: int = 0,
         num_host_copies: int = 1,
+        has_adapters: bool = False,
     ) -> None:
         """
         Args:
@@ -86,12 +88,18 @@ class StaticBuffers:
             max_drafts: K, draft tokens of a sequence that can stay on the device.
             num_host_copies: pieces of host memory, which steps use in turn. So this many steps can
                 be launched before the first of them has left its host memory.
+            has_adapters: whether steps can have adapters: `adapter_slots` is allocated.
         """
         self.block_size = block_size
+        self.has_adapters = has_adapters
         self.max_num_rows = max_num_seqs if max_num_rows is None else max_num_rows
         self.async_tokens = device.type == "cuda" if async_tokens is None else async_tokens
         self._table = table
-        self._specs = tensor_specs(table)
+        self._specs = {
+            name: spec
+            for name, spec in tensor_specs(table).items()
+            if has_adapters or name != _ADAPTER_SLOTS
+        }
         self._sizes = [spec.dynamic_size for spec in self._specs.values()]
         largest = StepSizes(max_num_tokens, max_num_seqs, self.max_num_rows)
         fixed = {Size.blocks: max_blocks_per_seq, Size.encoder_blocks: max_encoder_blocks_per_seq}
@@ -274,18 +282,27 @@ class StaticBuffers:
         places = self._device["logits_indices"][:num_rows] + 1
         return token_ids[places.clamp_max_(len(token_ids) - 1)]
 
-    def batch(self, num_tokens: int, num_seqs: int, num_rows: int | None) -> ForwardBatch:
+    def batch(
+        self,
+        num_tokens: int,
+        num_seqs: int,
+        num_rows: int | None,
+        *,
+        has_adapters: bool = False,
+    ) -> ForwardBatch:
         """The device tensors cut to a shape; the same shape gives the same addresses.
 
         Args:
             num_tokens: T.
             num_seqs: S.
             num_rows: R, the wanted tokens, which are in `logits_indices`; None = all T tokens.
+            has_adapters: whether a token has an adapter; False = `adapter_slots` is None.
         """
         sizes = StepSizes(num_tokens, num_seqs, num_tokens if num_rows is None else num_rows)
         cut = {
             name: tensor if size is None else tensor[: sizes.number(size)]
             for (name, tensor), size in zip(self._device.items(), self._sizes, strict=True)
+            if has_adapters or name != _ADAPTER_SLOTS
         }
         batch = self._table(**cut)
         return self.with_all_rows(batch) if num_rows is None else batch

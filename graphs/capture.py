@@ -131,7 +131,8 @@ class GraphRunner:
 
     @property
     def captured_keys(self) -> list[GraphKey]:
-        return list(self._replays)
+        """The captured buckets. Those with adapters have the same shapes and are not listed."""
+        return [key for key in self._replays if not key.has_adapters]
 
     def capture(
         self,
@@ -165,10 +166,12 @@ class GraphRunner:
                 self._buffers.wait_for_upload()
                 self._fill_with_padding(key)
                 try:
-                    self._replays[key] = self._recorder.capture(self._bind(key))
+                    for one in self._variants(key):
+                        self._replays[one] = self._recorder.capture(self._bind(one))
                 except (MemoryError, RuntimeError) as error:
                     if must_fit or not is_out_of_memory(error):
                         raise
+                    self._drop(key)
                     left_out.append(key)
                     continue
                 progress(key)
@@ -195,7 +198,8 @@ class GraphRunner:
             self._buffers.host.logits_indices[: shape.num_rows] = 0
             self._fill_with_padding(key)
             self._plan(key)
-            self._result(self._buffers.batch(*shape))
+            for one in self._variants(key):
+                self._result(self._buffers.batch(*shape, has_adapters=one.has_adapters))
 
     def drop_decode_buckets(self, sizes: Collection[int]) -> None:
         """Remove the decode buckets of these sizes; the next larger ones serve their steps."""
@@ -203,10 +207,18 @@ class GraphRunner:
             return
         keys = [GraphKey(size, size, 1) for size in sizes]
         for key in keys:
-            self._replays.pop(key, None)
+            self._drop(key)
         self._table = self._table.without(keys)
 
-    def run(self, num_tokens: int, num_seqs: int, num_rows: int, *, tokens_per_seq: int) -> Tensor:
+    def run(
+        self,
+        num_tokens: int,
+        num_seqs: int,
+        num_rows: int,
+        *,
+        tokens_per_seq: int,
+        has_adapters: bool = False,
+    ) -> Tensor:
         """Run the step whose inputs are in the host buffers.
 
         Begins the timer's step after the upload has started. The caller ends it.
@@ -217,6 +229,7 @@ class GraphRunner:
             num_rows: entries of `logits_indices` in use, R.
             tokens_per_seq: the number of tokens of each sequence, if it is the same for all and the
                 logits of all tokens are wanted, in their order; else 0.
+            has_adapters: whether a token has a low-rank adapter.
 
         Returns:
             [num_rows, vocab_size] float32 logits, valid until the next run, or with a
@@ -224,6 +237,8 @@ class GraphRunner:
             states instead. A stage before the last one gives no rows.
         """
         key = self._bucket(num_tokens, num_seqs, num_rows, tokens_per_seq)
+        if key is not None and has_adapters:
+            key = key._replace(has_adapters=True)
         replay = self._replays.get(key) if key is not None else None
         if key is not None and replay is not None:
             self._buffers.pad(num_tokens, num_seqs, num_rows, key)
@@ -243,7 +258,9 @@ class GraphRunner:
         self._buffers.upload(num_seqs)
         self._buffers.scatter_known_tokens(num_tokens)
         self._plan(GraphKey(num_tokens, num_seqs, tokens_per_seq))
-        batch = self._buffers.batch(num_tokens, num_seqs, max(num_rows, 1))
+        batch = self._buffers.batch(
+            num_tokens, num_seqs, max(num_rows, 1), has_adapters=has_adapters
+        )
         self._begin(self._uncaptured, num_tokens, num_seqs)
         result = self._result(batch, num_rows)
         self._leave(num_tokens)
@@ -274,7 +291,7 @@ class GraphRunner:
         return self._table.round_up(num_tokens, num_seqs, num_rows, tokens_per_seq=tokens_per_seq)
 
     def run_with_hidden(
-        self, num_tokens: int, num_seqs: int, num_rows: int
+        self, num_tokens: int, num_seqs: int, num_rows: int, *, has_adapters: bool = False
     ) -> tuple[Tensor | None, Tensor]:
         """Like `run`, but never captured; returns the final hidden states too: (logits, [T, D]).
 
@@ -284,7 +301,7 @@ class GraphRunner:
         self._buffers.scatter_known_tokens(num_tokens)
         self._plan(GraphKey(num_tokens, num_seqs, 0))
         sampled = self._buffers.batch(num_tokens, num_seqs, num_rows).logits_indices
-        batch = self._buffers.batch(num_tokens, num_seqs, None)
+        batch = self._buffers.batch(num_tokens, num_seqs, None, has_adapters=has_adapters)
         self._begin(self._uncaptured, num_tokens, num_seqs)
         hidden = self._hidden(batch)
         self._leave(num_tokens)
@@ -354,7 +371,9 @@ class GraphRunner:
         return self._step_logits(hidden) if self._has_logits else hidden
 
     def _bind(self, key: GraphKey) -> Callable[[], Tensor]:
-        batch = self._buffers.batch(key.num_tokens, key.num_seqs, key.num_rows)
+        batch = self._buffers.batch(
+            key.num_tokens, key.num_seqs, key.num_rows, has_adapters=key.has_adapters
+        )
         self._plan(key)
         if self.aux is None or self._kv_cache[0][0].device.type != "cuda":
             return lambda: self._result(batch)
@@ -379,7 +398,20 @@ class GraphRunner:
 
     def _plan(self, key: GraphKey) -> None:
         if self._planner is not None:
-            self._planner.plan(key, self._buffers.host, self._buffers.plan)
+            self._planner.plan(
+                key._replace(has_adapters=False), self._buffers.host, self._buffers.plan
+            )
+
+    def _variants(self, key: GraphKey) -> list[GraphKey]:
+        """A bucket without adapters and, if steps can have adapters, with them."""
+        variants = [key]
+        if self._buffers.has_adapters:
+            variants.append(key._replace(has_adapters=True))
+        return variants
+
+    def _drop(self, key: GraphKey) -> None:
+        for one in self._variants(key):
+            self._replays.pop(one, None)
 
     def _fill_with_padding(self, key: GraphKey) -> None:
         self._buffers.host.query_start_loc[0] = 0

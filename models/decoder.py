@@ -83,22 +83,25 @@ class DecoderBlock(DecoderLayer):
         v_cache: Tensor,
         rows: Tensor | None = None,
     ) -> Tensor:
+        slots = step.tensors.adapter_slots
+        if slots is not None:
+            slots = _rows_of(slots, rows)
         if self.residual is Residual.sequential:
             normal = self.attention_norm(hidden)
             hidden = self.self_attn(normal, step, k_cache, v_cache, hidden, rows)
-            return self.mlp(self.mlp_norm(hidden), hidden)
+            return self.mlp(self.mlp_norm(hidden), hidden, slots)
         if self.residual in (Residual.post_norm, Residual.sandwich):
             is_sandwich = self.residual is Residual.sandwich
             normal = self.attention_norm(hidden) if is_sandwich else hidden
             attended = self.self_attn(normal, step, k_cache, v_cache, None, rows)
             hidden = self.attention_out_norm(attended, _rows_of(hidden, rows))
             normal = self.mlp_norm(hidden) if is_sandwich else hidden
-            return self.mlp_out_norm(self.mlp(normal, None), hidden)
+            return self.mlp_out_norm(self.mlp(normal, None, slots), hidden)
         normal = self.attention_norm(hidden)
         attended = self.self_attn(normal, step, k_cache, v_cache, hidden, rows)
         if self.residual is Residual.parallel_one_norm:
-            return self.mlp(_rows_of(normal, rows), attended)
-        return self.mlp(self.mlp_norm(_rows_of(hidden, rows)), attended)
+            return self.mlp(_rows_of(normal, rows), attended, slots)
+        return self.mlp(self.mlp_norm(_rows_of(hidden, rows)), attended, slots)
 
     def few_rows(self) -> FewRowsBlock | None:
         if self.residual is not Residual.sequential:
@@ -116,9 +119,9 @@ class DecoderBlock(DecoderLayer):
         )
 
 
-def _rows_of(hidden: Tensor, rows: Tensor | None) -> Tensor:
+def _rows_of(matrix: Tensor, rows: Tensor | None) -> Tensor:
     """The `rows` of [T, D]: [R, D]. Without `rows`, all of it."""
-    return hidden if rows is None else F.embedding(rows, hidden)
+    return matrix if rows is None else F.embedding(rows, matrix)
 
 
 class StageLayers(nn.ModuleList):

@@ -16,6 +16,7 @@ from ostinato.models.choose_weights import PLAIN, WeightPolicy
 from ostinato.models.config.head_spec import HeadSpec
 from ostinato.models.config.hf_fields import architecture_of
 from ostinato.models.config.model_config import ModelConfig
+from ostinato.models.layers.adapter_slots import AdapterSpace
 from ostinato.models.layers.linear_layers import BuildOptions, LinearBase
 from ostinato.models.layers.moe import Experts
 from ostinato.models.sharding import WHOLE, Shard
@@ -156,6 +157,7 @@ def build_model(  # noqa: PLR0913 - what a model is built for
     exchange: Exchange = Exchange.shared_memory,
     has_cache_scales: bool = False,
     experts: ExpertKernels = ExpertKernels.auto,
+    adapters: AdapterSpace | None = None,
 ) -> LanguageModel:
     """The model with unset weights. Their memory is reserved, and not written yet.
 
@@ -171,6 +173,7 @@ def build_model(  # noqa: PLR0913 - what a model is built for
         exchange: how this rank exchanges values with the others.
         has_cache_scales: the checkpoint has scales for keys and values, and the cache uses them.
         experts: the kernels of the experts, if the model has any.
+        adapters: the room for low-rank adapters; None = no room.
 
     Raises:
         ValueError: the architecture is unknown, `max_model_len` is above what the model states,
@@ -194,6 +197,7 @@ def build_model(  # noqa: PLR0913 - what a model is built for
         exchange=exchange,
         has_cache_scales=has_cache_scales,
         experts=experts,
+        adapters=adapters,
     )
     model = class_of(config)(config, options)
     layout = model.checkpoint_layout

@@ -33,6 +33,7 @@ __all__ = (
     "TableRows",
     "TensorSpec",
     "Upload",
+    "given_tensors",
     "num_kv_groups",
     "tensor_specs",
 )
@@ -179,6 +180,11 @@ class StepTensors(Generic[Array]):
     ]
     # [1]; handle of the host state of a planned attention kernel, 0 = none.
     plan: Annotated[Array, TensorSpec(sizes=(1,), dtype=torch.int64, upload=Upload.never)]
+    # [T, 1]; the slot of each token's low-rank adapter, -1 = none. None = no token has one: such a
+    # step runs a program without adapters.
+    adapter_slots: Annotated[
+        Array | None, TensorSpec(sizes=(Size.tokens, 1), dtype=torch.int32, padding=-1)
+    ] = None
 
 
 ForwardBatch = StepTensors[Tensor]
@@ -190,6 +196,14 @@ def tensor_specs(table: type[StepTensors[Any]]) -> dict[str, TensorSpec]:
     """The declaration of each tensor of a table, by name, in its order."""
     hints = get_type_hints(table, include_extras=True)
     return {field.name: hints[field.name].__metadata__[0] for field in fields(table)}
+
+
+def given_tensors(step: StepTensors[Array]) -> dict[str, tuple[TensorSpec, Array]]:
+    """The declaration and the tensor of each field of a step that is not None, by name."""
+    specs = tensor_specs(type(step)).items()
+    return {
+        name: (spec, tensor) for name, spec in specs if (tensor := getattr(step, name)) is not None
+    }
 
 
 def num_kv_groups(table: type[StepTensors[Any]]) -> int:

@@ -21,7 +21,8 @@ from ostinato.models.checkpoints.checkpoint import Checkpoint, CheckpointError
 from ostinato.models.checkpoints.headers import read_headers
 from ostinato.models.checkpoints.slots import matrix_parts, stored_modules, stored_name
 from ostinato.models.checkpoints.weights import file_tensors, load_weights
-from ostinato.models.layers.linear_layers import ExpertLinear, LinearBase, RouterLinear
+from ostinato.models.layers.expert_linear import ExpertLinear
+from ostinato.models.layers.linear_layers import LinearBase, RouterLinear
 from ostinato.models.layers.norm_layers import RMSNorm
 from ostinato.models.layers.vocabulary_layers import OutputHead
 from ostinato.models.quantize.calibration import (

@@ -22,7 +22,7 @@ from ostinato.conf.errors import ConfigError
 from ostinato.conf.root import RunConfig
 from ostinato.conf.schema import LoadFormat
 from ostinato.conf.speculation.speculation_schema import NO_DRAFTS
-from ostinato.models.layers.linear_layers import ExpertLinear
+from ostinato.models.layers.expert_linear import ExpertLinear
 from ostinato.models.registry import build_model
 from ostinato.models.sharding import shard_of_rank
 from ostinato.runtime.costs.cost_table import CostTable

@@ -15,7 +15,7 @@ a step. Apart from the benchmarks, no other package changes settings of Dynamo o
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,7 @@ from ostinato.graphs.compiler.functions import (
     stored_function,
 )
 from ostinato.graphs.compiler.programs import (
+    AdaptableProgram,
     FewRowsCall,
     LayeredProgram,
     Program,
@@ -70,7 +71,8 @@ def compile_model(
             stages, so that every stage finds its programs. On a GPU it has those of its stage.
         form: whole model or layer by layer.
         example: a batch of at least 2 tokens and 2 sequences (Dynamo takes the sizes 0 and 1 for
-            constants). It is traced, not run.
+            constants). It is traced, not run. If it has `adapter_slots`, two programs are compiled:
+            one for steps with low-rank adapters, and one for steps without them.
         kv_cache: a cache of any number of blocks, of a stage's layers. It is traced, not written.
         store: may have compiled functions of an earlier start; new ones are put there.
 
@@ -84,9 +86,12 @@ def compile_model(
         SizeGuardError: the model compares a size that differs between steps.
     """
     prepare_compiler(kernel_pool=example.token_ids.device.type != "cpu")
-    if form is GraphForm.model:
-        return _compile_whole(model, example, kv_cache, store)
-    return _compile_layers(model, example, kv_cache, store)
+    compile_one = _compile_whole if form is GraphForm.model else _compile_layers
+    if example.adapter_slots is None:
+        return compile_one(model, example, kv_cache, store)
+    base = compile_one(model, replace(example, adapter_slots=None), kv_cache, store)
+    adapted = compile_one(model, example, kv_cache, store)
+    return lambda model: AdaptableProgram(base(model), adapted(model))
 
 
 def _compile_whole(
@@ -101,13 +106,14 @@ def _compile_whole(
             skeleton, dict(zip(names, parameters, strict=True)), (batch, cache), tie_weights=False
         )
 
-    compiled = stored_function(store, "model", skeleton)
+    name = f"model{_suffix(example)}"
+    compiled = stored_function(store, name, skeleton)
     if compiled is None:
         examples = [
             Example((list(tensors.values()), batch, kv_cache), varying_in_batch(batch))
             for batch in _example_batches(example)
         ]
-        compiled = compile_function(forward, examples, store, "model", skeleton, PieceCompiler())
+        compiled = compile_function(forward, examples, store, name, skeleton, PieceCompiler())
 
     def bind(model: LanguageModel) -> Program:
         parameters = list(module_tensors(model).values())
@@ -127,7 +133,8 @@ def _compile_layers(
     def layer_inputs() -> list[tuple[Tensor, StepInputs]]:
         return [model.begin(batch) for batch in _example_batches(example)]
 
-    on_gpu = example.token_ids.device.type == "cuda"
+    # The fused kernels for few rows add no adapters.
+    has_few = example.token_ids.device.type == "cuda" and example.adapter_slots is None
     compiled: dict[tuple[object, ...], Function] = {}
     few: dict[tuple[object, ...], Function] = {}
     pieces = PieceCompiler()
@@ -137,10 +144,11 @@ def _compile_layers(
         if key in compiled:
             continue
         # The caches of all layers have the same shape.
-        name, is_last = f"layer-{_first_layer(model) + index}", index == last
+        number, is_last = _first_layer(model) + index, index == last
+        name = f"layer-{number}{_suffix(example)}"
         traced = _Traced(layer, layer_inputs, kv_cache[0], name, is_last)
         compiled[key] = traced.compile(store, pieces)
-        fused = _few_rows(layer) if on_gpu else None
+        fused = _few_rows(layer) if has_few else None
         if fused is not None:
             name = f"{name}-few-rows"
             traced = _Traced(fused, layer_inputs, kv_cache[0], name, is_last)
@@ -162,6 +170,11 @@ def _compile_layers(
         return LayeredProgram(model, calls, few_calls)
 
     return bind
+
+
+def _suffix(example: ForwardBatch) -> str:
+    """The end of the names of stored functions."""
+    return "" if example.adapter_slots is None else "-adapters"
 
 
 def _example_batches(batch: ForwardBatch) -> list[ForwardBatch]:

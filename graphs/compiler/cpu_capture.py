@@ -8,7 +8,7 @@ the calls. Later steps replay these calls in C++ (ops/native/core/cpu_graph.h).
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import chain
 from operator import attrgetter
 from types import SimpleNamespace
@@ -25,7 +25,7 @@ from ostinato.models.step_tensors import (
     Size,
     StepInputs,
     TensorSpec,
-    tensor_specs,
+    given_tensors,
 )
 from ostinato.ops.native.abi import SymbolicSize
 from ostinato.ops.native.cpu_graph import CpuGraph, Slot, why_not_callable, why_not_constant
@@ -52,19 +52,19 @@ class CpuReplay:
     """A captured CPU graph of consecutive layers of a model, over their KV caches."""
 
     def __init__(
-        self, graph: CpuGraph, hidden_size: int, table: type[ForwardBatch], *, gives_rows: bool
+        self, graph: CpuGraph, hidden_size: int, step_tensors: Collection[str], *, gives_rows: bool
     ) -> None:
         """
         Args:
             graph: the calls of the layers.
             hidden_size: D.
-            table: the class that declares the step tensors.
+            step_tensors: the names of the step tensors that are inputs of the graph, in order.
             gives_rows: the result has the wanted tokens only, as the model's last layer gives them.
         """
         self._graph = graph
         self._hidden_size = hidden_size
         self._gives_rows = gives_rows
-        self._get_tensors = attrgetter(*tensor_specs(table))
+        self._get_tensors = attrgetter(*step_tensors)
         self._bound: ForwardBatch | None = None  # `_addresses` are the addresses of its tensors
         self._sizes = (0, 0)  # S and R of `_bound`
         self._addresses = (ctypes.c_void_p * 0)()
@@ -136,8 +136,8 @@ def capture_layers(
     }
     table = type(step.tensors)
     tensors: dict[str, Any] = {
-        name: recorder.step_tensor(spec, getattr(step.tensors, name))
-        for name, spec in tensor_specs(table).items()
+        name: recorder.step_tensor(spec, tensor)
+        for name, (spec, tensor) in given_tensors(step.tensors).items()
     }
     inputs = StepInputs(rope, table(**tensors))
     for index, (layer, caches) in enumerate(zip(layers, kv_cache, strict=True)):
@@ -146,7 +146,7 @@ def capture_layers(
         more = (tensors["logits_indices"],) if has_last and index == len(layers) - 1 else ()
         value = program(layer.parameters, value, inputs, *caches, *more)
     graph.set_result(value.slot)
-    return CpuReplay(graph, hidden.shape[1], table, gives_rows=has_last)
+    return CpuReplay(graph, hidden.shape[1], list(tensors), gives_rows=has_last)
 
 
 class _Value:

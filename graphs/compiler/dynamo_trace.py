@@ -20,7 +20,7 @@ from torch.fx import Node
 
 from ostinato.graphs.compiler.compiled_piece import PieceCompiler
 from ostinato.graphs.compiler.fx_program import Lowered, lower_fx
-from ostinato.models.step_tensors import ForwardBatch, Size, StepInputs, tensor_specs
+from ostinato.models.step_tensors import ForwardBatch, Size, StepInputs, given_tensors
 
 __all__ = (
     "Example",
@@ -84,8 +84,7 @@ def example_batch(batch: ForwardBatch, *, is_second: bool = False) -> ForwardBat
     num_rows = len(batch.token_ids) + len(batch.seq_lens) + 2 + (_MORE_ROWS if is_second else 0)
     table = type(batch)
     tensors: dict[str, Tensor] = {}
-    for name, spec in tensor_specs(table).items():
-        tensor = getattr(batch, name)
+    for name, (spec, tensor) in given_tensors(batch).items():
         match spec.dynamic_size:
             case Size.rows:
                 tensors[name] = tensor.new_zeros(num_rows, *tensor.shape[1:])
@@ -100,8 +99,8 @@ def example_batch(batch: ForwardBatch, *, is_second: bool = False) -> ForwardBat
 
 def varying_in_batch(batch: ForwardBatch) -> list[Tensor]:
     """The step tensors whose first size differs between steps."""
-    specs = tensor_specs(type(batch)).items()
-    return [getattr(batch, name) for name, spec in specs if spec.dynamic_size is not None]
+    given = given_tensors(batch).values()
+    return [tensor for spec, tensor in given if spec.dynamic_size is not None]
 
 
 def varying_in_layer(hidden: Tensor, step: StepInputs) -> list[Tensor]:

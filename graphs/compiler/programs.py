@@ -29,6 +29,7 @@ from ostinato.models.step_tensors import ForwardBatch, StepInputs
 
 __all__ = (
     "CAPTURED_TOKENS",
+    "AdaptableProgram",
     "FewRowsCall",
     "Function",
     "LayerProgram",
@@ -116,6 +117,40 @@ class WholeProgram:
     ) -> Tensor:
         assert aux is None, "one function gives no states between its layers"
         return self._function(self._parameters, batch, kv_cache)
+
+
+class AdaptableProgram:
+    """A program for steps without low-rank adapters, and one for steps with them.
+
+    So adapters take no time in steps that have none.
+    """
+
+    def __init__(self, base: Program, adapted: Program) -> None:
+        self._base = base
+        self._adapted = adapted
+
+    @property
+    def has_loops(self) -> bool:
+        return self._base.has_loops or self._adapted.has_loops
+
+    @property
+    def layers_by_program(self) -> dict[LayerProgram, int]:
+        return self._base.layers_by_program
+
+    @property
+    def wants_capture(self) -> bool:
+        return self._base.wants_capture or self._adapted.wants_capture
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        with self._base.recording(), self._adapted.recording():
+            yield
+
+    def __call__(
+        self, batch: ForwardBatch, kv_cache: KVCache, aux: AuxStates | None = None
+    ) -> Tensor:
+        program = self._base if batch.adapter_slots is None else self._adapted
+        return program(batch, kv_cache, aux)
 
 
 class FewRowsCall(NamedTuple):

@@ -31,7 +31,8 @@ from ostinato.models.checkpoints.slots import MatrixSlot, Slot, find_slots
 from ostinato.models.gguf.gguf_file import GGUFFile
 from ostinato.models.gguf.gguf_paths import GGUFError
 from ostinato.models.gguf.gguf_tensors import read_tensors
-from ostinato.models.layers.linear_layers import BIAS, ExpertLinear, LinearBase
+from ostinato.models.layers.expert_linear import ExpertLinear
+from ostinato.models.layers.linear_layers import BIAS, LinearBase
 from ostinato.models.layers.norm_layers import LayerNorm, RMSNorm
 from ostinato.models.quantized_checkpoints.gguf import AsStored
 from ostinato.models.sharding import Span

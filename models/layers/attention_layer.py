@@ -129,11 +129,13 @@ class Attention(nn.Module):
         """
         # A layer with only views, row selections and ops of this package runs without Inductor
         # (graphs/compiler/fx_program.py).
-        out = self.attend(self.qkv_proj(x), step, k_cache, v_cache)
+        slots = step.tensors.adapter_slots
+        out = self.attend(self.qkv_proj(x, slots), step, k_cache, v_cache)
         if rows is not None:
             out = F.embedding(rows, out)
             residual = None if residual is None else F.embedding(rows, residual)
-        return self.o_proj(out, residual)
+            slots = None if slots is None else F.embedding(rows, slots)
+        return self.o_proj(out, residual, slots)
 
     def attend(self, qkv: Tensor, step: StepInputs, k_cache: Tensor, v_cache: Tensor) -> Tensor:
         """The QKV projection [T, (Hq + 2 Hkv) d] -> [T, Hq d]; writes K and V into the caches."""

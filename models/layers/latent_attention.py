@@ -98,23 +98,26 @@ class LatentAttention(nn.Module):
             backend=self.backend,
         )
         out = out.reshape(-1, self.num_heads * self.value_dim)
+        slots = step.tensors.adapter_slots
         if rows is not None:
             out = F.embedding(rows, out)
             residual = None if residual is None else F.embedding(rows, residual)
-        return self.o_proj(out, residual)
+            slots = None if slots is None else F.embedding(rows, slots)
+        return self.o_proj(out, residual, slots)
 
     def _project(self, x: Tensor, step: StepInputs) -> tuple[Tensor, Tensor, Tensor]:
         """[T, D] -> queries and keys [T, H, d], rotated elements first, and values [T, H, v]."""
         num_heads, rope_dim = self.num_heads, self.spec.rope_dim
         cos, sin = step.rope[self.rope_kind]
-        q, k_rotated, latent = self.qkv_a_proj(x).split_with_sizes(
+        slots = step.tensors.adapter_slots
+        q, k_rotated, latent = self.qkv_a_proj(x, slots).split_with_sizes(
             (self.first_size, rope_dim, self.spec.kv_rank), 1
         )
         if self.q_a_norm is not None and self.q_b_proj is not None:
-            q = self.q_b_proj(self.q_a_norm(q))
+            q = self.q_b_proj(self.q_a_norm(q), slots=slots)
         q = rotate_heads(q.view(-1, num_heads, self.head_dim), cos, sin, num_heads)
         k_rotated = rotate_heads(k_rotated.view(-1, 1, rope_dim), cos, sin, 0)
-        k_plain, v = self.kv_b_proj(self.kv_a_norm(latent)).split_with_sizes(
+        k_plain, v = self.kv_b_proj(self.kv_a_norm(latent), slots).split_with_sizes(
             (num_heads * self.plain_dim, num_heads * self.value_dim), 1
         )
         k = join_heads(k_rotated, k_plain.view(-1, num_heads, self.plain_dim))

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ostinato.conf.schema import ExpertKernels
+from ostinato.models.layers.adapter_slots import AdapterSlots, AdapterSpace
 from ostinato.models.sharding import WHOLE, Shard, Span
 from ostinato.models.weight_methods.huge_pages import WeightMemory
 from ostinato.models.weight_methods.weight_method import (
@@ -30,7 +31,6 @@ from ostinato.ops.parallel.exchange import Exchange, RankGroup
 __all__ = (
     "BIAS",
     "BuildOptions",
-    "ExpertLinear",
     "Linear",
     "LinearBase",
     "MergedLinear",
@@ -54,6 +54,7 @@ class BuildOptions:
     exchange: Exchange = Exchange.shared_memory  # how values are exchanged with the other ranks
     has_cache_scales: bool = False  # the checkpoint's scales of keys and values are used
     experts: ExpertKernels = ExpertKernels.auto
+    adapters: AdapterSpace | None = None  # the room for low-rank adapters; None = no room
     memory: WeightMemory = field(default_factory=WeightMemory, compare=False)  # only used on a CPU
 
     def empty(self, *shape: int) -> nn.Parameter:
@@ -84,6 +85,7 @@ class LinearBase(nn.Module):
     """
 
     role: MatrixRole = MatrixRole.layer
+    takes_adapters = False  # whether low-rank adapters can be added to its result
 
     def __init__(
         self,
@@ -101,6 +103,7 @@ class LinearBase(nn.Module):
         )
         self.has_bias = bias
         self.exchange = options.exchange
+        self.adapters = self._make_adapters(options.adapters)
         self._memory = options.memory
         self.bias: nn.Parameter | None = None
         self.group: Tensor | None
@@ -147,7 +150,8 @@ class LinearBase(nn.Module):
     def static_key(self) -> tuple[object, ...]:
         """What a traced program depends on besides tensors."""
         exchange = str(self.exchange) if self.is_partial else ""
-        return (*self.method.static_key, self.has_bias, self.is_partial, exchange)
+        space = None if self.adapters is None else self.adapters.space
+        return (*self.method.static_key, self.has_bias, self.is_partial, exchange, space)
 
     def parts(self, order: Tensor | None = None) -> list[Part]:
         """How the module's matrix is cut from one stored matrix: a list of one part.
@@ -253,15 +257,26 @@ class LinearBase(nn.Module):
         )
 
     def multiply(
-        self, x: Tensor, residual: Tensor | None = None, *, float32_output: bool = False
+        self,
+        x: Tensor,
+        residual: Tensor | None = None,
+        slots: Tensor | None = None,
+        *,
+        float32_output: bool = False,
     ) -> Tensor:
-        """[T, in_features] -> [T, out_features], plus bias and residual if given.
+        """[T, in_features] -> [T, out_features], plus bias, residual and adapters if given.
 
         If the result is a partial sum, `reduce` adds the residual.
+
+        Args:
+            slots: [T, 1] int32, the slot of each token's adapter; -1 = none.
         """
-        return self.method.apply(
+        result = self.method.apply(
             self.weights, self.spec, x, self.bias, residual, float32_output=float32_output
         )
+        if slots is not None and self.adapters is not None:
+            self.adapters(result, x, slots)
+        return result
 
     def reduce(self, partial: Tensor, residual: Tensor | None) -> Tensor:
         """The sum of all ranks' partial results [T, out_features], plus the residual."""
@@ -278,6 +293,13 @@ class LinearBase(nn.Module):
         The handle is a tensor, so all ranks run one program although their handles differ.
         """
         self.group = torch.zeros(1, dtype=torch.int64)
+
+    def _make_adapters(self, space: AdapterSpace | None) -> AdapterSlots | None:
+        if space is None or not self.takes_adapters:
+            return None
+        outputs = [self.outputs[number].size for number in self.stacking]
+        spec = self.spec
+        return AdapterSlots(space, spec.in_features, outputs, spec.dtype, spec.device)
 
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:
         """Uninitialised memory for a parameter. On a CPU, it takes memory when first written."""
@@ -326,6 +348,8 @@ class LinearBase(nn.Module):
 class Linear(LinearBase):
     """y = x W^T + b."""
 
+    takes_adapters = True
+
     def __init__(
         self,
         in_features: int | Span,
@@ -336,103 +360,36 @@ class Linear(LinearBase):
     ) -> None:
         super().__init__(in_features, (out_features,), options, bias=bias)
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, residual: Tensor | None = None, slots: Tensor | None = None
+    ) -> Tensor:
         """[T, in_features] -> [T, out_features], plus a residual of that shape if there is one.
 
-        Partial sums are added over all ranks. On CPUs they are added in float32, and then rounded.
-        On GPUs they are rounded before they are added. That halves the bytes between the GPUs.
+        `slots` is as for `multiply`. Partial sums are added over all ranks. On CPUs they are added
+        in float32, and then rounded. On GPUs they are rounded before they are added. That halves
+        the bytes between the GPUs.
         """
         if self.is_partial:
             on_cpu = self.exchange is not Exchange.nccl
-            return self.reduce(self.multiply(x, float32_output=on_cpu), residual)
-        return self.multiply(x, residual)
+            return self.reduce(self.multiply(x, slots=slots, float32_output=on_cpu), residual)
+        return self.multiply(x, residual, slots)
 
 
 class MergedLinear(LinearBase):
     """Several projections of one input as a single matrix; `outputs` are their numbers of rows."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[T, in_features] -> [T, out_features]."""
-        return self.multiply(x)
+    takes_adapters = True
+
+    def forward(self, x: Tensor, slots: Tensor | None = None) -> Tensor:
+        """[T, in_features] -> [T, out_features]; `slots` as for `multiply`."""
+        return self.multiply(x, slots=slots)
 
 
 class RouterLinear(Linear):
     """Maps a hidden state to a logit for each expert."""
 
     role = MatrixRole.router
-
-
-class ExpertLinear(LinearBase):
-    """One matrix for each expert, in parameters with a leading dimension [experts, ...].
-
-    A checkpoint stores the experts' matrices one by one or stacked. An expert's parameters are made
-    as soon as its tensors have been read.
-
-    Args:
-        experts: the number of experts; a span if this rank holds a part of them.
-        in_features, outputs, options, bias: as for `LinearBase`, of each expert.
-        is_reversed: the rows of the last output come first.
-    """
-
-    def __init__(
-        self,
-        experts: int | Span,
-        in_features: int | Span,
-        outputs: Sequence[int | Span],
-        options: BuildOptions,
-        *,
-        bias: bool = False,
-        is_reversed: bool = False,
-    ) -> None:
-        super().__init__(in_features, outputs, options, bias=bias)
-        self.experts = Span.of(experts)
-        self.is_reversed = is_reversed
-
-    @property
-    def stacking(self) -> tuple[int, ...]:
-        order = super().stacking
-        return order[::-1] if self.is_reversed else order
-
-    def forward(
-        self,
-        x: Tensor,
-        ids: Tensor,
-        routing_weights: Tensor | None = None,
-        residual: Tensor | None = None,
-    ) -> Tensor:
-        """Each row times the matrices of its experts; see `moe_linear` (ops/moe/moe_linear.py).
-
-        Args:
-            x: [T, in_features], or a row for each token and expert: [T * k, in_features].
-            ids: [T, k] int32, of this rank's experts.
-            routing_weights: [T, k] float32, or None.
-            residual: [T, out_features], or None.
-
-        Returns:
-            [T * k, out_features]; with routing weights [T, out_features].
-        """
-        return self.method.apply_experts(
-            self.weights, self.spec, x, ids, self.bias, routing_weights, residual
-        )
-
-    def dense(self) -> Tensor:
-        """[experts, out_features, in_features]."""
-        experts = range(self.experts.size)
-        return torch.stack([self.method.dense(self._weights_of(e), self.spec) for e in experts])
-
-    def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:
-        return super()._empty((self.experts.size, *shape), dtype)
-
-    def _weights_of(self, expert: int) -> dict[str, Tensor]:
-        return {name: tensor[expert] for name, tensor in self.weights.items()}
-
-    def _bias_of(self, expert: int) -> Tensor:
-        return super()._bias_of(expert)[expert]
-
-    def _replace(self, name: str, tensor: Tensor, expert: int) -> None:
-        place: Tensor = getattr(self, name)[expert]
-        if tensor.data_ptr() != place.data_ptr():
-            place.copy_(tensor)
+    takes_adapters = False
 
 
 def join_group(model: nn.Module, group: RankGroup) -> None:

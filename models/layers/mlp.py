@@ -35,9 +35,13 @@ class GatedMLP(nn.Module):
         self.gate_up_proj = MergedLinear(hidden_size, (inner, inner), options, bias=bias)
         self.down_proj = Linear(inner, hidden_size, options, bias=bias)
 
-    def forward(self, x: Tensor, residual: Tensor | None) -> Tensor:
-        """[T, D] -> [T, D], added to the residual if there is one."""
-        return self.down_proj(activate(self.gate_up_proj(x), self.activation, gated=True), residual)
+    def forward(self, x: Tensor, residual: Tensor | None, slots: Tensor | None = None) -> Tensor:
+        """[T, D] -> [T, D], added to the residual if there is one.
+
+        `slots` [T, 1] int32 has the slot of each token's adapter; -1 = none.
+        """
+        inner = activate(self.gate_up_proj(x, slots), self.activation, gated=True)
+        return self.down_proj(inner, residual, slots)
 
     def static_key(self) -> tuple[object, ...]:
         """Everything that the traced program depends on besides tensors."""
@@ -60,9 +64,10 @@ class PlainMLP(nn.Module):
         self.up_proj = Linear(hidden_size, inner, options, bias=bias)
         self.down_proj = Linear(inner, hidden_size, options, bias=bias)
 
-    def forward(self, x: Tensor, residual: Tensor | None) -> Tensor:
-        """[T, D] -> [T, D], added to the residual if there is one."""
-        return self.down_proj(activate(self.up_proj(x), self.activation), residual)
+    def forward(self, x: Tensor, residual: Tensor | None, slots: Tensor | None = None) -> Tensor:
+        """As `GatedMLP.forward`."""
+        inner = activate(self.up_proj(x, slots=slots), self.activation)
+        return self.down_proj(inner, residual, slots)
 
     def static_key(self) -> tuple[object, ...]:
         """Everything that the traced program depends on besides tensors."""

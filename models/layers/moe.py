@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from ostinato.conf.schema import ExpertKernels
 from ostinato.models.config.model_config import ModelConfig
 from ostinato.models.config.moe_spec import MoESpec
-from ostinato.models.layers.linear_layers import BuildOptions, ExpertLinear, RouterLinear
+from ostinato.models.layers.expert_linear import ExpertLinear
+from ostinato.models.layers.linear_layers import BuildOptions, RouterLinear
 from ostinato.models.layers.mlp import GatedMLP
 from ostinato.models.weight_methods.plain import Plain
 from ostinato.ops.activation import activate
@@ -145,10 +146,13 @@ class MoE(nn.Module):
         elif spec.shared_size:
             self.shared_expert = GatedMLP(config, options, spec.shared_size)
 
-    def forward(self, x: Tensor, residual: Tensor | None) -> Tensor:
-        """[T, D] -> [T, D], added to the residual if there is one."""
+    def forward(self, x: Tensor, residual: Tensor | None, slots: Tensor | None = None) -> Tensor:
+        """[T, D] -> [T, D], added to the residual if there is one.
+
+        `slots` is as for `GatedMLP`. Only the shared expert can have adapters.
+        """
         if self.shared_expert is not None:
-            residual = self.shared_expert(x, residual)
+            residual = self.shared_expert(x, residual, slots)
         if self.gated_expert is not None and self.shared_gate is not None:
             ids, weights = route(self.shared_gate(x), _ONE_EXPERT)
             residual = self.gated_expert(x, ids, weights, residual)

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from ostinato.models.base import CausalLM, DecoderLayer
 from ostinato.models.kv_cache import KVCache
-from ostinato.models.layers.linear_layers import ExpertLinear, LinearBase
+from ostinato.models.layers.expert_linear import ExpertLinear
+from ostinato.models.layers.linear_layers import LinearBase
 from ostinato.models.layers.vocabulary_layers import OutputHead
 from ostinato.models.step_tensors import ForwardBatch, StepInputs
 from ostinato.models.weight_methods.weight_method import MatrixRole

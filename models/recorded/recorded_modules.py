@@ -11,9 +11,9 @@ from torch.fx import Graph
 from torch.nn import functional as F
 
 from ostinato.models.base import DecoderLayer
+from ostinato.models.layers.expert_linear import ExpertLinear
 from ostinato.models.layers.linear_layers import (
     BuildOptions,
-    ExpertLinear,
     Linear,
     LinearBase,
     RouterLinear,

@@ -112,6 +112,8 @@ LIBRARIES: dict[str, tuple[tuple[str, ...], ...]] = {
             "moe/quantized_moe_linear",
         ),
     ),
+    # Loaded for engines with `lora.num_slots` only.
+    "adapters": (("core/install", "core/call", "core/thread_pool", "adapters/add_adapters"),),
 }
 
 

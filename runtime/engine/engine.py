@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable
 
 from ostinato.runtime.costs.cost_table import Chunk, CostTable
+from ostinato.runtime.engine.adapter_loads import AdapterLoads
 from ostinato.runtime.engine.engine_counters import EngineCounters
 from ostinato.runtime.engine.engine_state import EngineState, describe_engine
 from ostinato.runtime.engine.grammar_queue import GrammarQueue
@@ -34,6 +35,8 @@ Announce = Callable[[list[str], float], object]
 
 # How long an engine without other work waits for a grammar before it looks for new requests.
 _GRAMMAR_WAIT_S = 0.02
+# How long an engine without other work waits for the files of an adapter before it looks again.
+_READ_WAIT_S = 0.002
 
 
 class Engine:
@@ -48,6 +51,7 @@ class Engine:
         *,
         cost_table: CostTable | None = None,
         observer: StepObserver | None = None,
+        num_adapter_slots: int = 0,
     ) -> None:
         """
         Args:
@@ -57,6 +61,7 @@ class Engine:
             model: the served model's facts.
             cost_table: the step-cost table; None = not measured.
             observer: called with every step; None = a default observer that writes no file.
+            num_adapter_slots: low-rank adapters that can be loaded at once.
         """
         self.model = model
         self.cost_table = cost_table
@@ -64,6 +69,7 @@ class Engine:
         self._cache = cache
         self._executor = executor
         self._grammars = GrammarQueue(executor)
+        self._adapters = AdapterLoads(executor, num_adapter_slots)
         self._observer = observer or StepObserver()
         self._counters = EngineCounters()
         self._in_flight: deque[tuple[SchedulerOutput, Pending]] = deque()
@@ -71,8 +77,9 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether a request, a step in flight or a load of blocks is unfinished."""
-        return self._scheduler.has_work or self._grammars.num_waiting > 0
+        """Whether a request, a step in flight or a load of blocks or an adapter is unfinished."""
+        waits = self._grammars.num_waiting > 0 or self._adapters.num_loading > 0
+        return self._scheduler.has_work or waits
 
     @property
     def num_blocks(self) -> int:
@@ -91,7 +98,8 @@ class Engine:
         A request with a grammar is queued when the grammar is built. Steps go on meanwhile.
 
         Raises:
-            InvalidRequestError: the scheduler refuses the request (`Scheduler.add`).
+            InvalidRequestError: the scheduler refuses the request (`Scheduler.add`), or its adapter
+                is not loaded.
             RankFailedError: an earlier step failed.
         """
         if self._failure is not None:
@@ -100,6 +108,7 @@ class Engine:
                 self._failure.reason,
             )
         self._grammars.check(request)
+        self._adapters.check(request)
         if request.grammar:
             # Checked here, because a request whose grammar is built must not be refused in a step.
             self._scheduler.check(request)
@@ -162,6 +171,8 @@ class Engine:
     def _step(self, announce: Announce | None) -> list[SequenceOutput]:
         begin = time.perf_counter()
         outputs = self._take_grammars() if self._grammars.num_waiting else []
+        if self._adapters.num_loading:
+            self._advance_adapters()
         scheduled = self._schedule()
         if scheduled is not None:
             self._launch(scheduled, announce)
@@ -186,6 +197,11 @@ class Engine:
             self._observer.grammar_built(request)
             self._scheduler.add(request)
         return failed
+
+    def _advance_adapters(self) -> None:
+        self._adapters.advance()
+        if not self._scheduler.has_work and self._adapters.num_loading:
+            time.sleep(_READ_WAIT_S)  # without steps, this loop would only poll
 
     def _schedule(self) -> SchedulerOutput | None:
         scheduler, observer = self._scheduler, self._observer
@@ -228,6 +244,25 @@ class Engine:
                 self._grammars.release(one.request_id)
         self._counters.num_steps += 1
         return outputs
+
+    def begin_adapter(self, slot: int, path: str, digest: str) -> None:
+        """Begin to load a low-rank adapter into a slot, while steps go on.
+
+        No unfinished request may use the slot. `take_adapters` reports the end of the load.
+
+        Args:
+            slot: 0 to `lora.num_slots` - 1. Its adapter, if it has one, is replaced.
+            path: the directory of the adapter's files.
+            digest: the digest of these files.
+
+        Raises:
+            InvalidRequestError: there is no such slot, or a load into it has not ended.
+        """
+        self._adapters.begin(slot, path, digest)
+
+    def take_adapters(self) -> list[tuple[int, str]]:
+        """(slot, "" or why it failed) of each load that has ended since the last call."""
+        return self._adapters.take_ended()
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached blocks and everything that drafters have learned.

@@ -37,6 +37,7 @@ class StepShape(NamedTuple):
     tokens_per_seq: int
     # The draft tokens of each sequence that samples; None = no sequence has any.
     drafts: list[list[int]] | None = None
+    has_adapters: bool = False  # whether a token has a low-rank adapter
 
 
 class _GroupTensor:
@@ -79,6 +80,10 @@ class BatchBuilder:
         self._num_blocks = [0] * max_num_seqs
         # The last token of every row; on a CPU this is the memory of `buffers.last_tokens`.
         self.last_token = buffers.last_tokens.cpu().numpy()
+        # The slot of each row's low-rank adapter, -1 = none; None = steps cannot have adapters.
+        self._adapter_slots = (
+            np.full(max_num_seqs, -1, dtype=np.int32) if buffers.has_adapters else None
+        )
         self._counting = np.arange(max_num_seqs + 1, dtype=np.int32)
         self._group_tensors = [
             _GroupTensor(spec.kv_group, name, buffers)
@@ -90,6 +95,8 @@ class BatchBuilder:
         """Give the row to a new sequence, with an empty block table."""
         self._block_table[row] = 0
         self._num_blocks[row] = 0
+        if self._adapter_slots is not None:
+            self._adapter_slots[row] = request.adapter_slot
 
     def build(self, output: SchedulerOutput) -> StepShape:
         """Write the step into the host buffers, after the last upload has finished."""
@@ -99,13 +106,29 @@ class BatchBuilder:
         for entry in output.scheduled:
             if entry.new_block_ids:
                 self._append_blocks(entry.row, entry.new_block_ids)
-        scheduled, num_tokens = output.scheduled, output.num_tokens
+        shape = self._build(output.scheduled, output.num_tokens)
+        if self._adapter_slots is None:
+            return shape
+        return shape._replace(has_adapters=self._write_adapters(output, self._adapter_slots))
+
+    def _build(self, scheduled: list[ScheduledSequence], num_tokens: int) -> StepShape:
         is_few = len(scheduled) <= self._few_sequences and num_tokens <= _FEW_TOKENS
         if (is_few or num_tokens == len(scheduled)) and all(
             entry.num_logits == entry.num_new_tokens for entry in scheduled
         ):
             return self._build_few(scheduled) if is_few else self._build_decode(scheduled)
         return self._build_mixed(scheduled, num_tokens)
+
+    def _write_adapters(self, output: SchedulerOutput, by_row: np.ndarray) -> bool:
+        """Write the slot of each token's adapter; returns whether any token has one."""
+        slots = by_row[[entry.row for entry in output.scheduled]]
+        if slots.max(initial=-1) < 0:
+            return False
+        counts = [entry.num_new_tokens for entry in output.scheduled]
+        host = self._buffers.host.adapter_slots
+        assert host is not None, "the buffers have adapters"
+        host[: output.num_tokens, 0] = slots.repeat(counts)
+        return True
 
     def _append_blocks(self, row: int, block_ids: list[int]) -> None:
         used = self._num_blocks[row]

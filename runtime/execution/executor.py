@@ -18,6 +18,8 @@ from ostinato.runtime.grammar.store import GrammarBuilt
 from ostinato.runtime.types.step import SchedulerOutput, StepResult
 
 __all__ = (
+    "AdvanceAdapters",
+    "BeginAdapter",
     "DropDecodeBuckets",
     "Executor",
     "ExecutorStats",
@@ -91,7 +93,31 @@ class TouchBlocks(msgspec.Struct, frozen=True, tag=5):
     num_blocks: int
 
 
-RankCall = StartProfile | StopProfile | ResetCounters | DropDecodeBuckets | TouchBlocks
+class BeginAdapter(msgspec.Struct, frozen=True, tag=6):
+    """Begin to load a low-rank adapter, in place of the adapter in its slot."""
+
+    slot: int
+    path: str  # the directory of its files
+    digest: str  # of its files
+
+
+class AdvanceAdapters(msgspec.Struct, frozen=True, tag=7):
+    """Copy parts of the adapters that have been read, for a few milliseconds.
+
+    Each rank answers with a JSON object, slot -> "" or why the load failed, of the loads that it
+    has ended. The text is empty if it has ended none.
+    """
+
+
+RankCall = (
+    StartProfile
+    | StopProfile
+    | ResetCounters
+    | DropDecodeBuckets
+    | TouchBlocks
+    | BeginAdapter
+    | AdvanceAdapters
+)
 
 
 class Executor(Protocol):

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections import deque
 
+import msgspec
 import torch
 
 from ostinato.graphs.compile_monitor import CompileMonitor
 from ostinato.models.kv_cache import KVCache
 from ostinato.runtime.errors import InvalidRequestError
+from ostinato.runtime.execution.adapter_loader import AdapterLoader
 from ostinato.runtime.execution.executor import (
+    AdvanceAdapters,
+    BeginAdapter,
     DropDecodeBuckets,
     ExecutorStats,
     Pending,
@@ -40,6 +44,7 @@ class InlineExecutor:
         *,
         pages: CachePages | None = None,
         overlap: bool = False,
+        adapters: AdapterLoader | None = None,
     ) -> None:
         """
         Args:
@@ -49,12 +54,14 @@ class InlineExecutor:
             monitor: counts compilations after the start; closed with the executor.
             pages: maps the KV cache's memory before its first use; None = not needed.
             overlap: a step may be launched before the previous step is read.
+            adapters: loads low-rank adapters; None = the model has no room for any.
         """
         self._runner = runner
         self._kv_cache = kv_cache
         self._grammars = grammars
         self._monitor = monitor
         self._pages = pages
+        self._adapters = adapters
         self._max_in_flight = 2 if overlap else 1
         self._launched: deque[tuple[int, SchedulerOutput, PendingStep]] = deque()
         self._num_steps = 0
@@ -117,6 +124,13 @@ class InlineExecutor:
 
     def call(self, call: RankCall) -> list[str]:
         match call:
+            case BeginAdapter(slot, path, digest):
+                assert self._adapters is not None, "the engine has checked the slot"
+                self._adapters.begin(slot, path, digest)
+            case AdvanceAdapters():
+                assert self._adapters is not None, "a load has begun"
+                ended = self._adapters.advance()
+                return [msgspec.json.encode(ended).decode() if ended else ""]
             case StartProfile(directory):
                 if self._profiler is not None:
                     raise InvalidRequestError(
@@ -163,6 +177,8 @@ class InlineExecutor:
             self._pages.close()
         self._monitor.close()
         self._grammars.close()
+        if self._adapters is not None:
+            self._adapters.close()
         self._launched.clear()
         self._runner.graphs.close()
 

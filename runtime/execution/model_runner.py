@@ -195,7 +195,10 @@ class ModelRunner:
         prompt_logprobs, vectors = None, None
         if output.num_prompt_logits or output.num_pooled:
             logits, hidden = self.graphs.run_with_hidden(
-                step.num_tokens, step.num_seqs, len(step.sampled_rows)
+                step.num_tokens,
+                step.num_seqs,
+                len(step.sampled_rows),
+                has_adapters=step.has_adapters,
             )
             is_last = self.graphs.is_last_stage
             if output.num_prompt_logits and is_last:
@@ -208,6 +211,7 @@ class ModelRunner:
                 step.num_seqs,
                 len(step.sampled_rows),
                 tokens_per_seq=step.tokens_per_seq,
+                has_adapters=step.has_adapters,
             )
         if self.hidden_states is not None:
             assert self.graphs.aux is not None, "hidden states are kept only if graphs write them"

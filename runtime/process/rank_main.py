@@ -38,7 +38,7 @@ from ostinato.runtime.ranks.messages import (
 )
 
 if TYPE_CHECKING:
-    from ostinato.runtime.startup.rank import RankParts
+    from ostinato.runtime.startup.rank_parts import RankParts
 
 __all__ = ("main",)
 

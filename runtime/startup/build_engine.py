@@ -48,8 +48,9 @@ from ostinato.runtime.startup.plan.device import (
     set_threads,
 )
 from ostinato.runtime.startup.plan.engine_plan import EnginePlan, make_plan
-from ostinato.runtime.startup.rank import RankParts, build_rank
+from ostinato.runtime.startup.rank import build_rank
 from ostinato.runtime.startup.rank_group import agree, join, layout_of, peers_of
+from ostinato.runtime.startup.rank_parts import RankParts
 from ostinato.runtime.types.engine_info import IsaTrial
 
 __all__ = ("build_engine", "compile_bundle")
@@ -261,7 +262,15 @@ def _lead(
             plan.config.cache.dtype,
         )
     cache, scheduler = _make_scheduler(plan, costs, executor, proposer)
-    return Engine(scheduler, cache, executor, rank.model, cost_table=costs, observer=observer)
+    return Engine(
+        scheduler,
+        cache,
+        executor,
+        rank.model,
+        cost_table=costs,
+        observer=observer,
+        num_adapter_slots=plan.config.lora.num_slots,
+    )
 
 
 def _make_scheduler(

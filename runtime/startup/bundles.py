@@ -49,12 +49,14 @@ def bundle_root(graphs: GraphConfig) -> Path:
     return Path(graphs.bundle_dir or cache_dir() / "bundles")
 
 
-def kernel_libraries(model: ModelSection) -> tuple[str, ...]:
-    """The native libraries (ops/native/build.py) that a model calls on a CPU."""
+def kernel_libraries(config: EngineConfig) -> tuple[str, ...]:
+    """The native libraries (ops/native/build.py) that an engine's model calls on a CPU."""
+    model = config.model
     is_gguf = is_gguf_path(model.path) or ":" in model.path  # a GGUF model of a hub
     is_quantized = model.quantization is not Quantization.none or is_gguf
     is_quantized = is_quantized or _states_quantization(model)
-    return ("core", "quantized") if is_quantized else ("core",)
+    further = (("quantized", is_quantized), ("adapters", config.lora.num_slots > 0))
+    return ("core", *(name for name, is_called in further if is_called))
 
 
 def core_part(config: EngineConfig) -> str | None:
@@ -148,13 +150,13 @@ def prepare_kernels(config: EngineConfig) -> None:
             configuration names an instruction set that this machine does not run.
     """
     ensure_cache()
-    model, device, graphs = config.model, config.device, config.graphs
+    device, graphs = config.device, config.graphs
     on_gpu = device.name is not DeviceName.cpu and Path("/dev/nvidiactl").exists()
     if on_gpu or not graphs.pack_weights:
         return
     isa = planned_isa(device)
     root = bundle_root(graphs) if graphs.bundle else None
-    for library in kernel_libraries(model):
+    for library in kernel_libraries(config):
         names = [library]
         if library == "core" and (part := core_part(config)) is not None:
             names.append(part)
@@ -164,12 +166,12 @@ def prepare_kernels(config: EngineConfig) -> None:
         threading.Thread(target=_build, args=(name, isa), name=f"build-{name}", daemon=True).start()
 
 
-def add_kernels(bundle: Bundle, model: ModelSection, isa: str) -> None:
-    """Put a model's CPU kernels for one instruction set into the model's bundle.
+def add_kernels(bundle: Bundle, config: EngineConfig, isa: str) -> None:
+    """Put an engine's CPU kernels for one instruction set into the model's bundle.
 
     Of a library that is not compiled as a whole, the bundle gets the compiled parts.
     """
-    for library in kernel_libraries(model):
+    for library in kernel_libraries(config):
         parts = [name for name, part in native.PARTS.items() if part.library == library]
         whole = native.intact_libraries(library, isa)
         for name in [library] if whole else parts:

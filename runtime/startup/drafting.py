@@ -27,7 +27,8 @@ from ostinato.runtime.startup.calibrate import calibrate
 from ostinato.runtime.startup.loading import load_tables
 from ostinato.runtime.startup.phases import PhaseTimer
 from ostinato.runtime.startup.plan.engine_plan import EnginePlan
-from ostinato.runtime.startup.rank import DraftSetup, RankParts, build_rank
+from ostinato.runtime.startup.rank import build_rank
+from ostinato.runtime.startup.rank_parts import DraftSetup, RankParts
 from ostinato.runtime.types.step import SchedulerOutput, StepResult
 
 __all__ = ("finish_rank", "make_drafter")
@@ -173,6 +174,6 @@ def finish_rank(rank: RankParts, executor: Executor, phase: PhaseTimer) -> CostT
     if rank.bundle is not None:
         with phase("save bundle"):
             if (isa := loaded_isa()) is not None and plan.is_cpu:
-                add_kernels(rank.bundle, plan.config.model, isa)
+                add_kernels(rank.bundle, plan.config, isa)
             rank.bundle.save()
     return costs

@@ -67,7 +67,7 @@ def begin_model(
     """
     config, memory = plan.config, plan.memory
     # The key names everything that a loaded model depends on.
-    sections = (config.model, config.device, config.graphs)
+    sections = (config.model, config.device, config.graphs, plan.source.adapters)
     cache = (config.cache.block_size, config.cache.dtype)
     key = repr((*sections, *cache, plan.backend, memory.max_model_len, plan.source.shard))
     kept = None if model_cache is None else model_cache.get(key)
@@ -154,6 +154,7 @@ def _build_shard(plan: EnginePlan, shard: Shard, device: torch.device) -> Langua
         exchange=source.exchange,
         has_cache_scales=source.has_cache_scales,
         experts=plan.experts,
+        adapters=source.adapters,
     )
 
 
@@ -183,7 +184,7 @@ def _load(plan: EnginePlan, model: LanguageModel, phase: PhaseTimer) -> None:
 def _load_kernels(plan: EnginePlan) -> None:
     """Load the kernels that the model calls."""
     part = core_part(plan.config)
-    for library in kernel_libraries(plan.config.model):
+    for library in kernel_libraries(plan.config):
         if library == "core" and part is not None and _suffices(part, plan):
             native.load_part(part)
         else:
@@ -231,7 +232,7 @@ def _compile(
         # Any sizes of at least 2 will do, because the traced program accepts all sizes.
         tokens = min(16, buffers.host.token_ids.size)
         seqs = min(2, buffers.host.seq_lens.size)
-        example = buffers.batch(tokens, seqs, seqs)
+        example = buffers.batch(tokens, seqs, seqs, has_adapters=buffers.has_adapters)
         try:
             return compile_model(prototype, config.graphs.form, example, kv_cache, bundle)
         except SizeGuardError as error:
@@ -273,6 +274,7 @@ def open_bundle(plan: EnginePlan) -> Bundle | None:
             "block_size": str(config.cache.block_size),
             "max_model_len": str(plan.memory.max_model_len),
             "ranks": _describe_ranks(source),
+            "adapters": repr(source.adapters),
         },
     )
     if source.device.type == "cuda":

@@ -13,7 +13,6 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
 
 import torch
 
@@ -30,8 +29,8 @@ from ostinato.graphs.threads import StepThreads
 from ostinato.graphs.timing import make_timer
 from ostinato.models.base import EncoderModel, LanguageModel
 from ostinato.ops.attention import AttentionPlanner, PlannedBackend, load_backend
-from ostinato.runtime.costs.cost_table import CostTable
 from ostinato.runtime.errors import StartupError
+from ostinato.runtime.execution.adapter_loader import AdapterLoader
 from ostinato.runtime.execution.hidden_state_pool import HiddenStatePool, num_pool_slots
 from ostinato.runtime.execution.hidden_states import HiddenStates, KeptStates
 from ostinato.runtime.execution.inline_executor import InlineExecutor
@@ -40,7 +39,6 @@ from ostinato.runtime.execution.pooler import Pooler
 from ostinato.runtime.grammar.store import GrammarStore
 from ostinato.runtime.kv.page_mapper import map_ahead
 from ostinato.runtime.memory.measured_memory import CudaMemory, compare_with_plan
-from ostinato.runtime.ranks.rank_links import RankLinks
 from ostinato.runtime.sampling.sampler import Sampler
 from ostinato.runtime.startup.calibrate import CostStore
 from ostinato.runtime.startup.loading import begin_model, open_bundle
@@ -48,69 +46,18 @@ from ostinato.runtime.startup.model_cache import LoadedModelCache
 from ostinato.runtime.startup.phases import PhaseTimer
 from ostinato.runtime.startup.plan.engine_plan import EnginePlan
 from ostinato.runtime.startup.plan.planning import bucket_table, plan_measured
+from ostinato.runtime.startup.rank_parts import DraftSetup, Meet, Peers, RankParts
 from ostinato.runtime.startup.served_model import (
     describe_kernels,
     describe_model,
     tokenizer_and_ends,
 )
-from ostinato.runtime.types.engine_info import ServedModel
 
-__all__ = ("DraftSetup", "Meet", "Peers", "RankParts", "build_rank")
+__all__ = ("build_rank",)
 
 _LOG = logging.getLogger(__name__)
 
-Meet = Callable[[str, list[int]], list[list[int]]]
-"""Exchanges numbers between the ranks.
-
-Takes the name of a point in the start, and this rank's numbers. Waits until all ranks have reached
-that point. Returns the numbers of every rank.
-"""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Peers:
-    """The other ranks of an engine, as one rank sees them.
-
-    The ranks with turn 0 make their compiled programs first, those with turn 1 make theirs next.
-    A rank whose turn is `num_turns` makes none: it loads the programs that other ranks made.
-    """
-
-    links: RankLinks | None
-    meet: Meet
-    turn: int
-    num_turns: int
-
-
 _ALONE = Peers(links=None, meet=lambda name, numbers: [numbers], turn=0, num_turns=1)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DraftSetup:
-    """What the model of a drafter needs from the rank that it drafts for.
-
-    The plan of the drafter has the measured memory of that rank, so it is not measured again.
-    """
-
-    recorder: CudaRecorder | None  # the drafter's graphs share its memory; None = on a CPU
-    attach: Callable[[LanguageModel], None]  # called with the loaded model, before its first step
-    num_host_copies: int  # steps of the drafter that are queued at once
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankParts:
-    """A rank that is ready to run steps."""
-
-    plan: EnginePlan  # on CUDA, the memory plan of a model that generates is measured
-    network: LanguageModel
-    executor: InlineExecutor
-    runner: ModelRunner
-    buffers: StaticBuffers
-    recorder: CudaRecorder | None  # of CUDA graphs; None = on a CPU, or for an encoder
-    monitor: CompileMonitor
-    model: ServedModel
-    bundle: Bundle | None  # the compiled programs, not saved yet; None = they are not saved
-    cost_store: CostStore
-    costs: CostTable | None  # step costs that an earlier start measured; None = not measured
 
 
 def build_rank(
@@ -190,7 +137,13 @@ def build_rank(
             _LOG.info("CPU kernels: %s", kernels)
         runner = _make_runner(plan, model, graphs, buffers, token_sampler, grammars)
         executor = InlineExecutor(
-            runner, kv_cache, grammars, monitor, pages=pages, overlap=plan.overlap
+            runner,
+            kv_cache,
+            grammars,
+            monitor,
+            pages=pages,
+            overlap=plan.overlap,
+            adapters=None if source.adapters is None else AdapterLoader(model, source.adapters),
         )
     with phase("grammar vocabulary"):
         grammars.wait_until_loaded()
@@ -289,6 +242,7 @@ def _make_buffers(plan: EnginePlan, model: LanguageModel, num_copies: int) -> St
         table=model.step_tensors,
         max_drafts=limits.rows_per_seq - 1,
         num_host_copies=num_copies,
+        has_adapters=plan.source.adapters is not None,
     )
 
 

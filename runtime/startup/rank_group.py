@@ -29,7 +29,8 @@ from ostinato.runtime.secure_connection import reached_at
 from ostinato.runtime.startup.phases import PhaseTimer
 from ostinato.runtime.startup.plan.device import choose_gpu, choose_isa, set_threads
 from ostinato.runtime.startup.plan.engine_plan import EnginePlan, make_plan
-from ostinato.runtime.startup.rank import Meet, Peers, RankParts, build_rank
+from ostinato.runtime.startup.rank import build_rank
+from ostinato.runtime.startup.rank_parts import Meet, Peers, RankParts
 from ostinato.runtime.types.engine_info import RankInfo
 
 __all__ = ("agree", "build_other_rank", "join", "layout_of", "peers_of")

@@ -140,7 +140,7 @@ def _fingerprint(plan: EnginePlan, isa: str) -> str:
         for file in source.checkpoint.weight_files():
             digest.update(f"{file.name} {file.stat().st_size}".encode() + _end_of(file))
     if isa:
-        for library in kernel_libraries(model):
+        for library in kernel_libraries(plan.config):
             digest.update(content_key(library, isa).encode())
     elif not plan.is_cpu:
         digest.update(torch.cuda.get_device_name(source.device).encode())

@@ -18,7 +18,7 @@ from ostinato.models.checkpoints.weights import init_dummy_weights
 from ostinato.models.families.llama import LlamaForCausalLM
 from ostinato.models.kv_cache import KVCache
 from ostinato.models.registry import build_model
-from ostinato.models.step_tensors import tensor_specs
+from ostinato.models.step_tensors import given_tensors
 from ostinato.ops.attention import PlannedBackend, load_backend, select_backend
 from tests.graphs.toy import fill
 from tests.runtime.tiny import MODEL as TINY_MODEL
@@ -76,7 +76,7 @@ class Graphs:
     def poison(self) -> None:
         """Overwrite every input with a number that would show in the results."""
         self.buffers.wait_for_upload()
-        for name in tensor_specs(type(self.buffers.host)):
+        for name in given_tensors(self.buffers.host):
             getattr(self.buffers.host, name).fill(7)
 
 

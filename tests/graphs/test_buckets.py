@@ -50,9 +50,10 @@ def test_a_verification_takes_a_bucket_of_its_own_length_or_a_mixed_one() -> Non
     # Not captured: 3 tokens each, and 3 sequences of 4 tokens. The mixed bucket has 8 logits rows.
     assert table.round_up(6, 2, 6, tokens_per_seq=3) == GraphKey(32, 8, 0)
     assert table.round_up(12, 3, 12, tokens_per_seq=4) is None
-    assert table.keys == [(32, 8, 0), (8, 4, 2), (8, 2, 4), (4, 4, 1), (2, 1, 2)]
+    shapes = [key[:3] for key in table.keys]
+    assert shapes == [(32, 8, 0), (8, 4, 2), (8, 2, 4), (4, 4, 1), (2, 1, 2)]
     smaller = table.without([GraphKey(8, 2, 4), GraphKey(8, 4, 2)])
-    assert smaller.keys == [(32, 8, 0), (4, 4, 1), (2, 1, 2)]
+    assert smaller.keys == [GraphKey(*shape) for shape in ((32, 8, 0), (4, 4, 1), (2, 1, 2))]
     assert name_buckets(table.keys) == (
         "decode of 4 sequences, verification of 2 tokens each of 4, 1 sequences, "
         "verification of 4 tokens each of 2 sequences, mixed of 32 tokens"

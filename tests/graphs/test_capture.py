@@ -11,7 +11,7 @@ from torch import Tensor
 from ostinato.graphs.buckets import BucketTable, GraphKey, name_buckets
 from ostinato.graphs.capture import GraphRunner
 from ostinato.graphs.recorder import CpuRecorder, Recorder
-from ostinato.models.step_tensors import tensor_specs
+from ostinato.models.step_tensors import given_tensors
 from tests.graphs.toy import MAX_SEQS, VOCAB, ToyModel, fill, make_buffers, make_cache
 
 
@@ -101,7 +101,7 @@ def test_poisoned_rows_past_the_batch_change_nothing() -> None:
     captured, eager = make_runner(StaticRecorder())
     sequences = [(0, [3]), (0, [1]), (0, [4])]
     host = captured._buffers.host
-    for name in tensor_specs(type(host)):
+    for name in given_tensors(host):
         getattr(host, name).fill(7)
     torch.testing.assert_close(
         run(captured, sequences), run(eager, sequences), atol=1e-5, rtol=1e-5

@@ -27,7 +27,7 @@ from ostinato.models.step_tensors import (
     StepTensors,
     TensorSpec,
     Upload,
-    tensor_specs,
+    given_tensors,
 )
 from tests.graphs.compiler.test_cpu_capture import packed
 from tests.graphs.toy import BLOCK_SIZE, MAX_BLOCKS, MAX_SEQS, MAX_TOKENS, fill
@@ -109,8 +109,8 @@ def test_buffers_and_padding_follow_from_the_table() -> None:
     assert host.sources.shape == (MAX_TOKENS,)
     assert host.logits_indices.shape == (11,)
     assert host.weights.shape == (11, 3)
-    for name in tensor_specs(FurtherTensors):
-        getattr(host, name).fill(7)
+    for _, array in given_tensors(host).values():
+        array.fill(7)
     host.query_start_loc[2] = 6
     buffers.pad(6, 2, 1, key)
     assert host.sources[:17].tolist() == [7] * 6 + [5] * 10 + [7]
@@ -137,8 +137,8 @@ def test_programs_read_a_further_tensor_of_each_step(monkeypatch: pytest.MonkeyP
     first, second, *_ = traced
     assert isinstance(first, FurtherTensors)
     assert isinstance(second, FurtherTensors)
-    for name, declared in tensor_specs(FurtherTensors).items():
-        one, other = getattr(first, name), getattr(second, name)
+    for name, (declared, one) in given_tensors(first).items():
+        other = getattr(second, name)
         assert one.shape[1:] == other.shape[1:]
         assert (len(one) != len(other)) == (declared.dynamic_size is not None), name
         assert any(one is each for each in varying_in_batch(first)) == (len(one) != len(other))
@@ -191,8 +191,7 @@ def test_an_upload_takes_small_tensors_whole_and_large_ones_by_used_rows() -> No
     buffers._current = buffers._current._replace(memory=memory, copied=NoEvent())  # type: ignore[arg-type]
     buffers.upload(2)
     device = buffers.batch(MAX_TOKENS, MAX_SEQS, MAX_SEQS)
-    for name, spec in tensor_specs(FurtherTensors).items():
-        tensor = getattr(device, name)
+    for name, (spec, tensor) in given_tensors(device).items():
         entries = tensor.reshape(len(tensor), -1).view(torch.uint8)
         found = [set(entry) for entry in entries.tolist()]
         match spec.upload:

@@ -26,6 +26,7 @@ MODULES = {
         "fused/interpreted_experts",
         "fused/interpreted_layers",
         "gpu_quantized/interpreted_quantized",
+        "adapters/interpreted_adapters",
         "logprobs/interpreted_row_logprobs",
         "moe/interpreted_moe_linear",
         "rounded/interpreted_rounded",

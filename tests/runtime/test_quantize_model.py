@@ -18,7 +18,8 @@ from ostinato.api.cli.quantize_command import quantize
 from ostinato.conf.compose import load_config
 from ostinato.conf.errors import ConfigError
 from ostinato.models.demo.training.corpus import documents
-from ostinato.models.layers.linear_layers import ExpertLinear, LinearBase, RouterLinear
+from ostinato.models.layers.expert_linear import ExpertLinear
+from ostinato.models.layers.linear_layers import LinearBase, RouterLinear
 from ostinato.runtime.errors import StartupError
 from ostinato.runtime.quantize_model import QuantizeReport, quantize_model
 from tests.models.driver import Driver, Sequence

@@ -215,6 +215,7 @@ def _fake_batch(
                 device="cpu" if name == "plan" else "cuda",
             )
             for name, spec in tensor_specs(model.step_tensors).items()
+            if name != "adapter_slots"  # no token has an adapter
         }
     return model.step_tensors(**tensors)
 

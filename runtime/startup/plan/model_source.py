@@ -34,6 +34,7 @@ from ostinato.models.draft_heads.draft_head_model import shard_of_tables
 from ostinato.models.draft_heads.eagle3 import is_head_config, read_head_config
 from ostinato.models.draft_heads.next_token import read_next_token_config
 from ostinato.models.kv_cache import KVCacheSpec
+from ostinato.models.layers.adapter_slots import AdapterSpace
 from ostinato.models.registry import build_model, class_of, read_model_config
 from ostinato.models.sharding import WHOLE, Shard
 from ostinato.models.stage_layers import with_layers
@@ -73,6 +74,7 @@ class ModelSource:
     tables: ModelSource | None = None
     head_inputs: HeadInputs = NO_INPUTS  # the hidden states of this model that its head reads
     speculation: SpeculationConfig = NO_DRAFTS  # the section with `method` set
+    adapters: AdapterSpace | None = None  # the room for low-rank adapters; None = no room
 
     def attention_spec(self, block_size: int) -> AttentionSpec:
         """The requirements of the model on an attention backend."""
@@ -169,6 +171,7 @@ def open_model(
         exchange=exchange,
         speculation=config.speculation,
         head_inputs=head_inputs,
+        adapters=_adapter_space(config, model_config),
     )
     source = part_of(source, shard)
     if not config.speculation.uses_model or not shard.is_leader:
@@ -281,7 +284,7 @@ def _open_next_token_layer(config: EngineConfig, target: ModelSource) -> ModelSo
     if (reason := _why_hidden(config)) is not None:
         raise StartupError(f"{key}: {reason}")
     limits = _limits_of_head(config, target)
-    return dataclasses.replace(target, config=layer, limits=limits, shard=WHOLE)
+    return dataclasses.replace(target, config=layer, limits=limits, shard=WHOLE, adapters=None)
 
 
 def _limits_of_head(config: EngineConfig, target: ModelSource) -> StepLimits:
@@ -338,6 +341,25 @@ def _why_other_vocabulary(
     if paths[0] is None or paths[1] is None:
         return None
     return vocabulary_difference(paths[0], paths[1])
+
+
+def _adapter_space(config: EngineConfig, model: ModelConfig) -> AdapterSpace | None:
+    """The room for low-rank adapters that the configuration asks for.
+
+    Raises:
+        StartupError: the model cannot have adapters.
+    """
+    lora = config.lora
+    if not lora.num_slots:
+        return None
+    if not issubclass(class_of(model), Decoder):
+        how = "runs through transformers" if model.kind.generates else "is an encoder"
+        raise StartupError(
+            f"lora.max_adapters={lora.num_slots}, but {model.architecture} {how}, and only native "
+            "decoders take adapters; merge the adapter into the checkpoint, and leave the section "
+            "lora at its defaults"
+        )
+    return AdapterSpace(num_slots=lora.num_slots, max_rank=lora.max_rank)
 
 
 def _exchange(config: EngineConfig, device: torch.device) -> Exchange:
@@ -402,6 +424,7 @@ def model_skeleton(
             shard=source.shard,
             exchange=source.exchange,
             experts=experts,
+            adapters=source.adapters,
         )
     except ValueError as error:
         if source.shard.size == 1 or experts is not ExpertKernels.auto:

@@ -27,7 +27,7 @@ from ostinato.graphs.compiler.dynamo_trace import (
 from ostinato.graphs.compiler.functions import compile_function
 from ostinato.graphs.compiler.fx_program import FxFunction, FxProgram
 from ostinato.models.base import LanguageModel
-from ostinato.models.step_tensors import ForwardBatch, StepInputs, tensor_specs
+from ostinato.models.step_tensors import ForwardBatch, StepInputs, given_tensors
 from ostinato.ops.norm import rms_norm
 from tests.graphs.compiler.test_cpu_capture import packed
 from tests.graphs.compiler.test_few_rows import EXPERTS, QWEN3
@@ -69,7 +69,7 @@ def calls_of(program: FxProgram, parameters: int, step: StepInputs, *, is_last: 
     def no_piece(piece: object) -> Any:
         raise AssertionError("the program has no pieces")
 
-    tensors = {name: value(name) for name in tensor_specs(type(step.tensors))}
+    tensors = {name: value(name) for name in given_tensors(step.tensors)}
     rope = {
         kind: type(rows)(*(value(f"{kind} {index}") for index in range(len(rows))))
         for kind, rows in step.rope.items()

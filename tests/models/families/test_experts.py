@@ -15,7 +15,8 @@ from ostinato.models.checkpoints.checkpoint import Checkpoint, CheckpointError, 
 from ostinato.models.checkpoints.weights import load_weights
 from ostinato.models.choose_weights import choose_weights
 from ostinato.models.config.model_config import ModelConfig
-from ostinato.models.layers.linear_layers import ExpertLinear, LinearBase
+from ostinato.models.layers.expert_linear import ExpertLinear
+from ostinato.models.layers.linear_layers import LinearBase
 from ostinato.models.layers.moe import MoE
 from ostinato.models.registry import build_model, model_class, read_model_config
 from tests.live_bytes import LiveBytes

@@ -18,9 +18,9 @@ from ostinato.models.checkpoints.row_orders import (
     rotated_last,
 )
 from ostinato.models.checkpoints.slots import find_slots
+from ostinato.models.layers.expert_linear import ExpertLinear
 from ostinato.models.layers.linear_layers import (
     BuildOptions,
-    ExpertLinear,
     Linear,
     LinearBase,
     MergedLinear,

@@ -19,7 +19,8 @@ from ostinato.graphs.compiler.compile import compile_model
 from ostinato.graphs.compiler.programs import LayerProgram
 from ostinato.models.checkpoints.checkpoint import Checkpoint, CheckpointError, open_checkpoint
 from ostinato.models.config.model_config import ModelConfig
-from ostinato.models.layers.linear_layers import ExpertLinear, LinearBase
+from ostinato.models.layers.expert_linear import ExpertLinear
+from ostinato.models.layers.linear_layers import LinearBase
 from ostinato.models.recorded import hf_model
 from ostinato.models.recorded.recorded_modules import RecordedLayer
 from ostinato.models.registry import read_model_config

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from ostinato.conf.engine_config import EngineConfig
+from ostinato.conf.lora_schema import LoraConfig
 from ostinato.conf.schema import (
     CacheConfig,
     CacheDType,
@@ -74,8 +75,10 @@ def there() -> list[str]:
 
 
 def test_only_a_quantised_model_has_the_quantised_kernels_built() -> None:
-    assert kernel_libraries(DENSE) == ("core",)
-    assert kernel_libraries(INT4) == ("core", "quantized")
+    assert kernel_libraries(EngineConfig(model=DENSE)) == ("core",)
+    assert kernel_libraries(EngineConfig(model=INT4)) == ("core", "quantized")
+    adapted = EngineConfig(model=DENSE, lora=LoraConfig(max_adapters=1))
+    assert kernel_libraries(adapted) == ("core", "adapters")
     graphs = GraphConfig(bundle=False)
     assert prepare(DENSE, graphs) == ["core-bfloat16"]
     assert there() == ["core-bfloat16"]
@@ -125,10 +128,11 @@ def test_kernels_are_taken_from_a_bundle(tmp_path: Path, monkeypatch: pytest.Mon
     prepare(INT4, graphs)
     for model in (DENSE, INT4):
         bundle = Bundle(root, "model", {"quantization": model.quantization.value})
-        add_kernels(bundle, model, detect_isa())
+        config = EngineConfig(model=model)
+        add_kernels(bundle, config, detect_isa())
         bundle.save()
         names = [entry.name.split("-")[1] for entry in bundle.entries]
-        assert names == list(kernel_libraries(model))
+        assert names == list(kernel_libraries(config))
     monkeypatch.setenv("OSTINATO_CACHE_DIR", str(tmp_path / "elsewhere"))
     assert there() == []
     assert prepare(INT4, graphs) == [], "a kernel that the bundle has is compiled again"

@@ -22,7 +22,7 @@ from ostinato.runtime.speculation.proposer import Proposer
 from ostinato.runtime.startup import rank
 from ostinato.runtime.startup.plan import planning
 from ostinato.runtime.startup.plan.engine_plan import EnginePlan
-from ostinato.runtime.startup.rank import DraftSetup
+from ostinato.runtime.startup.rank_parts import DraftSetup
 from ostinato.runtime.types.step import SchedulerOutput
 from tests.graphs.test_capture import OUT_OF_MEMORY, StaticRecorder
 from tests.runtime.drafters import ReplayDrafter, make_llm

@@ -29,7 +29,8 @@ from ostinato.runtime.sampling.pending_tokens import PendingTokens
 from ostinato.runtime.startup import loading
 from ostinato.runtime.startup.phases import PhaseTimer
 from ostinato.runtime.startup.plan.engine_plan import make_plan
-from ostinato.runtime.startup.rank import Peers, build_rank
+from ostinato.runtime.startup.rank import build_rank
+from ostinato.runtime.startup.rank_parts import Peers
 from tests.runtime.drafters import ReplayDrafter, make_llm
 from tests.runtime.engine.test_engine import generate, make_prompts
 from tests.runtime.engine.test_overlap import SAMPLING, flat
