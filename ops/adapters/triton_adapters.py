@@ -28,7 +28,9 @@ __all__ = (
 )
 
 _ROWS = 16  # rows of a program; the least that matrix units take
-_MOST_RANKS = 64  # ranks of a program
+_MOST_RANKS = 64  # ranks of a program of `shrink_kernel`
+# Ranks that `expand_kernel` multiplies at once. The registers have no room for more.
+_ADDED_RANKS = 16
 _MOST_PARTS = 16  # parts of K
 _PART = 256  # the least columns in a part
 
@@ -116,7 +118,7 @@ def expand_kernel(
     current = tl.max(waiting, 0)
     while current >= 0:
         is_own = slot == current
-        for output in tl.static_range(OUTPUTS):
+        for output in range(OUTPUTS):
             begin, end = tl.load(bounds + output), tl.load(bounds + output + 1)
             num_ranks = tl.load(ranks + current.to(tl.int64) * OUTPUTS + output)
             mine = (columns >= begin) & (columns < end)
@@ -126,7 +128,7 @@ def expand_kernel(
                 rank = first_rank + tl.arange(0, BLOCK_R)
                 inside = rank < num_ranks
                 numbers = tl.zeros([BLOCK_T, BLOCK_R], tl.float32)
-                for part in tl.static_range(PARTS):
+                for part in range(PARTS):
                     row = (part * num_rows + rows[:, None]).to(tl.int64)
                     numbers += tl.load(
                         hidden + (row * OUTPUTS + output) * R + rank[None, :],
@@ -159,7 +161,7 @@ def shrink_constants(in_features: int, max_rank: int, outputs: int) -> dict[str,
         "OUTPUTS": outputs,
         "PART": -(-part // block_k) * block_k,
         "BLOCK_T": _ROWS,
-        "BLOCK_R": _block_of_ranks(max_rank),
+        "BLOCK_R": max(16, min(_MOST_RANKS, triton.next_power_of_2(max_rank))),
         "BLOCK_K": block_k,
         "num_warps": 4,
     }
@@ -175,9 +177,10 @@ def expand_constants(
         "OUTPUTS": outputs,
         "PARTS": _num_parts(in_features, max_rank, outputs),
         "BLOCK_T": _ROWS,
-        "BLOCK_R": _block_of_ranks(max_rank),
+        "BLOCK_R": _ADDED_RANKS,
         "BLOCK_N": 64,
         "num_warps": 4,
+        "num_stages": 1,
     }
 
 
@@ -206,10 +209,6 @@ def add_adapters_on_cuda(
     expand_kernel[(blocks, triton.cdiv(out_features, expand["BLOCK_N"]))](
         y, slots, b, ranks, bounds, hidden, num_rows, y.stride(0), **expand
     )
-
-
-def _block_of_ranks(max_rank: int) -> int:
-    return max(16, min(_MOST_RANKS, triton.next_power_of_2(max_rank)))
 
 
 def _num_parts(in_features: int, max_rank: int, outputs: int) -> int:
