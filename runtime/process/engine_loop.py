@@ -33,6 +33,7 @@ from ostinato.runtime.process.ipc import (
     EngineOutputs,
     EngineReady,
     GetState,
+    LoadAdapter,
     Phase,
     RanksWanted,
     StartEngine,
@@ -159,6 +160,9 @@ def run_loop(engine: Engine, connection: _Connection, calls: UtilityCalls) -> No
                 # A call can take long. The announcement keeps the watchdog from killing the engine.
                 connection.send(StepStarted([], _LONG_CALL_S))
                 connection.send(calls.answer(message))
+            elif isinstance(message, LoadAdapter):
+                if (refusal := calls.begin_adapter(message)) is not None:
+                    connection.send(refusal)
             else:
                 return
         if idle_beats == _BEATS_BEFORE_CHECK and engine.num_blocks <= _MOST_BLOCKS_TO_CHECK:
@@ -167,6 +171,8 @@ def run_loop(engine: Engine, connection: _Connection, calls: UtilityCalls) -> No
         outputs = parts.pass_on([*outputs, *engine.step(announce)])
         now = time.monotonic()
         step_s = now - begin
+        for reply in calls.take_adapters():
+            connection.send(reply)
         stats = None
         if not engine.has_work or now - last_stats >= _STATS_S:
             stats, last_stats = engine.stats(), now

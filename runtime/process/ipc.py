@@ -21,6 +21,7 @@ __all__ = (
     "EngineOutputs",
     "EngineReady",
     "GetState",
+    "LoadAdapter",
     "Phase",
     "RanksWanted",
     "Shutdown",
@@ -122,6 +123,19 @@ class UtilityCall(msgspec.Struct, frozen=True, array_like=True, tag=3, gc=False)
     name: UtilityName
 
 
+class LoadAdapter(msgspec.Struct, frozen=True, array_like=True, tag=5, gc=False):
+    """Asks the engine to load an adapter into a slot. Its former content is replaced.
+
+    Other messages are handled meanwhile. When the load has ended, the engine sends a
+    `UtilityReply`, which is refused if the adapter cannot be loaded.
+    """
+
+    call_id: int
+    slot: int
+    path: str  # the directory of the adapter's files, on the engine's machine
+    digest: str  # `ServedAdapter.digest`
+
+
 class Shutdown(msgspec.Struct, frozen=True, array_like=True, tag=4, gc=False):
     """Asks the engine to abort all requests and end its process."""
 
@@ -130,7 +144,7 @@ class GetState(msgspec.Struct, frozen=True, array_like=True, tag=20, gc=False):
     """Asks the engine to send a `State` between two steps."""
 
 
-ClientMessage = AddRequest | AbortRequests | UtilityCall | Shutdown | GetState
+ClientMessage = AddRequest | AbortRequests | UtilityCall | LoadAdapter | Shutdown | GetState
 
 
 class Phase(msgspec.Struct, frozen=True, array_like=True, tag=1, gc=False):
@@ -187,7 +201,10 @@ class State(msgspec.Struct, frozen=True, array_like=True, tag=20, gc=False):
 
 
 class UtilityReply(msgspec.Struct, frozen=True, array_like=True, tag=6, gc=False):
-    """The result of a `UtilityCall`. With `is_refused` the text is the reason for the refusal."""
+    """The result of a `UtilityCall` or a `LoadAdapter`.
+
+    With `is_refused` the text is the reason for the refusal.
+    """
 
     call_id: int
     text: str

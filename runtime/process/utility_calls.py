@@ -1,11 +1,14 @@
-"""Executes utility calls in the engine process: reset the prefix cache, start or stop a profile."""
+"""Executes calls in the engine process.
+
+They reset the prefix cache, start or stop a profile, and load adapters.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from ostinato.runtime.errors import InvalidRequestError
-from ostinato.runtime.process.ipc import UtilityCall, UtilityName, UtilityReply
+from ostinato.runtime.process.ipc import LoadAdapter, UtilityCall, UtilityName, UtilityReply
 
 if TYPE_CHECKING:
     from ostinato.runtime.engine.engine import Engine
@@ -24,6 +27,7 @@ class UtilityCalls:
     def __init__(self, engine: Engine, profile_dir: str) -> None:
         self._engine = engine
         self._profile_dir = profile_dir
+        self._loads: dict[int, int] = {}  # slot -> id of the call that loads an adapter into it
 
     def answer(self, call: UtilityCall) -> UtilityReply:
         """Execute a call; returns its result or the reason for a refusal."""
@@ -31,6 +35,22 @@ class UtilityCalls:
             return UtilityReply(call.call_id, self._do(call.name))
         except InvalidRequestError as error:
             return UtilityReply(call.call_id, str(error), is_refused=True)
+
+    def begin_adapter(self, call: LoadAdapter) -> UtilityReply | None:
+        """Begin to load an adapter; returns the reply if the engine refuses."""
+        try:
+            self._engine.begin_adapter(call.slot, call.path, call.digest)
+        except InvalidRequestError as error:
+            return UtilityReply(call.call_id, str(error), is_refused=True)
+        self._loads[call.slot] = call.call_id
+        return None
+
+    def take_adapters(self) -> list[UtilityReply]:
+        """The replies to loads that have ended since the last call."""
+        return [
+            UtilityReply(self._loads.pop(slot), failure, is_refused=bool(failure))
+            for slot, failure in self._engine.take_adapters()
+        ]
 
     def _do(self, name: UtilityName) -> str:
         if name is UtilityName.reset_prefix_cache:
