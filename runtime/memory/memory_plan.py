@@ -71,6 +71,7 @@ class ModelFootprint:
     # Bytes of a draft head's weights that are copies of its model's embedding and output head. The
     # draft head needs copies because the model's part on this rank lacks rows of these tables.
     copied_bytes: int = 0
+    adapter_bytes: int = 0  # slots of low-rank adapters; `weights_bytes` includes them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,6 +187,8 @@ def plan_memory(
         if draft.copied_bytes:
             reason += f"; {_size(draft.copied_bytes)} are copies of the model's embedding or head"
         reasons.append(reason)
+    if model.adapter_bytes:
+        reasons.append(f"adapters: {_size(model.adapter_bytes)} of the weights are their slots")
     plan = MemoryPlan(
         free_bytes=free_bytes,
         budget_bytes=int(free_bytes * device.memory_fraction),

@@ -25,6 +25,7 @@ class Sequence:
 
     def __init__(self, token_ids: list[int]) -> None:
         self.token_ids = list(token_ids)
+        self.adapter_slot = -1  # of the model's low-rank adapters; -1 = none
         self.num_computed = 0
         self.block_ids: list[int] = []
 
@@ -73,6 +74,7 @@ class Driver:
         slots: list[int] = []
         starts = [0]
         lengths: list[int] = []
+        adapters: list[int] = []
         table = torch.zeros(self.max_seqs, self.max_blocks, dtype=torch.int32)
         for row, (sequence, num_tokens) in enumerate(scheduled):
             end = sequence.num_computed + num_tokens
@@ -84,6 +86,7 @@ class Driver:
                 positions.append(position)
                 block, offset = divmod(position, self.block_size)
                 slots.append(sequence.block_ids[block] * self.block_size + offset)
+                adapters.append(sequence.adapter_slot)
             starts.append(len(token_ids))
             lengths.append(end)
         padding = max(0, self.pad_to - len(token_ids))
@@ -99,6 +102,9 @@ class Driver:
             seq_lens=torch.tensor(lengths, dtype=torch.int32),
             block_table=table,
             plan=torch.zeros(1, dtype=torch.int64),
+            adapter_slots=torch.tensor([adapters + [-1] * padding], dtype=torch.int32).t()
+            if max(adapters) >= 0
+            else None,
         )
 
     @torch.no_grad()

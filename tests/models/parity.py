@@ -21,6 +21,7 @@ from ostinato.models.checkpoints.checkpoint import open_checkpoint
 from ostinato.models.checkpoints.weights import load_weights
 from ostinato.models.choose_weights import choose_weights
 from ostinato.models.config.model_config import ModelConfig
+from ostinato.models.layers.adapter_slots import AdapterSpace
 from ostinato.models.registry import build_model, read_model_config
 from ostinato.models.sharding import WHOLE, Shard
 from ostinato.ops.attention import select_backend
@@ -66,6 +67,7 @@ def load(
     *,
     pack: bool = False,
     shard: Shard = WHOLE,
+    adapters: AdapterSpace | None = None,
     **settings: Any,
 ) -> tuple[CausalLM, ModelConfig]:
     """Load a checkpoint; `settings` are those of the section `model`."""
@@ -82,6 +84,7 @@ def load(
         attention_backend=select_backend(backend, spec),
         weights=weights,
         shard=shard,
+        adapters=adapters,
     )
     load_weights(model, checkpoint)
     assert isinstance(model, CausalLM)

@@ -20,6 +20,7 @@ from ostinato.graphs.capture import GraphRunner
 from ostinato.graphs.compiler.programs import CAPTURED_TOKENS
 from ostinato.graphs.sampling_graph import GraphSampler, num_sampling_graphs
 from ostinato.models.base import LanguageModel
+from ostinato.models.layers.adapter_slots import AdapterSlots
 from ostinato.models.stage_layers import num_bytes
 from ostinato.models.step_tensors import StepSizes, num_kv_groups
 from ostinato.ops.attention import AttentionPlanner, workspace_bytes
@@ -142,6 +143,9 @@ def _footprint(config: EngineConfig, source: ModelSource) -> ModelFootprint:
         sampling_bytes=sampling_bytes(limits.max_num_rows, limits.max_num_seqs, model.vocab_size)
         if model.kind.generates and stage.is_last
         else 0,
+        adapter_bytes=sum(
+            module.num_bytes for module in skeleton.modules() if isinstance(module, AdapterSlots)
+        ),
         workspace_bytes=handoff
         + workspace_bytes(
             config.graphs.attention.value,
