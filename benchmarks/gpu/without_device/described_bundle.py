@@ -123,6 +123,11 @@ def _check(plan: EnginePlan) -> None:
         raise StartupError(
             f"compile.gpu compiles models that generate, and {source.config.architecture} does not"
         )
+    if source.adapters is not None:
+        raise StartupError(
+            "compile.gpu compiles no programs with low-rank adapters; leave lora at its "
+            "defaults, or compile on a machine with the GPU"
+        )
     if plan.backend != "triton":
         raise StartupError(
             f"compile.gpu compiles the kernels of graphs.attention=triton, and this model takes "

@@ -24,6 +24,7 @@ from ostinato.models.base import CausalLM, DecoderLayer, FewRows
 from ostinato.models.choose_weights import PLAIN, WeightPolicy
 from ostinato.models.config.model_config import ModelConfig
 from ostinato.models.kv_cache import KVCache, KVCacheSpec
+from ostinato.models.layers.adapter_slots import AdapterSpace
 from ostinato.models.registry import build_model
 from ostinato.models.step_tensors import ForwardBatch, Size, StepSizes, tensor_specs
 from ostinato.models.weight_methods.int4 import Int4
@@ -161,6 +162,7 @@ def lower_config(
     weights: WeightPolicy = PLAIN,
     form: GraphForm = GraphForm.layer,
     store: ProgramStore | None = None,
+    adapters: AdapterSpace | None = None,
 ) -> ModelPrograms:
     """Lower a model with the triton backend, inside `fake_device`.
 
@@ -172,6 +174,8 @@ def lower_config(
         weights: the weight method of each matrix.
         form: whether a layer or the whole model is one program.
         store: where compiled functions are put; None = nowhere.
+        adapters: the room for low-rank adapters. With it, `layer` is the first layer without
+            adapters, and `last` the last one with them. None = no room.
     """
     device = torch.device("cuda", 0)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -183,11 +187,12 @@ def lower_config(
             attention_backend="triton",
             max_model_len=max_model_len,
             weights=weights,
+            adapters=adapters,
         )
         kv_cache = cache.allocate(_NUM_BLOCKS, device)
     assert isinstance(model, CausalLM), f"{config.architecture} generates no tokens"
     num_blocks = ceil_div(max_model_len, cache.block_size)
-    example = _fake_batch(model, _EXAMPLE, num_blocks, mode)
+    example = _fake_batch(model, _EXAMPLE, num_blocks, mode, has_adapters=adapters is not None)
     with lowered_graphs() as found, torch.inference_mode():
         compile_model(model, form, example, kv_cache, store)
     return ModelPrograms(
@@ -204,7 +209,12 @@ def lower_config(
 
 
 def _fake_batch(
-    model: CausalLM, sizes: StepSizes, num_blocks: int, mode: FakeTensorMode
+    model: CausalLM,
+    sizes: StepSizes,
+    num_blocks: int,
+    mode: FakeTensorMode,
+    *,
+    has_adapters: bool = False,
 ) -> ForwardBatch:
     fixed = {Size.blocks: num_blocks, Size.encoder_blocks: 1}
     with mode:
@@ -215,7 +225,7 @@ def _fake_batch(
                 device="cpu" if name == "plan" else "cuda",
             )
             for name, spec in tensor_specs(model.step_tensors).items()
-            if name != "adapter_slots"  # no token has an adapter
+            if has_adapters or name != "adapter_slots"
         }
     return model.step_tensors(**tensors)
 

@@ -85,7 +85,7 @@ def plan_engine(
 
 def count_graphs(config: EngineConfig, source: ModelSource) -> int:
     """The number of graphs that a rank captures on a GPU, on rank 0 also for the sampler."""
-    count = len(bucket_table(config, source).keys)
+    count = len(bucket_table(config, source).keys) * (1 if source.adapters is None else 2)
     if count and source.shard.is_leader:
         count += num_sampling_graphs(source.limits.max_num_rows)
     return count

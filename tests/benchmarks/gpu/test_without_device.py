@@ -103,3 +103,12 @@ def test_the_layer_of_a_head_on_a_described_gpu() -> None:
     found = json.loads(done.stdout.splitlines()[-1])
     assert Counter(found["by"]) == {"cuBLAS": 4, "ours": 1, "Inductor": 3}
     assert found["waits"] == [] == found["copies"]
+
+
+@pytest.mark.slow
+def test_adapters_are_added_in_place_by_one_op_for_each_matrix() -> None:
+    """The layer without adapters has no such op."""
+    command = [sys.executable, "-m", "tests.benchmarks.gpu.lower_adapters"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.split() == ["0", "False", "0", "4", "False", "0"]
