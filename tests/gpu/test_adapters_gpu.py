@@ -8,13 +8,12 @@ import pytest
 import torch
 
 from ostinato import LLM
-from ostinato.models.checkpoints.checkpoint import open_checkpoint
 from ostinato.ops.adapters.add_adapters import add_adapters
-from ostinato.runtime.types.request import Request
 from tests.adapter_files import save_adapter
-from tests.gpu.test_engine_gpu import GREEDY, make_prompts
+from tests.gpu.test_engine_gpu import make_prompts
 from tests.gpu.tiny_llama import MODEL, cuda_config
 from tests.ops.adapters.adapter_rows import Rows, make_rows
+from tests.runtime.adapted_engines import adapted_answers
 from tests.runtime.tiny import tiny_config
 
 pytestmark = pytest.mark.gpu
@@ -52,41 +51,7 @@ def test_a_captured_call_serves_other_slots_and_other_adapters() -> None:
         torch.testing.assert_close(static.y.cpu(), rows.reference(), atol=1e-4, rtol=1e-4)
 
 
-def answers(llm: LLM, directory: Path) -> list[list[int]]:
-    """Tokens of requests with three adapters and without one, in shared steps."""
-    engine = llm._engine
-    for slot in range(3):
-        path = str(directory / str(slot))
-        engine.begin_adapter(slot, path, digests[path])
-    while engine.has_work:
-        engine.step()
-    assert engine.take_adapters() == [(slot, "") for slot in range(3)]
-    prompts = make_prompts(16)
-    for index, prompt in enumerate(prompts):
-        slot = index % 4 - 1
-        keys = () if slot < 0 else (digests[str(directory / str(slot))],)
-        engine.add_request(
-            Request(
-                request_id=str(index),
-                prompt_token_ids=prompt,
-                sampling=GREEDY,
-                adapter_slot=slot,
-                cache_keys=keys,
-            )
-        )
-    tokens: list[list[int]] = [[] for _ in prompts]
-    while engine.has_work:
-        for output in engine.step():
-            tokens[int(output.request_id)] += output.new_token_ids
-    return tokens
-
-
-digests: dict[str, str] = {}
-
-
 def test_greedy_tokens_are_those_of_the_cpu(tmp_path: Path) -> None:
-    from ostinato.models.adapters.adapter_files import adapter_digest
-
     room = ("lora.max_adapters=3", "lora.max_rank=8")
     cpu = LLM(
         config=tiny_config(
@@ -98,12 +63,9 @@ def test_greedy_tokens_are_those_of_the_cpu(tmp_path: Path) -> None:
             model__config=MODEL,
         )
     )
-    config = cuda_config(*room)
-    model = open_checkpoint(config.model).hf_config
-    for slot in range(3):
-        path = save_adapter(tmp_path / str(slot), model, seed=slot)
-        digests[str(path)] = adapter_digest(path)
-    gpu = LLM(config=config)
-    expected = answers(cpu, tmp_path)
-    assert answers(gpu, tmp_path) == expected
+    gpu = LLM(config=cuda_config(*room))
+    adapters = [save_adapter(tmp_path / str(seed), MODEL, seed=seed) for seed in range(3)]
+    prompts = make_prompts(16)
+    expected = adapted_answers(cpu, adapters, prompts)
+    assert adapted_answers(gpu, adapters, prompts) == expected
     assert gpu.stats().steps_by_kind["captured"] > 0
