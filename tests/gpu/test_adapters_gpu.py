@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from ostinato import LLM
+from ostinato.benchmarks.workload.random_adapter import write_random_adapter
 from ostinato.ops.adapters.add_adapters import add_adapters
-from tests.adapter_files import save_adapter
 from tests.gpu.test_engine_gpu import make_prompts
 from tests.gpu.tiny_llama import MODEL, cuda_config
 from tests.ops.adapters.adapter_rows import Rows, make_rows
@@ -64,7 +64,7 @@ def test_greedy_tokens_are_those_of_the_cpu(tmp_path: Path) -> None:
         )
     )
     gpu = LLM(config=cuda_config(*room))
-    adapters = [save_adapter(tmp_path / str(seed), MODEL, seed=seed) for seed in range(3)]
+    adapters = [write_random_adapter(tmp_path / str(seed), MODEL, seed=seed) for seed in range(3)]
     prompts = make_prompts(16)
     expected = adapted_answers(cpu, adapters, prompts)
     assert adapted_answers(gpu, adapters, prompts) == expected

@@ -10,18 +10,18 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-__all__ = ("save_adapter",)
+__all__ = ("ALL_TARGETS", "write_random_adapter")
 
-ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+ALL_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
-def save_adapter(
+def write_random_adapter(
     directory: Path,
     model: Mapping[str, Any],
     *,
     seed: int = 0,
     rank: int = 8,
-    targets: tuple[str, ...] = ALL,
+    targets: tuple[str, ...] = ALL_TARGETS,
     size: float = 0.5,
     dtype: torch.dtype = torch.float32,
 ) -> Path:
