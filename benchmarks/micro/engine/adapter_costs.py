@@ -1,6 +1,7 @@
 """Measures what low-rank adapters cost: decode steps and first tokens with and without them.
 
-    python -m ostinato.benchmarks.micro.engine.adapter_costs model=qwen3-0.6b model.load_format=dummy
+    python -m ostinato.benchmarks.micro.engine.adapter_costs \\
+        model=qwen3-0.6b model.load_format=dummy
 
 One engine has room for adapters and one has none. In each round all cases are measured, in a
 changing order. Every adapter has random numbers and adapts all matrices of attention and MLPs.
