@@ -88,7 +88,7 @@ class AdapterSlots(nn.Module):
         """
         add_adapters(y, x, slots, self.a, self.b, self.ranks, self.scales, self.bounds)
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def write(self, slot: int, adapter: ModuleAdapter) -> None:
         """Put an adapter into a slot. No step that reads the slot may be unread.
 
@@ -101,7 +101,7 @@ class AdapterSlots(nn.Module):
         self.scales[slot].copy_(torch.tensor(adapter.scales))
         self.ranks[slot].copy_(torch.tensor(adapter.ranks, dtype=torch.int32))
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def clear(self, slot: int) -> None:
         """Make a slot empty."""
         self.ranks[slot].zero_()

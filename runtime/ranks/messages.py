@@ -172,6 +172,7 @@ def _bare(request: Request) -> Request:
         sampling=SamplingParams(prompt_logprobs=scored),
         pooling=request.pooling,
         num_encoder_tokens=request.num_encoder_tokens,
+        adapter_slot=request.adapter_slot,
     )
 
 
