@@ -29,10 +29,11 @@ from ostinato.models.adapters.adapter_files import (
 from ostinato.models.adapters.adapter_tensors import parse_tensors, read_bytes, sha256_of
 from ostinato.models.adapters.targets import Target, Targets
 from ostinato.models.base import LanguageModel
+from ostinato.models.layers.adapter_slots import ModuleAdapter
 from ostinato.models.layers.linear_layers import LinearBase
 from ostinato.models.weight_methods.weight_method import IN, OUT, Axis, StoredTensor
 
-__all__ = ("Adapter", "ModuleAdapter", "read_adapter")
+__all__ = ("Adapter", "read_adapter")
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MOST_CONFIG_BYTES = 1 << 24  # names of thousands of modules have a tenth of this
@@ -46,18 +47,6 @@ _OTHER_TENSORS = (
     (".bias", "is a bias, which is not supported"),
     (".lora_", "is part of a variant of LoRA that is not supported"),
 )
-
-
-class ModuleAdapter(NamedTuple):
-    """The adapter of one module. n is the number of the module's outputs."""
-
-    # [n, r, in_features] in the module's dtype, in the order of `module.stacking`. Rows past the
-    # rank of an output are 0.
-    a: Tensor
-    # [r, out_features] in the module's dtype. Column j belongs to row j of the module's matrix.
-    b: Tensor
-    ranks: tuple[int, ...]  # [n]; 0 = the output has no adapter
-    scales: tuple[float, ...]  # [n]
 
 
 class Adapter(NamedTuple):

@@ -11,13 +11,8 @@ from typing import NamedTuple
 
 from ostinato.models.base import CheckpointLayout, LanguageModel
 from ostinato.models.checkpoints.slots import matrix_parts, stored_modules, stored_name
-from ostinato.models.layers.linear_layers import (
-    ExpertLinear,
-    Linear,
-    LinearBase,
-    MergedLinear,
-    RouterLinear,
-)
+from ostinato.models.layers.expert_linear import ExpertLinear
+from ostinato.models.layers.linear_layers import LinearBase, RouterLinear
 from ostinato.models.weight_methods.weight_method import MatrixRole, Part
 
 __all__ = ("Target", "Targets", "takes_adapters")
@@ -44,7 +39,7 @@ def takes_adapters(name: str, module: LinearBase) -> bool:
         name: the module's name in the model.
         module: the module.
     """
-    return name.startswith("layers.") and type(module) in (Linear, MergedLinear)
+    return name.startswith("layers.") and module.takes_adapters
 
 
 class Targets:

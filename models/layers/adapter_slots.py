@@ -33,8 +33,10 @@ class ModuleAdapter(NamedTuple):
     The layer stacks n projections of K inputs to N outputs in all; r is their largest rank.
     """
 
-    a: Tensor  # [n, r, K]; rows past a projection's rank are zero
-    b: Tensor  # [r, N]
+    # [n, r, K], in the order in which the layer stacks the projections. Rows past a projection's
+    # rank are zero.
+    a: Tensor
+    b: Tensor  # [r, N]; column j belongs to row j of the layer's matrix
     ranks: tuple[int, ...]  # [n]; 0 = the projection has no adapter
     scales: tuple[float, ...]  # [n]
 

@@ -12,7 +12,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from ostinato.models.adapters.peft_adapter import Adapter, AdapterError, read_adapter
+from ostinato.models.adapters.adapter_files import AdapterError
+from ostinato.models.adapters.peft_adapter import Adapter, read_adapter
 from ostinato.models.base import LanguageModel
 from ostinato.models.layers.adapter_slots import AdapterSlots, AdapterSpace
 from ostinato.models.layers.linear_layers import LinearBase

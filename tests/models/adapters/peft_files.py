@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ostinato.conf.schema import ModelSection
-from ostinato.models.adapters.peft_adapter import ModuleAdapter
 from ostinato.models.base import CausalLM
 from ostinato.models.checkpoints.checkpoint import open_checkpoint
 from ostinato.models.choose_weights import PLAIN
+from ostinato.models.layers.adapter_slots import ModuleAdapter
 from ostinato.models.layers.linear_layers import LinearBase
 from ostinato.models.registry import build_model, read_model_config
 from ostinato.models.sharding import WHOLE, Shard

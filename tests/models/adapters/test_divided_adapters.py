@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from ostinato.models.adapters.adapter_files import AdapterError
-from ostinato.models.adapters.peft_adapter import Adapter, ModuleAdapter, read_adapter
+from ostinato.models.adapters.peft_adapter import Adapter, read_adapter
+from ostinato.models.layers.adapter_slots import ModuleAdapter
 from ostinato.models.layers.linear_layers import LinearBase
 from ostinato.models.sharding import Shard, Span, Stage
 from tests.models.adapters.peft_files import (
