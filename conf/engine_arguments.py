@@ -14,10 +14,26 @@ from typing import cast
 
 from ostinato.conf.describe import describe_keys, nearest
 from ostinato.conf.errors import ConfigError
+from ostinato.conf.lora_arguments import (
+    ADAPTERS,
+    MAX_ADAPTERS,
+    REFUSED,
+    lora_modules,
+    merge_settings,
+    num_slots,
+    slots_if_enabled,
+    without_lora,
+)
 from ostinato.conf.server_schema import ReasoningParserName, ToolParserName
 from ostinato.conf.speculation.speculative_config import speculation_settings
 
-__all__ = ("ARGUMENTS", "Argument", "argument_settings", "unknown_argument")
+__all__ = (
+    "ARGUMENTS",
+    "Argument",
+    "argument_settings",
+    "settings_of_each",
+    "unknown_argument",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +50,7 @@ class Argument:
     reason: str = ""  # why other values are refused, and the remedy
     is_flag: bool = False  # --name and --no-name on the command line
     is_list: bool = False  # one or more values on the command line
+    has_pairs: bool = False  # its values are NAME=VALUE, like overrides
     for_server: bool = False  # only `run serve` accepts it
 
 
@@ -53,6 +70,23 @@ def argument_settings(
         ConfigError: an argument is unknown, or its value is not supported.
     """
     found: dict[str, object] = {}
+    for settings in settings_of_each(arguments, server=server).values():
+        merge_settings(found, settings)
+    return found
+
+
+def settings_of_each(
+    arguments: Mapping[str, object], *, server: bool = False
+) -> dict[str, Mapping[str, object]]:
+    """The settings that each argument stands for, by its name; see `argument_settings`.
+
+    An argument that sets nothing is left out.
+    """
+    each: dict[str, Mapping[str, object]] = {}
+    try:
+        arguments = without_lora(arguments)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
     for name, value in arguments.items():
         argument = ARGUMENTS.get(name)
         if argument is None or (argument.for_server and not server):
@@ -63,12 +97,12 @@ def argument_settings(
             raise ConfigError(f"{name}={value}: {argument.reason}")
         try:
             if argument.expand is None:
-                found[argument.setting] = argument.read(value)
+                each[name] = {argument.setting: argument.read(value)}
             else:
-                found |= argument.expand(value)
+                each[name] = argument.expand(value)
         except ValueError as error:
             raise ConfigError(f"{name}={value}: {error}") from error
-    return found
+    return each
 
 
 def unknown_argument(name: str, written: str, *, server: bool) -> ConfigError:
@@ -175,7 +209,6 @@ def _eager(value: object) -> object:
 _NO_EXPERT_PARALLEL = (
     "experts are divided by tensor_parallel_size like all other weights; leave it out"
 )
-_NO_LORA = "LoRA adapters are not served yet; merge the adapter into the checkpoint"
 _SPECULATION = "use speculative_config, which has the keys model and num_speculative_tokens"
 _NO_OFFLOAD = "weights are not offloaded to host memory; use model.quantization=int8 or int4"
 _NO_MEDIA = "images, video and audio are not served yet; leave it out"
@@ -307,7 +340,9 @@ ARGUMENTS: dict[str, Argument] = {
     "device": Argument(setting="device.name"),
     # Drafts.
     "speculative_config": Argument(setting="speculation.method", expand=speculation_settings),
-    # Parallelism, adapters, media.
+    "speculative_model": Argument(reason=_SPECULATION),
+    "num_speculative_tokens": Argument(default=(0,), reason=_SPECULATION),
+    # Parallelism.
     "tensor_parallel_size": Argument(setting="parallel.tensor"),
     "pipeline_parallel_size": Argument(setting="parallel.pipeline"),
     "data_parallel_size": Argument(setting="parallel.data"),
@@ -324,12 +359,17 @@ ARGUMENTS: dict[str, Argument] = {
         is_flag=True,
         reason="ranks communicate through this project's own collectives; leave it out",
     ),
-    "enable_lora": Argument(default=(False,), is_flag=True, reason=_NO_LORA),
-    "lora_modules": Argument(reason=_NO_LORA, is_list=True),
-    "max_loras": Argument(reason=_NO_LORA),
-    "max_lora_rank": Argument(reason=_NO_LORA),
-    "speculative_model": Argument(reason=_SPECULATION),
-    "num_speculative_tokens": Argument(default=(0,), reason=_SPECULATION),
+    # Adapters.
+    "enable_lora": Argument(setting=MAX_ADAPTERS, expand=slots_if_enabled, is_flag=True),
+    "lora_modules": Argument(setting=ADAPTERS, expand=lora_modules, is_list=True, has_pairs=True),
+    "max_loras": Argument(setting=MAX_ADAPTERS, expand=num_slots),
+    "max_cpu_loras": Argument(setting=MAX_ADAPTERS, expand=num_slots),
+    "max_lora_rank": Argument(setting="lora.max_rank"),
+    **{
+        name: Argument(default=default, is_flag=default == (False,), reason=reason)
+        for name, (default, reason) in REFUSED.items()
+    },
+    # Media.
     "limit_mm_per_prompt": Argument(reason=_NO_MEDIA),
     "mm_processor_kwargs": Argument(reason=_NO_MEDIA),
     "allowed_local_media_path": Argument(default=("",), reason=_NO_MEDIA),

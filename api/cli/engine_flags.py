@@ -11,7 +11,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ostinato.conf.engine_arguments import ARGUMENTS, argument_settings, unknown_argument
+from ostinato.conf.compose import group_options
+from ostinato.conf.describe import describe_keys
+from ostinato.conf.engine_arguments import (
+    ARGUMENTS,
+    Argument,
+    argument_settings,
+    settings_of_each,
+    unknown_argument,
+)
 from ostinato.conf.errors import ConfigError
 
 __all__ = ("EngineFlags", "read_flags")
@@ -57,6 +65,8 @@ def read_flags(words: Sequence[str], own: Mapping[str, int]) -> EngineFlags:
             or sets the same key as an override.
     """
     flags = EngineFlags()
+    arguments: dict[str, object] = {}
+    texts: dict[str, tuple[str, object]] = {}  # argument -> the flag as it is written, its value
     index = 0
     while index < len(words):
         word = words[index]
@@ -77,16 +87,20 @@ def read_flags(words: Sequence[str], own: Mapping[str, int]) -> EngineFlags:
         if argument is None:
             raise unknown_argument(name, word, server=True)
         if value is None:
-            values = [text] if equals else _values(words[index:], is_list=argument.is_list)
+            values = [text] if equals else _values(words[index:], argument)
             if not values:
                 raise ConfigError(f"{word} needs a value, as in {word} VALUE")
             index += 0 if equals else len(values)
             value = values if argument.is_list else values[0]
         elif equals:
             raise ConfigError(f"{word}: this flag takes no value; write --no-... to switch it off")
-        for key, setting in argument_settings({name: value}, server=True).items():
-            flags.settings[key] = setting
-            flags.written[key] = _written(word, value, secret=key in _SECRET)
+        arguments[name], texts[name] = value, (word, value)
+    flags.settings = argument_settings(arguments, server=True)
+    for name, settings in settings_of_each(arguments, server=True).items():
+        for key in settings:
+            text = _written(*texts[name], secret=key in _SECRET)
+            before = flags.written.get(key)  # several flags can set the number of adapters
+            flags.written[key] = text if before is None else f"{before} {text}"
     _check_overrides(flags)
     return flags
 
@@ -103,16 +117,25 @@ def _flag_value(flag: str) -> tuple[str, bool | None]:
     return name, None
 
 
-def _values(words: Sequence[str], *, is_list: bool) -> list[str]:
+def _values(words: Sequence[str], argument: Argument) -> list[str]:
     """The values of a flag: the next word, or for a list all words up to a flag or an override."""
-    if not is_list:
+    if not argument.is_list:
         return list(words[:1])
     found: list[str] = []
     for word in words:
-        if word.startswith("-") or "=" in word:
+        if word.startswith("-") or (_is_override(word) if argument.has_pairs else "=" in word):
             break
         found.append(word)
     return found
+
+
+def _is_override(word: str) -> bool:
+    """Whether a word NAME=VALUE selects an option of a group, or sets a key of a section."""
+    name, equals, _ = word.partition("=")
+    name = name.lstrip("+~")
+    sections = {key.partition(".")[0] for key in describe_keys()}
+    section, dot, _ = name.partition(".")
+    return bool(equals) and (name in group_options() or bool(dot and section in sections))
 
 
 def _written(word: str, value: object, *, secret: bool) -> str:

@@ -85,6 +85,41 @@ def test_no_default_value_is_lost_in_silence(name: str):
             {"parallel.tensor": 2, "parallel.executor": "processes"},
         ),
         ({"pipeline_parallel_size": 2}, {"parallel.pipeline": 2}),
+        ({"enable_lora": True}, {"lora.max_adapters": 1}),
+        ({"enable_lora": False, "max_loras": 4, "max_lora_rank": 64, "max_cpu_loras": 8}, {}),
+        (
+            {"enable_lora": True, "max_loras": 4, "max_lora_rank": 64, "max_cpu_loras": 8},
+            {"lora.max_adapters": 8, "lora.max_rank": 64},
+        ),
+        ({"max_cpu_loras": 2, "max_loras": "4"}, {"lora.max_adapters": 4}),
+        (
+            {"lora_modules": ["sql=/a", "chat=owner/repository"]},
+            {"lora.adapters": {"sql": "/a", "chat": "owner/repository"}},
+        ),
+        (
+            {
+                "lora_modules": [
+                    "sql=/a=b",
+                    '{"name": "x", "path": "/y", "base_model_name": "z"}',
+                    {"name": "w", "path": "/v"},
+                ],
+                "enable_lora": "true",
+                "max_loras": 2,
+            },
+            {
+                "lora.adapters": {"sql": "/a=b", "x": "/y", "w": "/v"},
+                "lora.max_adapters": 3,
+            },
+        ),
+        (
+            {"lora_modules": '[{"name": "x", "path": "/y"}]'},
+            {"lora.adapters": {"x": "/y"}},
+        ),
+        ({"lora_dtype": "half", "dtype": "torch.float16"}, {"model.dtype": "float16"}),
+        (
+            {"lora_dtype": "auto", "fully_sharded_loras": False, "lora_extra_vocab_size": 256},
+            {},
+        ),
         ({"enable_expert_parallel": False, "swap_space": 0, "trust_remote_code": False}, {}),
     ],
 )
@@ -144,6 +179,29 @@ def test_arguments_become_settings(arguments: dict[str, object], settings: dict[
             "quantization is not supported; leave it out",
         ),
         ({"speculative_config": "ngram"}, "it must be a JSON object"),
+        ({"enable_lora": "maybe"}, "enable_lora=maybe: it must be true or false"),
+        ({"max_loras": 0}, "max_loras=0: it must be a whole number of adapters, 1 or more"),
+        ({"max_cpu_loras": "1.5"}, "max_cpu_loras=1.5: it must be a whole number of adapters"),
+        (
+            {"enable_lora": False, "lora_modules": ["a=/b"]},
+            "lora_modules are given, but enable_lora is false; leave one out",
+        ),
+        ({"lora_modules": ["a=/b", "a=/c"]}, "the name 'a' is given twice"),
+        ({"lora_modules": ["=/b"]}, 'an adapter is written name=path or {"name": ..., "path": '),
+        ({"lora_modules": ['{"name": "a"}']}, "an adapter is written name=path or"),
+        ({"lora_modules": ['{"name": "a"']}, "it must be JSON"),
+        (
+            {"lora_modules": [{"name": "a", "paht": "b"}]},
+            "there is no key 'paht'; keys: name, path",
+        ),
+        ({"lora_modules": 5}, "an adapter is written name=path or"),
+        (
+            {"lora_dtype": "float16", "dtype": "bfloat16"},
+            "lora_dtype=float16: adapters have the model's type; leave it out, or set dtype too",
+        ),
+        ({"fully_sharded_loras": True}, "adapters are divided like the weights of their layers"),
+        ({"lora_extra_vocab_size": 512}, "adapters with tokens of their own are not served"),
+        ({"specialize_active_lora": True}, "one set of graphs serves any number of adapters"),
         ({"enforce_eager": "maybe"}, "enforce_eager=maybe: it must be true or false"),
     ],
 )

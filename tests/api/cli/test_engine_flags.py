@@ -41,6 +41,29 @@ def test_flags_are_settings_and_the_rest_stays_in_order():
     assert "k1" not in line
 
 
+def test_adapters_are_pairs_like_overrides():
+    """A word NAME=PATH after --lora-modules is an adapter, unless it is an override."""
+    words = [
+        "m",
+        "--enable-lora",
+        "--lora-modules",
+        "sql=/a/b",
+        "chat=c=d",
+        '{"name":"x","path":"y"}',
+    ]
+    words += ["model=gpt2", "--max-loras", "2", "--lora-dtype=half", "--dtype", "float16"]
+    flags = read_flags(words, OWN)
+    assert flags.settings == {
+        "lora.adapters": {"sql": "/a/b", "chat": "c=d", "x": "y"},
+        "lora.max_adapters": 3,
+        "model.dtype": "float16",
+    }
+    assert flags.rest == ["m", "model=gpt2"]
+    assert "--enable-lora --max-loras 2 is lora.max_adapters=3" in flags.explain()
+    rest = read_flags(["--lora-modules", "a=/b", "lora.max_rank=8", "c=d"], OWN).rest
+    assert rest == ["lora.max_rank=8", "c=d"]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -53,7 +76,17 @@ def test_flags_are_settings_and_the_rest_stays_in_order():
             ["--enable-expert-parallel"],
             "experts are divided by tensor_parallel_size like all other",
         ),
-        (["--enable-lora"], "enable_lora=True: LoRA adapters are not served yet"),
+        (["--enable-lora-bias"], "enable_lora_bias=True: adapters with biases are not served"),
+        (["--lora-target-modules", "q_proj", "k_proj"], "all modules that an adapter names are"),
+        (["--lora-dtype", "float16"], "adapters have the model's type; leave it out, or set dtype"),
+        (["--lora-modules"], "--lora-modules needs a value"),
+        (["--lora-modules", "lora.max_rank=8"], "--lora-modules needs a value"),
+        (["--lora-modules", "sql"], "an adapter is written name=path or"),
+        (["--no-enable-lora", "--lora-modules", "a=/b"], "but enable_lora is false"),
+        (
+            ["--max-loras", "2", "--enable-lora", "lora.max_adapters=4"],
+            "--max-loras 2 --enable-lora and lora.max_adapters=4 set the same key",
+        ),
         (["-O3"], "compilation_config=3: set graphs.mode"),
         (["--no-dtype"], "--no-dtype: there is no such argument"),
         (["--port", "1", "server.port=2"], "--port 1 and server.port=2 set the same key"),
