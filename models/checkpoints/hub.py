@@ -15,12 +15,14 @@ from typing import NamedTuple
 from ostinato.conf.errors import first_line
 from ostinato.models.gguf.gguf_paths import split_files
 
-__all__ = ("HubError", "HubName", "choose_gguf", "download")
+__all__ = ("HubError", "HubName", "choose_gguf", "download", "download_adapter")
 
 _HUB_NAME = re.compile(r"([A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?)(?::([\w./-]+))?")
 _SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
 _SAFETENSORS = ["*.safetensors"]
 _PICKLES = ["pytorch_model*.bin"]
+_ADAPTER_CONFIG = "adapter_config.json"
+_ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 _GGUF = "*.gguf"
 _NOT_WEIGHTS = ["original/*", "consolidated*", "onnx/*", "*/*.safetensors"]
 _MAX_NAMED = 12
@@ -80,15 +82,44 @@ def download(name: HubName, revision: str, *, weights: bool) -> Path:
         if weights and not any(directory.glob("*.safetensors")):
             directory = fetch(_SMALL_FILES + _PICKLES)
     except (OSError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
-        at = f" at revision {revision!r}" if revision else ""
-        reason = first_line(error)
-        if reason.startswith("Got: "):  # there is no connection, and no copy on this machine
-            reason = reason.removeprefix("Got: ")
-            reason += "; check the connection to the hub, or give the path of a local directory"
-        if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EROFS, errno.ENOSPC):
-            reason += "; set HF_HOME to a directory for downloads that can be written"
-        raise HubError(f"no such directory, and the hub did not give it{at}: {reason}") from error
+        raise _hub_error(error, revision) from error
     return directory
+
+
+def download_adapter(repository: str) -> Path:
+    """The directory of a downloaded low-rank adapter in PEFT's format.
+
+    Raises:
+        HubError: the hub did not give the repository, or it has no adapter.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    directory = Path()
+    try:
+        for weights in _ADAPTER_WEIGHTS:  # the first that the repository has
+            patterns = [_ADAPTER_CONFIG, weights]
+            directory = Path(snapshot_download(repository, allow_patterns=patterns))
+            if (directory / weights).is_file():
+                break
+    except (OSError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
+        raise _hub_error(error, "") from error
+    for files in ((_ADAPTER_CONFIG,), _ADAPTER_WEIGHTS):
+        if not any((directory / file).is_file() for file in files):
+            raise HubError(f"the repository {repository} has no {' or '.join(files)}")
+    return directory
+
+
+def _hub_error(error: Exception, revision: str) -> HubError:
+    """The error for a download that failed with an error of the hub's library."""
+    at = f" at revision {revision!r}" if revision else ""
+    reason = first_line(error)
+    if reason.startswith("Got: "):  # there is no connection, and no copy on this machine
+        reason = reason.removeprefix("Got: ")
+        reason += "; check the connection to the hub, or give the path of a local directory"
+    if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EROFS, errno.ENOSPC):
+        reason += "; set HF_HOME to a directory for downloads that can be written"
+    return HubError(f"no such directory, and the hub did not give it{at}: {reason}")
 
 
 def _download_gguf(name: HubName, revision: str, fetch: Callable[..., Path]) -> Path:

@@ -8,14 +8,16 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable
 
 import msgspec
 
 from ostinato.conf.root import RunConfig
+from ostinato.runtime.client.adapter_loading import AdapterLoader
+from ostinato.runtime.client.adapter_registry import AdapterRegistry
 from ostinato.runtime.client.completion import PromptCompletions
 from ostinato.runtime.client.early_tokenizer import EarlyTokenizer
+from ostinato.runtime.client.engine_figures import EngineFigures
 from ostinato.runtime.client.pooling import make_pooling_request
 from ostinato.runtime.client.requests import (
     ALONE,
@@ -37,7 +39,8 @@ from ostinato.runtime.process.ipc import UtilityName
 from ostinato.runtime.replicas.replica import Reader, Replica
 from ostinato.runtime.replicas.replica_set import ReplicaSet
 from ostinato.runtime.text.tokenizer import Tokenizer
-from ostinato.runtime.types.engine_info import EngineStats, ServedModel, sum_stats
+from ostinato.runtime.types.adapters import ServedAdapter
+from ostinato.runtime.types.engine_info import ServedModel
 from ostinato.runtime.types.outputs import (
     DEADLINE_REASON,
     FinishReason,
@@ -50,7 +53,7 @@ from ostinato.runtime.types.structured_outputs import StructuredOutputsParams
 __all__ = ("EngineClient",)
 
 
-class EngineClient:
+class EngineClient(EngineFigures):
     """Generates text and vectors with the replicas of one model.
 
     All methods run on one event loop. `model` and `tokenizer` are set once `start` has returned.
@@ -60,7 +63,7 @@ class EngineClient:
         early: an engine process that has been started, or None.
 
     Attributes:
-        replicas: the engine processes with their requests.
+        adapter_loader: loads adapters for this process; `load_adapter` is for clients of a server.
         startup_seconds: seconds of the finished phases of the first start, by name.
 
     Raises:
@@ -80,69 +83,16 @@ class EngineClient:
             self._hosts.launchers, config.server, config.parallel, config.cache.block_size
         )
         self.replicas = self._set.replicas
+        self.adapter_loader = AdapterLoader(config.engine.lora, self._set)
         self._counter = itertools.count()
         self._grammars: GrammarCompiler | None = None
         self.startup_seconds: dict[str, float] = {}
         self.determinism: dict[str, str] = {}  # class, isa and fingerprint; empty before the start
 
     @property
-    def is_alive(self) -> bool:
-        """Whether a replica runs and is ready."""
-        return any(replica.is_alive for replica in self.replicas)
-
-    @property
-    def death_reason(self) -> str | None:
-        """Why no replica runs and none will be started again, or None."""
-        reasons = [replica.death_reason for replica in self.replicas]
-        return None if None in reasons else reasons[0]
-
-    @property
-    def restart_reason(self) -> str | None:
-        """Why the last engine ended, if no replica serves and an engine is starting; else None."""
-        if self.is_alive:
-            return None
-        reasons = (replica.restart_reason for replica in self.replicas)
-        return next((reason for reason in reasons if reason is not None), None)
-
-    @property
-    def restarts(self) -> Mapping[str, int]:
-        """Restarts so far by `DeathReason`, of all replicas."""
-        return sum((Counter(replica.restarts) for replica in self.replicas), Counter[str]())
-
-    @property
-    def engine_pid(self) -> int | None:
-        """Process id of the first replica's engine, or None if it has no process."""
-        return self.replicas[0].pid
-
-    @property
-    def stats(self) -> EngineStats:
-        """The newest counters, summed over the replicas."""
-        return sum_stats([replica.stats for replica in self.replicas])
-
-    @property
-    def num_unfinished(self) -> int:
-        """Engine requests that have not ended: one for each candidate, one for a beam search."""
-        return sum(len(replica.requests) for replica in self.replicas)
-
-    @property
-    def num_queued(self) -> int:
-        """Engine requests that wait for their first token."""
-        return sum(replica.requests.num_queued for replica in self.replicas)
-
-    @property
-    def num_queued_tokens(self) -> int:
-        """Prompt tokens of the requests that wait for their first token."""
-        return sum(replica.requests.num_queued_tokens for replica in self.replicas)
-
-    @property
-    def seconds_since_step(self) -> float:
-        """Seconds since any replica last completed a step or, without work, sent a heartbeat."""
-        return min(replica.seconds_since_step for replica in self.replicas)
-
-    @property
-    def seconds_overdue(self) -> float:
-        """The least `Replica.seconds_overdue`: silence beyond the predicted duration of a step."""
-        return min(replica.seconds_overdue for replica in self.replicas)
+    def adapters(self) -> AdapterRegistry:
+        """The adapters that requests can name."""
+        return self.adapter_loader.registry
 
     async def start(
         self, on_phase: Callable[[str, float], None] = lambda name, seconds: None
@@ -173,7 +123,7 @@ class EngineClient:
             on_phase: called with each phase and its seconds. Each further replica is one phase.
 
         Raises:
-            StartupError: an engine cannot start or the tokenizer cannot be loaded.
+            StartupError: an engine cannot start, or the tokenizer or an adapter cannot be loaded.
         """
 
         def note(name: str, seconds: float) -> None:
@@ -189,6 +139,11 @@ class EngineClient:
         self.tokenizer = await self._early_tokenizer.get(self.model.tokenizer)
         self._grammars = GrammarCompiler(self.model)
         note("tokenizer", time.perf_counter() - begin)
+        self.adapters.base_name = self.model.name
+        if self._config.lora.adapters:
+            begin = time.perf_counter()
+            await self.adapter_loader.load_configured()
+            note("adapters", time.perf_counter() - begin)
 
     async def _wait_for(self, replica: Replica, note: Callable[[str, float], None]) -> None:
         """Wait until a replica serves. For replicas after the first, the start is one phase."""
@@ -224,6 +179,7 @@ class EngineClient:
         trace: bool = False,
         deadline: float | None = None,
         prepared: PreparedParts | None = None,
+        adapter: ServedAdapter | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Yield outputs of all `sampling.n` completions until each has ended.
 
@@ -235,6 +191,8 @@ class EngineClient:
             trace: the outputs carry timeline events.
             deadline: the time.monotonic() at which the completions are ended; None = no deadline.
             prepared: None = made here. If given, prompt and parameters must be from `resolve`.
+            adapter: one of `adapters`, which computes the prompt with the model. It keeps its slot
+                until the iterator has ended.
 
         Raises:
             DeadlineError: the deadline passed before the first output.
@@ -242,26 +200,30 @@ class EngineClient:
             HelperProcessError: no process could check the request's grammar.
             EngineDeadError: the engine ended and is not started again.
         """
-        if prepared is None:
-            prompt_token_ids, sampling = resolve(prompt_token_ids, sampling, self.model)
-            prepared = await self._parts(sampling)
-        requests = make_requests(
-            self._unique(request_id),
-            prompt_token_ids,
-            sampling,
-            self.model,
-            priority=priority,
-            cache_salt=cache_salt,
-            share=share,
-            parts=prepared,
-        )
-        if trace:
-            requests = [msgspec.structs.replace(one, trace=True) for one in requests]
+        if adapter is not None:
+            self.adapters.hold(adapter)
         reader: Reader = FairQueue()
-        completions = PromptCompletions(requests, sampling, self.tokenizer)
+        completions: PromptCompletions | None = None
         timer = None if deadline is None else _alarm(reader, deadline)
         has_outputs = False
         try:
+            if prepared is None:
+                prompt_token_ids, sampling = resolve(prompt_token_ids, sampling, self.model)
+                prepared = await self._parts(sampling)
+            requests = make_requests(
+                self._unique(request_id),
+                prompt_token_ids,
+                sampling,
+                self.model,
+                priority=priority,
+                cache_salt=cache_salt,
+                share=share,
+                parts=prepared,
+                adapter=adapter,
+            )
+            if trace:
+                requests = [msgspec.structs.replace(one, trace=True) for one in requests]
+            completions = PromptCompletions(requests, sampling, self.tokenizer)
             await self._set.replica_for(requests[0]).submit(requests, reader)
             while unfinished := completions.unfinished_ids:
                 _, event = await reader.get()
@@ -284,8 +246,9 @@ class EngineClient:
         finally:
             if timer is not None:
                 timer.cancel()
-            if unfinished := completions.unfinished_ids:
-                await asyncio.shield(self._set.remove(unfinished))
+            unfinished = () if completions is None else completions.unfinished_ids
+            if unfinished or adapter is not None:
+                await asyncio.shield(self._forget(unfinished, adapter))
 
     async def pool(
         self,
@@ -297,11 +260,13 @@ class EngineClient:
         cache_salt: str = "",
         place: int = 0,
         trace: bool = False,
+        adapter: ServedAdapter | None = None,
     ) -> PooledOutput:
         """Compute the vector of one text. Cancelling the call aborts the request.
 
         Args:
             place: index of the text among the texts of its HTTP request.
+            adapter: as for `generate`.
 
         Raises:
             InvalidRequestError: the request cannot be served.
@@ -316,13 +281,16 @@ class EngineClient:
             cache_salt=cache_salt,
             place=place,
             trace=trace,
+            adapter=adapter,
         )
         reader: Reader = FairQueue()
+        if adapter is not None:
+            self.adapters.hold(adapter)
         try:
             await self._set.replica_for(request).submit([request], reader)
             _, event = await reader.get()
         finally:
-            await asyncio.shield(self._set.remove([request.request_id]))
+            await asyncio.shield(self._forget([request.request_id], adapter))
         if isinstance(event, EngineDeadError | DeadlineError):
             raise event
         return PooledOutput(
@@ -342,6 +310,36 @@ class EngineClient:
         for replica in self.replicas:
             ids = [one for one in replica.requests.ids() if one.rsplit("#", 1)[0] == request_id]
             await replica.abort(ids)
+
+    async def _forget(self, request_ids: Iterable[str], adapter: ServedAdapter | None) -> None:
+        """Forget requests, and release their adapter when no engine runs them any more.
+
+        If the slot were free earlier, a request could go on with another adapter in it, and its
+        blocks would be cached as those of this adapter.
+        """
+        try:
+            await self._set.remove(request_ids)
+        finally:
+            if adapter is not None:
+                self.adapters.release(adapter)
+
+    async def load_adapter(self, name: str, path: str, *, in_place: bool = False) -> ServedAdapter:
+        """Load an adapter that a client of the server asks for; see `AdapterLoader.load`.
+
+        Args:
+            name: requests name the adapter so.
+            path: see `allowed_directory`, which raises InvalidRequestError too.
+            in_place: replace an adapter of this name.
+        """
+        return await self.adapter_loader.load_for_client(name, path, in_place=in_place)
+
+    async def unload_adapter(self, name: str) -> None:
+        """Unload an adapter. Requests that name it already end as if it were still loaded.
+
+        Raises:
+            InvalidRequestError: there is none of this name, or it is being loaded.
+        """
+        self.adapters.remove(name)
 
     async def reset_prefix_cache(self) -> None:
         """Forget the cached blocks of all replicas.
@@ -377,7 +375,7 @@ class EngineClient:
             TimeoutError: no answer within `timeout_s`: a long step runs, or the engine hangs.
             EngineDeadError: the engine does not run.
         """
-        return await self.replicas[engine].inspect(timeout_s)
+        return await self.replicas[engine].calls.inspect(timeout_s)
 
     def flight_records(self, engine: int = 0) -> list[StepRecord]:
         """The last steps of one replica, from the recorder's file, even if the engine hangs."""
@@ -439,7 +437,7 @@ class EngineClient:
     async def _call(self, name: UtilityName) -> list[str]:
         """The answers of all replicas that serve or are being started again."""
         replicas = [one for one in self.replicas if one.death_reason is None]
-        return await asyncio.gather(*(one.call(name) for one in replicas or self.replicas))
+        return await asyncio.gather(*(one.calls.utility(name) for one in replicas or self.replicas))
 
 
 def _alarm(reader: Reader, deadline: float) -> asyncio.TimerHandle:

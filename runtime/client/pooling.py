@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from ostinato.runtime.errors import InvalidRequestError
+from ostinato.runtime.types.adapters import ServedAdapter
 from ostinato.runtime.types.engine_info import ServedModel, ServedTask
 from ostinato.runtime.types.params import PoolingParams, SamplingParams
 from ostinato.runtime.types.request import Request
@@ -107,12 +108,14 @@ def make_pooling_request(  # noqa: PLR0913 - the fields of a request
     cache_salt: str = "",
     place: int = 0,
     trace: bool = False,
+    adapter: ServedAdapter | None = None,
 ) -> Request:
     """The engine's request for one text.
 
     Args:
         has_segments: see `check_pooling`.
         place: index of the text among the texts of its HTTP request.
+        adapter: computes the text with the model; None = the model alone.
 
     Raises:
         InvalidRequestError: see `check_pooling`.
@@ -128,6 +131,8 @@ def make_pooling_request(  # noqa: PLR0913 - the fields of a request
         cache_salt=cache_salt,
         pooling=params,
         trace=trace,
+        cache_keys=() if adapter is None else (adapter.digest,),
+        adapter_slot=-1 if adapter is None else adapter.slot,
     )
 
 

@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from ostinato.runtime.errors import InvalidRequestError
+from ostinato.runtime.types.adapters import ServedAdapter
 from ostinato.runtime.types.engine_info import ServedModel
 from ostinato.runtime.types.params import MAX_BAD_WORD_TOKENS, SamplingParams
 from ostinato.runtime.types.request import Request
@@ -186,7 +187,7 @@ def resolve(
     return prompt_token_ids, resolve_sampling(prompt_token_ids, sampling, model)
 
 
-def make_requests(
+def make_requests(  # noqa: PLR0913 - the parts of a request
     request_id: str,
     prompt_token_ids: list[int],
     sampling: SamplingParams,
@@ -196,6 +197,7 @@ def make_requests(
     cache_salt: str = "",
     share: RequestShare = ALONE,
     parts: PreparedParts = PreparedParts(),  # noqa: B008 - it is frozen
+    adapter: ServedAdapter | None = None,
 ) -> list[Request]:
     """The engine's requests for one prompt.
 
@@ -207,6 +209,7 @@ def make_requests(
         prompt_token_ids: from `resolve`, like `sampling`.
         share: which part of an HTTP request the prompt is.
         parts: the parts that were computed from `sampling`.
+        adapter: computes the prompt with the model; None = the model alone.
     """
     seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
     has_grammar = sampling.structured_outputs is not None
@@ -237,6 +240,8 @@ def make_requests(
         bad_words_token_ids=parts.bad_words_token_ids,
         prediction_token_ids=parts.prediction_token_ids,
         grammar=parts.grammar,
+        cache_keys=() if adapter is None else (adapter.digest,),
+        adapter_slot=-1 if adapter is None else adapter.slot,
     )
     # The first request scores the prompt for all requests (`PromptCompletions`).
     each = msgspec.structs.replace(each, prompt_logprobs=None)

@@ -13,7 +13,6 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 
 from ostinato.conf.server_schema import ServerConfig
-from ostinato.runtime.engine.engine_state import EngineState
 from ostinato.runtime.engine.flight_recorder import (
     StepRecord,
     flight_path,
@@ -30,18 +29,17 @@ from ostinato.runtime.process.ipc import (
     EngineFailed,
     EngineMessage,
     EngineOutputs,
-    GetState,
     State,
     StepStarted,
-    UtilityName,
     UtilityReply,
 )
+from ostinato.runtime.replicas.engine_calls import EngineCalls
+from ostinato.runtime.replicas.hang_watch import HangWatch
 from ostinato.runtime.replicas.in_flight import InFlightRequest, InFlightRequests, given_up_output
-from ostinato.runtime.replicas.inspection import Inspector
 from ostinato.runtime.replicas.launcher import EngineLauncher
-from ostinato.runtime.replicas.pending_calls import PendingCalls
+from ostinato.runtime.replicas.replica_adapters import ReplicaAdapters
 from ostinato.runtime.replicas.restarts import Death, DeathReason, RestartPolicy, death_of
-from ostinato.runtime.replicas.watchdog import TICK_S, HangLimits, Watchdog
+from ostinato.runtime.replicas.watchdog import HangLimits
 from ostinato.runtime.types.engine_info import (
     EngineStats,
     ReplicaState,
@@ -57,6 +55,7 @@ __all__ = ("Reader", "Replica")
 _LOG = logging.getLogger(__name__)
 _NOT_STARTED = "it was not started"
 _SENT_AT_ONCE = 8  # requests that are sent before other tasks of the event loop run
+_POLL_S = 0.02
 
 Reader = FairQueue[tuple[str, SequenceOutput | EngineDeadError | DeadlineError]]
 """Gets the outputs of some requests with their ids, or the error that ends them."""
@@ -66,6 +65,10 @@ class Replica:
     """Starts one engine process, sends it requests, and starts another one when it dies.
 
     All methods run on one event loop. `model` is set once `wait_until_ready` has returned.
+
+    Attributes:
+        calls: questions to the engine.
+        adapters: the adapters that the engine has.
     """
 
     model: ServedModel
@@ -92,15 +95,15 @@ class Replica:
         self._launcher = launcher
         self._server = server
         self._on_change = on_change
-        self._stop_limit_s = stop_limit_s
         self._engine: EngineProcess | None = None
         self._requests: InFlightRequests[Reader] = InFlightRequests()
-        self._calls = PendingCalls()
-        self._inspector = Inspector(lambda: self._send(GetState()))
+        self.calls = EngineCalls(lambda message: self._send(message), self._check_alive)
+        self.adapters = ReplicaAdapters(self.name, self.calls, self._wait_until_alive)
         self._supervisor: asyncio.Task[None] | None = None
-        self._watchdog = Watchdog()
-        self._watcher: asyncio.Task[None] | None = None
-        self._hang: str | None = None  # why the watchdog killed the process
+        self._watch = HangWatch(
+            HangLimits(server.hang_timeout_s, stop_limit_s), lambda: len(self._requests)
+        )
+        self._is_stopping = False  # the present process was asked to end, for a reload
         self._reloading: asyncio.Future[None] | None = None  # None = no caller of `reload` waits
         self._death: str | None = _NOT_STARTED
         self._restarting: str | None = None
@@ -164,12 +167,12 @@ class Replica:
     @property
     def seconds_since_step(self) -> float:
         """Seconds since the engine completed a step or, without work, sent a heartbeat."""
-        return self._watchdog.seconds_stalled
+        return self._watch.watchdog.seconds_stalled
 
     @property
     def seconds_overdue(self) -> float:
         """Seconds of silence beyond five times the predicted duration of a step; see `Watchdog`."""
-        return self._watchdog.seconds_overdue
+        return self._watch.watchdog.seconds_overdue
 
     async def spawn(self) -> None:
         """Start the engine process. The call returns at once; the process then loads the model.
@@ -193,7 +196,8 @@ class Replica:
         self.model, self.stats = ready.model, ready.stats
         self._death = None
         self._supervisor = asyncio.create_task(self._supervise())
-        self._watcher = asyncio.create_task(self._watch_engine())
+        self._watch.begin()
+        self._watch.resume(self._engine)
 
     async def submit(self, requests: list[Request], reader: Reader) -> None:
         """Send requests to the engine, now or when it serves again.
@@ -233,6 +237,8 @@ class Replica:
         assert self._engine is not None, "it is alive"
         self._reloading = asyncio.get_running_loop().create_future()
         self._restarting = "its weights are loaded again"
+        self._is_stopping = True
+        self._watch.pause()
         await self._engine.stop()
         await self._reloading
 
@@ -254,28 +260,6 @@ class Replica:
         if submitted:
             await self._send(AbortRequests(submitted))
 
-    async def call(self, name: UtilityName) -> str:
-        """Have the engine execute a utility call between two steps; returns its answer.
-
-        Raises:
-            InvalidRequestError: the engine refuses the call.
-            EngineDeadError: the engine does not run.
-        """
-        self._check_alive()
-        call, reply = self._calls.begin(name)
-        await self._send(call)
-        return await reply
-
-    async def inspect(self, timeout_s: float) -> EngineState:
-        """The engine's state. Concurrent callers share one answer.
-
-        Raises:
-            TimeoutError: no answer within `timeout_s`: a long step runs, or the engine hangs.
-            EngineDeadError: the engine does not run.
-        """
-        self._check_alive()
-        return await self._inspector.ask(timeout_s)
-
     def flight_records(self) -> list[StepRecord]:
         """The engine's last steps, from the recorder's file. It works even if the engine hangs."""
         return [] if self._engine is None else read_flight(flight_path(self._engine.path))
@@ -284,13 +268,12 @@ class Replica:
         """End the engine process. Unfinished requests get an error. Safe to call twice."""
         if self._death is None:
             self._mark_dead("it was closed")
-        self._calls.fail("it was closed")
-        for task in (self._supervisor, self._watcher):
-            if task is not None:
-                task.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await task
-        self._supervisor = self._watcher = None
+        await self._watch.close()
+        supervisor, self._supervisor = self._supervisor, None
+        if supervisor is not None:
+            supervisor.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await supervisor
         if self._engine is not None:
             await self._engine.close()
             self._engine = None
@@ -298,6 +281,11 @@ class Replica:
     def _check_alive(self) -> None:
         if not self.is_alive:
             raise EngineDeadError(f"the engine does not run: {self._death or self._restarting}")
+
+    async def _wait_until_alive(self) -> None:
+        while self._restarting is not None and self._death is None:
+            await asyncio.sleep(_POLL_S)
+        self._check_alive()
 
     async def submit_held(self) -> None:
         """Send held requests to the engine, if it serves, a few at a time."""
@@ -318,8 +306,7 @@ class Replica:
         try:
             while True:
                 death = await self._receive()
-                self._calls.fail(death.text)
-                self._restarting, self._hang = death.text, None
+                assert death is not None, "it receives until the engine ends"
                 if death.reason is DeathReason.reload:
                     self._requests.on_engine_end()
                 else:
@@ -331,19 +318,34 @@ class Replica:
             _LOG.exception("%s is given up", self.name)
             await self._end_requests(f"its supervision failed: {error!r}")
 
-    async def _receive(self) -> Death:
-        """Handle the engine's messages until it ends; returns how it ended."""
+    async def _receive(self, is_enough: Callable[[], bool] = lambda: False) -> Death | None:
+        """Handle the engine's messages until it ends; returns how it ended.
+
+        Args:
+            is_enough: if it is true after a message, no more messages are handled. The result is
+                then None.
+        """
         engine, reported_error, reason = self._engine, None, DeathReason.error
         assert engine is not None, "started"
-        while (message := await engine.next_message()) is not None:
+        while not is_enough():
+            message = await engine.next_message()
+            if message is None:
+                break
             if isinstance(message, EngineFailed):
                 reported_error, reason = message.message, DeathReason(message.reason)
             else:
                 await self._handle(message)
-        if self._reloading is not None and self._hang is None and reported_error is None:
-            return Death(DeathReason.reload, "its weights are loaded again")
-        death = death_of(engine.return_code, reported_error, self._hang, reason)
-        keep_flight(flight_path(engine.path), self._server.flight_recorder_dir, death.text)
+        else:
+            return None
+        hang = self._watch.reason
+        if self._is_stopping and hang is None and reported_error is None:
+            death = Death(DeathReason.reload, "its weights are loaded again")
+        else:
+            death = death_of(engine.return_code, reported_error, hang, reason)
+            keep_flight(flight_path(engine.path), self._server.flight_recorder_dir, death.text)
+        self._restarting = death.text
+        self.calls.fail(death.text)
+        self._watch.pause()
         return death
 
     async def _handle(self, message: EngineMessage) -> None:
@@ -352,39 +354,20 @@ class Replica:
             if message.stats is not None:
                 self.stats = continued(self._before, message.stats)
                 num_steps = message.stats.num_steps
-            self._watchdog.on_message(
+            self._watch.watchdog.on_message(
                 num_steps,
                 has_outputs=bool(message.outputs or message.progress),
-                has_work=len(self._requests) > 0,
+                has_work=self.is_alive and len(self._requests) > 0,
             )
             self._requests.advance(message.progress)
             for output in message.outputs:
                 self._route(output)
             await self.submit_held()
-        elif isinstance(message, UtilityReply):
-            self._calls.finish(message)
+        elif isinstance(message, UtilityReply | State):
+            self.calls.answer(message)
         elif isinstance(message, StepStarted):
             self._requests.mark_running(message.request_ids)
-            self._watchdog.on_step_started(message.seconds)
-        elif isinstance(message, State):
-            self._inspector.answer(message.state)
-
-    async def _watch_engine(self) -> None:
-        """Kill the engine when it exceeds one of `HangLimits`."""
-        limits = HangLimits(self._server.hang_timeout_s, self._stop_limit_s)
-        then, cpu_s = time.monotonic(), 0.0
-        while True:
-            await asyncio.sleep(TICK_S)
-            now = time.monotonic()
-            if self.is_alive and self._engine is not None:
-                before_s, cpu_s = cpu_s, self._engine.cpu_seconds
-                is_stopped = len(self._requests) > 0 and self._engine.is_stopped
-                self._watchdog.tick(now - then, cpu_s - before_s, is_stopped=is_stopped)
-                reason = self._watchdog.why_killed(limits)
-                if reason is not None and self._hang is None:
-                    self._hang = reason
-                    self._engine.kill()
-            then = now
+            self._watch.watchdog.on_step_started(message.seconds)
 
     def _give_up(self, death: Death) -> None:
         """Hold the unfinished requests. End requests that were running at too many deaths."""
@@ -417,7 +400,17 @@ class Replica:
                 continue
             self._before, self.model = self.stats, ready.model
             self.stats = continued(self._before, ready.stats)
-            self._watchdog, self._restarting = Watchdog(), None
+            self._is_stopping = False
+            self._watch.resume(self._engine)
+            # Held requests wait, because the engine refuses those whose adapter is not loaded.
+            await self.adapters.begin_again()
+            ended = await self._receive(lambda: self.adapters.all_answered)
+            self.adapters.end_again()
+            if ended is not None:
+                death = ended
+                self._end_reload(StartupError(death.text))
+                continue
+            self._restarting = None
             _LOG.warning("%s serves again after %.1f s", self.name, time.monotonic() - begin)
             self._end_reload(None)
             await self._on_change(self)
@@ -442,6 +435,8 @@ class Replica:
 
     def _mark_dead(self, reason: str) -> None:
         self._death, self._restarting = reason, None
+        self._watch.pause()
+        self.calls.fail(reason)
         self._end_reload(StartupError(reason))
         if requests := self._requests.clear():
             _LOG.error("%s ended: %s; unfinished sequences: %d", self.name, reason, len(requests))

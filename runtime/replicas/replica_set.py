@@ -16,6 +16,7 @@ from ostinato.runtime.errors import EngineDeadError, InvalidRequestError, Startu
 from ostinato.runtime.replicas.launcher import EngineLauncher
 from ostinato.runtime.replicas.replica import Replica
 from ostinato.runtime.replicas.router import make_router
+from ostinato.runtime.types.adapters import ServedAdapter
 from ostinato.runtime.types.request import Request
 
 __all__ = ("ReplicaSet",)
@@ -140,6 +141,35 @@ class ReplicaSet:
                 finally:
                     replica.is_drained = was_drained
 
+    async def load_adapter(self, adapter: ServedAdapter) -> None:
+        """Load an adapter into every engine; returns when all have ended the load.
+
+        An engine that has ended and is not started again does not count, unless all have.
+
+        Raises:
+            InvalidRequestError: an engine cannot load it. It may be in other engines.
+            EngineDeadError: no engine runs, or one ended each time it loaded the adapter.
+        """
+        loads = (replica.adapters.load(adapter) for replica in self.replicas)
+        results = await asyncio.gather(*loads, return_exceptions=True)
+        failed = [
+            (replica, error)
+            for replica, error in zip(self.replicas, results, strict=True)
+            if error is not None and (replica.death_reason is None or None not in results)
+        ]
+        # An engine that refuses the adapter says more than one that ended.
+        for replica, error in sorted(failed, key=lambda one: isinstance(one[1], EngineDeadError)):
+            if isinstance(error, InvalidRequestError) and len(self.replicas) > 1:
+                raise InvalidRequestError(
+                    f"{replica.name}: {error}", param=error.param, code=error.code
+                ) from error
+            raise error
+
+    def forget_adapter(self, adapter: ServedAdapter) -> None:
+        """Do not load an adapter into further engines. No request uses it any more."""
+        for replica in self.replicas:
+            replica.adapters.forget(adapter)
+
     def _get(self, number: int) -> Replica:
         if not 0 <= number < len(self.replicas):
             raise InvalidRequestError(
@@ -164,8 +194,10 @@ class ReplicaSet:
         for replica in self.replicas:
             self._router.note(replica.number, len(replica.requests))
         numbers = {replica.number for replica in among}
-        prompt = request.prompt_token_ids
-        return self.replicas[self._router.choose(prompt, request.cache_salt, numbers)]
+        chosen = self._router.choose(
+            request.prompt_token_ids, request.cache_salt, numbers, request.cache_keys
+        )
+        return self.replicas[chosen]
 
     async def _on_change(self, replica: Replica) -> None:
         """Move requests away from engines that do not serve.

@@ -17,7 +17,11 @@ class Router(Protocol):
     reads_loads: bool  # whether `note` must be called with the replicas' loads before `choose`
 
     def choose(
-        self, prompt: Sequence[int], salt: str = "", among: Collection[int] | None = None
+        self,
+        prompt: Sequence[int],
+        salt: str = "",
+        among: Collection[int] | None = None,
+        cache_keys: Sequence[str] = (),
     ) -> int:
         """The number of the replica for a request.
 
@@ -25,6 +29,7 @@ class Router(Protocol):
             prompt: token ids.
             salt: the request's cache salt; prefixes are compared within one salt.
             among: the replicas that take requests, at least one; None = all.
+            cache_keys: `Request.cache_keys`; prefixes are compared only if these are equal.
         """
         ...
 
@@ -47,7 +52,11 @@ class RoundRobin:
         self._next = 0
 
     def choose(
-        self, prompt: Sequence[int], salt: str = "", among: Collection[int] | None = None
+        self,
+        prompt: Sequence[int],
+        salt: str = "",
+        among: Collection[int] | None = None,
+        cache_keys: Sequence[str] = (),
     ) -> int:
         while True:
             chosen = self._next
@@ -77,7 +86,11 @@ class LeastLoad:
         self.loads = [0] * num_replicas
 
     def choose(
-        self, prompt: Sequence[int], salt: str = "", among: Collection[int] | None = None
+        self,
+        prompt: Sequence[int],
+        salt: str = "",
+        among: Collection[int] | None = None,
+        cache_keys: Sequence[str] = (),
     ) -> int:
         replicas = (replica for same in self._by_load for replica in same)
         return next(replica for replica in replicas if among is None or replica in among)
@@ -119,11 +132,15 @@ class PrefixAware:
         self._most = self._MEMORY * num_replicas
 
     def choose(
-        self, prompt: Sequence[int], salt: str = "", among: Collection[int] | None = None
+        self,
+        prompt: Sequence[int],
+        salt: str = "",
+        among: Collection[int] | None = None,
+        cache_keys: Sequence[str] = (),
     ) -> int:
         size = self._block_size
         whole = min(len(prompt) // size, self._LONGEST) * size
-        hashes = hash_blocks(hash_root(salt), prompt[:whole], size)
+        hashes = hash_blocks(hash_root(salt, cache_keys), prompt[:whole], size)
         sent, loads = self._sent, self._least.loads
         chosen: int | None = None
         for block_hash in hashes:

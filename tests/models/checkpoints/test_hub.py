@@ -123,20 +123,33 @@ def hub(tmp_path: Path) -> Iterator[str]:
     server.server_close()
 
 
-def resolve(path: str, endpoint: str, home: Path, *, is_offline: bool = False) -> str:
+RESOLVE = """
+import sys
+from ostinato.models.checkpoints.checkpoint import CheckpointError, resolve_path
+try:
+    print(resolve_path(sys.argv[1]))
+except CheckpointError as error:
+    print(error)
+"""
+FIND_ADAPTER = """
+import sys
+from ostinato.runtime.client.adapter_loading import find_adapter
+try:
+    print(find_adapter(sys.argv[1]))
+except ValueError as error:
+    print(error)
+assert "torch" not in sys.modules
+"""
+
+
+def resolve(
+    path: str, endpoint: str, home: Path, *, is_offline: bool = False, code: str = RESOLVE
+) -> str:
     """What `resolve_path` gives in a new process: the path, or the text of its error.
 
     The package `huggingface_hub` reads HF_ENDPOINT when it is imported. So each call needs its own
     process.
     """
-    code = (
-        "import sys\n"
-        "from ostinato.models.checkpoints.checkpoint import CheckpointError, resolve_path\n"
-        "try:\n"
-        "    print(resolve_path(sys.argv[1]))\n"
-        "except CheckpointError as error:\n"
-        "    print(error)\n"
-    )
     environment = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(home)}
     # If the hub does not answer in time, the package uses its local copy instead. The limits are
     # long, because a busy machine answers late.
@@ -178,3 +191,22 @@ def test_a_gguf_model_is_downloaded_from_a_hub(
     assert Path(resolve("someone/gguf:F16", hub, home, is_offline=True)) == first
     absent = resolve("someone/other:F16", hub, home, is_offline=True)
     assert absent.startswith("model.path='someone/other:F16': the hub did not answer: ")
+
+
+@pytest.mark.slow
+def test_an_adapter_is_downloaded_from_a_hub(
+    tmp_path: Path, hub: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home, files = tmp_path / "home", tmp_path / "hub"
+    (files / "README.md").write_text("not needed")
+    (files / "adapter_config.json").write_text("{}")
+    refused = resolve("someone/gguf", hub, home, code=FIND_ADAPTER)
+    assert refused.endswith("has no adapter_model.safetensors or adapter_model.bin")
+    for number, weights in enumerate(("adapter_model.bin", "adapter_model.safetensors")):
+        (files / weights).write_bytes(b"x")
+        monkeypatch.setattr(_Hub, "commit", f"{number}" * 40)
+        found = Path(resolve("someone/gguf", hub, home, code=FIND_ADAPTER))
+        assert sorted(each.name for each in found.iterdir()) == ["adapter_config.json", weights]
+    assert resolve("someone/gguf", hub, home, is_offline=True, code=FIND_ADAPTER) == str(found)
+    absent = resolve("someone/other", hub, home, is_offline=True, code=FIND_ADAPTER)
+    assert absent.startswith("no such directory, and the hub did not give it: ")

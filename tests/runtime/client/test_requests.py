@@ -4,11 +4,22 @@ from __future__ import annotations
 
 import pytest
 
+from ostinato.runtime.client.pooling import make_pooling_request
 from ostinato.runtime.client.requests import RequestShare, make_requests, resolve_sampling
 from ostinato.runtime.errors import InvalidRequestError
-from ostinato.runtime.types.engine_info import ServedModel
-from ostinato.runtime.types.params import SamplingParams
+from ostinato.runtime.types.adapters import ServedAdapter
+from ostinato.runtime.types.engine_info import ServedModel, ServedTask
+from ostinato.runtime.types.params import PoolingParams, SamplingParams
 
+POOLS = ServedModel(
+    name="m",
+    max_model_len=20,
+    vocab_size=100,
+    eos_token_ids=(2,),
+    tokenizer="",
+    tasks=(ServedTask.embed,),
+    embedding_size=4,
+)
 MODEL = ServedModel(name="m", max_model_len=20, vocab_size=100, eos_token_ids=(2,), tokenizer="")
 
 
@@ -56,6 +67,18 @@ def test_n_completions_are_n_requests_with_seeds_of_their_own() -> None:
     assert [request.place for request in later] == [6, 7, 8]
     again = make_requests("r", [1, 2], SamplingParams(n=3, seed=7), MODEL)
     assert [request.sampling.seed for request in again] == seeds
+
+
+def test_requests_name_the_slot_and_the_digest_of_their_adapter() -> None:
+    adapter = ServedAdapter(name="x", path="/x", digest="abc", slot=2)
+    requests = make_requests("r", [1, 2], SamplingParams(n=3), MODEL, adapter=adapter)
+    requests.append(make_pooling_request("r", [1], PoolingParams(), POOLS, adapter=adapter))
+    assert [(one.adapter_slot, one.cache_keys) for one in requests] == [(2, ("abc",))] * 4
+    for plain in (
+        make_requests("r", [1], SamplingParams(), MODEL)[0],
+        make_pooling_request("r", [1], PoolingParams(), POOLS),
+    ):
+        assert (plain.adapter_slot, plain.cache_keys) == (-1, ())
 
 
 def test_a_request_without_a_seed_gets_one_to_be_replayed_with() -> None:

@@ -10,6 +10,7 @@ from ostinato.runtime.process.ipc import (
     AbortRequests,
     AddRequest,
     ClientMessage,
+    LoadAdapter,
     client_decoder,
     encoder,
     with_repetition,
@@ -34,6 +35,7 @@ def add(request_id: str, grammar: str) -> AddRequest:
 
 MESSAGES = st.one_of(
     st.just(AbortRequests(["a"])),
+    st.just(LoadAdapter(3, 1, "/adapters/sql", "0f")),
     st.sampled_from(["", LONG, LONG + "y"]).map(lambda grammar: add("a", grammar)),
 )
 

@@ -70,6 +70,7 @@ def test_a_known_prefix_goes_where_it_went_before() -> None:
     assert router.choose([*SHARED, 7, 8]) == first
     assert router.choose([*SHARED[:BLOCK], 5, 5, 5, 5]) == first
     assert router.choose(SHARED, salt="another tenant") == 1 - first
+    assert router.choose(SHARED, cache_keys=["an adapter"]) == 1 - first
     assert router.choose(SHARED, among={1 - first}) == 1 - first
 
 
