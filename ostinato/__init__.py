@@ -14,11 +14,19 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ostinato.runtime.async_engine import AsyncEngine
     from ostinato.runtime.llm import LLM
+    from ostinato.runtime.types.adapters import LoRARequest
     from ostinato.runtime.types.params import SamplingParams
     from ostinato.runtime.types.structured_outputs import StructuredOutputsParams
 
 __version__ = "0.2.0"
-__all__ = ("LLM", "AsyncEngine", "SamplingParams", "StructuredOutputsParams", "__version__")
+__all__ = (
+    "LLM",
+    "AsyncEngine",
+    "LoRARequest",
+    "SamplingParams",
+    "StructuredOutputsParams",
+    "__version__",
+)
 
 # The repository's root folders are the package's subpackages. An installed package maps them
 # through setuptools' package-dir; a plain checkout (no install) finds them here.
@@ -29,6 +37,7 @@ if not (_ROOT / "ostinato" / "conf").is_dir() and (_ROOT / "conf" / "schema.py")
 _PUBLIC = {
     "LLM": "ostinato.runtime.llm",
     "AsyncEngine": "ostinato.runtime.async_engine",
+    "LoRARequest": "ostinato.runtime.types.adapters",
     "SamplingParams": "ostinato.runtime.types.params",
     "StructuredOutputsParams": "ostinato.runtime.types.structured_outputs",
 }

@@ -18,8 +18,11 @@ from ostinato.conf.compose import load_config
 from ostinato.conf.engine_arguments import argument_settings
 from ostinato.conf.errors import ConfigError
 from ostinato.conf.root import RunConfig
+from ostinato.runtime.client.adapter_loading import AdapterLoader
 from ostinato.runtime.client.client import EngineClient
+from ostinato.runtime.client.requested_adapters import RequestedAdapters
 from ostinato.runtime.errors import InvalidRequestError
+from ostinato.runtime.types.adapters import LoRARequest, ServedAdapter
 from ostinato.runtime.types.outputs import RequestOutput
 from ostinato.runtime.types.params import SamplingParams
 
@@ -61,6 +64,8 @@ class AsyncEngine:
             raise ConfigError(f"AsyncEngine takes config=... or settings ({given}), not both")
         self._config = config
         self._counter = itertools.count()
+        self._requested: RequestedAdapters | None = None
+        self._loads = asyncio.Lock()  # one `LoRARequest` is loaded at a time
         self.client: EngineClient | None = None
 
     async def start(self) -> None:
@@ -75,6 +80,9 @@ class AsyncEngine:
         except BaseException:
             await self.client.close()
             raise
+        self._requested = RequestedAdapters(self.client.adapters)
+        for adapter in self.client.adapters.served:
+            self._requested.note(adapter, self._config.lora.adapters[adapter.name], None)
 
     async def close(self) -> None:
         """Abort the running requests and end the engine processes."""
@@ -96,29 +104,99 @@ class AsyncEngine:
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str = "",
+        lora_request: LoRARequest | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Yield outputs for a text, token ids or a conversation; see `EngineClient.generate`.
 
+        Args:
+            lora_request: the adapter, which is loaded when it is first named. If no slot is free,
+                the least recently used adapter that no request uses is replaced. None = the model
+                alone.
+
         Raises:
             InvalidRequestError: the engine was not started, a text or conversation came without a
-                tokenizer, or the request cannot be served.
+                tokenizer, or the request or its adapter cannot be served.
             HelperProcessError: no process could check the request's grammar.
             EngineDeadError: the engine ended and is not started again.
         """
-        if self.client is None:
-            raise InvalidRequestError("the engine was not started; use `async with AsyncEngine()`")
-        client = self.client
+        client = self._started()
         if sampling is None:
             sampling = msgspec.convert(client.model.default_sampling, SamplingParams)
         token_ids = await asyncio.to_thread(self._encode, prompt)
+        adapter = None
+        if lora_request is not None:
+            adapter = await self._adapter(lora_request)
+            # Another call can replace it before `EngineClient.generate` holds it.
+            while client.adapters.get(adapter.name) != adapter:
+                adapter = await self._adapter(lora_request)
         async for output in client.generate(
             request_id or f"async-{next(self._counter)}",
             token_ids,
             sampling,
             priority=priority,
             cache_salt=cache_salt,
+            adapter=adapter,
         ):
             yield output
+
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Load an adapter before a request names it.
+
+        Returns:
+            Whether it was loaded now; False = it was loaded before.
+
+        Raises:
+            InvalidRequestError: the engine was not started, or the adapter cannot be loaded.
+            EngineDeadError: the engine ended and is not started again.
+        """
+        before = {adapter.slot: adapter for adapter in self._started().adapters.served}
+        adapter = await self._adapter(lora_request)
+        return before.get(adapter.slot) != adapter
+
+    async def remove_lora(self, lora_id: int) -> bool:
+        """Unload the adapter of the `LoRARequest` with this id; returns whether there was one.
+
+        Requests that use it end as if it were still loaded.
+        """
+        client = self._started()
+        async with self._loads:
+            assert self._requested is not None, "started"
+            name = self._requested.ids.get(lora_id)
+            if name is not None:
+                await client.unload_adapter(name)
+        return name is not None
+
+    async def list_loras(self) -> set[int]:
+        """The ids of the `LoRARequest`s whose adapters are loaded."""
+        self._started()
+        assert self._requested is not None, "started"
+        return set(self._requested.ids)
+
+    def _started(self) -> EngineClient:
+        if self.client is None:
+            raise InvalidRequestError("the engine was not started; use `async with AsyncEngine()`")
+        return self.client
+
+    async def _adapter(self, one: LoRARequest) -> ServedAdapter:
+        """The adapter of a request, which is loaded unless it is there."""
+        loader = self._started().adapter_loader
+        assert self._requested is not None, "started"
+        adapter = self._requested.find(one)
+        if adapter is None or one.load_inplace:
+            adapter = await loader.run_to_end(self._load(loader, self._requested, one))
+        return adapter
+
+    async def _load(
+        self, loader: AdapterLoader, requested: RequestedAdapters, one: LoRARequest
+    ) -> ServedAdapter:
+        async with self._loads:
+            adapter = requested.find(one)  # another call may have loaded it meanwhile
+            if adapter is None or one.load_inplace:
+                adapter = await loader.load_own(
+                    one.lora_name, one.lora_path, in_place=True, make_room=requested.make_room
+                )
+                requested.note(adapter, one.lora_path, one.lora_int_id)
+        return adapter
 
     def _encode(self, prompt: str | Sequence[int] | Sequence[dict[str, Any]]) -> list[int]:
         assert self.client is not None, "checked by generate"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self
 
 import msgspec
@@ -29,22 +29,21 @@ from ostinato.conf.errors import ConfigError
 from ostinato.conf.root import RunConfig
 from ostinato.conf.server_schema import ExecutorName, ParallelConfig
 from ostinato.runtime.client.completion import CollectedCompletion, PromptCompletions
-from ostinato.runtime.client.pooling import (
-    check_score_head,
-    cosine,
-    make_pairs,
-    make_pooling_request,
-    numbers,
-    pair_token_ids,
-    require_task,
+from ostinato.runtime.client.offline_adapters import OfflineAdapters
+from ostinato.runtime.client.offline_pooling import (
+    OfflinePooler,
+    Texts,
+    default_pooling,
+    text_pairs,
 )
+from ostinato.runtime.client.pooling import require_task
 from ostinato.runtime.client.requests import (
     PreparedParts,
     bad_words_token_ids,
     make_requests,
     resolve,
 )
-from ostinato.runtime.engine.interrupts import interrupts_later
+from ostinato.runtime.engine.interrupts import whole_step
 from ostinato.runtime.engine.step_observer import StepObserver
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.grammar.compiler import GrammarCompiler
@@ -57,15 +56,14 @@ from ostinato.runtime.text.offline_prompts import (
     TextPrompt,
     TokensPrompt,
     prompt_list,
-    prompt_text,
 )
 from ostinato.runtime.text.tokenizer import Tokenizer
+from ostinato.runtime.types.adapters import LoRARequest, ServedAdapter
 from ostinato.runtime.types.engine_info import EngineStats, ServedModel, ServedTask
 from ostinato.runtime.types.outputs import (
     EmbeddingOutput,
     GenerationOutput,
     RequestOutput,
-    SequenceOutput,
 )
 from ostinato.runtime.types.params import PoolingParams, SamplingParams
 from ostinato.runtime.types.request import Request
@@ -73,7 +71,7 @@ from ostinato.runtime.types.request import Request
 __all__ = ("LLM",)
 
 Message = dict[str, Any]
-_Texts = str | TextPrompt | Sequence[str | TextPrompt]
+_LoRA = LoRARequest | Sequence[LoRARequest | None] | None
 
 
 class LLM:
@@ -125,15 +123,18 @@ class LLM:
             raise ConfigError(f"LLM takes config=... or settings ({given}), not both")
         _require_one_engine_here(config.parallel)
         self._engine = build_engine(config, report, observer, model_cache, proposer)
-        self._counter = itertools.count()
+        self._request_ids = (f"offline-{number}" for number in itertools.count())
         self._seeds = None if seed is None else random.Random(seed)
         self.model: ServedModel = self._engine.model
         self._grammars = GrammarCompiler(self.model)
+        self._pooler = OfflinePooler(self._engine, self._request_ids)
+        self._adapters = OfflineAdapters(self._engine, config.lora)
         self.tokenizer: Tokenizer | None = (
             Tokenizer.from_path(self.model.tokenizer, chat_template_file=config.model.chat_template)
             if self.model.tokenizer
             else None
         )
+        self._adapters.load_configured()
 
     def generate(
         self,
@@ -141,6 +142,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_progress: bool = True,
+        lora_request: _LoRA = None,
     ) -> list[GenerationOutput]:
         """Complete prompts with continuous batching.
 
@@ -150,12 +152,15 @@ class LLM:
             sampling_params: one for all prompts, or a list with one for each prompt; None = the
                 model's defaults.
             use_progress: show a progress bar.
+            lora_request: the adapter of all prompts, or a list with one for each prompt; None = the
+                model alone. An adapter is loaded when it is first named.
 
         Returns:
             One output per prompt, in order.
 
         Raises:
-            InvalidRequestError: a prompt or its parameters cannot be served; nothing was run.
+            InvalidRequestError: a prompt, its parameters or its adapter cannot be served; nothing
+                was run.
             HelperProcessError: no process could check a grammar; nothing was run.
             RankFailedError: a rank of the engine has ended or hangs, or an earlier step failed.
             KeyboardInterrupt: of a Ctrl-C, after the present step. The requests are dropped.
@@ -173,17 +178,22 @@ class LLM:
                 "all prompts",
                 param="sampling_params",
             )
+        with self._adapters.held(lora_request, len(many)) as adapters:
+            return self._generate(many, params, adapters, use_progress=use_progress)
+
+    def _generate(
+        self,
+        many: list[Prompt],
+        params: list[SamplingParams],
+        adapters: list[ServedAdapter | None],
+        *,
+        use_progress: bool,
+    ) -> list[GenerationOutput]:
         token_ids = [self._encode(prompt) for prompt in many]
         batches = [
-            self._make_requests(ids, each) for ids, each in zip(token_ids, params, strict=True)
+            self._make_requests(ids, each, adapter)
+            for ids, each, adapter in zip(token_ids, params, adapters, strict=True)
         ]
-        answers = [
-            PromptCompletions(batch, each, self.tokenizer)
-            for batch, each in zip(batches, params, strict=True)
-        ]
-        for batch in batches:
-            for request in batch:
-                self._engine.add_request(request)
         collected: list[dict[int, CollectedCompletion]] = [{} for _ in batches]
         console = Console(stderr=True)
         is_shown = use_progress and (console.is_terminal or console.is_jupyter)
@@ -199,7 +209,7 @@ class LLM:
         ) as progress:
             total = sum(each.n for each in params)
             task = progress.add_task("", total=total, rate="")
-            for which, output in self._run(answers):
+            for which, output in self._run(batches, params):
                 collected[which].setdefault(output.index, CollectedCompletion()).add(output)
                 if output.finish_reason is not None:
                     done = sum(len(c.token_ids) for one in collected for c in one.values())
@@ -222,6 +232,7 @@ class LLM:
         sampling_params: SamplingParams | None = None,
         *,
         use_progress: bool = True,
+        lora_request: _LoRA = None,
     ) -> list[GenerationOutput]:
         """Answer one conversation or a list of them; see `generate`.
 
@@ -232,33 +243,36 @@ class LLM:
         single = bool(messages) and isinstance(messages[0], dict)
         conversations: Any = [messages] if single else messages
         prompts = [self._render(conversation) for conversation in conversations]
-        return self.generate(prompts, sampling_params, use_progress=use_progress)
+        return self.generate(
+            prompts, sampling_params, use_progress=use_progress, lora_request=lora_request
+        )
 
     def embed(
-        self, prompts: Prompts, pooling: PoolingParams | None = None
+        self,
+        prompts: Prompts,
+        pooling: PoolingParams | None = None,
+        *,
+        lora_request: _LoRA = None,
     ) -> list[EmbeddingOutput]:
         """The embedding vector of each text.
 
         Args:
             prompts: as for `generate`.
             pooling: how the vector is made; None = the model's default pooling.
+            lora_request: as for `generate`.
 
         Raises:
-            InvalidRequestError: a text cannot be served; nothing was run.
+            InvalidRequestError: a text or its adapter cannot be served; nothing was run.
             RankFailedError: a rank of the engine has ended or hangs.
         """
         params = pooling or self.default_pooling()
         batch = [self._encode(prompt) for prompt in prompt_list(prompts)]
-        return [
-            EmbeddingOutput(
-                prompt_token_ids=token_ids,
-                embedding=numbers(output.pooled or b""),
-                num_cached_tokens=output.num_cached_tokens,
-            )
-            for token_ids, output in zip(batch, self._pool(batch, params), strict=True)
-        ]
+        with self._adapters.held(lora_request, len(batch)) as adapters:
+            return self._pooler.embed(batch, params, adapters)
 
-    def score(self, first: _Texts, second: _Texts) -> list[float]:
+    def score(
+        self, first: Texts, second: Texts, *, lora_request: LoRARequest | None = None
+    ) -> list[float]:
         """How well each text of `second` fits its text of `first`.
 
         With a classification head the score is its output; the head must have one label. Without a
@@ -267,64 +281,37 @@ class LLM:
         Args:
             first: one text for all of `second`, or one for each; `{"prompt": text}` is a text too.
             second: a text or several.
+            lora_request: the adapter of all texts; None = the model alone.
 
         Raises:
             InvalidRequestError: `second` is empty, `first` has neither one text nor as many as
-                `second`, or a text cannot be served.
+                `second`, or a text or the adapter cannot be served.
             RankFailedError: a rank of the engine has ended or hangs.
         """
-        pairs = make_pairs(_as_texts(first), _as_texts(second))
-        if ServedTask.classify in self.model.tasks:
-            check_score_head(self.model)
-            encode = self._require_tokenizer().encode_pair
-            batch = [pair_token_ids(*encode(a, b), self.model) for a, b in pairs]
-            params = self.default_pooling(classify=True)
-            outputs = self._pool(batch, params, has_segments=True)
-            return [numbers(output.pooled or b"")[0] for output in outputs]
-        texts = list(dict.fromkeys(text for pair in pairs for text in pair))
-        params = self.default_pooling(normalize=True)
-        outputs = self._pool([self._encode(text) for text in texts], params)
-        vectors = {text: one.pooled or b"" for text, one in zip(texts, outputs, strict=True)}
-        return [cosine(vectors[a], vectors[b]) for a, b in pairs]
+        pairs = text_pairs(first, second)
+        with self._adapters.held(lora_request, 1) as [adapter]:
+            return self._pooler.score(pairs, self._require_tokenizer(), adapter)
 
     def default_pooling(self, **changes: Any) -> PoolingParams:
         """The model's default pooling parameters with `changes` applied."""
-        defaults = {"kind": self.model.pooling, "normalize": self.model.normalize}
-        return PoolingParams(**{**defaults, **changes})
-
-    def _pool(
-        self, batch: list[list[int]], params: PoolingParams, *, has_segments: bool = False
-    ) -> list[SequenceOutput]:
-        requests = [
-            make_pooling_request(
-                f"offline-{next(self._counter)}",
-                token_ids,
-                params,
-                self.model,
-                has_segments=has_segments,
-            )
-            for token_ids in batch
-        ]
-        ended: dict[str, SequenceOutput] = {}
-        for request in requests:
-            self._engine.add_request(request)
-        try:
-            while len(ended) < len(requests):
-                ended |= {output.request_id: output for output in self._step()}
-        finally:
-            for request in requests:
-                self._engine.abort(request.request_id)  # does nothing if the request has ended
-        return [ended[request.request_id] for request in requests]
+        return default_pooling(self.model, **changes)
 
     def stream(
         self,
         prompt: Prompt | TextPrompt | TokensPrompt | Sequence[Message],
         sampling_params: SamplingParams | None = None,
+        *,
+        lora_request: LoRARequest | None = None,
     ) -> Iterator[RequestOutput]:
         """Yield the outputs of a prompt or conversation. Closing the iterator ends the request.
 
+        Args:
+            prompt: a prompt as for `generate`, or a conversation as for `chat`.
+            sampling_params: None = the model's defaults.
+            lora_request: the adapter; None = the model alone.
+
         Raises:
-            InvalidRequestError: the prompt or its parameters cannot be served.
+            InvalidRequestError: the prompt, its parameters or its adapter cannot be served.
             HelperProcessError: no process could check a grammar.
             RankFailedError: a rank of the engine has ended or hangs.
         """
@@ -336,11 +323,10 @@ class LLM:
             [one] = prompt_list(prompt)  # type: ignore[arg-type]
             token_ids = self._encode(one)
         params = sampling_params or self.default_sampling()
-        requests = self._make_requests(token_ids, params)
-        for request in requests:
-            self._engine.add_request(request)
-        for _, output in self._run([PromptCompletions(requests, params, self.tokenizer)]):
-            yield output
+        with self._adapters.held(lora_request, 1) as [adapter]:
+            requests = self._make_requests(token_ids, params, adapter)
+            for _, output in self._run([requests], [params]):
+                yield output
 
     def close(self) -> None:
         """Free the engine's memory, threads and files. No other method may be called afterwards."""
@@ -365,32 +351,51 @@ class LLM:
         """Forget all cached blocks. While a request runs: keep them and return False."""
         return self._engine.reset_prefix_cache()
 
-    def _make_requests(self, token_ids: list[int], sampling: SamplingParams) -> list[Request]:
+    def _make_requests(
+        self,
+        token_ids: list[int],
+        sampling: SamplingParams,
+        adapter: ServedAdapter | None = None,
+    ) -> list[Request]:
         if sampling.seed is None and self._seeds is not None:
             sampling = msgspec.structs.replace(sampling, seed=self._seeds.getrandbits(63))
         token_ids, sampling = resolve(token_ids, sampling, self.model)
         constraint = sampling.structured_outputs
         return make_requests(
-            f"offline-{next(self._counter)}",
+            next(self._request_ids),
             token_ids,
             sampling,
             self.model,
+            adapter=adapter,
             parts=PreparedParts(
                 "" if constraint is None else self._grammars.compile(constraint),
                 bad_words_token_ids(sampling.bad_words, self.tokenizer),
             ),
         )
 
-    def _run(self, answers: list[PromptCompletions]) -> Iterator[tuple[int, RequestOutput]]:
-        """Run steps until all answers have ended; yields (index of an answer, its new output)."""
+    def _run(
+        self, batches: list[list[Request]], params: list[SamplingParams]
+    ) -> Iterator[tuple[int, RequestOutput]]:
+        """Run requests until all have ended; yields (index of a prompt, its new output).
+
+        Args:
+            batches: the requests of each prompt.
+            params: the parameters of each prompt.
+        """
+        answers = [
+            PromptCompletions(batch, each, self.tokenizer)
+            for batch, each in zip(batches, params, strict=True)
+        ]
         which = {
             request_id: index
             for index, answer in enumerate(answers)
             for request_id in answer.unfinished_ids
         }
         try:
+            for request in itertools.chain(*batches):
+                self._engine.add_request(request)
             while which:
-                for engine_output in self._step():
+                for engine_output in whole_step(self._engine):
                     index = which.get(engine_output.request_id)
                     if index is None:
                         continue
@@ -404,11 +409,6 @@ class LLM:
         finally:
             for request_id in which:
                 self._engine.abort(request_id)
-
-    def _step(self) -> list[SequenceOutput]:
-        # A Ctrl-C within a step would leave an engine that can run no further step.
-        with interrupts_later():
-            return self._engine.step()
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if not isinstance(prompt, str):
@@ -443,8 +443,3 @@ def _require_one_engine_here(parallel: ParallelConfig) -> None:
             f"{setting} needs engine processes, and LLM runs one engine in this process; use "
             "`run serve`, `run batch` or `AsyncEngine`"
         )
-
-
-def _as_texts(texts: _Texts) -> list[str]:
-    items = [texts] if isinstance(texts, str | Mapping) else texts
-    return [prompt_text(item) for item in items]

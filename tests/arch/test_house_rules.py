@@ -180,6 +180,7 @@ def test_public_names():
     assert ostinato.__all__ == (
         "LLM",
         "AsyncEngine",
+        "LoRARequest",
         "SamplingParams",
         "StructuredOutputsParams",
         "__version__",
