@@ -240,6 +240,9 @@ def _compose(
         (options if is_option else words).append(_checked(override, groups, trial))
     try:
         config = _with_options(*search, *options) if search else deepcopy(_packaged(*options))
+        for entry in describe_keys().values():
+            if entry.free_form:  # such a mapping accepts new keys
+                OmegaConf.set_struct(OmegaConf.select(config, entry.key), False)
         # Hydra does this too, after it has composed the options.
         ConfigLoaderImpl._apply_overrides_to_config(  # pyright: ignore[reportPrivateUsage]
             OverridesParser.create().parse_overrides(words), config
@@ -378,10 +381,20 @@ def _lay_over(config: DictConfig, key: str, value: object) -> None:
             f"there is no key {key!r}" + (f"; did you mean {close}?" if close else "")
         )
     try:
+        if entry.free_form and isinstance(value, Mapping):
+            _check_values(OmegaConf.select(config, key), cast(Mapping[str, object], value))
         OmegaConf.update(config, key, value, merge=entry.free_form, force_add=True)
     except OmegaConfBaseException as error:
         allowed = f"null or {entry.allowed}" if entry.nullable else entry.allowed
         raise ConfigError(f"{key} must be {allowed}, got {value!r}") from error
+
+
+def _check_values(mapping: DictConfig, values: Mapping[str, object]) -> None:
+    """Raise OmegaConfBaseException if a value has a wrong type. A merge takes a list for a text."""
+    trial = deepcopy(mapping)
+    OmegaConf.set_struct(trial, False)
+    for name, value in values.items():
+        trial[name] = value
 
 
 def _to_object(config: DictConfig) -> object:

@@ -76,6 +76,17 @@ def test_model_config_takes_new_keys_without_ceremony():
     assert section.config["n_head"] == 12
 
 
+def test_mappings_take_new_keys_one_by_one_and_all_at_once():
+    lora = load_config(["lora.adapters.sql=/a", "lora.adapters.chat=org/b"]).lora
+    assert lora.adapters == {"sql": "/a", "chat": "org/b"}
+    config = load_config(["lora.adapters={org/v1.5:/a-b/c_d, sql: 'e f'}", "load.headers={A: b}"])
+    assert config.lora.adapters == {"org/v1.5": "/a-b/c_d", "sql": "e f"}
+    assert config.load.headers == {"A": "b"}
+    for value in ("{sql:[1]}", "{sql:null}", "{sql:{a:b}}", "5"):
+        with pytest.raises(ConfigError, match=r"lora\.adapters must be a mapping such as"):
+            load_config([f"lora.adapters={value}"])
+
+
 def test_home_is_expanded():
     assert load_config(["model.path=~/models/x"]).model.path == str(Path.home() / "models/x")
 
