@@ -29,6 +29,7 @@ __all__ = ("FUNCTIONS", "PreparedMessages", "prepare_messages", "prepare_token_c
 class PreparedMessages(msgspec.Struct, frozen=True, kw_only=True):
     """A request of `/v1/messages`."""
 
+    model: str | None
     stream: bool
     stream_interval: int
     shows_tier: bool
@@ -41,12 +42,13 @@ def prepare_messages(preparation: Preparation, data: bytes, arrival: Arrival) ->
     Raises:
         InvalidRequestError: the body is not valid, or `to_chat` or `prepare_chat` refuses it.
     """
-    body = preparation.decode(data, MessagesRequest, UNSUPPORTED)
+    body = preparation.decode(data, arrival, MessagesRequest, UNSUPPORTED)
     with renamed(FIELD_NAMES):
         chat = _to_chat(preparation, body)
         request_id = f"msg_{secrets.token_hex(12)}"
         ready = prepare_chat(preparation, chat, request_id=request_id)
     return PreparedMessages(
+        model=body.model,
         stream=bool(body.stream),
         stream_interval=body.stream_interval or 1,
         shows_tier=body.service_tier is not None,
@@ -60,7 +62,7 @@ def prepare_token_count(preparation: Preparation, data: bytes, arrival: Arrival)
     Raises:
         InvalidRequestError: the body is not valid, or `to_chat` or `count_chat` refuses it.
     """
-    body = preparation.decode(data, CountTokensRequest, UNSUPPORTED)
+    body = preparation.decode(data, arrival, CountTokensRequest, UNSUPPORTED)
     with renamed(FIELD_NAMES):
         count = count_chat(preparation, _to_chat(preparation, body))
     return msgspec.json.encode(TokenCount(count))

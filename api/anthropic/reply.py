@@ -93,7 +93,7 @@ class MessagesReply:
         reason, sequence = self._stop
         return Reply(
             id=self._id,
-            model=self._service.client.model.name,
+            model=self._service.model_name(self._context),
             content=reply_blocks(self._blocks.blocks),
             stop_reason=reason,
             stop_sequence=sequence,

@@ -22,6 +22,7 @@ from ostinato.api.http.handlers import (
     HttpRequest,
     SharedService,
     admit,
+    choose_model,
     json_bytes,
     prepare,
     respond,
@@ -44,6 +45,7 @@ async def messages(request: HttpRequest, service: SharedService) -> Response[byt
     """Answer a conversation, in the format of the Anthropic API."""
     context = context_of("/v1/messages", request)
     prepared = await prepare(request, service, prepare_messages, context)
+    choose_model(request, service, prepared.model, context)
     ready = prepared.ready
     with renamed(FIELD_NAMES):
         await admit(request, service, ready.constraint_field, [ready.generation], context)

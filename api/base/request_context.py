@@ -15,6 +15,7 @@ from litestar.types import Scope
 
 from ostinato.api.base.timeline import Timeline, TimelineBuilder
 from ostinato.runtime.errors import InvalidRequestError
+from ostinato.runtime.types.adapters import ServedAdapter
 
 __all__ = (
     "ANTHROPIC_PATHS",
@@ -53,6 +54,7 @@ class RequestContext:
         grammar_seconds: how long the request waited for its grammar.
         timeout_ms: time limit of the answer, counted from the arrival; None = no limit.
         request_id: the request id, from the header or random; empty = none.
+        adapter: the adapter that the request names as its model; None = it names the served model.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class RequestContext:
         self.grammar = ""
         self.constraint_field = "structured_outputs"
         self.grammar_seconds = 0.0
+        self.adapter: ServedAdapter | None = None
         self.timeline = TimelineBuilder(self.arrived_at) if wants_timeline else None
 
     def report(self) -> Timeline | msgspec.UnsetType:

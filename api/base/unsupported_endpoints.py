@@ -42,10 +42,8 @@ _MISSING_FEATURES = {
     "/v1/audio/transcriptions": "audio models",
     "/v1/audio/translations": "audio models",
     "/v1/images/generations": "image generation",
-    "/v1/load_lora_adapter": "LoRA adapters",
     "/v1/moderations": "moderation models",
     "/v1/realtime": "audio models",
-    "/v1/unload_lora_adapter": "LoRA adapters",
     "/wake_up": "models that can be unloaded while the server runs",
 }
 

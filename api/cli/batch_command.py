@@ -45,6 +45,7 @@ __all__ = ("batch",)
 _MAX_BODY_MIB = 1024
 # Beginnings of the paths that a batch may use. The paths for operators are not among them.
 _PREFIXES = ("/v1/", "/v2/", "/score", "/rerank")
+_FOR_OPERATORS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 
 
 def batch(config: RunConfig, source: str, target: str) -> int:
@@ -181,7 +182,7 @@ def _application(client: EngineClient, config: RunConfig) -> tuple[Litestar, Ser
 
     # A batch file needs no API keys, no limits and no store of replies.
     server = ServerConfig(max_body_mib=_MAX_BODY_MIB, response_store_mib=0)
-    service = Service(client, server, config.sampling)
+    service = Service(client, server, config.sampling, config.lora)
     return create_app(service), service
 
 
@@ -192,6 +193,7 @@ def _urls(app: Litestar) -> frozenset[str]:
         if "POST" in getattr(route, "methods", ())
         and "{" not in route.path
         and route.path.startswith(_PREFIXES)
+        and route.path not in _FOR_OPERATORS
     )
 
 

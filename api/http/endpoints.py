@@ -35,7 +35,7 @@ _EVENTS = "text/event-stream"
 _ERRORS = {
     400: "The request cannot be served as asked; the error says why.",
     401: "The API key is missing or wrong.",
-    404: "There is no such model, reply or engine.",
+    404: "There is no such model, adapter, reply or engine.",
     413: "The body is larger than server.max_body_mib.",
     415: "The body is not declared as JSON.",
     429: "Too many requests wait or run; Retry-After says when to try again.",
@@ -53,6 +53,7 @@ def post_endpoint(
     form: EventForm = OPENAI_EVENTS,
     error: type[msgspec.Struct] = ErrorBody,
     errors: Errors | None = None,
+    media_type: str = _JSON,
     is_open: bool = False,
 ) -> Decorator:
     """Declare a POST handler that answers 200.
@@ -65,21 +66,23 @@ def post_endpoint(
         events: the types that the data of a server-sent event can have; () = no stream.
         form: how the API encodes its events.
         error: type of every error response. Only used if the endpoint takes a body.
-        errors: status -> type of the error response; 401 and 500 are added. Only used if the
-            endpoint takes no body.
+        errors: status -> type of the error response. 401 and 500 are added, and for an endpoint
+            that takes a body, all statuses that the check of a request can give.
+        media_type: the media type of the answer.
         is_open: whether the endpoint needs no API key.
     """
     base = f"#/paths/{_escaped(_documented(paths[0]))}/post"
 
     def describe() -> _Description:
         if body is None:
-            return None, _responses(base, answer, _with_common(errors))
+            return None, _responses(base, answer, _with_common(errors), media_type)
         place = f"{base}/requestBody/content/{_escaped(_JSON)}/schema"
         described = (
             _described_any(body, place) if isinstance(body, Sequence) else _described(body, place)
         )
         content = {_JSON: OpenAPIMediaType(schema=described)}
-        responses = _responses(base, answer, dict.fromkeys(_ERRORS, error))
+        statuses = {**dict.fromkeys(_ERRORS, error), **(errors or {})}
+        responses = _responses(base, answer, statuses, media_type)
         _add_events(responses, base, events, form)
         return RequestBody(content=content, required=True), responses
 
@@ -112,11 +115,8 @@ def get_endpoint(
     base = f"#/paths/{_escaped(_documented(path))}/get"
 
     def describe() -> _Description:
-        responses = _responses(base, answer, _with_common(errors))
+        responses = _responses(base, answer, _with_common(errors), media_type)
         _add_events(responses, base, events, form)
-        if media_type != _JSON:
-            text = OpenAPIMediaType(schema=cast("Schema", {"type": "string"}))
-            responses["200"].content = {media_type: text}
         return None, responses
 
     return get(path, operation_class=_operation(describe), opt={OPEN: is_open})
@@ -154,7 +154,10 @@ def _operation(describe: Callable[[], _Description]) -> type[Operation]:
 
 
 def _responses(
-    base: str, answer: object, errors: Mapping[int, type[msgspec.Struct]]
+    base: str,
+    answer: object,
+    errors: Mapping[int, type[msgspec.Struct]],
+    media_type: str = _JSON,
 ) -> dict[str, OpenAPIResponse]:
     def response(status: int, kind: object, description: str) -> OpenAPIResponse:
         place = f"{base}/responses/{status}/content/{_escaped(_JSON)}/schema"
@@ -162,6 +165,9 @@ def _responses(
         return OpenAPIResponse(description=description, content=content)
 
     found = {"200": response(200, answer, "The answer.")}
+    if media_type != _JSON:
+        text = OpenAPIMediaType(schema=cast("Schema", {"type": "string"}))
+        found["200"].content = {media_type: text}
     for status, kind in errors.items():
         found[str(status)] = response(
             status, kind, _ERRORS.get(status, "Refused; the error says why.")

@@ -14,10 +14,11 @@ from litestar.response import Stream
 
 from ostinato.api.base.errors import ClientGoneError
 from ostinato.api.base.request_context import RequestContext, request_id_of
+from ostinato.api.http.adapter_holds import hold_adapter
 from ostinato.api.http.json_parts import json_parts
 from ostinato.api.http.sse import OPENAI_EVENTS, EventForm, sse, until_disconnect
 from ostinato.api.observability.request_log import log_request
-from ostinato.api.preparation.generation import Generation
+from ostinato.api.preparation.generation import Generation, check_model
 from ostinato.api.preparation.preparation import Arrival
 from ostinato.api.preparation.preparer import Prepare
 from ostinato.api.service.service import Service
@@ -31,7 +32,9 @@ __all__ = (
     "Status",
     "admit",
     "body_bytes",
+    "choose_model",
     "event_stream",
+    "json_body",
     "json_bytes",
     "json_response",
     "prepare",
@@ -96,24 +99,35 @@ async def prepare(
         OverloadedError: the queue is full.
         ClientGoneError: the client disconnected before the body was complete, or during the work.
     """
-    content_type = request.headers.get("content-type", "application/json")
-    if content_type.partition(";")[0].strip().lower() != "application/json":
-        raise InvalidRequestError(
-            f"Content-Type is {content_type[:100]!r}; it must be application/json"
-            " (curl: -H 'Content-Type: application/json')",
-            code="unsupported_media_type",
-            status=415,
-        )
-    data = await body_bytes(request)
+    data = await json_body(request)
     service.admission.check()
     known = Arrival() if arrival is None else arrival(data)
     if context is not None and not known.request_id:
         known = msgspec.structs.replace(known, request_id=context.request_id)
+    if service.lora.num_slots:
+        known = msgspec.structs.replace(known, adapters=service.adapter_names)
     prepared = service.preparer.run_inline(function, data, known)
     if prepared is not None:
         return prepared
     work = service.preparer.run_apart(function, data, known)
     return await _while_connected(request, work, "preparation")
+
+
+def choose_model(
+    request: HttpRequest, service: Service, name: str | None, context: RequestContext
+) -> None:
+    """Set `context.adapter` to the adapter that a request names, if it names one.
+
+    From now until the answer has been sent, the adapter keeps its slot, even if it is unloaded or
+    replaced meanwhile. Called after `prepare`, which knows only the adapters at the request's
+    arrival.
+
+    Raises:
+        InvalidRequestError: the adapter has been unloaded since the arrival (404).
+    """
+    if service.lora.num_slots:
+        check_model(name, service.client.model, service.adapter_names)
+        context.adapter = hold_adapter(request.scope, service.client.adapters, name)
 
 
 async def admit(
@@ -136,6 +150,24 @@ async def admit(
         await work  # without a grammar, this does not wait
     else:
         await _while_connected(request, work, "grammar")
+
+
+async def json_body(request: HttpRequest) -> bytes:
+    """Read a body that is declared as JSON.
+
+    Raises:
+        InvalidRequestError: the body is not declared as JSON.
+        ClientGoneError: the client disconnected before the body was complete.
+    """
+    content_type = request.headers.get("content-type", "application/json")
+    if content_type.partition(";")[0].strip().lower() != "application/json":
+        raise InvalidRequestError(
+            f"Content-Type is {content_type[:100]!r}; it must be application/json"
+            " (curl: -H 'Content-Type: application/json')",
+            code="unsupported_media_type",
+            status=415,
+        )
+    return await body_bytes(request)
 
 
 async def body_bytes(request: HttpRequest) -> bytes:

@@ -18,10 +18,11 @@ from prometheus_client import (
 )
 from prometheus_client.metrics_core import Metric
 
+from ostinato.api.observability.adapter_metrics import AdapterUse
 from ostinato.api.observability.engine_metrics import EngineCollector, EngineView, MachineCollector
 from ostinato.api.observability.recent_latency import RecentLatency
 from ostinato.api.observability.resource_usage import MachineProbe
-from ostinato.api.observability.vllm_metrics import VllmCollector
+from ostinato.api.observability.vllm_metrics import VllmAdapterCollector, VllmCollector
 
 __all__ = ("CONTENT_TYPE", "EngineView", "Metrics")
 
@@ -40,11 +41,13 @@ class Metrics:
 
     Args:
         engine: the engines, read at each scrape.
+        adapters: counts the requests that name adapters.
         model_name: returns the name of the served model, or None until the engine has started. Only
             vLLM's names need it.
         vllm_names: whether the metrics are also exported under vLLM's names.
 
     Attributes:
+        adapters: the argument `adapters`.
         recent_latency: percentiles of the last ten seconds, for the server's web page.
         probe: reads the resource usage.
     """
@@ -52,6 +55,7 @@ class Metrics:
     def __init__(
         self,
         engine: EngineView,
+        adapters: AdapterUse,
         model_name: Callable[[], str | None] = lambda: None,
         *,
         vllm_names: bool = True,
@@ -59,9 +63,11 @@ class Metrics:
         self._registry = CollectorRegistry(auto_describe=False)
         self.probe = MachineProbe()
         self.recent_latency = RecentLatency()
+        self.adapters = adapters
         engine_collector = EngineCollector(engine)
         self._registry.register(engine_collector)
         self._registry.register(MachineCollector(engine, self.probe))
+        self._registry.register(adapters)
         ProcessCollector(registry=self._registry)
         self._own: list[Counter | Histogram] = []
         self._make_latencies()
@@ -93,6 +99,7 @@ class Metrics:
                 return itertools.chain(engine_collector.collect_sums(), *collected)
 
             self._registry.register(VllmCollector(ours, model_name, lambda: engine.stats))
+            self._registry.register(VllmAdapterCollector(adapters))
 
     def _make_latencies(self) -> None:
         make = self._histogram

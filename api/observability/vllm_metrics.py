@@ -6,15 +6,17 @@ engines of this server, under `engine="0"`.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from ostinato.api.observability.adapter_metrics import AdapterUse
 from ostinato.runtime.types.engine_info import EngineStats
 
-__all__ = ("VLLM_NAMES", "VllmCollector")
+__all__ = ("VLLM_NAMES", "VllmAdapterCollector", "VllmCollector")
 
 # Names of metric families: counters without "_total".
 VLLM_NAMES = {
@@ -120,6 +122,31 @@ class VllmCollector(Collector):
         family.add_metric([*labels.values(), "capacity"], stats.num_waiting - num_deferred)
         family.add_metric([*labels.values(), "deferred"], num_deferred)
         return family
+
+
+class VllmAdapterCollector(Collector):
+    """vLLM's metric of adapters. It exists if the server can have adapters.
+
+    Its labels have the names of the adapters, joined by commas. Its value is the present time, in
+    seconds since 1970. Load balancers read it to send a request where its adapter is in use.
+    """
+
+    def __init__(self, adapters: AdapterUse) -> None:
+        self._adapters = adapters
+
+    def collect(self) -> Iterator[Metric]:
+        if not self._adapters.num_slots:
+            return
+        labels = {
+            "max_lora": str(self._adapters.num_slots),
+            "running_lora_adapters": ",".join(self._adapters.running),
+            "waiting_lora_adapters": ",".join(self._adapters.waiting),
+        }
+        family = GaugeMetricFamily(
+            "vllm:lora_requests_info", "Adapters of requests.", labels=list(labels)
+        )
+        family.add_metric(list(labels.values()), time.time())
+        yield family
 
 
 def _renamed(family: Metric, name: str, labels: dict[str, str]) -> Metric:

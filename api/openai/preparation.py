@@ -42,6 +42,7 @@ __all__ = (
 class _StreamFields(msgspec.Struct, frozen=True, kw_only=True):
     """The fields of the body that replies of both endpoints need."""
 
+    model: str | None
     stream: bool
     stream_options: StreamOptions | None
     stream_interval: int
@@ -67,10 +68,11 @@ def prepare_chat_completion(
         ForkNeededError: the request has a template of its own, and this process also prepares other
             requests.
     """
-    body = preparation.decode(data, ChatCompletionRequest)
+    body = preparation.decode(data, arrival, ChatCompletionRequest)
     chat.check(body)
     request_id = new_id("chatcmpl", body.request_id, arrival.request_id)
     return PreparedChat(
+        model=body.model,
         stream=bool(body.stream),
         stream_options=body.stream_options,
         stream_interval=body.stream_interval or 1,
@@ -141,13 +143,14 @@ def prepare_completion(
         InvalidRequestError: the body is not valid, two fields contradict each other, a parameter
             is out of range, or a prompt does not fit.
     """
-    body = preparation.decode(data, CompletionRequest)
+    body = preparation.decode(data, arrival, CompletionRequest)
     completions.check(body)
     prompts = completions.prompts(body)
     token_ids = _encode_prompts(preparation, body, prompts)
     generations = completions.to_generations(body, token_ids, preparation)
     first = generations[0]
     return PreparedCompletion(
+        model=body.model,
         stream=bool(body.stream),
         stream_options=body.stream_options,
         stream_interval=body.stream_interval or 1,
@@ -169,7 +172,7 @@ def prepare_tokenization(preparation: Preparation, data: bytes, arrival: Arrival
         ForkNeededError: the request has a template of its own, and this process also prepares other
             requests.
     """
-    body = preparation.decode(data, TokenizeRequest)
+    body = preparation.decode(data, arrival, TokenizeRequest)
     tokenizer = preparation.encoder.tokenizer("prompt")
     tokenization.check(body)
     text, add_special_tokens = body.prompt or "", body.add_special_tokens is not False
@@ -189,7 +192,7 @@ def prepare_detokenization(preparation: Preparation, data: bytes, arrival: Arriv
     Raises:
         InvalidRequestError: the body is not valid, or an id is outside the vocabulary.
     """
-    body = preparation.decode(data, DetokenizeRequest)
+    body = preparation.decode(data, arrival, DetokenizeRequest)
     tokenizer = preparation.encoder.tokenizer("tokens")
     preparation.begin_prompt("tokens")
     text = tokenization.to_text(body, tokenizer, preparation.model)

@@ -54,7 +54,7 @@ class ChatReply:
         self._only_calls = ready.form.only_calls
         self._report = ready.report
         self._context = context
-        self._head = _head(service, ready.generation.request_id, prepared.service_tier)
+        self._head = _head(service, context, ready.generation.request_id, prepared.service_tier)
         self._metadata = msgspec.UNSET if prepared.metadata is None else prepared.metadata
         reasons = ready.form.reasoning is not None
         self._usage = ChunkUsage(prepared.stream_options, [ready.generation], reasons=reasons)
@@ -136,7 +136,7 @@ class CompletionReply:
         self._service = service
         self._generations = generations
         self._context = context
-        self._head = _head(service, prepared.request_id)
+        self._head = _head(service, context, prepared.request_id)
         self._usage = ChunkUsage(prepared.stream_options, generations)
         self._interval = StreamInterval(prepared.stream_interval, join_outputs)
         self._options = prepared.options
@@ -257,12 +257,17 @@ def _trace_chunk(last: Chunk, timeline: Timeline, usage: ChunkUsage) -> Chunk:
     return msgspec.structs.replace(last, usage=none_yet, trace=timeline)
 
 
-def _head(service: Service, request_id: str, service_tier: ServiceTier | None = None) -> ReplyHead:
+def _head(
+    service: Service,
+    context: RequestContext,
+    request_id: str,
+    service_tier: ServiceTier | None = None,
+) -> ReplyHead:
     return ReplyHead(
         id=request_id,
         created=int(time.time()),
-        model=service.client.model.name,
-        system_fingerprint=service.client.model.system_fingerprint,
+        model=service.model_name(context),
+        system_fingerprint=service.system_fingerprint(context),
         service_tier=tier_of(service_tier),
     )
 

@@ -12,6 +12,7 @@ from ostinato.api.http.handlers import (
     HttpRequest,
     SharedService,
     admit,
+    choose_model,
     json_bytes,
     prepare,
     respond,
@@ -47,6 +48,7 @@ async def chat_completions(
     """Answer a conversation."""
     context = context_of("/v1/chat/completions", request)
     prepared = await prepare(request, service, prepare_chat_completion, context)
+    choose_model(request, service, prepared.model, context)
     ready = prepared.ready
     await admit(request, service, ready.constraint_field, [ready.generation], context)
     reply = ChatReply(service, prepared, context)
@@ -65,6 +67,7 @@ async def plain_completions(
     """Continue one or several prompts."""
     context = context_of("/v1/completions", request)
     prepared = await prepare(request, service, prepare_completion, context)
+    choose_model(request, service, prepared.model, context)
     generations = prepared.generations
     await admit(request, service, prepared.constraint_field, generations, context)
     reply = CompletionReply(service, prepared, generations, context)

@@ -50,6 +50,7 @@ class PreparedPooling(msgspec.Struct, frozen=True, kw_only=True):
     """Texts for the engine, and the fields of the body that all three endpoints need."""
 
     id: str
+    model: str | None
     batch: list[list[int]]
     params: PoolingParams
     param: str  # the field that an error about a text names
@@ -79,7 +80,7 @@ def prepare_embedding(preparation: Preparation, data: bytes, arrival: Arrival) -
         InvalidRequestError: the body is not valid, the model makes no embeddings, a value is out of
             range, there are too many inputs, or an input does not fit.
     """
-    body = preparation.decode(data, EmbeddingRequest)
+    body = preparation.decode(data, arrival, EmbeddingRequest)
     model = preparation.model
     require_task(model, ServedTask.embed)
     params = PoolingParams(
@@ -91,6 +92,7 @@ def prepare_embedding(preparation: Preparation, data: bytes, arrival: Arrival) -
     _check(batch, params, model, "input")
     return PreparedEmbedding(
         id=new_id("embd", body.request_id, arrival.request_id),
+        model=body.model,
         batch=batch,
         params=params,
         param="input",
@@ -107,7 +109,7 @@ def prepare_scores(preparation: Preparation, data: bytes, arrival: Arrival) -> P
         InvalidRequestError: the body is not valid, the model makes neither scores nor embeddings,
             the texts do not form pairs, there are too many pairs, or a text is too long.
     """
-    body = preparation.decode(data, ScoreRequest)
+    body = preparation.decode(data, arrival, ScoreRequest)
     first_name, second_name = _names(body)
     pairs = make_pairs(_texts(body, first_name), _texts(body, second_name))
     reply_id = new_id("score", body.request_id, arrival.request_id)
@@ -121,7 +123,7 @@ def prepare_ranking(preparation: Preparation, data: bytes, arrival: Arrival) -> 
         InvalidRequestError: the body is not valid, the model makes neither scores nor embeddings,
             there are too many documents, or a document does not fit.
     """
-    body = preparation.decode(data, RerankRequest)
+    body = preparation.decode(data, arrival, RerankRequest)
     pairs = [(body.query, document) for document in body.documents]
     reply_id = new_id("rerank", body.request_id, arrival.request_id)
     scores = _scores(preparation, body, pairs, reply_id, "documents")
@@ -172,6 +174,7 @@ def _scores(
     _check(batch, params, model, param, has_segments=indices is None)
     return PreparedScores(
         id=reply_id,
+        model=body.model,
         batch=batch,
         params=params,
         param=param,

@@ -58,7 +58,7 @@ async def embed(
     return EmbeddingResponse(
         id=prepared.id,
         created=int(time.time()),
-        model=service.client.model.name,
+        model=service.model_name(context),
         data=cast("list[EmbeddingData]", data),  # each entry is JSON text
         usage=_usage(outputs),
         trace=context.report(),
@@ -79,7 +79,7 @@ async def score(
     return ScoreResponse(
         id=prepared.id,
         created=int(time.time()),
-        model=service.client.model.name,
+        model=service.model_name(context),
         data=[ScoreData(index=index, score=value) for index, value in enumerate(scores)],
         usage=usage,
         trace=context.report(),
@@ -101,7 +101,7 @@ async def rerank(
     documents = prepared.documents
     return RerankResponse(
         id=prepared.id,
-        model=service.client.model.name,
+        model=service.model_name(context),
         results=[
             RerankResult(
                 index=index,

@@ -7,7 +7,13 @@ from litestar.response import Stream
 
 from ostinato.api.base.request_context import context_of
 from ostinato.api.http.endpoints import post_endpoint
-from ostinato.api.http.handlers import HttpRequest, SharedService, prepare, respond_whole
+from ostinato.api.http.handlers import (
+    HttpRequest,
+    SharedService,
+    choose_model,
+    prepare,
+    respond_whole,
+)
 from ostinato.api.pooling import reply
 from ostinato.api.pooling.preparation import prepare_embedding, prepare_ranking, prepare_scores
 from ostinato.api.pooling.schemas import (
@@ -27,6 +33,7 @@ async def embeddings(request: HttpRequest, service: SharedService) -> Response[b
     """A vector for each text."""
     context = context_of("/v1/embeddings", request)
     prepared = await prepare(request, service, prepare_embedding, context)
+    choose_model(request, service, prepared.model, context)
     return await respond_whole(request, reply.embed(service, prepared, context))
 
 
@@ -35,6 +42,7 @@ async def score(request: HttpRequest, service: SharedService) -> Response[bytes]
     """Scores of pairs of texts."""
     context = context_of("/v1/score", request)
     prepared = await prepare(request, service, prepare_scores, context)
+    choose_model(request, service, prepared.model, context)
     return await respond_whole(request, reply.score(service, prepared, context))
 
 
@@ -43,6 +51,7 @@ async def rerank(request: HttpRequest, service: SharedService) -> Response[bytes
     """Documents sorted by their relevance to a query."""
     context = context_of("/v1/rerank", request)
     prepared = await prepare(request, service, prepare_ranking, context)
+    choose_model(request, service, prepared.model, context)
     return await respond_whole(request, reply.rerank(service, prepared, context))
 
 

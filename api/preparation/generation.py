@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -36,6 +36,7 @@ _COPIED = tuple(
 _SETS = tuple(
     name for name in _COPIED if name.endswith("_token_ids") and name != "logprob_token_ids"
 )
+_NUM_LISTED = 5  # adapters that an error lists
 # Defaults of generation_config.json that a beam search does not use.
 _NOT_IN_BEAM_SEARCH = ("temperature", "top_p", "top_k", "min_p")
 
@@ -69,15 +70,31 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     deadline_ms: float | None = None  # milliseconds after the request's arrival
 
 
-def check_model(name: str | None, model: ServedModel) -> None:
-    """Raises InvalidRequestError (404) if `name` is not the served model. None passes."""
-    if name is not None and name != model.name:
+def check_model(name: str | None, model: ServedModel, adapters: Sequence[str] = ()) -> None:
+    """Raises InvalidRequestError (404) if a request names a model that is not served.
+
+    Args:
+        name: the name; None = the served model.
+        model: the served model.
+        adapters: the names of the loaded adapters.
+    """
+    if name is not None and name != model.name and name not in adapters:
         raise InvalidRequestError(
-            f"the model {name[:200]!r} does not exist; this server has {model.name!r}",
+            f"the model {name[:200]!r} does not exist; this server has {model.name!r}"
+            f"{_listed(adapters)}",
             param="model",
             code="model_not_found",
             status=404,
         )
+
+
+def _listed(adapters: Sequence[str]) -> str:
+    """The first names of the loaded adapters, as the end of a sentence; empty without adapters."""
+    if not adapters:
+        return ""
+    names = ", ".join(repr(name[:80]) for name in adapters[:_NUM_LISTED])
+    more = len(adapters) - _NUM_LISTED
+    return f" and the adapters {names}{f' and {more} more' if more > 0 else ''}"
 
 
 def check_fields(fields: GenerationFields) -> None:

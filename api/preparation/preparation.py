@@ -54,6 +54,7 @@ class Arrival(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str = ""  # from the client's header, or made for the reply
     # The conversation that `previous_response_id` names, as JSON; None = it is not stored.
     stored_messages: msgspec.Raw | None = None
+    adapters: tuple[str, ...] = ()  # names of the adapters that were loaded when it arrived
 
 
 @contextmanager
@@ -113,23 +114,25 @@ class Preparation:
     def decode(
         self,
         data: bytes,
+        arrival: Arrival,
         schema: type[T],
         unsupported: Mapping[str, Unsupported] = UNSUPPORTED,
     ) -> T:
-        """Decode a body, and check that it names the served model.
+        """Decode a body, and check that it names the served model or an adapter.
 
         Args:
             data: the body.
+            arrival: has the names of the adapters.
             schema: the type of the body.
             unsupported: fields of the API that this server does not support.
 
         Raises:
-            InvalidRequestError: the body is not JSON of this schema, or names another model. Or it
-                asks for text, and the model does not generate.
+            InvalidRequestError: the body is not JSON of this schema, or names an unknown model. Or
+                it asks for text, and the model does not generate.
         """
         self._begin_part("the body", _BODY_S)
         body = decode(data, schema, unsupported)
-        check_model(getattr(body, "model", None), self.model)
+        check_model(getattr(body, "model", None), self.model, arrival.adapters)
         if isinstance(body, GenerationFields):
             require_task(self.model, ServedTask.generate)
         return body

@@ -38,7 +38,7 @@ def prepare_response(preparation: Preparation, data: bytes, arrival: Arrival) ->
         InvalidRequestError: the body is not valid, the previous response is not stored, or
             `to_chat` or `prepare_chat` refuses the request.
     """
-    body = preparation.decode(data, ResponsesRequest, UNSUPPORTED)
+    body = preparation.decode(data, arrival, ResponsesRequest, UNSUPPORTED)
     messages = _messages(body, arrival)
     with renamed(FIELD_NAMES):
         chat = to_chat(body, messages)
@@ -62,7 +62,7 @@ def prepare_input_tokens(preparation: Preparation, data: bytes, arrival: Arrival
         InvalidRequestError: the body is not valid, the previous response is not stored, or
             `to_chat` or `count_chat` refuses the request.
     """
-    body = preparation.decode(data, InputTokensRequest, UNSUPPORTED)
+    body = preparation.decode(data, arrival, InputTokensRequest, UNSUPPORTED)
     messages = _messages(body, arrival)
     with renamed(FIELD_NAMES):
         count = count_chat(preparation, to_chat(body, messages))

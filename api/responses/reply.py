@@ -95,7 +95,7 @@ class ResponsesReply:
             self._logprobs,
             encodes_reasoning="reasoning.encrypted_content" in (body.include or ()),
         )
-        self._begun = _begun(service, body, ready, stores=stores)
+        self._begun = _begun(service, body, ready, context, stores=stores)
         self.input_items = bytes(prepared.input_items) if stores else b"[]"
         self._end: Response | None = None
 
@@ -240,6 +240,7 @@ def _begun(
     service: Service,
     body: ResponsesRequest,
     ready: ChatGeneration,
+    context: RequestContext,
     *,
     stores: bool,
 ) -> Response:
@@ -254,7 +255,7 @@ def _begun(
         instructions=body.instructions,
         max_output_tokens=body.max_output_tokens,
         metadata=body.metadata or {},
-        model=service.client.model.name,
+        model=service.model_name(context),
         output=[],
         parallel_tool_calls=body.parallel_tool_calls is not False,
         previous_response_id=body.previous_response_id,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import msgspec
@@ -15,12 +15,14 @@ from litestar.response import Stream
 
 from ostinato.api.base.errors import ErrorBody
 from ostinato.api.base.request_context import context_of
+from ostinato.api.http.adapter_holds import keep_held
 from ostinato.api.http.auth import keep_counted
 from ostinato.api.http.endpoints import delete_endpoint, get_endpoint, post_endpoint
 from ostinato.api.http.handlers import (
     HttpRequest,
     SharedService,
     admit,
+    choose_model,
     event_stream,
     json_bytes,
     json_response,
@@ -59,6 +61,7 @@ async def create_response(request: HttpRequest, service: SharedService) -> Respo
         request, service, prepare_response, arrival=_arrival(service, response_id)
     )
     body, ready = prepared.body, prepared.ready
+    choose_model(request, service, body.model, context)
     stores = _stores(service, body)
     if body.background:
         service.background.check()
@@ -66,9 +69,9 @@ async def create_response(request: HttpRequest, service: SharedService) -> Respo
         await admit(request, service, ready.constraint_field, [ready.generation], context)
     reply = ResponsesReply(service, prepared, stores=stores, context=context)
     if body.background:
-        release = keep_counted(request.scope)
+        releases = keep_counted(request.scope), keep_held(request.scope)
         return await _in_background(
-            service, reply, response_id, streams=bool(body.stream), release=release
+            service, reply, response_id, streams=bool(body.stream), releases=releases
         )
     return await respond(request, reply, stream=body.stream, form=NAMED_EVENTS)
 
@@ -185,7 +188,7 @@ async def _in_background(
     response_id: str,
     *,
     streams: bool,
-    release: Callable[[], None],
+    releases: Sequence[Callable[[], None]],
 ) -> Response[bytes] | Stream:
     """Start the reply, and answer with its events or with its present state.
 
@@ -194,7 +197,7 @@ async def _in_background(
         reply: the reply.
         response_id: the id of the reply.
         streams: whether the request asked for events.
-        release: called when the reply ends.
+        releases: called when the reply ends.
     """
     record = BackgroundReply(
         lambda: msgspec.json.encode(reply.present()),
@@ -206,7 +209,8 @@ async def _in_background(
         try:
             await reply.in_background(record, streams=streams)
         finally:
-            release()
+            for release in releases:
+                release()
 
     await service.background.start(response_id, record, work())
     return event_stream(record.follow()) if streams else json_response(reply.present())

@@ -20,12 +20,13 @@ from ostinato.api.base.request_context import (
     request_id_headers,
     request_id_of,
 )
+from ostinato.api.http.adapter_holds import AdapterHolds
 from ostinato.api.http.api_keys import KeyRing
 from ostinato.api.http.auth import AccessControl
 from ostinato.api.openai import routes as openai
 from ostinato.api.pooling import routes as pooling
 from ostinato.api.responses import routes as responses
-from ostinato.api.server import admin_routes, invocations, page, routes
+from ostinato.api.server import adapter_routes, admin_routes, invocations, page, routes
 from ostinato.api.server.schema_page import SchemaPage
 from ostinato.api.service.service import Service
 
@@ -64,6 +65,8 @@ def create_app(service: Service) -> Litestar:
     if server.api_keys:
         keys, limit = KeyRing(server.api_keys), server.max_requests_per_key
         middleware = [DefineMiddleware(AccessControl, keys=keys, max_requests=limit)]
+    if service.lora.num_slots:
+        middleware.append(DefineMiddleware(AdapterHolds))
     cors = None
     if server.cors_origins:
         cors = CORSConfig(allow_origins=server.cors_origins, expose_headers=[REQUEST_ID_HEADER])
@@ -73,6 +76,7 @@ def create_app(service: Service) -> Litestar:
         route_handlers=[
             *routes.HANDLERS,
             *admin_routes.HANDLERS,
+            *adapter_routes.HANDLERS,
             *invocations.HANDLERS,
             *openai.HANDLERS,
             *anthropic.HANDLERS,

@@ -114,7 +114,8 @@ class LiveApp:
         except StartupError:
             await self._client.close()
             raise
-        self._service = Service(self._client, self._config.server, self._config.sampling)
+        config = self._config
+        self._service = Service(self._client, config.server, config.sampling, config.lora)
         self._app = create_app(self._service)
         self._service.preparer.start()
         self._service.admission.phase = None

@@ -39,10 +39,14 @@ class Version(msgspec.Struct, frozen=True):
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
-    id: str
+    """The served model, or an adapter of it."""
+
+    id: str  # requests name it as their `model`
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "ostinato"
+    root: str  # of an adapter: the directory of its files
+    parent: str | None = None  # of an adapter: the id of the served model
     max_model_len: int
 
 
@@ -53,16 +57,17 @@ class ModelList(msgspec.Struct, frozen=True, kw_only=True):
 
 @get_endpoint("/v1/models", answer=ModelList, errors={503: ErrorBody})
 async def models(service: SharedService) -> Response[bytes] | Stream:
-    """The served model."""
-    return json_response(ModelList(data=[_card(service)]))
+    """The served model, then the loaded adapters."""
+    return json_response(ModelList(data=_cards(service)))
 
 
 @get_endpoint("/v1/models/{name:path}", answer=ModelCard, errors={404: ErrorBody, 503: ErrorBody})
 async def model(service: SharedService, name: FromPath[str]) -> Response[bytes] | Stream:
-    """One model."""
-    card = _card(service)
-    check_model(name.removeprefix("/"), service.client.model)
-    return json_response(card)
+    """The served model or one adapter."""
+    cards = {card.id: card for card in _cards(service)}
+    name = name.removeprefix("/")
+    check_model(name, service.client.model, service.adapter_names)
+    return json_response(cards[name])
 
 
 @get_endpoint("/health", answer=Status, errors={503: Status}, is_open=True)
@@ -126,7 +131,20 @@ def _health(service: Service) -> Response[bytes]:
     return status_response("ok" if problem is None else "unhealthy", problem, engines)
 
 
-def _card(service: Service) -> ModelCard:
+def _cards(service: Service) -> list[ModelCard]:
     service.admission.check_started()
-    model = service.client.model
-    return ModelCard(id=model.name, created=model.created, max_model_len=model.max_model_len)
+    model, length = service.client.model, service.client.model.max_model_len
+    base = ModelCard(id=model.name, created=model.created, root=model.name, max_model_len=length)
+    return [
+        base,
+        *(
+            ModelCard(
+                id=adapter.name,
+                created=adapter.created,
+                root=adapter.path,
+                parent=model.name,
+                max_model_len=length,
+            )
+            for adapter in service.client.adapters.served
+        ),
+    ]

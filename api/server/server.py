@@ -219,6 +219,9 @@ class _Server:
         self._service.admission.phase = None
         seconds = time.monotonic() - self._began
         self._client.startup_seconds["ready"] = seconds
+        for adapter in self._client.adapters.served:
+            text = "adapter %r is loaded: %s, slot %d"
+            _LOG.info(text, adapter.name, adapter.path, adapter.slot)
         self._say(self._hints(seconds))
         sys.stdout.flush()
         self._service.preparer.start()
@@ -306,7 +309,7 @@ def _http_server(
         def capture_signals(self) -> Iterator[None]:
             yield
 
-    service = Service(client, config.server, config.sampling)
+    service = Service(client, config.server, config.sampling, config.lora)
     service.runner.trace = trace
     protocol = functools.partial(
         HttpProtocol,

@@ -32,6 +32,7 @@ from ostinato.runtime.errors import (
     InvalidRequestError,
 )
 from ostinato.runtime.fair_queue import FairQueue
+from ostinato.runtime.types.adapters import ServedAdapter
 from ostinato.runtime.types.engine_info import EngineStats
 from ostinato.runtime.types.outputs import FinishReason, PooledOutput, RequestOutput
 from ostinato.runtime.types.params import PoolingParams, SamplingParams
@@ -69,6 +70,7 @@ class Generator(Protocol):
         trace: bool = False,
         deadline: float | None = None,
         prepared: PreparedParts | None = None,
+        adapter: ServedAdapter | None = None,
     ) -> AsyncIterator[RequestOutput]: ...
 
     async def pool(
@@ -81,6 +83,7 @@ class Generator(Protocol):
         cache_salt: str = "",
         place: int = 0,
         trace: bool = False,
+        adapter: ServedAdapter | None = None,
     ) -> PooledOutput: ...
 
 
@@ -192,9 +195,11 @@ class RequestRunner:
                             yield prompt_index, output
         finally:
             if self.trace is not None:
+                digest = "" if context.adapter is None else context.adapter.digest
                 for prompt_index, num_tokens in stats.num_tokens():
                     one = generations[prompt_index]
-                    self.trace.add(stats.begin, one.prompt_token_ids, num_tokens, one.cache_salt)
+                    salt = one.cache_salt + digest  # only equal adapters share prefixes
+                    self.trace.add(stats.begin, one.prompt_token_ids, num_tokens, salt)
 
     async def pool(
         self,
@@ -225,6 +230,7 @@ class RequestRunner:
                     cache_salt=cache_salt,
                     place=index,
                     trace=context.timeline is not None,
+                    adapter=context.adapter,
                 )
             stats.add_vector(index, output)
             _raise_for_failure(output, context)
@@ -336,6 +342,7 @@ def _arguments(one: Generation, context: RequestContext, share: RequestShare) ->
         "cache_salt": one.cache_salt,
         "share": share,
         "trace": context.timeline is not None,
+        "adapter": context.adapter,
         "prepared": PreparedParts(
             context.grammar, one.bad_words_token_ids, one.prediction_token_ids
         ),

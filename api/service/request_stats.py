@@ -70,6 +70,8 @@ class RequestStats:
         self._finish_reasons: list[str] = []
         self._num_preemptions = 0
         self._speculation: SpeculationReport | None = None  # None = no draft so far
+        if context.adapter is not None:
+            self._metrics.adapters.begin(context.adapter)
         self._sent = time.monotonic()
         if context.timeline is not None:
             context.timeline.sent()
@@ -77,6 +79,8 @@ class RequestStats:
     def add(self, prompt_index: int, output: RequestOutput) -> None:
         """Add one output of the engine."""
         now = time.monotonic()
+        if self._context.adapter is not None and not self._completions:
+            self._metrics.adapters.run(self._context.adapter)
         self._tally.add(prompt_index, output)
         self._speculation = sum_reports((self._speculation, output.speculation))
         if self._context.timeline is not None:
@@ -155,6 +159,8 @@ class RequestStats:
             outcome: `done`, `disconnected`, or `error` with the HTTP status.
         """
         now = time.monotonic()
+        if self._context.adapter is not None:
+            self._metrics.adapters.end(self._context.adapter, ran=bool(self._completions))
         if outcome == "done":
             self._metrics.e2e.observe(now - self._begin)
             num_tokens = self._tally.num_prompt_tokens
@@ -216,6 +222,8 @@ class RequestStats:
             fields["grammar_ms"] = _ms(self._context.grammar_seconds)
         if self._context.endpoint:
             fields["endpoint"] = self._context.endpoint
+        if self._context.adapter is not None:
+            fields["adapter"] = self._context.adapter.name
         name = self._context.request_id
         if name and not self._reply_id.endswith(name):  # the reply's id does not show it
             fields["x_request_id"] = name

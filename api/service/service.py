@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from ostinato.api.base.request_context import RequestContext
+from ostinato.api.observability.adapter_metrics import AdapterUse, LoadedAdapters
 from ostinato.api.observability.metrics_registry import EngineView, Metrics
 from ostinato.api.observability.tracing import Tracer
 from ostinato.api.preparation.preparation import PreparationSettings
@@ -14,10 +16,12 @@ from ostinato.api.service.background import BackgroundReplies
 from ostinato.api.service.request_runner import Generator, RequestRunner
 from ostinato.api.service.request_stats import StatsSinks
 from ostinato.api.service.response_store import ResponseStore
+from ostinato.conf.lora_schema import LoraConfig
 from ostinato.conf.schema import SamplingSection
 from ostinato.conf.server_schema import ServerConfig
 from ostinato.runtime.engine.engine_state import EngineState
 from ostinato.runtime.engine.flight_recorder import StepRecord
+from ostinato.runtime.types.adapters import ServedAdapter
 from ostinato.runtime.types.engine_info import ServedModel
 
 __all__ = ("Client", "Service")
@@ -27,6 +31,15 @@ class Client(EngineView, EngineQueue, TextSource, Generator, Protocol):
     """The part of `EngineClient` (runtime/client/client.py) that the API needs."""
 
     model: ServedModel
+
+    @property
+    def adapters(self) -> LoadedAdapters: ...
+
+    async def load_adapter(
+        self, name: str, path: str, *, in_place: bool = False
+    ) -> ServedAdapter: ...
+
+    async def unload_adapter(self, name: str) -> None: ...
 
     async def inspect(self, timeout_s: float = ..., engine: int = ...) -> EngineState: ...
 
@@ -52,6 +65,7 @@ class Service:
         client: the engine's client. It need not have started yet.
         server: limits and time-outs.
         sampling: defaults for parameters that a request leaves out.
+        lora: how many adapters can be loaded, and from where; None = there are no adapters.
 
     Attributes:
         admission: accepts or refuses requests, and has the phase of the server's start or end.
@@ -63,10 +77,17 @@ class Service:
         background: replies of `/v1/responses` that are generated without an open connection.
     """
 
-    def __init__(self, client: Client, server: ServerConfig, sampling: SamplingSection) -> None:
+    def __init__(
+        self,
+        client: Client,
+        server: ServerConfig,
+        sampling: SamplingSection,
+        lora: LoraConfig | None = None,
+    ) -> None:
         self.client = client
         self.server = server
         self.sampling = sampling
+        self.lora = lora or LoraConfig()
         self.admission = Admission(client, server)
         self.encoder = PromptEncoder(client)
         self.preparer = Preparer(
@@ -77,12 +98,28 @@ class Service:
                 default_max_tokens=sampling.max_tokens,
             ),
         )
-        self.metrics = Metrics(client, self._model_name, vllm_names=server.vllm_metrics)
+        use = AdapterUse(lambda: client.adapters, self.lora.num_slots)
+        self.metrics = Metrics(client, use, self._model_name, vllm_names=server.vllm_metrics)
         self._tracer = Tracer(server.otlp_endpoint) if server.otlp_endpoint else None
         sinks = StatsSinks(self.metrics, self._tracer, server.log_prompts)
         self.runner = RequestRunner(client, self.admission, sinks)
         self.stored_responses = ResponseStore(server.response_store_mib)
         self.background = BackgroundReplies()
+
+    @property
+    def adapter_names(self) -> tuple[str, ...]:
+        """The names of the loaded adapters, in the order of loading."""
+        return tuple(adapter.name for adapter in self.client.adapters.served)
+
+    def model_name(self, context: RequestContext) -> str:
+        """The `model` of the answer: the name of the request's adapter, or of the served model."""
+        adapter = context.adapter
+        return self.client.model.name if adapter is None else adapter.name
+
+    def system_fingerprint(self, context: RequestContext) -> str:
+        """The `system_fingerprint` of the answer. An adapter's answers have another one."""
+        fingerprint, adapter = self.client.model.system_fingerprint, context.adapter
+        return fingerprint if adapter is None else f"{fingerprint}-{adapter.digest[:12]}"
 
     def close(self) -> None:
         """End helper processes and export the remaining trace spans. No request may follow."""

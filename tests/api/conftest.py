@@ -14,6 +14,7 @@ from litestar.testing import TestClient
 from ostinato.api.http.api_keys import with_keys
 from ostinato.api.server.app import create_app
 from ostinato.api.service.service import Service
+from ostinato.conf.lora_schema import LoraConfig
 from ostinato.conf.schema import SamplingSection
 from ostinato.conf.server_schema import ServerConfig
 from ostinato.runtime.text.tokenizer import Tokenizer
@@ -60,7 +61,7 @@ class App:
 
 @pytest.fixture
 def make_app(tokenizer: Tokenizer, tokenizer_directory: Path) -> Iterator[Callable[..., App]]:
-    """Makes an `App`. Keyword arguments other than `server` and `sampling` go to `FakeClient`."""
+    """Makes an `App`. Keyword arguments without a meaning here go to `FakeClient`."""
     with ExitStack() as stack:
 
         def make(
@@ -68,6 +69,7 @@ def make_app(tokenizer: Tokenizer, tokenizer_directory: Path) -> Iterator[Callab
             *,
             server: ServerConfig | None = None,
             sampling: SamplingSection | None = None,
+            lora: LoraConfig | None = None,
             **fields: Any,
         ) -> App:
             engine = FakeClient(script, **({"tokenizer": tokenizer} | fields))
@@ -75,7 +77,7 @@ def make_app(tokenizer: Tokenizer, tokenizer_directory: Path) -> Iterator[Callab
                 path = str(tokenizer_directory)
                 engine.model = msgspec.structs.replace(engine.model, tokenizer=path)
             server = with_keys(server or ServerConfig())
-            service = Service(engine, server, sampling or SamplingSection())
+            service = Service(engine, server, sampling or SamplingSection(), lora)
             service.admission.phase = None
             stack.callback(service.close)
             client = TestClient(create_app(service), raise_server_exceptions=False)

@@ -7,6 +7,7 @@ import math
 import struct
 import threading
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 
 from ostinato.runtime.client.requests import ALONE, PreparedParts, RequestShare
@@ -14,6 +15,7 @@ from ostinato.runtime.engine.engine_state import EngineState
 from ostinato.runtime.engine.flight_recorder import StepRecord
 from ostinato.runtime.errors import EngineDeadError, InvalidRequestError
 from ostinato.runtime.text.tokenizer import Tokenizer
+from ostinato.runtime.types.adapters import ServedAdapter
 from ostinato.runtime.types.engine_info import (
     EngineStats,
     ReplicaState,
@@ -24,7 +26,7 @@ from ostinato.runtime.types.outputs import FinishReason, PooledOutput, RequestOu
 from ostinato.runtime.types.params import PoolingParams, SamplingParams
 from ostinato.runtime.types.structured_outputs import StructuredOutputsParams
 
-__all__ = ("FakeClient", "scripted")
+__all__ = ("FakeAdapters", "FakeClient", "scripted")
 
 
 def scripted(text: str, token_ids: Sequence[int], **fields: object) -> RequestOutput:
@@ -32,6 +34,42 @@ def scripted(text: str, token_ids: Sequence[int], **fields: object) -> RequestOu
     return RequestOutput(
         request_id="", index=0, text_delta=text, new_token_ids=list(token_ids), **fields
     )
+
+
+class FakeAdapters:
+    """Loaded adapters, and how many holds each has (`held`)."""
+
+    def __init__(self) -> None:
+        self.served: list[ServedAdapter] = []
+        self.held: Counter[ServedAdapter] = Counter()
+        self.count = 0  # adapters that have been loaded so far
+
+    def get(self, name: str) -> ServedAdapter | None:
+        return next((one for one in self.served if one.name == name), None)
+
+    def hold(self, adapter: ServedAdapter) -> None:
+        self.held[adapter] += 1
+
+    def release(self, adapter: ServedAdapter) -> None:
+        assert self.held[adapter] > 0, f"{adapter.name} is not held"
+        self.held[adapter] -= 1
+
+    def add(self, name: str, path: str = "/adapters/one") -> ServedAdapter:
+        """Load an adapter in a slot of its own. It replaces one of the same name."""
+        adapter = ServedAdapter(
+            name=name,
+            path=path,
+            digest=f"{self.count:012x}".ljust(64, "0"),
+            slot=self.count,
+            created=1_700_000_001 + self.count,
+        )
+        self.count += 1
+        self.remove(name)
+        self.served.append(adapter)
+        return adapter
+
+    def remove(self, name: str) -> None:
+        self.served = [one for one in self.served if one.name != name]
 
 
 class FakeClient:
@@ -84,6 +122,9 @@ class FakeClient:
         self.aborted: list[str] = []
         self.pooled: list[tuple[list[int], PoolingParams, int, str]] = []
         self.resets = 0
+        self.adapters = FakeAdapters()
+        self.loading_error: Exception | None = None
+        self.used: list[ServedAdapter | None] = []  # of each call of `generate` and `pool`
 
     @property
     def is_alive(self) -> bool:
@@ -108,6 +149,18 @@ class FakeClient:
         return ReplicaStatus(
             engine=0, state=state, num_unfinished=self.num_unfinished, num_restarts=0, pid=self.pid
         )
+
+    async def load_adapter(self, name: str, path: str, *, in_place: bool = False) -> ServedAdapter:
+        if self.loading_error is not None:
+            raise self.loading_error
+        if self.adapters.get(name) is not None and not in_place:
+            raise InvalidRequestError(f"the adapter {name!r} is loaded already", param="lora_name")
+        return self.adapters.add(name, path)
+
+    async def unload_adapter(self, name: str) -> None:
+        if self.adapters.get(name) is None:
+            raise InvalidRequestError(f"there is no adapter {name!r}", status=404)
+        self.adapters.remove(name)
 
     async def drain_engine(self, engine: int, timeout_s: float) -> int:
         raise InvalidRequestError("no other engine takes requests", status=409)
@@ -138,10 +191,12 @@ class FakeClient:
         trace: bool = False,
         deadline: float | None = None,
         prepared: PreparedParts | None = None,
+        adapter: ServedAdapter | None = None,
     ) -> AsyncIterator[RequestOutput]:
         if self.death_reason is not None:
             raise EngineDeadError(f"the engine does not run: {self.death_reason}")
         self.requests.append((prompt_token_ids, sampling, priority, cache_salt))
+        self._use(adapter)
         self.traced.append(trace)
         self.deadlines.append(deadline)
         self.num_unfinished += sampling.n
@@ -182,11 +237,13 @@ class FakeClient:
         cache_salt: str = "",
         place: int = 0,
         trace: bool = False,
+        adapter: ServedAdapter | None = None,
     ) -> PooledOutput:
         """A unit vector of two numbers. Its direction depends on the prompt's first token."""
         if self.death_reason is not None:
             raise EngineDeadError(f"the engine does not run: {self.death_reason}")
         self.pooled.append((prompt_token_ids, params, priority, cache_salt))
+        self._use(adapter)
         self.traced.append(trace)
         step = self.script[0] if self.script else None
         if isinstance(step, Exception):
@@ -207,6 +264,10 @@ class FakeClient:
             scheduled_time=step.scheduled_time and time.monotonic(),
             events=step.events,
         )
+
+    def _use(self, adapter: ServedAdapter | None) -> None:
+        assert adapter is None or self.adapters.held[adapter], "an adapter that is not held"
+        self.used.append(adapter)
 
     async def reset_prefix_cache(self) -> None:
         self.resets += 1

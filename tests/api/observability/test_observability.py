@@ -284,7 +284,7 @@ class TestMetrics:
         app.engine.engine_pid = 2**22 + 1  # above the largest process id of the kernel
         use = MachineProbe().read([app.engine.engine_pid])
         assert set(use.processes) == {"api"}
-        assert Metrics(app.engine).render()
+        assert Metrics(app.engine, app.service.metrics.adapters).render()
 
 
 class TestRecentLatency:

@@ -22,6 +22,7 @@ class Many(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 def ranking(num_documents: int) -> PreparedRanking:
     return PreparedRanking(
+        model=None,
         id="rerank-1",
         batch=[[number, *range(300, 400)] for number in range(num_documents)],
         params=PoolingParams(),

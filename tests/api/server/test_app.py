@@ -29,6 +29,8 @@ class TestOtherEndpoints:
             "object": "model",
             "created": 1_700_000_000,
             "owned_by": "ostinato",
+            "root": "test-model",
+            "parent": None,
             "max_model_len": 64,
         }
         assert app.http.get("/v1/models").json() == {"object": "list", "data": [card]}
