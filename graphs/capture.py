@@ -134,6 +134,11 @@ class GraphRunner:
         """The captured buckets. Those with adapters have the same shapes and are not listed."""
         return [key for key in self._replays if not key.has_adapters]
 
+    @property
+    def num_captured(self) -> int:
+        """The number of captured programs, those with adapters included."""
+        return len(self._replays)
+
     def capture(
         self,
         progress: Callable[[GraphKey], None] = lambda key: None,

@@ -62,9 +62,9 @@ def shrink_kernel(
     slot = tl.load(slots + rows, mask=rows < num_rows, other=-1)
     result = tl.zeros([BLOCK_T, BLOCK_R], tl.float32)
     waiting = slot
-    current = tl.max(waiting, 0)
+    current = tl.cast(tl.max(waiting, 0), tl.int64)
     while current >= 0:
-        place = current.to(tl.int64) * OUTPUTS + output
+        place = current * OUTPUTS + output
         num_ranks = tl.load(ranks + place)
         if first_rank < num_ranks:
             matrix = a + place * R * K
@@ -86,7 +86,7 @@ def shrink_kernel(
             total *= tl.load(scales + place)
             result = tl.where((slot == current)[:, None], total, result)
         waiting = tl.where(waiting == current, -1, waiting)
-        current = tl.max(waiting, 0)
+        current = tl.cast(tl.max(waiting, 0), tl.int64)
     to = ((part * num_rows + rows[:, None]).to(tl.int64) * OUTPUTS + output) * R + rank[None, :]
     tl.store(hidden + to, result, mask=(slot >= 0)[:, None] & (rank < R)[None, :])
 
@@ -115,12 +115,12 @@ def expand_kernel(
     slot = tl.load(slots + rows, mask=rows < num_rows, other=-1)
     added = tl.zeros([BLOCK_T, BLOCK_N], tl.float32)
     waiting = slot
-    current = tl.max(waiting, 0)
+    current = tl.cast(tl.max(waiting, 0), tl.int64)
     while current >= 0:
         is_own = slot == current
         for output in range(OUTPUTS):
             begin, end = tl.load(bounds + output), tl.load(bounds + output + 1)
-            num_ranks = tl.load(ranks + current.to(tl.int64) * OUTPUTS + output)
+            num_ranks = tl.load(ranks + current * OUTPUTS + output)
             mine = (columns >= begin) & (columns < end)
             if tl.max(mine.to(tl.int32), 0) == 0:
                 num_ranks = 0
@@ -135,7 +135,7 @@ def expand_kernel(
                         mask=is_own[:, None] & inside[None, :],
                         other=0.0,
                     )
-                place = current.to(tl.int64) * R + rank[:, None]
+                place = current * R + rank[:, None]
                 weights = tl.load(
                     b + place * N + columns[None, :],
                     mask=inside[:, None] & mine[None, :],
@@ -143,7 +143,7 @@ def expand_kernel(
                 )
                 added = tl.dot(numbers, weights.to(tl.float32), added, input_precision="ieee")
         waiting = tl.where(waiting == current, -1, waiting)
-        current = tl.max(waiting, 0)
+        current = tl.cast(tl.max(waiting, 0), tl.int64)
     place = y + rows[:, None].to(tl.int64) * y_stride + columns[None, :]
     is_changed = (slot >= 0)[:, None] & (columns < N)[None, :]
     values = tl.load(place, mask=is_changed, other=0.0).to(tl.float32) + added

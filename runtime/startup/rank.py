@@ -28,6 +28,7 @@ from ostinato.graphs.sampling_graph import DividedSampler, GraphSampler
 from ostinato.graphs.threads import StepThreads
 from ostinato.graphs.timing import make_timer
 from ostinato.models.base import EncoderModel, LanguageModel
+from ostinato.models.kv_cache import KVCache
 from ostinato.ops.attention import AttentionPlanner, PlannedBackend, load_backend
 from ostinato.runtime.errors import StartupError
 from ostinato.runtime.execution.adapter_loader import AdapterLoader
@@ -37,7 +38,7 @@ from ostinato.runtime.execution.inline_executor import InlineExecutor
 from ostinato.runtime.execution.model_runner import ModelRunner
 from ostinato.runtime.execution.pooler import Pooler
 from ostinato.runtime.grammar.store import GrammarStore
-from ostinato.runtime.kv.page_mapper import map_ahead
+from ostinato.runtime.kv.page_mapper import CachePages, map_ahead
 from ostinato.runtime.memory.measured_memory import CudaMemory, compare_with_plan
 from ostinato.runtime.sampling.sampler import Sampler
 from ostinato.runtime.startup.calibrate import CostStore
@@ -136,15 +137,7 @@ def build_rank(
         if kernels := describe_kernels(plan):
             _LOG.info("CPU kernels: %s", kernels)
         runner = _make_runner(plan, model, graphs, buffers, token_sampler, grammars)
-        executor = InlineExecutor(
-            runner,
-            kv_cache,
-            grammars,
-            monitor,
-            pages=pages,
-            overlap=plan.overlap,
-            adapters=None if source.adapters is None else AdapterLoader(model, source.adapters),
-        )
+        executor = _make_executor(plan, model, runner, kv_cache, grammars, monitor, pages)
     with phase("grammar vocabulary"):
         grammars.wait_until_loaded()
     return RankParts(
@@ -326,6 +319,27 @@ def _make_runner(
     return ModelRunner(graphs, buffers, sampler, threads, pooler, hidden_states, group)
 
 
+def _make_executor(
+    plan: EnginePlan,
+    model: LanguageModel,
+    runner: ModelRunner,
+    kv_cache: KVCache,
+    grammars: GrammarStore,
+    monitor: CompileMonitor,
+    pages: CachePages | None,
+) -> InlineExecutor:
+    space = plan.source.adapters
+    return InlineExecutor(
+        runner,
+        kv_cache,
+        grammars,
+        monitor,
+        pages=pages,
+        overlap=plan.overlap,
+        adapters=None if space is None else AdapterLoader(model, space),
+    )
+
+
 def _keep_hidden_states(plan: EnginePlan) -> KeptStates:
     source = plan.source
     if plan.is_cpu:
@@ -363,7 +377,7 @@ def _prepare_graphs(
     if left_out or draws:
         _LOG.warning("%s%s", name, _capture_warning(left_out, len(draws)))
     if memory is not None:
-        num_graphs = len(graphs.captured_keys)
+        num_graphs = graphs.num_captured
         num_graphs += 0 if token_sampler is None else len(token_sampler.captured_keys)
         text = compare_with_plan(plan.memory, free_before_capture=free, free_now=memory.free())
         _LOG.info("%s%d graphs captured; %s", name, num_graphs, text)
