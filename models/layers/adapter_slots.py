@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ostinato.ops.adapters.add_adapters import add_adapters
+from ostinato.ops.adapters.add_adapters import PANEL, add_adapters, pack_columns
 
 __all__ = ("AdapterSlots", "AdapterSpace", "ModuleAdapter")
 
@@ -65,7 +65,8 @@ class AdapterSlots(nn.Module):
         slots, rank, count = space.num_slots, space.max_rank, len(outputs)
         # Buffers, because a checkpoint has no such tensors. On a CPU, memory that was never written
         # takes no room.
-        shapes = {"a": (slots, count, rank, in_features), "b": (slots, rank, sum(outputs))}
+        panels = -(-sum(outputs) // PANEL)
+        shapes = {"a": (slots, count, rank, in_features), "b": (slots, panels, rank, PANEL)}
         for name, shape in shapes.items():
             values = torch.empty(shape, dtype=dtype, device=device)
             self.register_buffer(name, values, persistent=False)
@@ -99,7 +100,7 @@ class AdapterSlots(nn.Module):
         self.clear(slot)
         rank = adapter.b.shape[0]
         self.a[slot, :, :rank].copy_(adapter.a)
-        self.b[slot, :rank].copy_(adapter.b)
+        self.b[slot, :, :rank].copy_(pack_columns(adapter.b))
         self.scales[slot].copy_(torch.tensor(adapter.scales))
         self.ranks[slot].copy_(torch.tensor(adapter.ranks, dtype=torch.int32))
 

@@ -14,11 +14,20 @@ from importlib import import_module
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ostinato.ops.native.library import load
 from ostinato.ops.register import register_op
 
-__all__ = ("add_adapters", "add_adapters_reference", "load_adapter_kernels")
+__all__ = (
+    "PANEL",
+    "add_adapters",
+    "add_adapters_reference",
+    "load_adapter_kernels",
+    "pack_columns",
+)
+
+PANEL = 64  # columns of B that are stored together; a step of few rows reads them as one stream
 
 
 def add_adapters(
@@ -41,7 +50,8 @@ def add_adapters(
         x: [T, K], the layer's input: float32, bfloat16 or float16; rows contiguous.
         slots: [T, 1] int32, the slot of each row's adapter; negative = none.
         a: [L, n, R, K] in x's dtype, contiguous: L slots, n projections, R = the largest rank.
-        b: [L, R, N] in x's dtype, contiguous: the transposed B of all projections.
+        b: [L, ceil(N / PANEL), R, PANEL] in x's dtype, contiguous: the transposed B of all
+            projections, from `pack_columns`.
         ranks: [L, n] int32, the ranks of the projections; 0 = not adapted.
         scales: [L, n] float32.
         bounds: [n + 1] int32: projection i has columns bounds[i] to bounds[i + 1] of y.
@@ -51,6 +61,17 @@ def add_adapters(
             CPUs only.
     """
     _add_adapters(y, x, slots, a, b, ranks, scales, bounds)
+
+
+def pack_columns(b: Tensor) -> Tensor:
+    """The transposed B of a layer, [r, N], in the order in which the kernels read it.
+
+    Returns:
+        [ceil(N / PANEL), r, PANEL] contiguous. Columns past N are zero.
+    """
+    rank, columns = b.shape
+    padded = pad(b, (0, -columns % PANEL))
+    return padded.view(rank, -1, PANEL).transpose(0, 1).contiguous()
 
 
 def load_adapter_kernels() -> None:
@@ -82,7 +103,8 @@ def add_adapters_reference(
         for output, rank in enumerate(ranks[slot].tolist()):
             first, stop = columns[output], columns[output + 1]
             hidden = x[rows].float() @ a[slot, output, :rank].float().T * scales[slot, output]
-            added = hidden @ b[slot, :rank, first:stop].float()
+            columns_of_b = b[slot, :, :rank].transpose(0, 1).reshape(rank, -1)
+            added = hidden @ columns_of_b[:, first:stop].float()
             y[rows, first:stop] = (y[rows, first:stop].float() + added).to(y.dtype)
 
 

@@ -19,6 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ostinato.ops.adapters.add_adapters import PANEL
+
 __all__ = (
     "add_adapters_on_cuda",
     "expand_constants",
@@ -95,7 +97,7 @@ def shrink_kernel(
 def expand_kernel(
     y,  # [T, N]
     slots,  # [T, 1] int32
-    b,  # [L, R, N]
+    b,  # [L, ceil(N / BLOCK_N), R, BLOCK_N]
     ranks,  # [L, OUTPUTS] int32
     bounds,  # [OUTPUTS + 1] int32
     hidden,  # [PARTS, T, OUTPUTS, R] float32
@@ -135,9 +137,9 @@ def expand_kernel(
                         mask=is_own[:, None] & inside[None, :],
                         other=0.0,
                     )
-                place = current * R + rank[:, None]
+                panel = current * tl.cdiv(N, BLOCK_N) + tl.program_id(1)
                 weights = tl.load(
-                    b + place * N + columns[None, :],
+                    b + (panel * R + rank[:, None]) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :],
                     mask=inside[:, None] & mine[None, :],
                     other=0.0,
                 )
@@ -178,7 +180,7 @@ def expand_constants(
         "PARTS": _num_parts(in_features, max_rank, outputs),
         "BLOCK_T": _ROWS,
         "BLOCK_R": _ADDED_RANKS,
-        "BLOCK_N": 64,
+        "BLOCK_N": PANEL,
         "num_warps": 4,
         "num_stages": 1,
     }

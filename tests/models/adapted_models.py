@@ -43,7 +43,8 @@ def fill_slots(model: CausalLM, seed: int = 0) -> list[Adapters]:
             a = torch.randn(count, largest, in_features, generator=generator) * 0.3
             for output, rank in enumerate(ranks.tolist()):
                 a[output, rank:] = 0
-            b = torch.randn(largest, slots.b.shape[2], generator=generator) * 0.3
+            columns = int(slots.bounds[-1])
+            b = torch.randn(largest, columns, generator=generator) * 0.3
             scales = torch.rand(count, generator=generator) + 0.5
             found[name] = ModuleAdapter(a, b, tuple(ranks.tolist()), tuple(scales.tolist()))
             slots.write(slot, found[name])

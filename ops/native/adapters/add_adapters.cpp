@@ -15,9 +15,11 @@ namespace {
 
 constexpr int kRows = 8;                          // rows that are multiplied together by a part of a matrix
 constexpr int64_t kRanks = 8;                     // ranks in a task of `shrink`, if there are few rows
-constexpr int64_t kColumns = 128;                 // columns of B in a task of `expand`
-constexpr int64_t kGroups = 16;                   // groups of rows in a task of `expand`
-constexpr int64_t kProductsPerWorker = 32 << 10;  // with fewer products, waking one more thread takes longer
+constexpr int64_t kPanel = 64;                    // columns of B that are stored together, and of a task of `expand`
+constexpr int64_t kGroups = 16;                   // groups of rows in a task of `expand`, at most
+constexpr int64_t kProductsPerWorker = 16 << 10;  // with fewer products, waking one more thread takes longer
+constexpr int64_t kLine = 64;                     // bytes that a prefetch brings to the cache
+constexpr int64_t kAhead = 1024;                  // bytes of B that are prefetched ahead
 
 // Rows with the same slot, at most kRows of them.
 struct Group {
@@ -27,13 +29,15 @@ struct Group {
 };
 
 struct Problem {
-  int64_t in_features, out_features, max_rank, outputs;
+  int64_t in_features, out_features, max_rank, outputs, panels;
   int64_t x_stride, y_stride;
   const int32_t* ranks;   // [slots, outputs]
   const float* scales;    // [slots, outputs]
   const int32_t* bounds;  // [outputs + 1]
   const Group* groups;
   int64_t num_groups;
+  const int64_t* runs;  // [num_runs + 1]: the first group of each run of groups with the same slot
+  int64_t num_runs;
   float* hidden;   // [groups, kRows, outputs, max_rank]
   float* widened;  // [workers, widened_floats]: rows of x, and later parts of B, as float32
   int64_t widened_floats;
@@ -51,9 +55,10 @@ void widen(const T* from, int64_t count, float* to) {
   for (; k < count; ++k) to[k] = to_float(from[k]);
 }
 
-// hidden[r][i] = scale * the product of row r of x and row i of A. Each product has one vector of sums.
+// hidden[r][i] = scale * the product of row r of x and row i of A. Each product has one vector of sums. Meanwhile, as many
+// bytes at `next` are prefetched as the rows of A have, if it is not null.
 template <int Rows, int Ranks, class T>
-void dot(const float* const* x, const T* a, int64_t count, float scale, float* const* hidden) {
+void dot(const float* const* x, const T* a, int64_t count, float scale, const char* next, float* const* hidden) {
   F32 sums[Rows][Ranks];
   for (int r = 0; r < Rows; ++r) {
     for (int i = 0; i < Ranks; ++i) sums[r][i] = broadcast(0.0f);
@@ -62,6 +67,11 @@ void dot(const float* const* x, const T* a, int64_t count, float scale, float* c
   for (; k + F32::width <= count; k += F32::width) {
     F32 weights[Ranks];
     for (int i = 0; i < Ranks; ++i) weights[i] = load(a + i * count + k);
+    if (next != nullptr) {
+      constexpr int64_t kBytes = Ranks * F32::width * static_cast<int64_t>(sizeof(T));
+      const char* place = next + k / F32::width * kBytes;
+      for (int64_t line = 0; line < kBytes; line += kLine) __builtin_prefetch(place + line);
+    }
     for (int r = 0; r < Rows; ++r) {
       const F32 values = load(x[r] + k);
       for (int i = 0; i < Ranks; ++i) sums[r][i] = fma(values, weights[i], sums[r][i]);
@@ -78,17 +88,20 @@ void dot(const float* const* x, const T* a, int64_t count, float scale, float* c
 
 // The numbers of `ranks` ranks for some rows.
 template <int Rows, class T>
-void shrink_rows(const float* const* x, const T* a, int64_t ranks, int64_t count, float scale, float* const* to) {
+void shrink_rows(const float* const* x, const T* a, int64_t ranks, int64_t count, float scale, const T* next,
+                 float* const* to) {
   constexpr int kTogether = Rows == 1 ? 8 : 1;  // eight sums hide the latency of a fused multiply-add
   float* hidden[Rows];
   int64_t i = 0;
   for (; i + kTogether <= ranks; i += kTogether) {
     for (int r = 0; r < Rows; ++r) hidden[r] = to[r] + i;
-    dot<Rows, kTogether>(x, a + i * count, count, scale, hidden);
+    const bool has_more = i + 2 * kTogether <= ranks;
+    const T* following = has_more ? a + (i + kTogether) * count : next;
+    dot<Rows, kTogether>(x, a + i * count, count, scale, reinterpret_cast<const char*>(following), hidden);
   }
   for (; i < ranks; ++i) {
     for (int r = 0; r < Rows; ++r) hidden[r] = to[r] + i;
-    dot<Rows, 1>(x, a + i * count, count, scale, hidden);
+    dot<Rows, 1>(x, a + i * count, count, scale, nullptr, hidden);
   }
 }
 
@@ -111,19 +124,23 @@ void shrink(const Problem& p, const T* x, const T* a, int64_t group, int64_t fir
     if (ranks <= 0) continue;
     const float scale = p.scales[rows.slot * p.outputs + output];
     const T* matrix = a + ((rows.slot * p.outputs + output) * p.max_rank + first) * p.in_features;
+    const bool has_next = output + 1 < p.outputs && p.rank(rows, output + 1) > first;
+    const T* next = has_next ? matrix + p.max_rank * p.in_features : nullptr;
     float* to[kRows];
     for (int r = 0; r < rows.count; ++r) to[r] = p.hidden_of(group, r, output) + first;
     int r = 0;
-    for (; r + 8 <= rows.count; r += 8) shrink_rows<8>(from + r, matrix, ranks, p.in_features, scale, to + r);
-    for (; r + 4 <= rows.count; r += 4) shrink_rows<4>(from + r, matrix, ranks, p.in_features, scale, to + r);
-    for (; r < rows.count; ++r) shrink_rows<1>(from + r, matrix, ranks, p.in_features, scale, to + r);
+    for (; r + 8 <= rows.count; r += 8) shrink_rows<8>(from + r, matrix, ranks, p.in_features, scale, next, to + r);
+    for (; r + 4 <= rows.count; r += 4) shrink_rows<4>(from + r, matrix, ranks, p.in_features, scale, next, to + r);
+    for (; r < rows.count; ++r) shrink_rows<1>(from + r, matrix, ranks, p.in_features, scale, next, to + r);
   }
 }
 
-// Adds the product of `Rows` rows of numbers and B [rank, count] to `count` columns of y.
+// Adds the product of `Rows` rows of numbers and B [rank, kPanel] to `count` columns of y.
 template <int Rows, class B, class Y>
-void expand_rows(const float* const* hidden, const B* b, int64_t stride, int64_t rank, int64_t count, Y* const* y) {
-  constexpr int kVectors = 2;
+void expand_rows(const float* const* hidden, const B* b, int64_t rank, int64_t count, Y* const* y) {
+  // Eight sums hide the latency of a fused multiply-add.
+  constexpr int kVectors = Rows == 1 ? std::min<int>(8, kPanel / F32::width) : 2;
+  constexpr int64_t kBytes = kVectors * F32::width * static_cast<int64_t>(sizeof(B));
   int64_t c = 0;
   for (; c + kVectors * F32::width <= count; c += kVectors * F32::width) {
     F32 sums[Rows][kVectors];
@@ -132,7 +149,11 @@ void expand_rows(const float* const* hidden, const B* b, int64_t stride, int64_t
     }
     for (int64_t i = 0; i < rank; ++i) {
       F32 weights[kVectors];
-      for (int v = 0; v < kVectors; ++v) weights[v] = load(b + i * stride + c + v * F32::width);
+      for (int v = 0; v < kVectors; ++v) weights[v] = load(b + i * kPanel + c + v * F32::width);
+      if (Rows == 1) {
+        const char* ahead = reinterpret_cast<const char*>(b + i * kPanel + c) + kAhead;
+        for (int64_t line = 0; line < kBytes; line += kLine) __builtin_prefetch(ahead + line);
+      }
       for (int r = 0; r < Rows; ++r) {
         const F32 value = broadcast(hidden[r][i]);
         for (int v = 0; v < kVectors; ++v) sums[r][v] = fma(value, weights[v], sums[r][v]);
@@ -148,15 +169,14 @@ void expand_rows(const float* const* hidden, const B* b, int64_t stride, int64_t
   for (; c < count; ++c) {
     for (int r = 0; r < Rows; ++r) {
       float sum = 0.0f;
-      for (int64_t i = 0; i < rank; ++i) sum = std::fma(hidden[r][i], to_float(b[i * stride + c]), sum);
+      for (int64_t i = 0; i < rank; ++i) sum = std::fma(hidden[r][i], to_float(b[i * kPanel + c]), sum);
       from_float(to_float(y[r][c]) + sum, y[r] + c);
     }
   }
 }
 
 template <class B, class Y>
-void expand_group(const Problem& p, int64_t group, int64_t output, const B* b, int64_t stride, int64_t first,
-                  int64_t count, Y* y) {
+void expand_group(const Problem& p, int64_t group, int64_t output, const B* b, int64_t first, int64_t count, Y* y) {
   const Group& rows = p.groups[group];
   const int64_t rank = p.rank(rows, output);
   const float* hidden[kRows];
@@ -166,32 +186,28 @@ void expand_group(const Problem& p, int64_t group, int64_t output, const B* b, i
     to[r] = y + rows.rows[r] * p.y_stride + first;
   }
   int r = 0;
-  for (; r + 4 <= rows.count; r += 4) expand_rows<4>(hidden + r, b, stride, rank, count, to + r);
-  for (; r < rows.count; ++r) expand_rows<1>(hidden + r, b, stride, rank, count, to + r);
+  for (; r + 4 <= rows.count; r += 4) expand_rows<4>(hidden + r, b, rank, count, to + r);
+  for (; r < rows.count; ++r) expand_rows<1>(hidden + r, b, rank, count, to + r);
 }
 
-// Adds the products of the groups [begin, end) and columns [first, stop).
+// Adds the products of the groups [begin, end), which have the same slot, and of one panel of columns.
 template <class T, class Y>
-void expand(const Problem& p, const T* b, Y* y, int64_t begin, int64_t end, int64_t first, int64_t stop,
-            float* memory) {
+void expand(const Problem& p, const T* b, Y* y, int64_t begin, int64_t end, int64_t panel, float* memory) {
+  const int64_t first = panel * kPanel, stop = std::min(first + kPanel, p.out_features);
+  const T* columns = b + (p.groups[begin].slot * p.panels + panel) * p.max_rank * kPanel;
   for (int64_t output = 0; output < p.outputs; ++output) {
     const int64_t from = std::max<int64_t>(first, p.bounds[output]);
     const int64_t count = std::min<int64_t>(stop, p.bounds[output + 1]) - from;
-    if (count <= 0) continue;
-    for (int64_t group = begin, last; group < end; group = last) {
-      const int32_t slot = p.groups[group].slot;
-      for (last = group + 1; last < end && p.groups[last].slot == slot;) ++last;
-      const int64_t rank = p.rank(p.groups[group], output);
-      const T* matrix = b + slot * p.max_rank * p.out_features + from;
-      if (rank == 0) continue;
-      if (sizeof(T) == sizeof(float) || last - group == 1) {
-        for (; group < last; ++group) expand_group(p, group, output, matrix, p.out_features, from, count, y);
-        continue;
-      }
-      for (int64_t i = 0; i < rank; ++i) widen(matrix + i * p.out_features, count, memory + i * kColumns);
-      for (; group < last; ++group) {
-        expand_group(p, group, output, static_cast<const float*>(memory), kColumns, from, count, y);
-      }
+    const int64_t rank = p.rank(p.groups[begin], output);
+    if (count <= 0 || rank == 0) continue;
+    const T* matrix = columns + from - first;
+    if (sizeof(T) == sizeof(float) || end - begin == 1) {
+      for (int64_t g = begin; g < end; ++g) expand_group(p, g, output, matrix, from, count, y);
+      continue;
+    }
+    for (int64_t i = 0; i < rank; ++i) widen(matrix + i * kPanel, count, memory + i * kPanel);
+    for (int64_t g = begin; g < end; ++g) {
+      expand_group(p, g, output, static_cast<const float*>(memory), from, count, y);
     }
   }
 }
@@ -228,12 +244,9 @@ void run(const Problem& p, const Threads& threads, const T* x, const T* a, const
     const int64_t first = index % blocks * ranks;
     shrink(p, x, a, index / blocks, first, first + ranks, memory);
   });
-  const int64_t parts = ceil_divide(p.out_features, kColumns);
-  const int64_t chunks = ceil_divide(p.num_groups, kGroups);
-  for_each_task(p, threads, chunks * parts, rows * most * p.out_features, [&](int64_t index, float* memory) {
-    const int64_t begin = index / parts * kGroups, first = index % parts * kColumns;
-    expand(p, b, y, begin, std::min(begin + kGroups, p.num_groups), first, std::min(first + kColumns, p.out_features),
-           memory);
+  for_each_task(p, threads, p.num_runs * p.panels, rows * most * p.out_features, [&](int64_t index, float* memory) {
+    const int64_t run = index / p.panels;
+    expand(p, b, y, p.runs[run], p.runs[run + 1], index % p.panels, memory);
   });
 }
 
@@ -261,6 +274,17 @@ int64_t group_rows(const Tensor& slots, int64_t rows, int64_t num_slots, int64_t
     group.rows[group.count++] = row;
     if (group.count == kRows) places[slot] = -1;
   }
+  return count;
+}
+
+// Divides the groups into runs with the same slot, of at most kGroups groups. Returns the number of runs.
+int64_t find_runs(const Group* groups, int64_t num_groups, int64_t* runs) {
+  int64_t count = 0;
+  for (int64_t group = 0; group < num_groups; ++group) {
+    const bool goes_on = group > 0 && groups[group].slot == groups[group - 1].slot && group - runs[count - 1] < kGroups;
+    if (!goes_on) runs[count++] = group;
+  }
+  runs[count] = num_groups;
   return count;
 }
 
@@ -297,9 +321,10 @@ void add_adapters(Call& call) {
   OSTINATO_CHECK(a.dtype == x.dtype && a.dim == 4 && a.sizes[3] == x.sizes[1] && is_contiguous(a),
                  "add_adapters: a must be contiguous [slots, outputs, R, K] in x's dtype");
   const int64_t num_slots = a.sizes[0], outputs = a.sizes[1], max_rank = a.sizes[2];
-  OSTINATO_CHECK(b.dtype == x.dtype && b.dim == 3 && b.sizes[0] == num_slots && b.sizes[1] == max_rank &&
-                     b.sizes[2] == y.sizes[1] && is_contiguous(b),
-                 "add_adapters: b must be contiguous [slots, R, N] in x's dtype");
+  const int64_t panels = ceil_divide(y.sizes[1], kPanel);
+  OSTINATO_CHECK(b.dtype == x.dtype && b.dim == 4 && b.sizes[0] == num_slots && b.sizes[1] == panels &&
+                     b.sizes[2] == max_rank && b.sizes[3] == kPanel && is_contiguous(b),
+                 "add_adapters: b must be contiguous [slots, ceil(N / 64), R, 64] in x's dtype");
   OSTINATO_CHECK(ranks.dtype == DType::int32 && ranks.num_elements() == num_slots * outputs && is_contiguous(ranks),
                  "add_adapters: ranks must be contiguous int32 [slots, outputs]");
   OSTINATO_CHECK(scales.dtype == DType::float32 && scales.num_elements() == num_slots * outputs &&
@@ -317,6 +342,7 @@ void add_adapters(Call& call) {
   p.out_features = y.sizes[1];
   p.max_rank = max_rank;
   p.outputs = outputs;
+  p.panels = panels;
   p.x_stride = x.strides[0];
   p.y_stride = y.strides[0];
   p.ranks = ranks.as<int32_t>();
@@ -326,8 +352,11 @@ void add_adapters(Call& call) {
   p.num_groups = group_rows(slots, rows, num_slots, call.workspace<int64_t>(num_slots), groups);
   p.groups = groups;
   if (p.num_groups > 0) {
+    int64_t* runs = call.workspace<int64_t>(p.num_groups + 1);
+    p.num_runs = find_runs(groups, p.num_groups, runs);
+    p.runs = runs;
     p.hidden = call.workspace<float>(p.num_groups * kRows * outputs * max_rank);
-    p.widened_floats = std::max(kRows * p.in_features, max_rank * kColumns);
+    p.widened_floats = std::max(kRows * p.in_features, max_rank * kPanel);
     p.widened = call.workspace<float>(p.widened_floats * call.threads().count());
     with_element(x.dtype, [&]<class T>(T) {
       if (y.dtype == DType::float32) {

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ostinato.ops.adapters.add_adapters import add_adapters_reference
+from ostinato.ops.adapters.add_adapters import add_adapters_reference, pack_columns
 
 __all__ = ("Rows", "make_rows")
 
@@ -72,7 +72,7 @@ def make_rows(
         normal(num_rows, in_features).to(dtype),
         torch.randint(-1, num_slots, (num_rows, 1), dtype=torch.int32, generator=generator),
         a.to(dtype),
-        b.to(dtype),
+        torch.stack([pack_columns(each) for each in b.to(dtype)]),
         ranks.int(),
         torch.rand(num_slots, count, generator=generator) + 0.5,
         torch.tensor(bounds, dtype=torch.int32),

@@ -90,7 +90,7 @@ def test_the_number_of_threads_changes_no_bit(
         ("slots", lambda slots: slots.long(), "slots must be int32"),
         ("y", lambda y: y.bfloat16(), "y must be"),
         ("x", lambda x: x[:, 1:], "a must be contiguous"),
-        ("b", lambda b: b[:, :, 1:], "b must be contiguous"),
+        ("b", lambda b: b[:, 1:], "b must be contiguous"),
         ("ranks", lambda ranks: ranks[1:], "ranks must be"),
         ("scales", lambda scales: scales.double(), "scales must be"),
         ("bounds", lambda bounds: bounds[1:], "bounds must be"),
