@@ -103,7 +103,7 @@ def add_adapters_reference(
         for output, rank in enumerate(ranks[slot].tolist()):
             first, stop = columns[output], columns[output + 1]
             hidden = x[rows].float() @ a[slot, output, :rank].float().T * scales[slot, output]
-            columns_of_b = b[slot, :, :rank].transpose(0, 1).reshape(rank, -1)
+            columns_of_b = b[slot, :, :rank].transpose(0, 1).reshape(rank, b.shape[1] * PANEL)
             added = hidden @ columns_of_b[:, first:stop].float()
             y[rows, first:stop] = (y[rows, first:stop].float() + added).to(y.dtype)
 
