@@ -48,6 +48,15 @@ struct Problem {
   }
 };
 
+// a * b + c of one lane of `fma`. Without a fused instruction, `fma` rounds the product.
+OSTINATO_INLINE float multiply_add(float a, float b, float c) {
+#if OSTINATO_ISA >= 1 || defined(__FP_FAST_FMAF)
+  return __builtin_fmaf(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+
 template <class T>
 void widen(const T* from, int64_t count, float* to) {
   int64_t k = 0;
@@ -169,7 +178,9 @@ void expand_rows(const float* const* hidden, const B* b, int64_t rank, int64_t c
   for (; c < count; ++c) {
     for (int r = 0; r < Rows; ++r) {
       float sum = 0.0f;
-      for (int64_t i = 0; i < rank; ++i) sum = std::fma(hidden[r][i], to_float(b[i * kPanel + c]), sum);
+      for (int64_t i = 0; i < rank; ++i) {
+        sum = multiply_add(hidden[r][i], to_float(b[i * kPanel + c]), sum);
+      }
       from_float(to_float(y[r][c]) + sum, y[r] + c);
     }
   }
