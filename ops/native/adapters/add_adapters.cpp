@@ -10,12 +10,16 @@
 
 #include <algorithm>
 
+// Without this, g++ keeps arrays of sums in memory.
+#define OSTINATO_UNROLL _Pragma("GCC unroll 8")
+
 namespace ostinato::adapters {
 namespace {
 
 constexpr int kRows = 8;                          // rows that are multiplied together by a part of a matrix
 constexpr int64_t kRanks = 8;                     // ranks in a task of `shrink`, if there are few rows
-constexpr int64_t kPanel = 64;                    // columns of B that are stored together, and of a task of `expand`
+constexpr int64_t kPanel = 64;                    // columns of B that are stored together
+constexpr int64_t kPanelsTogether = 4;            // panels in a task of `expand`, if there are many rows
 constexpr int64_t kGroups = 16;                   // groups of rows in a task of `expand`, at most
 constexpr int64_t kProductsPerWorker = 16 << 10;  // with fewer products, waking one more thread takes longer
 constexpr int64_t kLine = 64;                     // bytes that a prefetch brings to the cache
@@ -69,24 +73,31 @@ void widen(const T* from, int64_t count, float* to) {
 template <int Rows, int Ranks, class T>
 void dot(const float* const* x, const T* a, int64_t count, float scale, const char* next, float* const* hidden) {
   F32 sums[Rows][Ranks];
+  OSTINATO_UNROLL
   for (int r = 0; r < Rows; ++r) {
+    OSTINATO_UNROLL
     for (int i = 0; i < Ranks; ++i) sums[r][i] = broadcast(0.0f);
   }
   int64_t k = 0;
   for (; k + F32::width <= count; k += F32::width) {
     F32 weights[Ranks];
+    OSTINATO_UNROLL
     for (int i = 0; i < Ranks; ++i) weights[i] = load(a + i * count + k);
     if (next != nullptr) {
       constexpr int64_t kBytes = Ranks * F32::width * static_cast<int64_t>(sizeof(T));
       const char* place = next + k / F32::width * kBytes;
       for (int64_t line = 0; line < kBytes; line += kLine) __builtin_prefetch(place + line);
     }
+    OSTINATO_UNROLL
     for (int r = 0; r < Rows; ++r) {
       const F32 values = load(x[r] + k);
+      OSTINATO_UNROLL
       for (int i = 0; i < Ranks; ++i) sums[r][i] = fma(values, weights[i], sums[r][i]);
     }
   }
+  OSTINATO_UNROLL
   for (int r = 0; r < Rows; ++r) {
+    OSTINATO_UNROLL
     for (int i = 0; i < Ranks; ++i) {
       float rest = 0.0f;
       for (int64_t j = k; j < count; ++j) rest += x[r][j] * to_float(a[i * count + j]);
@@ -103,12 +114,14 @@ void shrink_rows(const float* const* x, const T* a, int64_t ranks, int64_t count
   float* hidden[Rows];
   int64_t i = 0;
   for (; i + kTogether <= ranks; i += kTogether) {
+    OSTINATO_UNROLL
     for (int r = 0; r < Rows; ++r) hidden[r] = to[r] + i;
     const bool has_more = i + 2 * kTogether <= ranks;
     const T* following = has_more ? a + (i + kTogether) * count : next;
     dot<Rows, kTogether>(x, a + i * count, count, scale, reinterpret_cast<const char*>(following), hidden);
   }
   for (; i < ranks; ++i) {
+    OSTINATO_UNROLL
     for (int r = 0; r < Rows; ++r) hidden[r] = to[r] + i;
     dot<Rows, 1>(x, a + i * count, count, scale, nullptr, hidden);
   }
@@ -153,22 +166,29 @@ void expand_rows(const float* const* hidden, const B* b, int64_t rank, int64_t c
   int64_t c = 0;
   for (; c + kVectors * F32::width <= count; c += kVectors * F32::width) {
     F32 sums[Rows][kVectors];
+    OSTINATO_UNROLL
     for (int r = 0; r < Rows; ++r) {
+      OSTINATO_UNROLL
       for (int v = 0; v < kVectors; ++v) sums[r][v] = broadcast(0.0f);
     }
     for (int64_t i = 0; i < rank; ++i) {
       F32 weights[kVectors];
+      OSTINATO_UNROLL
       for (int v = 0; v < kVectors; ++v) weights[v] = load(b + i * kPanel + c + v * F32::width);
       if (Rows == 1) {
         const char* ahead = reinterpret_cast<const char*>(b + i * kPanel + c) + kAhead;
         for (int64_t line = 0; line < kBytes; line += kLine) __builtin_prefetch(ahead + line);
       }
+      OSTINATO_UNROLL
       for (int r = 0; r < Rows; ++r) {
         const F32 value = broadcast(hidden[r][i]);
+        OSTINATO_UNROLL
         for (int v = 0; v < kVectors; ++v) sums[r][v] = fma(value, weights[v], sums[r][v]);
       }
     }
+    OSTINATO_UNROLL
     for (int r = 0; r < Rows; ++r) {
+      OSTINATO_UNROLL
       for (int v = 0; v < kVectors; ++v) {
         Y* to = y[r] + c + v * F32::width;
         store(to, load(to) + sums[r][v]);
@@ -176,6 +196,7 @@ void expand_rows(const float* const* hidden, const B* b, int64_t rank, int64_t c
     }
   }
   for (; c < count; ++c) {
+    OSTINATO_UNROLL
     for (int r = 0; r < Rows; ++r) {
       float sum = 0.0f;
       for (int64_t i = 0; i < rank; ++i) {
@@ -201,24 +222,39 @@ void expand_group(const Problem& p, int64_t group, int64_t output, const B* b, i
   for (; r < rows.count; ++r) expand_rows<1>(hidden + r, b, rank, count, to + r);
 }
 
-// Adds the products of the groups [begin, end), which have the same slot, and of one panel of columns.
-template <class T, class Y>
-void expand(const Problem& p, const T* b, Y* y, int64_t begin, int64_t end, int64_t panel, float* memory) {
+// Adds the products of a group and of one panel of columns, which are those of B from `columns` on.
+template <class B, class Y>
+void expand_panel(const Problem& p, int64_t group, int64_t panel, const B* columns, Y* y) {
   const int64_t first = panel * kPanel, stop = std::min(first + kPanel, p.out_features);
-  const T* columns = b + (p.groups[begin].slot * p.panels + panel) * p.max_rank * kPanel;
   for (int64_t output = 0; output < p.outputs; ++output) {
     const int64_t from = std::max<int64_t>(first, p.bounds[output]);
     const int64_t count = std::min<int64_t>(stop, p.bounds[output + 1]) - from;
-    const int64_t rank = p.rank(p.groups[begin], output);
-    if (count <= 0 || rank == 0) continue;
-    const T* matrix = columns + from - first;
-    if (sizeof(T) == sizeof(float) || end - begin == 1) {
-      for (int64_t g = begin; g < end; ++g) expand_group(p, g, output, matrix, from, count, y);
-      continue;
-    }
-    for (int64_t i = 0; i < rank; ++i) widen(matrix + i * kPanel, count, memory + i * kPanel);
+    if (count <= 0 || p.rank(p.groups[group], output) == 0) continue;
+    expand_group(p, group, output, columns + from - first, from, count, y);
+  }
+}
+
+// Adds the products of the groups [begin, end), which have the same slot, and of the panels [first, stop).
+template <class T, class Y>
+void expand(const Problem& p, const T* b, Y* y, int64_t begin, int64_t end, int64_t first, int64_t stop,
+            float* memory) {
+  const int32_t slot = p.groups[begin].slot;
+  const int64_t size = p.max_rank * kPanel;  // of a panel
+  const T* panels = b + slot * p.panels * size;
+  if (sizeof(T) == sizeof(float) || end - begin == 1) {
     for (int64_t g = begin; g < end; ++g) {
-      expand_group(p, g, output, static_cast<const float*>(memory), from, count, y);
+      for (int64_t panel = first; panel < stop; ++panel) expand_panel(p, g, panel, panels + panel * size, y);
+    }
+    return;
+  }
+  int64_t most = 0;
+  for (int64_t output = 0; output < p.outputs; ++output) most = std::max(most, p.rank(p.groups[begin], output));
+  for (int64_t panel = first; panel < stop; ++panel) {
+    widen(panels + panel * size, most * kPanel, memory + (panel - first) * size);
+  }
+  for (int64_t g = begin; g < end; ++g) {
+    for (int64_t panel = first; panel < stop; ++panel) {
+      expand_panel(p, g, panel, static_cast<const float*>(memory + (panel - first) * size), y);
     }
   }
 }
@@ -255,9 +291,12 @@ void run(const Problem& p, const Threads& threads, const T* x, const T* a, const
     const int64_t first = index % blocks * ranks;
     shrink(p, x, a, index / blocks, first, first + ranks, memory);
   });
-  for_each_task(p, threads, p.num_runs * p.panels, rows * most * p.out_features, [&](int64_t index, float* memory) {
-    const int64_t run = index / p.panels;
-    expand(p, b, y, p.runs[run], p.runs[run + 1], index % p.panels, memory);
+  // With many rows, several panels in turn: the lines of y next to each other are then read and written together.
+  const int64_t together = p.num_groups > 2 * p.num_runs ? kPanelsTogether : 1;
+  const int64_t parts = ceil_divide(p.panels, together);
+  for_each_task(p, threads, p.num_runs * parts, rows * most * p.out_features, [&](int64_t index, float* memory) {
+    const int64_t run = index / parts, first = index % parts * together;
+    expand(p, b, y, p.runs[run], p.runs[run + 1], first, std::min(first + together, p.panels), memory);
   });
 }
 
@@ -367,7 +406,7 @@ void add_adapters(Call& call) {
     p.num_runs = find_runs(groups, p.num_groups, runs);
     p.runs = runs;
     p.hidden = call.workspace<float>(p.num_groups * kRows * outputs * max_rank);
-    p.widened_floats = std::max(kRows * p.in_features, max_rank * kPanel);
+    p.widened_floats = std::max(kRows * p.in_features, max_rank * kPanel * kPanelsTogether);
     p.widened = call.workspace<float>(p.widened_floats * call.threads().count());
     with_element(x.dtype, [&]<class T>(T) {
       if (y.dtype == DType::float32) {
