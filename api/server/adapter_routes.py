@@ -34,7 +34,6 @@ class UnloadAdapterRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unk
     """`POST /v1/unload_lora_adapter`."""
 
     lora_name: str
-    lora_int_id: int | None = None  # vLLM's number of the adapter; not read
 
 
 @post_endpoint("/v1/load_lora_adapter", body=LoadAdapterRequest, errors=_REFUSED, media_type=_TEXT)

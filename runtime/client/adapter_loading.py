@@ -173,16 +173,10 @@ class AdapterLoader:
             registry.check(name, in_place=in_place)
         digest = await asyncio.to_thread(digest_of, directory)
         before = registry.get(name)
-        if (
-            in_place
-            and before is not None
-            and (before.path, before.digest)
-            == (
-                str(directory),
-                digest,
-            )
-        ):
-            return before
+        if in_place and before is not None:
+            files = before.path, before.digest
+            if files == (str(directory), digest):
+                return before
         if make_room is not None:
             make_room()
         adapter = registry.begin(

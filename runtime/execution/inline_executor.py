@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
@@ -10,7 +11,6 @@ import torch
 from ostinato.graphs.compile_monitor import CompileMonitor
 from ostinato.models.kv_cache import KVCache
 from ostinato.runtime.errors import InvalidRequestError
-from ostinato.runtime.execution.adapter_loader import AdapterLoader
 from ostinato.runtime.execution.executor import (
     AdvanceAdapters,
     BeginAdapter,
@@ -28,6 +28,9 @@ from ostinato.runtime.execution.profiler import Profiler
 from ostinato.runtime.grammar.store import GrammarBuilt, GrammarStore
 from ostinato.runtime.kv.page_mapper import CachePages
 from ostinato.runtime.types.step import SchedulerOutput, StepResult
+
+if TYPE_CHECKING:
+    from ostinato.runtime.execution.adapter_loader import AdapterLoader
 
 __all__ = ("InlineExecutor",)
 

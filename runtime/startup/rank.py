@@ -31,7 +31,6 @@ from ostinato.models.base import EncoderModel, LanguageModel
 from ostinato.models.kv_cache import KVCache
 from ostinato.ops.attention import AttentionPlanner, PlannedBackend, load_backend
 from ostinato.runtime.errors import StartupError
-from ostinato.runtime.execution.adapter_loader import AdapterLoader
 from ostinato.runtime.execution.hidden_state_pool import HiddenStatePool, num_pool_slots
 from ostinato.runtime.execution.hidden_states import HiddenStates, KeptStates
 from ostinato.runtime.execution.inline_executor import InlineExecutor
@@ -328,7 +327,12 @@ def _make_executor(
     monitor: CompileMonitor,
     pages: CachePages | None,
 ) -> InlineExecutor:
-    space = plan.source.adapters
+    space, adapters = plan.source.adapters, None
+    if space is not None:
+        # A start without adapters saves the import.
+        from ostinato.runtime.execution.adapter_loader import AdapterLoader
+
+        adapters = AdapterLoader(model, space)
     return InlineExecutor(
         runner,
         kv_cache,
@@ -336,7 +340,7 @@ def _make_executor(
         monitor,
         pages=pages,
         overlap=plan.overlap,
-        adapters=None if space is None else AdapterLoader(model, space),
+        adapters=adapters,
     )
 
 

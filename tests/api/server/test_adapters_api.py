@@ -58,7 +58,8 @@ class TestLoadAndUnload:
         )
         assert answer.headers["content-type"].startswith("text/plain")
         assert app.engine.adapters.get("sql").path == "sql"
-        answer = unload(app, lora_int_id=7)
+        assert error_of(unload(app, lora_int_id=7))["param"] == "lora_int_id"
+        answer = unload(app)
         assert (answer.status_code, answer.text) == (
             200,
             "Success: LoRA adapter 'sql' removed successfully.",
