@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -13,7 +15,9 @@ from ostinato import LLM, SamplingParams
 from ostinato.benchmarks.workload.random_adapter import write_random_adapter
 from ostinato.conf.compose import load_config
 from ostinato.conf.root import RunConfig
+from ostinato.models.adapters.peft_adapter import Adapter
 from ostinato.runtime.errors import InvalidRequestError, StartupError
+from ostinato.runtime.execution import adapter_loader
 from ostinato.runtime.types.params import PoolingParams
 from ostinato.runtime.types.request import Request
 from tests.models.minilm import minilm_directory
@@ -108,8 +112,19 @@ def test_a_replaced_adapter_shares_no_blocks_with_its_successor(
     assert engine.stats().prefix_hits > hits, "its own blocks are found again"
 
 
-def test_steps_go_on_while_an_adapter_is_loaded(llm: LLM, adapters: list[Path]) -> None:
+def test_steps_go_on_while_an_adapter_is_loaded(
+    llm: LLM, adapters: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_read = threading.Event()
+    read = adapter_loader.read_adapter
+
+    def read_later(*arguments: Any) -> Adapter:
+        may_read.wait(60)
+        return read(*arguments)
+
+    monkeypatch.setattr(adapter_loader, "read_adapter", read_later)
     engine = llm._engine
+    may_read.set()
     [digest, *_] = load_adapters(engine, adapters[:1])
     sampling = msgspec.structs.replace(GREEDY, max_tokens=150)
     request = Request(
@@ -124,17 +139,21 @@ def test_steps_go_on_while_an_adapter_is_loaded(llm: LLM, adapters: list[Path]) 
     while engine.has_work:
         alone += [token for output in engine.step() for token in output.new_token_ids]
     engine.add_request(request)
+    may_read.clear()
     for slot, directory in ((1, adapters[1]), (2, adapters[2])):
         engine.begin_adapter(slot, str(directory), "another digest")
     with pytest.raises(InvalidRequestError, match="an adapter is being loaded into slot 2"):
         engine.begin_adapter(2, str(adapters[2]), "another digest")
     tokens: list[int] = []
-    ended: list[tuple[int, str]] = []
+    while len(tokens) < 20:
+        tokens += [token for output in engine.step() for token in output.new_token_ids]
+    assert engine.take_adapters() == []
+    may_read.set()
     while engine.has_work:
         tokens += [token for output in engine.step() for token in output.new_token_ids]
-        ended += [(slot, failure) for slot, failure in engine.take_adapters() if len(tokens) < 150]
     assert tokens == alone
-    assert [slot for slot, _ in ended] == [1, 2], "the loads ended before the request did"
+    ended = engine.take_adapters()
+    assert [slot for slot, _ in ended] == [1, 2]
     assert all("files have changed" in failure for _, failure in ended)
 
 
