@@ -16,7 +16,7 @@ __all__ = ("AdapterUse", "LoadedAdapters")
 
 
 class LoadedAdapters(Protocol):
-    """The part of `AdapterRegistry` (runtime/client/adapters.py) that the API needs."""
+    """The part of `AdapterRegistry` (runtime/client/adapter_registry.py) that the API needs."""
 
     @property
     def served(self) -> Sequence[ServedAdapter]:
