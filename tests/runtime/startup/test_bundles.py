@@ -47,7 +47,7 @@ def _small_libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each library is one line of C++, so that the real compiler builds it at once."""
     sources = tmp_path / "sources"
     sources.mkdir()
-    for name in ("core", "quantized"):
+    for name in native.LIBRARIES:
         (sources / f"{name}.cpp").write_text(f"int {name}() {{ return 1; }}\n")
         monkeypatch.setitem(native.LIBRARIES, name, ((name,),))
     for name, part in native.PARTS.items():
