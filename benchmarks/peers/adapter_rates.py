@@ -70,8 +70,8 @@ class _Server(NamedTuple):
         if self.name == "ostinato":
             chosen = {} if adapter < 0 else {"model": f"adapter-{adapter}"}
             return {"prompt": prompt, "max_tokens": _OUTPUT, "temperature": 0} | chosen
-        chosen = [] if adapter < 0 else [{"id": adapter, "scale": 1.0}]
-        return {"prompt": prompt, "n_predict": _OUTPUT, "temperature": 0, "lora": chosen}
+        chosen = {} if adapter < 0 else {"lora": [{"id": adapter, "scale": 1.0}]}
+        return {"prompt": prompt, "n_predict": _OUTPUT, "temperature": 0} | chosen
 
     def complete(self, prompt: list[int], adapter: int) -> str:
         """Generate `_OUTPUT` tokens; returns their text."""
