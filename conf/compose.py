@@ -292,7 +292,8 @@ def _group_options(search: Sequence[str] = ()) -> dict[str, list[str]]:
         return repository.get_group_options(group, kind)
 
     groups = [group for group in options("", ObjectType.GROUP) if group != "hydra"]
-    return {group: options(group, ObjectType.CONFIG) for group in groups}
+    found = {group: options(group, ObjectType.CONFIG) for group in groups}
+    return {group: names for group, names in found.items() if names}  # other folders have code only
 
 
 def _parse(overrides: Sequence[str]) -> list[Override]:

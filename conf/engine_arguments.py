@@ -14,7 +14,7 @@ from typing import cast
 
 from ostinato.conf.describe import describe_keys, nearest
 from ostinato.conf.errors import ConfigError
-from ostinato.conf.lora_arguments import (
+from ostinato.conf.lora.lora_arguments import (
     ADAPTERS,
     MAX_ADAPTERS,
     REFUSED,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from ostinato.conf.lora_schema import LoraConfig
+from ostinato.conf.lora.lora_schema import LoraConfig
 from ostinato.conf.schema import (
     CacheConfig,
     DeviceConfig,

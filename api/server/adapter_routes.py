@@ -13,7 +13,7 @@ from ostinato.api.http.endpoints import post_endpoint
 from ostinato.api.http.handlers import HttpRequest, SharedService, json_body
 from ostinato.api.schemas.body_decoding import decode
 from ostinato.api.service.service import Service
-from ostinato.runtime.errors import InvalidRequestError
+from ostinato.runtime.client.adapter_loading import check_runtime_loading
 
 __all__ = ("HANDLERS",)
 
@@ -88,12 +88,5 @@ def _success(text: str) -> Response[bytes]:
 
 
 def _check_allowed(service: Service) -> None:
-    if not service.lora.allow_runtime_loading:
-        raise InvalidRequestError(
-            "lora.allow_runtime_loading=false: start the server with"
-            " lora.allow_runtime_loading=true and lora.directory=DIRECTORY to load and unload"
-            " adapters while it runs",
-            code="call_refused",
-            status=403,
-        )
+    check_runtime_loading(service.lora)
     service.admission.check_started()

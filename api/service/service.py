@@ -16,7 +16,7 @@ from ostinato.api.service.background import BackgroundReplies
 from ostinato.api.service.request_runner import Generator, RequestRunner
 from ostinato.api.service.request_stats import StatsSinks
 from ostinato.api.service.response_store import ResponseStore
-from ostinato.conf.lora_schema import LoraConfig
+from ostinato.conf.lora.lora_schema import LoraConfig
 from ostinato.conf.schema import SamplingSection
 from ostinato.conf.server_schema import ServerConfig
 from ostinato.runtime.engine.engine_state import EngineState

@@ -93,11 +93,7 @@ class AdapterSlots(nn.Module):
 
     @torch.inference_mode()
     def write(self, slot: int, adapter: ModuleAdapter) -> None:
-        """Put an adapter into a slot. No step that reads the slot may be unread.
-
-        The ranks are written last: until then the slot is empty.
-        """
-        self.clear(slot)
+        """Put an adapter into a slot. No step that reads the slot may be unread."""
         rank = adapter.b.shape[0]
         self.a[slot, :, :rank].copy_(adapter.a)
         self.b[slot, :, :rank].copy_(pack_columns(adapter.b))

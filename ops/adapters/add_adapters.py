@@ -108,18 +108,9 @@ def add_adapters_reference(
             y[rows, first:stop] = (y[rows, first:stop].float() + added).to(y.dtype)
 
 
-def _on_cuda(
-    y: Tensor,
-    x: Tensor,
-    slots: Tensor,
-    a: Tensor,
-    b: Tensor,
-    ranks: Tensor,
-    scales: Tensor,
-    bounds: Tensor,
-) -> None:
+def _on_cuda(*arguments: Tensor) -> None:
     kernels = import_module("ostinato.ops.adapters.triton_adapters")  # needs Triton
-    kernels.add_adapters_on_cuda(y, x, slots, a, b, ranks, scales, bounds)
+    kernels.add_adapters_on_cuda(*arguments)
 
 
 def _fake(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 
 from ostinato.conf.environment import expand_user
-from ostinato.conf.lora_schema import LoraConfig
+from ostinato.conf.lora.lora_schema import LoraConfig
 from ostinato.models.adapters.adapter_files import adapter_digest
 from ostinato.models.checkpoints.hub import HubName, download_adapter
 from ostinato.runtime.client.adapter_registry import AdapterRegistry
@@ -16,7 +16,13 @@ from ostinato.runtime.errors import EngineError, InvalidRequestError, StartupErr
 from ostinato.runtime.replicas.replica_set import ReplicaSet
 from ostinato.runtime.types.adapters import ServedAdapter
 
-__all__ = ("AdapterLoader", "allowed_directory", "digest_of", "find_adapter")
+__all__ = (
+    "AdapterLoader",
+    "allowed_directory",
+    "check_runtime_loading",
+    "digest_of",
+    "find_adapter",
+)
 
 
 def find_adapter(path: str) -> Path:
@@ -41,6 +47,18 @@ def find_adapter(path: str) -> Path:
     return download_adapter(name.repository)
 
 
+def check_runtime_loading(lora: LoraConfig) -> None:
+    """Raises InvalidRequestError (403) if clients may not load and unload adapters."""
+    if not lora.allow_runtime_loading:
+        raise InvalidRequestError(
+            "lora.allow_runtime_loading=false: start the server with"
+            " lora.allow_runtime_loading=true and lora.directory=DIRECTORY to load and unload"
+            " adapters while it runs",
+            code="call_refused",
+            status=403,
+        )
+
+
 def allowed_directory(path: str, lora: LoraConfig) -> Path:
     """The directory of an adapter that a client of the server asks for, without links.
 
@@ -52,13 +70,7 @@ def allowed_directory(path: str, lora: LoraConfig) -> Path:
         InvalidRequestError: clients may not load adapters; or the directory does not exist, cannot
             be read, or is not in `lora.directory`, or one of its files is a link that leads out.
     """
-    if not lora.allow_runtime_loading:
-        raise InvalidRequestError(
-            "adapters are not loaded or unloaded while the server runs; to allow it, start with "
-            "lora.allow_runtime_loading=true and lora.directory=DIRECTORY",
-            code="call_refused",
-            status=403,
-        )
+    check_runtime_loading(lora)
     shown, where = repr(path[:200]), f"lora.directory={lora.directory}"
     try:
         root = expand_user(lora.directory).resolve()
@@ -203,4 +215,4 @@ class AdapterLoader:
     def _end(self, task: asyncio.Task[ServedAdapter]) -> None:
         self._tasks.discard(task)
         if not task.cancelled():
-            task.exception()  # its caller may be gone; then nobody else reads the error
+            task.exception()  # read, because asyncio logs errors that are never read

@@ -44,9 +44,13 @@ class AdapterLoads:
         self._loading[slot] = digest
         self._answers[slot] = []
 
-    def advance(self) -> None:
-        """Let the ranks copy parts of the adapters that they have read."""
-        answers = self._executor.call(AdvanceAdapters())
+    def advance(self, timeout_s: float) -> None:
+        """Let the ranks copy parts of the adapters that they have read.
+
+        Args:
+            timeout_s: how long each rank waits until the next adapter has been read.
+        """
+        answers = self._executor.call(AdvanceAdapters(timeout_s))
         for answer in answers:
             ended = msgspec.json.decode(answer, type=dict[int, str]) if answer else {}
             for slot, failure in ended.items():

@@ -35,8 +35,9 @@ Announce = Callable[[list[str], float], object]
 
 # How long an engine without other work waits for a grammar before it looks for new requests.
 _GRAMMAR_WAIT_S = 0.02
-# How long an engine without other work waits for the files of an adapter before it looks again.
-_READ_WAIT_S = 0.002
+# How long an engine without other work waits for the files of an adapter before it looks for new
+# requests.
+_READ_WAIT_S = 0.02
 
 
 class Engine:
@@ -172,7 +173,7 @@ class Engine:
         begin = time.perf_counter()
         outputs = self._take_grammars() if self._grammars.num_waiting else []
         if self._adapters.num_loading:
-            self._advance_adapters()
+            self._adapters.advance(0.0 if self._scheduler.has_work else _READ_WAIT_S)
         scheduled = self._schedule()
         if scheduled is not None:
             self._launch(scheduled, announce)
@@ -197,11 +198,6 @@ class Engine:
             self._observer.grammar_built(request)
             self._scheduler.add(request)
         return failed
-
-    def _advance_adapters(self) -> None:
-        self._adapters.advance()
-        if not self._scheduler.has_work and self._adapters.num_loading:
-            time.sleep(_READ_WAIT_S)  # without steps, this loop would only poll
 
     def _schedule(self) -> SchedulerOutput | None:
         scheduler, observer = self._scheduler, self._observer

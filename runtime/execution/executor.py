@@ -108,6 +108,8 @@ class AdvanceAdapters(msgspec.Struct, frozen=True, tag=7):
     has ended. The text is empty if it has ended none.
     """
 
+    timeout_s: float  # how long a rank waits until the next adapter has been read; 0 = not
+
 
 RankCall = (
     StartProfile

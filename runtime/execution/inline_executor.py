@@ -30,7 +30,7 @@ from ostinato.runtime.kv.page_mapper import CachePages
 from ostinato.runtime.types.step import SchedulerOutput, StepResult
 
 if TYPE_CHECKING:
-    from ostinato.runtime.execution.adapter_loader import AdapterLoader
+    from ostinato.runtime.execution.rank_adapters import RankAdapters
 
 __all__ = ("InlineExecutor",)
 
@@ -47,7 +47,7 @@ class InlineExecutor:
         *,
         pages: CachePages | None = None,
         overlap: bool = False,
-        adapters: AdapterLoader | None = None,
+        adapters: RankAdapters | None = None,
     ) -> None:
         """
         Args:
@@ -130,9 +130,9 @@ class InlineExecutor:
             case BeginAdapter(slot, path, digest):
                 assert self._adapters is not None, "the engine has checked the slot"
                 self._adapters.begin(slot, path, digest)
-            case AdvanceAdapters():
+            case AdvanceAdapters(timeout_s):
                 assert self._adapters is not None, "a load has begun"
-                ended = self._adapters.advance()
+                ended = self._adapters.advance(timeout_s)
                 return [msgspec.json.encode(ended).decode() if ended else ""]
             case StartProfile(directory):
                 if self._profiler is not None:

@@ -330,9 +330,9 @@ def _make_executor(
     space, adapters = plan.source.adapters, None
     if space is not None:
         # A start without adapters saves the import.
-        from ostinato.runtime.execution.adapter_loader import AdapterLoader
+        from ostinato.runtime.execution.rank_adapters import RankAdapters
 
-        adapters = AdapterLoader(model, space)
+        adapters = RankAdapters(model, space)
     return InlineExecutor(
         runner,
         kv_cache,

@@ -33,7 +33,7 @@ class Peers:
     """The other ranks of an engine, as one rank sees them.
 
     The ranks with turn 0 make their compiled programs first, those with turn 1 make theirs next.
-    A rank whose turn is `num_turns` makes none: it loads the programs that other ranks made.
+    A rank with the turn `num_turns` makes no programs. It loads those of the other ranks.
     """
 
     links: RankLinks | None

@@ -14,7 +14,7 @@ from litestar.testing import TestClient
 from ostinato.api.http.api_keys import with_keys
 from ostinato.api.server.app import create_app
 from ostinato.api.service.service import Service
-from ostinato.conf.lora_schema import LoraConfig
+from ostinato.conf.lora.lora_schema import LoraConfig
 from ostinato.conf.schema import SamplingSection
 from ostinato.conf.server_schema import ServerConfig
 from ostinato.runtime.text.tokenizer import Tokenizer

@@ -12,7 +12,6 @@ from tests.arch.tree import FOLDERS, ROOT, name_of, package_files, parse
 MAX_MODULES = 12
 # Folders with more modules, each with its reason.
 FULL_FOLDERS = {
-    "conf": "14: one module for each group of sections, and what they and vLLM's arguments share",
     "api/cli": "one module for each command, and what they share",
     "models/config": "14: one module for each part of a configuration, and what they share",
     "models/families": "one module for each family of models",

@@ -17,7 +17,7 @@ from ostinato.conf.compose import load_config
 from ostinato.conf.root import RunConfig
 from ostinato.models.adapters.peft_adapter import Adapter
 from ostinato.runtime.errors import InvalidRequestError, StartupError
-from ostinato.runtime.execution import adapter_loader
+from ostinato.runtime.execution import rank_adapters
 from ostinato.runtime.types.params import PoolingParams
 from ostinato.runtime.types.request import Request
 from tests.models.minilm import minilm_directory
@@ -116,13 +116,13 @@ def test_steps_go_on_while_an_adapter_is_loaded(
     llm: LLM, adapters: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may_read = threading.Event()
-    read = adapter_loader.read_adapter
+    read = rank_adapters.read_adapter
 
     def read_later(*arguments: Any) -> Adapter:
         may_read.wait(60)
         return read(*arguments)
 
-    monkeypatch.setattr(adapter_loader, "read_adapter", read_later)
+    monkeypatch.setattr(rank_adapters, "read_adapter", read_later)
     engine = llm._engine
     may_read.set()
     [digest, *_] = load_adapters(engine, adapters[:1])

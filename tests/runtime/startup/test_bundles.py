@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ostinato.conf.engine_config import EngineConfig
-from ostinato.conf.lora_schema import LoraConfig
+from ostinato.conf.lora.lora_schema import LoraConfig
 from ostinato.conf.schema import (
     CacheConfig,
     CacheDType,

@@ -1,4 +1,4 @@
-"""Loads low-rank adapters into the slots of a rank's model, while steps go on.
+"""`RankAdapters`: loads low-rank adapters into the slots of a rank's model, while steps go on.
 
 A thread reads an adapter's files. Between steps, `advance` copies it into its slot, a few layers at
 a time. So no step waits for a file, and the pause before a step stays short.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ from ostinato.models.base import LanguageModel
 from ostinato.models.layers.adapter_slots import AdapterSlots, AdapterSpace
 from ostinato.models.layers.linear_layers import LinearBase
 
-__all__ = ("AdapterLoader",)
+__all__ = ("RankAdapters",)
 
 _COPY_S = 0.002  # seconds of copying between two steps
 
@@ -29,7 +29,7 @@ class _Load(NamedTuple):
     adapter: Future[Adapter]
 
 
-class AdapterLoader:
+class RankAdapters:
     """The adapters of one rank. One thread calls it."""
 
     def __init__(self, model: LanguageModel, space: AdapterSpace) -> None:
@@ -40,7 +40,7 @@ class AdapterLoader:
         """
         self._model = model
         self._space = space
-        self._slots = [
+        self._slots: list[tuple[str, AdapterSlots]] = [
             (name, module.adapters)
             for name, module in model.named_modules()
             if isinstance(module, LinearBase) and module.adapters is not None
@@ -61,14 +61,19 @@ class AdapterLoader:
         adapter = self._reader.submit(read_adapter, Path(path), self._model, self._space.max_rank)
         self._loads.append(_Load(slot, digest, adapter))
 
-    def advance(self) -> dict[int, str]:
+    def advance(self, timeout_s: float) -> dict[int, str]:
         """Copy parts of the adapters that have been read.
+
+        Args:
+            timeout_s: how long to wait until the next adapter has been read; 0 = do not wait.
 
         Returns:
             Slot -> "" for each load that is complete, or why it failed. The slot of a failed load
             is empty.
         """
         ended: dict[int, str] = {}
+        if self._loads and timeout_s:
+            wait([self._loads[0].adapter], timeout_s)
         end = time.monotonic() + _COPY_S
         while self._loads and time.monotonic() < end:
             load = self._loads[0]
@@ -108,5 +113,4 @@ class AdapterLoader:
 
     def _clear(self, slot: int) -> None:
         for _, slots in self._slots:
-            assert isinstance(slots, AdapterSlots), "selected above"
             slots.clear(slot)
