@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from ostinato.conf.cache.cache_schema import CacheConfig
 from ostinato.conf.lora.lora_schema import LoraConfig
 from ostinato.conf.schema import (
-    CacheConfig,
     DeviceConfig,
     GraphConfig,
     ModelSection,

@@ -16,8 +16,6 @@ from typing import Any, ClassVar, TypeVar, cast
 
 __all__ = (
     "AttentionBackendName",
-    "CacheConfig",
-    "CacheDType",
     "DType",
     "Determinism",
     "DeviceConfig",
@@ -51,12 +49,6 @@ class DType(StrEnum):
     float32 = "float32"
     bfloat16 = "bfloat16"
     float16 = "float16"
-
-
-class CacheDType(StrEnum):
-    auto = "auto"
-    fp8_e4m3 = "fp8_e4m3"
-    int8 = "int8"
 
 
 class LoadFormat(StrEnum):
@@ -329,23 +321,6 @@ class DeviceConfig(Section):
     memory_gib: float | None = setting(
         None, "upper limit of the free memory, in GiB; null = all that is free", above=0
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CacheConfig(Section):
-    """The paged KV cache."""
-
-    key = "cache"
-    block_size: int = setting(16, "tokens per block", one_of=(8, 16, 32, 64, 128))
-    dtype: CacheDType = setting(
-        CacheDType.auto,
-        "dtype of keys and values; auto = the model's own; int8 (CPU) and fp8_e4m3 (GPU) take "
-        "about half the memory of 16-bit values",
-    )
-    memory_gib: float | None = setting(
-        None, "GiB for KV blocks; null = what the memory plan leaves", above=0
-    )
-    enable_prefix_caching: bool = setting(True, "reuse KV blocks of equal prompt prefixes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

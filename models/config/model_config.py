@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from ostinato.conf.schema import CacheDType, DType
+from ostinato.conf.cache.cache_schema import CacheDType
+from ostinato.conf.schema import DType
 from ostinato.models.config.block_spec import LLAMA_BLOCK, BlockSpec
 from ostinato.models.config.head_spec import HeadSpec, NextTokenSpec
 from ostinato.models.config.hf_source import HFModelSource

@@ -18,6 +18,7 @@ from ostinato.runtime.engine.engine_counters import EngineCounters
 from ostinato.runtime.engine.engine_state import EngineState, describe_engine
 from ostinato.runtime.engine.grammar_queue import GrammarQueue
 from ostinato.runtime.engine.step_observer import StepObserver
+from ostinato.runtime.engine.tier_copies import TierCopies
 from ostinato.runtime.errors import RankFailedError
 from ostinato.runtime.execution.executor import Executor, Pending, StartProfile, StopProfile
 from ostinato.runtime.kv.kv_cache_manager import KVCacheManager
@@ -38,6 +39,8 @@ _GRAMMAR_WAIT_S = 0.02
 # How long an engine without other work waits for the files of an adapter before it looks for new
 # requests.
 _READ_WAIT_S = 0.02
+# How long the end of an engine waits until KV blocks have been written to the disk.
+_FLUSH_S = 5.0
 
 
 class Engine:
@@ -53,6 +56,7 @@ class Engine:
         cost_table: CostTable | None = None,
         observer: StepObserver | None = None,
         num_adapter_slots: int = 0,
+        copies: TierCopies | None = None,
     ) -> None:
         """
         Args:
@@ -63,6 +67,7 @@ class Engine:
             cost_table: the step-cost table; None = not measured.
             observer: called with every step; None = a default observer that writes no file.
             num_adapter_slots: low-rank adapters that can be loaded at once.
+            copies: copies KV blocks to slower tiers; None = no block is copied.
         """
         self.model = model
         self.cost_table = cost_table
@@ -71,6 +76,8 @@ class Engine:
         self._executor = executor
         self._grammars = GrammarQueue(executor)
         self._adapters = AdapterLoads(executor, num_adapter_slots)
+        self._copies = copies
+        self._can_rest = False  # nothing could run in the last step
         self._observer = observer or StepObserver()
         self._counters = EngineCounters()
         self._in_flight: deque[tuple[SchedulerOutput, Pending]] = deque()
@@ -81,6 +88,11 @@ class Engine:
         """Whether a request, a step in flight or a load of blocks or an adapter is unfinished."""
         waits = self._grammars.num_waiting > 0 or self._adapters.num_loading > 0
         return self._scheduler.has_work or waits
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether KV blocks wait for a copy in a slower tier. `step` makes the copies."""
+        return self._copies is not None and self._copies.has_stores
 
     @property
     def num_blocks(self) -> int:
@@ -174,14 +186,19 @@ class Engine:
         outputs = self._take_grammars() if self._grammars.num_waiting else []
         if self._adapters.num_loading:
             self._adapters.advance(0.0 if self._scheduler.has_work else _READ_WAIT_S)
+        if self._copies is not None:
+            self._copies.advance(waits=self._can_rest)
         scheduled = self._schedule()
-        if scheduled is not None:
+        if scheduled is not None and scheduled.scheduled:
             self._launch(scheduled, announce)
+        elif scheduled is not None and self._copies is not None:
+            self._copies.start_alone(scheduled)
+        self._can_rest = scheduled is None and not self._in_flight
         if self._in_flight and (
             scheduled is None or len(self._in_flight) == self._executor.max_in_flight
         ):
             outputs += self._read()
-        if not self.has_work:
+        if not self.has_work and not self.has_copies:
             self._executor.idle()
             if self._scheduler.drafts is not None:
                 self._scheduler.drafts.idle()
@@ -226,6 +243,8 @@ class Engine:
             ids = [admitted.request.request_id for admitted in output.admitted]
             announce(ids, self._predicted_seconds(output))
         pending = self._executor.launch(output)
+        if self._copies is not None:
+            self._copies.note(output)
         self._in_flight.append((output, pending))
         self._observer.launch(pending.kind, pending.num_padded_tokens)
 
@@ -268,7 +287,10 @@ class Engine:
         """
         if self._scheduler.drafts is not None:
             self._scheduler.drafts.proposer.reset()
-        return self._cache.reset()
+        is_reset = self._cache.reset()
+        if is_reset and self._copies is not None:
+            self._copies.clear()
+        return is_reset
 
     def start_profile(self, directory: str) -> None:
         """Record the steps with torch's profiler from now on.
@@ -294,9 +316,18 @@ class Engine:
         self._scheduler.check_integrity()
 
     def close(self) -> None:
-        """Free the executor's memory and threads; no step may follow."""
+        """Free the executor's memory and threads; no step may follow.
+
+        KV blocks that wait for a copy on disk are written before, for a few seconds at most.
+        """
+        if self._copies is not None and self._failure is None:
+            while self._in_flight:
+                self._read()  # a block is complete when the step that fills it was executed
+            self._copies.flush(_FLUSH_S)
         self._in_flight.clear()
         self._executor.close()
+        if self._copies is not None:
+            self._copies.close()
         if self._scheduler.drafts is not None:
             self._scheduler.drafts.close()
 
@@ -324,6 +355,7 @@ class Engine:
         if self.cost_table is not None:
             load = scheduler.load()
             step_seconds = self.cost_table.decode_seconds(max(1, load.num_decodes), load.context)
+        tiers = cache.tiers
         mean_prompt_tokens = counters.mean_prompt_tokens(self.model.max_model_len)
         return EngineStats(
             num_running=scheduler.num_running,
@@ -358,6 +390,10 @@ class Engine:
             num_padding_tokens=executor.num_padding_tokens,
             iteration_tokens=self._observer.iteration_tokens[:],
             speculation=None if scheduler.drafts is None else scheduler.drafts.stats.copy(),
+            tiers={} if tiers is None else tiers.stats(),
+            num_tier_loads=0 if tiers is None else tiers.costs.num_loads,
+            num_refused_tier_loads=0 if tiers is None else tiers.costs.num_refused,
+            tier_load_seconds=0.0 if tiers is None else tiers.costs.load_seconds,
         )
 
     def inspect(self) -> EngineState:

@@ -15,6 +15,7 @@ import msgspec
 
 from ostinato.graphs.compile_monitor import LateCompile
 from ostinato.runtime.grammar.store import GrammarBuilt
+from ostinato.runtime.tiers.tier_calls import TierCall
 from ostinato.runtime.types.step import SchedulerOutput, StepResult
 
 __all__ = (
@@ -119,6 +120,7 @@ RankCall = (
     | TouchBlocks
     | BeginAdapter
     | AdvanceAdapters
+    | TierCall
 )
 
 

@@ -31,6 +31,7 @@ from ostinato.runtime.types.step import SchedulerOutput, StepResult
 
 if TYPE_CHECKING:
     from ostinato.runtime.execution.rank_adapters import RankAdapters
+    from ostinato.runtime.tiers.rank_tiers import RankTiers
 
 __all__ = ("InlineExecutor",)
 
@@ -48,6 +49,7 @@ class InlineExecutor:
         pages: CachePages | None = None,
         overlap: bool = False,
         adapters: RankAdapters | None = None,
+        tiers: RankTiers | None = None,
     ) -> None:
         """
         Args:
@@ -58,6 +60,7 @@ class InlineExecutor:
             pages: maps the KV cache's memory before its first use; None = not needed.
             overlap: a step may be launched before the previous step is read.
             adapters: loads low-rank adapters; None = the model has no room for any.
+            tiers: copies KV blocks to host memory and disk; None = no block is copied.
         """
         self._runner = runner
         self._kv_cache = kv_cache
@@ -65,6 +68,7 @@ class InlineExecutor:
         self._monitor = monitor
         self._pages = pages
         self._adapters = adapters
+        self._tiers = tiers
         self._max_in_flight = 2 if overlap else 1
         self._launched: deque[tuple[int, SchedulerOutput, PendingStep]] = deque()
         self._num_steps = 0
@@ -94,10 +98,8 @@ class InlineExecutor:
 
     def _launch(self, output: SchedulerOutput) -> PendingStep:
         if output.transfers:
-            raise NotImplementedError(
-                f"a step has {len(output.transfers)} transfers of KV blocks, and this executor "
-                "has no slower tier to copy them to or from"
-            )
+            assert self._tiers is not None, "only an index of tiers plans transfers"
+            self._tiers.start(output.transfers)
         if self._pages is not None:
             self._map_pages(self._pages, output)
         self._monitor.begin_step(output.num_tokens, output.num_seqs)
@@ -157,6 +159,9 @@ class InlineExecutor:
                 with torch.inference_mode():
                     for tensor in (tensor for layer in self._kv_cache for tensor in layer):
                         tensor[: num_blocks + 1].zero_()
+            case _:
+                assert self._tiers is not None, "the engine has tiers"
+                return [self._tiers.answer(call)]
         return [""]
 
     def stats(self) -> ExecutorStats:
@@ -182,6 +187,8 @@ class InlineExecutor:
         self._grammars.close()
         if self._adapters is not None:
             self._adapters.close()
+        if self._tiers is not None:
+            self._tiers.close()
         self._launched.clear()
         self._runner.graphs.close()
 

@@ -28,9 +28,11 @@ class BlockTable:
         hashes: hashes of the first full blocks, so far as they are computed. They are kept when the
             blocks are freed, because the tokens stay the same.
         num_registered: how many blocks were registered by their hash, counted from the first.
+        num_kept: how many of the first blocks are worth a copy in a slower tier; None = no block
+            may be copied.
     """
 
-    __slots__ = ("block_ids", "extras", "hashes", "num_registered", "root")
+    __slots__ = ("block_ids", "extras", "hashes", "num_kept", "num_registered", "root")
 
     def __init__(
         self, root: BlockHash | None = None, extras: Mapping[int, bytes] | None = None
@@ -40,11 +42,13 @@ class BlockTable:
         self.block_ids: list[int] = []
         self.hashes: list[BlockHash] = []
         self.num_registered = 0
+        self.num_kept: int | None = None
 
     def fork(self) -> BlockTable:
         """An empty table for a sequence with the same tokens so far. The hashes are copied."""
         other = BlockTable(self.root, self.extras)
         other.hashes = self.hashes[:]
+        other.num_kept = self.num_kept
         return other
 
     def __repr__(self) -> str:

@@ -17,8 +17,7 @@ from typing import NamedTuple
 
 from ostinato.runtime.kv.block_pool import BlockPool, hash_blocks, hash_root
 from ostinato.runtime.kv.block_table import BlockTable
-from ostinato.runtime.kv.tiers import BlockTier
-from ostinato.runtime.types.step import BlockTransfer
+from ostinato.runtime.kv.tier_index import TierIndex
 
 __all__ = ("KVCacheManager", "KVGroup", "PrefixMatch")
 
@@ -28,7 +27,7 @@ class PrefixMatch(NamedTuple):
 
     Attributes:
         block_ids: device blocks that hold the first tokens.
-        places: places in a slower tier that hold the blocks after these.
+        places: places in the slower tiers that hold the blocks after these.
     """
 
     block_ids: list[int]
@@ -58,7 +57,7 @@ class KVCacheManager:
         groups: the KV cache groups. A sequence has one block table in each group. All tables use
             one pool. Tables of the first group grow with the sequence, and only their prefixes are
             shared. Tables of the other groups have a fixed size.
-        tier: a slower memory with copies of blocks; None = no such memory.
+        tiers: slower memories with copies of blocks; None = no such memory.
 
     Attributes:
         prefix_queries: prompt tokens that were looked up at a sequence's first admission.
@@ -76,7 +75,7 @@ class KVCacheManager:
         *,
         enable_prefix_caching: bool = True,
         groups: tuple[KVGroup, ...] = (KVGroup("self"),),
-        tier: BlockTier | None = None,
+        tiers: TierIndex | None = None,
     ) -> None:
         if block_size < 1:
             raise ValueError(f"cache.block_size must be at least 1 token, got {block_size}")
@@ -90,8 +89,8 @@ class KVCacheManager:
         self.enable_prefix_caching = enable_prefix_caching
         self.prefix_queries = 0
         self.prefix_hits = 0
-        self._tier = tier
-        self._pool = BlockPool(total_blocks, on_evict=None if tier is None else tier.on_evict)
+        self.tiers = tiers
+        self._pool = BlockPool(total_blocks, on_evict=None if tiers is None else tiers.on_evict)
 
     @property
     def num_blocks(self) -> int:
@@ -118,10 +117,14 @@ class KVCacheManager:
         return self._pool.kinds()
 
     def new_tables(
-        self, cache_salt: str = "", extra_keys: Sequence[str] = ()
+        self, num_prompt_tokens: int, cache_salt: str = "", extra_keys: Sequence[str] = ()
     ) -> tuple[BlockTable, ...]:
-        """Empty block tables of a sequence, one per group; see `hash_root` for the arguments."""
+        """Empty block tables of a sequence, one per group; see `hash_root` for the keys."""
         first = BlockTable(hash_root(cache_salt, extra_keys))
+        if self.tiers is not None:
+            first.num_kept = self.tiers.num_kept_blocks(
+                num_prompt_tokens, self.block_size, is_salted=bool(cache_salt)
+            )
         return (first, *(BlockTable() for _ in self.groups[1:]))
 
     def match_prefix(
@@ -145,9 +148,9 @@ class KVCacheManager:
                 if block_id is None:
                     break
                 block_ids.append(block_id)
-            if self._tier is not None:
+            if self.tiers is not None:
                 for block_hash in islice(table.hashes, len(block_ids), num_blocks):
-                    place = self._tier.find(block_hash)
+                    place = self.tiers.find(block_hash)
                     if place is None:
                         break
                     places.append(place)
@@ -180,6 +183,8 @@ class KVCacheManager:
         taken = self.allocate(table, num_tokens)
         assert taken is not None, "blocks that were counted free cannot be allocated"
         table.num_registered = len(match.block_ids)
+        if self.tiers is not None and table.num_kept is not None:
+            self.tiers.on_hit(match.block_ids[: table.num_kept], table.hashes)
         return True
 
     def count_lookup(self, num_tokens: int, num_found: int) -> None:
@@ -199,25 +204,6 @@ class KVCacheManager:
         if block_ids:
             table.block_ids += block_ids
         return block_ids
-
-    @property
-    def has_tier(self) -> bool:
-        """Whether evicted blocks can go to a slower tier."""
-        return self._tier is not None
-
-    def take_stores(self) -> list[BlockTransfer]:
-        """The copies to the slower tier that the next step makes before it writes."""
-        return [] if self._tier is None else self._tier.take_stores()
-
-    def hold_places(self, places: Sequence[int]) -> None:
-        """Keep the contents of these places of the slower tier while they are loaded."""
-        assert self._tier is not None, "places are in a tier"
-        self._tier.hold(places)
-
-    def release_places(self, places: Sequence[int]) -> None:
-        """End `hold_places`, after the load."""
-        assert self._tier is not None, "places are in a tier"
-        self._tier.release(places)
 
     def fork(self, parent: BlockTable, child: BlockTable) -> None:
         """Let a sequence with the same tokens share all blocks, also a partly filled last block.
@@ -264,8 +250,25 @@ class KVCacheManager:
         num_full_blocks = min(num_computed, len(token_ids)) // self.block_size
         self._hash_up_to(table, token_ids, num_full_blocks)
         for index in range(table.num_registered, num_full_blocks):
-            self._pool.register(table.block_ids[index], table.hashes[index])
+            block_id, block_hash = table.block_ids[index], table.hashes[index]
+            is_new = self._pool.register(block_id, block_hash)
+            if is_new and index < (table.num_kept or 0) and self.tiers is not None:
+                self.tiers.on_register(block_id, block_hash)
         table.num_registered = max(table.num_registered, num_full_blocks)
+
+    def note_preemption(self, table: BlockTable) -> None:
+        """Let the computed blocks of a table be copied, because its sequence will need them again.
+
+        Blocks of outputs are copied too.
+        """
+        if self.tiers is None or table.num_kept is None:
+            return
+        for block_hash in reversed(table.hashes[: table.num_registered]):
+            # A block of the table with the same contents as an earlier one has no hash. Its
+            # contents can change without a call of `on_evict`.
+            block_id = self._pool.get_cached(block_hash)
+            if block_id is not None:
+                self.tiers.on_preempt(block_id, block_hash)
 
     def free(self, table: BlockTable) -> None:
         """Free all blocks of a table. Lookups find their contents until the blocks are reused."""
@@ -285,8 +288,8 @@ class KVCacheManager:
         if self._pool.num_free != self._pool.num_blocks:
             return False
         self._pool.forget_cached()
-        if self._tier is not None:
-            self._tier.clear()
+        if self.tiers is not None:
+            self.tiers.clear()
         return True
 
     def check_integrity(self, tables: Iterable[BlockTable] | None = None) -> None:

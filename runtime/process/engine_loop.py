@@ -145,7 +145,7 @@ def run_loop(engine: Engine, connection: _Connection, calls: UtilityCalls) -> No
     parts = OutputParts()
     while True:
         outputs = []
-        has_work = engine.has_work or len(parts) > 0
+        has_work = engine.has_work or engine.has_copies or len(parts) > 0
         idle_beats = 0 if has_work else idle_beats + 1
         for message in connection.receive(0.0 if has_work else _BEAT_S, step_s):
             idle_beats = 0
@@ -174,7 +174,8 @@ def run_loop(engine: Engine, connection: _Connection, calls: UtilityCalls) -> No
         for reply in calls.take_adapters():
             connection.send(reply)
         stats = None
-        if not engine.has_work or now - last_stats >= _STATS_S:
+        is_idle = not (engine.has_work or engine.has_copies)
+        if is_idle or now - last_stats >= _STATS_S:
             stats, last_stats = engine.stats(), now
         progress = engine.take_progress()
         if outputs or progress or stats is not None:

@@ -14,6 +14,7 @@ from ostinato.runtime.kv.block_pool import BlockHash
 from ostinato.runtime.kv.block_table import BlockTable
 from ostinato.runtime.kv.kv_cache_manager import KVCacheManager, PrefixMatch
 from ostinato.runtime.scheduling.sequences.sequence import Sequence, SequenceStatus
+from ostinato.runtime.scheduling.step_plan import StepPlan
 from ostinato.runtime.types.step import BlockTransfer
 
 __all__ = ("BlockLoads",)
@@ -41,6 +42,7 @@ class BlockLoads:
         self._loads: dict[int, _Load] = {}  # by transfer id
         self._by_hash: dict[BlockHash, _Load] = {}  # by the hash of the first block that is loaded
         self._num_begun = 0
+        self._transfers: list[BlockTransfer] = []  # transfers that wait for a step
 
     def __bool__(self) -> bool:
         return bool(self._loads)
@@ -91,19 +93,27 @@ class BlockLoads:
             load.sequences.append(sequence)
             sequence.status = SequenceStatus.loading
             return None
-        num_tokens = (len(match.block_ids) + len(match.places)) * cache.block_size
+        tiers, num_found = cache.tiers, len(match.block_ids)
+        assert tiers is not None, "the match has places in a tier"
+        num_tokens = (num_found + len(match.places)) * cache.block_size
         if sequence.has_loaded or (
             cache.num_missing_blocks(num_tokens, match) + num_spare > cache.num_free_blocks
         ):
             return None
-        # Hold the tier's places first, because allocating blocks can overwrite places.
-        cache.hold_places(match.places)
+        if not tiers.costs.is_faster(len(match.places), num_found * cache.block_size):
+            return None
+        # Hold the places first, because allocating blocks can overwrite places.
+        tiers.hold(match.places)
         blocks = table.fork()
         admitted = cache.admit(blocks, match, num_tokens)
         assert admitted, "blocks that were counted free cannot be allocated"
         self._num_begun += 1
         transfer = BlockTransfer(
-            self._num_begun, True, blocks.block_ids[len(match.block_ids) :], match.places
+            self._num_begun,
+            True,
+            blocks.block_ids[num_found:],
+            match.places,
+            [*table.hashes[num_found : num_found + len(match.places)]],
         )
         load = _Load(transfer, blocks, sequence)
         self._loads[transfer.transfer_id] = self._by_hash[first_hash] = load
@@ -127,5 +137,43 @@ class BlockLoads:
         num_tokens = (num_matched + num_blocks) * cache.block_size
         cache.register(load.table, load.token_ids, num_tokens)
         cache.free(load.table)
-        cache.release_places(load.transfer.places)
-        return [one for one in load.sequences if one.status is SequenceStatus.loading]
+        assert cache.tiers is not None, "loads come from a tier"
+        cache.tiers.release(load.transfer.places, num_blocks)
+        return self._take_waiting(load)
+
+    def abandon(self, transfer_id: int) -> list[Sequence]:
+        """Let no sequence wait for a load any more, because it takes too long.
+
+        Its blocks stay allocated until `finish`, because the load can still write to them.
+
+        Returns:
+            The unfinished sequences that waited for it. The caller queues them again.
+
+        Raises:
+            KeyError: there is no such load.
+        """
+        load = self._loads[transfer_id]
+        self._by_hash = {key: one for key, one in self._by_hash.items() if one is not load}
+        return self._take_waiting(load)
+
+    def transfers_of(self, step: StepPlan, *, can_go_alone: bool) -> list[BlockTransfer]:
+        """All transfers that a planned step makes before it writes: stores, then its loads.
+
+        Args:
+            step: the step.
+            can_go_alone: no step is in flight. A rank makes the transfers of a step without entries
+                at once, and a rank of a pipeline may not have run the steps in flight yet. So
+                transfers wait if there is neither an entry nor this permission.
+        """
+        assert self._cache.tiers is not None, "there are transfers only with tiers"
+        # Stores come first, because a load can overwrite a block that is to be stored.
+        self._transfers += [*self._cache.tiers.take_stores(), *step.transfers]
+        if not (step.scheduled or can_go_alone):
+            return []
+        transfers, self._transfers = self._transfers, []
+        return transfers
+
+    @staticmethod
+    def _take_waiting(load: _Load) -> list[Sequence]:
+        sequences, load.sequences = load.sequences, []
+        return [one for one in sequences if one.status is SequenceStatus.loading]

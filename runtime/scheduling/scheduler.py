@@ -127,7 +127,6 @@ class Scheduler:
         self._max_in_flight = max_in_flight
         self._cache = cache
         self._block_size = cache.block_size
-        self._has_tier = cache.has_tier
         self._turns = Turns(_POLICY_RANKS[config.policy])
         self._num_ended = 0  # sequences that ended with a sampled token
         self._num_ended_tokens = 0  # output tokens of the sequences in `_num_ended`
@@ -224,7 +223,8 @@ class Scheduler:
         """
         self.check(request)
         order = self._turns.order_of(request)
-        tables = self._cache.new_tables(request.cache_salt, request.cache_keys)
+        num_tokens = len(request.prompt_token_ids)
+        tables = self._cache.new_tables(num_tokens, request.cache_salt, request.cache_keys)
         sequence = Sequence(request, order, self.max_model_len, tables)
         self._sequences[request.request_id] = sequence
         if request.sampling.use_beam_search:
@@ -246,6 +246,8 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput | None:
         """Plan the next step. The caller must execute it and call `update` with its result.
 
+        A step without entries has only transfers. No step is in flight then, and it has no result.
+
         Returns:
             None if nothing can run: there is no work, or all sequences wait for a step in flight or
             for a load.
@@ -260,10 +262,11 @@ class Scheduler:
         step = self._planner.plan()
         if not step.scheduled and not (step.transfers or self._in_flight):
             step = self._planner.plan() if self.queues.release_parked() else step
-        if self._has_tier:
-            step.transfers = [*self._cache.take_stores(), *step.transfers]
+        if self._cache.tiers is not None:
+            can_go_alone = not self._in_flight
+            step.transfers = self._loads.transfers_of(step, can_go_alone=can_go_alone)
         output = step.close()
-        if output is not None:
+        if step.scheduled:
             self._in_flight.append(step)
         return output
 
@@ -275,7 +278,6 @@ class Scheduler:
 
         Raises:
             ValueError: `output` is not the oldest step in flight, or `result` does not fit it.
-            KeyError: `result` ends a load that does not exist.
         """
         step = self._in_flight[0] if self._in_flight else None
         if step is None or step.output is not output:
@@ -322,8 +324,6 @@ class Scheduler:
         )
         if has_ended:
             self.queues.remove_ended()
-        for transfer_id, num_blocks in result.finished_loads:
-            self.finish_load(transfer_id, num_blocks)
         for ending in (*endings, *self._beams.advance()):
             self._forget(ending.request_id)
             self.num_output_tokens += sum(len(beam.token_ids) for beam in ending.beams or ())
@@ -331,7 +331,7 @@ class Scheduler:
         return outputs
 
     def observe(self, seconds: float) -> None:
-        """Correct the predicted costs of drafts and whole prompts.
+        """Correct the predicted costs of drafts and whole prompts, and the size of copies.
 
         Args:
             seconds: duration of the step whose result was processed last.
@@ -339,6 +339,8 @@ class Scheduler:
         step = self._last_read
         if self.drafts is not None and step is not None:
             self.drafts.observe(step, seconds)
+        if self._cache.tiers is not None:
+            self._cache.tiers.observe_step(seconds)
         if self._rate_of_tokens is not None and step is not None:
             self._rate_of_tokens.observe(step.num_tokens - step.num_tokens_left, seconds)
 
@@ -353,6 +355,17 @@ class Scheduler:
             KeyError: there is no such load.
         """
         for sequence in self._loads.finish(transfer_id, num_blocks):
+            self.queues.wait(sequence)
+
+    def abandon_load(self, transfer_id: int) -> None:
+        """Queue the sequences that wait for a load, because it takes too long.
+
+        `finish_load` must still be called.
+
+        Raises:
+            KeyError: there is no such load.
+        """
+        for sequence in self._loads.abandon(transfer_id):
             self.queues.wait(sequence)
 
     def check_integrity(self) -> None:

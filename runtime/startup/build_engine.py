@@ -36,6 +36,7 @@ from ostinato.runtime.ranks.rank_share import share_of_rank
 from ostinato.runtime.scheduling.scheduler import Scheduler
 from ostinato.runtime.speculation.proposer import Proposer
 from ostinato.runtime.speculation.text_drafter import TextDrafter
+from ostinato.runtime.startup.cache_tiers import make_index, make_tier_copies
 from ostinato.runtime.startup.calibrate import make_scheduler
 from ostinato.runtime.startup.drafting import finish_rank, make_drafter
 from ostinato.runtime.startup.isa_trial import build_levels, try_levels
@@ -262,6 +263,9 @@ def _lead(
             plan.config.cache.dtype,
         )
     cache, scheduler = _make_scheduler(plan, costs, executor, proposer)
+    copies = None
+    if cache.tiers is not None:
+        copies = make_tier_copies(plan, executor, scheduler, cache.tiers)
     return Engine(
         scheduler,
         cache,
@@ -270,6 +274,7 @@ def _lead(
         cost_table=costs,
         observer=observer,
         num_adapter_slots=plan.config.lora.num_slots,
+        copies=copies,
     )
 
 
@@ -283,6 +288,7 @@ def _make_scheduler(
         config.cache.block_size,
         enable_prefix_caching=config.cache.enable_prefix_caching and kind.needs_kv_cache,
         groups=plan.kv_groups,
+        tiers=make_index(plan, costs),
     )
     scheduler = make_scheduler(
         config.scheduler,

@@ -12,10 +12,10 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from ostinato.conf.cache.cache_schema import CacheDType
 from ostinato.conf.engine_config import EngineConfig
 from ostinato.conf.environment import cache_dir, expand_user
 from ostinato.conf.schema import (
-    CacheDType,
     DeviceConfig,
     DeviceName,
     DType,

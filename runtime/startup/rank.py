@@ -136,7 +136,10 @@ def build_rank(
         if kernels := describe_kernels(plan):
             _LOG.info("CPU kernels: %s", kernels)
         runner = _make_runner(plan, model, graphs, buffers, token_sampler, grammars)
-        executor = _make_executor(plan, model, runner, kv_cache, grammars, monitor, pages)
+        has_tiers = draft is None and config.cache.has_tiers
+        executor = _make_executor(
+            plan, model, runner, kv_cache, grammars, monitor, pages, has_tiers=has_tiers
+        )
     with phase("grammar vocabulary"):
         grammars.wait_until_loaded()
     return RankParts(
@@ -326,13 +329,19 @@ def _make_executor(
     grammars: GrammarStore,
     monitor: CompileMonitor,
     pages: CachePages | None,
+    *,
+    has_tiers: bool,
 ) -> InlineExecutor:
-    space, adapters = plan.source.adapters, None
+    space, adapters, tiers = plan.source.adapters, None, None
     if space is not None:
         # A start without adapters saves the import.
         from ostinato.runtime.execution.rank_adapters import RankAdapters
 
         adapters = RankAdapters(model, space)
+    if has_tiers:
+        from ostinato.runtime.startup.cache_tiers import make_rank_tiers
+
+        tiers = make_rank_tiers(plan, kv_cache)
     return InlineExecutor(
         runner,
         kv_cache,
@@ -341,6 +350,7 @@ def _make_executor(
         pages=pages,
         overlap=plan.overlap,
         adapters=adapters,
+        tiers=tiers,
     )
 
 

@@ -23,7 +23,13 @@ from ostinato.runtime.text.tokenizer_files import TokenizerFiles
 from ostinato.runtime.types.engine_info import ServedModel, ServedTask
 from ostinato.runtime.types.params import PoolingKind
 
-__all__ = ("describe_kernels", "describe_model", "model_name", "tokenizer_and_ends")
+__all__ = (
+    "compute_identity",
+    "describe_kernels",
+    "describe_model",
+    "model_name",
+    "tokenizer_and_ends",
+)
 
 _END_BYTES = 4096  # the fingerprint covers this many bytes at the end of each weight file
 # Fields of generation_config.json that are defaults of a request.
@@ -120,31 +126,40 @@ def _fingerprint(plan: EnginePlan, isa: str) -> str:
     weight file, the digest covers the name, the size and the last 4096 bytes. The number of threads
     and the limits of steps are not part of the fingerprint.
     """
-    source, model = plan.source, plan.config.model
     digest = hashlib.sha256()
-    for part in (
-        ostinato.__version__,
-        torch.__version__,
-        source.config,
-        source.dtype,
-        source.cache_dtype,
-        source.weights,
-        plan.backend,
-        plan.experts,
-        plan.memory.max_model_len,
-    ):
-        digest.update(repr(part).encode() + b"\0")
-    if model.load_format is LoadFormat.dummy:
-        digest.update(f"dummy {model.seed}".encode())
-    else:
-        for file in source.checkpoint.weight_files():
+    for part in compute_identity(plan).values():
+        digest.update(part.encode() + b"\0")
+    digest.update(f"{plan.memory.max_model_len}".encode())
+    if plan.config.model.load_format is not LoadFormat.dummy:
+        for file in plan.source.checkpoint.weight_files():
             digest.update(f"{file.name} {file.stat().st_size}".encode() + _end_of(file))
-    if isa:
-        for library in kernel_libraries(plan.config):
-            digest.update(content_key(library, isa).encode())
-    elif not plan.is_cpu:
-        digest.update(torch.cuda.get_device_name(source.device).encode())
     return "-".join(filter(None, ("fp", plan.determinism, isa, digest.hexdigest()[:12])))
+
+
+def compute_identity(plan: EnginePlan) -> dict[str, str]:
+    """What logits, keys and values depend on besides the tokens and the weight files.
+
+    For dummy weights, it also says which weights.
+    """
+    source, model, isa = plan.source, plan.config.model, _isa(plan)
+    identity = {
+        "ostinato": ostinato.__version__,
+        "torch": torch.__version__,
+        "model": repr(source.config),
+        "dtype": str(source.dtype),
+        "cache dtype": str(source.cache_dtype),
+        "weight methods": repr(source.weights),
+        "attention": plan.backend,
+        "experts": str(plan.experts),
+    }
+    if model.load_format is LoadFormat.dummy:
+        identity["weights"] = f"dummy {model.seed}"
+    if isa:
+        libraries = kernel_libraries(plan.config)
+        identity["kernels"] = " ".join(content_key(library, isa) for library in libraries)
+    elif not plan.is_cpu:
+        identity["device"] = torch.cuda.get_device_name(source.device)
+    return identity
 
 
 def _end_of(file: Path) -> bytes:

@@ -12,6 +12,7 @@ import msgspec
 from ostinato.graphs.compile_monitor import LateCompile
 from ostinato.runtime.types.params import PoolingKind
 from ostinato.runtime.types.speculation import SpeculationStats, sum_speculation
+from ostinato.runtime.types.tier_stats import TierStats, continued_tiers, sum_tiers
 
 __all__ = (
     "ITERATION_TOKENS",
@@ -128,6 +129,10 @@ class EngineStats(msgspec.Struct, array_like=True, gc=False):
     # fx, inductor or eager (`LayerProgram`).
     layers_by_program: dict[str, int] = {}
     speculation: SpeculationStats | None = None  # None = the engine has no drafter
+    tiers: dict[str, TierStats] = {}  # slower tiers of the KV cache by name: host, disk
+    num_tier_loads: int = 0  # loads of blocks from slower tiers
+    num_refused_tier_loads: int = 0  # computing the blocks was predicted to be faster
+    tier_load_seconds: float = 0.0  # the sum of the seconds of the loads
 
     @property
     def device_seconds(self) -> float:
@@ -195,6 +200,8 @@ def sum_stats(stats: Sequence[EngineStats]) -> EngineStats:
             merged[name] = min(values)
         elif name == "speculation":
             merged[name] = sum_speculation([value for value in values if value is not None])
+        elif name == "tiers":
+            merged[name] = sum_tiers(values)
         elif name == "late_compiles":
             merged[name] = [compile_ for value in values for compile_ in value]
         elif isinstance(values[0], dict):
@@ -217,4 +224,5 @@ def continued(before: EngineStats | None, now: EngineStats) -> EngineStats:
     if before is None:
         return now
     gauges = {name: getattr(now, name) for name in _GAUGES}
-    return msgspec.structs.replace(sum_stats([before, now]), **gauges)
+    tiers = continued_tiers(before.tiers, now.tiers)
+    return msgspec.structs.replace(sum_stats([before, now]), tiers=tiers, **gauges)

@@ -64,18 +64,19 @@ class ScheduledSequence(msgspec.Struct, frozen=True, array_like=True):
 
 
 class BlockTransfer(msgspec.Struct, frozen=True, array_like=True):
-    """Copies of whole KV blocks between the device and a slower tier.
+    """Copies of whole KV blocks between the device and the slower tiers (runtime/tiers).
 
     An executor with tiers starts the transfers of a step in their order, before the
     `block_copies` and before the step writes keys and values, because the step can overwrite a
     block that is to be stored. A load can last longer than its step. No step uses the blocks of a
-    load before `StepResult.finished_loads` names the load.
+    load before `Scheduler.finish_load` was called for it.
     """
 
     transfer_id: int  # unique among loads; 0 for a store
-    is_load: bool  # True: from the tier to the device
+    is_load: bool  # True: from the tiers to the device
     block_ids: list[int]  # on the device
-    places: list[int]  # indices of the blocks' places in the tier, one per block
+    places: list[int]  # where the blocks are in the tiers, one per block; see `TierIndex`
+    hashes: list[bytes]  # one per block; a place with other contents is not loaded
 
 
 class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
@@ -90,7 +91,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
     block_copies: list[tuple[int, int]] = []
     num_pooled: int = 0  # entries with `is_pooled`
     num_drafts: int = 0  # summed over the entries
-    transfers: list[BlockTransfer] = []  # an executor without tiers refuses a step with transfers
+    transfers: list[BlockTransfer] = []  # an executor without tiers gets none
 
     @property
     def num_seqs(self) -> int:
@@ -116,8 +117,6 @@ class StepResult(msgspec.Struct, array_like=True):
     # 0 = the step had no time for the row's grammar mask, or the step before gave the row no token.
     # A later step then computes the row's last position again.
     counts: list[int] | None = None
-    # (transfer_id, number of leading blocks that were loaded) of each load that has ended.
-    finished_loads: list[tuple[int, int]] = []
     # Tokens that the grammar forces after the tokens in `token_ids`. The key is the index among the
     # entries that sample.
     forced_token_ids: dict[int, list[int]] = {}

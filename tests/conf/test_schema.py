@@ -6,12 +6,12 @@ import msgspec
 import pytest
 
 from ostinato.conf.bench_schema import BenchSection
+from ostinato.conf.cache.cache_schema import CacheConfig
 from ostinato.conf.command_schema import GenerateSection, PlanSection
 from ostinato.conf.describe import describe_keys, describe_sections, nearest
 from ostinato.conf.engine_config import EngineConfig
 from ostinato.conf.root import RunConfig
 from ostinato.conf.schema import (
-    CacheConfig,
     DeviceConfig,
     GraphConfig,
     ModelSection,

@@ -147,14 +147,16 @@ class SimulatedDevice:
         self.block_size = block_size
         self.rows: dict[int, Row] = {}
         self.loads: list[BlockTransfer] = []  # loads that have not ended
-        # The contents of each place in the tier.
-        self._tier: dict[int, tuple[list[_First], list[int | None]]] = {}
+        # The hash and the contents of each place in the tiers.
+        self._tiers: dict[int, tuple[bytes, list[_First], list[int | None]]] = {}
+        self._num_stored = 0
+        self.lost_places: list[int] = []  # places of stores that failed; every ninth fails
         self._first: list[_First] = [None] * (total_blocks * block_size)
         self._second: list[int | None] = [None] * (total_blocks * block_size)
 
     def execute(self, output: SchedulerOutput) -> StepResult:
         """Run a step; returns the tokens of the rows that sample."""
-        self._transfer(output)
+        self.transfer(output)
         for admitted in output.admitted:
             request = admitted.request
             self.rows[admitted.row] = Row(
@@ -194,24 +196,43 @@ class SimulatedDevice:
         )
 
     def finish_loads(self) -> list[tuple[int, int]]:
-        """End all loads; returns (transfer id, number of blocks) of each."""
-        ended, self.loads = self.loads, []
-        for load in ended:
-            for block_id, place in zip(load.block_ids, load.places, strict=True):
-                begin, end = block_id * self.block_size, (block_id + 1) * self.block_size
-                self._first[begin:end], self._second[begin:end] = self._tier[place]
-        return [(load.transfer_id, len(load.block_ids)) for load in ended]
+        """End all loads; returns (transfer id, number of blocks) of each.
 
-    def _transfer(self, output: SchedulerOutput) -> None:
+        Every third load fails in its middle, like one of a damaged file.
+        """
+        ended, self.loads = self.loads, []
+        counts: list[tuple[int, int]] = []
+        for load in ended:
+            count = len(load.places) // (2 if load.transfer_id % 3 == 0 else 1)
+            missing = [i for i in range(count) if load.places[i] not in self._tiers]
+            count = missing[0] if missing else count
+            counts.append((load.transfer_id, count))
+            for index in range(count):
+                stored_hash, first, second = self._tiers[load.places[index]]
+                assert stored_hash == load.hashes[index], "a place has other contents"
+                begin = load.block_ids[index] * self.block_size
+                self._first[begin : begin + self.block_size] = first
+                self._second[begin : begin + self.block_size] = second
+        return counts
+
+    def transfer(self, output: SchedulerOutput) -> None:
+        """Make the stores of a step, and begin its loads."""
         for transfer in output.transfers:
-            assert len(transfer.block_ids) == len(transfer.places) > 0
+            assert len(transfer.block_ids) == len(transfer.places) == len(transfer.hashes) > 0
             if transfer.is_load:
                 self.loads.append(transfer)
                 continue
-            for block_id, place in zip(transfer.block_ids, transfer.places, strict=True):
+            stored = zip(transfer.block_ids, transfer.places, transfer.hashes, strict=True)
+            for block_id, place, block_hash in stored:
                 assert place not in [p for load in self.loads for p in load.places]
                 begin, end = block_id * self.block_size, (block_id + 1) * self.block_size
-                self._tier[place] = (self._first[begin:end], self._second[begin:end])
+                assert None not in self._second[begin:end], "a block is copied before it is full"
+                first, second = self._first[begin:end], self._second[begin:end]
+                self._tiers[place] = (block_hash, first, second)
+                self._num_stored += 1
+                if self._num_stored % 9 == 0:
+                    del self._tiers[place]
+                    self.lost_places.append(place)
 
     def _encode(self, admitted: AdmittedSequence) -> list[int]:
         """Write a mark of the request into the blocks of its encoder's keys and values."""

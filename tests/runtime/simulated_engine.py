@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections import deque
 
+from ostinato.conf.cache.cache_schema import StorePolicy
 from ostinato.conf.schema import SchedulerConfig, SchedulingPolicy
 from ostinato.runtime.costs.cost_table import Chunk, CostTable
 from ostinato.runtime.kv.kv_cache_manager import KVCacheManager, KVGroup
+from ostinato.runtime.kv.load_costs import LoadCosts
+from ostinato.runtime.kv.tier_index import TierIndex
 from ostinato.runtime.scheduling.itl_bound import ItlBound
 from ostinato.runtime.scheduling.scheduler import Scheduler
 from ostinato.runtime.types.outputs import FinishReason, SequenceOutput
 from ostinato.runtime.types.request import Request
 from ostinato.runtime.types.step import ScheduledSequence, SchedulerOutput, StepResult
 from tests.runtime.drafters import OracleDrafter
-from tests.runtime.list_tier import ListTier
 from tests.runtime.simulated_device import (
     SimulatedDevice,
     reference_beams,
@@ -43,7 +45,7 @@ class SimulatedEngine:
         costs: CostTable | None = None,
         target_s: float = 0.0,
         drafter: OracleDrafter | SimulatedDrafter | SimulatedHeadDrafter | None = None,
-        num_tier_places: int = 0,
+        tiers: TierIndex | None = None,
         num_cross_groups: int = 0,
         score_tokens: float = 0.0,
         hold_seed: int | None = None,
@@ -64,12 +66,12 @@ class SimulatedEngine:
         )
         self.max_model_len = max_model_len
         self.drafter = drafter
-        self.tier = ListTier(num_tier_places) if num_tier_places else None
+        self.tiers = tiers
         self.cache = KVCacheManager(
             total_blocks,
             block_size,
             enable_prefix_caching=prefix_caching,
-            tier=self.tier,
+            tiers=tiers,
             groups=(KVGroup("self"), *[KVGroup("cross", grows=False)] * num_cross_groups),
         )
         self.costs, self.target_s = costs, target_s
@@ -90,6 +92,7 @@ class SimulatedEngine:
         self.tokens: dict[str, list[int]] = {}
         self.endings: dict[str, SequenceOutput] = {}
         self.num_steps = 0
+        self.num_loaded_blocks = 0
         self.num_copies = 0
         self.num_right_drafts = 0  # including those after the end of an answer
         self._num_reported = 0  # accepted drafts in the reports of all requests
@@ -113,12 +116,19 @@ class SimulatedEngine:
     def launch(self) -> SchedulerOutput | None:
         """Schedule a step and run it on the device."""
         num_running = self.scheduler.num_running
+        if self.tiers is not None:
+            self.tiers.set_buffers(self.num_steps % 3)
         output = self.scheduler.schedule()
         if output is None:
             can_go_on = self._in_flight or self.device.loads or not self.scheduler.has_work
             assert can_go_on, "there is work, but no step can be scheduled"
             return None
         self._check_limits(output)
+        if not output.scheduled:
+            assert not self._in_flight, "transfers without a step come while a step is in flight"
+            self.device.transfer(output)
+            self.num_steps += 1
+            return output
         self._check_lanes(output, num_running)
         self._in_flight.append((output, self.device.execute(output)))
         self._check_target(output)
@@ -143,9 +153,20 @@ class SimulatedEngine:
         return outputs
 
     def finish_loads(self) -> None:
-        """Ends all loads that are in progress."""
+        """Ends all loads that are in progress, and reports the stores that failed."""
         for transfer_id, num_blocks in self.device.finish_loads():
             self.scheduler.finish_load(transfer_id, num_blocks)
+            self.num_loaded_blocks += num_blocks
+        for place in self.device.lost_places:
+            assert self.tiers is not None
+            self.tiers.lose(place)
+        self.device.lost_places.clear()
+        self.scheduler.check_integrity()
+
+    def abandon_loads(self) -> None:
+        """No sequence waits any more for the loads that are in progress."""
+        for load in self.device.loads:
+            self.scheduler.abandon_load(load.transfer_id)
         self.scheduler.check_integrity()
 
     def abort(self, request_id: str) -> None:
@@ -342,3 +363,29 @@ def _most_tokens(request: Request, max_model_len: int) -> int:
         return length
     # At worst there is room for one beam only, and a beam is computed anew for each of its tokens.
     return length * length * request.sampling.num_candidates
+
+
+def make_tiers(
+    *,
+    block_size: int,
+    num_host_places: int = 0,
+    num_disk_places: int = 0,
+    num_per_step: int = 4,
+    policy: StorePolicy = StorePolicy.all,
+    stores_salted: bool = True,
+) -> TierIndex | None:
+    """An index of tiers for blocks so large that a step copies `num_per_step`; None = no places."""
+    if not num_host_places and not num_disk_places:
+        return None
+    block_bytes = (4 << 20) // num_per_step
+    tiers = TierIndex(
+        block_bytes=block_bytes,
+        costs=LoadCosts(None, block_bytes, block_size),
+        num_host_places=num_host_places,
+        expects_disk=num_disk_places > 0,
+        policy=policy,
+        stores_salted=stores_salted,
+    )
+    if num_disk_places:
+        tiers.open_disk(num_disk_places, ())
+    return tiers

@@ -26,9 +26,10 @@ from ostinato.ops.moe.moe_linear import tile_tokens
 from ostinato.ops.quantized import GPU_TILE_TOKENS
 from ostinato.runtime.errors import StartupError
 from ostinato.runtime.kv.kv_cache_manager import KVGroup
-from ostinato.runtime.memory.memory_plan import CUDA_GRAPH_BYTES, MemoryPlan
+from ostinato.runtime.memory.memory_plan import CUDA_GRAPH_BYTES, GIB, MemoryPlan
 from ostinato.runtime.startup.plan.model_source import ModelSource, model_skeleton, open_model
 from ostinato.runtime.startup.plan.planning import bucket_table, count_graphs, plan_engine
+from ostinato.runtime.startup.plan.refusals import check_tiers
 from ostinato.runtime.startup.plan.warm_up import cpu_steps, gpu_steps
 from ostinato.runtime.types.engine_info import IsaTrial
 
@@ -85,6 +86,23 @@ class EnginePlan:
     def kv_cache_spec(self) -> KVCacheSpec:
         """Shapes of the KV cache."""
         return self.source.kv_cache_spec(self.config.cache.block_size)
+
+    @property
+    def num_host_places(self) -> int:
+        """Copies of KV blocks that `cache.host_gib` has room for."""
+        return int(self.config.cache.host_gib * GIB) // self._whole_block_bytes
+
+    @property
+    def num_disk_places(self) -> int:
+        """Copies of KV blocks that `cache.disk_gib` has room for; at least 1."""
+        return max(1, int(self.config.cache.disk_gib * GIB) // self._whole_block_bytes)
+
+    @property
+    def _whole_block_bytes(self) -> int:
+        """Bytes of a block on all ranks; every rank computes the same number."""
+        spec, shard = self.kv_cache_spec, self.source.shard
+        num_layers = -(-self.source.config.num_layers // shard.stage.count)  # of the longest stage
+        return spec.bytes_per_block // spec.num_layers * num_layers * shard.num_ranks
 
     def make_aux_states(self) -> AuxStates | None:
         """Buffers for the hidden states that the draft head reads.
@@ -207,6 +225,7 @@ def finish_plan(
         threads=threads,
     )
     check_determinism(plan)
+    check_tiers(config, source.config, source.device)
     if source.draft is None:
         return plan
     return dataclasses.replace(plan, draft=_draft_plan(plan, is_here=is_here))

@@ -13,7 +13,7 @@ from ostinato.models.sharding import Shard
 from ostinato.runtime.costs.step_limits import StepLimits
 from ostinato.runtime.errors import StartupError
 
-__all__ = ("check_division", "check_speculation")
+__all__ = ("check_division", "check_speculation", "check_tiers")
 
 
 def check_speculation(config: EngineConfig, model: ModelConfig, limits: StepLimits) -> None:
@@ -34,6 +34,30 @@ def check_speculation(config: EngineConfig, model: ModelConfig, limits: StepLimi
         raise StartupError(
             f"speculation.max_tokens={max_tokens} needs steps of {1 + max_tokens} tokens, and "
             f"scheduler.max_num_batched_tokens={most}; lower the first or raise the second"
+        )
+
+
+def check_tiers(config: EngineConfig, model: ModelConfig, device: torch.device) -> None:
+    """Refuse copies of KV blocks that a model or a device does not have.
+
+    Raises:
+        StartupError: the model keeps no keys and values, or host memory is the device's memory.
+    """
+    cache = config.cache
+    key = (
+        f"cache.disk_dir={cache.disk_dir}"
+        if cache.disk_dir
+        else f"cache.host_gib={cache.host_gib:g}"
+    )
+    if cache.has_tiers and not model.kind.needs_kv_cache:
+        raise StartupError(
+            f"{key} is for models that keep keys and values, and {model.architecture} does not; "
+            "leave it out"
+        )
+    if cache.host_gib and device.type == "cpu":
+        raise StartupError(
+            f"cache.host_gib={cache.host_gib:g} is for GPUs: a CPU's KV cache is in host memory "
+            "already; raise cache.memory_gib, or set cache.disk_dir"
         )
 
 

@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from ostinato.conf.cache.cache_schema import StorePolicy
 from ostinato.conf.schema import SchedulingPolicy
+from ostinato.runtime.kv.tier_index import TierIndex
 from ostinato.runtime.types.outputs import FinishReason
 from ostinato.runtime.types.params import SamplingParams
 from ostinato.runtime.types.request import Request
@@ -19,7 +21,7 @@ from tests.pairwise import all_combinations
 from tests.runtime.cost_tables import make_table
 from tests.runtime.drafters import OracleDrafter
 from tests.runtime.simulated_device import EOS, VOCAB_SIZE
-from tests.runtime.simulated_engine import SimulatedEngine
+from tests.runtime.simulated_engine import SimulatedEngine, make_tiers
 
 MAX_MODEL_LEN = 32
 POLICIES = list(SchedulingPolicy)
@@ -73,7 +75,7 @@ def engines(draw: st.DrawFn) -> SimulatedEngine:
     max_num_seqs = draw(st.integers(1, 6))
     accuracy = draw(st.sampled_from([None, None, 0.0, 0.5, 1.0]))
     num_cross_groups = draw(st.sampled_from([0, 0, 0, 1, 2]))
-    # These tests do not combine drafts or a slower tier with the lanes of a pipeline.
+    # These tests do not combine drafts with the lanes of a pipeline.
     num_lanes = draw(st.sampled_from([1, 1, 2, 3])) if accuracy is None else 1
     least_blocks += num_cross_groups * -(-6 // block_size)
     return SimulatedEngine(
@@ -92,7 +94,14 @@ def engines(draw: st.DrawFn) -> SimulatedEngine:
         score_tokens=draw(st.floats(0.0, 10.0)),
         target_s=draw(st.floats(1e-3, 6e-3)),
         drafter=None if accuracy is None else OracleDrafter(accuracy, VOCAB_SIZE),
-        num_tier_places=draw(st.sampled_from([0, 0, 3, 40])) if num_lanes == 1 else 0,
+        tiers=make_tiers(
+            block_size=block_size,
+            num_host_places=draw(st.sampled_from([0, 0, 3, 40])),
+            num_disk_places=draw(st.sampled_from([0, 0, 3, 40])),
+            num_per_step=draw(st.sampled_from([1, 4, 64])),
+            policy=draw(st.sampled_from(list(StorePolicy))),
+            stores_salted=draw(st.booleans()),
+        ),
         num_lanes=num_lanes,
         num_cross_groups=num_cross_groups,
         hold_seed=draw(st.sampled_from([None, None, 1, 2, 3])),
@@ -135,6 +144,10 @@ class EngineMachine(RuleBasedStateMachine):
     @rule()
     def finish_loads(self) -> None:
         self.engine.finish_loads()
+
+    @rule()
+    def abandon_loads(self) -> None:
+        self.engine.abandon_loads()
 
     @rule(num_steps=st.integers(1, 8), lookahead=st.booleans())
     def steps(self, num_steps: int, lookahead: bool) -> None:
@@ -192,7 +205,7 @@ def run_workload(
     prefix_caching: bool = True,
     target_s: float | None = None,
     accuracy: float | None = None,
-    num_tier_places: int = 0,
+    tiers: TierIndex | None = None,
     hold_seed: int | None = None,
     num_lanes: int = 1,
 ) -> SimulatedEngine:
@@ -209,7 +222,7 @@ def run_workload(
         costs=None if target_s is None else make_table(),
         target_s=target_s or 0.0,
         drafter=None if accuracy is None else OracleDrafter(accuracy, VOCAB_SIZE),
-        num_tier_places=num_tier_places,
+        tiers=tiers,
         hold_seed=hold_seed,
         num_lanes=num_lanes,
     )
@@ -424,14 +437,20 @@ def test_right_drafts_save_steps() -> None:
 
 
 @pytest.mark.parametrize("lookahead", [False, True])
-@pytest.mark.parametrize("num_tier_places", [5, 400])
-def test_tokens_do_not_depend_on_a_slower_tier(num_tier_places: int, lookahead: bool) -> None:
+@pytest.mark.parametrize("num_lanes", [1, 3])
+@pytest.mark.parametrize("places", [(5, 0), (0, 400), (20, 60)])
+def test_tokens_do_not_depend_on_slower_tiers(
+    places: tuple[int, int], num_lanes: int, lookahead: bool
+) -> None:
+    num_host_places, num_disk_places = places
     tiered = run_workload(
         lookahead=lookahead,
         total_blocks=40,
         max_num_batched_tokens=19,
-        num_tier_places=num_tier_places,
+        tiers=make_tiers(
+            block_size=4, num_host_places=num_host_places, num_disk_places=num_disk_places
+        ),
+        num_lanes=num_lanes,
     )
     assert tiered.tokens == plain_tokens()
-    assert tiered.tier is not None
-    assert tiered.tier.num_loads > 0
+    assert tiered.num_loaded_blocks > 0

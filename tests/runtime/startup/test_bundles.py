@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from ostinato.conf.cache.cache_schema import CacheConfig, CacheDType
 from ostinato.conf.engine_config import EngineConfig
 from ostinato.conf.lora.lora_schema import LoraConfig
 from ostinato.conf.schema import (
-    CacheConfig,
-    CacheDType,
     DeviceConfig,
     DeviceName,
     DType,

@@ -1,0 +1,189 @@
+"""`TierCopies`: the copies of KV blocks in slower tiers, as the engine sees them.
+
+The scheduler plans the copies, and every rank makes its part. A load has ended when it has ended on
+every rank.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import NamedTuple
+
+import msgspec
+
+from ostinato.runtime.errors import InvalidRequestError
+from ostinato.runtime.execution.executor import Executor
+from ostinato.runtime.kv.block_pool import BlockHash
+from ostinato.runtime.kv.tier_index import TierIndex
+from ostinato.runtime.scheduling.scheduler import Scheduler
+from ostinato.runtime.tiers.own_files import TierError
+from ostinato.runtime.tiers.tier_calls import (
+    AdvanceTiers,
+    ClearTiers,
+    FlushTiers,
+    OpenTiers,
+    StartTransfers,
+    TierProgress,
+)
+from ostinato.runtime.tiers.tier_directory import TierDirectory
+from ostinato.runtime.tiers.tier_opening import TierOpening
+from ostinato.runtime.types.step import SchedulerOutput
+
+__all__ = ("TierCopies",)
+
+_LOG = logging.getLogger(__name__)
+_WAIT_S = 0.005  # how long an engine without other work waits before it looks for new requests
+_POLL_S = 0.005  # least time between two questions to the ranks while steps run
+
+
+class _Load(NamedTuple):
+    begin: float
+    num_blocks: int
+
+
+class TierCopies:
+    """Starts copies and takes in their results."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        scheduler: Scheduler,
+        index: TierIndex,
+        opening: TierOpening | None,
+        *,
+        num_disk_places: int,
+        num_buffers: int,
+    ) -> None:
+        """
+        Args:
+            executor: makes the copies.
+            scheduler: the scheduler that plans them.
+            index: its index of the tiers.
+            opening: prepares the directory of the disk; None = there is no disk.
+            num_disk_places: blocks that the disk has room for.
+            num_buffers: blocks of each rank that can be on their way to the disk at once.
+        """
+        self._executor = executor
+        self._scheduler = scheduler
+        self._index = index
+        self._opening = opening
+        self._directory: TierDirectory | None = None
+        self._num_disk_places = num_disk_places
+        self._num_buffers = num_buffers
+        self._loads: dict[int, _Load] = {}  # loads that have not ended, by transfer id
+        self._late: set[int] = set()  # loads that no sequence waits for any more
+        self._counts: dict[int, list[int]] = {}  # transfer id -> loaded blocks of each rank
+        self._is_storing = False  # a store may be unfinished
+        self._polled_at = 0.0
+        index.set_buffers(num_buffers)
+
+    @property
+    def has_stores(self) -> bool:
+        """Whether blocks wait for a copy."""
+        return self._index.has_stores
+
+    def start_alone(self, output: SchedulerOutput) -> None:
+        """Start the transfers of a step without entries."""
+        self._executor.call(StartTransfers(output.transfers))
+        self.note(output)
+
+    def note(self, output: SchedulerOutput) -> None:
+        """Note the transfers of a step that was launched."""
+        now = time.monotonic()
+        for transfer in output.transfers:
+            if transfer.is_load:
+                self._loads[transfer.transfer_id] = _Load(now, len(transfer.places))
+                self._counts[transfer.transfer_id] = []
+            else:
+                self._is_storing = True
+
+    def advance(self, *, waits: bool) -> None:
+        """Open the disk when it is prepared, and take in the results of copies.
+
+        Args:
+            waits: nothing else can run. Then this call waits a little for the next result.
+        """
+        if self._opening is not None and self._opening.is_done:
+            opening, self._opening = self._opening, None
+            self._open(opening)
+        if not (self._loads or self._is_storing):
+            return
+        now = time.monotonic()
+        if waits or now - self._polled_at >= _POLL_S:
+            self._take_progress(_WAIT_S if waits else 0.0)
+            self._polled_at = now
+        for transfer_id, load in self._loads.items():
+            is_late = now - load.begin > self._index.costs.late_after(load.num_blocks)
+            if is_late and transfer_id not in self._late:
+                self._late.add(transfer_id)
+                self._scheduler.abandon_load(transfer_id)
+
+    def clear(self) -> None:
+        """Forget all copies, also for later starts. The index is cleared by the KV cache manager.
+
+        While the disk is being prepared, its contents are forgotten when it is opened.
+        """
+        self._executor.call(ClearTiers())
+        if self._opening is not None:
+            self._opening.forgets = True
+
+    def flush(self, timeout_s: float) -> None:
+        """Write the blocks that wait for a copy to the disk. No step may be in flight."""
+        end = time.monotonic() + timeout_s
+        while self.has_stores and time.monotonic() < end:
+            transfers = self._index.take_stores()
+            if transfers:
+                self._executor.call(StartTransfers(transfers))
+            self._take_progress(0.0 if transfers else _WAIT_S)
+        self._executor.call(FlushTiers(max(0.1, end - time.monotonic())))
+
+    def close(self) -> None:
+        """Release the directory of the disk, after the executor has closed its files."""
+        if self._directory is not None:
+            self._directory.close()
+
+    def _open(self, opening: TierOpening) -> None:
+        try:
+            self._directory = opening.take()
+            path = self._directory.path
+            call = OpenTiers(str(path), path.parent.name, self._num_disk_places)
+            answers = self._executor.call(call)
+            if opening.forgets:
+                self._executor.call(ClearTiers())
+                answers = ["[]"]
+        except (InvalidRequestError, TierError) as error:
+            _LOG.warning("the KV cache has no copies on disk: %s", error)
+            self._index.close_disk()
+            return
+        first, *others = (msgspec.json.decode(one, type=list[tuple[int, str]]) for one in answers)
+        # A block can be read only if every rank has its part.
+        common = set(first).intersection(*others)
+        contents = [
+            (place, BlockHash(bytes.fromhex(text)))
+            for place, text in first
+            if (place, text) in common
+        ]
+        self._index.open_disk(self._num_disk_places, contents)
+        _LOG.info("cache.disk_dir has %d of %d blocks", len(contents), self._num_disk_places)
+
+    def _take_progress(self, timeout_s: float) -> None:
+        answers = self._executor.call(AdvanceTiers(timeout_s))
+        reports = [msgspec.json.decode(answer, type=TierProgress) for answer in answers]
+        for report in reports:
+            for transfer_id, num_blocks in report.finished_loads:
+                self._counts[transfer_id].append(num_blocks)
+            for place in report.lost_places:
+                self._index.lose(place)
+        num_free = min(report.num_free_buffers for report in reports)
+        self._index.set_buffers(num_free)
+        if not all(report.can_write for report in reports):
+            self._index.stop_disk_stores()
+        self._is_storing = self._index.has_stores or num_free < self._num_buffers
+        ended = [one for one in self._loads if len(self._counts[one]) == len(answers)]
+        for transfer_id in ended:
+            load = self._loads.pop(transfer_id)
+            num_blocks = min(self._counts.pop(transfer_id))
+            self._late.discard(transfer_id)
+            self._index.costs.observe(num_blocks, time.monotonic() - load.begin)
+            self._scheduler.finish_load(transfer_id, num_blocks)

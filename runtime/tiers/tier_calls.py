@@ -1,0 +1,74 @@
+"""What an engine asks its ranks about their copies of KV blocks. Imports no torch."""
+
+from __future__ import annotations
+
+import msgspec
+
+from ostinato.runtime.types.step import BlockTransfer
+
+__all__ = (
+    "AdvanceTiers",
+    "ClearTiers",
+    "FlushTiers",
+    "OpenTiers",
+    "StartTransfers",
+    "TierCall",
+    "TierProgress",
+    "num_buffers",
+)
+
+_BUFFER_BYTES = 64 << 20
+_LEAST_BUFFERS = 4
+
+
+def num_buffers(block_bytes: int) -> int:
+    """How many blocks of a rank can be on their way to the disk at once."""
+    return max(_LEAST_BUFFERS, _BUFFER_BYTES // block_bytes)
+
+
+class TierProgress(msgspec.Struct, array_like=True, gc=False):
+    """What has happened to the copies of a rank since its last report."""
+
+    finished_loads: list[tuple[int, int]]  # (transfer id, leading blocks that were loaded)
+    lost_places: list[int]  # places of stores that failed
+    num_free_buffers: int
+    can_write: bool  # whether the disk takes stores; it does not after a failed write
+
+
+class OpenTiers(msgspec.Struct, frozen=True, tag=8):
+    """Open the rank's copies of KV blocks on disk.
+
+    Each rank answers with a JSON array of (place, hash in hexadecimal) of the blocks that it has,
+    the oldest first.
+
+    Raises InvalidRequestError if they cannot be used.
+    """
+
+    directory: str  # each rank uses a directory in it
+    identity: str  # files that were written under another identity are begun anew
+    num_places: int
+
+
+class StartTransfers(msgspec.Struct, frozen=True, tag=9):
+    """Begin the transfers of KV blocks of a step without entries."""
+
+    transfers: list[BlockTransfer]
+
+
+class AdvanceTiers(msgspec.Struct, frozen=True, tag=10):
+    """Report what has happened to transfers; each rank answers with a JSON `TierProgress`."""
+
+    timeout_s: float  # how long a rank waits until something has happened; 0 = not
+
+
+class ClearTiers(msgspec.Struct, frozen=True, tag=11):
+    """Forget all copies of KV blocks, also for later starts."""
+
+
+class FlushTiers(msgspec.Struct, frozen=True, tag=12):
+    """Wait until all stores that have begun are on the disk."""
+
+    timeout_s: float
+
+
+TierCall = OpenTiers | StartTransfers | AdvanceTiers | ClearTiers | FlushTiers
