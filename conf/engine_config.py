@@ -44,13 +44,15 @@ class EngineConfig:
 def draft_config(config: EngineConfig) -> EngineConfig:
     """The configuration of the draft model's programs and weights.
 
-    It has the model's settings, except for the settings that belong to the model's checkpoint.
+    It has the model's settings, except for the settings that belong to the model's checkpoint. Its
+    KV cache has no copies in slower tiers: the drafter computes what its cache lacks.
 
     Args:
         config: the configuration of an engine with a draft model, a head or an MTP layer.
     """
+    cache = replace(config.cache, disk_dir="", host_gib=0.0)
     if config.speculation.method is SpeculationMethod.mtp:  # a layer of the model's checkpoint
-        return replace(config, speculation=NO_DRAFTS, lora=LoraConfig())
+        return replace(config, cache=cache, speculation=NO_DRAFTS, lora=LoraConfig())
     section = replace(
         config.model,
         path=config.speculation.model,
@@ -62,4 +64,4 @@ def draft_config(config: EngineConfig) -> EngineConfig:
         pooling=PoolingChoice.auto,
         config={},
     )
-    return replace(config, model=section, speculation=NO_DRAFTS, lora=LoraConfig())
+    return replace(config, model=section, cache=cache, speculation=NO_DRAFTS, lora=LoraConfig())

@@ -8,6 +8,7 @@ model runs behind an `Executor` (runtime/execution/executor.py), so this module 
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable
@@ -31,6 +32,8 @@ from ostinato.runtime.types.step import SchedulerOutput
 
 __all__ = ("Announce", "Engine")
 
+_LOG = logging.getLogger(__name__)
+
 Announce = Callable[[list[str], float], object]
 """Called before a step with the ids of the requests that it admits and its predicted seconds."""
 
@@ -39,8 +42,9 @@ _GRAMMAR_WAIT_S = 0.02
 # How long an engine without other work waits for the files of an adapter before it looks for new
 # requests.
 _READ_WAIT_S = 0.02
-# How long the end of an engine waits until KV blocks have been written to the disk.
-_FLUSH_S = 5.0
+# How long the end of an engine waits until KV blocks have been written to the disk. The client kills
+# an engine that does not end within 5 s.
+_FLUSH_S = 3.0
 
 
 class Engine:
@@ -321,9 +325,12 @@ class Engine:
         KV blocks that wait for a copy on disk are written before, for a few seconds at most.
         """
         if self._copies is not None and self._failure is None:
-            while self._in_flight:
-                self._read()  # a block is complete when the step that fills it was executed
-            self._copies.flush(_FLUSH_S)
+            try:
+                while self._in_flight:
+                    self._read()  # a block is complete when the step that fills it was executed
+                self._copies.flush(_FLUSH_S)
+            except RankFailedError as error:
+                _LOG.warning("blocks of the KV cache were not copied at the end: %s", error)
         self._in_flight.clear()
         self._executor.close()
         if self._copies is not None:

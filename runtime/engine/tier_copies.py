@@ -70,7 +70,6 @@ class TierCopies:
         self._opening = opening
         self._directory: TierDirectory | None = None
         self._num_disk_places = num_disk_places
-        self._num_buffers = num_buffers
         self._loads: dict[int, _Load] = {}  # loads that have not ended, by transfer id
         self._late: set[int] = set()  # loads that no sequence waits for any more
         self._counts: dict[int, list[int]] = {}  # transfer id -> loaded blocks of each rank
@@ -175,11 +174,10 @@ class TierCopies:
                 self._counts[transfer_id].append(num_blocks)
             for place in report.lost_places:
                 self._index.lose(place)
-        num_free = min(report.num_free_buffers for report in reports)
-        self._index.set_buffers(num_free)
+        self._index.set_buffers(min(report.num_free_buffers for report in reports))
         if not all(report.can_write for report in reports):
             self._index.stop_disk_stores()
-        self._is_storing = self._index.has_stores or num_free < self._num_buffers
+        self._is_storing = any(report.is_writing for report in reports)
         ended = [one for one in self._loads if len(self._counts[one]) == len(answers)]
         for transfer_id in ended:
             load = self._loads.pop(transfer_id)

@@ -26,9 +26,13 @@ from ostinato.runtime.costs.cost_table import CostTable
 from ostinato.runtime.directories import ensure_cache
 from ostinato.runtime.engine.engine import Engine
 from ostinato.runtime.engine.step_observer import StepObserver
+from ostinato.runtime.engine.tier_copies import TierCopies
 from ostinato.runtime.errors import RankFailedError, StartupError
 from ostinato.runtime.execution.executor import Executor
 from ostinato.runtime.kv.kv_cache_manager import KVCacheManager
+from ostinato.runtime.kv.load_costs import LoadCosts
+from ostinato.runtime.kv.tier_index import TierIndex
+from ostinato.runtime.memory.memory_plan import GIB
 from ostinato.runtime.ranks.messages import Serve
 from ostinato.runtime.ranks.processes_executor import ProcessesExecutor
 from ostinato.runtime.ranks.rank_processes import RankProcesses
@@ -36,7 +40,6 @@ from ostinato.runtime.ranks.rank_share import share_of_rank
 from ostinato.runtime.scheduling.scheduler import Scheduler
 from ostinato.runtime.speculation.proposer import Proposer
 from ostinato.runtime.speculation.text_drafter import TextDrafter
-from ostinato.runtime.startup.cache_tiers import make_index, make_tier_copies
 from ostinato.runtime.startup.calibrate import make_scheduler
 from ostinato.runtime.startup.drafting import finish_rank, make_drafter
 from ostinato.runtime.startup.isa_trial import build_levels, try_levels
@@ -52,12 +55,17 @@ from ostinato.runtime.startup.plan.engine_plan import EnginePlan, make_plan
 from ostinato.runtime.startup.rank import build_rank
 from ostinato.runtime.startup.rank_group import agree, join, layout_of, peers_of
 from ostinato.runtime.startup.rank_parts import RankParts
+from ostinato.runtime.startup.served_model import compute_identity
+from ostinato.runtime.tiers.tier_calls import num_buffers
+from ostinato.runtime.tiers.tier_opening import TierOpening
 from ostinato.runtime.types.engine_info import IsaTrial
 
 __all__ = ("build_engine", "compile_bundle")
 
 _LOG = logging.getLogger(__name__)
 
+# How long the start waits for the directory of copies of KV blocks, if no weights have to be read.
+_OPENING_S = 1.0
 # The longest step of an encoder on a CPU, in seconds. A new text waits for the rest of the running
 # step, and then for its own step.
 _TEXT_STEP_S = 0.03
@@ -265,7 +273,7 @@ def _lead(
     cache, scheduler = _make_scheduler(plan, costs, executor, proposer)
     copies = None
     if cache.tiers is not None:
-        copies = make_tier_copies(plan, executor, scheduler, cache.tiers)
+        copies = _make_tier_copies(plan, executor, scheduler, cache.tiers)
     return Engine(
         scheduler,
         cache,
@@ -288,7 +296,7 @@ def _make_scheduler(
         config.cache.block_size,
         enable_prefix_caching=config.cache.enable_prefix_caching and kind.needs_kv_cache,
         groups=plan.kv_groups,
-        tiers=make_index(plan, costs),
+        tiers=_make_tier_index(plan, costs) if config.cache.has_tiers else None,
     )
     scheduler = make_scheduler(
         config.scheduler,
@@ -304,3 +312,51 @@ def _make_scheduler(
         text_step_s=_TEXT_STEP_S if kind.takes_whole_prompts and plan.is_cpu else None,
     )
     return cache, scheduler
+
+
+def _make_tier_index(plan: EnginePlan, costs: CostTable | None) -> TierIndex:
+    """The index of the KV cache's slower tiers."""
+    cache, block_bytes = plan.config.cache, plan.kv_cache_spec.bytes_per_block
+    return TierIndex(
+        block_bytes=block_bytes,
+        costs=LoadCosts(costs, block_bytes, cache.block_size),
+        num_host_places=plan.num_host_places,
+        expects_disk=bool(cache.disk_dir),
+        policy=cache.store,
+        stores_salted=cache.store_salted,
+    )
+
+
+def _make_tier_copies(
+    plan: EnginePlan, executor: Executor, scheduler: Scheduler, index: TierIndex
+) -> TierCopies:
+    """The engine's part of the slower tiers.
+
+    The directory of the disk is opened now, or later if weights have to be read for it.
+    """
+    cache, source, block_bytes = plan.config.cache, plan.source, plan.kv_cache_spec.bytes_per_block
+    opening = None
+    if cache.disk_dir:
+        is_dummy = plan.config.model.load_format is LoadFormat.dummy
+        identity = {
+            **compute_identity(plan),
+            "block": f"{block_bytes} bytes, {cache.block_size} tokens",
+            "ranks": f"{source.shard.num_ranks} in {source.shard.stage.count} stages",
+        }
+        opening = TierOpening(
+            cache.disk_dir,
+            identity,
+            () if is_dummy else source.checkpoint.weight_files(),
+            int(cache.disk_gib * GIB),
+        )
+        opening.wait_if_short(_OPENING_S)
+    copies = TierCopies(
+        executor,
+        scheduler,
+        index,
+        opening,
+        num_disk_places=plan.num_disk_places,
+        num_buffers=num_buffers(block_bytes),
+    )
+    copies.advance(waits=False)
+    return copies

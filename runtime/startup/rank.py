@@ -136,10 +136,7 @@ def build_rank(
         if kernels := describe_kernels(plan):
             _LOG.info("CPU kernels: %s", kernels)
         runner = _make_runner(plan, model, graphs, buffers, token_sampler, grammars)
-        has_tiers = draft is None and config.cache.has_tiers
-        executor = _make_executor(
-            plan, model, runner, kv_cache, grammars, monitor, pages, has_tiers=has_tiers
-        )
+        executor = _make_executor(plan, model, runner, kv_cache, grammars, monitor, pages)
     with phase("grammar vocabulary"):
         grammars.wait_until_loaded()
     return RankParts(
@@ -329,19 +326,22 @@ def _make_executor(
     grammars: GrammarStore,
     monitor: CompileMonitor,
     pages: CachePages | None,
-    *,
-    has_tiers: bool,
 ) -> InlineExecutor:
     space, adapters, tiers = plan.source.adapters, None, None
     if space is not None:
-        # A start without adapters saves the import.
+        # A start without adapters saves the import. So does one without tiers below.
         from ostinato.runtime.execution.rank_adapters import RankAdapters
 
         adapters = RankAdapters(model, space)
-    if has_tiers:
-        from ostinato.runtime.startup.cache_tiers import make_rank_tiers
+    if plan.config.cache.has_tiers:
+        from ostinato.runtime.tiers.rank_tiers import RankTiers
 
-        tiers = make_rank_tiers(plan, kv_cache)
+        tiers = RankTiers(
+            kv_cache,
+            num_host_places=plan.num_host_places,
+            has_disk=bool(plan.config.cache.disk_dir),
+            rank=plan.source.shard.rank,
+        )
     return InlineExecutor(
         runner,
         kv_cache,

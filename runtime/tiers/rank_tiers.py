@@ -161,7 +161,8 @@ class RankTiers:
                 self._changed.wait_for(self._has_news, timeout_s)
             finished, self._finished = self._finished, []
             lost, self._lost = self._lost, []
-            return TierProgress(finished, lost, len(self._free), self._can_write)
+            is_writing = len(self._free) < len(self._buffers)
+            return TierProgress(finished, lost, len(self._free), is_writing, self._can_write)
 
     def _clear(self) -> None:
         """Forget all blocks on disk. Loads that have begun fail or end."""

@@ -32,6 +32,7 @@ class TierProgress(msgspec.Struct, array_like=True, gc=False):
     finished_loads: list[tuple[int, int]]  # (transfer id, leading blocks that were loaded)
     lost_places: list[int]  # places of stores that failed
     num_free_buffers: int
+    is_writing: bool  # whether blocks are on their way to the disk
     can_write: bool  # whether the disk takes stores; it does not after a failed write
 
 

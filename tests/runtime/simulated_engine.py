@@ -366,10 +366,10 @@ def _most_tokens(request: Request, max_model_len: int) -> int:
 
 
 def make_tiers(
-    *,
     block_size: int,
-    num_host_places: int = 0,
-    num_disk_places: int = 0,
+    num_host_places: int,
+    num_disk_places: int,
+    *,
     num_per_step: int = 4,
     policy: StorePolicy = StorePolicy.all,
     stores_salted: bool = True,

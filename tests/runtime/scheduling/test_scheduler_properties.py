@@ -95,9 +95,8 @@ def engines(draw: st.DrawFn) -> SimulatedEngine:
         target_s=draw(st.floats(1e-3, 6e-3)),
         drafter=None if accuracy is None else OracleDrafter(accuracy, VOCAB_SIZE),
         tiers=make_tiers(
-            block_size=block_size,
-            num_host_places=draw(st.sampled_from([0, 0, 3, 40])),
-            num_disk_places=draw(st.sampled_from([0, 0, 3, 40])),
+            block_size,
+            *draw(st.sampled_from([(0, 0), (0, 0), (3, 0), (40, 3), (0, 40)])),
             num_per_step=draw(st.sampled_from([1, 4, 64])),
             policy=draw(st.sampled_from(list(StorePolicy))),
             stores_salted=draw(st.booleans()),
@@ -436,21 +435,16 @@ def test_right_drafts_save_steps() -> None:
     assert steps[1] < 0.7 * steps[0]
 
 
-@pytest.mark.parametrize("lookahead", [False, True])
-@pytest.mark.parametrize("num_lanes", [1, 3])
+@pytest.mark.parametrize(("num_lanes", "lookahead"), [(1, False), (1, True), (3, True)])
 @pytest.mark.parametrize("places", [(5, 0), (0, 400), (20, 60)])
 def test_tokens_do_not_depend_on_slower_tiers(
     places: tuple[int, int], num_lanes: int, lookahead: bool
 ) -> None:
-    num_host_places, num_disk_places = places
     tiered = run_workload(
         lookahead=lookahead,
         total_blocks=40,
         max_num_batched_tokens=19,
-        tiers=make_tiers(
-            block_size=4, num_host_places=num_host_places, num_disk_places=num_disk_places
-        ),
+        tiers=make_tiers(4, *places),
         num_lanes=num_lanes,
     )
-    assert tiered.tokens == plain_tokens()
-    assert tiered.num_loaded_blocks > 0
+    assert (tiered.tokens, tiered.num_loaded_blocks > 0) == (plain_tokens(), True)
