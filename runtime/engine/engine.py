@@ -42,8 +42,8 @@ _GRAMMAR_WAIT_S = 0.02
 # How long an engine without other work waits for the files of an adapter before it looks for new
 # requests.
 _READ_WAIT_S = 0.02
-# How long the end of an engine waits until KV blocks have been written to the disk. The client kills
-# an engine that does not end within 5 s.
+# How long the end of an engine waits until KV blocks have been written to the disk. The client
+# kills an engine that does not end within 5 s.
 _FLUSH_S = 3.0
 
 

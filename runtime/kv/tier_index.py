@@ -64,6 +64,7 @@ class TierIndex:
         self._disk = TierPlaces(num_host_places) if expects_disk else None
         self._tiers = [tier for tier in (self._host, self._disk) if tier is not None]
         self._held: Counter[int] = Counter()
+        self._lost: set[int] = set()  # places without contents that loads still hold
         self._planned: list[tuple[int, int, BlockHash]] = []  # block id, place, hash
         self._num_buffers = 0  # free buffers of the ranks, for copies on their way to the disk
         self._num_per_step = self._least_per_step = max(1, _LEAST_COPY_BYTES // block_bytes)
@@ -121,7 +122,7 @@ class TierIndex:
         """Note a block that is worth a copy, and that the step being planned may still fill."""
         if self._policy is not StorePolicy.reused:
             for tier in self._tiers:
-                tier.add(block_id, block_hash, is_fresh=True, is_first=False)
+                tier.add(block_id, block_hash)
 
     def on_hit(self, block_ids: Sequence[int], hashes: Sequence[BlockHash]) -> None:
         """Note that a sequence uses the first blocks of its prefix again, which the device has.
@@ -132,7 +133,7 @@ class TierIndex:
         """
         for tier in self._tiers:
             for block_id, block_hash in zip(block_ids, hashes, strict=False):
-                tier.add(block_id, block_hash, is_fresh=False, is_first=False)
+                tier.add(block_id, block_hash)
             # The end of a prefix is touched first, so it is overwritten before the beginning.
             for index in range(len(block_ids) - 1, -1, -1):
                 tier.touch(hashes[index])
@@ -140,7 +141,7 @@ class TierIndex:
     def on_preempt(self, block_id: int, block_hash: BlockHash) -> None:
         """Note that a sequence loses a computed block. It is copied before other blocks."""
         for tier in self._tiers:
-            tier.add(block_id, block_hash, is_fresh=False, is_first=True)
+            tier.add(block_id, block_hash, is_first=True)
 
     def on_evict(self, block_id: int, block_hash: BlockHash) -> None:
         """Note that a device block with these contents is about to be reused."""
@@ -186,6 +187,10 @@ class TierIndex:
         """
         self._held.subtract(places)
         self._held = +self._held  # without the zeros
+        for place in self._lost.difference(self._held):
+            self._lost.discard(place)
+            if (tier := self._tier_of(place)) is not None:
+                tier.reuse(place)
         for place in places[:num_loaded]:
             if (tier := self._tier_of(place)) is not None:
                 tier.stats.num_loaded_blocks += 1
@@ -194,8 +199,13 @@ class TierIndex:
 
     def lose(self, place: int) -> None:
         """Note that a place has no contents, because a copy failed."""
-        if (tier := self._tier_of(place)) is not None:
-            tier.lose(place)
+        tier = self._tier_of(place)
+        if tier is None or not tier.lose(place):
+            return
+        if place in self._held:
+            self._lost.add(place)
+        else:
+            tier.reuse(place)
 
     def clear(self) -> None:
         """Forget all contents, and the blocks that wait for copies."""

@@ -25,8 +25,9 @@ class TierPlaces:
     def __init__(self, first_place: int, num_places: int = 0) -> None:
         self.stats = TierStats()
         self.queue: OrderedDict[BlockHash, int] = OrderedDict()
-        # Blocks that the step being planned fills. They wait from the next step on.
+        # Blocks that the step being planned may fill. They wait from the next step on.
         self._fresh: dict[BlockHash, int] = {}
+        self._first: list[BlockHash] = []  # blocks that are to be copied first, the last of all
         self._first_place = first_place
         self._places: OrderedDict[BlockHash, int] = OrderedDict()  # least recently used first
         self._hashes: dict[int, BlockHash] = {}
@@ -61,35 +62,35 @@ class TierPlaces:
         if block_hash in self._places:
             self._places.move_to_end(block_hash)
 
-    def add(self, block_id: int, block_hash: BlockHash, *, is_fresh: bool, is_first: bool) -> None:
+    def add(self, block_id: int, block_hash: BlockHash, *, is_first: bool = False) -> None:
         """Let a block wait for a copy, unless the tier has one.
 
         Args:
             block_id: the block on the device.
-            block_hash: its contents.
-            is_fresh: the step that is being planned may still fill the block.
+            block_hash: its contents. The step that is being planned may be the one that writes
+                them.
             is_first: it is copied before the blocks that wait already.
         """
-        if not self._takes_stores or block_hash in self._places or block_hash in self._fresh:
+        if not self._takes_stores or block_hash in self._places:
             return
-        if is_fresh:
-            if block_hash not in self.queue:
-                self._fresh[block_hash] = block_id
-            return
-        self.queue[block_hash] = block_id
+        if block_hash not in self.queue:
+            self._fresh[block_hash] = block_id
         if is_first:
-            self.queue.move_to_end(block_hash, last=False)
+            self._first.append(block_hash)
 
     def stop_stores(self) -> None:
         """Let no block wait for a copy any more."""
         self._takes_stores = False
-        self.queue.clear()
-        self._fresh.clear()
+        self._drop_waiting()
 
     def age(self) -> None:
         """Note that the step that was being planned is planned."""
         self.queue.update(self._fresh)
+        for block_hash in self._first:
+            if block_hash in self.queue:
+                self.queue.move_to_end(block_hash, last=False)
         self._fresh.clear()
+        self._first.clear()
 
     def remove(self, block_hash: BlockHash) -> bool:
         """Let a block no longer wait; returns whether it waited."""
@@ -119,23 +120,38 @@ class TierPlaces:
         self.stats.num_used_places = len(self._places)
         return place
 
-    def lose(self, place: int) -> None:
-        """Note that a place has no contents, because they could not be written or read."""
+    def lose(self, place: int) -> bool:
+        """Note that a place has no contents, because they could not be written or read.
+
+        The caller calls `reuse` when no load holds the place.
+
+        Returns:
+            Whether the place had contents.
+        """
         block_hash = self._hashes.pop(place, None)
-        if block_hash is not None:
-            del self._places[block_hash]
-            self._free.append(place)
-            self.stats.num_failed_blocks += 1
-            self.stats.num_used_places = len(self._places)
+        if block_hash is None:
+            return False
+        del self._places[block_hash]
+        self.stats.num_failed_blocks += 1
+        self.stats.num_used_places = len(self._places)
+        return True
+
+    def reuse(self, place: int) -> None:
+        """Let a place without contents be taken again."""
+        self._free.append(place)
 
     def clear(self) -> None:
         """Forget all contents, and the blocks that wait."""
-        self.queue.clear()
-        self._fresh.clear()
+        self._drop_waiting()
         self._free += self._hashes
         self._places.clear()
         self._hashes.clear()
         self.stats.num_used_places = 0
+
+    def _drop_waiting(self) -> None:
+        self.queue.clear()
+        self._fresh.clear()
+        self._first.clear()
 
     def _put(self, place: int, block_hash: BlockHash) -> None:
         self._places[block_hash] = place
