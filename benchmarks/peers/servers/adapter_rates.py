@@ -1,7 +1,7 @@
 """Compares requests with low-rank adapters in `run serve` and in llama.cpp's server, in turns.
 
-    python -m ostinato.benchmarks.peers.adapter_rates --model DIR --llama-cpp SERVER=FILE.gguf \\
-        --convert PYTHON=convert_lora_to_gguf.py
+    python -m ostinato.benchmarks.peers.servers.adapter_rates --model DIR \\
+        --llama-cpp SERVER=FILE.gguf --convert PYTHON=convert_lora_to_gguf.py
 
 The adapters have random numbers, rank 16, and adapt all matrices of attention and MLPs. `--convert`
 names llama.cpp's script that converts them, and an interpreter that has its packages. Both servers
@@ -12,20 +12,16 @@ until the last answer. Prompts have 16 random tokens. Drafts are off.
 from __future__ import annotations
 
 import argparse
-import http.client
 import json
 import os
 import random
-import shlex
-import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,6 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ostinato.benchmarks.machine.probes import LoadMeter, basic_conditions
+from ostinato.benchmarks.peers.servers.started_server import post_json, started_server
 from ostinato.benchmarks.report.json_file import write_json
 from ostinato.benchmarks.report.tables import median_and_range
 from ostinato.benchmarks.workload.random_adapter import write_random_adapter
@@ -42,7 +39,6 @@ __all__ = ("CASES", "Case", "measure")
 
 _NUM_ADAPTERS = 4
 _PROMPT, _OUTPUT, _RANK = 16, 48, 16
-_START_S = 300.0
 
 
 class Case(NamedTuple):
@@ -75,55 +71,13 @@ class _Server(NamedTuple):
 
     def complete(self, prompt: list[int], adapter: int) -> str:
         """Generate `_OUTPUT` tokens; returns their text."""
-        body = json.dumps(self.body(prompt, adapter) | {"ignore_eos": True, "stream": False})
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=_START_S)
-        try:
-            connection.request("POST", self.path, body, {"Content-Type": "application/json"})
-            reply = connection.getresponse()
-            content = json.loads(reply.read())
-        finally:
-            connection.close()
-        if reply.status != 200:
-            raise RuntimeError(f"{self.name} answered {reply.status}: {content}")
+        body = self.body(prompt, adapter) | {"ignore_eos": True, "stream": False}
+        content = post_json(self.port, self.path, body)
         is_ours = self.name == "ostinato"
         count = content["usage"]["completion_tokens"] if is_ours else content["tokens_predicted"]
         if count != _OUTPUT:
             raise RuntimeError(f"{self.name} gave {count} tokens instead of {_OUTPUT}")
         return content["choices"][0]["text"] if is_ours else content["content"]
-
-
-@contextmanager
-def _started(name: str, path: str, command: Sequence[str]) -> Iterator[_Server]:
-    """A server process; PORT in its command stands for a port. It is ended at the end."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    words = [word.replace("PORT", str(port)) for word in command]
-    with (
-        tempfile.TemporaryFile() as log,
-        subprocess.Popen(words, stdout=log, stderr=log) as process,
-    ):
-        server, deadline = _Server(name, port, path), time.monotonic() + _START_S
-        try:
-            while not _is_ready(port):
-                if process.poll() is not None or time.monotonic() > deadline:
-                    log.seek(0)
-                    text = log.read().decode(errors="replace")[-2000:]
-                    raise RuntimeError(f"{shlex.join(words)} did not start: {text}")
-                time.sleep(0.1)
-            yield server
-        finally:
-            process.send_signal(signal.SIGTERM)
-
-
-def _is_ready(port: int) -> bool:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
-    try:
-        connection.request("GET", "/health")
-        return connection.getresponse().status == 200
-    except (OSError, http.client.HTTPException):
-        return False
-    finally:
-        connection.close()
 
 
 def measure(
@@ -156,10 +110,11 @@ def measure(
         theirs = ["-m", gguf, "--port", "PORT", "-t", threads, "-tb", threads, "-np", "8"]
         theirs += ["-c", str(8 * 128), "--lora", ",".join(files), "--lora-init-without-apply"]
         servers = [
-            stack.enter_context(
-                _started("ostinato", "/v1/completions", [run, *ours, "speculation.method=none"])
-            ),
-            stack.enter_context(_started("llama.cpp", "/completion", [llama, *theirs])),
+            _Server(name, stack.enter_context(started_server(command)).port, path)
+            for name, path, command in (
+                ("ostinato", "/v1/completions", [run, *ours, "speculation.method=none"]),
+                ("llama.cpp", "/completion", [llama, *theirs]),
+            )
         ]
         for server in servers:
             prompt = list(range(300, 300 + _PROMPT))
@@ -196,7 +151,7 @@ def _rates(servers: Sequence[_Server], vocab_size: int, rounds: int) -> list[dic
 def main(arguments: list[str]) -> int:
     """Measure what the command line names; see --help. Returns the exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m ostinato.benchmarks.peers.adapter_rates",
+        prog="python -m ostinato.benchmarks.peers.servers.adapter_rates",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
