@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Protocol
 
@@ -17,6 +17,7 @@ from prometheus_client.registry import Collector
 
 from ostinato import __version__
 from ostinato.api.observability.resource_usage import MachineProbe, MachineUse
+from ostinato.api.observability.tier_metrics import tier_families
 from ostinato.graphs.compile_monitor import IDLE, CompileKind
 from ostinato.runtime.replicas.restarts import DeathReason
 from ostinato.runtime.types.engine_info import ITERATION_TOKENS, EngineStats, ReplicaStatus
@@ -80,11 +81,7 @@ class EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         replicas = self._engine.replicas
-        if len(replicas) == 1:
-            yield from _families(replicas[0])
-        else:
-            for same in zip(*map(_families, replicas), strict=True):
-                yield _labelled(same)
+        yield from _families(replicas[0]) if len(replicas) == 1 else _labelled(replicas)
         yield InfoMetricFamily("ostinato_build", "The version.", value={"version": __version__})
         if promise := self._engine.determinism:
             yield InfoMetricFamily(
@@ -137,7 +134,7 @@ class MachineCollector(Collector):
 
 
 def _families(engine: EngineFigures) -> Iterator[Metric]:
-    """All families of one engine's metrics, always in the same order."""
+    """All families of one engine's metrics."""
     stats = engine.stats
     yield from _gauges(engine)
     yield from _counters(stats)
@@ -172,16 +169,23 @@ def _families(engine: EngineFigures) -> Iterator[Metric]:
     yield _iteration_tokens(stats)
     yield from _drafts(stats.speculation or SpeculationStats())
     yield _late_compiles(stats)
+    yield from tier_families(stats)
 
 
-def _labelled(families: Sequence[Metric]) -> Metric:
-    """Join the same family of several engines to one family, with the label `engine`."""
-    first = families[0]
-    joined = Metric(first.name, first.documentation, first.type)
-    for number, family in enumerate(families):
-        for sample in family.samples:
-            joined.add_sample(sample.name, {**sample.labels, "engine": str(number)}, sample.value)
-    return joined
+def _labelled(engines: Sequence[EngineFigures]) -> Iterable[Metric]:
+    """The families of several engines, with the label `engine`.
+
+    Engines can differ in their families: one that has not reported yet has no tier.
+    """
+    joined: dict[str, Metric] = {}
+    for number, engine in enumerate(engines):
+        for family in _families(engine):
+            new = Metric(family.name, family.documentation, family.type)
+            same = joined.setdefault(family.name, new)
+            for sample in family.samples:
+                labels = {**sample.labels, "engine": str(number)}
+                same.add_sample(sample.name, labels, sample.value)
+    return joined.values()
 
 
 def _gauges(engine: EngineFigures) -> Iterator[Metric]:

@@ -23,6 +23,7 @@ from ostinato.api.observability.engine_metrics import EngineCollector, EngineVie
 from ostinato.api.observability.recent_latency import RecentLatency
 from ostinato.api.observability.resource_usage import MachineProbe
 from ostinato.api.observability.vllm_metrics import VllmAdapterCollector, VllmCollector
+from ostinato.runtime.types.engine_info import ServedModel
 
 __all__ = ("CONTENT_TYPE", "EngineView", "Metrics")
 
@@ -42,8 +43,8 @@ class Metrics:
     Args:
         engine: the engines, read at each scrape.
         adapters: counts the requests that name adapters.
-        model_name: returns the name of the served model, or None until the engine has started. Only
-            vLLM's names need it.
+        model: returns the served model, or None until the engine has started. Only vLLM's names
+            need it.
         vllm_names: whether the metrics are also exported under vLLM's names.
 
     Attributes:
@@ -56,7 +57,7 @@ class Metrics:
         self,
         engine: EngineView,
         adapters: AdapterUse,
-        model_name: Callable[[], str | None] = lambda: None,
+        model: Callable[[], ServedModel | None] = lambda: None,
         *,
         vllm_names: bool = True,
     ) -> None:
@@ -98,7 +99,7 @@ class Metrics:
                 collected = (one.collect() for one in self._own)
                 return itertools.chain(engine_collector.collect_sums(), *collected)
 
-            self._registry.register(VllmCollector(ours, model_name, lambda: engine.stats))
+            self._registry.register(VllmCollector(ours, model, lambda: engine.stats))
             self._registry.register(VllmAdapterCollector(adapters))
 
     def _make_latencies(self) -> None:

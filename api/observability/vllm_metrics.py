@@ -14,7 +14,8 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from ostinato.api.observability.adapter_metrics import AdapterUse
-from ostinato.runtime.types.engine_info import EngineStats
+from ostinato.api.observability.tier_metrics import loaded_tokens, looked_up_tokens
+from ostinato.runtime.types.engine_info import EngineStats, ServedModel
 
 __all__ = ("VLLM_NAMES", "VllmAdapterCollector", "VllmCollector")
 
@@ -58,31 +59,32 @@ class VllmCollector(Collector):
 
     Args:
         collect: our own metric families.
-        model_name: returns the model's name, or None until the engine has started. Until then there
-            are no metrics.
+        model: returns the served model, or None until the engine has started. Until then there are
+            no metrics.
         stats: the engine's latest statistics.
     """
 
     def __init__(
         self,
         collect: Callable[[], Iterable[Metric]],
-        model_name: Callable[[], str | None],
+        model: Callable[[], ServedModel | None],
         stats: Callable[[], EngineStats],
     ) -> None:
         self._collect = collect
-        self._model_name = model_name
+        self._model = model
         self._stats = stats
 
     def collect(self) -> Iterator[Metric]:
-        model_name = self._model_name()
-        if model_name is None:
+        model = self._model()
+        if model is None:
             return
-        labels = {"model_name": model_name, "engine": "0"}
+        labels = {"model_name": model.name, "engine": "0"}
         for family in self._collect():
             name = VLLM_NAMES.get(family.name)
             if name is not None:
                 yield _renamed(family, name, labels)
         yield from self._prompt_tokens(labels)
+        yield from self._tier_tokens(labels, model.block_size)
         yield self._waiting(labels)
         info = GaugeMetricFamily(
             "vllm:cache_config_info", "The KV cache.", labels=[*labels, "num_gpu_blocks"]
@@ -109,6 +111,22 @@ class VllmCollector(Collector):
         family.add_metric([*labels.values(), "local_compute"], stats.num_prompt_tokens)
         family.add_metric([*labels.values(), "local_cache_hit"], stats.prefix_hits)
         yield family
+
+    def _tier_tokens(self, labels: dict[str, str], block_size: int) -> Iterator[Metric]:
+        """vLLM's counters of tokens that it looks up and finds outside of the device's memory.
+
+        They exist if there is a tier. In vLLM they exist if there is a KV connector.
+        """
+        stats = self._stats()
+        if not stats.tiers:
+            return
+        for name, value in {
+            "vllm:external_prefix_cache_queries": looked_up_tokens(stats, block_size),
+            "vllm:external_prefix_cache_hits": loaded_tokens(stats, block_size),
+        }.items():
+            family = CounterMetricFamily(name, "Tokens in slower tiers.", labels=list(labels))
+            family.add_metric(list(labels.values()), value)
+            yield family
 
     def _waiting(self, labels: dict[str, str]) -> Metric:
         """Waiting sequences by reason. Those that wait for a grammar are vLLM's `deferred`."""

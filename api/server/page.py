@@ -161,11 +161,12 @@ async def _state(service: Service, number: int) -> PageState:
         [one.local_pid for one in statuses], [one.local_rank_pids for one in statuses]
     )
     drafts = None if stats.speculation is None else _by_name(stats.speculation)
+    tiers = {name: _by_name(tier) for name, tier in stats.tiers.items()}
     return PageState(
         time=time.monotonic(),
         problem=problem,
         model=_model(service),
-        stats=_by_name(stats) | {"speculation": drafts},
+        stats=_by_name(stats) | {"speculation": drafts, "tiers": tiers},
         engine=None if engine is None else _engine(engine),
         engine_pid=statuses[number].pid,
         engines=[_one_of(one, use) for one in replicas] if len(replicas) > 1 else [],

@@ -99,7 +99,7 @@ class Service:
             ),
         )
         use = AdapterUse(lambda: client.adapters, self.lora.num_slots)
-        self.metrics = Metrics(client, use, self._model_name, vllm_names=server.vllm_metrics)
+        self.metrics = Metrics(client, use, self._served_model, vllm_names=server.vllm_metrics)
         self._tracer = Tracer(server.otlp_endpoint) if server.otlp_endpoint else None
         sinks = StatsSinks(self.metrics, self._tracer, server.log_prompts)
         self.runner = RequestRunner(client, self.admission, sinks)
@@ -127,5 +127,5 @@ class Service:
         if self._tracer is not None:
             self._tracer.close()
 
-    def _model_name(self) -> str | None:
-        return self.client.model.name if self.admission.phase is None else None
+    def _served_model(self) -> ServedModel | None:
+        return self.client.model if self.admission.phase is None else None

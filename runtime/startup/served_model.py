@@ -89,6 +89,7 @@ def describe_model(plan: EnginePlan, phases: dict[str, float]) -> ServedModel:
         has_kv_cache=source.config.kind.needs_kv_cache,
         num_segments=source.config.num_segments,
         speculates=source.limits.rows_per_seq > 1,
+        block_size=plan.config.cache.block_size if source.config.kind.needs_kv_cache else 0,
     )
 
 

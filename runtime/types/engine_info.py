@@ -87,6 +87,7 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     num_segments: int = 0  # token types of an encoder; 0 = not an encoder
     speculates: bool = False  # a drafter proposes tokens, so `prediction` has an effect
     ranks: tuple[RankInfo, ...] = ()  # empty = the model is not divided
+    block_size: int = 0  # tokens of a KV block; 0 = unknown, or no keys and values are kept
 
 
 class EngineStats(msgspec.Struct, array_like=True, gc=False):

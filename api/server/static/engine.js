@@ -205,6 +205,12 @@ export class EngineView {
     byId("count-shared").textContent = `${number(shared)} shared, by prefix`;
     byId("count-cached").textContent = `${number(cached)} cached`;
     byId("count-free").textContent = `${number(free)} free`;
+    byId("tiers").textContent = Object.entries(this.state.stats.tiers)
+      .map(([name, tier]) =>
+        tier.num_places
+          ? `${name}: ${number(tier.num_used_places)} of ${count(tier.num_places, "block")}`
+          : `${name}: not open yet`)
+      .join(", ");
   }
 }
 

@@ -11,6 +11,9 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from ostinato.runtime.types.engine_info import EngineStats
+from ostinato.runtime.types.tier_stats import TierStats
+
 DASHBOARD: dict[str, Any] = json.loads(
     (Path(__file__).parents[3] / "docs" / "grafana.json").read_text(encoding="utf-8")
 )
@@ -24,6 +27,7 @@ GPU = {
 
 
 def sample_names(app) -> set[str]:
+    app.engine.stats = EngineStats(tiers={"disk": TierStats()})  # without a tier, some are absent
     app.chat()
     app.chat(temperature=9)  # a refused request, so that the counter of refusals has a sample
     families = text_string_to_metric_families(app.http.get("/metrics").text)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 
+import msgspec
 import pytest
 
 from ostinato.conf.server_schema import ServerConfig
@@ -12,6 +13,7 @@ from ostinato.runtime.engine.engine_state import BlockMap, EngineState, RowState
 from ostinato.runtime.engine.flight_recorder import StepRecord
 from ostinato.runtime.errors import EngineDeadError
 from ostinato.runtime.types.engine_info import EngineStats
+from ostinato.runtime.types.tier_stats import TierStats
 from tests.api.fake_client import FakeClient
 
 FILES = [
@@ -99,6 +101,14 @@ class TestState:
         assert state["stats"]["num_output_tokens"] == 11
         assert state["use"]["processes"]["api"]["resident_bytes"] > 1e7
         assert state["live"] == {"ttft": None, "itl": None}
+
+    def test_tiers_are_named(self, app):
+        app.engine.state = STATE
+        assert app.http.get("/debug/state").json()["stats"]["tiers"] == {}
+        tiers = {"disk": TierStats(num_places=9, num_used_places=4)}
+        app.engine.state = msgspec.structs.replace(STATE, stats=EngineStats(tiers=tiers))
+        disk = app.http.get("/debug/state").json()["stats"]["tiers"]["disk"]
+        assert (disk["num_places"], disk["num_used_places"]) == (9, 4)
 
     def test_one_of_several_engines(self, app, monkeypatch):
         app.engine.state = STATE
