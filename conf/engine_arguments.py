@@ -12,6 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
+from ostinato.conf.cache.cache_arguments import (
+    HOST_GIB,
+    NO_OTHER_BACKEND,
+    NO_SWAP_SPACE,
+    check_one_size,
+    transfer_settings,
+)
 from ostinato.conf.describe import describe_keys, nearest
 from ostinato.conf.errors import ConfigError
 from ostinato.conf.lora.lora_arguments import (
@@ -85,6 +92,7 @@ def settings_of_each(
     each: dict[str, Mapping[str, object]] = {}
     try:
         arguments = without_lora(arguments)
+        check_one_size(arguments)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     for name, value in arguments.items():
@@ -308,9 +316,10 @@ ARGUMENTS: dict[str, Argument] = {
     "enable_prefix_caching": Argument(
         setting="cache.enable_prefix_caching", read=_flag, is_flag=True
     ),
-    "swap_space": Argument(
-        default=(0, 0.0), reason="preempted sequences are recomputed, not swapped; leave it out"
-    ),
+    "kv_offloading_size": Argument(setting=HOST_GIB),
+    "kv_offloading_backend": Argument(default=("native",), reason=NO_OTHER_BACKEND),
+    "kv_transfer_config": Argument(setting=HOST_GIB, expand=transfer_settings),
+    "swap_space": Argument(default=(0, 0.0), reason=NO_SWAP_SPACE),
     "cpu_offload_gb": Argument(default=(0, 0.0), reason=_NO_OFFLOAD),
     "num_gpu_blocks_override": Argument(reason="set the size of the cache: cache.memory_gib=..."),
     # The scheduler.

@@ -1,11 +1,22 @@
 """vLLM's arguments: each becomes a setting, or is refused unless its value is a default."""
 
+import json
+
 import pytest
 
 from ostinato.conf.compose import load_config
 from ostinato.conf.describe import describe_keys
 from ostinato.conf.engine_arguments import ARGUMENTS, argument_settings
 from ostinato.conf.errors import ConfigError
+
+
+def offloading(**extra: object) -> dict[str, object]:
+    """vLLM's `kv_transfer_config` with 2.5 GiB of host memory."""
+    return {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"cpu_bytes_to_use": 5 << 29, **extra},
+    }
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)
@@ -121,6 +132,23 @@ def test_no_default_value_is_lost_in_silence(name: str):
             {},
         ),
         ({"enable_expert_parallel": False, "swap_space": 0, "trust_remote_code": False}, {}),
+        ({"kv_offloading_size": 1.5, "kv_offloading_backend": "native"}, {"cache.host_gib": 1.5}),
+        ({"kv_offloading_size": 0}, {"cache.host_gib": 0}),
+        ({"kv_offloading_backend": "native"}, {}),
+        ({"kv_transfer_config": offloading()}, {"cache.host_gib": 2.5}),
+        ({"kv_transfer_config": json.dumps(offloading())}, {"cache.host_gib": 2.5}),
+        (
+            {"kv_transfer_config": offloading(offload_prompt_only=False, eviction_policy="lru")},
+            {"cache.host_gib": 2.5, "cache.store": "all"},
+        ),
+        (
+            {
+                "kv_transfer_config": offloading(
+                    offload_prompt_only=True, blocks_per_chunk=1, store_threshold=1
+                )
+            },
+            {"cache.host_gib": 2.5},
+        ),
     ],
 )
 def test_arguments_become_settings(arguments: dict[str, object], settings: dict[str, object]):
@@ -150,7 +178,63 @@ def test_arguments_become_settings(arguments: dict[str, object], settings: dict[
         ),
         (
             {"swap_space": 4},
-            "swap_space=4: preempted sequences are recomputed, not swapped; leave it out",
+            "swap_space=4: there is no separate memory for preempted sequences: they are loaded from "
+            "copies of their KV blocks, or computed again; leave it out, and for copies set "
+            "cache.host_gib (host memory, on GPUs) or cache.disk_dir (disk)",
+        ),
+        (
+            {"kv_offloading_size": 4, "kv_offloading_backend": "lmcache"},
+            "kv_offloading_backend=lmcache: this engine copies KV blocks itself; leave it out, and "
+            "set cache.host_gib (host memory, on GPUs) or cache.disk_dir (disk)",
+        ),
+        (
+            {"kv_offloading_size": 4, "kv_transfer_config": offloading()},
+            "kv_offloading_size and kv_transfer_config both set cache.host_gib; leave one out",
+        ),
+        ({"kv_transfer_config": "OffloadingConnector"}, "it must be a JSON object, such as {"),
+        ({"kv_transfer_config": "[]"}, "it must be a JSON object, such as {"),
+        (
+            {"kv_transfer_config": {"kv_connector": "NixlConnector", "kv_role": "kv_both"}},
+            "kv_connector=NixlConnector is not supported; set cache.host_gib (host memory, on GPUs)",
+        ),
+        (
+            {"kv_transfer_config": {**offloading(), "kv_role": "kv_producer"}},
+            "kv_role=kv_producer is not supported; caches are not sent to other servers; set",
+        ),
+        (
+            {"kv_transfer_config": {**offloading(), "kv_port": 1}},
+            "kv_port=1 is not supported; leave it out",
+        ),
+        (
+            {"kv_transfer_config": {"kv_connector": "OffloadingConnector"}},
+            "cpu_bytes_to_use=None; it must be a number of bytes above 0",
+        ),
+        (
+            {"kv_transfer_config": offloading(cpu_bytes_to_use="5G")},
+            "cpu_bytes_to_use=5G; it must be a number of bytes above 0",
+        ),
+        (
+            {"kv_transfer_config": offloading(offload_prompt_only="yes")},
+            "offload_prompt_only=yes; it must be true or false",
+        ),
+        (
+            {
+                "kv_transfer_config": offloading(
+                    spec_name="TieringOffloadingSpec",
+                    secondary_tiers=[{"type": "fs", "root_dir": "/mnt/kv"}],
+                )
+            },
+            "spec_name=TieringOffloadingSpec is not supported; for copies on disk too set "
+            "cache.disk_dir and cache.disk_gib, and cache.host_gib",
+        ),
+        (
+            {"kv_transfer_config": offloading(block_size=64)},
+            "block_size=64 is not supported; each block is copied by itself; its size is "
+            "cache.block_size",
+        ),
+        (
+            {"kv_transfer_config": offloading(store_threshold=2)},
+            "store_threshold=2 is not supported; set cache.store=reused",
         ),
         (
             {"max_modellen": 1},

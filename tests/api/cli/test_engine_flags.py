@@ -87,6 +87,15 @@ def test_adapters_are_pairs_like_overrides():
             ["--max-loras", "2", "--enable-lora", "lora.max_adapters=4"],
             "--max-loras 2 --enable-lora and lora.max_adapters=4 set the same key",
         ),
+        (
+            ["--kv-offloading-size", "4", "cache.host_gib=2"],
+            "--kv-offloading-size 4 and cache.host_gib=2 set the same key",
+        ),
+        (
+            ["--kv-offloading-backend", "lmcache"],
+            "kv_offloading_backend=lmcache: this engine copies",
+        ),
+        (["--kv-transfer-config.kv_connector", "X"], "it must be a JSON object"),
         (["-O3"], "compilation_config=3: set graphs.mode"),
         (["--no-dtype"], "--no-dtype: there is no such argument"),
         (["--port", "1", "server.port=2"], "--port 1 and server.port=2 set the same key"),
