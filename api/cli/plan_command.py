@@ -11,6 +11,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from ostinato.conf.environment import expand_user
 from ostinato.conf.schema import DeviceName, InstructionSetName, LoadFormat
 from ostinato.models.sharding import shard_of_rank
 from ostinato.runtime.machine_info import cpu_name, gpu_names
@@ -21,6 +22,7 @@ from ostinato.runtime.startup.bundles import planned_isa
 
 if TYPE_CHECKING:
     from ostinato.conf.root import RunConfig
+    from ostinato.runtime.startup.plan.engine_plan import EnginePlan
     from ostinato.runtime.startup.plan.model_source import ModelSource
 
 __all__ = ("plan",)
@@ -67,8 +69,11 @@ def plan(config: RunConfig) -> int:
     ranks = [each.limited(*fewest) for each in ranks]
     memory = ranks[0]
     of_rank = dataclasses.replace(of_rank, speculation=source.speculation)
-    for each, planned in zip(sources, ranks, strict=True):
+    plans = [
         finish_plan(of_rank, each, planned, threads=1, is_here=not elsewhere)
+        for each, planned in zip(sources, ranks, strict=True)
+    ]
+    tiers = _tiers(plans[0])
     if free is not None:
         where = f"{source.device.type} with {config.plan.free_gib:g} GiB free"
     else:
@@ -96,10 +101,25 @@ def plan(config: RunConfig) -> int:
         facts["isa"] = _level(config, source)
     if config.plan.json:
         by_rank = {"memory_by_rank": [_as_json(each) for each in ranks]} if num_ranks > 1 else {}
-        sys.stdout.write(json.dumps(facts | _as_json(memory) | by_rank, indent=2) + "\n")
+        values = facts | _as_json(memory) | {"tiers": tiers} | by_rank
+        sys.stdout.write(json.dumps(values, indent=2) + "\n")
     else:
-        _print(facts, ranks, sources)
+        _print(facts, ranks, sources, tiers)
     return 0
+
+
+def _tiers(plan: EnginePlan) -> dict[str, dict[str, int | str]]:
+    """How much each slower tier of the KV cache holds, and where; empty = there is none."""
+    cache = plan.config.cache
+    tiers: dict[str, dict[str, int | str]] = {}
+    if cache.host_gib:
+        tiers["host"] = {"num_blocks": plan.num_host_places}
+    if cache.disk_dir:
+        directory = str(expand_user(cache.disk_dir).absolute())
+        tiers["disk"] = {"num_blocks": plan.num_disk_places, "directory": directory}
+    for tier in tiers.values():
+        tier["num_tokens"] = int(tier["num_blocks"]) * cache.block_size
+    return tiers
 
 
 def _level(config: RunConfig, source: ModelSource) -> str:
@@ -122,7 +142,12 @@ def _as_json(memory: MemoryPlan) -> dict[str, object]:
     return dataclasses.asdict(memory) | derived
 
 
-def _print(facts: dict[str, str], ranks: list[MemoryPlan], sources: list[ModelSource]) -> None:
+def _print(
+    facts: dict[str, str],
+    ranks: list[MemoryPlan],
+    sources: list[ModelSource],
+    tiers: dict[str, dict[str, int | str]],
+) -> None:
     console = Console(width=_WIDTH, highlight=False)
     memory = ranks[0]
     for name, fact in facts.items():
@@ -137,6 +162,7 @@ def _print(facts: dict[str, str], ranks: list[MemoryPlan], sources: list[ModelSo
         ("weights", memory.weights_bytes, "all parameters, in the form that the device holds"),
         ("activations", memory.activation_bytes, "estimated peak of the largest step"),
         ("graph pool", memory.graph_bytes, "captured CUDA graphs; none on a CPU"),
+        *([("tier buffers", memory.tier_bytes, "for copies of KV blocks")] if tiers else []),
         ("KV cache", memory.kv_bytes, blocks),
         ("not planned", memory.unplanned_bytes, "left for other programs"),
     ]
@@ -148,11 +174,12 @@ def _print(facts: dict[str, str], ranks: list[MemoryPlan], sources: list[ModelSo
     for rank, each in enumerate(ranks if len(ranks) > 1 else []):
         parts = (each.weights_bytes, each.activation_bytes, each.kv_bytes)
         weights, activations, cache = (f"{part / _GIB:.3f}" for part in parts)
+        buffers = f", tier buffers {each.tier_bytes / _GIB:.3f}" if tiers else ""
         first, size, total = sources[rank].shard.layers(sources[rank].config.num_layers)
         layers = "" if size == total else f"; layers {first}-{first + size - 1}"
         console.print(
-            f"{f'rank {rank}':<13} {sum(parts) / _GIB:.3f} GiB: weights {weights}, activations "
-            f"{activations}, KV cache {cache}{layers}",
+            f"{f'rank {rank}':<13} {(sum(parts) + each.tier_bytes) / _GIB:.3f} GiB: weights "
+            f"{weights}, activations {activations}{buffers}, KV cache {cache}{layers}",
             markup=False,
         )
     per_token = memory.bytes_per_block // memory.block_size
@@ -164,6 +191,11 @@ def _print(facts: dict[str, str], ranks: list[MemoryPlan], sources: list[ModelSo
     }
     for name, fact in holds.items():
         console.print(f"{name:<13} {fact}", markup=False)
+    for name, tier in tiers.items():
+        text = f"{f'{name} tier':<13} {tier['num_blocks']:,} blocks, {tier['num_tokens']:,} tokens"
+        if "directory" in tier:
+            text += f", in {tier['directory']}"
+        console.print(text, markup=False, soft_wrap=True)  # a long path stays whole
     console.print()
     for reason in memory.reasons:
         console.print(f"- {reason}", markup=False)

@@ -6,7 +6,7 @@ engine allocates by it. On CUDA the engine plans once more with measured sizes
 machine within the limits of its container.
 
     free memory x device.memory_fraction = budget
-    budget - weights - activations - graph pool = room for KV blocks
+    budget - weights - activations - graph pool - buffers of KV tiers = room for KV blocks
 
 The KV cache takes this part of the room:
 
@@ -73,6 +73,7 @@ class ModelFootprint:
     # draft head needs copies because the model's part on this rank lacks rows of these tables.
     copied_bytes: int = 0
     adapter_bytes: int = 0  # slots of low-rank adapters; `weights_bytes` includes them
+    tier_bytes: int = 0  # buffers for copies of KV blocks to slower tiers, in the device's memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +100,7 @@ class MemoryPlan:
     fixed_blocks_per_seq: int  # blocks of one sequence in the fixed KV groups, at most
     max_model_len: int  # tokens; at most the model's own limit
     reasons: tuple[str, ...]  # the decisions and their reasons, one sentence each
+    tier_bytes: int = 0  # buffers for copies of KV blocks to slower tiers
 
     @property
     def num_tokens(self) -> int:
@@ -136,8 +138,12 @@ class MemoryPlan:
     @property
     def unplanned_bytes(self) -> int:
         """Free bytes that the plan does not use. Never negative in the result of `plan_memory`."""
-        used = self.weights_bytes + self.activation_bytes + self.graph_bytes + self.kv_bytes
-        return self.free_bytes - used
+        return self.free_bytes - self.fixed_bytes - self.kv_bytes
+
+    @property
+    def fixed_bytes(self) -> int:
+        """All planned bytes except those of the KV cache."""
+        return self.weights_bytes + self.activation_bytes + self.graph_bytes + self.tier_bytes
 
 
 def plan_memory(
@@ -207,6 +213,7 @@ def plan_memory(
         * _blocks(model.max_encoder_tokens, cache.block_size),
         max_model_len=length,
         reasons=tuple(reasons),
+        tier_bytes=model.tier_bytes,
     )
     room = _room(plan)
     if not bytes_per_block:
@@ -245,14 +252,16 @@ def _room(plan: MemoryPlan) -> int:
     Raises:
         StartupError: there is no room for the null block and one usable block.
     """
-    room = plan.budget_bytes - plan.weights_bytes - plan.activation_bytes - plan.graph_bytes
+    room = plan.budget_bytes - plan.fixed_bytes
     if room < 2 * plan.bytes_per_block:
+        tiers = f"buffers of KV tiers {_size(plan.tier_bytes)}, " if plan.tier_bytes else ""
         raise StartupError(
             f"not enough memory: {_size(plan.budget_bytes)} planned of {_size(plan.free_bytes)} "
             f"free, weights need {_size(plan.weights_bytes)}, activations "
-            f"{_size(plan.activation_bytes)}, graphs {_size(plan.graph_bytes)}, two KV blocks "
-            f"{_size(2 * plan.bytes_per_block)}; use a smaller model, model.dtype=bfloat16, a "
-            f"higher device.memory_fraction or a lower scheduler.max_num_batched_tokens"
+            f"{_size(plan.activation_bytes)}, graphs {_size(plan.graph_bytes)}, {tiers}"
+            f"two KV blocks {_size(2 * plan.bytes_per_block)}; use a smaller model, "
+            f"model.dtype=bfloat16, a higher device.memory_fraction or a lower "
+            f"scheduler.max_num_batched_tokens"
         )
     return room
 

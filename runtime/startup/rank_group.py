@@ -163,7 +163,8 @@ def agree(plan: EnginePlan, meet: Meet) -> tuple[EnginePlan, tuple[RankInfo, ...
         "plan",
         [
             *(memory.num_blocks, memory.max_model_len, os.getpid(), plan.threads),
-            *(memory.weights_bytes, memory.activation_bytes, memory.bytes_per_block),
+            *(memory.weights_bytes, memory.activation_bytes + memory.tier_bytes),
+            memory.bytes_per_block,
             *(layers.start, layers.size),
         ],
     )

@@ -14,6 +14,7 @@ __all__ = (
     "StartTransfers",
     "TierCall",
     "TierProgress",
+    "device_bytes",
     "num_buffers",
 )
 
@@ -24,6 +25,22 @@ _LEAST_BUFFERS = 4
 def num_buffers(block_bytes: int) -> int:
     """How many blocks of a rank can be on their way to the disk at once."""
     return max(_LEAST_BUFFERS, _BUFFER_BYTES // block_bytes)
+
+
+def device_bytes(block_bytes: int, *, is_cpu: bool, has_disk: bool) -> int:
+    """Bytes of the device's memory that a rank needs to make copies, without the copies themselves.
+
+    A GPU has room for one block on its way out and one on its way in; the buffers for the disk are
+    in host memory. On a CPU these buffers, and one for loads, are in the device's memory.
+
+    Args:
+        block_bytes: bytes of a block on this rank.
+        is_cpu: whether the device is a CPU.
+        has_disk: whether blocks are copied to the disk.
+    """
+    if not is_cpu:
+        return 2 * block_bytes
+    return (num_buffers(block_bytes) + 1) * block_bytes if has_disk else 0
 
 
 class TierProgress(msgspec.Struct, array_like=True, gc=False):

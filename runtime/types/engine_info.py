@@ -55,7 +55,7 @@ class RankInfo(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
     threads: int  # threads that the model's kernels use
     weights_bytes: int
-    memory_bytes: int  # planned: weights, activations and KV cache
+    memory_bytes: int  # planned: weights, activations, buffers of KV tiers and KV cache
     first_layer: int  # index of the first layer of its stage
     num_layers: int
 

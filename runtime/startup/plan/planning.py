@@ -40,6 +40,7 @@ from ostinato.runtime.memory.memory_plan import (
 )
 from ostinato.runtime.sampling.sampler import sampling_bytes
 from ostinato.runtime.startup.plan.model_source import ModelSource, model_skeleton
+from ostinato.runtime.tiers.tier_calls import device_bytes
 
 __all__ = ("bucket_table", "count_graphs", "plan_engine", "plan_measured")
 
@@ -69,7 +70,12 @@ def plan_engine(
         num_graphs += count_graphs(draft_config(config), source.draft)
     draft = None if source.draft is None else _draft_footprint(config, source, source.draft)
     return plan_memory(
-        dataclasses.replace(_footprint(config, source), measured=measured, draft=draft),
+        dataclasses.replace(
+            _footprint(config, source),
+            measured=measured,
+            draft=draft,
+            tier_bytes=_tier_bytes(config, source),
+        ),
         free_bytes=_free_bytes(config, is_cpu=is_cpu) if free_bytes is None else free_bytes,
         is_cpu=is_cpu,
         device=config.device,
@@ -81,6 +87,15 @@ def plan_engine(
             max_tokens=max((key.num_tokens for key in keys), default=0),
         ),
     )
+
+
+def _tier_bytes(config: EngineConfig, source: ModelSource) -> int:
+    """Memory of the device that the copies of KV blocks in slower tiers need on this rank."""
+    block_bytes = source.kv_cache_spec(config.cache.block_size).bytes_per_block
+    if not (config.cache.has_tiers and block_bytes):
+        return 0
+    is_cpu = source.device.type == "cpu"
+    return device_bytes(block_bytes, is_cpu=is_cpu, has_disk=bool(config.cache.disk_dir))
 
 
 def count_graphs(config: EngineConfig, source: ModelSource) -> int:

@@ -221,6 +221,39 @@ def test_plan_counts_a_cache_of_eight_bits(capsys: pytest.CaptureFixture[str]):
     assert ledger["kv_bytes_per_token"] == 2 * 2 * 2 * 8 * 1
 
 
+def test_plan_shows_what_each_tier_holds(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    directory = tmp_path / "a long name of a directory" / "for copies of the blocks of the KV cache"
+    words = ["plan", *TINY, "plan.free_gib=2", f"cache.disk_dir={directory}", "cache.disk_gib=1"]
+    assert run([*words, "device.name=cpu"]) == 0
+    block_bytes = 2 * 2 * 2 * 8 * 2 * 16
+    num_blocks = (1 << 30) // block_bytes
+    lines = capsys.readouterr().out.splitlines()
+    assert (
+        f"disk tier     {num_blocks:,} blocks, {16 * num_blocks:,} tokens, in {directory}" in lines
+    )
+    assert any(line.split()[:3] == ["tier", "buffers", "0.063"] for line in lines)
+    assert not directory.exists()
+    assert run([*words, "device.name=cuda", "cache.host_gib=0.5", "plan.json=true"]) == 0
+    ledger = json.loads(capsys.readouterr().out)
+    assert ledger["tiers"] == {
+        "host": {"num_blocks": num_blocks // 2, "num_tokens": 8 * num_blocks},
+        "disk": {
+            "num_blocks": num_blocks,
+            "num_tokens": 16 * num_blocks,
+            "directory": str(directory),
+        },
+    }
+    assert ledger["tier_bytes"] == 2 * block_bytes
+
+
+def test_plan_without_a_tier(capsys: pytest.CaptureFixture[str]):
+    assert run(["plan", *TINY, "plan.free_gib=2"]) == 0
+    assert "tier" not in capsys.readouterr().out
+    assert run(["plan", *TINY, "plan.free_gib=2", "plan.json=true"]) == 0
+    ledger = json.loads(capsys.readouterr().out)
+    assert (ledger["tiers"], ledger["tier_bytes"]) == ({}, 0)
+
+
 def test_plan_of_several_engines_is_that_of_one(capsys: pytest.CaptureFixture[str]):
     assert run(["plan", *TINY, "plan.free_gib=2", "parallel.data=2"]) == 0
     text = capsys.readouterr().out

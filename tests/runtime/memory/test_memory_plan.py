@@ -117,6 +117,21 @@ def test_what_was_measured_takes_the_place_of_estimates():
     assert ledger.num_blocks == (8 * GIB - 350 * MIB - ledger.graph_bytes) // 16384
 
 
+@pytest.mark.parametrize("is_cpu", [True, False])
+def test_buffers_of_tiers_leave_less_room(is_cpu: bool):
+    free = 256 * MIB  # without the buffers, the KV cache takes all that is left
+    alone = plan(free=free, is_cpu=is_cpu, fraction=0.5)
+    ledger = plan(replace(SMALL, tier_bytes=7 * MIB), free, is_cpu=is_cpu, fraction=0.5)
+    assert ledger.tier_bytes == 7 * MIB
+    assert ledger.num_blocks == alone.num_blocks - 7 * MIB // 16384
+    assert ledger.unplanned_bytes == alone.unplanned_bytes
+    measured = MeasuredMemory(used_bytes=90 * MIB, step_bytes=5 * MIB)
+    known = replace(SMALL, tier_bytes=7 * MIB, measured=measured)
+    assert plan(known, free, is_cpu=False).tier_bytes == 7 * MIB
+    with pytest.raises(StartupError, match=r"buffers of KV tiers 64.0 MiB, two KV blocks"):
+        plan(replace(SMALL, tier_bytes=64 * MIB), free, is_cpu=is_cpu, fraction=0.5)
+
+
 def test_chosen_cache_size_is_obeyed_exactly():
     assert plan(memory_gib=0.5).num_blocks == GIB // 2 // 16384
     assert plan(is_cpu=False, memory_gib=0.5).num_blocks == GIB // 2 // 16384
@@ -184,6 +199,7 @@ def test_less_than_one_block_is_refused():
     memory_gib=st.none() | st.floats(0.001, 32.0),
     length=st.none() | st.integers(1, 512),
     encoder_tokens=st.sampled_from([0, 1500]),
+    tier_bytes=st.sampled_from([0, 64 * MIB]),
 )
 def test_a_plan_never_promises_what_is_not_there(
     free: int,
@@ -193,10 +209,16 @@ def test_a_plan_never_promises_what_is_not_there(
     memory_gib: float | None,
     length: int | None,
     encoder_tokens: int,
+    tier_bytes: int,
 ):
     try:
         ledger = plan(
-            replace(SMALL, num_fixed_groups=1, max_encoder_tokens=encoder_tokens),
+            replace(
+                SMALL,
+                num_fixed_groups=1,
+                max_encoder_tokens=encoder_tokens,
+                tier_bytes=tier_bytes,
+            ),
             free=free,
             fraction=fraction,
             is_cpu=is_cpu,
@@ -207,6 +229,7 @@ def test_a_plan_never_promises_what_is_not_there(
     except StartupError:
         return
     used = ledger.weights_bytes + ledger.activation_bytes + ledger.graph_bytes + ledger.kv_bytes
+    used += tier_bytes
     assert used <= ledger.budget_bytes <= free
     assert ledger.num_blocks >= 2
     assert ledger.sequence_blocks(ledger.max_model_len) <= ledger.num_blocks - 1
