@@ -35,6 +35,7 @@ from ostinato.runtime.tiers.tier_calls import (
     TierProgress,
     num_buffers,
 )
+from ostinato.runtime.tiers.tier_directory import rank_folder
 from ostinato.runtime.types.step import BlockTransfer
 
 __all__ = ("RankTiers",)
@@ -129,9 +130,8 @@ class RankTiers:
 
     def _open(self, directory: Path, identity: str, num_places: int) -> list[tuple[int, bytes]]:
         """Open the rank's files; returns (place, hash) of the blocks in them, the oldest first."""
-        path = directory / f"rank-{self._rank}"
         try:
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            path = rank_folder(directory, self._rank)
             file = self._open_file(path, f"{identity} rank {self._rank}", num_places)
             entries = file.entries()
         except (TierError, OSError) as error:

@@ -34,7 +34,7 @@ from filelock import FileLock
 from ostinato.conf.environment import expand_user
 from ostinato.runtime.tiers.own_files import TierError, open_own_file, require_own_folder, try_lock
 
-__all__ = ("TierDirectory", "open_directory")
+__all__ = ("TierDirectory", "open_directory", "rank_folder")
 
 _LOG = logging.getLogger(__name__)
 _LOCK = "LOCK"
@@ -55,20 +55,6 @@ class TierDirectory:
     def __init__(self, path: Path, lock: int) -> None:
         self.path = path
         self._lock = lock
-
-    def rank_path(self, rank: int) -> Path:
-        """The folder of a rank. It is made if it is missing.
-
-        Raises:
-            TierError: the folder cannot be made, belongs to another user, or others can write to
-                it.
-        """
-        path = self.path / f"rank-{rank}"
-        try:
-            _make_folder(path)
-        except OSError as error:
-            raise _not_usable(path, error) from error
-        return path
 
     def close(self) -> None:
         """Let other engines use the folder; safe to call twice."""
@@ -104,6 +90,27 @@ def open_directory(root: str, identity: Mapping[str, str], quota_bytes: int) -> 
             return _take_engine(folder)
     except (OSError, NotImplementedError) as error:
         raise _not_usable(top, error) from error
+
+
+def rank_folder(engine_folder: Path, rank: int) -> Path:
+    """The folder of a rank. It is made if it is missing.
+
+    Args:
+        engine_folder: the path of a `TierDirectory`. On a machine that has no such folder, it is
+            made too.
+        rank: the number of the rank.
+
+    Raises:
+        TierError: the folder cannot be made, belongs to another user, or others can write to it.
+    """
+    folder = engine_folder / f"rank-{rank}"
+    try:
+        for parent in reversed(folder.parents):
+            parent.mkdir(mode=0o700, exist_ok=True)
+        _make_folder(folder)
+    except OSError as error:
+        raise _not_usable(folder, error) from error
+    return folder
 
 
 def _not_usable(path: Path, error: Exception) -> TierError:

@@ -31,6 +31,7 @@ from ostinato.runtime.startup.plan.model_source import ModelSource, model_skelet
 from ostinato.runtime.startup.plan.planning import bucket_table, count_graphs, plan_engine
 from ostinato.runtime.startup.plan.refusals import check_tiers
 from ostinato.runtime.startup.plan.warm_up import cpu_steps, gpu_steps
+from ostinato.runtime.tiers.block_file import place_stride
 from ostinato.runtime.types.engine_info import IsaTrial
 
 __all__ = ("EnginePlan", "check_determinism", "finish_plan", "make_plan")
@@ -90,19 +91,24 @@ class EnginePlan:
     @property
     def num_host_places(self) -> int:
         """Copies of KV blocks that `cache.host_gib` has room for."""
-        return int(self.config.cache.host_gib * GIB) // self._whole_block_bytes
+        return int(self.config.cache.host_gib * GIB) // (self._rank_block_bytes * self._num_ranks)
 
     @property
     def num_disk_places(self) -> int:
         """Copies of KV blocks that `cache.disk_gib` has room for; at least 1."""
-        return max(1, int(self.config.cache.disk_gib * GIB) // self._whole_block_bytes)
+        stride = place_stride(self._rank_block_bytes)
+        return max(1, int(self.config.cache.disk_gib * GIB) // (stride * self._num_ranks))
 
     @property
-    def _whole_block_bytes(self) -> int:
-        """Bytes of a block on all ranks; every rank computes the same number."""
-        spec, shard = self.kv_cache_spec, self.source.shard
-        num_layers = -(-self.source.config.num_layers // shard.stage.count)  # of the longest stage
-        return spec.bytes_per_block // spec.num_layers * num_layers * shard.num_ranks
+    def _num_ranks(self) -> int:
+        return self.source.shard.num_ranks
+
+    @property
+    def _rank_block_bytes(self) -> int:
+        """Bytes of a block on the rank with the most layers; every rank computes the same."""
+        spec = self.kv_cache_spec
+        num_layers = -(-self.source.config.num_layers // self.source.shard.stage.count)
+        return spec.bytes_per_block // spec.num_layers * num_layers
 
     def make_aux_states(self) -> AuxStates | None:
         """Buffers for the hidden states that the draft head reads.
@@ -225,7 +231,7 @@ def finish_plan(
         threads=threads,
     )
     check_determinism(plan)
-    check_tiers(config, source.config, source.device)
+    check_tiers(config, source.config, source.device, is_here=is_here)
     if source.draft is None:
         return plan
     return dataclasses.replace(plan, draft=_draft_plan(plan, is_here=is_here))

@@ -12,6 +12,8 @@ from ostinato.models.config.model_config import ModelConfig
 from ostinato.models.sharding import Shard
 from ostinato.runtime.costs.step_limits import StepLimits
 from ostinato.runtime.errors import StartupError
+from ostinato.runtime.host_resources import free_host_memory
+from ostinato.runtime.memory.memory_plan import GIB
 
 __all__ = ("check_division", "check_speculation", "check_tiers")
 
@@ -37,18 +39,24 @@ def check_speculation(config: EngineConfig, model: ModelConfig, limits: StepLimi
         )
 
 
-def check_tiers(config: EngineConfig, model: ModelConfig, device: torch.device) -> None:
-    """Refuse copies of KV blocks that a model or a device does not have.
+def check_tiers(
+    config: EngineConfig, model: ModelConfig, device: torch.device, *, is_here: bool
+) -> None:
+    """Refuse copies of KV blocks that a model, a device or this machine has no room for.
+
+    Args:
+        config: the engine's configuration.
+        model: the model.
+        device: its device.
+        is_here: whether the device is in this machine.
 
     Raises:
-        StartupError: the model keeps no keys and values, or host memory is the device's memory.
+        StartupError: the model keeps no keys and values, host memory is the device's memory, or
+            host memory is too small.
     """
     cache = config.cache
-    key = (
-        f"cache.disk_dir={cache.disk_dir}"
-        if cache.disk_dir
-        else f"cache.host_gib={cache.host_gib:g}"
-    )
+    host_key = f"cache.host_gib={cache.host_gib:g}"
+    key = f"cache.disk_dir={cache.disk_dir}" if cache.disk_dir else host_key
     if cache.has_tiers and not model.kind.needs_kv_cache:
         raise StartupError(
             f"{key} is for models that keep keys and values, and {model.architecture} does not; "
@@ -56,9 +64,15 @@ def check_tiers(config: EngineConfig, model: ModelConfig, device: torch.device) 
         )
     if cache.host_gib and device.type == "cpu":
         raise StartupError(
-            f"cache.host_gib={cache.host_gib:g} is for GPUs: a CPU's KV cache is in host memory "
-            "already; raise cache.memory_gib, or set cache.disk_dir"
+            f"{host_key} is for GPUs: a CPU's KV cache is in host memory already; raise "
+            "cache.memory_gib, or set cache.disk_dir"
         )
+    if cache.host_gib and is_here:
+        free_gib = free_host_memory().free_bytes / GIB
+        if cache.host_gib / config.parallel.machines_per_engine > free_gib:
+            raise StartupError(
+                f"{host_key} is more than the {free_gib:.1f} GiB of free host memory; lower it"
+            )
 
 
 def check_division(config: EngineConfig, device: torch.device, shard: Shard) -> None:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from ostinato.runtime.tiers import tier_directory
 from ostinato.runtime.tiers.own_files import TierError
-from ostinato.runtime.tiers.tier_directory import TierDirectory, open_directory
+from ostinato.runtime.tiers.tier_directory import TierDirectory, open_directory, rank_folder
 
 IDENTITY = {"model": "tiny", "dtype": "float32"}
 GIB = 1 << 30
@@ -45,7 +45,7 @@ def use(
 ) -> Path:
     """Let an engine run and end. Returns its identity's folder, with `num_bytes` of blocks."""
     engine = open_directory(str(root), identity, GIB)
-    (engine.rank_path(0) / "blocks.kv").write_bytes(bytes(num_bytes))
+    (rank_folder(engine.path, 0) / "blocks.kv").write_bytes(bytes(num_bytes))
     engine.close()
     if last_use is not None:
         os.utime(engine.path / "LOCK", (last_use, last_use))
@@ -70,13 +70,13 @@ def refused(root: Path) -> str:
 
 def test_an_engine_finds_its_folder_again(root: Path) -> None:
     first = open_directory(str(root), IDENTITY, GIB)
-    (first.rank_path(1) / "blocks.kv").write_bytes(b"blocks")
+    (rank_folder(first.path, 1) / "blocks.kv").write_bytes(b"blocks")
     first.close()
     first.close()
     again = open_directory(str(root), dict(reversed(IDENTITY.items())), GIB)
     assert again.path == first.path
     assert again.path.name == "engine-0"
-    assert (again.rank_path(1) / "blocks.kv").read_bytes() == b"blocks"
+    assert (rank_folder(again.path, 1) / "blocks.kv").read_bytes() == b"blocks"
     assert json.loads((again.path.parent / "identity.json").read_text()) == IDENTITY
     again.close()
     paths = [root, *root.rglob("*")]
@@ -143,7 +143,7 @@ def test_a_folder_with_another_or_no_identity_is_begun_anew(root: Path, text: st
         (folder / "identity.json").write_text(text)
     engine = open_directory(str(root), IDENTITY, GIB)
     assert engine.path.parent == folder
-    assert list(engine.rank_path(0).iterdir()) == []
+    assert list(rank_folder(engine.path, 0).iterdir()) == []
     assert json.loads((folder / "identity.json").read_text()) == IDENTITY
     engine.close()
 
@@ -152,10 +152,10 @@ def test_a_folder_with_another_identity_that_is_in_use_is_refused(
     root: Path, engines: list[TierDirectory]
 ) -> None:
     engines.append(open_directory(str(root), IDENTITY, GIB))
-    (engines[0].rank_path(0) / "blocks.kv").write_bytes(b"blocks")
+    (rank_folder(engines[0].path, 0) / "blocks.kv").write_bytes(b"blocks")
     (engines[0].path.parent / "identity.json").write_text("{}")
     assert "identity.json is damaged or another model's; stop the other engine" in refused(root)
-    assert (engines[0].rank_path(0) / "blocks.kv").read_bytes() == b"blocks"
+    assert (rank_folder(engines[0].path, 0) / "blocks.kv").read_bytes() == b"blocks"
 
 
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -278,7 +278,7 @@ def test_a_folder_that_others_can_write_or_that_is_a_link_is_refused(
     def open_rank() -> None:
         engine = open_directory(str(root), IDENTITY, GIB)
         try:
-            engine.rank_path(0)
+            rank_folder(engine.path, 0)
         finally:
             engine.close()
 
