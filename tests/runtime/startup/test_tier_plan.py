@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ostinato.models.sharding import Shard
-from ostinato.runtime.startup.cache_tiers import make_rank_tiers
 from ostinato.runtime.startup.plan.engine_plan import EnginePlan, make_plan
 from ostinato.runtime.startup.rank_group import agree
+from ostinato.runtime.tiers.rank_tiers import RankTiers
 from tests.runtime.tiny import tiny_config
 
 SHARDS = [Shard(0, 1), Shard(0, 2), Shard(1, 2)]
@@ -24,7 +24,7 @@ def plan_of(shard: Shard, *words: str) -> EnginePlan:
 def allocated_bytes(plan: EnginePlan) -> int:
     """Bytes of all tensors that the copies of a rank allocate."""
     kv_cache = plan.kv_cache_spec.allocate(3, torch.device("cpu"))
-    tiers = make_rank_tiers(plan, kv_cache)
+    tiers = RankTiers(kv_cache, num_host_places=plan.num_host_places, has_disk=True)
     try:
         return sum(one.nbytes for one in vars(tiers).values() if isinstance(one, Tensor))
     finally:
