@@ -74,7 +74,9 @@ class TierCopies:
         self._late: set[int] = set()  # loads that no sequence waits for any more
         self._counts: dict[int, list[int]] = {}  # transfer id -> loaded blocks of each rank
         self._is_storing = False  # a store may be unfinished
-        self._polled_at = 0.0
+        self._polled_at = self._ended_at = (
+            0.0  # the last question to the ranks, the last load's end
+        )
         index.set_buffers(num_buffers)
 
     @property
@@ -113,7 +115,8 @@ class TierCopies:
             self._take_progress(_WAIT_S if waits else 0.0)
             self._polled_at = now
         for transfer_id, load in self._loads.items():
-            is_late = now - load.begin > self._index.costs.late_after(load.num_blocks)
+            seconds = now - max(load.begin, self._ended_at)  # a load waits for the one before
+            is_late = seconds > self._index.costs.late_after(load.num_blocks)
             if is_late and transfer_id not in self._late:
                 self._late.add(transfer_id)
                 self._scheduler.abandon_load(transfer_id)
@@ -180,8 +183,9 @@ class TierCopies:
         self._is_storing = any(report.is_writing for report in reports)
         ended = [one for one in self._loads if len(self._counts[one]) == len(answers)]
         for transfer_id in ended:
-            load = self._loads.pop(transfer_id)
+            load, now = self._loads.pop(transfer_id), time.monotonic()
             num_blocks = min(self._counts.pop(transfer_id))
             self._late.discard(transfer_id)
-            self._index.costs.observe(num_blocks, time.monotonic() - load.begin)
+            self._index.costs.observe(num_blocks, now - max(load.begin, self._ended_at))
+            self._ended_at = now
             self._scheduler.finish_load(transfer_id, num_blocks)

@@ -10,12 +10,15 @@ from ostinato.runtime.costs.cost_table import Chunk, CostTable
 
 __all__ = ("LoadCosts",)
 
+_LEAST_S = 1e-6  # of a block
 _LATENCY_S = 0.002  # a load takes at least this long: a step begins it, and another sees its end
 _BYTES_PER_S = 1e9  # assumed before the first load: a common disk
 _WEIGHT = 0.3  # of the newest load in the mean
 # A load that is refused as too slow lowers the predicted time a little. So after some refusals the
 # tier is tried again, in case it was slow for a short time only.
 _FORGETTING = 0.99
+# The next load begins after the one before has ended, so a load makes the next ones wait.
+_LONGEST_LOAD_S = 0.1
 _LATE_FACTOR = 4.0
 _LEAST_LATE_S = 1.0
 
@@ -42,21 +45,27 @@ class LoadCosts:
         self.num_refused = 0
         self.load_seconds = 0.0
 
+    @property
+    def most_blocks(self) -> int:
+        """Blocks of the longest load."""
+        return max(1, int(_LONGEST_LOAD_S / self._seconds_per_block))
+
     def predict(self, num_blocks: int) -> float:
         """Seconds of a load of `num_blocks` blocks."""
         return _LATENCY_S + num_blocks * self._seconds_per_block
 
-    def is_faster(self, num_blocks: int, start: int) -> bool:
+    def is_faster(self, num_blocks: int, start: int, num_ahead: int) -> bool:
         """Whether loading is predicted to be faster than computing.
 
         Args:
             num_blocks: consecutive blocks of a sequence.
             start: the position of the first token of these blocks.
+            num_ahead: blocks of the loads that come before.
         """
         if self._costs is None:
             return True
         chunk = Chunk(num_blocks * self._block_size, start)
-        if self.predict(num_blocks) < self._costs.mixed_seconds(0, 0, [chunk]):
+        if self.predict(num_ahead + num_blocks) < self._costs.mixed_seconds(0, 0, [chunk]):
             return True
         self._seconds_per_block *= _FORGETTING
         self.num_refused += 1
@@ -67,9 +76,10 @@ class LoadCosts:
         return max(_LEAST_LATE_S, _LATE_FACTOR * self.predict(num_blocks))
 
     def observe(self, num_blocks: int, seconds: float) -> None:
-        """Note the time of a load that has ended."""
+        """Note the time of a load that has ended, without its wait for the load before."""
         self.num_loads += 1
         self.load_seconds += seconds
         if num_blocks:
             measured = max(0.0, seconds - _LATENCY_S) / num_blocks
-            self._seconds_per_block += _WEIGHT * (measured - self._seconds_per_block)
+            mean = self._seconds_per_block + _WEIGHT * (measured - self._seconds_per_block)
+            self._seconds_per_block = max(_LEAST_S, mean)

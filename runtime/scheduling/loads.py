@@ -2,8 +2,9 @@
 
 A load fills newly allocated device blocks. When the load ends, these become cached blocks, and the
 sequences that waited for them go back to the waiting queue. Admission then finds the longer prefix.
-Blocks that could not be loaded are computed. Each sequence starts at most one load. Otherwise it
-could load the same blocks again and again, if they are evicted before its admission.
+Blocks that could not be loaded are computed. A sequence loads each block of its prefix at most
+once. Otherwise it could load the same blocks again and again, if they are evicted before its
+admission.
 """
 
 from __future__ import annotations
@@ -74,8 +75,11 @@ class BlockLoads:
         """Let a waiting sequence wait for the blocks that `match` names in the tier.
 
         The sequence's status becomes `loading`. If another load already fetches the same blocks,
-        the sequence waits for that load. Nothing happens if too few blocks are free, or if the
-        sequence began a load before.
+        the sequence waits for that load. Nothing happens if too few blocks are free, if computing
+        is predicted to be faster, or if the sequence has loaded these blocks before.
+
+        A long prefix takes several loads, one after the other. So loads of other sequences come
+        between them, and a running sequence that needs a block does not wait for a long load.
 
         Args:
             sequence: a waiting sequence. The caller removes it from the queue if its status is
@@ -95,12 +99,16 @@ class BlockLoads:
             return None
         tiers, num_found = cache.tiers, len(match.block_ids)
         assert tiers is not None, "the match has places in a tier"
-        num_tokens = (num_found + len(match.places)) * cache.block_size
-        if sequence.has_loaded or (
+        match = PrefixMatch(match.block_ids, match.places[: tiers.costs.most_blocks])
+        end = num_found + len(match.places)
+        num_tokens = end * cache.block_size
+        if end <= sequence.num_loaded_blocks or (
             cache.num_missing_blocks(num_tokens, match) + num_spare > cache.num_free_blocks
         ):
             return None
-        if not tiers.costs.is_faster(len(match.places), num_found * cache.block_size):
+        num_ahead = sum(len(load.transfer.places) for load in self._loads.values())
+        start = num_found * cache.block_size
+        if not tiers.costs.is_faster(len(match.places), start, num_ahead):
             return None
         # Hold the places first, because allocating blocks can overwrite places.
         tiers.hold(match.places)
@@ -113,11 +121,11 @@ class BlockLoads:
             True,
             blocks.block_ids[num_found:],
             match.places,
-            [*table.hashes[num_found : num_found + len(match.places)]],
+            [*table.hashes[num_found:end]],
         )
         load = _Load(transfer, blocks, sequence)
         self._loads[transfer.transfer_id] = self._by_hash[first_hash] = load
-        sequence.has_loaded = True
+        sequence.num_loaded_blocks = end
         sequence.status = SequenceStatus.loading
         return transfer
 

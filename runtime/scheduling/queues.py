@@ -119,7 +119,7 @@ class SequenceQueues:
         """Preempt the last running sequence: free its row and blocks, and let it wait again."""
         sequence = self.running.pop()
         sequence.num_preemptions += 1
-        sequence.has_loaded = False
+        sequence.num_loaded_blocks = 0
         self.num_preemptions += 1
         self.cache.note_preemption(sequence.block_table)
         self._retire(sequence, _PARKED if is_parked(sequence) else _PREEMPTED)

@@ -26,6 +26,9 @@ from tests.runtime.speculation.draft_device import SimulatedDrafter
 from tests.runtime.speculation.head_device import SimulatedHeadDrafter
 
 
+_SLOW_BLOCK_BYTES = 40_000_000  # a load has at most two blocks of this size
+
+
 class SimulatedEngine:
     """An engine's loop in three parts: `launch` a step, `land` the oldest one in flight, `abort`.
 
@@ -380,7 +383,7 @@ def make_tiers(
     block_bytes = (4 << 20) // num_per_step
     tiers = TierIndex(
         block_bytes=block_bytes,
-        costs=LoadCosts(None, block_bytes, block_size),
+        costs=LoadCosts(None, _SLOW_BLOCK_BYTES, block_size),
         num_host_places=num_host_places,
         expects_disk=num_disk_places > 0,
         policy=policy,

@@ -77,7 +77,6 @@ class Sequence:
         "draft_record",
         "eos_token_ids",
         "forced_token_ids",
-        "has_loaded",
         "has_logprobs",
         "is_held",
         "max_num_tokens",
@@ -87,6 +86,7 @@ class Sequence:
         "num_drafts",
         "num_holds",
         "num_in_flight",
+        "num_loaded_blocks",
         "num_preemptions",
         "num_prefill_tokens",
         "num_prompt_tokens",
@@ -130,7 +130,8 @@ class Sequence:
         self.draft: Draft | None = None  # the draft that these `num_drafts` tokens come from
         self.draft_record: DraftRecord | None = None  # its accepted and refused drafts
         self.forced_token_ids: list[int] = []  # tokens that its grammar forces after the last one
-        self.has_loaded = False  # whether it has loaded blocks from a slower tier
+        # Its first blocks that it may not load from a slower tier again until it is preempted.
+        self.num_loaded_blocks = 0
         self.num_in_flight = 0  # steps in flight that include it
         # The last step that decoded it. Only steps in which some sequence rested are counted.
         self.decoded_at = 0
