@@ -34,7 +34,9 @@ __all__ = ("TierCopies",)
 
 _LOG = logging.getLogger(__name__)
 _WAIT_S = 0.005  # how long an engine without other work waits before it looks for new requests
-_POLL_S = 0.005  # least time between two questions to the ranks while steps run
+# Least time between two questions to the ranks while steps run: while a load is unfinished, and
+# while only stores are.
+_POLL_LOADS_S, _POLL_STORES_S = 0.005, 0.025
 
 
 class _Load(NamedTuple):
@@ -111,7 +113,8 @@ class TierCopies:
         if not (self._loads or self._is_storing):
             return
         now = time.monotonic()
-        if waits or now - self._polled_at >= _POLL_S:
+        poll_s = _POLL_LOADS_S if self._loads else _POLL_STORES_S
+        if waits or now - self._polled_at >= poll_s:
             self._take_progress(_WAIT_S if waits else 0.0)
             self._polled_at = now
         for transfer_id, load in self._loads.items():

@@ -142,7 +142,7 @@ class CudaBlocks:
             mark.synchronize()
 
     def restore(self, block_id: int, buffer: Tensor, after: Mark) -> None:
-        with torch.cuda.stream(self._stream):
+        with torch.inference_mode(), torch.cuda.stream(self._stream):
             if after is not None:
                 self._stream.wait_event(after)
             self._restored.copy_(buffer, non_blocking=True)

@@ -25,7 +25,6 @@ from tests.runtime.simulated_device import (
 from tests.runtime.speculation.draft_device import SimulatedDrafter
 from tests.runtime.speculation.head_device import SimulatedHeadDrafter
 
-
 _SLOW_BLOCK_BYTES = 40_000_000  # a load has at most two blocks of this size
 
 
