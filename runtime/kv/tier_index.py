@@ -76,7 +76,8 @@ class TierIndex:
 
         While the disk is not open yet, blocks that wait for it do not count.
         """
-        return any(tier.num_waiting and tier.stats.num_places for tier in self._tiers)
+        waits = any(tier.num_waiting and tier.stats.num_places for tier in self._tiers)
+        return waits or bool(self._planned)
 
     def open_disk(self, num_places: int, contents: Iterable[tuple[int, BlockHash]]) -> None:
         """Note that the disk can be used.
@@ -209,6 +210,7 @@ class TierIndex:
 
     def clear(self) -> None:
         """Forget all contents, and the blocks that wait for copies."""
+        self._planned.clear()
         for tier in self._tiers:
             tier.clear()
 

@@ -43,7 +43,7 @@ class BlockLoads:
         self._loads: dict[int, _Load] = {}  # by transfer id
         self._by_hash: dict[BlockHash, _Load] = {}  # by the hash of the first block that is loaded
         self._num_begun = 0
-        self._transfers: list[BlockTransfer] = []  # transfers that wait for a step
+        self._waiting: list[BlockTransfer] = []  # loads that wait for a step
 
     def __bool__(self) -> bool:
         return bool(self._loads)
@@ -174,12 +174,12 @@ class BlockLoads:
                 transfers wait if there is neither an entry nor this permission.
         """
         assert self._cache.tiers is not None, "there are transfers only with tiers"
-        # Stores come first, because a load can overwrite a block that is to be stored.
-        self._transfers += [*self._cache.tiers.take_stores(), *step.transfers]
+        self._waiting += step.transfers
         if not (step.scheduled or can_go_alone):
-            return []
-        transfers, self._transfers = self._transfers, []
-        return transfers
+            return []  # stores wait in the index, so that it knows that they are not made yet
+        loads, self._waiting = self._waiting, []
+        # Stores come first, because a load can overwrite a block that is to be stored.
+        return [*self._cache.tiers.take_stores(), *loads]
 
     @staticmethod
     def _take_waiting(load: _Load) -> list[Sequence]:
