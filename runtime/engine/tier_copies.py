@@ -145,6 +145,8 @@ class TierCopies:
 
     def close(self) -> None:
         """Release the directory of the disk, after the executor has closed its files."""
+        if self._opening is not None:
+            self._opening.drop()
         if self._directory is not None:
             self._directory.close()
 

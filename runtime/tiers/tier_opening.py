@@ -49,6 +49,8 @@ class TierOpening:
         self._digests = expand_user(root) / _WEIGHTS
         self._directory: TierDirectory | None = None
         self._error: Exception | None = None
+        self._guard = threading.Lock()  # of `_directory` and `_is_dropped`
+        self._is_dropped = False
         self._is_short = not weight_files or cached_digest(weight_files, self._digests) is not None
         self._thread = threading.Thread(target=self._run, name="open-tier", daemon=True)
         self._thread.start()
@@ -75,12 +77,25 @@ class TierOpening:
         assert self._directory is not None, "the thread has ended without an error"
         return self._directory
 
+    def drop(self) -> None:
+        """Release the directory as soon as it is prepared. Nothing may call `take` any more."""
+        with self._guard:
+            self._is_dropped = True
+            directory = self._directory
+        if directory is not None:
+            directory.close()
+
     def _run(self) -> None:
         try:
             if self._files:
                 expand_user(self._root).mkdir(mode=0o700, parents=True, exist_ok=True)
                 digest = weights_digest(self._files, self._digests)
                 self._identity["weights"] = digest
-            self._directory = open_directory(self._root, self._identity, self._quota_bytes)
+            directory = open_directory(self._root, self._identity, self._quota_bytes)
+            with self._guard:
+                self._directory = directory
+                is_dropped = self._is_dropped
+            if is_dropped:
+                directory.close()
         except Exception as error:  # raised by `take`
             self._error = error
