@@ -54,7 +54,7 @@ class LoadCosts:
         """Seconds of a load of `num_blocks` blocks."""
         return _LATENCY_S + num_blocks * self._seconds_per_block
 
-    def is_faster(self, num_blocks: int, start: int, num_ahead: int) -> bool:
+    def is_faster(self, num_blocks: int, start: int, num_ahead: int = 0) -> bool:
         """Whether loading is predicted to be faster than computing.
 
         Args:

@@ -21,7 +21,7 @@ def opened(num_places: int, *contents: tuple[int, int], num_buffers: int = 99) -
 def copies(index: TierIndex, *contents: int) -> list[tuple[int, int]]:
     """(content, place) of the copies after a step that fills blocks with these contents."""
     for content in contents:
-        index.on_register(content, hash_of(content), is_kept=True)
+        index.on_register(content, hash_of(content))
     if contents:
         assert index.take_stores() == []
     return [
@@ -81,7 +81,7 @@ def test_preempted_blocks_come_first_and_what_has_no_time_is_dropped() -> None:
     index.open_disk(9, [])
     index.set_buffers(99)
     for content in range(4):
-        index.on_register(content + 1, hash_of(content), is_kept=True)
+        index.on_register(content + 1, hash_of(content))
     assert index.take_stores() == []
     index.on_preempt(4, hash_of(3))
     index.on_evict(1, hash_of(0))

@@ -130,7 +130,8 @@ class TierMachine(RuleBasedStateMachine):
         self.note_registered(content, is_kept)
 
     def note_registered(self, content: int, is_kept: bool) -> None:
-        self.index.on_register(self.device[content], hash_of(content), is_kept=is_kept)
+        if is_kept:
+            self.index.on_register(self.device[content], hash_of(content))
         if is_kept and self.policy is not StorePolicy.reused:
             for tier in self.tiers():
                 tier.want(content)
@@ -157,6 +158,8 @@ class TierMachine(RuleBasedStateMachine):
     @rule(which=WHICH)
     def evict(self, which: int) -> None:
         content = self.on_device(which)
+        if self.device[content] in self.filled:
+            return  # the sequence of the planned step holds it
         self.index.on_evict(self.device.pop(content), hash_of(content))
         self.has_evicted = True
         for tier in self.tiers():
