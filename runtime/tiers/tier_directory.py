@@ -34,7 +34,7 @@ from filelock import FileLock
 from ostinato.conf.environment import expand_user
 from ostinato.runtime.tiers.own_files import TierError, open_own_file, require_own_folder, try_lock
 
-__all__ = ("TierDirectory", "open_directory", "rank_folder")
+__all__ = ("TierDirectory", "make_root", "open_directory", "rank_folder")
 
 _LOG = logging.getLogger(__name__)
 _LOCK = "LOCK"
@@ -63,14 +63,35 @@ class TierDirectory:
         self._lock = -1
 
 
+def make_root(root: str) -> Path:
+    """Make the directory of all engines with mode 0700, or check the one that is there.
+
+    Args:
+        root: the directory; `~` is the home directory. A link is as good as its target.
+
+    Returns:
+        Its absolute path, without links.
+
+    Raises:
+        TierError: it cannot be made, belongs to another user, or others can write to it.
+    """
+    top = expand_user(root).absolute()
+    try:
+        top.mkdir(mode=0o700, parents=True, exist_ok=True)
+        top = top.resolve()
+        require_own_folder(top)
+    except OSError as error:
+        raise _not_usable(top, error) from error
+    return top
+
+
 def open_directory(root: str, identity: Mapping[str, str], quota_bytes: int) -> TierDirectory:
     """Take a folder for an engine, and remove folders of other identities that are too much.
 
     While another engine opens its folder in the same root, this call waits up to a minute.
 
     Args:
-        root: the directory of all engines; `~` is the home directory. It is made, with mode 0700,
-            if it is missing.
+        root: the directory of all engines; see `make_root`.
         identity: everything that the contents of blocks depend on besides their hashes.
         quota_bytes: bytes on disk that folders of other identities may keep. The caller limits its
             own files.
@@ -79,11 +100,8 @@ def open_directory(root: str, identity: Mapping[str, str], quota_bytes: int) -> 
         TierError: the root or a folder in it cannot be used: it cannot be written, belongs to
             another user, or others can write to it.
     """
-    top = expand_user(root).absolute()
+    top = make_root(root)
     try:
-        top.mkdir(mode=0o700, parents=True, exist_ok=True)
-        top = top.resolve()  # a link is as good as the directory that it points to
-        require_own_folder(top)
         with FileLock(top / _LOCK, timeout=_LONGEST_TURN_S, mode=0o600):
             folder = _open_identity(top, identity)
             _make_room(top, folder, quota_bytes)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ostinato.conf.environment import expand_user
 from ostinato.runtime.tiers.own_files import TierError
-from ostinato.runtime.tiers.tier_directory import TierDirectory, open_directory
+from ostinato.runtime.tiers.tier_directory import TierDirectory, make_root, open_directory
 from ostinato.runtime.tiers.weights_digest import cached_digest, weights_digest
 
 __all__ = ("TierOpening",)
@@ -88,7 +88,7 @@ class TierOpening:
     def _run(self) -> None:
         try:
             if self._files:
-                expand_user(self._root).mkdir(mode=0o700, parents=True, exist_ok=True)
+                make_root(self._root)  # before a minute of reading, and before its file is written
                 digest = weights_digest(self._files, self._digests)
                 self._identity["weights"] = digest
             directory = open_directory(self._root, self._identity, self._quota_bytes)
