@@ -69,7 +69,7 @@ class Rank:
         self.num_loads = 0
         self.lost: list[int] = []
         self.loaded: dict[int, int] = {}  # transfer id -> blocks
-        self.progress = TierProgress([], [], 0, True)
+        self.progress = TierProgress([], [], 0, False, True)
 
     def open(self, identity: str = "model") -> list[tuple[int, bytes]]:
         answer = self.tiers.answer(OpenTiers(str(self.directory), identity, NUM_DISK_PLACES))
