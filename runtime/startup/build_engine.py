@@ -341,6 +341,7 @@ def _make_tier_copies(
         identity = {
             **compute_identity(plan),
             "block": f"{block_bytes} bytes, {cache.block_size} tokens",
+            "graphs": f"{plan.config.graphs.mode} {plan.config.graphs.form}",
             "ranks": f"{source.shard.num_ranks} in {source.shard.stage.count} stages",
         }
         opening = TierOpening(

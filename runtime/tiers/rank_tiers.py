@@ -43,6 +43,7 @@ __all__ = ("RankTiers",)
 _LOG = logging.getLogger(__name__)
 # If an engine was killed, its other ranks live a moment longer and hold their files.
 _RELEASE_S = 3.0
+_CLOSE_S = 5.0  # how long the end waits for a read or write of the disk
 _SYNC_S = 5.0  # what was written longer ago survives a power cut
 
 
@@ -88,6 +89,7 @@ class RankTiers:
         self._is_busy = False  # the thread works on a job that it has taken from a queue
         self._is_closed = False
         self._wants_sync = False
+        self._num_reported = count  # free buffers in the last report
         self._finished: list[tuple[int, int]] = []
         self._lost: list[int] = []
         self._unsynced_since: float | None = None
@@ -162,6 +164,7 @@ class RankTiers:
             finished, self._finished = self._finished, []
             lost, self._lost = self._lost, []
             is_writing = len(self._free) < len(self._buffers)
+            self._num_reported = len(self._free)
             return TierProgress(finished, lost, len(self._free), is_writing, self._can_write)
 
     def _clear(self) -> None:
@@ -170,8 +173,14 @@ class RankTiers:
             self._free += [write.buffer for write in self._writes]
             self._writes.clear()
             self._changed.wait_for(lambda: not self._is_busy)
-            if self._file is not None:
-                self._file.clear()
+            try:
+                if self._file is not None:
+                    self._file.clear()
+            except OSError as error:
+                raise InvalidRequestError(
+                    f"the KV blocks in cache.disk_dir cannot be removed: {error}; stop the server "
+                    "and remove the directory"
+                ) from error
 
     def _flush(self, timeout_s: float) -> None:
         """Wait until all stores are on the disk, but at most `timeout_s`."""
@@ -181,14 +190,17 @@ class RankTiers:
             self._changed.wait_for(self._is_flushed, timeout_s)
 
     def close(self) -> None:
-        """Drop the copies that have not been made, end the thread and close the files."""
+        """Drop the copies that have not been made, end the thread and close the files.
+
+        If the disk does not answer, they are left to the end of the process.
+        """
         with self._changed:
             self._is_closed = True
             self._writes.clear()
             self._loads.clear()
             self._changed.notify_all()
-        self._thread.join()
-        if self._file is not None:
+        self._thread.join(_CLOSE_S)
+        if self._file is not None and not self._thread.is_alive():
             self._file.close()
 
     def _save(self, transfer: BlockTransfer) -> list[tuple[int, int, bytes]]:
@@ -209,8 +221,8 @@ class RankTiers:
         return writes
 
     def _has_news(self) -> bool:
-        is_writing = len(self._free) < len(self._buffers)
-        return bool(self._finished or self._lost) or (is_writing and bool(self._free))
+        has_buffer = len(self._free) > self._num_reported
+        return bool(self._finished or self._lost or has_buffer)
 
     def _is_flushed(self) -> bool:
         is_done = not (self._writes or self._is_busy or self._wants_sync)
@@ -248,7 +260,8 @@ class RankTiers:
             written = {first + write.place for write in self._writes}
             if written.isdisjoint(self._loads[0].transfer.places):
                 return self._loads.popleft()
-        return self._writes.popleft() if self._writes else None
+        is_due = self._seconds_to_sync() == 0.0
+        return self._writes.popleft() if self._writes and not is_due else None
 
     def _write(self, job: _Write) -> None:
         is_written = False
