@@ -59,6 +59,14 @@ class CacheConfig(Section):
 
     def __post_init__(self) -> None:
         Section.__post_init__(self)
+        fixed = (("store", StorePolicy.prompts), ("store_salted", False))
+        for key, default in fixed:
+            if getattr(self, key) != default and not self.has_tiers:
+                refuse(
+                    f"cache.{key}",
+                    "left out, or used with cache.disk_dir or cache.host_gib",
+                    str(getattr(self, key)),
+                )
         for key, is_set in (("disk_dir", bool(self.disk_dir)), ("host_gib", self.host_gib > 0)):
             if is_set and not self.enable_prefix_caching:
                 refuse(

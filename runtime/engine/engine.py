@@ -20,7 +20,7 @@ from ostinato.runtime.engine.engine_state import EngineState, describe_engine
 from ostinato.runtime.engine.grammar_queue import GrammarQueue
 from ostinato.runtime.engine.step_observer import StepObserver
 from ostinato.runtime.engine.tier_copies import TierCopies
-from ostinato.runtime.errors import RankFailedError
+from ostinato.runtime.errors import InvalidRequestError, RankFailedError
 from ostinato.runtime.execution.executor import Executor, Pending, StartProfile, StopProfile
 from ostinato.runtime.kv.kv_cache_manager import KVCacheManager
 from ostinato.runtime.scheduling.scheduler import Scheduler
@@ -191,7 +191,8 @@ class Engine:
         if self._adapters.num_loading:
             self._adapters.advance(0.0 if self._scheduler.has_work else _READ_WAIT_S)
         if self._copies is not None:
-            self._copies.advance(waits=self._can_rest)
+            has_in_flight = len(self._in_flight) > 0
+            self._copies.advance(waits=self._can_rest, has_in_flight=has_in_flight)
         scheduled = self._schedule()
         if scheduled is not None and scheduled.scheduled:
             self._launch(scheduled, announce)
@@ -288,7 +289,15 @@ class Engine:
 
         Returns:
             False if sequences hold blocks. Then cached blocks are kept; drafters forget anyway.
+
+        Raises:
+            InvalidRequestError: the directory of copies on disk is being prepared, or the copies
+                cannot be removed.
         """
+        if self._copies is not None and self._copies.is_opening:
+            raise InvalidRequestError(
+                "cache.disk_dir is being prepared: the files of the weights are read; try again"
+            )
         if self._scheduler.drafts is not None:
             self._scheduler.drafts.proposer.reset()
         is_reset = self._cache.reset()
@@ -317,7 +326,11 @@ class Engine:
 
     def check_integrity(self) -> None:
         """Raise AssertionError if rows, queues and blocks contradict each other. O(blocks)."""
-        self._scheduler.check_integrity()
+        try:
+            self._scheduler.check_integrity()
+        except AssertionError as error:
+            self._failure = RankFailedError(f"the engine is damaged: {error}", "error")
+            raise
 
     def close(self) -> None:
         """Free the executor's memory and threads; no step may follow.
@@ -329,8 +342,8 @@ class Engine:
                 while self._in_flight:
                     self._read()  # a block is complete when the step that fills it was executed
                 self._copies.flush(_FLUSH_S)
-            except RankFailedError as error:
-                _LOG.warning("blocks of the KV cache were not copied at the end: %s", error)
+            except Exception as error:  # the rest must be closed
+                _LOG.warning("blocks of the KV cache were not copied at the end: %r", error)
         self._in_flight.clear()
         self._executor.close()
         if self._copies is not None:

@@ -37,6 +37,7 @@ _WAIT_S = 0.005  # how long an engine without other work waits before it looks f
 # Least time between two questions to the ranks while steps run: while a load is unfinished, and
 # while only stores are.
 _POLL_LOADS_S, _POLL_STORES_S = 0.005, 0.025
+_POLL_LANES_S = 0.1  # the same for a pipeline with steps in flight
 
 
 class _Load(NamedTuple):
@@ -74,7 +75,8 @@ class TierCopies:
         self._num_disk_places = num_disk_places
         self._loads: dict[int, _Load] = {}  # loads that have not ended, by transfer id
         self._late: set[int] = set()  # loads that no sequence waits for any more
-        self._counts: dict[int, list[int]] = {}  # transfer id -> loaded blocks of each rank
+        # transfer id -> loaded blocks and seconds of each rank that has ended its part
+        self._parts: dict[int, list[tuple[int, float]]] = {}
         self._is_storing = False  # a store may be unfinished
         self._polled_at = self._ended_at = (
             0.0  # the last question to the ranks, the last load's end
@@ -85,6 +87,11 @@ class TierCopies:
     def has_stores(self) -> bool:
         """Whether blocks wait for a copy."""
         return self._index.has_stores
+
+    @property
+    def is_opening(self) -> bool:
+        """Whether the directory of the disk is being prepared."""
+        return self._opening is not None
 
     def start_alone(self, output: SchedulerOutput) -> None:
         """Start the transfers of a step without entries."""
@@ -97,15 +104,17 @@ class TierCopies:
         for transfer in output.transfers:
             if transfer.is_load:
                 self._loads[transfer.transfer_id] = _Load(now, len(transfer.places))
-                self._counts[transfer.transfer_id] = []
+                self._parts[transfer.transfer_id] = []
             else:
                 self._is_storing = True
 
-    def advance(self, *, waits: bool) -> None:
+    def advance(self, *, waits: bool, has_in_flight: bool = False) -> None:
         """Open the disk when it is prepared, and take in the results of copies.
 
         Args:
             waits: nothing else can run. Then this call waits a little for the next result.
+            has_in_flight: steps are in flight. The ranks of a pipeline answer after these, so they
+                are asked less often.
         """
         if self._opening is not None and self._opening.is_done:
             opening, self._opening = self._opening, None
@@ -114,6 +123,8 @@ class TierCopies:
             return
         now = time.monotonic()
         poll_s = _POLL_LOADS_S if self._loads else _POLL_STORES_S
+        if has_in_flight and self._executor.has_lanes:
+            poll_s = _POLL_LANES_S
         if waits or now - self._polled_at >= poll_s:
             self._take_progress(_WAIT_S if waits else 0.0)
             self._polled_at = now
@@ -125,13 +136,12 @@ class TierCopies:
                 self._scheduler.abandon_load(transfer_id)
 
     def clear(self) -> None:
-        """Forget all copies, also for later starts. The index is cleared by the KV cache manager.
+        """Forget all copies, also for later starts. The KV cache manager clears the index.
 
-        While the disk is being prepared, its contents are forgotten when it is opened.
+        Raises:
+            InvalidRequestError: the copies on disk cannot be removed.
         """
         self._executor.call(ClearTiers())
-        if self._opening is not None:
-            self._opening.forgets = True
 
     def flush(self, timeout_s: float) -> None:
         """Write the blocks that wait for a copy to the disk. No step may be in flight."""
@@ -156,9 +166,6 @@ class TierCopies:
             path = self._directory.path
             call = OpenTiers(str(path), path.parent.name, self._num_disk_places)
             answers = self._executor.call(call)
-            if opening.forgets:
-                self._executor.call(ClearTiers())
-                answers = ["[]"]
         except (InvalidRequestError, TierError) as error:
             _LOG.warning("the KV cache has no copies on disk: %s", error)
             self._index.close_disk()
@@ -178,19 +185,20 @@ class TierCopies:
         answers = self._executor.call(AdvanceTiers(timeout_s))
         reports = [msgspec.json.decode(answer, type=TierProgress) for answer in answers]
         for report in reports:
-            for transfer_id, num_blocks in report.finished_loads:
-                self._counts[transfer_id].append(num_blocks)
+            for transfer_id, num_blocks, seconds in report.finished_loads:
+                self._parts[transfer_id].append((num_blocks, seconds))
             for place in report.lost_places:
                 self._index.lose(place)
         self._index.set_buffers(min(report.num_free_buffers for report in reports))
         if not all(report.can_write for report in reports):
             self._index.stop_disk_stores()
         self._is_storing = any(report.is_writing for report in reports)
-        ended = [one for one in self._loads if len(self._counts[one]) == len(answers)]
+        ended = [one for one in self._loads if len(self._parts[one]) == len(answers)]
         for transfer_id in ended:
-            load, now = self._loads.pop(transfer_id), time.monotonic()
-            num_blocks = min(self._counts.pop(transfer_id))
+            del self._loads[transfer_id]
             self._late.discard(transfer_id)
-            self._index.costs.observe(num_blocks, now - max(load.begin, self._ended_at))
-            self._ended_at = now
+            self._ended_at = time.monotonic()
+            counts, seconds = zip(*self._parts.pop(transfer_id), strict=True)
+            num_blocks = min(counts)
+            self._index.costs.observe(num_blocks, max(seconds))
             self._scheduler.finish_load(transfer_id, num_blocks)

@@ -11,7 +11,8 @@ from ostinato.runtime.costs.cost_table import Chunk, CostTable
 __all__ = ("LoadCosts",)
 
 _LEAST_S = 1e-6  # of a block
-_LATENCY_S = 0.002  # a load takes at least this long: a step begins it, and another sees its end
+# A load takes at least this long, besides its copies: a step begins it, and another sees its end.
+_LATENCY_S = 0.002
 _BYTES_PER_S = 1e9  # assumed before the first load: a common disk
 _WEIGHT = 0.3  # of the newest load in the mean
 # A load that is refused as too slow lowers the predicted time a little. So after some refusals the
@@ -76,10 +77,10 @@ class LoadCosts:
         return max(_LEAST_LATE_S, _LATE_FACTOR * self.predict(num_blocks))
 
     def observe(self, num_blocks: int, seconds: float) -> None:
-        """Note the time of a load that has ended, without its wait for the load before."""
+        """Note the time of the copies of a load that has ended."""
         self.num_loads += 1
         self.load_seconds += seconds
         if num_blocks:
-            measured = max(0.0, seconds - _LATENCY_S) / num_blocks
+            measured = seconds / num_blocks
             mean = self._seconds_per_block + _WEIGHT * (measured - self._seconds_per_block)
             self._seconds_per_block = max(_LEAST_S, mean)

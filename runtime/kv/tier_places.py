@@ -45,6 +45,7 @@ class TierPlaces:
             contents: (place, hash) with places counted from 0, the oldest first.
         """
         for place, block_hash in contents:
+            self.remove(block_hash)  # requests can have come before
             self._put(self._first_place + place, block_hash)
         # Places behind the last used one are taken in turn, so that they need no list.
         self._num_touched = max((p + 1 - self._first_place for p in self._hashes), default=0)

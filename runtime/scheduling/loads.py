@@ -2,8 +2,8 @@
 
 A load fills newly allocated device blocks. When the load ends, these become cached blocks, and the
 sequences that waited for them go back to the waiting queue. Admission then finds the longer prefix.
-Blocks that could not be loaded are computed. A sequence loads each block of its prefix at most
-once. Otherwise it could load the same blocks again and again, if they are evicted before its
+Blocks that could not be loaded are computed. After a load of a sequence, its next load must reach
+farther. Otherwise it could load the same blocks again and again, if they are evicted before its
 admission.
 """
 
@@ -29,6 +29,7 @@ class _Load:
         self.table = table  # the matched device blocks, then the blocks that the transfer fills
         self.token_ids = sequence.token_ids[:]
         self.sequences = [sequence]
+        self.is_abandoned = False
 
 
 class BlockLoads:
@@ -55,8 +56,17 @@ class BlockLoads:
 
     @property
     def num_blocks(self) -> int:
-        """Device blocks that become free when the loads end; they stay in the prefix cache."""
-        return sum(self._cache.num_reclaimable_blocks(table) for table in self.tables())
+        """Device blocks that become free when the loads end; they stay in the prefix cache.
+
+        The blocks of abandoned loads do not count, because these loads may never end.
+        """
+        reclaimable = self._cache.num_reclaimable_blocks
+        loads = self._loads.values()
+        return sum(reclaimable(load.table) for load in loads if not load.is_abandoned)
+
+    def num_before(self, order: tuple[int, ...]) -> int:
+        """Sequences that wait for a load and come before `order`."""
+        return sum(one.order < order for one in self.sequences()) if self._loads else 0
 
     def tables(self) -> Iterator[BlockTable]:
         """The tables that hold the blocks of loads."""
@@ -76,7 +86,8 @@ class BlockLoads:
 
         The sequence's status becomes `loading`. If another load already fetches the same blocks,
         the sequence waits for that load. Nothing happens if too few blocks are free, if computing
-        is predicted to be faster, or if the sequence has loaded these blocks before.
+        is predicted to be faster, if the sequence has loaded these blocks before, or while a load
+        takes too long.
 
         A long prefix takes several loads, one after the other. So loads of other sequences come
         between them, and a running sequence that needs a block does not wait for a long load.
@@ -97,6 +108,8 @@ class BlockLoads:
             load.sequences.append(sequence)
             sequence.status = SequenceStatus.loading
             return None
+        if any(load.is_abandoned for load in self._loads.values()):
+            return None  # the next load would wait for it
         tiers, num_found = cache.tiers, len(match.block_ids)
         assert tiers is not None, "the match has places in a tier"
         match = PrefixMatch(match.block_ids, match.places[: tiers.costs.most_blocks])
@@ -161,6 +174,7 @@ class BlockLoads:
             KeyError: there is no such load.
         """
         load = self._loads[transfer_id]
+        load.is_abandoned = True
         self._by_hash = {key: one for key, one in self._by_hash.items() if one is not load}
         return self._take_waiting(load)
 

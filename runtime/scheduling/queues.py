@@ -2,7 +2,7 @@
 
     add -> waiting -> running -> finished
              ^  |        |
-             |  loading  | preempt: row and blocks are freed; tokens are computed again
+             |  loading  | preempt: row and blocks are freed
              +-----------+
 
 A sequence is draining if it left `running` while a step in flight uses its row and blocks. The row

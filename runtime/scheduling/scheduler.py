@@ -56,7 +56,7 @@ _POLICY_RANKS = {
 
 
 class Scheduler:
-    """Continuous batching with chunked prefill, prefix sharing and preemption by recomputation.
+    """Continuous batching with chunked prefill, prefix sharing and preemption.
 
     Running sequences are kept in the policy's order. If no block is free, the last running sequence
     is preempted and waits again at its old place in the queue. So the first sequence can always

@@ -90,7 +90,9 @@ class Admission:
         """
         queues, cache = self._queues, self._cache
         behind = queues.running[step.num_grown :]
-        if not (queues.num_free_rows or behind):
+        # A loading sequence that comes before this one would take the row from it.
+        has_row = queues.num_free_rows > self._loads.num_before(sequence.order)
+        if not (has_row or behind):
             return None
         room = cache.num_free_blocks - step.num_grown
         if sequence is self._blocked and room <= self._blocked_room and not behind:
@@ -101,10 +103,11 @@ class Admission:
         if match.places and self._load(sequence, match, step):
             return None
         missing = self._num_missing_blocks(sequence, match, step)
-        if not (queues.num_free_rows and missing <= 0) and behind:
-            self._preempt_behind(behind, missing, match)
+        if not (has_row and missing <= 0) and behind:
+            self._preempt_behind(behind, missing, match, has_row=has_row)
             missing = self._num_missing_blocks(sequence, match, step)
-        if queues.num_free_rows and missing <= 0:
+            has_row = queues.num_free_rows > self._loads.num_before(sequence.order)
+        if has_row and missing <= 0:
             return match
         if missing > 0:
             self._blocked = sequence
@@ -133,7 +136,9 @@ class Admission:
             needed += fixed * (len(cache.groups) - 1)
         return needed - cache.num_free_blocks
 
-    def _preempt_behind(self, behind: list[Sequence], missing: int, match: PrefixMatch) -> None:
+    def _preempt_behind(
+        self, behind: list[Sequence], missing: int, match: PrefixMatch, *, has_row: bool
+    ) -> None:
         """Preempt sequences of `behind`, the last first, until a row and enough blocks are free.
 
         No sequence is preempted if preempting all of them would not free enough, or if draining
@@ -142,7 +147,7 @@ class Admission:
         """
         queues = self._queues
         missing -= queues.num_draining_blocks() + self._loads.num_blocks
-        needs_row = not (queues.num_free_rows or queues.draining)
+        needs_row = not (has_row or queues.draining)
         num_victims = 0
         while (missing > 0 or needs_row) and num_victims < len(behind):
             num_victims += 1

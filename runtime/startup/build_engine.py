@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from contextlib import ExitStack
+from pathlib import Path
 
 import msgspec
 
@@ -58,6 +59,7 @@ from ostinato.runtime.startup.rank_parts import RankParts
 from ostinato.runtime.startup.served_model import compute_identity
 from ostinato.runtime.tiers.tier_calls import num_buffers
 from ostinato.runtime.tiers.tier_opening import TierOpening
+from ostinato.runtime.tiers.weights_digest import FileState, states_of
 from ostinato.runtime.types.engine_info import IsaTrial
 
 __all__ = ("build_engine", "compile_bundle")
@@ -163,6 +165,7 @@ def _build(
                 shard = shard_of_rank(0, parallel.tensor, parallel.pipeline)
                 plan = make_plan(config, threads, max_drafts=max_drafts, shard=shard)
                 plan = _with_trial(plan, compiles_levels=compiles_levels)
+                states = states_of(_hashed_files(plan))
             if proposer is None and plan.config.speculation.max_drafts:
                 proposer = TextDrafter(plan.config.speculation)
             choose_isa(plan.config.device, is_cpu=plan.is_cpu)
@@ -170,13 +173,13 @@ def _build(
                 rank = build_rank(plan, phase, monitor, undo, model_cache)
                 costs = finish_rank(rank, rank.executor, phase)
                 proposer = _with_draft_model(rank, proposer, phase, monitor, undo)
-                engine = _lead(rank, rank.executor, costs, observer, proposer)
+                engine = _lead(rank, rank.executor, costs, observer, proposer, states)
             else:
                 with ranks.explained():
                     rank, executor = _build_first_rank(plan, ranks, phase, monitor, undo)
                     costs = finish_rank(rank, executor, phase)
                     proposer = _with_draft_model(rank, proposer, phase, monitor, undo)
-                    engine = _lead(rank, executor, costs, observer, proposer)
+                    engine = _lead(rank, executor, costs, observer, proposer, states)
                     ranks.send(Serve())
             monitor.mark_ready()
             rank.executor.idle()  # the start is over: the cache's next pages are mapped
@@ -259,8 +262,12 @@ def _lead(
     costs: CostTable | None,
     observer: StepObserver | None,
     proposer: Proposer | None,
+    states: list[FileState],
 ) -> Engine:
-    """Make the scheduler and the engine."""
+    """Make the scheduler and the engine.
+
+    `states` are those of the weight files before they were loaded, if their digest is needed.
+    """
     plan = rank.plan
     if reason := plan.why_batch_dependent:
         level = logging.WARNING if plan.is_cpu else logging.INFO  # on a GPU no setting helps
@@ -273,7 +280,7 @@ def _lead(
     cache, scheduler = _make_scheduler(plan, costs, executor, proposer)
     copies = None
     if cache.tiers is not None:
-        copies = _make_tier_copies(plan, executor, scheduler, cache.tiers)
+        copies = _make_tier_copies(plan, executor, scheduler, cache.tiers, states)
     return Engine(
         scheduler,
         cache,
@@ -327,8 +334,20 @@ def _make_tier_index(plan: EnginePlan, costs: CostTable | None) -> TierIndex:
     )
 
 
+def _hashed_files(plan: EnginePlan) -> list[Path]:
+    """The weight files whose digest names the directory of copies on disk; empty = none."""
+    is_dummy = plan.config.model.load_format is LoadFormat.dummy
+    if is_dummy or not plan.config.cache.disk_dir:
+        return []
+    return plan.source.checkpoint.weight_files()
+
+
 def _make_tier_copies(
-    plan: EnginePlan, executor: Executor, scheduler: Scheduler, index: TierIndex
+    plan: EnginePlan,
+    executor: Executor,
+    scheduler: Scheduler,
+    index: TierIndex,
+    states: list[FileState],
 ) -> TierCopies:
     """The engine's part of the slower tiers.
 
@@ -337,7 +356,6 @@ def _make_tier_copies(
     cache, source, block_bytes = plan.config.cache, plan.source, plan.kv_cache_spec.bytes_per_block
     opening = None
     if cache.disk_dir:
-        is_dummy = plan.config.model.load_format is LoadFormat.dummy
         identity = {
             **compute_identity(plan),
             "block": f"{block_bytes} bytes, {cache.block_size} tokens",
@@ -347,8 +365,9 @@ def _make_tier_copies(
         opening = TierOpening(
             cache.disk_dir,
             identity,
-            () if is_dummy else source.checkpoint.weight_files(),
+            _hashed_files(plan),
             int(cache.disk_gib * GIB),
+            states,
         )
         opening.wait_if_short(_OPENING_S)
     copies = TierCopies(

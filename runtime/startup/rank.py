@@ -136,7 +136,7 @@ def build_rank(
         if kernels := describe_kernels(plan):
             _LOG.info("CPU kernels: %s", kernels)
         runner = _make_runner(plan, model, graphs, buffers, token_sampler, grammars)
-        executor = _make_executor(plan, model, runner, kv_cache, grammars, monitor, pages)
+        executor = _make_executor(plan, model, runner, kv_cache, grammars, monitor, pages, undo)
     with phase("grammar vocabulary"):
         grammars.wait_until_loaded()
     return RankParts(
@@ -326,6 +326,7 @@ def _make_executor(
     grammars: GrammarStore,
     monitor: CompileMonitor,
     pages: CachePages | None,
+    undo: ExitStack,
 ) -> InlineExecutor:
     space, adapters, tiers = plan.source.adapters, None, None
     if space is not None:
@@ -342,6 +343,7 @@ def _make_executor(
             has_disk=bool(plan.config.cache.disk_dir),
             rank=plan.source.shard.rank,
         )
+        undo.callback(tiers.close)
     return InlineExecutor(
         runner,
         kv_cache,

@@ -153,6 +153,8 @@ def compute_identity(plan: EnginePlan) -> dict[str, str]:
         "attention": plan.backend,
         "experts": str(plan.experts),
     }
+    if "LongRopeScaling" in identity["model"]:  # the length of the context chooses its factors
+        identity["context"] = str(plan.memory.max_model_len)
     if model.load_format is LoadFormat.dummy:
         identity["weights"] = f"dummy {model.seed}"
     if isa:

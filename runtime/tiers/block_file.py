@@ -64,8 +64,8 @@ class _Entry(NamedTuple):
 class BlockFile:
     """The blocks of one rank in the files of one directory.
 
-    One thread makes all calls, so there are no locks between threads. Copies and checksums of large
-    buffers release the GIL.
+    The caller makes one call at a time, except that `sync` may run beside others. So there are no
+    locks. Copies and checksums of large buffers release the GIL.
 
     If the files are for another format, another `block_bytes` or another `identity`, or if their
     header is damaged, both are emptied. If they have another number of places, the places from

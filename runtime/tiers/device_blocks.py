@@ -16,6 +16,8 @@ from ostinato.models.kv_cache import KVCache
 
 __all__ = ("CpuBlocks", "CudaBlocks", "DeviceBlocks", "Mark", "device_blocks")
 
+_PIECE_BYTES = 256 << 20  # of pinned memory
+
 Mark = torch.cuda.Event | None
 """A point in the work of a device; None on a CPU, whose copies have ended when a call returns."""
 
@@ -28,8 +30,8 @@ class DeviceBlocks(Protocol):
         """Bytes of a block in all tensors of the cache."""
         ...
 
-    def make_buffers(self, count: int) -> Tensor:
-        """Host memory for `count` blocks: [count, block_bytes] uint8."""
+    def make_buffers(self, count: int) -> list[Tensor]:
+        """Host memory for `count` blocks, each [block_bytes] uint8."""
         ...
 
     def save(self, block_id: int, buffer: Tensor) -> None:
@@ -37,7 +39,7 @@ class DeviceBlocks(Protocol):
 
         Args:
             block_id: the block.
-            buffer: [block_bytes] uint8, a row of `make_buffers`.
+            buffer: [block_bytes] uint8, one of `make_buffers`.
         """
         ...
 
@@ -54,7 +56,7 @@ class DeviceBlocks(Protocol):
 
         Args:
             block_id: the block. No step reads or writes it meanwhile.
-            buffer: [block_bytes] uint8, a row of `make_buffers`.
+            buffer: [block_bytes] uint8, one of `make_buffers`.
             after: the copy begins when the device has reached this mark.
         """
         ...
@@ -85,8 +87,8 @@ class CpuBlocks:
     def block_bytes(self) -> int:
         return self._block_bytes
 
-    def make_buffers(self, count: int) -> Tensor:
-        return torch.empty(count, self._block_bytes, dtype=torch.uint8)
+    def make_buffers(self, count: int) -> list[Tensor]:
+        return list(torch.empty(count, self._block_bytes, dtype=torch.uint8))
 
     def save(self, block_id: int, buffer: Tensor) -> None:
         to = buffer.numpy()
@@ -125,8 +127,14 @@ class CudaBlocks:
     def block_bytes(self) -> int:
         return len(self._saved)
 
-    def make_buffers(self, count: int) -> Tensor:
-        return torch.empty(count, self.block_bytes, dtype=torch.uint8, pin_memory=True)
+    def make_buffers(self, count: int) -> list[Tensor]:
+        # torch rounds pinned memory up to a power of two, so each piece is one or nearly one.
+        per_piece = max(1, _PIECE_BYTES // self.block_bytes)
+        buffers: list[Tensor] = []
+        for begin in range(0, count, per_piece):
+            size = min(per_piece, count - begin), self.block_bytes
+            buffers += torch.empty(*size, dtype=torch.uint8, pin_memory=True)
+        return buffers
 
     def save(self, block_id: int, buffer: Tensor) -> None:
         torch.cat([row[block_id] for row in self._rows], out=self._saved)

@@ -4,7 +4,8 @@
     disk -> buffer -> device          host memory -> device
 
 The copies from the device are begun before a step writes. A thread does the rest: it writes buffers
-to the disk, and it loads blocks. Each rank has its own part of a block and its own files.
+to the disk, and it loads blocks. Another thread synchronises the files, which can take seconds.
+Each rank has its own part of a block and its own files.
 """
 
 from __future__ import annotations
@@ -88,13 +89,20 @@ class RankTiers:
         self._loads: deque[_Load] = deque()
         self._is_busy = False  # the thread works on a job that it has taken from a queue
         self._is_closed = False
-        self._wants_sync = False
+        self._wants_sync = False  # `_flush` waits
+        self._host_hashes: dict[int, bytes] = {}
+        self._has_warned = False  # that the disk cannot be read
         self._num_reported = count  # free buffers in the last report
-        self._finished: list[tuple[int, int]] = []
+        self._finished: list[tuple[int, int, float]] = []
         self._lost: list[int] = []
-        self._unsynced_since: float | None = None
-        self._thread = threading.Thread(target=self._run, name="kv-tiers", daemon=True)
-        self._thread.start()
+        self._unsynced_since: float | None = None  # time of the first write that is not safe yet
+        self._is_timed = False  # whether the thread that synchronises waits for a fixed time
+        self._threads = [
+            threading.Thread(target=target, name=name, daemon=True)
+            for target, name in ((self._run, "kv-tiers"), (self._run_sync, "kv-tiers-sync"))
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def answer(self, call: TierCall) -> str:
         """Execute a call of the engine; returns the answer that is described there.
@@ -199,8 +207,10 @@ class RankTiers:
             self._writes.clear()
             self._loads.clear()
             self._changed.notify_all()
-        self._thread.join(_CLOSE_S)
-        if self._file is not None and not self._thread.is_alive():
+        for thread in self._threads:
+            thread.join(_CLOSE_S)
+        has_ended = not any(thread.is_alive() for thread in self._threads)
+        if self._file is not None and has_ended:
             self._file.close()
 
     def _save(self, transfer: BlockTransfer) -> list[tuple[int, int, bytes]]:
@@ -210,6 +220,7 @@ class RankTiers:
         for block_id, place, block_hash in stores:
             if place < self._num_host_places:
                 self._blocks.save(block_id, self._host[place])
+                self._host_hashes[place] = block_hash
                 continue
             with self._changed:
                 buffer = self._free.pop() if self._free and self._can_write else None
@@ -233,35 +244,58 @@ class RankTiers:
             with self._changed:
                 self._is_busy = False
                 self._changed.notify_all()
-                self._changed.wait_for(self._has_job, self._seconds_to_sync())
+                self._changed.wait_for(lambda: self._writes or self._loads or self._is_closed)
                 if self._is_closed:
                     return
                 job = self._take()
                 self._is_busy = True
             if isinstance(job, _Load):
                 self._load(job)
-            elif job is not None:
-                self._write(job)
             else:
-                self._sync()
+                self._write(job)
 
-    def _has_job(self) -> bool:
-        return bool(self._writes or self._loads or self._is_closed or self._wants_sync)
+    def _run_sync(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(self._has_sync, self._seconds_to_sync())
+                if self._is_closed:
+                    return
+                is_flush = self._is_flush_ready()
+                is_due = self._seconds_to_sync() == 0.0
+                if not (is_flush or is_due):
+                    continue
+                self._unsynced_since = None
+            try:
+                if self._file is not None:
+                    self._file.sync()
+            except OSError as error:
+                _LOG.warning("cache.disk_dir cannot be synchronised: %s", error)
+            with self._changed:
+                self._wants_sync = self._wants_sync and not is_flush
+                self._changed.notify_all()
+
+    def _has_sync(self) -> bool:
+        """Whether the thread that synchronises must look: a flush, the end, or a first write."""
+        is_first = not self._is_timed and self._unsynced_since is not None
+        return self._is_closed or self._is_flush_ready() or is_first
+
+    def _is_flush_ready(self) -> bool:
+        return self._wants_sync and not (self._writes or self._is_busy)
 
     def _seconds_to_sync(self) -> float | None:
+        self._is_timed = self._unsynced_since is not None
         if self._unsynced_since is None:
             return None
         return max(0.0, self._unsynced_since + _SYNC_S - time.monotonic())
 
-    def _take(self) -> _Load | _Write | None:
-        """The next job; None = synchronise. A load comes before the writes of other places."""
+    def _take(self) -> _Load | _Write:
+        """The next job. A load comes before the writes of other places."""
         if self._loads:
             first = self._num_host_places
             written = {first + write.place for write in self._writes}
             if written.isdisjoint(self._loads[0].transfer.places):
                 return self._loads.popleft()
-        is_due = self._seconds_to_sync() == 0.0
-        return self._writes.popleft() if self._writes and not is_due else None
+        return self._writes.popleft()
 
     def _write(self, job: _Write) -> None:
         is_written = False
@@ -287,7 +321,7 @@ class RankTiers:
                 self._lost.append(self._num_host_places + job.place)
 
     def _load(self, job: _Load) -> None:
-        transfer = job.transfer
+        transfer, begin = job.transfer, time.monotonic()
         count = 0
         try:
             for block_id, place, block_hash in zip(
@@ -301,27 +335,20 @@ class RankTiers:
         except Exception:  # the sequences that wait for the load must go on
             _LOG.exception("blocks of the KV cache were not loaded; they are computed")
         with self._changed:
-            self._finished.append((transfer.transfer_id, count))
+            self._finished.append((transfer.transfer_id, count, time.monotonic() - begin))
 
     def _read(self, place: int, block_hash: bytes) -> Tensor | None:
         """A buffer with the contents of a place; None if the disk does not have them."""
         if place < self._num_host_places:
-            return self._host[place]
-        buffer = self._load_buffer[0]
-        on_disk = place - self._num_host_places
-        file = self._file
-        is_read = file is not None and file.read(on_disk, block_hash, [_bytes_of(buffer)])
+            return self._host[place] if self._host_hashes.get(place) == block_hash else None
+        buffer, file = self._load_buffer[0], self._file
+        if file is None:
+            return None
+        is_read = file.read(place - self._num_host_places, block_hash, [_bytes_of(buffer)])
+        if file.num_errors and not self._has_warned:
+            self._has_warned = True
+            _LOG.warning("blocks of the KV cache cannot be read from cache.disk_dir")
         return buffer if is_read else None
-
-    def _sync(self) -> None:
-        if self._file is not None and self._unsynced_since is not None:
-            try:
-                self._file.sync()
-            except OSError as error:
-                _LOG.warning("cache.disk_dir cannot be synchronised: %s", error)
-        with self._changed:
-            self._wants_sync = False
-            self._unsynced_since = None
 
 
 def _bytes_of(buffer: Tensor) -> memoryview:

@@ -46,7 +46,8 @@ def device_bytes(block_bytes: int, *, is_cpu: bool, has_disk: bool) -> int:
 class TierProgress(msgspec.Struct, array_like=True, gc=False):
     """What has happened to the copies of a rank since its last report."""
 
-    finished_loads: list[tuple[int, int]]  # (transfer id, leading blocks that were loaded)
+    # (transfer id, leading blocks that were loaded, seconds without the wait for other work)
+    finished_loads: list[tuple[int, int, float]]
     lost_places: list[int]  # places of stores that failed
     num_free_buffers: int
     is_writing: bool  # whether blocks are on their way to the disk

@@ -1,6 +1,7 @@
 """The directory of the KV tier on disk: one folder for each model, engine and rank.
 
     <root>/LOCK                                          held while an engine chooses its folder
+    <root>/weights.digests                               digests of weight files (weights_digest.py)
     <root>/<digest of identity>/identity.json            what the contents of blocks depend on
     <root>/<digest of identity>/engine-<n>/LOCK          held while an engine uses the folder
     <root>/<digest of identity>/engine-<n>/rank-<r>/     the files of one rank (block_file.py)
@@ -18,6 +19,7 @@ that do not run.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import itertools
@@ -82,6 +84,8 @@ def make_root(root: str) -> Path:
         require_own_folder(top)
     except OSError as error:
         raise _not_usable(top, error) from error
+    if not os.access(top, os.W_OK):
+        raise _not_usable(top, OSError(errno.EACCES, os.strerror(errno.EACCES)))
     return top
 
 
@@ -114,8 +118,7 @@ def rank_folder(engine_folder: Path, rank: int) -> Path:
     """The folder of a rank. It is made if it is missing.
 
     Args:
-        engine_folder: the path of a `TierDirectory`. On a machine that has no such folder, it is
-            made too.
+        engine_folder: the path of a `TierDirectory`.
         rank: the number of the rank.
 
     Raises:
@@ -123,8 +126,6 @@ def rank_folder(engine_folder: Path, rank: int) -> Path:
     """
     folder = engine_folder / f"rank-{rank}"
     try:
-        for parent in reversed(folder.parents):
-            parent.mkdir(mode=0o700, exist_ok=True)
         _make_folder(folder)
     except OSError as error:
         raise _not_usable(folder, error) from error

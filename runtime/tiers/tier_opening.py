@@ -13,7 +13,12 @@ from pathlib import Path
 from ostinato.conf.environment import expand_user
 from ostinato.runtime.tiers.own_files import TierError
 from ostinato.runtime.tiers.tier_directory import TierDirectory, make_root, open_directory
-from ostinato.runtime.tiers.weights_digest import cached_digest, weights_digest
+from ostinato.runtime.tiers.weights_digest import (
+    FileState,
+    cached_digest,
+    states_of,
+    weights_digest,
+)
 
 __all__ = ("TierOpening",)
 
@@ -29,9 +34,8 @@ class TierOpening:
             weights.
         weight_files: the files of the weights; empty = the identity says which weights.
         quota_bytes: bytes that directories of other identities may keep.
-
-    Attributes:
-        forgets: the contents of the directory must be forgotten when it is opened.
+        states: of the files, from before they were loaded. If they have changed since, the
+            directory is not used. Empty = they are not compared.
     """
 
     def __init__(
@@ -40,11 +44,12 @@ class TierOpening:
         identity: Mapping[str, str],
         weight_files: Sequence[Path],
         quota_bytes: int,
+        states: Sequence[FileState] = (),
     ) -> None:
-        self.forgets = False
         self._root = root
         self._identity = dict(identity)
         self._files = weight_files
+        self._states = list(states)
         self._quota_bytes = quota_bytes
         self._digests = expand_user(root) / _WEIGHTS
         self._directory: TierDirectory | None = None
@@ -85,12 +90,20 @@ class TierOpening:
         if directory is not None:
             directory.close()
 
+    def _check_states(self) -> None:
+        if self._states and states_of(self._files) != self._states:
+            raise TierError(
+                "the files of the weights have changed since they were loaded; start the server "
+                "again"
+            )
+
     def _run(self) -> None:
         try:
             if self._files:
                 make_root(self._root)  # before a minute of reading, and before its file is written
                 digest = weights_digest(self._files, self._digests)
                 self._identity["weights"] = digest
+                self._check_states()
             directory = open_directory(self._root, self._identity, self._quota_bytes)
             with self._guard:
                 self._directory = directory

@@ -22,7 +22,7 @@ import msgspec
 
 from ostinato.runtime.tiers.own_files import TierError, open_own_file
 
-__all__ = ("cached_digest", "weights_digest")
+__all__ = ("FileState", "cached_digest", "states_of", "weights_digest")
 
 _LOG = logging.getLogger(__name__)
 # A file that is changed twice within the resolution of its time looks unchanged. File systems have
@@ -30,7 +30,7 @@ _LOG = logging.getLogger(__name__)
 _SETTLED_NS = 2_000_000_000
 
 
-class _State(NamedTuple):
+class FileState(NamedTuple):
     """What differs when a file has been changed or replaced."""
 
     num_bytes: int
@@ -42,8 +42,17 @@ class _State(NamedTuple):
 class _Known(msgspec.Struct, frozen=True):
     """The digest that a file had in this state."""
 
-    state: _State
+    state: FileState
     sha256: str
+
+
+def states_of(files: Sequence[Path]) -> list[FileState]:
+    """The states of files. If they are the same later, the contents are, too.
+
+    Raises:
+        OSError: a file does not exist.
+    """
+    return [_state(file.stat()) for file in files]
 
 
 def weights_digest(files: Sequence[Path], cache_file: Path) -> str:
@@ -99,8 +108,8 @@ def _combine(digests: list[tuple[str, str]]) -> str:
     return total.hexdigest()
 
 
-def _state(status: os.stat_result) -> _State:
-    return _State(status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev)
+def _state(status: os.stat_result) -> FileState:
+    return FileState(status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev)
 
 
 def _digest_file(file: Path) -> tuple[_Known, bool]:

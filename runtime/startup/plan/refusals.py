@@ -51,8 +51,8 @@ def check_tiers(
         is_here: whether the device is in this machine.
 
     Raises:
-        StartupError: the model keeps no keys and values, host memory is the device's memory, or
-            host memory is too small.
+        StartupError: the model keeps no keys and values, ranks are on several machines, host
+            memory is the device's memory, or host memory is too small.
     """
     cache = config.cache
     host_key = f"cache.host_gib={cache.host_gib:g}"
@@ -61,6 +61,12 @@ def check_tiers(
         raise StartupError(
             f"{key} is for models that keep keys and values, and {model.architecture} does not; "
             "leave it out"
+        )
+    if cache.disk_dir and config.parallel.machines_per_engine > 1:
+        raise StartupError(
+            f"cache.disk_dir={cache.disk_dir} is for engines on one machine, and an engine has "
+            f"ranks on {config.parallel.machines_per_engine}: another machine can have other "
+            "weights; leave it out"
         )
     if cache.host_gib and device.type == "cpu":
         raise StartupError(

@@ -16,7 +16,7 @@ FAST, SLOW = 0.0004, 0.01  # seconds of a block
 def learned(seconds_per_block: float) -> LoadCosts:
     costs = LoadCosts(make_table(), block_bytes=1 << 20, block_size=16)
     for _ in range(30):
-        costs.observe(NUM_BLOCKS, 0.002 + NUM_BLOCKS * seconds_per_block)
+        costs.observe(NUM_BLOCKS, NUM_BLOCKS * seconds_per_block)
     return costs
 
 
@@ -26,11 +26,11 @@ def test_predictions_approach_the_observed_rate(
 ) -> None:
     costs = LoadCosts(make_table(), block_bytes, 16)
     for _ in range(60):
-        costs.observe(num_blocks, 0.002 + num_blocks * seconds_per_block)
+        costs.observe(num_blocks, num_blocks * seconds_per_block)
     expected = 0.002 + 7 * seconds_per_block
     assert costs.predict(7) == pytest.approx(expected, rel=0.01)
     assert costs.num_loads == 60
-    assert costs.load_seconds == pytest.approx(60 * (0.002 + num_blocks * seconds_per_block))
+    assert costs.load_seconds == pytest.approx(60 * num_blocks * seconds_per_block)
 
 
 def test_a_load_that_is_slower_than_computing_is_refused() -> None:
@@ -50,10 +50,10 @@ def test_after_refusals_the_tier_is_tried_again_and_a_fast_load_settles_it() -> 
     while not costs.is_faster(NUM_BLOCKS, 0):
         assert costs.num_refused < 500
     assert costs.num_refused > 20, "a slow tier is tried seldom"
-    costs.observe(NUM_BLOCKS, 0.002 + NUM_BLOCKS * FAST)
+    costs.observe(NUM_BLOCKS, NUM_BLOCKS * FAST)
     assert costs.is_faster(NUM_BLOCKS, 0)
     for _ in range(3):  # or it is still slow
-        costs.observe(NUM_BLOCKS, 0.002 + NUM_BLOCKS * SLOW)
+        costs.observe(NUM_BLOCKS, NUM_BLOCKS * SLOW)
     assert not costs.is_faster(NUM_BLOCKS, 0)
 
 

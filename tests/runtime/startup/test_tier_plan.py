@@ -26,7 +26,8 @@ def allocated_bytes(plan: EnginePlan) -> int:
     kv_cache = plan.kv_cache_spec.allocate(3, torch.device("cpu"))
     tiers = RankTiers(kv_cache, num_host_places=plan.num_host_places, has_disk=True)
     try:
-        return sum(one.nbytes for one in vars(tiers).values() if isinstance(one, Tensor))
+        lists = [value for value in vars(tiers).values() if isinstance(value, list)]
+        return sum(one.nbytes for values in lists for one in values if isinstance(one, Tensor))
     finally:
         tiers.close()
 

@@ -120,7 +120,9 @@ class Rank:
     def advance(self, timeout_s: float = 0.05) -> None:
         answer = self.tiers.answer(AdvanceTiers(timeout_s))
         self.progress = msgspec.json.decode(answer, type=TierProgress)
-        self.loaded.update(self.progress.finished_loads)
+        for transfer_id, count, seconds in self.progress.finished_loads:
+            assert seconds >= 0
+            self.loaded[transfer_id] = count
         self.lost += self.progress.lost_places
 
     def advance_until(self, condition: Callable[[], object]) -> None:
