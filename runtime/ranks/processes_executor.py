@@ -63,6 +63,8 @@ class ProcessesExecutor:
         # Steps of a pipeline that rank 0 has not run yet. Each has the ids of requests that ended
         # after its launch.
         self._waiting: deque[tuple[SchedulerOutput, list[str]]] = deque()
+        # Numbers and results of steps of a pipeline that rank 0 has run, and that were not read.
+        self._unread: deque[tuple[int, StepResult]] = deque()
 
     @property
     def max_in_flight(self) -> int:
@@ -93,15 +95,21 @@ class ProcessesExecutor:
                 result = self._first.read(pending)
             self._ranks.check()
             return result
+        if not self._unread:
+            self._run_next()
+        number, result = self._unread.popleft()
+        assert number == pending.number, f"{number} before {pending.number}"
+        return result
+
+    def _run_next(self) -> None:
+        """Run rank 0's part of the oldest step of a pipeline that waits for it."""
         output, ended = self._waiting[0]
         with self._ranks.step():
             launched = self._first.launch(output)
-            assert launched.number == pending.number, f"{launched.number} before {pending.number}"
-            result = self._first.read(launched)
+            self._unread.append((launched.number, self._first.read(launched)))
         self._waiting.popleft()
         for request_id in ended:
             self._first.release_grammar(request_id)
-        return result
 
     def idle(self) -> None:
         self._ranks.check()
@@ -124,6 +132,10 @@ class ProcessesExecutor:
             self._first.release_grammar(request_id)
 
     def call(self, call: RankCall) -> list[str]:
+        # The other ranks of the last stage answer when they have run the steps before, and these
+        # need rank 0.
+        while self._waiting:
+            self._run_next()
         answers = self._first.call(call)  # raises if it refuses; then nothing is sent
         self._ranks.send(Call(call))
         others = self._ranks.answers()
@@ -140,6 +152,7 @@ class ProcessesExecutor:
 
     def close(self) -> None:
         self._waiting.clear()
+        self._unread.clear()
         self._first.close()  # captured graphs use the groups of the links
         self._end()
 
