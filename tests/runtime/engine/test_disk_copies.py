@@ -19,7 +19,7 @@ from ostinato.benchmarks.workload.random_adapter import write_random_adapter
 from ostinato.conf.compose import load_config
 from ostinato.conf.errors import ConfigError
 from ostinato.models import demo
-from ostinato.runtime.errors import StartupError
+from ostinato.runtime.errors import InvalidRequestError, StartupError
 from ostinato.runtime.types.outputs import GenerationOutput
 from ostinato.runtime.types.request import Request
 from tests.models.minilm import minilm_directory
@@ -149,16 +149,17 @@ def test_the_last_step_is_stored_and_a_reset_forgets_it(tmp_path: Path) -> None:
         assert num_cached(llm.generate(prompt(2), one_token, use_progress=False)) == [0]
 
 
-def test_a_reset_during_the_opening_forgets_the_disk(tmp_path: Path) -> None:
+def test_a_reset_during_the_opening_is_refused(tmp_path: Path) -> None:
     with opened(tiny_disk(tmp_path)) as llm:
         llm.generate(prompt(1), GREEDY, use_progress=False)
     with FileLock(tmp_path / "LOCK", mode=0o600):  # another engine chooses its folder
         llm = LLM(config=tiny_disk(tmp_path))
         assert num_cached(llm.generate(prompt(2), GREEDY, use_progress=False)) == [0]
         assert disk(llm).num_places == 0
-        assert llm.reset_prefix_cache()
+        with pytest.raises(InvalidRequestError, match="is being prepared"):
+            llm.reset_prefix_cache()
     wait_for_disk(llm)
-    assert disk(llm).num_used_places == 0
+    assert llm.reset_prefix_cache()
     assert num_cached(llm.generate(prompt(1), GREEDY, use_progress=False)) == [0]
     llm.close()
 

@@ -76,5 +76,5 @@ def test_what_one_rank_has_lost_is_computed(division: tuple[str, ...], tmp_path:
     assert num_failed > 0
     assert sum(found) < sum(whole)
     assert engines.run()[:2] == (expected, whole), "what was computed was not stored again"
-    engines.file("rank-0/index.kv").unlink()
+    engines.file("rank-1/index.kv").unlink()
     assert engines.run() == (expected, [0, 0], 0)
