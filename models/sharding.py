@@ -98,6 +98,11 @@ class Shard:
         return self.rank == 0 and self.stage.is_last
 
     @property
+    def number(self) -> int:
+        """The number of the rank in its engine; see `shard_of_rank`."""
+        return (self.stage.number + 1) % self.stage.count * self.size + self.rank
+
+    @property
     def num_ranks(self) -> int:
         """Ranks of the engine."""
         return self.size * self.stage.count

@@ -341,7 +341,7 @@ def _make_executor(
             kv_cache,
             num_host_places=plan.num_host_places,
             has_disk=bool(plan.config.cache.disk_dir),
-            rank=plan.source.shard.rank,
+            rank=plan.source.shard.number,
         )
         undo.callback(tiers.close)
     return InlineExecutor(

@@ -80,6 +80,7 @@ def test_rank_0_is_in_the_last_stage() -> None:
         *((2, 0), (2, 1), (0, 0), (0, 1), (1, 0), (1, 1))
     ]
     assert [shard.is_leader for shard in shards] == [True, *[False] * 5]
+    assert [shard.number for shard in shards] == list(range(6))
     assert shard_of_rank(0, 1, 1) == Shard()
 
 
