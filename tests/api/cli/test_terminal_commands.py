@@ -225,8 +225,7 @@ def test_plan_shows_what_each_tier_holds(tmp_path: Path, capsys: pytest.CaptureF
     directory = tmp_path / "a long name of a directory" / "for copies of the blocks of the KV cache"
     words = ["plan", *TINY, "plan.free_gib=2", f"cache.disk_dir={directory}", "cache.disk_gib=1"]
     assert run([*words, "device.name=cpu"]) == 0
-    block_bytes = 2 * 2 * 2 * 8 * 2 * 16
-    num_blocks = (1 << 30) // block_bytes
+    num_blocks = (1 << 30) // 4096  # a block has 2,048 bytes, and takes a page on disk
     lines = capsys.readouterr().out.splitlines()
     assert (
         f"disk tier     {num_blocks:,} blocks, {16 * num_blocks:,} tokens, in {directory}" in lines
@@ -236,14 +235,14 @@ def test_plan_shows_what_each_tier_holds(tmp_path: Path, capsys: pytest.CaptureF
     assert run([*words, "device.name=cuda", "cache.host_gib=0.5", "plan.json=true"]) == 0
     ledger = json.loads(capsys.readouterr().out)
     assert ledger["tiers"] == {
-        "host": {"num_blocks": num_blocks // 2, "num_tokens": 8 * num_blocks},
+        "host": {"num_blocks": num_blocks, "num_tokens": 16 * num_blocks},
         "disk": {
             "num_blocks": num_blocks,
             "num_tokens": 16 * num_blocks,
             "directory": str(directory),
         },
     }
-    assert ledger["tier_bytes"] == 2 * block_bytes
+    assert ledger["tier_bytes"] == 2 * 2048
 
 
 def test_plan_without_a_tier(capsys: pytest.CaptureFixture[str]):

@@ -36,6 +36,7 @@ def test_a_directory_that_cannot_be_used_is_a_warning(
     taken = tmp_path / "file"
     taken.write_text("not a directory")
     with caplog.at_level(logging.WARNING), LLM(config=tiny_disk(taken)) as llm:
-        assert num_cached(llm.generate([PROMPT], KINDS[0], use_progress=False)) == [0]
+        one = SamplingParams(temperature=0.0, max_tokens=1)
+        assert num_cached(llm.generate([PROMPT], one, use_progress=False)) == [0]
         assert not llm.stats().tiers
     assert [one for one in caplog.messages if "no copies on disk" in one and str(taken) in one]
