@@ -4,10 +4,11 @@
         --llama-cpp SERVER=FILE.gguf
 
 In each round each server is started, computes a prompt, is ended with SIGTERM, is started again and
-gets the same prompt. `run serve` uses `cache.disk_dir`, in a directory that each round begins anew.
-llama.cpp's server is told to save its slot before the end (`POST /slots/0?action=save`) and to
-restore it after the start; the seconds of restoring count. `computed` is the first prompt of each
-server. Prompts are random tokens. The page cache has the files, as after a restart of the process.
+gets the same prompt. Each start gets a warm-up request first. `run serve` uses `cache.disk_dir`, in
+a directory that each round begins anew. llama.cpp's server is told to save its slot before the end
+(`POST /slots/0?action=save`) and to restore it after the start; the seconds of restoring count.
+`computed` is the first prompt of each server. Prompts are random tokens. The page cache has the
+files, as after a restart of the process.
 """
 
 from __future__ import annotations
@@ -87,12 +88,13 @@ def _ours(model: Path, folder: str, prompt: list[int]) -> tuple[float, float, fl
     words = [run, "serve", f"model.path={model}", "server.port=PORT", "speculation.method=none"]
     words += [f"cache.disk_dir={folder}", f"model.max_model_len={len(prompt) + 32}"]
     body = {"prompt": prompt, "max_tokens": 4, "temperature": 0, "ignore_eos": True}
-    warm = {**body, "prompt": prompt[: len(prompt) // 2][::-1]}
+    warm = {**body, "prompt": prompt[::-1]}
     with started_server(words) as server:
         # The digest of the weights is being computed during the first start.
         first_token_s(server.port, "/v1/completions", warm)
         computed_s = first_token_s(server.port, "/v1/completions", body)
     with started_server(words) as server:
+        first_token_s(server.port, "/v1/completions", warm)
         kept_s = first_token_s(server.port, "/v1/completions", body)
         return computed_s, kept_s, server.ready_s
 
@@ -102,12 +104,13 @@ def _theirs(llama: str, gguf: str, folder: str, prompt: list[int]) -> tuple[floa
     words = [llama, "-m", gguf, "--port", "PORT", "-t", threads, "-tb", threads, "-np", "1"]
     words += ["-c", str(len(prompt) + 32), "--slot-save-path", folder]
     body = {"prompt": prompt, "n_predict": 4, "temperature": 0, "cache_prompt": True}
-    warm = {**body, "prompt": prompt[: len(prompt) // 2][::-1]}
+    warm = {**body, "prompt": prompt[::-1]}
     with started_server(words) as server:
         first_token_s(server.port, "/completion", warm)
         computed_s = first_token_s(server.port, "/completion", body)
         post_json(server.port, "/slots/0?action=save", _SLOT)
     with started_server(words) as server:
+        first_token_s(server.port, "/completion", warm)
         begin = time.perf_counter()
         post_json(server.port, "/slots/0?action=restore", _SLOT)
         restore_s = time.perf_counter() - begin
