@@ -50,7 +50,7 @@ def draft_config(config: EngineConfig) -> EngineConfig:
     Args:
         config: the configuration of an engine with a draft model, a head or an MTP layer.
     """
-    cache = replace(config.cache, disk_dir="", host_gib=0.0)
+    cache = config.cache.without_tiers()
     if config.speculation.method is SpeculationMethod.mtp:  # a layer of the model's checkpoint
         return replace(config, cache=cache, speculation=NO_DRAFTS, lora=LoraConfig())
     section = replace(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from ostinato.conf.schema import Section, refuse, setting
@@ -74,6 +74,12 @@ class CacheConfig(Section):
                     "left out, because cache.enable_prefix_caching=false",
                     getattr(self, key),
                 )
+
+    def without_tiers(self) -> CacheConfig:
+        """The same section without copies of blocks."""
+        return replace(
+            self, disk_dir="", host_gib=0.0, store=StorePolicy.prompts, store_salted=False
+        )
 
     @property
     def has_tiers(self) -> bool:

@@ -6,10 +6,10 @@ import msgspec
 import pytest
 
 from ostinato.conf.bench_schema import BenchSection
-from ostinato.conf.cache.cache_schema import CacheConfig
+from ostinato.conf.cache.cache_schema import CacheConfig, StorePolicy
 from ostinato.conf.command_schema import GenerateSection, PlanSection
 from ostinato.conf.describe import describe_keys, describe_sections, nearest
-from ostinato.conf.engine_config import EngineConfig
+from ostinato.conf.engine_config import EngineConfig, draft_config
 from ostinato.conf.root import RunConfig
 from ostinato.conf.schema import (
     DeviceConfig,
@@ -159,6 +159,12 @@ def test_the_engines_sections_cross_the_process_border_alone_and_unchanged():
         *("model", "device", "cache", "scheduler", "speculation", "lora", "graphs"),
         *("runtime", "sampling", "parallel"),
     }
+
+
+def test_a_draft_model_has_no_tiers_whatever_the_model_stores():
+    cache = CacheConfig(disk_dir="/x", store=StorePolicy.all, store_salted=True, block_size=32)
+    config = EngineConfig(cache=cache)
+    assert draft_config(config).cache == CacheConfig(block_size=32)
 
 
 def test_every_setting_has_a_meaning_and_its_sections_name():
