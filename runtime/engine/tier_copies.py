@@ -78,9 +78,8 @@ class TierCopies:
         # transfer id -> loaded blocks and seconds of each rank that has ended its part
         self._parts: dict[int, list[tuple[int, float]]] = {}
         self._is_storing = False  # a store may be unfinished
-        self._polled_at = self._ended_at = (
-            0.0  # the last question to the ranks, the last load's end
-        )
+        self._polled_at = 0.0  # time of the last question to the ranks
+        self._ended_at = 0.0  # time at which the last load ended
         index.set_buffers(num_buffers)
 
     @property

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 from contextlib import ExitStack
-from pathlib import Path
 
 import msgspec
 
@@ -53,10 +52,10 @@ from ostinato.runtime.startup.plan.device import (
     set_threads,
 )
 from ostinato.runtime.startup.plan.engine_plan import EnginePlan, make_plan
+from ostinato.runtime.startup.plan.identity import block_identity, identifying_files
 from ostinato.runtime.startup.rank import build_rank
 from ostinato.runtime.startup.rank_group import agree, join, layout_of, peers_of
 from ostinato.runtime.startup.rank_parts import RankParts
-from ostinato.runtime.startup.served_model import compute_identity
 from ostinato.runtime.tiers.tier_calls import num_buffers
 from ostinato.runtime.tiers.tier_opening import TierOpening
 from ostinato.runtime.tiers.weights_digest import FileState, states_of
@@ -165,7 +164,8 @@ def _build(
                 shard = shard_of_rank(0, parallel.tensor, parallel.pipeline)
                 plan = make_plan(config, threads, max_drafts=max_drafts, shard=shard)
                 plan = _with_trial(plan, compiles_levels=compiles_levels)
-                states = states_of(_hashed_files(plan))
+                has_disk = bool(config.cache.disk_dir)
+                states = states_of(identifying_files(plan)) if has_disk else []
             if proposer is None and plan.config.speculation.max_drafts:
                 proposer = TextDrafter(plan.config.speculation)
             choose_isa(plan.config.device, is_cpu=plan.is_cpu)
@@ -266,7 +266,8 @@ def _lead(
 ) -> Engine:
     """Make the scheduler and the engine.
 
-    `states` are those of the weight files before they were loaded, if their digest is needed.
+    `states` are those of the files that name the directory of copies on disk, from before they were
+    loaded.
     """
     plan = rank.plan
     if reason := plan.why_batch_dependent:
@@ -334,14 +335,6 @@ def _make_tier_index(plan: EnginePlan, costs: CostTable | None) -> TierIndex:
     )
 
 
-def _hashed_files(plan: EnginePlan) -> list[Path]:
-    """The weight files whose digest names the directory of copies on disk; empty = none."""
-    is_dummy = plan.config.model.load_format is LoadFormat.dummy
-    if is_dummy or not plan.config.cache.disk_dir:
-        return []
-    return plan.source.checkpoint.weight_files()
-
-
 def _make_tier_copies(
     plan: EnginePlan,
     executor: Executor,
@@ -353,19 +346,12 @@ def _make_tier_copies(
 
     The directory of the disk is opened now, or later if weights have to be read for it.
     """
-    cache, source, block_bytes = plan.config.cache, plan.source, plan.kv_cache_spec.bytes_per_block
-    opening = None
+    cache, opening = plan.config.cache, None
     if cache.disk_dir:
-        identity = {
-            **compute_identity(plan),
-            "block": f"{block_bytes} bytes, {cache.block_size} tokens",
-            "graphs": f"{plan.config.graphs.mode} {plan.config.graphs.form}",
-            "ranks": f"{source.shard.num_ranks} in {source.shard.stage.count} stages",
-        }
         opening = TierOpening(
             cache.disk_dir,
-            identity,
-            _hashed_files(plan),
+            block_identity(plan),
+            identifying_files(plan),
             int(cache.disk_gib * GIB),
             states,
         )
@@ -376,7 +362,7 @@ def _make_tier_copies(
         index,
         opening,
         num_disk_places=plan.num_disk_places,
-        num_buffers=num_buffers(block_bytes),
+        num_buffers=num_buffers(plan.kv_cache_spec.bytes_per_block),
     )
     copies.advance(waits=False)
     return copies

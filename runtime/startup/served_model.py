@@ -7,24 +7,18 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
-
-import ostinato
 from ostinato.conf.schema import LoadFormat, ModelSection, PoolingChoice
 from ostinato.models.checkpoints.checkpoint import resolve_path
 from ostinato.models.gguf.gguf_paths import GGUF_ENDING, is_gguf_path
-from ostinato.ops.native.build import content_key
-from ostinato.ops.native.library import loaded_isa
-from ostinato.runtime.startup.bundles import kernel_libraries
 from ostinato.runtime.startup.isa_trial import describe_times
 from ostinato.runtime.startup.plan.engine_plan import EnginePlan
+from ostinato.runtime.startup.plan.identity import compute_identity, isa_of
 from ostinato.runtime.startup.plan.model_source import ModelSource
 from ostinato.runtime.text.tokenizer_files import TokenizerFiles
 from ostinato.runtime.types.engine_info import ServedModel, ServedTask
 from ostinato.runtime.types.params import PoolingKind
 
 __all__ = (
-    "compute_identity",
     "describe_kernels",
     "describe_model",
     "model_name",
@@ -38,12 +32,8 @@ _SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_pena
 
 def describe_kernels(plan: EnginePlan) -> str:
     """The instruction set of the CPU kernels with its measured times; empty = none are used."""
-    isa = _isa(plan)
+    isa = isa_of(plan)
     return describe_times(isa, _isa_times(plan)) if isa else ""
-
-
-def _isa(plan: EnginePlan) -> str:
-    return (loaded_isa() or "") if plan.is_cpu else ""
 
 
 def _isa_times(plan: EnginePlan) -> dict[str, dict[str, float]]:
@@ -57,7 +47,7 @@ def describe_model(plan: EnginePlan, phases: dict[str, float]) -> ServedModel:
         plan: the engine's plan.
         phases: seconds of each phase of the start. The builder adds phases after this call.
     """
-    section, source, isa = plan.config.model, plan.source, _isa(plan)
+    section, source, isa = plan.config.model, plan.source, isa_of(plan)
     path = source.checkpoint.path
     generation = source.checkpoint.generation_config
     defaults: dict[str, Any] = {}
@@ -135,34 +125,6 @@ def _fingerprint(plan: EnginePlan, isa: str) -> str:
         for file in plan.source.checkpoint.weight_files():
             digest.update(f"{file.name} {file.stat().st_size}".encode() + _end_of(file))
     return "-".join(filter(None, ("fp", plan.determinism, isa, digest.hexdigest()[:12])))
-
-
-def compute_identity(plan: EnginePlan) -> dict[str, str]:
-    """What logits, keys and values depend on besides the tokens and the weight files.
-
-    For dummy weights, it also says which weights.
-    """
-    source, model, isa = plan.source, plan.config.model, _isa(plan)
-    identity = {
-        "ostinato": ostinato.__version__,
-        "torch": torch.__version__,
-        "model": repr(source.config),
-        "dtype": str(source.dtype),
-        "cache dtype": str(source.cache_dtype),
-        "weight methods": repr(source.weights),
-        "attention": plan.backend,
-        "experts": str(plan.experts),
-    }
-    if "LongRopeScaling" in identity["model"]:  # the length of the context chooses its factors
-        identity["context"] = str(plan.memory.max_model_len)
-    if model.load_format is LoadFormat.dummy:
-        identity["weights"] = f"dummy {model.seed}"
-    if isa:
-        libraries = kernel_libraries(plan.config)
-        identity["kernels"] = " ".join(content_key(library, isa) for library in libraries)
-    elif not plan.is_cpu:
-        identity["device"] = torch.cuda.get_device_name(source.device)
-    return identity
 
 
 def _end_of(file: Path) -> bytes:
