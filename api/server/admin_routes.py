@@ -65,7 +65,7 @@ async def tokenizer_info(service: SharedService) -> Response[bytes] | Stream:
 async def reset_prefix_cache(service: SharedService) -> Response[bytes] | Stream:
     """Drop all cached blocks and the history of drafters.
 
-    Answers 409 while a sequence holds blocks.
+    Answers 409 while a sequence holds blocks, or while `cache.disk_dir` is being prepared.
     """
     service.admission.check_started()
     await service.client.reset_prefix_cache()

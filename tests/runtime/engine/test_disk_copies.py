@@ -5,6 +5,7 @@ The same requests are computed, found on the device, and loaded from disk by a l
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import shutil
@@ -210,6 +211,37 @@ def test_a_load_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.Monke
         assert llm.stats().num_tier_loads == 1
         assert llm.stats().num_free_blocks == llm.stats().num_blocks
         assert facts(llm.generate(prompt(1), GREEDY, use_progress=False)) == expected
+
+
+# Requests that may use only a part of the blocks on disk.
+PARTIAL = [
+    SamplingParams(temperature=1.0, seed=3, n=3, max_tokens=5, logprobs=0),
+    SamplingParams(temperature=0.0, max_tokens=3, prompt_logprobs=1, logprobs=0),
+    SamplingParams(temperature=0.0, max_tokens=4, use_beam_search=True, best_of=3, n=2),
+]
+
+
+def test_scored_and_parallel_requests_load_what_they_may(tmp_path: Path) -> None:
+    with LLM(config=tiny_config("device.name=cpu")) as llm:
+        cold = [llm.generate([prompt(1)], one, use_progress=False) for one in PARTIAL]
+    with opened(tiny_disk(tmp_path)) as llm:
+        llm.generate([prompt(1)], PARTIAL[0], use_progress=False)
+    with opened(tiny_disk(tmp_path)) as llm:
+        warm = [llm.generate([prompt(1)], one, use_progress=False) for one in PARTIAL]
+        assert [facts(one) for one in warm] == [facts(one) for one in cold]
+        assert disk(llm).num_loaded_blocks == 7
+
+
+def test_a_directory_that_cannot_be_used_is_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    taken = tmp_path / "file"
+    taken.write_text("not a directory")
+    with caplog.at_level(logging.WARNING), LLM(config=tiny_disk(taken)) as llm:
+        one = SamplingParams(temperature=0.0, max_tokens=1)
+        assert num_cached(llm.generate([prompt(1)], one, use_progress=False)) == [0]
+        assert not llm.stats().tiers
+    assert [one for one in caplog.messages if "no copies on disk" in one and str(taken) in one]
 
 
 DEMO = Path(demo.__file__).parent
