@@ -10,6 +10,9 @@ from ostinato.conf.schema import Section, refuse, setting
 __all__ = ("CacheConfig", "CacheDType", "StorePolicy")
 
 
+_DISK_GIB = 8.0  # the default of `disk_gib`
+
+
 class CacheDType(StrEnum):
     auto = "auto"
     fp8_e4m3 = "fp8_e4m3"
@@ -43,7 +46,9 @@ class CacheConfig(Section):
         "", "directory for copies of KV blocks, which later starts use too; empty = none"
     )
     disk_gib: float = setting(
-        8.0, "GiB of each engine's copies in cache.disk_dir; the oldest are overwritten", above=0
+        _DISK_GIB,
+        "GiB of each engine's copies in cache.disk_dir; the oldest are overwritten",
+        above=0,
     )
     host_gib: float = setting(
         0.0, "GiB of host memory for copies of a GPU's KV blocks; 0 = none", at_least=0
@@ -59,14 +64,15 @@ class CacheConfig(Section):
 
     def __post_init__(self) -> None:
         Section.__post_init__(self)
-        fixed = (("store", StorePolicy.prompts), ("store_salted", False))
-        for key, default in fixed:
-            if getattr(self, key) != default and not self.has_tiers:
-                refuse(
-                    f"cache.{key}",
-                    "left out, or used with cache.disk_dir or cache.host_gib",
-                    str(getattr(self, key)),
-                )
+        either = "cache.disk_dir or cache.host_gib"
+        for key, default, needed, is_used in (
+            ("disk_gib", _DISK_GIB, "cache.disk_dir", bool(self.disk_dir)),
+            ("store", StorePolicy.prompts, either, self.has_tiers),
+            ("store_salted", False, either, self.has_tiers),
+        ):
+            value = getattr(self, key)
+            if value != default and not is_used:
+                refuse(f"cache.{key}", f"left out, or used with {needed}", str(value))
         for key, is_set in (("disk_dir", bool(self.disk_dir)), ("host_gib", self.host_gib > 0)):
             if is_set and not self.enable_prefix_caching:
                 refuse(
@@ -78,7 +84,12 @@ class CacheConfig(Section):
     def without_tiers(self) -> CacheConfig:
         """The same section without copies of blocks."""
         return replace(
-            self, disk_dir="", host_gib=0.0, store=StorePolicy.prompts, store_salted=False
+            self,
+            disk_dir="",
+            disk_gib=_DISK_GIB,
+            host_gib=0.0,
+            store=StorePolicy.prompts,
+            store_salted=False,
         )
 
     @property

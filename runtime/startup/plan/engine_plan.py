@@ -95,9 +95,9 @@ class EnginePlan:
 
     @property
     def num_disk_places(self) -> int:
-        """Copies of KV blocks that `cache.disk_gib` has room for; at least 1."""
+        """Copies of KV blocks that `cache.disk_gib` has room for."""
         stride = place_stride(self._rank_block_bytes)
-        return max(1, int(self.config.cache.disk_gib * GIB) // (stride * self._num_ranks))
+        return int(self.config.cache.disk_gib * GIB) // (stride * self._num_ranks)
 
     @property
     def _num_ranks(self) -> int:
@@ -232,9 +232,24 @@ def finish_plan(
     )
     check_determinism(plan)
     check_tiers(config, source.config, source.device, is_here=is_here)
+    _check_places(plan)
     if source.draft is None:
         return plan
     return dataclasses.replace(plan, draft=_draft_plan(plan, is_here=is_here))
+
+
+def _check_places(plan: EnginePlan) -> None:
+    """Refuse a tier that is smaller than one KV block."""
+    cache = plan.config.cache
+    for key, size_gib, is_used, num_places in (
+        ("cache.host_gib", cache.host_gib, cache.host_gib > 0, plan.num_host_places),
+        ("cache.disk_gib", cache.disk_gib, bool(cache.disk_dir), plan.num_disk_places),
+    ):
+        if is_used and not num_places:
+            raise StartupError(
+                f"{key}={size_gib:g} has no room for one KV block of all ranks; raise it, or leave "
+                "the tier out"
+            )
 
 
 def _draft_plan(plan: EnginePlan, *, is_here: bool) -> EnginePlan:

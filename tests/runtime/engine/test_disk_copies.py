@@ -299,6 +299,13 @@ def test_blocks_of_another_model_or_format_are_not_found(tmp_path: Path) -> None
     [
         (StartupError, ("cache.host_gib=1",), "host_gib=1 is for GPUs: .*cache.disk_dir"),
         (
+            StartupError,
+            ("cache.disk_dir=/x", "cache.disk_gib=0.000001"),
+            "disk_gib=1e-06 has no room for one KV block",
+        ),
+        (ConfigError, ("cache.disk_gib=9",), "left out, or used with cache.disk_dir, got '9.0'"),
+        (ConfigError, ("cache.store=all",), "used with cache.disk_dir or cache.host_gib"),
+        (
             ConfigError,
             ("cache.disk_dir=/x", "cache.enable_prefix_caching=false"),
             "cache.disk_dir must be left out, because cache.enable_prefix_caching=false",
