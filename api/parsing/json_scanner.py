@@ -9,8 +9,10 @@ __all__ = ("JsonScanner", "JsonState")
 
 MAX_DEPTH = 64
 _SPACE = re.compile(r"[ \t\n\r]*")
-# Control characters are accepted, because models write newlines into strings.
-_IN_STRING = re.compile(r'(?:[^"\\]++|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*+')
+# Control characters are accepted, because models write newlines into strings. The alternatives
+# begin with different characters, so there is one way to match. Without possessive quantifiers:
+# Python before 3.11.5 matches them wrongly (cpython issue 106052).
+_IN_STRING = re.compile(r'[^"\\]*(?:\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})[^"\\]*)*')
 _OPEN_ESCAPE = re.compile(r"\\(?:u[0-9a-fA-F]{0,3})?")
 _WORD = re.compile(r"[-+.0-9A-Za-z]+")
 _WHOLE_WORD = re.compile(r"true|false|null|-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")

@@ -31,7 +31,10 @@ _SHORT = {
 _CLOSING = {"(": ")", "[": "]", "{": "}"}
 # Characters that do not affect where a value ends.
 _PLAIN = re.compile(r"[^'\"\[\](){},]+")
-_IN_STRING = {quote: re.compile(rf"(?:[^{quote}\\]++|\\.)*+", re.DOTALL) for quote in "'\""}
+# There is one way to match, so no possessive quantifiers, which Python before 3.11.5 matches wrongly.
+_IN_STRING = {
+    quote: re.compile(rf"[^{quote}\\]*(?:\\.[^{quote}\\]*)*", re.DOTALL) for quote in "'\""
+}
 
 
 class _NotALiteral(ValueError):

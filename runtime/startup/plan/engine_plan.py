@@ -241,15 +241,17 @@ def finish_plan(
 def _check_places(plan: EnginePlan) -> None:
     """Refuse a tier that is smaller than one KV block."""
     cache = plan.config.cache
-    for key, size_gib, is_used, num_places in (
-        ("cache.host_gib", cache.host_gib, cache.host_gib > 0, plan.num_host_places),
-        ("cache.disk_gib", cache.disk_gib, bool(cache.disk_dir), plan.num_disk_places),
-    ):
-        if is_used and not num_places:
-            raise StartupError(
-                f"{key}={size_gib:g} has no room for one KV block of all ranks; raise it, or leave "
-                "the tier out"
-            )
+    if cache.host_gib and not plan.num_host_places:
+        raise _no_room("cache.host_gib", cache.host_gib)
+    if cache.disk_dir and not plan.num_disk_places:
+        raise _no_room("cache.disk_gib", cache.disk_gib)
+
+
+def _no_room(key: str, size_gib: float) -> StartupError:
+    return StartupError(
+        f"{key}={size_gib:g} has no room for one KV block of all ranks; raise it, or leave the "
+        "tier out"
+    )
 
 
 def _draft_plan(plan: EnginePlan, *, is_here: bool) -> EnginePlan:
