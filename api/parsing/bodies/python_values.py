@@ -31,7 +31,7 @@ _SHORT = {
 _CLOSING = {"(": ")", "[": "]", "{": "}"}
 # Characters that do not affect where a value ends.
 _PLAIN = re.compile(r"[^'\"\[\](){},]+")
-# There is one way to match, so no possessive quantifiers, which Python before 3.11.5 matches wrongly.
+# One way to match, so no possessive quantifiers: Python before 3.11.5 matches them wrongly.
 _IN_STRING = {
     quote: re.compile(rf"[^{quote}\\]*(?:\\.[^{quote}\\]*)*", re.DOTALL) for quote in "'\""
 }
