@@ -21,6 +21,7 @@ from ostinato.conf.cache.cache_arguments import (
 )
 from ostinato.conf.describe import describe_keys, nearest
 from ostinato.conf.errors import ConfigError
+from ostinato.conf.images.images_arguments import MEDIA_REFUSED, MEDIA_SETTINGS
 from ostinato.conf.lora.lora_arguments import (
     ADAPTERS,
     MAX_ADAPTERS,
@@ -219,7 +220,6 @@ _NO_EXPERT_PARALLEL = (
 )
 _SPECULATION = "use speculative_config, which has the keys model and num_speculative_tokens"
 _NO_OFFLOAD = "weights are not offloaded to host memory; use model.quantization=int8 or int4"
-_NO_MEDIA = "images, video and audio are not served yet; leave it out"
 _TASKS = "the task follows from the checkpoint; leave it out"
 _BACKENDS = {
     "flashinfer": "flashinfer",
@@ -374,14 +374,17 @@ ARGUMENTS: dict[str, Argument] = {
     "max_loras": Argument(setting=MAX_ADAPTERS, expand=num_slots),
     "max_cpu_loras": Argument(setting=MAX_ADAPTERS, expand=num_slots),
     "max_lora_rank": Argument(setting="lora.max_rank"),
+    # Media.
+    "allowed_media_domains": Argument(setting="images.domains", read=_list, is_list=True),
+    **{
+        name: Argument(setting=key, expand=expand, is_flag=is_flag)
+        for name, (key, expand, is_flag) in MEDIA_SETTINGS.items()
+    },
+    # Adapters and media without a setting.
     **{
         name: Argument(default=default, is_flag=default == (False,), reason=reason)
-        for name, (default, reason) in REFUSED.items()
+        for name, (default, reason) in {**REFUSED, **MEDIA_REFUSED}.items()
     },
-    # Media.
-    "limit_mm_per_prompt": Argument(reason=_NO_MEDIA),
-    "mm_processor_kwargs": Argument(reason=_NO_MEDIA),
-    "allowed_local_media_path": Argument(default=("",), reason=_NO_MEDIA),
     # Logs.
     "disable_log_stats": Argument(
         default=(True,),

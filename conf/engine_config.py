@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from ostinato.conf.cache.cache_schema import CacheConfig
+from ostinato.conf.images.images_schema import ImagesConfig
 from ostinato.conf.lora.lora_schema import LoraConfig
 from ostinato.conf.schema import (
     DeviceConfig,
@@ -35,6 +36,7 @@ class EngineConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
+    images: ImagesConfig = field(default_factory=ImagesConfig)
     graphs: GraphConfig = field(default_factory=GraphConfig)
     runtime: RuntimeSection = field(default_factory=RuntimeSection)
     sampling: SamplingSection = field(default_factory=SamplingSection)

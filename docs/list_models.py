@@ -42,6 +42,7 @@ def _pair(key: str, value: Any) -> str:
 _QK_LAYER_NORM = "a layer norm of queries and keys is not implemented"
 _NO_MODEL = "no published model has it"
 _TIED_BIAS = "a tied head would have to do without its bias"
+_THREE_COLOURS = "images have three colours"
 _TWO_SIDED = "it makes an encoder of the decoder"
 REFUSED: dict[str, tuple[Refused, ...]] = {
     "BloomForCausalLM": (
@@ -81,6 +82,11 @@ REFUSED: dict[str, tuple[Refused, ...]] = {
         Refused("swiglu_alpha", 1.0, "every published model has 1.702"),
         Refused("swiglu_limit", 5.0, "every published model has 7.0"),
     ),
+    "LlavaForConditionalGeneration": (
+        Refused("vision_config.model_type", "pixtral", "CLIP and SigLIP are implemented"),
+        Refused("vision_config.num_channels", 1, _THREE_COLOURS),
+        Refused("text_config.model_type", "gemma", "it needs the blocks of Llama or Qwen"),
+    ),
     "MptForCausalLM": (
         Refused("no_bias", False, "checkpoints with biases are not read"),
         Refused("logit_scale", 2.0, _NO_MODEL),
@@ -102,6 +108,19 @@ REFUSED: dict[str, tuple[Refused, ...]] = {
     "PhiForCausalLM": (
         Refused("qk_layernorm", True, _QK_LAYER_NORM),
         Refused("tie_word_embeddings", True, _TIED_BIAS),
+    ),
+    "Qwen2VLForConditionalGeneration": (Refused("vision_config.in_channels", 1, _THREE_COLOURS),),
+    "Qwen2_5_VLForConditionalGeneration": (
+        Refused("vision_config.in_channels", 1, _THREE_COLOURS),
+    ),
+    "Qwen3VLForConditionalGeneration": (
+        Refused("vision_config.in_channels", 1, _THREE_COLOURS),
+        Refused("text_config.use_sliding_window", True, _NO_MODEL),
+    ),
+    "Qwen3VLMoeForConditionalGeneration": (
+        Refused("vision_config.in_channels", 1, _THREE_COLOURS),
+        Refused("text_config.norm_topk_prob", False, _NO_MODEL),
+        Refused("text_config.use_sliding_window", True, _NO_MODEL),
     ),
     "StableLmForCausalLM": (Refused("qk_layernorm", True, _QK_LAYER_NORM),),
 }

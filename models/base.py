@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -28,17 +28,28 @@ __all__ = (
 class CheckpointLayout:
     """How a checkpoint's tensor names, shapes and row orders differ from a model's own."""
 
-    prefixes: tuple[str, ...] = ("model.",)  # prefixes that are dropped from stored names
+    # Prefixes that are dropped from stored names, one after the other. A checkpoint has the first.
+    prefixes: tuple[str, ...] = ("model.",)
+    unprefixed: tuple[str, ...] = ()  # beginnings of names before which the prefix is optional
+    # (beginning of a stored name after the prefixes, what other checkpoints have in its place)
+    aliases: tuple[tuple[str, str], ...] = ()
     head: str = "lm_head.weight"
     embedding: str = "embed_tokens.weight"  # with tied weights, a stored head must equal it
     renamed: tuple[tuple[str, str], ...] = ()  # (part of our name, its counterpart in stored names)
     merged: tuple[tuple[str, tuple[str, ...]], ...] = ()  # (our module, the modules that it stacks)
     transposed: tuple[str, ...] = ()  # our modules whose weight is stored as [in, out]
+    # Our modules whose weight is stored as [out, in], or as [in, out] if its shape says so.
+    either_way: tuple[str, ...] = ()
     # (our module, or one of the modules that it stacks; its row order, see
     # models/checkpoints/row_orders.py)
     row_orders: tuple[tuple[str, Tensor], ...] = ()
     stacked: tuple[str, ...] = ()  # our modules whose experts are stored as one tensor
     ignored: tuple[str, ...] = ()  # regular expressions for names of tensors that are not used
+    tower: tuple[str, ...] = ()  # likewise, if the model is built without its vision tower
+
+    def without(self, *patterns: str) -> CheckpointLayout:
+        """The same layout, with further tensors that are not used."""
+        return replace(self, ignored=self.ignored + patterns)
 
 
 class AuxStates:

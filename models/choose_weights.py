@@ -94,7 +94,7 @@ class WeightsByRole:
     """A policy that depends on a matrix's role alone."""
 
     layers: WeightMethod
-    router: WeightMethod  # the router of experts: few weights with much effect
+    router: WeightMethod  # routers of experts, few weights with much effect; and vision towers
     head: WeightMethod  # output heads, and embeddings that are output heads too
     embedding: WeightMethod  # other large embeddings; small ones are plain
 
@@ -126,7 +126,7 @@ class WeightsByRole:
     ) -> WeightMethod:
         if role is MatrixRole.layer:
             return self.layers
-        if role is MatrixRole.router:
+        if role is MatrixRole.router or role is MatrixRole.vision:
             return self.router
         if role is not MatrixRole.embedding:
             return self.head

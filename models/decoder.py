@@ -24,16 +24,25 @@ from ostinato.models.layers.linear_layers import BuildOptions
 from ostinato.models.layers.mlp import build_mlp
 from ostinato.models.layers.moe import MoE
 from ostinato.models.layers.norm_layers import LayerNorm, RMSNorm, build_norm, build_rms_norm
-from ostinato.models.layers.position_tables import RotaryEmbedding, TemperatureTable
+from ostinato.models.layers.position_tables import (
+    GridRotaryEmbedding,
+    RotaryEmbedding,
+    TemperatureTable,
+)
 from ostinato.models.layers.vocabulary_layers import Embedding, OutputHead
 from ostinato.models.step_tensors import (
     DEFAULT_ROPE,
     LOCAL_ROPE,
     TEMPERATURE,
     ForwardBatch,
+    GridTensors,
+    ImageTensors,
     StepInputs,
 )
+from ostinato.models.vision.build_tower import build_tower
+from ostinato.ops.add_rows import add_table_rows
 from ostinato.ops.parallel.handoff import HiddenSink, HiddenSource
+from ostinato.ops.rope import Rope
 
 __all__ = ("LLAMA_NAMES", "Decoder", "DecoderBlock", "StageLayers")
 
@@ -74,6 +83,11 @@ class DecoderBlock(DecoderLayer):
         if residual in (Residual.post_norm, Residual.sandwich):
             self.attention_out_norm = build_rms_norm(config, options, config.hidden_size)
             self.mlp_out_norm = build_rms_norm(config, options, config.hidden_size)
+        num_deep = 0 if config.vision is None else config.vision.num_deep
+        has_table = layer < num_deep and options.num_image_rows > 0
+        table = _image_table(config.hidden_size, options) if has_table else None
+        self.image_table: Tensor | None
+        self.register_buffer("image_table", table, persistent=False)
 
     def forward(
         self,
@@ -82,6 +96,21 @@ class DecoderBlock(DecoderLayer):
         k_cache: Tensor,
         v_cache: Tensor,
         rows: Tensor | None = None,
+    ) -> Tensor:
+        result = self._block(hidden, step, k_cache, v_cache, rows)
+        if self.image_table is None:
+            return result
+        # The table's first row is zero, so other tokens stay as they are.
+        image_rows = _rows_of(_image_rows(step.tensors), rows)
+        return add_table_rows(result, self.image_table, image_rows.view(-1))
+
+    def _block(
+        self,
+        hidden: Tensor,
+        step: StepInputs,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        rows: Tensor | None,
     ) -> Tensor:
         slots = step.tensors.adapter_slots
         if slots is not None:
@@ -104,7 +133,7 @@ class DecoderBlock(DecoderLayer):
         return self.mlp(self.mlp_norm(_rows_of(hidden, rows)), attended, slots)
 
     def few_rows(self) -> FewRowsBlock | None:
-        if self.residual is not Residual.sequential:
+        if self.residual is not Residual.sequential or self.image_table is not None:
             return None
         return FewRowsBlock.of(self.attention_norm, self.self_attn, self.mlp_norm, self.mlp)
 
@@ -113,6 +142,7 @@ class DecoderBlock(DecoderLayer):
         return (
             "decoder block",
             self.residual,
+            self.image_table is not None,
             *(norm.static_key for norm in norms),
             *self.self_attn.static_key(),
             *self.mlp.static_key(),
@@ -124,6 +154,17 @@ def _rows_of(matrix: Tensor, rows: Tensor | None) -> Tensor:
     return matrix if rows is None else F.embedding(rows, matrix)
 
 
+def _image_table(width: int, options: BuildOptions) -> Tensor:
+    """[1 + num_image_rows, width] zeros. On a CPU, it takes memory when it is first written."""
+    shape = 1 + options.num_image_rows, width
+    return torch.zeros(shape, dtype=options.dtype, device=options.device)
+
+
+def _image_rows(tensors: ForwardBatch) -> Tensor:
+    assert isinstance(tensors, ImageTensors), "a model with a vision tower has these tensors"
+    return tensors.image_rows
+
+
 class StageLayers(nn.ModuleList):
     """The layers of a stage, to iterate over. The name of each is its number in the model."""
 
@@ -131,6 +172,12 @@ class StageLayers(nn.ModuleList):
         super().__init__()
         for number, layer in enumerate(layers, first):
             self.add_module(str(number), layer)
+
+
+def _rotary(config: ModelConfig, rope: Rope, options: BuildOptions) -> RotaryEmbedding:
+    if not config.rope_axes:
+        return RotaryEmbedding(rope, options)
+    return GridRotaryEmbedding(rope, config.rope_axes, options)
 
 
 class Decoder(CausalLM):
@@ -157,7 +204,7 @@ class Decoder(CausalLM):
         first, count, _ = options.shard.layers(config.num_layers)
         ropes = {DEFAULT_ROPE: config.rope, LOCAL_ROPE: config.local_rope} if count else {}
         self.rotary = nn.ModuleDict(
-            {kind: RotaryEmbedding(rope, options) for kind, rope in ropes.items() if rope}
+            {kind: _rotary(config, rope, options) for kind, rope in ropes.items() if rope}
         )
         if config.query_temperature is not None:
             self.rotary[TEMPERATURE] = TemperatureTable(config.query_temperature, options)
@@ -166,6 +213,16 @@ class Decoder(CausalLM):
         if is_first and config.rope is None and not config.alibi_slopes:
             num_positions = config.max_model_len + config.position_offset
             self.embed_positions = Embedding(num_positions, size, options)
+        self.vision = None
+        table = None
+        if config.vision is not None and options.num_image_rows:
+            table = _image_table(size, options) if is_first else None
+            if is_first or first < config.vision.num_deep:
+                self.vision = build_tower(config.vision, options)
+        if config.vision is not None and self.vision is None:
+            self.checkpoint_layout = self.checkpoint_layout.without(*self.checkpoint_layout.tower)
+        self.image_table: Tensor | None
+        self.register_buffer("image_table", table, persistent=False)
         self.layers = StageLayers(
             (DecoderBlock(config, options, layer) for layer in range(first, first + count)), first
         )
@@ -192,8 +249,23 @@ class Decoder(CausalLM):
         """
         self._previous, self._next, self._aux = previous, following, aux
 
+    def image_tables(self) -> list[Tensor | None]:
+        """The tables of this rank for the parts of the vision tower's result, in their order.
+
+        None stands for a table of another stage.
+        """
+        if self.config.vision is None:
+            return []
+        layers = dict(self.layers.named_children())
+        deep = [layers.get(str(number)) for number in range(self.config.vision.num_deep)]
+        return [self.image_table, *(getattr(layer, "image_table", None) for layer in deep)]
+
     def begin(self, batch: ForwardBatch) -> tuple[Tensor, StepInputs]:
-        rope = {kind: rotary(batch.positions) for kind, rotary in self._rotary_by_kind}
+        positions = batch.positions
+        if self.config.rope_axes:
+            assert isinstance(batch, GridTensors), "the family has declared these step tensors"
+            positions = batch.rope_positions
+        rope = {kind: rotary(positions) for kind, rotary in self._rotary_by_kind}
         if self._previous is not None:
             return self._receive(self._previous, len(batch.token_ids)), StepInputs(rope, batch)
         embed = self.embed_tokens
@@ -205,6 +277,9 @@ class Decoder(CausalLM):
             hidden = hidden * (hidden.new_tensor(scale) if rounds else scale)
         if self.embed_norm is not None:
             hidden = self.embed_norm(hidden)
+        if self.image_table is not None:
+            rows = _image_rows(batch)
+            hidden = torch.where(rows > 0, F.embedding(rows[:, 0], self.image_table), hidden)
         if self.embed_positions is not None:
             hidden = hidden + self.embed_positions(batch.positions + self.config.position_offset)
         return hidden, StepInputs(rope, batch)

@@ -19,6 +19,8 @@ from ostinato.models.config.model_config import ModelConfig
 from ostinato.models.layers.adapter_slots import AdapterSpace
 from ostinato.models.layers.linear_layers import BuildOptions, LinearBase
 from ostinato.models.layers.moe import Experts
+from ostinato.models.quantized_checkpoints.policy import CheckpointPolicy
+from ostinato.models.quantized_checkpoints.rounded_inputs import RoundingPolicy
 from ostinato.models.sharding import WHOLE, Shard
 from ostinato.ops.parallel.exchange import Exchange
 
@@ -49,6 +51,7 @@ ARCHITECTURES = {
     "GraniteMoeForCausalLM": "ostinato.models.families.granitemoe:GraniteMoeForCausalLM",
     "Llama4ForCausalLM": "ostinato.models.families.llama4:Llama4ForCausalLM",
     "LlamaForCausalLM": "ostinato.models.families.llama:LlamaForCausalLM",
+    "LlavaForConditionalGeneration": "ostinato.models.families.llava:LlavaForConditionalGeneration",
     "MistralForCausalLM": "ostinato.models.families.mistral:MistralForCausalLM",
     "MixtralForCausalLM": "ostinato.models.families.mixtral:MixtralForCausalLM",
     "MptForCausalLM": "ostinato.models.families.mpt:MptForCausalLM",
@@ -58,10 +61,22 @@ ARCHITECTURES = {
     "OPTForCausalLM": "ostinato.models.families.opt:OPTForCausalLM",
     "Phi3ForCausalLM": "ostinato.models.families.phi3:Phi3ForCausalLM",
     "PhiForCausalLM": "ostinato.models.families.phi:PhiForCausalLM",
+    "Qwen2_5_VLForConditionalGeneration": (
+        "ostinato.models.families.qwen2_vl:Qwen2VLForConditionalGeneration"
+    ),
     "Qwen2ForCausalLM": "ostinato.models.families.qwen2:Qwen2ForCausalLM",
     "Qwen2MoeForCausalLM": "ostinato.models.families.qwen2_moe:Qwen2MoeForCausalLM",
+    "Qwen2VLForConditionalGeneration": (
+        "ostinato.models.families.qwen2_vl:Qwen2VLForConditionalGeneration"
+    ),
     "Qwen3ForCausalLM": "ostinato.models.families.qwen3:Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM": "ostinato.models.families.qwen3_moe:Qwen3MoeForCausalLM",
+    "Qwen3VLForConditionalGeneration": (
+        "ostinato.models.families.qwen3_vl:Qwen3VLForConditionalGeneration"
+    ),
+    "Qwen3VLMoeForConditionalGeneration": (
+        "ostinato.models.families.qwen3_vl:Qwen3VLMoeForConditionalGeneration"
+    ),
     "SmolLM3ForCausalLM": "ostinato.models.families.smollm3:SmolLM3ForCausalLM",
     "StableLmForCausalLM": "ostinato.models.families.stablelm:StableLmForCausalLM",
     "Starcoder2ForCausalLM": "ostinato.models.families.starcoder2:Starcoder2ForCausalLM",
@@ -145,6 +160,13 @@ def _read_recorded(checkpoint: Checkpoint, architecture: str) -> ModelConfig:
         ) from error
 
 
+def _quantised_modules(weights: WeightPolicy) -> set[str]:
+    """The names of all modules of a quantised checkpoint; empty if they are not known."""
+    policy = weights.as_stored if isinstance(weights, RoundingPolicy) else weights
+    headers = policy.headers if isinstance(policy, CheckpointPolicy) else {}
+    return {name.rpartition(".")[0] for name in headers}
+
+
 def build_model(  # noqa: PLR0913 - what a model is built for
     config: ModelConfig,
     *,
@@ -158,6 +180,7 @@ def build_model(  # noqa: PLR0913 - what a model is built for
     has_cache_scales: bool = False,
     experts: ExpertKernels = ExpertKernels.auto,
     adapters: AdapterSpace | None = None,
+    num_image_rows: int = 0,
 ) -> LanguageModel:
     """The model with unset weights. Their memory is reserved, and not written yet.
 
@@ -174,6 +197,8 @@ def build_model(  # noqa: PLR0913 - what a model is built for
         has_cache_scales: the checkpoint has scales for keys and values, and the cache uses them.
         experts: the kernels of the experts, if the model has any.
         adapters: the room for low-rank adapters; None = no room.
+        num_image_rows: embeddings of images that can be kept at once; 0 = the model takes no images
+            and has no vision tower.
 
     Raises:
         ValueError: the architecture is unknown, `max_model_len` is above what the model states,
@@ -198,13 +223,15 @@ def build_model(  # noqa: PLR0913 - what a model is built for
         has_cache_scales=has_cache_scales,
         experts=experts,
         adapters=adapters,
+        num_image_rows=num_image_rows,
     )
     model = class_of(config)(config, options)
     layout = model.checkpoint_layout
     model.checkpoint_layout = replace(layout, ignored=layout.ignored + weights.ignored)
+    stored = _quantised_modules(weights)
     for name, module in model.named_modules():
         if isinstance(module, LinearBase):
-            names = stored_modules(name, module, model.checkpoint_layout)
+            names = stored_modules(name, module, model.checkpoint_layout, modules=stored)
             module.use(weights.method_for(names, module.role, module.spec))
     for name, module in model.named_modules():
         if isinstance(module, Experts) and (reason := module.why_unsupported) is not None:

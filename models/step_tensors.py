@@ -25,6 +25,8 @@ __all__ = (
     "LOCAL_ROPE",
     "TEMPERATURE",
     "ForwardBatch",
+    "GridTensors",
+    "ImageTensors",
     "RopeRows",
     "Size",
     "StepInputs",
@@ -185,6 +187,22 @@ class StepTensors(Generic[Array]):
     adapter_slots: Annotated[
         Array | None, TensorSpec(sizes=(Size.tokens, 1), dtype=torch.int32, padding=-1)
     ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageTensors(StepTensors[Array]):
+    """The step tensors of a model that takes images."""
+
+    # [T, 1]; the row of the image tables whose values replace each token's embedding; 0 = none.
+    image_rows: Annotated[Array, TensorSpec(sizes=(Size.tokens, 1), dtype=torch.int64)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GridTensors(ImageTensors[Array]):
+    """The step tensors of a model that takes images and has positions on three axes (M-RoPE)."""
+
+    # [T, 3]; positions on the axes time, row and column, from which the rotation is computed.
+    rope_positions: Annotated[Array, TensorSpec(sizes=(Size.tokens, 3), dtype=torch.int64)]
 
 
 ForwardBatch = StepTensors[Tensor]

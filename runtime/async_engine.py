@@ -21,7 +21,14 @@ from ostinato.conf.root import RunConfig
 from ostinato.runtime.client.adapter_loading import AdapterLoader
 from ostinato.runtime.client.client import EngineClient
 from ostinato.runtime.client.requested_adapters import RequestedAdapters
+from ostinato.runtime.client.requests import PreparedParts, bad_words_token_ids, resolve
 from ostinato.runtime.errors import InvalidRequestError
+from ostinato.runtime.text.encoded_prompts import (
+    EncodedPrompt,
+    PromptInputs,
+    check_sampling_with_images,
+)
+from ostinato.runtime.text.offline_prompts import Prompt, TextPrompt, TokensPrompt, prompt_list
 from ostinato.runtime.types.adapters import LoRARequest, ServedAdapter
 from ostinato.runtime.types.outputs import RequestOutput
 from ostinato.runtime.types.params import SamplingParams
@@ -98,7 +105,7 @@ class AsyncEngine:
 
     async def generate(
         self,
-        prompt: str | Sequence[int] | Sequence[dict[str, Any]],
+        prompt: Prompt | TextPrompt | TokensPrompt | Sequence[dict[str, Any]],
         sampling: SamplingParams | None = None,
         *,
         request_id: str | None = None,
@@ -109,6 +116,7 @@ class AsyncEngine:
         """Yield outputs for a text, token ids or a conversation; see `EngineClient.generate`.
 
         Args:
+            prompt: as for `LLM.stream`. It can have images (docs/images.md).
             lora_request: the adapter, which is loaded when it is first named. If no slot is free,
                 the least recently used adapter that no request uses is replaced. None = the model
                 alone.
@@ -122,17 +130,26 @@ class AsyncEngine:
         client = self._started()
         if sampling is None:
             sampling = msgspec.convert(client.model.default_sampling, SamplingParams)
-        token_ids = await asyncio.to_thread(self._encode, prompt)
+        encoded = await asyncio.to_thread(self._encode, prompt)
+        check_sampling_with_images(sampling, encoded.images)
         adapter = None
         if lora_request is not None:
             adapter = await self._adapter(lora_request)
             # Another call can replace it before `EngineClient.generate` holds it.
             while client.adapters.get(adapter.name) != adapter:
                 adapter = await self._adapter(lora_request)
+        token_ids, prepared = encoded.token_ids, None
+        if encoded.images:
+            token_ids, sampling = resolve(token_ids, sampling, client.model)
+            constraint = sampling.structured_outputs
+            grammar = "" if constraint is None else await client.compile_grammar(constraint)
+            words = bad_words_token_ids(sampling.bad_words, client.tokenizer)
+            prepared = PreparedParts(grammar, words, images=encoded.images)
         async for output in client.generate(
             request_id or f"async-{next(self._counter)}",
             token_ids,
             sampling,
+            prepared=prepared,
             priority=priority,
             cache_salt=cache_salt,
             adapter=adapter,
@@ -198,16 +215,13 @@ class AsyncEngine:
                 requested.note(adapter, one.lora_path, one.lora_int_id)
         return adapter
 
-    def _encode(self, prompt: str | Sequence[int] | Sequence[dict[str, Any]]) -> list[int]:
-        assert self.client is not None, "checked by generate"
-        if not isinstance(prompt, str) and all(isinstance(item, int) for item in prompt):
-            return list(prompt)  # type: ignore[arg-type]
-        tokenizer = self.client.tokenizer
-        if tokenizer is None:
-            raise InvalidRequestError(
-                "the model was loaded without a tokenizer: send token ids, or set model.tokenizer",
-                param="prompt",
-            )
-        if isinstance(prompt, str):
-            return tokenizer.encode(prompt)
-        return tokenizer.encode(tokenizer.apply_chat_template(prompt), add_special_tokens=False)  # type: ignore[arg-type]
+    def _encode(
+        self, prompt: Prompt | TextPrompt | TokensPrompt | Sequence[dict[str, Any]]
+    ) -> EncodedPrompt:
+        client = self._started()
+        inputs = PromptInputs(client.model, client.tokenizer, self._config.images)
+        is_chat = isinstance(prompt, Sequence) and bool(prompt) and isinstance(prompt[0], dict)
+        if is_chat:
+            return inputs.render(prompt)  # type: ignore[arg-type]
+        [one] = prompt_list(prompt)  # type: ignore[arg-type]
+        return inputs.encode(one)

@@ -30,11 +30,12 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 from pathlib import Path
 from typing import NamedTuple
 
+from ostinato.conf.environment import environment_with
 from ostinato.runtime.sandbox import FailureReason, Fault, give_way
 
 __all__ = (
@@ -59,6 +60,7 @@ _READ = 1 << 20  # bytes that are read at a time
 _MOST_IDLE = 4  # forks that wait for a further job
 _MOST_JOBS = 256  # a fork ends after this many jobs, so that its memory stays bounded
 
+_Parts = bytes | Sequence[bytes]
 BeginPart = Callable[[str, float], None]
 """Called by a job when a part of it begins: the part's name, its limit of processor seconds."""
 
@@ -143,8 +145,8 @@ class ForkServer:
             self.close()
             self._start()
 
-    async def call(self, job: bytes, limits: JobLimits) -> bytes:
-        """The answer to a job. Cancelling the call ends the job.
+    async def call(self, job: _Parts, limits: JobLimits) -> bytearray:
+        """The answer to a job, given whole or in parts. Cancelling the call ends the job.
 
         Raises:
             JobError: the job has ended without an answer.
@@ -159,16 +161,17 @@ class ForkServer:
                     raise
         return await self._call(_Fork(self._fork(), 0), job, limits)
 
-    async def _call(self, fork: _Fork, job: bytes, limits: JobLimits) -> bytes:
+    async def _call(self, fork: _Fork, job: _Parts, limits: JobLimits) -> bytearray:
         """Have a fork do a job. Keep the fork for further jobs if the job is shared."""
         connection, num_jobs = fork
         stays = False
         try:
             loop = asyncio.get_running_loop()
-            head = _JOB.pack(len(job), *limits)
+            parts = [job] if isinstance(job, bytes) else job
+            head = _JOB.pack(sum(map(len, parts)), *limits)
             with contextlib.suppress(OSError):  # if the fork has ended, a frame says why
-                await loop.sock_sendall(connection, head)
-                await loop.sock_sendall(connection, job)
+                for part in (head, *parts):
+                    await loop.sock_sendall(connection, part)
             answer = await self._answer(connection, limits)
             num_jobs += 1
             stays = limits.is_shared and len(self._idle) < _MOST_IDLE and num_jobs < _MOST_JOBS
@@ -192,7 +195,7 @@ class ForkServer:
             self._control.close()
             self._control = None
 
-    async def _answer(self, source: socket.socket, limits: JobLimits) -> bytes:
+    async def _answer(self, source: socket.socket, limits: JobLimits) -> bytearray:
         part, cpu_s = "", 0.0
         while True:
             try:
@@ -236,6 +239,7 @@ class ForkServer:
                     [sys.executable, "-m", self._module],
                     stdin=theirs.fileno(),
                     stdout=subprocess.DEVNULL,
+                    env=environment_with(OPENBLAS_NUM_THREADS="1"),  # forks would lack its threads
                     start_new_session=True,  # a Ctrl-C in the terminal must not end it
                 )
             except OSError as error:
@@ -279,18 +283,16 @@ def _reason(code: int, room: int, cpu_s: float, limits: JobLimits) -> FailureRea
     return FailureReason(f"ended with {name}", Fault.unknown)
 
 
-async def _receive(source: socket.socket, size: int) -> bytes:
+async def _receive(source: socket.socket, size: int) -> bytearray:
     """Read exactly `size` bytes; raises EOFError if the source ends earlier."""
     loop = asyncio.get_running_loop()
-    data = bytearray(size)
-    view = memoryview(data)
-    begin = 0
-    while begin < size:
-        count = await loop.sock_recv_into(source, view[begin : begin + _READ])
-        if not count:
+    data = bytearray()  # it grows: clearing or copying much memory at once would block the loop
+    while len(data) < size:
+        part = await loop.sock_recv(source, min(size - len(data), _READ))
+        if not part:
             raise EOFError
-        begin += count
-    return bytes(data)
+        data += part
+    return data
 
 
 def serve_forks(begin: Callable[[bytes], Job]) -> int:

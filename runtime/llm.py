@@ -50,6 +50,11 @@ from ostinato.runtime.grammar.compiler import GrammarCompiler
 from ostinato.runtime.speculation.proposer import Proposer
 from ostinato.runtime.startup.build_engine import build_engine
 from ostinato.runtime.startup.model_cache import LoadedModelCache
+from ostinato.runtime.text.encoded_prompts import (
+    EncodedPrompt,
+    PromptInputs,
+    check_sampling_with_images,
+)
 from ostinato.runtime.text.offline_prompts import (
     Prompt,
     Prompts,
@@ -134,6 +139,7 @@ class LLM:
             if self.model.tokenizer
             else None
         )
+        self._inputs = PromptInputs(self.model, self.tokenizer, config.images)
         self._adapters.load_configured()
 
     def generate(
@@ -148,7 +154,7 @@ class LLM:
 
         Args:
             prompts: a text, token ids, `{"prompt": text}`, `{"prompt_token_ids": ids}`, or a list
-                of them.
+                of them. A dictionary can have images, `"multi_modal_data": {"image": images}`.
             sampling_params: one for all prompts, or a list with one for each prompt; None = the
                 model's defaults.
             use_progress: show a progress bar.
@@ -166,7 +172,18 @@ class LLM:
             KeyboardInterrupt: of a Ctrl-C, after the present step. The requests are dropped.
         """
         require_task(self.model, ServedTask.generate)
-        many = prompt_list(prompts)
+        many = [self._inputs.encode(prompt) for prompt in prompt_list(prompts)]
+        return self._complete(many, sampling_params, lora_request, use_progress=use_progress)
+
+    def _complete(
+        self,
+        many: list[EncodedPrompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        lora_request: _LoRA,
+        *,
+        use_progress: bool,
+    ) -> list[GenerationOutput]:
+        """Check the parameters, hold the adapters, and generate."""
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             params = [sampling_params or self.default_sampling()] * len(many)
         else:
@@ -183,16 +200,15 @@ class LLM:
 
     def _generate(
         self,
-        many: list[Prompt],
+        many: list[EncodedPrompt],
         params: list[SamplingParams],
         adapters: list[ServedAdapter | None],
         *,
         use_progress: bool,
     ) -> list[GenerationOutput]:
-        token_ids = [self._encode(prompt) for prompt in many]
         batches = [
-            self._make_requests(ids, each, adapter)
-            for ids, each, adapter in zip(token_ids, params, adapters, strict=True)
+            self._make_requests(prompt, each, adapter)
+            for prompt, each, adapter in zip(many, params, adapters, strict=True)
         ]
         collected: list[dict[int, CollectedCompletion]] = [{} for _ in batches]
         console = Console(stderr=True)
@@ -217,7 +233,7 @@ class LLM:
                     progress.update(task, advance=1, rate=f"{done / elapsed:.0f} tokens/s")
         return [
             GenerationOutput(
-                prompt=prompt if isinstance(prompt, str) else None,
+                prompt=prompt.text,
                 prompt_token_ids=batch[0].prompt_token_ids,
                 outputs=[one.finish(index) for index, one in sorted(parts.items())],
                 num_cached_tokens=max(one.num_cached for one in parts.values()),
@@ -237,15 +253,14 @@ class LLM:
         """Answer one conversation or a list of them; see `generate`.
 
         Args:
-            messages: `[{"role": "user", "content": "Hello"}]`, or a list of such lists.
+            messages: `[{"role": "user", "content": "Hello"}]`, or a list of such lists. A content
+                can be a list of texts and images (docs/images.md).
         """
         require_task(self.model, ServedTask.generate)
         single = bool(messages) and isinstance(messages[0], dict)
         conversations: Any = [messages] if single else messages
-        prompts = [self._render(conversation) for conversation in conversations]
-        return self.generate(
-            prompts, sampling_params, use_progress=use_progress, lora_request=lora_request
-        )
+        many = [self._inputs.render(conversation) for conversation in conversations]
+        return self._complete(many, sampling_params, lora_request, use_progress=use_progress)
 
     def embed(
         self,
@@ -266,7 +281,7 @@ class LLM:
             RankFailedError: a rank of the engine has ended or hangs.
         """
         params = pooling or self.default_pooling()
-        batch = [self._encode(prompt) for prompt in prompt_list(prompts)]
+        batch = [self._inputs.token_ids(prompt) for prompt in prompt_list(prompts)]
         with self._adapters.held(lora_request, len(batch)) as adapters:
             return self._pooler.embed(batch, params, adapters)
 
@@ -290,7 +305,7 @@ class LLM:
         """
         pairs = text_pairs(first, second)
         with self._adapters.held(lora_request, 1) as [adapter]:
-            return self._pooler.score(pairs, self._require_tokenizer(), adapter)
+            return self._pooler.score(pairs, self._inputs.tokenizer(), adapter)
 
     def default_pooling(self, **changes: Any) -> PoolingParams:
         """The model's default pooling parameters with `changes` applied."""
@@ -318,13 +333,13 @@ class LLM:
         require_task(self.model, ServedTask.generate)
         is_chat = isinstance(prompt, Sequence) and bool(prompt) and isinstance(prompt[0], dict)
         if is_chat:
-            token_ids = self._render(prompt)
+            encoded = self._inputs.render(prompt)  # type: ignore[arg-type]
         else:
             [one] = prompt_list(prompt)  # type: ignore[arg-type]
-            token_ids = self._encode(one)
+            encoded = self._inputs.encode(one)
         params = sampling_params or self.default_sampling()
         with self._adapters.held(lora_request, 1) as [adapter]:
-            requests = self._make_requests(token_ids, params, adapter)
+            requests = self._make_requests(encoded, params, adapter)
             for _, output in self._run([requests], [params]):
                 yield output
 
@@ -353,13 +368,14 @@ class LLM:
 
     def _make_requests(
         self,
-        token_ids: list[int],
+        prompt: EncodedPrompt,
         sampling: SamplingParams,
         adapter: ServedAdapter | None = None,
     ) -> list[Request]:
+        check_sampling_with_images(sampling, prompt.images)
         if sampling.seed is None and self._seeds is not None:
             sampling = msgspec.structs.replace(sampling, seed=self._seeds.getrandbits(63))
-        token_ids, sampling = resolve(token_ids, sampling, self.model)
+        token_ids, sampling = resolve(prompt.token_ids, sampling, self.model)
         constraint = sampling.structured_outputs
         return make_requests(
             next(self._request_ids),
@@ -370,6 +386,7 @@ class LLM:
             parts=PreparedParts(
                 "" if constraint is None else self._grammars.compile(constraint),
                 bad_words_token_ids(sampling.bad_words, self.tokenizer),
+                images=prompt.images,
             ),
         )
 
@@ -409,24 +426,6 @@ class LLM:
         finally:
             for request_id in which:
                 self._engine.abort(request_id)
-
-    def _encode(self, prompt: Prompt) -> list[int]:
-        if not isinstance(prompt, str):
-            return list(prompt)
-        return self._require_tokenizer().encode(prompt)
-
-    def _render(self, messages: Any) -> list[int]:
-        tokenizer = self._require_tokenizer()
-        return tokenizer.encode(tokenizer.apply_chat_template(messages), add_special_tokens=False)
-
-    def _require_tokenizer(self) -> Tokenizer:
-        if self.tokenizer is None:
-            raise InvalidRequestError(
-                f"{self.model.name} was loaded without a tokenizer: send token ids, or set "
-                "model.tokenizer",
-                param="prompt",
-            )
-        return self.tokenizer
 
 
 def _require_one_engine_here(parallel: ParallelConfig) -> None:

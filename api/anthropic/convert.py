@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -19,7 +20,9 @@ from ostinato.api.anthropic.message_events import (
 )
 from ostinato.api.anthropic.schemas import (
     AnyChoice,
+    Base64Source,
     CountTokensRequest,
+    ImageBlock,
     MessagesRequest,
     NoChoice,
     RedactedThinkingBlock,
@@ -33,19 +36,23 @@ from ostinato.api.anthropic.schemas import (
     ToolResultBlock,
     ToolUseBlock,
     Turn,
+    UrlSource,
 )
 from ostinato.api.chat.content_blocks import BlockDelta, BlockKind, ContentBlock
 from ostinato.api.schemas.chat_completions import ChatCompletionRequest
 from ostinato.api.schemas.conversation import (
     CalledFunction,
+    ContentPart,
     CustomToolEntry,
     FunctionTool,
     Message,
     MessageToolCall,
     NamedFunction,
     NamedToolChoice,
+    TextPart,
     Tool,
 )
+from ostinato.api.schemas.image_parts import ImageUrlPart
 from ostinato.api.schemas.response_format import JsonSchemaFormat, NamedSchema
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.types.outputs import DEADLINE_REASON, FinishReason
@@ -66,7 +73,7 @@ FIELD_NAMES = {
 _BLOCKS: dict[str, tuple[type, ...]] = {
     "assistant": (TextBlock, ToolUseBlock, ThinkingBlock, RedactedThinkingBlock),
     "system": (TextBlock,),
-    "user": (TextBlock, ToolResultBlock),
+    "user": (TextBlock, ImageBlock, ToolResultBlock),
 }
 
 
@@ -155,7 +162,10 @@ def _function(tool: ToolDefinition) -> FunctionTool:
 
 
 def _messages(turn: Turn, place: str) -> list[Message]:
-    """The chat messages for one Anthropic message. Tool results come before the user's text."""
+    """The chat messages for one Anthropic message.
+
+    Tool results come before the user's texts and images.
+    """
     if isinstance(turn.content, str):
         return [Message(role=turn.role, content=turn.content)]
     for index, block in enumerate(turn.content):
@@ -172,7 +182,8 @@ def _messages(turn: Turn, place: str) -> list[Message]:
         return [Message(role="system", content=_text(texts))]
     if turn.role == "user":
         results = [_result(one) for one in turn.content if isinstance(one, ToolResultBlock)]
-        said = [Message(role="user", content=_text(texts))] if texts or not results else []
+        blocks = [one for one in turn.content if isinstance(one, TextBlock | ImageBlock)]
+        said = [Message(role="user", content=_content(blocks))] if blocks or not results else []
         return results + said
     thoughts = [one.thinking for one in turn.content if isinstance(one, ThinkingBlock)]
     calls = [
@@ -210,12 +221,33 @@ def _arguments(block: ToolUseBlock) -> str:
 
 
 def _result(block: ToolResultBlock) -> Message:
-    text = _text(block.content)
-    return Message(
-        role="tool",
-        tool_call_id=block.tool_use_id,
-        content=f"Error: {text}" if block.is_error else text,
-    )
+    content = _content(block.content)
+    if block.is_error:
+        content = (
+            f"Error: {content}" if isinstance(content, str) else [TextPart("Error:"), *content]
+        )
+    return Message(role="tool", tool_call_id=block.tool_use_id, content=content)
+
+
+def _content(content: str | Sequence[TextBlock | ImageBlock]) -> str | list[ContentPart]:
+    """The content of a chat message: one text, or parts if there are images."""
+    if isinstance(content, str):
+        return content
+    if not any(isinstance(block, ImageBlock) for block in content):
+        return _text([block for block in content if isinstance(block, TextBlock)])
+    return [
+        TextPart(block.text)
+        if isinstance(block, TextBlock)
+        else ImageUrlPart(image_url=_url(block.source))
+        for block in content
+    ]
+
+
+def _url(source: Base64Source | UrlSource) -> str:
+    """The URL of an image."""
+    if isinstance(source, Base64Source):
+        return f"data:;base64,{source.data}"
+    return source.url
 
 
 def _text(content: str | list[TextBlock]) -> str:

@@ -46,7 +46,7 @@ def prepare_messages(preparation: Preparation, data: bytes, arrival: Arrival) ->
     with renamed(FIELD_NAMES):
         chat = _to_chat(preparation, body)
         request_id = f"msg_{secrets.token_hex(12)}"
-        ready = prepare_chat(preparation, chat, request_id=request_id)
+        ready = prepare_chat(preparation, chat, arrival, request_id=request_id)
     return PreparedMessages(
         model=body.model,
         stream=bool(body.stream),
@@ -64,7 +64,7 @@ def prepare_token_count(preparation: Preparation, data: bytes, arrival: Arrival)
     """
     body = preparation.decode(data, arrival, CountTokensRequest, UNSUPPORTED)
     with renamed(FIELD_NAMES):
-        count = count_chat(preparation, _to_chat(preparation, body))
+        count = count_chat(preparation, _to_chat(preparation, body), arrival)
     return msgspec.json.encode(TokenCount(count))
 
 

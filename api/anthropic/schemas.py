@@ -22,7 +22,9 @@ __all__ = (
     "UNSUPPORTED",
     "AnyChoice",
     "AutoChoice",
+    "Base64Source",
     "CountTokensRequest",
+    "ImageBlock",
     "MessagesRequest",
     "NoChoice",
     "RedactedThinkingBlock",
@@ -38,6 +40,7 @@ __all__ = (
     "ToolResultBlock",
     "ToolUseBlock",
     "Turn",
+    "UrlSource",
     "Usage",
 )
 
@@ -51,6 +54,7 @@ UNSUPPORTED: Mapping[str, Unsupported] = {
         ({"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),
     ),
     "diagnostics": Unsupported(_SERVICE),
+    "file_id": Unsupported("uploaded files", instead="a source of the type base64"),
     "inference_geo": Unsupported(_SERVICE),
     "input_examples": Unsupported("examples of inputs of tools"),
     "mcp_servers": Unsupported("tools that the server runs", ([],)),
@@ -72,6 +76,35 @@ class TextBlock(_Block, frozen=True, kw_only=True, tag_field="type", tag="text")
     citations: list[Any] | None = None  # from an earlier answer; not used
 
 
+class Base64Source(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+    tag_field="type",
+    tag="base64",
+):
+    """The bytes of an image. The media type has no effect, because the bytes show the format."""
+
+    media_type: str
+    data: str
+
+
+class UrlSource(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+    tag_field="type",
+    tag="url",
+):
+    url: str  # its host is in `images.domains`
+
+
+class ImageBlock(_Block, frozen=True, kw_only=True, tag_field="type", tag="image"):
+    source: Base64Source | UrlSource
+
+
 class DirectCaller(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Says that the model itself, not a program, called the tool."""
 
@@ -88,7 +121,7 @@ class ToolUseBlock(_Block, frozen=True, kw_only=True, tag_field="type", tag="too
 
 class ToolResultBlock(_Block, frozen=True, kw_only=True, tag_field="type", tag="tool_result"):
     tool_use_id: NotEmpty
-    content: str | list[TextBlock] = ""
+    content: str | list[TextBlock | ImageBlock] = ""
     is_error: bool = False  # true = the text for the model says that this is an error
     toolset_name: None = None
 
@@ -118,7 +151,9 @@ class RedactedThinkingBlock(
     data: str
 
 
-Block = TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock | RedactedThinkingBlock
+Block = (
+    TextBlock | ImageBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock | RedactedThinkingBlock
+)
 
 
 class Turn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

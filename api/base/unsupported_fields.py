@@ -21,7 +21,7 @@ class Unsupported(NamedTuple):
 
 
 _TOOLS = "the older form of tool calls"
-_MEDIA = "input other than text"
+_MEDIA = "input other than text and images"
 _TRANSFER = "transfer of caches between servers"
 
 UNSUPPORTED: Mapping[str, Unsupported] = {
@@ -33,8 +33,11 @@ UNSUPPORTED: Mapping[str, Unsupported] = {
     "functions": Unsupported(_TOOLS, ([],), instead="tools"),
     "guided_decoding_backend": Unsupported("a choice of grammar libraries", ("auto",)),
     "kv_transfer_params": Unsupported(_TRANSFER),
-    "media_io_kwargs": Unsupported(_MEDIA),
-    "mm_processor_kwargs": Unsupported(_MEDIA),
+    "file_id": Unsupported("uploaded files", instead="image_url"),
+    "media_io_kwargs": Unsupported("settings of images per request", ({},)),
+    "mm_processor_kwargs": Unsupported(
+        "settings of images per request", ({},), instead="detail in the part of the image"
+    ),
     "modalities": Unsupported("output other than text", (["text"],)),
     "moderation": Unsupported("moderation models"),
     "prompt_embeds": Unsupported(_MEDIA),

@@ -10,7 +10,7 @@ from ostinato.api.chat.answer_plan import plan_answer
 from ostinato.api.chat.chat_prompt import encode_chat
 from ostinato.api.parsing.answer_parser import AnswerForm
 from ostinato.api.preparation.generation import Generation, make_generation, with_thinking
-from ostinato.api.preparation.preparation import Preparation
+from ostinato.api.preparation.preparation import Arrival, Preparation
 from ostinato.api.preparation.prompt_report import PromptReport, prompt_report
 from ostinato.api.schemas.chat_completions import ChatCompletionRequest, Prediction
 from ostinato.api.schemas.response_format import NO_CONSTRAINT, constraint_field
@@ -30,7 +30,7 @@ class ChatGeneration(msgspec.Struct, frozen=True, kw_only=True):
     report: PromptReport  # the parts of the prompt that the reply shows
 
 
-def count_chat(preparation: Preparation, body: ChatCompletionRequest) -> int:
+def count_chat(preparation: Preparation, body: ChatCompletionRequest, arrival: Arrival) -> int:
     """Count the prompt tokens of a request.
 
     The checks are those of `encode_chat` and `plan_answer`, but the prompt may be longer than the
@@ -39,31 +39,34 @@ def count_chat(preparation: Preparation, body: ChatCompletionRequest) -> int:
     Raises:
         InvalidRequestError: the model does not generate, or `encode_chat` or `plan_answer` refuses
             the request.
-        ForkNeededError: see `render`.
+        FetchNeededError: see `encode_chat`.
+        ForkNeededError: see `encode_chat`.
     """
     require_task(preparation.model, ServedTask.generate)
-    prompt = encode_chat(preparation, body, is_counted=True)
+    prompt = encode_chat(preparation, body, arrival, is_counted=True)
     plan_answer(body, prompt, preparation.encoder.tokenizer("messages"))
     return len(prompt.token_ids)
 
 
 def prepare_chat(
-    preparation: Preparation, body: ChatCompletionRequest, *, request_id: str
+    preparation: Preparation, body: ChatCompletionRequest, arrival: Arrival, *, request_id: str
 ) -> ChatGeneration:
     """Check a chat request and convert it. The engine's client makes the remaining checks later.
 
     Args:
         preparation: the model, its tokenizer and the server's settings.
         body: the request.
+        arrival: has the images that were fetched.
         request_id: the id that the client sees.
 
     Raises:
         InvalidRequestError: a parameter is out of range, `prediction` is not supported, or
             `encode_chat` or `plan_answer` refuses the request.
-        ForkNeededError: see `render`.
+        FetchNeededError: see `encode_chat`.
+        ForkNeededError: see `encode_chat`.
     """
     require_task(preparation.model, ServedTask.generate)
-    prompt = encode_chat(preparation, body)
+    prompt = encode_chat(preparation, body, arrival)
     plan = plan_answer(body, prompt, preparation.encoder.tokenizer("messages"))
     original = body
     body = msgspec.structs.replace(body, skip_special_tokens=plan.skip_special_tokens)
@@ -73,6 +76,8 @@ def prepare_chat(
         constraint = {**NO_CONSTRAINT, "structured_outputs": plan.constraint}
         body = msgspec.structs.replace(body, **constraint)
     generation = to_generation(preparation, body, prompt.token_ids, request_id=request_id)
+    if prompt.images:
+        generation = msgspec.structs.replace(generation, images=prompt.images)
     if plan.thinking is not None:
         generation = with_thinking(generation, plan.thinking)
     if body.prediction is not None:

@@ -8,47 +8,60 @@ from typing import Any
 import msgspec
 
 from ostinato.api.chat.tools import ToolUse, explained, template_messages, tool_use
+from ostinato.api.images.request_images import RequestImages, refuse_fields_with_images
 from ostinato.api.parsing.detect import TemplateTraits, traits
 from ostinato.api.parsing.formats import FORMATS
-from ostinato.api.preparation.preparation import Preparation
+from ostinato.api.preparation.preparation import Arrival, Preparation
 from ostinato.api.schemas.chat_completions import ChatCompletionRequest
 from ostinato.api.schemas.conversation import Message
 from ostinato.api.schemas.tokenize import TokenizeRequest
 from ostinato.runtime.errors import InvalidRequestError, StartupError
 from ostinato.runtime.text.chat_template import ChatTemplate
 from ostinato.runtime.text.tokenizer import Tokenizer
+from ostinato.runtime.types.images import PromptImage
 
-__all__ = ("ChatPrompt", "adds_generation_prompt", "encode_chat", "reasons", "render")
+__all__ = ("ChatPrompt", "adds_generation_prompt", "encode_chat", "encode_messages", "reasons")
 
 
 class ChatPrompt(msgspec.Struct, frozen=True, kw_only=True):
     """A conversation as text and as token ids."""
 
     text: str
-    token_ids: list[int]
+    token_ids: list[int]  # with a placeholder token for each embedding of an image
+    images: list[PromptImage]  # in the order of the prompt
     tools: ToolUse  # the functions that the model may call
     traits: TemplateTraits  # facts about the template and the model's answers
 
 
 def encode_chat(
-    preparation: Preparation, body: ChatCompletionRequest, *, is_counted: bool = False
+    preparation: Preparation,
+    body: ChatCompletionRequest,
+    arrival: Arrival,
+    *,
+    is_counted: bool = False,
 ) -> ChatPrompt:
     """The prompt of a chat request.
 
     Args:
+        preparation: the model, its tokenizer and the server's settings.
+        body: the request.
+        arrival: has the images that were fetched.
         is_counted: the tokens are only counted, so the prompt may be longer than the context.
 
     Raises:
-        InvalidRequestError: see `render`. Or `tool_choice` does not fit the tools, the request has
-            `documents` and the template does not show them, or the text cannot fit into the
-            context.
-        ForkNeededError: see `render`.
+        InvalidRequestError: see `encode_messages`. Or `tool_choice` does not fit the tools, the
+            request has `documents` and the template does not show them, the text cannot fit into
+            the context, or the request has images and a field that needs text only.
+        FetchNeededError: see `RequestImages`.
+        ForkNeededError: see `encode_messages`.
     """
     encoder = preparation.encoder
     tokenizer = encoder.tokenizer("messages")
     use = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
     found = _traits(preparation, tokenizer, body)
-    text = _render(preparation, body, body.messages, use, found)
+    refuse_fields_with_images(body)
+    images = RequestImages(preparation, body.messages, arrival.fetched)
+    text = _render(preparation, body, body.messages, use, found, images)
     preparation.begin_prompt("messages")
     special = body.add_special_tokens
     token_ids = (
@@ -56,21 +69,32 @@ def encode_chat(
         if is_counted
         else encoder.encode(text, body, param="messages", add_special_tokens=special)
     )
-    return ChatPrompt(text=text, token_ids=token_ids, tools=use, traits=found)
+    token_ids, placed = images.placed(token_ids)
+    return ChatPrompt(text=text, token_ids=token_ids, images=placed, tools=use, traits=found)
 
 
-def render(preparation: Preparation, body: TokenizeRequest, messages: list[Message]) -> str:
-    """The text that the model continues.
+def encode_messages(
+    preparation: Preparation, body: TokenizeRequest, messages: list[Message], arrival: Arrival
+) -> list[int]:
+    """The token ids of a conversation.
 
     Raises:
         InvalidRequestError: there is no tokenizer or no template; the template or
-            `template_messages` refuses the messages; `tool_use` refuses the tools; or there are
-            tools, but no parser for this model's calls.
-        ForkNeededError: the request has a template of its own, and this process also prepares other
-            requests.
+            `template_messages` refuses the messages; `tool_use` refuses the tools; there are
+            tools, but no parser for this model's calls; or `RequestImages` refuses the images.
+        FetchNeededError: see `RequestImages`.
+        ForkNeededError: the request has images or a template of its own, and this process also
+            prepares other requests.
     """
-    found = _traits(preparation, preparation.encoder.tokenizer("messages"), body)
-    return _render(preparation, body, messages, tool_use(body.tools, None, None), found)
+    tokenizer = preparation.encoder.tokenizer("messages")
+    found = _traits(preparation, tokenizer, body)
+    images = RequestImages(preparation, messages, arrival.fetched)
+    use = tool_use(body.tools, None, None)
+    text = _render(preparation, body, messages, use, found, images)
+    preparation.begin_prompt("messages")
+    special = body.add_special_tokens is True
+    token_ids, _ = images.placed(tokenizer.encode(text, add_special_tokens=special))
+    return token_ids
 
 
 def reasons(preparation: Preparation, body: ChatCompletionRequest) -> bool:
@@ -82,11 +106,17 @@ def reasons(preparation: Preparation, body: ChatCompletionRequest) -> bool:
 def _traits(
     preparation: Preparation, tokenizer: Tokenizer, body: ChatCompletionRequest | TokenizeRequest
 ) -> TemplateTraits:
-    own = "" if tokenizer.chat_template is None else tokenizer.chat_template.source
-    source = own if body.chat_template is None else body.chat_template
+    source = _template(tokenizer, body)
     settings = preparation.settings
     architecture = preparation.model.architecture
     return traits(source, settings.tool_parser, settings.reasoning_parser, architecture)
+
+
+def _template(tokenizer: Tokenizer, body: ChatCompletionRequest | TokenizeRequest) -> str:
+    """The source of the template that renders the request; empty if there is none."""
+    if body.chat_template is not None:
+        return body.chat_template
+    return "" if tokenizer.chat_template is None else tokenizer.chat_template.source
 
 
 def _render(
@@ -95,6 +125,7 @@ def _render(
     messages: list[Message],
     use: ToolUse,
     found: TemplateTraits,
+    images: RequestImages,
 ) -> str:
     tokenizer = preparation.encoder.tokenizer("messages")
     conversation = template_messages(messages, found.reasoning_key)
@@ -110,6 +141,7 @@ def _render(
         )
     if not found.knows_tools and found.calls is not None:
         conversation, tools = explained(conversation, tools, found.calls), []
+    conversation = images.shown(conversation, _template(tokenizer, body))
     settings: dict[str, Any] = {
         "add_generation_prompt": adds_generation_prompt(body),
         "continue_final_message": body.continue_final_message,

@@ -18,6 +18,7 @@ from ostinato.api.schemas.conversation import (
     CustomToolEntry,
     FunctionTool,
     GrammarInput,
+    ImagePart,
     Message,
     MessageToolCall,
     NamedCustomToolChoice,
@@ -26,10 +27,12 @@ from ostinato.api.schemas.conversation import (
     ToolChoice,
 )
 from ostinato.runtime.errors import InvalidRequestError
+from ostinato.runtime.images.template_images import IMAGE_PART, text_part
 
 __all__ = ("ToolUse", "explained", "new_call_id", "template_messages", "tool_use")
 
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
+_TEXT_ROLES = frozenset({"system", "developer", "assistant"})  # their messages have no images
 _ALPHANUMERIC = string.ascii_letters + string.digits
 
 
@@ -174,13 +177,16 @@ def template_messages(
 ) -> list[dict[str, Any]]:
     """Convert messages to the format of chat templates.
 
+    The content of a message with images is a list of `IMAGE_PART` and `text_part`.
+
     Args:
         messages: the conversation.
         reasoning_key: `TemplateTraits.reasoning_key`.
 
     Raises:
         InvalidRequestError: a message lacks a field that its role needs, or has a field of another
-            role. Or the arguments of a call are not a JSON object.
+            role. Or the arguments of a call are not a JSON object, or a message with an image has
+            a role that cannot have images.
     """
     return [
         _template_message(message, index, reasoning_key) for index, message in enumerate(messages)
@@ -215,7 +221,7 @@ def _template_message(message: Message, index: int, reasoning_key: str) -> dict[
     shown: dict[str, Any] = {
         **(message.template_fields or {}),
         "role": message.role,
-        "content": message.text,
+        "content": _content(message, place),
         "name": message.name,
         "tool_call_id": message.tool_call_id,
         reasoning_key: reasoning,
@@ -226,6 +232,23 @@ def _template_message(message: Message, index: int, reasoning_key: str) -> dict[
         or None,
     }
     return {name: value for name, value in shown.items() if value is not None}
+
+
+def _content(message: Message, place: str) -> str | list[dict[str, str]] | None:
+    """The content of a message: its text, or a list of parts if it has images."""
+    if not message.images:
+        return message.text
+    if message.role in _TEXT_ROLES:
+        raise _invalid(
+            f"{place}.content",
+            f"{place}.content has an image, and a message of the role {message.role!r} has text"
+            " only; move the image to a message of the user",
+        )
+    return [
+        dict(IMAGE_PART) if isinstance(part, ImagePart) else text_part(part.text)
+        for part in message.content or ()
+        if not isinstance(part, str)
+    ]
 
 
 def _template_call(call: MessageToolCall, place: str) -> dict[str, Any]:
@@ -261,7 +284,11 @@ def explained(
         calls = message.get("tool_calls") or ()
         for call in calls:
             names[call["id"]] = call["function"]["name"]
-        texts = [message.get("content") or ""]
+        content = message.get("content") or ""
+        if isinstance(content, list):  # of the user or of a tool, with images
+            shown.append(_explained_images(message, content, names))
+            continue
+        texts = [content]
         texts += [
             form.written(call["function"]["name"], _json(call["function"]["arguments"]))
             for call in calls
@@ -284,6 +311,16 @@ def explained(
         else:
             shown.insert(0, {"role": "system", "content": text})
     return shown
+
+
+def _explained_images(
+    message: Mapping[str, Any], content: list[dict[str, str]], names: Mapping[str, str]
+) -> dict[str, Any]:
+    """A message with images. The message of a tool becomes one of the user."""
+    if message["role"] != "tool":
+        return dict(message)
+    name = names.get(message["tool_call_id"], message["tool_call_id"])
+    return {"role": "user", "content": [text_part(f"Result of {name}: "), *content]}
 
 
 def new_call_id(form: CallFormat | None) -> str:

@@ -201,6 +201,10 @@ def _gauges(engine: EngineFigures) -> Iterator[Metric]:
             "Sequences that wait for their grammar.",
             stats.num_waiting_for_grammar,
         ),
+        "requests_waiting_for_images": (
+            "Sequences that wait for the embeddings of their images.",
+            stats.num_waiting_for_images,
+        ),
         "kv_cache_usage_ratio": (
             "Share of KV blocks in use, 0 to 1.",
             used / stats.num_blocks if stats.num_blocks else 0.0,
@@ -258,6 +262,12 @@ def _counters(stats: EngineStats) -> Iterator[Metric]:
         "grammar_build_seconds": (
             "Time spent on building grammars, beside the steps.",
             "grammar_build_seconds",
+        ),
+        "images_encoded": ("Images whose embeddings were computed.", "num_images_encoded"),
+        "image_hits": ("Images of requests whose embeddings existed.", "num_image_hits"),
+        "image_encode_seconds": (
+            "Time for computing embeddings of images, between steps.",
+            "image_encode_seconds",
         ),
     }
     for name, (text, field) in counters.items():

@@ -129,9 +129,9 @@ class VllmCollector(Collector):
             yield family
 
     def _waiting(self, labels: dict[str, str]) -> Metric:
-        """Waiting sequences by reason. Those that wait for a grammar are vLLM's `deferred`."""
+        """Waiting sequences by reason. vLLM's `deferred` ones wait for a grammar or for images."""
         stats = self._stats()
-        num_deferred = stats.num_waiting_for_grammar
+        num_deferred = stats.num_waiting_for_grammar + stats.num_waiting_for_images
         family = GaugeMetricFamily(
             "vllm:num_requests_waiting_by_reason",
             "Sequences that wait.",

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import msgspec
 
 from ostinato.api.chat.chat_generation import ChatGeneration, prepare_chat
-from ostinato.api.chat.chat_prompt import render
+from ostinato.api.chat.chat_prompt import encode_messages
 from ostinato.api.openai import chat, completions, tokenization
 from ostinato.api.openai.completions import Echo
 from ostinato.api.preparation.generation import Generation
@@ -65,8 +65,9 @@ def prepare_chat_completion(
 
     Raises:
         InvalidRequestError: the body is not valid, or `check` or `prepare_chat` refuses it.
-        ForkNeededError: the request has a template of its own, and this process also prepares other
-            requests.
+        FetchNeededError: images must be fetched first.
+        ForkNeededError: the request has images or a template of its own, and this process also
+            prepares other requests.
     """
     body = preparation.decode(data, arrival, ChatCompletionRequest)
     chat.check(body)
@@ -77,7 +78,7 @@ def prepare_chat_completion(
         stream_options=body.stream_options,
         stream_interval=body.stream_interval or 1,
         options=chat.reply_options(body),
-        ready=prepare_chat(preparation, body, request_id=request_id),
+        ready=prepare_chat(preparation, body, arrival, request_id=request_id),
         echo=chat.echo_text(body),
         metadata=body.metadata,
         service_tier=body.service_tier,
@@ -168,19 +169,20 @@ def prepare_tokenization(preparation: Preparation, data: bytes, arrival: Arrival
 
     Raises:
         InvalidRequestError: the body is not valid, it does not have exactly one of `prompt` and
-            `messages`, or `render` refuses the messages or the tools.
-        ForkNeededError: the request has a template of its own, and this process also prepares other
-            requests.
+            `messages`, or `encode_messages` refuses the messages or the tools.
+        FetchNeededError: images must be fetched first.
+        ForkNeededError: the request has images or a template of its own, and this process also
+            prepares other requests.
     """
     body = preparation.decode(data, arrival, TokenizeRequest)
     tokenizer = preparation.encoder.tokenizer("prompt")
     tokenization.check(body)
-    text, add_special_tokens = body.prompt or "", body.add_special_tokens is not False
     if body.messages is not None:
-        text = render(preparation, body, body.messages)
-        add_special_tokens = body.add_special_tokens is True
-    preparation.begin_prompt("prompt" if body.messages is None else "messages")
-    token_ids = tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        token_ids = encode_messages(preparation, body, body.messages, arrival)
+    else:
+        preparation.begin_prompt("prompt")
+        special = body.add_special_tokens is not False
+        token_ids = tokenizer.encode(body.prompt or "", add_special_tokens=special)
     return msgspec.json.encode(
         tokenization.to_token_response(body, token_ids, tokenizer, preparation.model)
     )

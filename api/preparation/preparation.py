@@ -20,6 +20,7 @@ from ostinato.api.preparation.generation import check_model
 from ostinato.api.preparation.prompt_encoder import PromptEncoder, TextSource
 from ostinato.api.schemas.body_decoding import decode
 from ostinato.api.schemas.generation_fields import GenerationFields
+from ostinato.conf.images.images_schema import ImagesConfig
 from ostinato.conf.server_schema import ReasoningParserName, ToolParserName
 from ostinato.runtime.client.pooling import require_task
 from ostinato.runtime.client.requests import bad_words_token_ids
@@ -27,17 +28,37 @@ from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.fork_server import BeginPart
 from ostinato.runtime.types.engine_info import ServedModel, ServedTask
 
-__all__ = ("Arrival", "ForkNeededError", "Preparation", "PreparationSettings", "renamed")
+__all__ = (
+    "Arrival",
+    "FetchNeededError",
+    "ForkNeededError",
+    "Preparation",
+    "PreparationSettings",
+    "renamed",
+)
 
 T = TypeVar("T", bound=msgspec.Struct)
 # Limits of processor time for the parts of a preparation. The largest valid body stays below them.
 _BODY_S = 10.0
 _PROMPT_S = 30.0
 _TEMPLATE_S = 2.0  # for a template that the client sends
+_IMAGE_S = 20.0  # for decoding and resizing one image
 
 
 class ForkNeededError(Exception):
-    """The request has its own template, which must be rendered in a fork of its own."""
+    """The request needs a fork of its own: it has images, or a template."""
+
+
+class FetchNeededError(Exception):
+    """Images of the request must be fetched before it can be prepared.
+
+    Args:
+        urls: URL -> the name of its image in errors.
+    """
+
+    def __init__(self, urls: Mapping[str, str]) -> None:
+        super().__init__(f"{len(urls)} images must be fetched")
+        self.urls = dict(urls)
 
 
 class PreparationSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,6 +67,7 @@ class PreparationSettings(msgspec.Struct, frozen=True, kw_only=True):
     tool_parser: ToolParserName = ToolParserName.auto
     reasoning_parser: ReasoningParserName = ReasoningParserName.auto
     default_max_tokens: int | None = None  # `sampling.max_tokens`
+    images: ImagesConfig = msgspec.field(default_factory=ImagesConfig)
 
 
 class Arrival(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,6 +77,7 @@ class Arrival(msgspec.Struct, frozen=True, kw_only=True):
     # The conversation that `previous_response_id` names, as JSON; None = it is not stored.
     stored_messages: msgspec.Raw | None = None
     adapters: tuple[str, ...] = ()  # names of the adapters that were loaded when it arrived
+    fetched: dict[str, bytes] = {}  # URL of an image -> the bytes that were fetched
 
 
 @contextmanager
@@ -153,12 +176,20 @@ class Preparation:
             self._bad_words = words, bad_words_token_ids(words, tokenizer)
         return self._bad_words[1]
 
+    def require_own_fork(self) -> None:
+        """Raises ForkNeededError if this process prepares other requests too."""
+        if not self._is_own_fork:
+            raise ForkNeededError
+
     def begin_template(self) -> None:
         """Note that rendering the client's template begins.
 
         Raises:
             ForkNeededError: this process prepares other requests too.
         """
-        if not self._is_own_fork:
-            raise ForkNeededError
+        self.require_own_fork()
         self._begin_part("chat_template", _TEMPLATE_S)
+
+    def begin_image(self, name: str) -> None:
+        """Note that decoding an image begins."""
+        self._begin_part(name, _IMAGE_S)

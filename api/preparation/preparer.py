@@ -10,6 +10,11 @@ request with a template of its own, gets a new fork, which ends after this reque
 returns to the system, and a template cannot affect another request. At most 8 forks work at a time
 for small requests, 2 for large requests, and 2 for templates. The forks for large requests and
 templates have a lower priority.
+
+A request with images gets a new fork too, because it needs much memory, and because decoders of
+images have had faults that gave their process away. At most 4 of these forks work at a time. If
+images must be fetched, the first fork only says which. Then the event loop fetches them, and a new
+fork prepares the request.
 """
 
 from __future__ import annotations
@@ -19,25 +24,37 @@ import contextlib
 import logging
 from collections.abc import Awaitable, Callable
 from functools import cache
-from typing import Any, NamedTuple, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
 import msgspec
 
 from ostinato.api.base.errors import UnavailableError
+from ostinato.api.preparation.fork_messages import (
+    ForkAnswer,
+    ForkStart,
+    Refusal,
+    encode_job,
+    split_result,
+    with_pixels,
+)
 from ostinato.api.preparation.preparation import (
     Arrival,
+    FetchNeededError,
     ForkNeededError,
     Preparation,
     PreparationSettings,
 )
 from ostinato.api.preparation.prompt_encoder import TextSource
 from ostinato.api.preparation.turns import decoder_in_turns
+from ostinato.conf.images.images_schema import ImagesConfig
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.fork_server import ForkServer, JobError, JobLimits
 from ostinato.runtime.sandbox import Fault
-from ostinato.runtime.types.engine_info import ServedModel
 
-__all__ = ("ForkAnswer", "ForkJob", "ForkStart", "Prepare", "Preparer", "Refusal", "read_job")
+if TYPE_CHECKING:
+    from ostinato.runtime.images.fetch_images import ImageFetcher
+
+__all__ = ("Prepare", "Preparer")
 
 _LOG = logging.getLogger("ostinato.api")
 T = TypeVar("T")
@@ -52,44 +69,15 @@ FORK_MODULE = "ostinato.api.server.preparation_main"
 _INLINE_BYTES = 4096
 _LARGE_BYTES = 256 << 10
 _NICENESS = 10  # the niceness of forks for large requests and for templates
+_IMAGE_KEY = b'"image'  # begins a key or a type of every part with an image: image, image_url
 _NUM_TRIES = 3  # a job is tried this many times, unless it exceeds a limit of time or memory
 # The memory for a body: its values, its text in several encodings, and its tokens.
 _LEAST_MEMORY = 512 << 20
 _MEMORY_PER_BYTE = 160
-
-
-class ForkStart(msgspec.Struct, frozen=True, kw_only=True):
-    """The first message to the fork server."""
-
-    model: ServedModel
-    chat_template: str | None
-    settings: PreparationSettings
-
-
-class ForkJob(msgspec.Struct, frozen=True, kw_only=True):
-    """A request to prepare. In the message, a newline and the body follow it."""
-
-    function: str
-    arrival: Arrival
-    is_shared: bool  # the fork prepares further requests
-
-
-class Refusal(msgspec.Struct, frozen=True, kw_only=True):
-    """An InvalidRequestError, as a fork sends it to this process."""
-
-    message: str
-    param: str | None
-    code: str | None
-    status: int
-
-
-class ForkAnswer(NamedTuple):
-    """The first byte of a fork's answer. It says what follows."""
-
-    result = b"+"  # JSON; if the function returns bytes, these bytes
-    refusal = b"-"  # a `Refusal`
-    own_fork = b"1"  # the request needs a fork of its own
-    failure = b"!"  # the traceback of an unexpected error
+# The memory for one pixel of an image as it is sent: decoded, converted and rotated, 4 bytes each.
+_MEMORY_PER_PIXEL = 16
+# The memory for one pixel of a prepared image: several copies of 3 bytes.
+_MEMORY_PER_PREPARED_PIXEL = 16
 
 
 class Preparer:
@@ -98,9 +86,15 @@ class Preparer:
     Args:
         source: the model and its tokenizer; set when the engine has started.
         settings: the settings of the server.
+        fetcher: fetches images; None = made when the first image is fetched.
     """
 
-    def __init__(self, source: TextSource, settings: PreparationSettings) -> None:
+    def __init__(
+        self,
+        source: TextSource,
+        settings: PreparationSettings,
+        fetcher: ImageFetcher | None = None,
+    ) -> None:
         self._source = source
         self._settings = settings
         self._inline = Preparation(source, settings)
@@ -108,6 +102,8 @@ class Preparer:
         self._turns = asyncio.Semaphore(8)
         self._large_turns = asyncio.Semaphore(2)
         self._own_turns = asyncio.Semaphore(2)  # small requests that need forks of their own
+        self._image_turns = asyncio.Semaphore(4)  # both, if the model takes images
+        self._fetcher = fetcher
 
     def start(self) -> None:
         """Start the fork server, which takes a second to load the tokenizer.
@@ -130,28 +126,67 @@ class Preparer:
             return None
         try:
             return prepare(self._inline, data, arrival)
-        except ForkNeededError:
+        except (ForkNeededError, FetchNeededError):
             return None
 
     async def run_apart(self, prepare: Prepare[T], data: bytes, arrival: Arrival) -> T:
-        """The result of `prepare` in a fork. Cancelling the call ends the work.
+        """The result of `prepare` in a fork. Images are fetched. Cancelling the call ends the work.
 
         Raises:
-            InvalidRequestError: `prepare` refuses the request, or it takes too much time or memory.
+            InvalidRequestError: `prepare` refuses the request, it takes too much time or memory, or
+                an image cannot be fetched.
             UnavailableError: no process could prepare the request.
             RuntimeError: `prepare` raised an unexpected error. The text has its traceback.
         """
-        size = _size(data, arrival)
+        try:
+            return await self._in_forks(prepare, data, arrival)
+        except FetchNeededError as error:
+            urls = error.urls
+        fetched = await (await self._images()).fetch(urls)
+        arrival = msgspec.structs.replace(arrival, fetched=fetched)
+        return await self._in_forks(prepare, data, arrival)
+
+    async def _in_forks(self, prepare: Prepare[T], data: bytes, arrival: Arrival) -> T:
+        """The result of `prepare`, from a shared fork or a fork of its own.
+
+        Raises:
+            FetchNeededError: images must be fetched first.
+        """
+        size, takes_images = _size(data, arrival), self._source.model.images is not None
         turns = self._large_turns
-        if size <= _LARGE_BYTES:
+        # A request with images does not visit a shared fork first, which would refuse it.
+        has_images = takes_images and (_IMAGE_KEY in data or bool(arrival.fetched))
+        if size <= _LARGE_BYTES and not has_images:
             turns = self._own_turns
             with contextlib.suppress(ForkNeededError):
                 async with self._turns:
                     limits = JobLimits(_memory(size), is_shared=True)
                     return await self._fork(prepare, data, arrival, limits)
-        async with turns:
-            limits = JobLimits(_memory(size), niceness=_NICENESS)
+        async with self._image_turns if takes_images else turns:
+            memory = _memory(size) + self._image_memory(arrival)
+            limits = JobLimits(memory, niceness=_NICENESS)
             return await self._fork(prepare, data, arrival, limits)
+
+    def _image_memory(self, arrival: Arrival) -> int:
+        """Bytes of memory for the images of a request; 0 if the model takes none."""
+        model = self._source.model
+        spec = model.images
+        if spec is None:
+            return 0
+        prepared = model.image_cache_tokens + spec.max_tokens  # one image is prepared before a 400
+        pixels = prepared * (spec.patch_size * spec.merge_size) ** 2
+        fetched = sum(map(len, arrival.fetched.values()))
+        return (
+            _MEMORY_PER_PIXEL * self._settings.images.max_pixels
+            + _MEMORY_PER_PREPARED_PIXEL * pixels
+            + 3 * fetched
+        )
+
+    async def _images(self) -> ImageFetcher:
+        if self._fetcher is None:
+            # The HTTP client takes a tenth of a second to import, so it is imported on a thread.
+            self._fetcher = await asyncio.to_thread(_make_fetcher, self._settings.images)
+        return self._fetcher
 
     def close(self) -> None:
         """End the fork server."""
@@ -162,8 +197,7 @@ class Preparer:
         self, prepare: Prepare[T], data: bytes, arrival: Arrival, limits: JobLimits
     ) -> T:
         server = self._forks()
-        ordered = ForkJob(function=prepare.__name__, arrival=arrival, is_shared=limits.is_shared)
-        job = b"%s\n%s" % (msgspec.json.encode(ordered), data)
+        job = encode_job(prepare.__name__, arrival, data, is_shared=limits.is_shared)
         for number in range(_NUM_TRIES):
             try:
                 answer = await server.call(job, limits)
@@ -196,17 +230,18 @@ def _memory(size: int) -> int:
     return _LEAST_MEMORY + _MEMORY_PER_BYTE * size
 
 
-def read_job(job: bytes) -> tuple[ForkJob, bytes]:
-    """Decode the bytes that `Preparer` sends to a fork: the job and the body."""
-    head, _, data = job.partition(b"\n")
-    return msgspec.json.decode(head, type=ForkJob), data
+def _make_fetcher(config: ImagesConfig) -> ImageFetcher:
+    from ostinato.runtime.images.fetch_images import ImageFetcher
+
+    return ImageFetcher(config)
 
 
 def _raise_for(error: JobError, *, is_last: bool) -> None:
     """Raise an error for the client. Returns if the job is to be tried again."""
     if error.reason.fault is Fault.job:
         part = error.part or "the body"
-        param = None if part == "the body" else part
+        # The name of an image begins with that of its field.
+        param = None if part == "the body" else part.partition(":")[0]
         raise InvalidRequestError(
             f"{part} takes {error.reason.text}; make it simpler or shorter",
             param=param,
@@ -221,10 +256,13 @@ def _raise_for(error: JobError, *, is_last: bool) -> None:
         ) from error
 
 
-async def _read_answer(prepare: Prepare[T], answer: bytes) -> T:
+async def _read_answer(prepare: Prepare[T], answer: bytes | bytearray) -> T:
     kind, view = answer[:1], memoryview(answer)[1:]
     if kind == ForkAnswer.result:
         return await _decoder(prepare)(view)
+    if kind == ForkAnswer.images:
+        encoded, pixels = split_result(view)
+        return await with_pixels(await _decoder(prepare)(encoded), pixels)
     if kind == ForkAnswer.refusal:
         refusal = msgspec.json.decode(view, type=Refusal)
         raise InvalidRequestError(
@@ -232,6 +270,8 @@ async def _read_answer(prepare: Prepare[T], answer: bytes) -> T:
         )
     if kind == ForkAnswer.own_fork:
         raise ForkNeededError
+    if kind == ForkAnswer.fetch:
+        raise FetchNeededError(msgspec.json.decode(view, type=dict[str, str]))
     raise RuntimeError(f"preparing a request failed:\n{str(view, 'utf-8')}")
 
 

@@ -17,6 +17,7 @@ from ostinato.api.responses.schemas import (
     CustomCallOutputItem,
     CustomToolDefinition,
     GrammarFormat,
+    InputImagePart,
     InputItem,
     NamedCustomTool,
     NamedTool,
@@ -27,13 +28,14 @@ from ostinato.api.responses.schemas import (
     ToolChoice,
     ToolDefinition,
 )
-from ostinato.api.schemas import conversation
+from ostinato.api.schemas import conversation, image_parts
 from ostinato.api.schemas.body_decoding import refusal
 from ostinato.api.schemas.chat_completions import ChatCompletionRequest
 from ostinato.api.schemas.conversation import (
     AllowedTools,
     CalledCustomTool,
     CalledFunction,
+    ContentPart,
     CustomTool,
     CustomToolEntry,
     FunctionTool,
@@ -44,6 +46,7 @@ from ostinato.api.schemas.conversation import (
     NamedCustomToolChoice,
     NamedFunction,
     NamedToolChoice,
+    TextPart,
     Tool,
 )
 from ostinato.api.schemas.response_format import (
@@ -242,15 +245,15 @@ class _Conversation:
         elif isinstance(item, CallOutputItem | CustomCallOutputItem):
             self.end()
             self._messages.append(
-                Message(role="tool", tool_call_id=item.call_id, content=_text(item.output))
+                Message(role="tool", tool_call_id=item.call_id, content=_content(item.output))
             )
         elif item.role == "assistant":
             if self._text is not None or self._calls:
                 self.end()
-            self._text = _text(item.content)
+            self._text = _assistant_text(item.content)
         else:
             self.end()
-            self._messages.append(Message(role=item.role, content=_text(item.content)))
+            self._messages.append(Message(role=item.role, content=_content(item.content)))
 
     def end(self) -> list[Message]:
         """Complete the last message; returns all messages."""
@@ -265,6 +268,34 @@ class _Conversation:
             )
         self._thoughts, self._text, self._calls = [], None, []
         return self._messages
+
+
+def _content(content: str | Sequence[Any]) -> str | list[ContentPart]:
+    """The content of a message: one text, or parts if it has images."""
+    if isinstance(content, str) or not any(isinstance(one, InputImagePart) for one in content):
+        return _text(content)
+    return [
+        image_parts.InputImagePart(image_url=one.image_url, detail=one.detail)
+        if isinstance(one, InputImagePart)
+        else TextPart(one.text)
+        for one in content
+    ]
+
+
+def _assistant_text(content: str | Sequence[Any]) -> str:
+    """The text of a message of the assistant.
+
+    Raises:
+        InvalidRequestError: it has an image.
+    """
+    if not isinstance(content, str) and any(isinstance(one, InputImagePart) for one in content):
+        raise InvalidRequestError(
+            "input has an image in a message of the assistant, which has text only; move it to a"
+            " message of the user",
+            param="input",
+            code="invalid_value",
+        )
+    return _text(content)
 
 
 def _text(content: str | Sequence[Any]) -> str:

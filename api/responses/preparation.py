@@ -43,7 +43,7 @@ def prepare_response(preparation: Preparation, data: bytes, arrival: Arrival) ->
     with renamed(FIELD_NAMES):
         chat = to_chat(body, messages)
         check_fields(chat)
-        ready = prepare_chat(preparation, chat, request_id=arrival.request_id)
+        ready = prepare_chat(preparation, chat, arrival, request_id=arrival.request_id)
     items = [] if body.store is False else listed_items(body.input, arrival.request_id)
     num_top = len(body.logprob_token_ids or ()) or body.top_logprobs or 0
     return PreparedResponse(
@@ -65,7 +65,7 @@ def prepare_input_tokens(preparation: Preparation, data: bytes, arrival: Arrival
     body = preparation.decode(data, arrival, InputTokensRequest, UNSUPPORTED)
     messages = _messages(body, arrival)
     with renamed(FIELD_NAMES):
-        count = count_chat(preparation, to_chat(body, messages))
+        count = count_chat(preparation, to_chat(body, messages), arrival)
     return msgspec.json.encode(InputTokens(count))
 
 

@@ -23,6 +23,7 @@ from ostinato.api.schemas.client_fields import (
 )
 from ostinato.api.schemas.conversation import FunctionName, ReasoningEffort, TextInput
 from ostinato.api.schemas.generation_fields import Int32
+from ostinato.api.schemas.image_parts import ImageDetail
 from ostinato.api.schemas.response_format import JsonObjectFormat, TextFormat
 from ostinato.runtime.types.params import MAX_LOGPROBS, RepetitionDetectionParams
 
@@ -35,6 +36,7 @@ __all__ = (
     "CustomCallOutputItem",
     "CustomToolDefinition",
     "GrammarFormat",
+    "InputImagePart",
     "InputItem",
     "InputTextPart",
     "InputTokensRequest",
@@ -61,7 +63,8 @@ UNSUPPORTED: Mapping[str, Unsupported] = {
     "background_options": Unsupported(_SERVICE, ({"completion_window": "soonest"},)),
     "context_management": Unsupported("edits of the context", ([],)),
     "conversation": Unsupported("stored conversations", instead="previous_response_id"),
-    "image": Unsupported("input other than text"),
+    "file_id": Unsupported("uploaded files", instead="image_url with data:image/png;base64,DATA"),
+    "image": Unsupported("input other than text and images"),
     "moderation": Unsupported("moderation models"),
     "namespace": Unsupported("groups of functions"),
     "output_schema": Unsupported("programs that call tools"),
@@ -85,6 +88,19 @@ class InputTextPart(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="input_text"
 ):
     text: str
+    prompt_cache_breakpoint: PromptCacheBreakpoint | None = None
+
+
+class InputImagePart(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+    tag_field="type",
+    tag="input_image",
+):
+    image_url: str  # data:image/png;base64,DATA, or a URL whose host is in `images.domains`
+    detail: ImageDetail | None = None
     prompt_cache_breakpoint: PromptCacheBreakpoint | None = None
 
 
@@ -117,7 +133,7 @@ class OutputTextPart(
 
 class MessageItem(_Item, frozen=True, kw_only=True, tag_field="type", tag="message"):
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | list[InputTextPart | OutputTextPart | RefusalPart]
+    content: str | list[InputTextPart | InputImagePart | OutputTextPart | RefusalPart]
     phase: str | None = None
 
 
@@ -139,7 +155,7 @@ class CallOutputItem(
     _Item, frozen=True, kw_only=True, tag_field="type", tag="function_call_output"
 ):
     call_id: NotEmpty
-    output: str | list[InputTextPart]
+    output: str | list[InputTextPart | InputImagePart]
     name: str | None = None  # the function's name; has no effect, because `call_id` names the call
     caller: DirectCaller | None = None
 
@@ -156,7 +172,7 @@ class CustomCallOutputItem(
     _Item, frozen=True, kw_only=True, tag_field="type", tag="custom_tool_call_output"
 ):
     call_id: NotEmpty
-    output: str | list[InputTextPart]
+    output: str | list[InputTextPart | InputImagePart]
     caller: DirectCaller | None = None
 
 

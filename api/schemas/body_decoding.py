@@ -148,7 +148,7 @@ def refusal(
     if place.startswith("`key` in "):
         problem = f"its keys must be whole numbers as text, got {_wrong_key(body, inner)}"
     elif path.endswith(".type") and ".content[" in path:
-        problem += "; the model takes text only: give {'type': 'text', 'text': ...}"
+        problem += "; parts are {'type': 'text', 'text': ...} or an image (docs/images.md)"
     elif problem.startswith("Invalid ") and (allowed := allowed_values(schema, inner)):
         problem += f"; allowed: {', '.join(allowed)}"
     elif inner and (value := shown_value(body, inner)) is not None:

@@ -8,18 +8,21 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from ostinato.api.schemas.client_fields import CacheControl, PromptCacheBreakpoint
+from ostinato.api.schemas.image_parts import ImageUrlPart, InputImagePart
 
 __all__ = (
     "AllowedTools",
     "AllowedToolsChoice",
     "CalledCustomTool",
     "CalledFunction",
+    "ContentPart",
     "CustomTool",
     "CustomToolEntry",
     "FunctionName",
     "FunctionTool",
     "Grammar",
     "GrammarInput",
+    "ImagePart",
     "Message",
     "MessageToolCall",
     "NamedCustomToolChoice",
@@ -40,6 +43,9 @@ Role = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
+ImagePart = ImageUrlPart | InputImagePart
+
+
 class TextPart(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="text"
 ):
@@ -58,6 +64,9 @@ class RefusalPart(
     @property
     def text(self) -> str:
         return self.refusal
+
+
+ContentPart = TextPart | RefusalPart | ImageUrlPart | InputImagePart
 
 
 class CalledFunction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -94,7 +103,7 @@ class MessageToolCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     role: Role  # a role that the chat template supports
     # Null only together with tool_calls or a refusal, and for roles outside the OpenAI API.
-    content: str | list[TextPart | RefusalPart] | None = None
+    content: str | list[ContentPart] | None = None
     name: str | None = None  # for templates that use it
     tool_calls: list[MessageToolCall] | None = None  # role assistant
     tool_call_id: str | None = None  # role tool: the call that this message answers
@@ -106,12 +115,19 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def text(self) -> str | None:
-        """The content as one text, or the refusal. Parts are joined by newlines."""
+        """The content as one text without images, or the refusal. Parts are joined by newlines."""
         if self.content is None:
             return self.refusal
         if isinstance(self.content, str):
             return self.content
-        return "\n".join(part.text for part in self.content)
+        return "\n".join(part.text for part in self.content if not isinstance(part, ImagePart))
+
+    @property
+    def images(self) -> list[ImagePart]:
+        """The images of the content, in its order."""
+        if self.content is None or isinstance(self.content, str):
+            return []
+        return [part for part in self.content if isinstance(part, ImagePart)]
 
 
 _MESSAGE_KEYS = frozenset(Message.__struct_fields__)

@@ -15,11 +15,19 @@ import msgspec
 from ostinato.api.anthropic import preparation as anthropic
 from ostinato.api.openai import preparation as openai
 from ostinato.api.pooling import preparation as pooling
-from ostinato.api.preparation.preparation import ForkNeededError, Preparation
-from ostinato.api.preparation.preparer import ForkAnswer, ForkStart, Prepare, Refusal, read_job
+from ostinato.api.preparation.fork_messages import (
+    ForkAnswer,
+    ForkStart,
+    Refusal,
+    encode_result,
+    read_job,
+)
+from ostinato.api.preparation.preparation import FetchNeededError, ForkNeededError, Preparation
+from ostinato.api.preparation.preparer import Prepare
 from ostinato.api.responses import preparation as responses
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.fork_server import BeginPart, Job, serve_forks
+from ostinato.runtime.images.image_inputs import preload_images
 from ostinato.runtime.text.chat_template import ChatTemplate
 from ostinato.runtime.text.tokenizer import Tokenizer
 from ostinato.runtime.types.engine_info import ServedModel
@@ -53,6 +61,8 @@ def begin(first: bytes) -> Job:
     """Load the tokenizer and template; returns the function that prepares one request."""
     start = msgspec.json.decode(first, type=ForkStart)
     source = _Source(start)
+    if start.model.images is not None:
+        preload_images()
 
     def prepare(job: bytes, begin_part: BeginPart) -> bytes:
         ordered, data = read_job(job)
@@ -68,12 +78,13 @@ def begin(first: bytes) -> Job:
             return ForkAnswer.refusal + msgspec.json.encode(refusal)
         except ForkNeededError:
             return ForkAnswer.own_fork
+        except FetchNeededError as error:
+            return ForkAnswer.fetch + msgspec.json.encode(error.urls)
         except MemoryError:
             raise
         except Exception:  # the boundary of the process: the parent logs it
             return ForkAnswer.failure + traceback.format_exc().encode()
-        encoded = result if isinstance(result, bytes) else msgspec.json.encode(result)
-        return ForkAnswer.result + encoded
+        return encode_result(result)
 
     return prepare
 

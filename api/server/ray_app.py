@@ -115,7 +115,9 @@ class LiveApp:
             await self._client.close()
             raise
         config = self._config
-        self._service = Service(self._client, config.server, config.sampling, config.lora)
+        self._service = Service(
+            self._client, config.server, config.sampling, config.lora, config.images
+        )
         self._app = create_app(self._service)
         self._service.preparer.start()
         self._service.admission.phase = None

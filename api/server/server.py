@@ -309,7 +309,7 @@ def _http_server(
         def capture_signals(self) -> Iterator[None]:
             yield
 
-    service = Service(client, config.server, config.sampling, config.lora)
+    service = Service(client, config.server, config.sampling, config.lora, config.images)
     service.runner.trace = trace
     protocol = functools.partial(
         HttpProtocol,

@@ -198,7 +198,9 @@ class RequestRunner:
                 digest = "" if context.adapter is None else context.adapter.digest
                 for prompt_index, num_tokens in stats.num_tokens():
                     one = generations[prompt_index]
-                    salt = one.cache_salt + digest  # only equal adapters share prefixes
+                    # Only equal adapters and equal images share prefixes.
+                    images = "".join(image.digest.hex() for image in one.images)
+                    salt = one.cache_salt + digest + images
                     self.trace.add(stats.begin, one.prompt_token_ids, num_tokens, salt)
 
     async def pool(
@@ -344,7 +346,7 @@ def _arguments(one: Generation, context: RequestContext, share: RequestShare) ->
         "trace": context.timeline is not None,
         "adapter": context.adapter,
         "prepared": PreparedParts(
-            context.grammar, one.bad_words_token_ids, one.prediction_token_ids
+            context.grammar, one.bad_words_token_ids, one.prediction_token_ids, one.images
         ),
         "deadline": context.arrived_at + min(times_ms) / 1e3 if times_ms else None,
     }

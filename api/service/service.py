@@ -16,6 +16,7 @@ from ostinato.api.service.background import BackgroundReplies
 from ostinato.api.service.request_runner import Generator, RequestRunner
 from ostinato.api.service.request_stats import StatsSinks
 from ostinato.api.service.response_store import ResponseStore
+from ostinato.conf.images.images_schema import ImagesConfig
 from ostinato.conf.lora.lora_schema import LoraConfig
 from ostinato.conf.schema import SamplingSection
 from ostinato.conf.server_schema import ServerConfig
@@ -66,6 +67,7 @@ class Service:
         server: limits and time-outs.
         sampling: defaults for parameters that a request leaves out.
         lora: how many adapters can be loaded, and from where; None = there are no adapters.
+        images: the limits of images, and from where they are fetched; None = the defaults.
 
     Attributes:
         admission: accepts or refuses requests, and has the phase of the server's start or end.
@@ -83,6 +85,7 @@ class Service:
         server: ServerConfig,
         sampling: SamplingSection,
         lora: LoraConfig | None = None,
+        images: ImagesConfig | None = None,
     ) -> None:
         self.client = client
         self.server = server
@@ -96,6 +99,7 @@ class Service:
                 tool_parser=server.tool_parser,
                 reasoning_parser=server.reasoning_parser,
                 default_max_tokens=sampling.max_tokens,
+                images=images or ImagesConfig(),
             ),
         )
         use = AdapterUse(lambda: client.adapters, self.lora.num_slots)

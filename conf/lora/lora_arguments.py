@@ -26,7 +26,7 @@ ADAPTERS = "lora.adapters"
 MAX_ADAPTERS = "lora.max_adapters"
 # Arguments that say something only if adapters are enabled.
 _COUNTS = ("max_loras", "max_cpu_loras", "max_lora_rank")
-_NO_TOWER = "no model has a tower of another medium; leave it out"
+_NO_TOWER = "adapters do not change the vision tower, and requests name them; leave it out"
 _NO_EXPERT_FORMS = "adapters of experts have one form; leave it out"
 # Arguments without a setting -> the values that are accepted, and why others are refused.
 REFUSED: dict[str, tuple[tuple[object, ...], str]] = {

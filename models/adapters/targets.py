@@ -10,7 +10,12 @@ import re
 from typing import NamedTuple
 
 from ostinato.models.base import CheckpointLayout, LanguageModel
-from ostinato.models.checkpoints.slots import matrix_parts, stored_modules, stored_name
+from ostinato.models.checkpoints.slots import (
+    bare_name,
+    matrix_parts,
+    stored_modules,
+    stored_name,
+)
 from ostinato.models.layers.expert_linear import ExpertLinear
 from ostinato.models.layers.linear_layers import LinearBase, RouterLinear
 from ostinato.models.weight_methods.weight_method import MatrixRole, Part
@@ -21,6 +26,7 @@ _KINDS = {
     MatrixRole.head: "the output head",
     MatrixRole.embedding: "an embedding",
     MatrixRole.tied: "the embedding, which is also the output head",
+    MatrixRole.vision: "a matrix of the vision tower",
 }
 
 
@@ -75,9 +81,7 @@ class Targets:
 
     def bare_name(self, stored: str) -> str:
         """A stored name without the prefix that the layout drops. It can be missing."""
-        for prefix in self._layout.prefixes:
-            stored = stored.removeprefix(prefix)
-        return stored
+        return bare_name(stored, self._layout)
 
     def is_elsewhere(self, bare: str) -> bool:
         """Whether a module belongs to a layer of another stage of the pipeline."""

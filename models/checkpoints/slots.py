@@ -7,7 +7,7 @@ several stored matrices (`CheckpointLayout`, models/base.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -23,7 +23,16 @@ from ostinato.models.layers.norm_layers import RMSNorm
 from ostinato.models.sharding import Span
 from ostinato.models.weight_methods.weight_method import FLOATS, Part, StoredTensor
 
-__all__ = ("MatrixSlot", "Slot", "find_slots", "matrix_parts", "stored_modules", "stored_name")
+__all__ = (
+    "MatrixSlot",
+    "Slot",
+    "bare_name",
+    "find_slots",
+    "matrix_parts",
+    "stored_modules",
+    "stored_name",
+    "with_prefix",
+)
 
 
 _INTEGERS = (torch.int64, torch.int32)
@@ -115,7 +124,11 @@ def _stacked(name: str, module: LinearBase, layout: CheckpointLayout) -> tuple[s
 
 
 def stored_modules(
-    name: str, module: LinearBase, layout: CheckpointLayout, expert: int = 0
+    name: str,
+    module: LinearBase,
+    layout: CheckpointLayout,
+    expert: int = 0,
+    modules: Container[str] = (),
 ) -> tuple[str, ...]:
     """The names, with prefix, of the modules of a checkpoint that one of our modules stacks.
 
@@ -124,6 +137,8 @@ def stored_modules(
         module: our module.
         layout: the layout of the checkpoint.
         expert: the expert whose names are wanted, if the module has a matrix for each expert.
+        modules: the names of the modules of a checkpoint, if it may have other prefixes than the
+            first of the layout.
     """
     parent = name.rpartition(".")[0]
     stacked = _stacked(name, module, layout)
@@ -133,7 +148,8 @@ def stored_modules(
         if isinstance(module, ExpertLinear) and not name.endswith(layout.stacked):
             folder, _, last = each.rpartition(".")
             each = f"{folder}.{expert}.{last}"
-        found.append(stored_name(f"{each}.weight", layout).removesuffix(".weight"))
+        usual = stored_name(f"{each}.weight", layout).removesuffix(".weight")
+        found.append(next((one for one in _spellings(usual, layout) if one in modules), usual))
     return tuple(found)
 
 
@@ -141,7 +157,39 @@ def stored_name(name: str, layout: CheckpointLayout) -> str:
     """The name, with prefix, of one of our tensors in a checkpoint."""
     for ours, theirs in layout.renamed:
         name = name.replace(ours, theirs)
-    return (layout.prefixes[0] if layout.prefixes and name != layout.head else "") + name
+    return with_prefix(name, layout)
+
+
+def with_prefix(name: str, layout: CheckpointLayout) -> str:
+    """The usual name in a checkpoint of a tensor whose name has no prefix."""
+    if not layout.prefixes or name == layout.head or name.startswith(layout.unprefixed):
+        return name
+    return layout.prefixes[0] + name
+
+
+def bare_name(stored: str, layout: CheckpointLayout) -> str:
+    """A stored name without the prefixes that the layout drops, and without aliases."""
+    for prefix in layout.prefixes:
+        stored = stored.removeprefix(prefix)
+    for usual, other in layout.aliases:
+        if stored.startswith(other):
+            return usual + stored.removeprefix(other)
+    return stored
+
+
+def _spellings(usual: str, layout: CheckpointLayout) -> Iterator[str]:
+    """The names that a module can have in checkpoints: the usual one first."""
+    yield usual
+    bare = bare_name(usual, layout)
+    others = [bare] + [
+        other + bare.removeprefix(ours) for ours, other in layout.aliases if bare.startswith(ours)
+    ]
+    # Prefixes are dropped one after the other, so any of them can stand before any later one.
+    starts = [""]
+    for prefix in reversed(layout.prefixes):
+        starts += [prefix + start for start in starts]
+    for other in others:
+        yield from (start + other for start in starts)
 
 
 def _parameter_slots(
@@ -165,10 +213,18 @@ def _matrix_slots(
     parts = matrix_parts(name, module, layout)
     stored = dict(module.method.stored) | ({"bias": BIAS} if module.has_bias else {})
     transposed = name.endswith(layout.transposed)
+    either_way = name.endswith(layout.either_way)
     for part_name, part in zip(names, parts, strict=True):
         for kind, tensor in stored.items():
+            is_weight = kind == "weight"
             slot = MatrixSlot(
-                module, kind, tensor, part.stored, (part,), transposed and kind == "weight"
+                module,
+                kind,
+                tensor,
+                part.stored,
+                (part,),
+                transposed and is_weight,
+                either_way and is_weight,
             )
             if not isinstance(module, ExpertLinear):
                 yield f"{part_name}.{kind}", slot
@@ -234,10 +290,13 @@ class MatrixSlot:
     # matrix is that of an expert on another rank.
     parts: tuple[Part, ...]
     transposed: bool  # stored as [in, out]
+    either_way: bool = False  # stored as [out, in], or as [in, out] if only that shape fits
     experts: Span | None = None  # for a stack: the experts of this rank
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
+        if self._is_convolution:
+            return (self.size[0], *self.module.kernel)
         shape = self.stored.shape(*self.size)
         if self.transposed:
             shape = tuple(reversed(shape))
@@ -270,8 +329,17 @@ class MatrixSlot:
             "set model.config.tie_word_embeddings=false"
         )
 
+    @property
+    def _is_convolution(self) -> bool:
+        return bool(self.module.kernel) and self.kind == "weight"
+
     def _checked(self, stored_name: str, tensor: Tensor) -> Tensor:
-        _check(stored_name, tensor, self.stored_shape, self.stored.dtypes)
+        shape = self.stored_shape
+        if self.either_way and tuple(tensor.shape) == (*shape[:-2], *shape[:-3:-1]) != shape:
+            tensor = tensor.transpose(-1, -2)
+        _check(stored_name, tensor, shape, self.stored.dtypes)
+        if self._is_convolution:
+            return tensor.flatten(1)
         return tensor.transpose(-1, -2) if self.transposed else tensor
 
 

@@ -27,7 +27,13 @@ from ostinato.models.base import CheckpointLayout, LanguageModel
 from ostinato.models.checkpoints.cache_scales import CacheScales
 from ostinato.models.checkpoints.checkpoint import Checkpoint, CheckpointError
 from ostinato.models.checkpoints.safetensors_file import SafetensorsFile
-from ostinato.models.checkpoints.slots import MatrixSlot, Slot, find_slots
+from ostinato.models.checkpoints.slots import (
+    MatrixSlot,
+    Slot,
+    bare_name,
+    find_slots,
+    with_prefix,
+)
 from ostinato.models.gguf.gguf_file import GGUFFile
 from ostinato.models.gguf.gguf_paths import GGUFError
 from ostinato.models.gguf.gguf_tensors import read_tensors
@@ -101,8 +107,7 @@ def load_weights(
                 unexpected.append(stored_name)
             advance(part.num_bytes)
     scales.finish()
-    prefix = layout.prefixes[0] if layout.prefixes else ""
-    missing = [prefix * (name != layout.head) + name for name in slots if name not in loaded]
+    missing = [with_prefix(name, layout) for name in slots if name not in loaded]
     for what, names in (("lacks", missing), ("has unexpected", unexpected)):
         if names:
             raise CheckpointError(f"{checkpoint.path} {what} {_listed(names)}")
@@ -205,8 +210,7 @@ class _Numbers:
 
 def _own_name(stored_name: str, layout: CheckpointLayout, slots: Mapping[str, Slot]) -> str:
     """A stored name without prefix. With tied weights, an output head gets the embedding's name."""
-    for prefix in layout.prefixes:
-        stored_name = stored_name.removeprefix(prefix)
+    stored_name = bare_name(stored_name, layout)
     return layout.embedding if stored_name == layout.head not in slots else stored_name
 
 

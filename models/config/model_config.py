@@ -19,6 +19,7 @@ from ostinato.models.config.hf_source import HFModelSource
 from ostinato.models.config.latent_spec import LatentSpec
 from ostinato.models.config.model_kind import DECODER, ModelKind
 from ostinato.models.config.moe_spec import MoESpec
+from ostinato.models.config.vision_config import VisionConfig
 from ostinato.models.kv_cache import KVCacheSpec
 from ostinato.models.sharding import WHOLE, Shard, why_indivisible
 from ostinato.models.step_tensors import DEFAULT_ROPE
@@ -100,6 +101,10 @@ class ModelConfig:
     # Set for a head that drafts for another model: EAGLE-3, or a next-token layer.
     head: HeadSpec | NextTokenSpec | None = None
     has_recorded_experts: bool = False  # the model is recorded and has experts
+    vision: VisionConfig | None = None  # the tower of a model that takes images
+    # For each pair of rotated elements, the axis of its position: 0 = time, 1 = row, 2 = column
+    # (M-RoPE, arXiv:2409.12191). Empty = a token has one position.
+    rope_axes: tuple[int, ...] = ()
 
     @property
     def has_experts(self) -> bool:

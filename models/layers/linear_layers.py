@@ -55,6 +55,7 @@ class BuildOptions:
     has_cache_scales: bool = False  # the checkpoint's scales of keys and values are used
     experts: ExpertKernels = ExpertKernels.auto
     adapters: AdapterSpace | None = None  # the room for low-rank adapters; None = no room
+    num_image_rows: int = 0  # embeddings of images that can be kept at once
     memory: WeightMemory = field(default_factory=WeightMemory, compare=False)  # only used on a CPU
 
     def empty(self, *shape: int) -> nn.Parameter:
@@ -86,6 +87,8 @@ class LinearBase(nn.Module):
 
     role: MatrixRole = MatrixRole.layer
     takes_adapters = False  # whether low-rank adapters can be added to its result
+    # A checkpoint stores the matrix as [out, *kernel], the weight of a convolution. () = [out, in].
+    kernel: tuple[int, ...] = ()
 
     def __init__(
         self,

@@ -12,6 +12,7 @@ from ostinato.models.step_tensors import RopeRows, TableRows
 from ostinato.ops.rope import Rope, rope_tables
 
 __all__ = (
+    "GridRotaryEmbedding",
     "RotaryEmbedding",
     "TemperatureTable",
 )
@@ -32,6 +33,39 @@ class RotaryEmbedding(nn.Module):
     def forward(self, positions: Tensor) -> RopeRows:
         """[T] int64 -> cos, sin [T, rotary_dim / 2] float32."""
         return RopeRows(F.embedding(positions, self.cos), F.embedding(positions, self.sin))
+
+
+class GridRotaryEmbedding(RotaryEmbedding):
+    """Rotary tables for positions on several axes (M-RoPE, arXiv:2409.12191).
+
+    Each pair of rotated elements has an axis, and is rotated by the position on this axis.
+    """
+
+    axes: Tensor  # [rotary_dim / 2] int64
+    pairs: Tensor  # [rotary_dim / 2] int64: 0, 1, 2, ...
+
+    def __init__(self, rope: Rope, axes: tuple[int, ...], options: BuildOptions) -> None:
+        super().__init__(rope, options)
+        num_pairs = self.cos.shape[1]
+        if len(axes) != num_pairs:
+            raise ValueError(
+                f"config.json: mrope_section names the axes of {len(axes)} pairs of elements, and "
+                f"{num_pairs} pairs are rotated"
+            )
+        is_meta = options.device.type == "meta"
+        device = options.device
+        axes_tensor = torch.empty(num_pairs, dtype=torch.int64, device=device)
+        if not is_meta:
+            axes_tensor.copy_(torch.tensor(axes))
+        self.register_buffer("axes", axes_tensor, persistent=False)
+        self.register_buffer("pairs", torch.arange(num_pairs, device=device), persistent=False)
+
+    def forward(self, positions: Tensor) -> RopeRows:
+        """[T, 3] int64 -> cos, sin [T, rotary_dim / 2] float32."""
+        num_pairs = self.cos.shape[1]
+        places = positions.index_select(1, self.axes) * num_pairs + self.pairs
+        cos = F.embedding(places, self.cos.view(-1, 1)).squeeze(2)
+        return RopeRows(cos, F.embedding(places, self.sin.view(-1, 1)).squeeze(2))
 
 
 class TemperatureTable(nn.Module):

@@ -107,6 +107,8 @@ class CheckpointPolicy(ABC):
 
     def _method_of(self, name: str, role: MatrixRole) -> WeightMethod | None:
         rule = self.rule_for(name)
+        if not self.headers and role is MatrixRole.vision:
+            return None
         if not self.headers:
             is_stored = role is MatrixRole.layer or not isinstance(rule, str)
             return rule if isinstance(rule, WeightMethod) and is_stored else None

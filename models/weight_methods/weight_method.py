@@ -52,6 +52,7 @@ class MatrixRole(StrEnum):
     head = "head"  # multiplied to give logits
     embedding = "embedding"  # its rows are looked up
     tied = "tied"  # both: an embedding that is also the output head
+    vision = "vision"  # multiplied in a vision tower
 
 
 class MatrixSpec(NamedTuple):

@@ -14,6 +14,7 @@ import msgspec
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.types.adapters import ServedAdapter
 from ostinato.runtime.types.engine_info import ServedModel
+from ostinato.runtime.types.images import PromptImage
 from ostinato.runtime.types.params import MAX_BAD_WORD_TOKENS, SamplingParams
 from ostinato.runtime.types.request import Request
 
@@ -38,6 +39,7 @@ class PreparedParts(msgspec.Struct, frozen=True):
     grammar: str = ""  # the constraint's grammar, from `GrammarCompiler`; empty = no constraint
     bad_words_token_ids: list[list[int]] = []
     prediction_token_ids: list[int] = []  # the client's guess of the output
+    images: list[PromptImage] = []  # in the order of the prompt, with their pixels
 
 
 class RequestShare(NamedTuple):
@@ -242,6 +244,7 @@ def make_requests(  # noqa: PLR0913 - the parts of a request
         grammar=parts.grammar,
         cache_keys=() if adapter is None else (adapter.digest,),
         adapter_slot=-1 if adapter is None else adapter.slot,
+        images=parts.images,
     )
     # The first request scores the prompt for all requests (`PromptCompletions`).
     each = msgspec.structs.replace(each, prompt_logprobs=None)

@@ -17,7 +17,7 @@ from ostinato.runtime.costs.cost_table import Chunk, CostTable
 from ostinato.runtime.engine.adapter_loads import AdapterLoads
 from ostinato.runtime.engine.engine_counters import EngineCounters
 from ostinato.runtime.engine.engine_state import EngineState, describe_engine
-from ostinato.runtime.engine.grammar_queue import GrammarQueue
+from ostinato.runtime.engine.pending_requests import PendingRequests
 from ostinato.runtime.engine.step_observer import StepObserver
 from ostinato.runtime.engine.tier_copies import TierCopies
 from ostinato.runtime.errors import InvalidRequestError, RankFailedError
@@ -78,7 +78,7 @@ class Engine:
         self._scheduler = scheduler
         self._cache = cache
         self._executor = executor
-        self._grammars = GrammarQueue(executor)
+        self._pending = PendingRequests(executor, model.image_cache_tokens)
         self._adapters = AdapterLoads(executor, num_adapter_slots)
         self._copies = copies
         self._can_rest = False  # nothing could run in the last step
@@ -90,7 +90,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether a request, a step in flight or a load of blocks or an adapter is unfinished."""
-        waits = self._grammars.num_waiting > 0 or self._adapters.num_loading > 0
+        waits = self._pending.num_waiting > 0 or self._adapters.num_loading > 0
         return self._scheduler.has_work or waits
 
     @property
@@ -112,11 +112,12 @@ class Engine:
     def add_request(self, request: Request) -> None:
         """Queue a request, which the caller has validated. `step` returns its outputs.
 
-        A request with a grammar is queued when the grammar is built. Steps go on meanwhile.
+        A request with a grammar or images is queued when the grammar is built and the embeddings
+        of the images are computed. Steps go on meanwhile.
 
         Raises:
-            InvalidRequestError: the scheduler refuses the request (`Scheduler.add`), or its adapter
-                is not loaded.
+            InvalidRequestError: the scheduler refuses the request (`Scheduler.add`), its adapter is
+                not loaded, or its images do not fit.
             RankFailedError: an earlier step failed.
         """
         if self._failure is not None:
@@ -124,13 +125,10 @@ class Engine:
                 f"the engine has ended and a new one must be made: {self._failure}",
                 self._failure.reason,
             )
-        self._grammars.check(request)
+        self._pending.check(request)
         self._adapters.check(request)
-        if request.grammar:
-            # Checked here, because a request whose grammar is built must not be refused in a step.
-            self._scheduler.check(request)
-            self._grammars.add(request)
-        else:
+        self._scheduler.check(request)  # a request that becomes complete in a step is not refused
+        if not self._pending.add(request):
             self._scheduler.add(request)
         self._observer.add(request)
         self._counters.add(request)
@@ -138,13 +136,13 @@ class Engine:
     def abort(self, request_id: str) -> SequenceOutput | None:
         """End a request now; returns its last output, or None if it is unknown or has ended."""
         self._observer.forget(request_id)
-        if self._grammars.release(request_id):
+        if self._pending.release(request_id):
             return SequenceOutput(request_id, [], FinishReason.abort)
         return self._scheduler.abort(request_id)
 
     def abort_all(self) -> list[SequenceOutput]:
         """End every request; returns their last outputs."""
-        request_ids = [*self._scheduler.requests(), *self._grammars.request_ids()]
+        request_ids = [*self._scheduler.requests(), *self._pending.request_ids()]
         outputs = (self.abort(request_id) for request_id in request_ids)
         return [output for output in outputs if output is not None]
 
@@ -187,7 +185,7 @@ class Engine:
 
     def _step(self, announce: Announce | None) -> list[SequenceOutput]:
         begin = time.perf_counter()
-        outputs = self._take_grammars() if self._grammars.num_waiting else []
+        outputs = self._take_pending() if self._pending.num_waiting else []
         if self._adapters.num_loading:
             self._adapters.advance(0.0 if self._scheduler.has_work else _READ_WAIT_S)
         if self._copies is not None:
@@ -210,16 +208,17 @@ class Engine:
         self._counters.end_step(begin, has_work=self.has_work)
         return outputs
 
-    def _take_grammars(self) -> list[SequenceOutput]:
-        """Queue the requests whose grammars are built; returns outputs for failed grammars."""
-        timeout_s = 0.0 if self._scheduler.has_work else _GRAMMAR_WAIT_S
-        ready, failed = self._grammars.take_ready(timeout_s)
-        for output in failed:
+    def _take_pending(self) -> list[SequenceOutput]:
+        """Queue the requests that are complete; returns outputs for failed grammars."""
+        is_busy = self._scheduler.has_work
+        ready = self._pending.take_ready(0.0 if is_busy else _GRAMMAR_WAIT_S, is_busy=is_busy)
+        for output in ready.failed:
             self._observer.forget(output.request_id)
-        for request in ready:
+        for request in ready.built:
             self._observer.grammar_built(request)
+        for request in ready.complete:
             self._scheduler.add(request)
-        return failed
+        return ready.failed
 
     def _schedule(self) -> SchedulerOutput | None:
         scheduler, observer = self._scheduler, self._observer
@@ -261,7 +260,7 @@ class Engine:
         self._scheduler.observe(self._observer.recent[-1].seconds)
         for one in outputs:
             if one.finish_reason is not None:
-                self._grammars.release(one.request_id)
+                self._pending.release(one.request_id)
         self._counters.num_steps += 1
         return outputs
 
@@ -328,6 +327,7 @@ class Engine:
         """Raise AssertionError if rows, queues and blocks contradict each other. O(blocks)."""
         try:
             self._scheduler.check_integrity()
+            self._pending.images.check_integrity()
         except AssertionError as error:
             self._failure = RankFailedError(f"the engine is damaged: {error}", "error")
             raise
@@ -370,6 +370,7 @@ class Engine:
     def stats(self) -> EngineStats:
         """A snapshot for metrics and health."""
         cache, scheduler, counters = self._cache, self._scheduler, self._counters
+        pending, images = self._pending, self._pending.images
         executor = self._executor.stats()
         step_seconds = 0.0
         if self.cost_table is not None:
@@ -379,8 +380,8 @@ class Engine:
         mean_prompt_tokens = counters.mean_prompt_tokens(self.model.max_model_len)
         return EngineStats(
             num_running=scheduler.num_running,
-            num_waiting=scheduler.num_waiting + self._grammars.num_waiting,
-            num_waiting_for_grammar=self._grammars.num_waiting,
+            num_waiting=scheduler.num_waiting + pending.num_waiting,
+            num_waiting_for_grammar=pending.num_waiting_for_grammar,
             # Without a KV cache the scheduler counts blocks too, but these blocks hold nothing.
             num_blocks=cache.num_blocks if self.model.has_kv_cache else 0,
             num_free_blocks=cache.num_free_blocks if self.model.has_kv_cache else 0,
@@ -414,6 +415,10 @@ class Engine:
             num_tier_loads=0 if tiers is None else tiers.costs.num_loads,
             num_refused_tier_loads=0 if tiers is None else tiers.costs.num_refused,
             tier_load_seconds=0.0 if tiers is None else tiers.costs.load_seconds,
+            num_waiting_for_images=pending.num_waiting_for_images,
+            num_images_encoded=images.num_encoded,
+            num_image_hits=images.num_hits,
+            image_encode_seconds=images.encode_seconds,
         )
 
     def inspect(self) -> EngineState:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from ostinato.runtime.execution.executor import Executor
-from ostinato.runtime.scheduling.sequences.sequence import duplicate_id
 from ostinato.runtime.types.outputs import FinishReason, SequenceOutput
 from ostinato.runtime.types.request import Request
 
@@ -22,19 +21,6 @@ class GrammarQueue:
     def num_waiting(self) -> int:
         """Requests whose grammar is not built yet."""
         return len(self._waiting)
-
-    def request_ids(self) -> list[str]:
-        """Ids of the requests that wait."""
-        return list(self._waiting)
-
-    def check(self, request: Request) -> None:
-        """Check that no waiting request has the id of `request`.
-
-        Raises:
-            InvalidRequestError: the id is in use.
-        """
-        if request.request_id in self._waiting:
-            raise duplicate_id(request.request_id)
 
     def add(self, request: Request) -> None:
         """Have the request's grammar built. When it is built, `take_ready` returns the request."""

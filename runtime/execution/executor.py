@@ -20,7 +20,9 @@ from ostinato.runtime.types.step import SchedulerOutput, StepResult
 
 __all__ = (
     "AdvanceAdapters",
+    "AdvanceImages",
     "BeginAdapter",
+    "BeginImage",
     "DropDecodeBuckets",
     "Executor",
     "ExecutorStats",
@@ -112,6 +114,29 @@ class AdvanceAdapters(msgspec.Struct, frozen=True, tag=7):
     timeout_s: float  # how long a rank waits until the next adapter has been read; 0 = not
 
 
+class BeginImage(msgspec.Struct, frozen=True, tag=20):
+    """Take an image whose embeddings are to be computed by `AdvanceImages`."""
+
+    digest: bytes
+    rows: list[int]  # of the image tables, one for each embedding
+    height: int  # pixels
+    width: int
+    pixels: bytes  # [height, width, 3] uint8
+    dropped: list[bytes]  # digests of images that are not needed any more
+
+
+class AdvanceImages(msgspec.Struct, frozen=True, tag=21):
+    """Compute a part of the embeddings of the images that `BeginImage` has named.
+
+    Each rank that has layers with image tables computes the same. It answers with the hexadecimal
+    digests of the images whose embeddings are in its tables now, separated by spaces. Other ranks
+    name no image.
+    """
+
+    num_units: int  # of `VisionTower.encode`, at most
+    dropped: list[bytes]  # digests of images that are not needed any more
+
+
 RankCall = (
     StartProfile
     | StopProfile
@@ -120,6 +145,8 @@ RankCall = (
     | TouchBlocks
     | BeginAdapter
     | AdvanceAdapters
+    | BeginImage
+    | AdvanceImages
     | TierCall
 )
 

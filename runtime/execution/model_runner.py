@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -26,6 +27,9 @@ from ostinato.runtime.sampling.row_state import RowState
 from ostinato.runtime.sampling.sampler import Sampler
 from ostinato.runtime.types.outputs import TokenLogprobs
 from ostinato.runtime.types.step import SchedulerOutput, StepResult
+
+if TYPE_CHECKING:
+    from ostinato.runtime.execution.images.image_tensor_writer import ImageTensorWriter
 
 __all__ = ("ModelRunner", "PendingStep")
 
@@ -72,6 +76,7 @@ class ModelRunner:
         pooler: Pooler | None = None,
         hidden_states: KeptStates | None = None,
         logits_group: Tensor | None = None,
+        image_tensors: ImageTensorWriter | None = None,
     ) -> None:
         """
         Args:
@@ -83,6 +88,8 @@ class ModelRunner:
             hidden_states: gets the states of each step from `graphs.aux`; None = none are kept.
             logits_group: the model's `LanguageModel.logits_group`. Without a sampler, this rank
                 helps rank 0 to draw through it.
+            image_tensors: writes the step tensors of a model that takes images; None = it takes
+                none.
         """
         # row -> a number that is added to the row's positions before random numbers are drawn for
         # them. None = nothing is added. Only a draft head (runtime/execution/draft_head.py) sets
@@ -96,6 +103,7 @@ class ModelRunner:
         self._logits_group = logits_group if sampler is None else None
         self._buffers = buffers
         self._batch = BatchBuilder(buffers)
+        self._image_tensors = image_tensors
         self._scorer = PromptScorer(
             graphs.compute_logits,
             max_rows=min(_SCORED_ROWS, buffers.host.block_table.shape[0]),
@@ -107,6 +115,7 @@ class ModelRunner:
             self._sampler,
             self._scorer,
             self._pooler,
+            image_tensors,
         )
         self._row_states = [state for state in states if state is not None]
         self._undrawn: PendingStep | None = None  # the last launched step, if its sampling waits
@@ -176,6 +185,8 @@ class ModelRunner:
         if output.block_copies:
             self.graphs.copy_blocks(output.block_copies)
         step = self._batch.build(output)
+        if self._image_tensors is not None:
+            self._image_tensors.write(output)
         begin = time.perf_counter()
         with self.hold_threads(step.num_tokens, pools=output.num_pooled > 0):
             pending = self._launch(output, step)

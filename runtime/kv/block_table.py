@@ -6,11 +6,27 @@ table refers to no request and no scheduler. Token ids and counts come with each
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from ostinato.runtime.kv.block_pool import BlockHash, hash_root
+from ostinato.runtime.types.images import PromptImage
 
-__all__ = ("BlockTable",)
+__all__ = ("BlockTable", "image_extras")
+
+
+def image_extras(images: Iterable[PromptImage], block_size: int) -> dict[int, bytes]:
+    """The `BlockTable.extras` of a prompt with images.
+
+    For each image that has placeholder tokens in a block, these are its digest and where it begins,
+    counted from the block's first token (32-bit, little-endian).
+    """
+    extras: dict[int, bytes] = {}
+    for image in images:
+        for block in range(image.begin // block_size, -(-image.end // block_size)):
+            offset = image.begin - block * block_size
+            place = offset.to_bytes(4, "little", signed=True)
+            extras[block] = extras.get(block, b"") + image.digest + place
+    return extras
 
 
 class BlockTable:

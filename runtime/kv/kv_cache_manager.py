@@ -16,8 +16,9 @@ from itertools import islice
 from typing import NamedTuple
 
 from ostinato.runtime.kv.block_pool import BlockPool, hash_blocks, hash_root
-from ostinato.runtime.kv.block_table import BlockTable
+from ostinato.runtime.kv.block_table import BlockTable, image_extras
 from ostinato.runtime.kv.tier_index import TierIndex
+from ostinato.runtime.types.images import PromptImage
 
 __all__ = ("KVCacheManager", "KVGroup", "PrefixMatch")
 
@@ -117,10 +118,15 @@ class KVCacheManager:
         return self._pool.kinds()
 
     def new_tables(
-        self, num_prompt_tokens: int, cache_salt: str = "", extra_keys: Sequence[str] = ()
+        self,
+        num_prompt_tokens: int,
+        cache_salt: str = "",
+        extra_keys: Sequence[str] = (),
+        images: Sequence[PromptImage] = (),
     ) -> tuple[BlockTable, ...]:
         """Empty block tables of a sequence, one per group; see `hash_root` for the keys."""
-        first = BlockTable(hash_root(cache_salt, extra_keys))
+        extras = image_extras(images, self.block_size) if images else None
+        first = BlockTable(hash_root(cache_salt, extra_keys), extras)
         if self.tiers is not None:
             first.num_kept = self.tiers.num_kept_blocks(
                 num_prompt_tokens, self.block_size, is_salted=bool(cache_salt)

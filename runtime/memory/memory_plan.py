@@ -73,6 +73,8 @@ class ModelFootprint:
     # draft head needs copies because the model's part on this rank lacks rows of these tables.
     copied_bytes: int = 0
     adapter_bytes: int = 0  # slots of low-rank adapters; `weights_bytes` includes them
+    # The vision tower and the tables for embeddings of images; `weights_bytes` includes them.
+    image_bytes: int = 0
     tier_bytes: int = 0  # buffers for copies of KV blocks to slower tiers, in the device's memory
 
 
@@ -196,6 +198,11 @@ def plan_memory(
         reasons.append(reason)
     if model.adapter_bytes:
         reasons.append(f"adapters: {_size(model.adapter_bytes)} of the weights are their slots")
+    if model.image_bytes:
+        reasons.append(
+            f"images: {_size(model.image_bytes)} of the weights are the vision tower and the tables"
+            " of embeddings (images.cache_tokens)"
+        )
     plan = MemoryPlan(
         free_bytes=free_bytes,
         budget_bytes=int(free_bytes * device.memory_fraction),

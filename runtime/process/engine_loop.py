@@ -33,6 +33,7 @@ from ostinato.runtime.process.ipc import (
     EngineOutputs,
     EngineReady,
     GetState,
+    LastParts,
     LoadAdapter,
     Phase,
     RanksWanted,
@@ -95,7 +96,7 @@ class _Connection:
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.connect(address)
         self._encoder = encoder()
-        self._grammar = ""  # the grammar that was received last
+        self._last = LastParts()  # the large parts that were received last
 
     def send(self, message: EngineMessage | RanksWanted) -> None:
         if self._clock_offset_s and isinstance(message, EngineOutputs):
@@ -119,7 +120,7 @@ class _Connection:
                 message = self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            decoded, self._grammar = with_repetition(client_decoder.decode(message), self._grammar)
+            decoded, self._last = with_repetition(client_decoder.decode(message), self._last)
             if self._clock_offset_s and isinstance(decoded, AddRequest):
                 request = decoded.request
                 arrival = request.arrival_time - self._clock_offset_s

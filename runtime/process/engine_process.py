@@ -14,6 +14,7 @@ from ostinato.runtime.process.ipc import (
     EngineFailed,
     EngineMessage,
     EngineReady,
+    LastParts,
     Phase,
     Shutdown,
     encoder,
@@ -36,7 +37,7 @@ class EngineProcess:
     def __init__(self, child: EngineChild) -> None:
         self._child = child
         self._encoder = encoder()
-        self._grammar = ""  # the grammar that was sent last
+        self._last = LastParts()  # the large parts that were sent last
         self._is_ready = False
 
     @property
@@ -113,7 +114,7 @@ class EngineProcess:
         Raises:
             EngineDeadError: the process has closed its socket.
         """
-        message, self._grammar = without_repetition(message, self._grammar)
+        message, self._last = without_repetition(message, self._last)
         await self._child.send(self._encoder.encode(message))
 
     async def next_message(self) -> EngineMessage | None:

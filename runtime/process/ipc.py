@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import NamedTuple
 
 import msgspec
 
 from ostinato.conf.engine_config import EngineConfig
 from ostinato.runtime.engine.engine_state import EngineState
 from ostinato.runtime.types.engine_info import EngineStats, ServedModel
+from ostinato.runtime.types.images import PromptImage
 from ostinato.runtime.types.outputs import SequenceOutput
 from ostinato.runtime.types.request import Request
 
@@ -21,6 +23,7 @@ __all__ = (
     "EngineOutputs",
     "EngineReady",
     "GetState",
+    "LastParts",
     "LoadAdapter",
     "Phase",
     "RanksWanted",
@@ -59,47 +62,70 @@ class StartEngine(msgspec.Struct, frozen=True, kw_only=True):
 class AddRequest(msgspec.Struct, frozen=True, array_like=True, tag=1, gc=False):
     """Queue a request.
 
-    A grammar can take megabytes, and all completions of a prompt have the same grammar. So a
-    request is sent without its grammar if this is the grammar that was sent last.
+    A grammar or images can take megabytes, and all completions of a prompt have the same. So a
+    request is sent without its grammar if this is the grammar that was sent last, and without its
+    images if these are the images that were sent last.
     """
 
     request: Request
     repeats_grammar: bool = False  # the request has the grammar that was sent last
+    repeats_images: bool = False  # the request has the images that were sent last
 
 
-def without_repetition(message: ClientMessage, grammar: str) -> tuple[ClientMessage, str]:
-    """Remove a repeated grammar from a message. `with_repetition` puts it back.
+class LastParts(NamedTuple):
+    """The large parts of requests that crossed a connection last."""
+
+    grammar: str = ""  # empty = none
+    images: list[PromptImage] = []  # noqa: RUF012 - never changed; empty = none
+
+
+def without_repetition(message: ClientMessage, last: LastParts) -> tuple[ClientMessage, LastParts]:
+    """Remove repeated parts from a message. `with_repetition` puts them back.
 
     Args:
         message: the message.
-        grammar: the last grammar that was sent before; empty = none.
+        last: the parts that were sent before.
 
     Returns:
-        The message to send, and `grammar` for the next call.
+        The message to send, and `last` for the next call.
     """
-    if not isinstance(message, AddRequest) or not message.request.grammar:
-        return message, grammar
-    if message.request.grammar != grammar:
-        return message, message.request.grammar
-    bare = msgspec.structs.replace(message.request, grammar="")
-    return AddRequest(bare, repeats_grammar=True), grammar
+    if not isinstance(message, AddRequest):
+        return message, last
+    request = message.request
+    repeats_grammar = bool(request.grammar) and request.grammar == last.grammar
+    repeats_images = bool(request.images) and request.images == last.images
+    last = LastParts(request.grammar or last.grammar, request.images or last.images)
+    if not (repeats_grammar or repeats_images):
+        return message, last
+    bare = msgspec.structs.replace(
+        request,
+        grammar="" if repeats_grammar else request.grammar,
+        images=[] if repeats_images else request.images,
+    )
+    return AddRequest(bare, repeats_grammar, repeats_images), last
 
 
-def with_repetition(message: ClientMessage, grammar: str) -> tuple[ClientMessage, str]:
+def with_repetition(message: ClientMessage, last: LastParts) -> tuple[ClientMessage, LastParts]:
     """Undo `without_repetition` on the receiving side.
 
     Args:
         message: the received message.
-        grammar: the last grammar that was received before; empty = none.
+        last: the parts that were received before.
 
     Returns:
-        The message with its grammar, and `grammar` for the next call.
+        The message with all its parts, and `last` for the next call.
     """
     if not isinstance(message, AddRequest):
-        return message, grammar
-    if message.repeats_grammar:
-        return AddRequest(msgspec.structs.replace(message.request, grammar=grammar)), grammar
-    return message, message.request.grammar or grammar
+        return message, last
+    request = message.request
+    if message.repeats_grammar or message.repeats_images:
+        request = msgspec.structs.replace(
+            request,
+            grammar=last.grammar if message.repeats_grammar else request.grammar,
+            images=last.images if message.repeats_images else request.images,
+        )
+        message = AddRequest(request)
+    return message, LastParts(request.grammar or last.grammar, request.images or last.images)
 
 
 class AbortRequests(msgspec.Struct, frozen=True, array_like=True, tag=2, gc=False):

@@ -19,7 +19,7 @@ from collections import deque
 import msgspec
 
 from ostinato.runtime.errors import InvalidRequestError
-from ostinato.runtime.execution.executor import ExecutorStats, Pending, RankCall
+from ostinato.runtime.execution.executor import AdvanceImages, ExecutorStats, Pending, RankCall
 from ostinato.runtime.execution.inline_executor import InlineExecutor
 from ostinato.runtime.execution.model_runner import ModelRunner
 from ostinato.runtime.grammar.store import GrammarBuilt
@@ -136,8 +136,12 @@ class ProcessesExecutor:
         # need rank 0.
         while self._waiting:
             self._run_next()
-        answers = self._first.call(call)  # raises if it refuses; then nothing is sent
-        self._ranks.send(Call(call))
+        if isinstance(call, AdvanceImages):  # is never refused, and takes long: at the same time
+            self._ranks.send(Call(call))
+            answers = self._first.call(call)
+        else:
+            answers = self._first.call(call)  # raises if it refuses; then nothing is sent
+            self._ranks.send(Call(call))
         others = self._ranks.answers()
         refused = next((answer for answer in others if answer.is_refusal), None)
         if refused is not None:

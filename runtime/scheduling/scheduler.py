@@ -224,7 +224,9 @@ class Scheduler:
         self.check(request)
         order = self._turns.order_of(request)
         num_tokens = len(request.prompt_token_ids)
-        tables = self._cache.new_tables(num_tokens, request.cache_salt, request.cache_keys)
+        tables = self._cache.new_tables(
+            num_tokens, request.cache_salt, request.cache_keys, images=request.images
+        )
         sequence = Sequence(request, order, self.max_model_len, tables)
         self._sequences[request.request_id] = sequence
         if request.sampling.use_beam_search:

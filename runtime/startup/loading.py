@@ -67,7 +67,7 @@ def begin_model(
     """
     config, memory = plan.config, plan.memory
     # The key names everything that a loaded model depends on.
-    sections = (config.model, config.device, config.graphs, plan.source.adapters)
+    sections = (config.model, config.device, config.graphs, plan.source.adapters, config.images)
     cache = (config.cache.block_size, config.cache.dtype)
     key = repr((*sections, *cache, plan.backend, memory.max_model_len, plan.source.shard))
     kept = None if model_cache is None else model_cache.get(key)
@@ -155,6 +155,7 @@ def _build_shard(plan: EnginePlan, shard: Shard, device: torch.device) -> Langua
         has_cache_scales=source.has_cache_scales,
         experts=plan.experts,
         adapters=source.adapters,
+        num_image_rows=source.num_image_rows,
     )
 
 
@@ -201,6 +202,7 @@ def _suffices(part: str, plan: EnginePlan) -> bool:
         and config.kind is DECODER
         and config.moe is None
         and config.recorded is None
+        and config.vision is None
         and source.draft is None
     )
 
@@ -275,6 +277,7 @@ def open_bundle(plan: EnginePlan) -> Bundle | None:
             "max_model_len": str(plan.memory.max_model_len),
             "ranks": _describe_ranks(source),
             "adapters": repr(source.adapters),
+            "images": str(source.num_image_rows),
         },
     )
     if source.device.type == "cuda":

@@ -33,6 +33,7 @@ from ostinato.ops.attention import AttentionPlanner, PlannedBackend, load_backen
 from ostinato.runtime.errors import StartupError
 from ostinato.runtime.execution.hidden_state_pool import HiddenStatePool, num_pool_slots
 from ostinato.runtime.execution.hidden_states import HiddenStates, KeptStates
+from ostinato.runtime.execution.images.make_image_parts import ImageParts, make_image_parts
 from ostinato.runtime.execution.inline_executor import InlineExecutor
 from ostinato.runtime.execution.model_runner import ModelRunner
 from ostinato.runtime.execution.pooler import Pooler
@@ -135,8 +136,10 @@ def build_rank(
         _LOG.info("%slayers: %s", name, _count_layers(graphs))
         if kernels := describe_kernels(plan):
             _LOG.info("CPU kernels: %s", kernels)
-        runner = _make_runner(plan, model, graphs, buffers, token_sampler, grammars)
-        executor = _make_executor(plan, model, runner, kv_cache, grammars, monitor, pages, undo)
+        images = make_image_parts(model, buffers, source.images)
+        runner = _make_runner(plan, model, graphs, buffers, token_sampler, grammars, images)
+        parts = runner, kv_cache, grammars, monitor
+        executor = _make_executor(plan, model, *parts, pages, images, undo)
     with phase("grammar vocabulary"):
         grammars.wait_until_loaded()
     return RankParts(
@@ -291,6 +294,7 @@ def _make_runner(
     buffers: StaticBuffers,
     token_sampler: GraphSampler | None,
     grammars: GrammarStore,
+    images: ImageParts,
 ) -> ModelRunner:
     source = plan.source
     sampler = None  # only rank 0 samples
@@ -314,11 +318,11 @@ def _make_runner(
         has_raw_scores=source.config.has_raw_scores,
     )
     keeps_states = graphs.aux is not None and source.shard.is_leader
-    hidden_states = _keep_hidden_states(plan) if keeps_states else None
-    return ModelRunner(graphs, buffers, sampler, threads, pooler, hidden_states, group)
+    states = _keep_hidden_states(plan) if keeps_states else None
+    return ModelRunner(graphs, buffers, sampler, threads, pooler, states, group, images.tensors)
 
 
-def _make_executor(
+def _make_executor(  # noqa: PLR0913 - the parts of an executor
     plan: EnginePlan,
     model: LanguageModel,
     runner: ModelRunner,
@@ -326,6 +330,7 @@ def _make_executor(
     grammars: GrammarStore,
     monitor: CompileMonitor,
     pages: CachePages | None,
+    images: ImageParts,
     undo: ExitStack,
 ) -> InlineExecutor:
     space, adapters, tiers = plan.source.adapters, None, None
@@ -353,6 +358,7 @@ def _make_executor(
         overlap=plan.overlap,
         adapters=adapters,
         tiers=tiers,
+        images=images.images,
     )
 
 

@@ -80,6 +80,8 @@ def describe_model(plan: EnginePlan, phases: dict[str, float]) -> ServedModel:
         num_segments=source.config.num_segments,
         speculates=source.limits.rows_per_seq > 1,
         block_size=plan.config.cache.block_size if source.config.kind.needs_kv_cache else 0,
+        images=source.images,
+        image_cache_tokens=source.num_image_rows,
     )
 
 

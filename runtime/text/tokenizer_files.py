@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -156,14 +157,27 @@ class TokenizerFiles:
         text = token.get("content") if isinstance(token, dict) else token
         if not isinstance(text, str):
             return None
+        return next((key for key, content in self._added_tokens() if content == text), None)
+
+    def added_token(self, token_id: int) -> str | None:
+        """The text of an added token of a directory; None if it has no such token.
+
+        Raises:
+            StartupError: a file cannot be read.
+        """
+        if self._is_gguf:
+            return None
+        return next((content for key, content in self._added_tokens() if key == token_id), None)
+
+    def _added_tokens(self) -> Iterator[tuple[int, str]]:
+        """The ids and texts of the added tokens of a directory."""
         for token_id, entry in (self.config.get("added_tokens_decoder") or {}).items():
-            if entry.get("content") == text:
-                return int(token_id)
+            yield int(token_id), str(entry.get("content"))
         try:  # the vocabulary is skipped, so this takes milliseconds
             found = msgspec.json.decode(self.tokenizer_json() or "{}", type=_AddedTokens)
         except msgspec.DecodeError:
-            return None  # loading the tokenizer reports the error
-        return next((added.id for added in found.added_tokens if added.content == text), None)
+            return  # loading the tokenizer reports the error
+        yield from ((added.id, added.content) for added in found.added_tokens)
 
     def template_source(self, user_file: str) -> str | None:
         """The chat template: the user's file, else the model's template; None if there is none.

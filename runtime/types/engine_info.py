@@ -10,6 +10,7 @@ from typing import Any, Literal
 import msgspec
 
 from ostinato.graphs.compile_monitor import LateCompile
+from ostinato.models.vision.image_spec import ImageSpec
 from ostinato.runtime.types.params import PoolingKind
 from ostinato.runtime.types.speculation import SpeculationStats, sum_speculation
 from ostinato.runtime.types.tier_stats import TierStats, continued_tiers, sum_tiers
@@ -88,6 +89,8 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     speculates: bool = False  # a drafter proposes tokens, so `prediction` has an effect
     ranks: tuple[RankInfo, ...] = ()  # empty = the model is not divided
     block_size: int = 0  # tokens of a KV block; 0 = unknown, or no keys and values are kept
+    images: ImageSpec | None = None  # how the model takes images; None = it takes none
+    image_cache_tokens: int = 0  # the most embeddings of images that one request can have
 
 
 class EngineStats(msgspec.Struct, array_like=True, gc=False):
@@ -134,6 +137,10 @@ class EngineStats(msgspec.Struct, array_like=True, gc=False):
     num_tier_loads: int = 0  # loads of blocks from slower tiers
     num_refused_tier_loads: int = 0  # computing the blocks was predicted to be faster
     tier_load_seconds: float = 0.0  # the sum of the seconds of the loads
+    num_waiting_for_images: int = 0  # sequences of `num_waiting` that wait for embeddings of images
+    num_images_encoded: int = 0  # images whose embeddings were computed
+    num_image_hits: int = 0  # images of requests whose embeddings existed
+    image_encode_seconds: float = 0.0  # time for computing embeddings, between steps
 
     @property
     def device_seconds(self) -> float:
@@ -178,7 +185,8 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 # Figures that describe the present. All other figures are counters, which only grow.
 _GAUGES = (
-    *("num_running", "num_waiting", "num_waiting_for_grammar", "num_blocks", "num_free_blocks"),
+    *("num_running", "num_waiting", "num_waiting_for_grammar", "num_waiting_for_images"),
+    *("num_blocks", "num_free_blocks"),
     *("max_num_seqs", "max_num_batched_tokens", "layers_by_program"),
     *("predicted_step_seconds", "predicted_ttft_seconds"),
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from ostinato.runtime.types.images import PromptImage
 from ostinato.runtime.types.params import PoolingParams, SamplingParams
 
 __all__ = ("Request",)
@@ -43,3 +44,4 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=Fal
     # The slot of the adapter that computes the request (`ServedAdapter.slot`); -1 = none. The
     # adapter's digest is one of `cache_keys`.
     adapter_slot: int = -1
+    images: list[PromptImage] = []  # in the order of the prompt

@@ -119,6 +119,7 @@ class FakeClient:
         self.traced: list[bool] = []
         self.deadlines: list[float | None] = []
         self.requests: list[tuple[list[int], SamplingParams, int, str]] = []
+        self.prepared: list[PreparedParts | None] = []
         self.aborted: list[str] = []
         self.pooled: list[tuple[list[int], PoolingParams, int, str]] = []
         self.resets = 0
@@ -196,6 +197,7 @@ class FakeClient:
         if self.death_reason is not None:
             raise EngineDeadError(f"the engine does not run: {self.death_reason}")
         self.requests.append((prompt_token_ids, sampling, priority, cache_salt))
+        self.prepared.append(prepared)
         self._use(adapter)
         self.traced.append(trace)
         self.deadlines.append(deadline)

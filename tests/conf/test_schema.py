@@ -156,7 +156,7 @@ def test_the_engines_sections_cross_the_process_border_alone_and_unchanged():
     assert (received.model, received.cache) == (config.model, config.cache)
     assert b"secret" not in wire
     assert set(msgspec.json.decode(wire)) == {
-        *("model", "device", "cache", "scheduler", "speculation", "lora", "graphs"),
+        *("model", "device", "cache", "scheduler", "speculation", "lora", "images", "graphs"),
         *("runtime", "sampling", "parallel"),
     }
 

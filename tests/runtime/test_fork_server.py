@@ -58,7 +58,8 @@ async def sleeping(server: ForkServer) -> tuple[asyncio.Task[bytes], psutil.Proc
 def test_each_job_has_a_process_of_its_own():
     async def test(server):
         assert server.pid is None  # none before the first job
-        answers = await asyncio.gather(*(server.call(b"a", LIMITS) for _ in range(5)))
+        found = await asyncio.gather(*(server.call(b"a", LIMITS) for _ in range(5)))
+        answers = [bytes(answer) for answer in found]
         pids = {answer.split()[2] for answer in answers}
         assert len(pids) == 5
         parents = {int(answer.split()[3]) for answer in answers}

@@ -72,7 +72,7 @@ def test_all_forms_of_a_prompt_are_one_prompt(llm: LLM):
 
 @pytest.mark.parametrize(
     "prompt",
-    [{"text": TEXT}, {"prompt": TEXT, "multi_modal_data": {}}, {"prompt": 3}, {}],
+    [{"text": TEXT}, {"prompt": TEXT, "mm_processor_kwargs": {}}, {"prompt": 3}, {}],
 )
 def test_another_dictionary_is_refused(llm: LLM, prompt: dict):
     with pytest.raises(InvalidRequestError, match="a prompt is a text, token ids, "):

@@ -42,6 +42,7 @@ def compute_identity(plan: EnginePlan) -> dict[str, str]:
         "weight methods": repr(source.weights),
         "attention": plan.backend,
         "experts": str(plan.experts),
+        "images": repr(source.images),
     }
     if model.load_format is LoadFormat.dummy:
         identity["weights"] = f"dummy {model.seed}"

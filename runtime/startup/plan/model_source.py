@@ -39,6 +39,7 @@ from ostinato.models.registry import build_model, class_of, read_model_config
 from ostinato.models.sharding import WHOLE, Shard
 from ostinato.models.stage_layers import with_layers
 from ostinato.models.step_tensors import num_kv_groups
+from ostinato.models.vision.image_spec import ImageSpec
 from ostinato.ops.attention import AttentionSpec
 from ostinato.ops.parallel.exchange import Exchange
 from ostinato.ops.parallel.handoff import HiddenShape
@@ -46,6 +47,7 @@ from ostinato.runtime.costs.step_limits import StepLimits, upper_limits
 from ostinato.runtime.errors import StartupError
 from ostinato.runtime.startup.plan.default_drafts import with_default_drafts
 from ostinato.runtime.startup.plan.device import resolve_device
+from ostinato.runtime.startup.plan.image_source import count_image_rows, read_images
 from ostinato.runtime.startup.plan.refusals import check_division, check_speculation
 from ostinato.runtime.text.vocabulary import vocabulary_difference
 
@@ -75,6 +77,8 @@ class ModelSource:
     head_inputs: HeadInputs = NO_INPUTS  # the hidden states of this model that its head reads
     speculation: SpeculationConfig = NO_DRAFTS  # the section with `method` set
     adapters: AdapterSpace | None = None  # the room for low-rank adapters; None = no room
+    images: ImageSpec | None = None  # how the model takes images; None = it takes none
+    num_image_rows: int = 0  # embeddings of images that can be kept at once
 
     def attention_spec(self, block_size: int) -> AttentionSpec:
         """The requirements of the model on an attention backend."""
@@ -149,6 +153,7 @@ def open_model(
     if model_config.kind.takes_whole_prompts:
         length = config.model.max_model_len or pooling.max_seq_length or model_config.max_model_len
         limits = _encoder_limits(config, limits, length)
+    images = read_images(config, checkpoint, model_config)
     cache_dtype = resolve_cache_dtype(config.cache.dtype, dtype)
     if cache_dtype is torch.float8_e4m3fn and weights.has_cache_scales:
         # Only `Attention` (models/layers/attention_layer.py) divides by the scales.
@@ -172,6 +177,8 @@ def open_model(
         speculation=config.speculation,
         head_inputs=head_inputs,
         adapters=_adapter_space(config, model_config),
+        images=images,
+        num_image_rows=count_image_rows(config, images),
     )
     source = part_of(source, shard)
     if not config.speculation.uses_model or not shard.is_leader:
@@ -204,7 +211,9 @@ def _with_draft(source: ModelSource, draft: ModelSource) -> ModelSource:
     if spec is not None:
         needs_logits = isinstance(spec, NextTokenSpec)
         shard = shard_of_tables(source.shard, source.config, needs_logits=needs_logits)
-        tables = None if shard is None else dataclasses.replace(source, shard=shard)
+        tables = None
+        if shard is not None:
+            tables = dataclasses.replace(source, shard=shard, images=None, num_image_rows=0)
         draft = dataclasses.replace(draft, tables=tables)
     inputs = NO_INPUTS if spec is None else spec.inputs(source.config.num_layers)
     return dataclasses.replace(source, draft=draft, head_inputs=inputs)
@@ -323,6 +332,8 @@ def _why_no_draft(draft: ModelSource) -> str | None:
     """Why a model cannot draft for any other model; None if it can."""
     if not draft.config.kind.generates:
         return f"{draft.config.architecture} does not generate"
+    if draft.config.vision is not None:
+        return f"{draft.config.architecture} takes images, and a draft model sees none"
     if num_kv_groups(class_of(draft.config).step_tensors) > 1:
         return f"{draft.config.architecture} has an encoder"
     return None
@@ -352,6 +363,12 @@ def _adapter_space(config: EngineConfig, model: ModelConfig) -> AdapterSpace | N
     lora = config.lora
     if not lora.num_slots:
         return None
+    if model.vision is not None:
+        raise StartupError(
+            f"lora.max_adapters={lora.num_slots}, but {model.architecture} takes images, and such "
+            "models have no adapters; merge the adapter into the checkpoint, and leave the section "
+            "lora at its defaults"
+        )
     if not issubclass(class_of(model), Decoder):
         how = "runs through transformers" if model.kind.generates else "is an encoder"
         raise StartupError(
@@ -425,6 +442,7 @@ def model_skeleton(
             exchange=source.exchange,
             experts=experts,
             adapters=source.adapters,
+            num_image_rows=source.num_image_rows,
         )
     except ValueError as error:
         if source.shard.size == 1 or experts is not ExpertKernels.auto:

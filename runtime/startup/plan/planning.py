@@ -20,6 +20,7 @@ from ostinato.graphs.capture import GraphRunner
 from ostinato.graphs.compiler.programs import CAPTURED_TOKENS
 from ostinato.graphs.sampling_graph import GraphSampler, num_sampling_graphs
 from ostinato.models.base import LanguageModel
+from ostinato.models.decoder import Decoder
 from ostinato.models.layers.adapter_slots import AdapterSlots
 from ostinato.models.stage_layers import num_bytes
 from ostinato.models.step_tensors import StepSizes, num_kv_groups
@@ -161,7 +162,9 @@ def _footprint(config: EngineConfig, source: ModelSource) -> ModelFootprint:
         adapter_bytes=sum(
             module.num_bytes for module in skeleton.modules() if isinstance(module, AdapterSlots)
         ),
+        image_bytes=_image_bytes(skeleton),
         workspace_bytes=handoff
+        + _encoding_bytes(source)
         + workspace_bytes(
             config.graphs.attention.value,
             source.attention_spec(config.cache.block_size),
@@ -172,6 +175,25 @@ def _footprint(config: EngineConfig, source: ModelSource) -> ModelFootprint:
         if model.kind.needs_kv_cache
         else 0,
     )
+
+
+def _image_bytes(skeleton: LanguageModel) -> int:
+    """Bytes of the vision tower and of the tables for embeddings of images on this rank."""
+    if not isinstance(skeleton, Decoder):
+        return 0
+    tables = sum(table.nbytes for table in skeleton.image_tables() if table is not None)
+    return tables + (0 if skeleton.vision is None else num_bytes(skeleton.vision))
+
+
+def _encoding_bytes(source: ModelSource) -> int:
+    """Memory for computing the embeddings of the largest image."""
+    vision, images = source.config.vision, source.images
+    if vision is None or images is None:
+        return 0
+    # Hidden states, queries, keys, values, rotary tables and results of attention of all patches.
+    # Parts of them are float32.
+    num_patches = images.max_tokens * images.merge_size**2
+    return num_patches * vision.hidden_size * 8 * max(source.dtype.itemsize, 4)
 
 
 def _free_bytes(config: EngineConfig, *, is_cpu: bool) -> int:

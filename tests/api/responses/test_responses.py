@@ -394,7 +394,8 @@ class TestRefused:
         [
             ({"input": []}, "input"),
             ({"input": [{"type": "item_reference", "id": "a"}]}, "input[0].type"),
-            ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
+            ({"input": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "input[0].content[0].type"),
+            ({"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "f"}]}]}, "input[0].content[0].file_id"),
             ({"input": [{"role": "user", "content": "a"}, {"role": "robot", "content": "a"}]}, "input[1].role"),
             ({"input": [{"type": "function_call", "name": "f"}]}, "input[0].call_id"),
             ({"input": [{"type": "function_call", "call_id": "", "name": "f", "arguments": "{}"}]}, "input[0].call_id"),

@@ -208,12 +208,30 @@ class TestRefused:
         error = refusal({"prompt": "a", name: value}, CompletionRequest)
         assert (error.param, error.code) == (name, "unsupported_parameter")
 
-    @pytest.mark.parametrize("kind", ["image_url", "input_audio", "file"])
-    def test_content_that_is_not_text(self, kind):
+    @pytest.mark.parametrize("kind", ["video_url", "input_audio", "file"])
+    def test_content_that_is_neither_text_nor_an_image(self, kind):
         part = {"type": kind, kind: {"url": "data:"}}
         error = refusal({"messages": [{"role": "user", "content": [part]}]})
         assert error.param == "messages[0].content[0].type"
-        assert f"Invalid value '{kind}'; the model takes text only" in str(error)
+        assert f"Invalid value '{kind}'; parts are {{'type': 'text'" in str(error)
+
+    @pytest.mark.parametrize(
+        ("part", "param", "code"),
+        [
+            ({"type": "image_url"}, "image_url", "missing_field"),
+            ({"type": "image_url", "image_url": {}}, "image_url.url", "missing_field"),
+            ({"type": "image_url", "image_url": "data:", "size": 1}, "size", "unknown_parameter"),
+            (
+                {"type": "image_url", "image_url": {"url": "data:", "detail": "original"}},
+                "image_url.detail",
+                "invalid_value",
+            ),
+            ({"type": "input_image", "file_id": "f"}, "file_id", "unsupported_parameter"),
+        ],
+    )
+    def test_parts_of_images(self, part, param, code):
+        error = refusal({"messages": [{"role": "user", "content": [part]}]})
+        assert (error.param, error.code) == (f"messages[0].content[0].{param}", code)
 
 
 @pytest.mark.parametrize("brackets", ["[]", "{}"])

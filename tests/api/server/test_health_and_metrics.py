@@ -147,6 +147,10 @@ class TestMetrics:
             grammar_build_seconds=0.25,
             iteration_tokens=[0] * 3 + [2] + [0] * 11,
             num_evictions=5,
+            num_waiting_for_images=1,
+            num_images_encoded=6,
+            num_image_hits=4,
+            image_encode_seconds=0.75,
         )
         samples = self.samples(app)
         expected = {
@@ -180,6 +184,10 @@ class TestMetrics:
             "ostinato_grammar_seconds_total": 0.5,
             "ostinato_grammar_build_seconds_total": 0.25,
             "ostinato_kv_cache_evictions_total": 5,
+            "ostinato_requests_waiting_for_images": 1,
+            "ostinato_images_encoded_total": 6,
+            "ostinato_image_hits_total": 4,
+            "ostinato_image_encode_seconds_total": 0.75,
             'ostinato_iteration_tokens_bucket{"le": "4.0"}': 0,
             'ostinato_iteration_tokens_bucket{"le": "8.0"}': 2,
             'ostinato_iteration_tokens_bucket{"le": "+Inf"}': 2,

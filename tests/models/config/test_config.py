@@ -43,6 +43,23 @@ LATENT = EXPERTS | {
     "qk_rope_head_dim": 8,
     "v_head_dim": 16,
 }
+IMAGES: dict[str, Any] = {  # keys of models that take images
+    "text_config": {
+        **LLAMA,
+        "num_key_value_heads": 8,
+        "head_dim": 8,
+        "rope_scaling": {"mrope_section": [2, 1, 1]},
+    },
+    "vision_config": {
+        "depth": 2,
+        "embed_dim": 32,
+        "num_heads": 2,
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "out_hidden_size": 64,
+        "deepstack_visual_indexes": [0],
+    },
+}
 OF_FAMILY = {
     "CodeGenForCausalLM": {"rotary_dim": 8},
     "DeepseekV2ForCausalLM": LATENT,
@@ -51,6 +68,14 @@ OF_FAMILY = {
     "GPTJForCausalLM": {"rotary_dim": 8},
     "Glm4MoeLiteForCausalLM": LATENT,
     "Llama4ForCausalLM": EXPERTS | {"intermediate_size_mlp": 64},
+    "LlavaForConditionalGeneration": {"text_config": {**LLAMA, "model_type": "llama"}},
+    "Qwen2VLForConditionalGeneration": IMAGES,
+    "Qwen2_5_VLForConditionalGeneration": IMAGES,
+    "Qwen3VLForConditionalGeneration": IMAGES,
+    "Qwen3VLMoeForConditionalGeneration": {
+        **IMAGES,
+        "text_config": {**IMAGES["text_config"], **EXPERTS},
+    },
 }
 GPT2 = {"architectures": ["GPT2LMHeadModel"], "n_positions": 8}
 
@@ -346,6 +371,7 @@ def test_built_on_meta_without_memory(architecture: str) -> None:
         device=torch.device("meta"),
         attention_backend="reference",
         max_model_len=100,
+        num_image_rows=9,
     )
     assert {tensor.device.type for tensor in model.state_dict().values()} == {"meta"}
     assert len(model.layers) == 4

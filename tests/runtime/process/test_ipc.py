@@ -1,4 +1,4 @@
-"""Messages to the engine: a grammar that equals the last one sent is left out of the message."""
+"""Messages to the engine: parts that equal the ones sent last are left out of the message."""
 
 from __future__ import annotations
 
@@ -10,45 +10,55 @@ from ostinato.runtime.process.ipc import (
     AbortRequests,
     AddRequest,
     ClientMessage,
+    LastParts,
     LoadAdapter,
     client_decoder,
     encoder,
     with_repetition,
     without_repetition,
 )
+from ostinato.runtime.types.images import PromptImage
 from ostinato.runtime.types.params import SamplingParams
 from ostinato.runtime.types.request import Request
+from tests.runtime.toy_tower import toy_image
 
 LONG = "start: " + "x" * 1000
 
 
-def add(request_id: str, grammar: str) -> AddRequest:
+def add(request_id: str, grammar: str, images: list[PromptImage]) -> AddRequest:
     return AddRequest(
         Request(
             request_id=request_id,
             prompt_token_ids=[1],
             sampling=SamplingParams(),
             grammar=grammar,
+            images=images,
         )
     )
 
 
+IMAGES = [[], [toy_image(1, 16, 16)], [toy_image(1, 16, 16), toy_image(2, 16, 16)]]
+
 MESSAGES = st.one_of(
     st.just(AbortRequests(["a"])),
     st.just(LoadAdapter(3, 1, "/adapters/sql", "0f")),
-    st.sampled_from(["", LONG, LONG + "y"]).map(lambda grammar: add("a", grammar)),
+    st.builds(add, st.just("a"), st.sampled_from(["", LONG, LONG + "y"]), st.sampled_from(IMAGES)),
 )
 
 
 @given(st.lists(MESSAGES))
-def test_a_grammar_is_sent_once_in_a_row(sent):
-    sending = receiving = last = ""
+def test_a_grammar_and_images_are_sent_once_in_a_row(sent):
+    sending = receiving = LastParts()
+    last_grammar, last_images = "", []
     for message in sent:
         short, sending = without_repetition(message, sending)
         data = encoder().encode(short)
         received: ClientMessage = client_decoder.decode(data)
         received, receiving = with_repetition(received, receiving)
         assert msgspec.to_builtins(received) == msgspec.to_builtins(message)
-        if isinstance(message, AddRequest) and message.request.grammar:
-            assert (len(data) > 1000) == (message.request.grammar != last)
-            last = message.request.grammar
+        if isinstance(message, AddRequest):
+            grammar, images = message.request.grammar, message.request.images
+            assert (LONG.encode() in data) == (grammar not in ("", last_grammar))
+            has_pixels = bool(images) and images[-1].pixels in data
+            assert has_pixels == (images not in ([], last_images))
+            last_grammar, last_images = grammar or last_grammar, images or last_images

@@ -1,0 +1,160 @@
+"""The messages between `Preparer` and the forks that prepare requests."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from typing import Any, NamedTuple, Protocol, TypeVar, cast, runtime_checkable
+
+import msgspec
+
+from ostinato.api.preparation.generation import Generation
+from ostinato.api.preparation.preparation import Arrival, PreparationSettings
+from ostinato.runtime.types.engine_info import ServedModel
+from ostinato.runtime.types.images import PromptImage
+
+__all__ = (
+    "ForkAnswer",
+    "ForkJob",
+    "ForkStart",
+    "Refusal",
+    "encode_job",
+    "encode_result",
+    "read_job",
+    "split_result",
+    "with_pixels",
+)
+
+T = TypeVar("T")
+_LENGTH = struct.Struct("<Q")
+
+
+class ForkStart(msgspec.Struct, frozen=True, kw_only=True):
+    """The first message to the fork server."""
+
+    model: ServedModel
+    chat_template: str | None
+    settings: PreparationSettings
+
+
+class ForkJob(msgspec.Struct, frozen=True, kw_only=True):
+    """A request to prepare. In the message, a newline, the fetched images and the body follow."""
+
+    function: str
+    arrival: Arrival  # without `fetched`
+    is_shared: bool  # the fork prepares further requests
+    fetched: list[tuple[str, int]] = []  # URL and size of each fetched image
+
+
+class Refusal(msgspec.Struct, frozen=True, kw_only=True):
+    """An InvalidRequestError, as a fork sends it to the server's process."""
+
+    message: str
+    param: str | None
+    code: str | None
+    status: int
+
+
+class ForkAnswer(NamedTuple):
+    """The first byte of a fork's answer. It says what follows."""
+
+    result = b"+"  # JSON; if the function returns bytes, these bytes
+    images = b"i"  # the length of the JSON, the JSON without pixels, and the pixels of all images
+    refusal = b"-"  # a `Refusal`
+    own_fork = b"1"  # the request needs a fork of its own
+    fetch = b"f"  # a JSON object: URL of an image to fetch -> its name
+    failure = b"!"  # the traceback of an unexpected error
+
+
+class _Chat(Protocol):
+    """The part of a prepared chat request that has its prompt."""
+
+    @property
+    def generation(self) -> Generation: ...
+
+
+@runtime_checkable
+class _HasChat(Protocol):
+    """A prepared request of a chat API."""
+
+    @property
+    def ready(self) -> _Chat: ...
+
+
+def encode_job(function: str, arrival: Arrival, data: bytes, *, is_shared: bool) -> list[bytes]:
+    """The parts of a job's bytes, for `read_job`."""
+    fetched = arrival.fetched
+    job = ForkJob(
+        function=function,
+        arrival=msgspec.structs.replace(arrival, fetched={}),
+        is_shared=is_shared,
+        fetched=[(url, len(body)) for url, body in fetched.items()],
+    )
+    return [msgspec.json.encode(job) + b"\n", *fetched.values(), data]
+
+
+def read_job(job: bytes) -> tuple[ForkJob, bytes]:
+    """The job, with the fetched images in its arrival, and the body."""
+    begin = job.index(b"\n") + 1
+    ordered = msgspec.json.decode(job[: begin - 1], type=ForkJob)
+    fetched: dict[str, bytes] = {}
+    for url, size in ordered.fetched:
+        fetched[url] = job[begin : begin + size]
+        begin += size
+    arrival = msgspec.structs.replace(ordered.arrival, fetched=fetched)
+    return msgspec.structs.replace(ordered, arrival=arrival), job[begin:]
+
+
+def encode_result(result: Any) -> bytes:
+    """The answer of a fork for the result of its function, for `split_result`.
+
+    JSON needs a third more bytes for pixels, and decoding them would block the event loop.
+    """
+    if isinstance(result, bytes):
+        return ForkAnswer.result + result
+    images = _images(result)
+    if not images:
+        return ForkAnswer.result + msgspec.json.encode(result)
+    bare = [msgspec.structs.replace(image, pixels=b"") for image in images]
+    encoded = msgspec.json.encode(_with_images(result, bare))
+    pixels = [image.pixels for image in images]
+    return b"".join([ForkAnswer.images, _LENGTH.pack(len(encoded)), encoded, *pixels])
+
+
+def split_result(view: memoryview) -> tuple[memoryview, memoryview]:
+    """The JSON and the pixels of an answer that begins with `ForkAnswer.images`.
+
+    Args:
+        view: the answer without this first byte.
+    """
+    (length,) = _LENGTH.unpack_from(view)
+    return view[_LENGTH.size : _LENGTH.size + length], view[_LENGTH.size + length :]
+
+
+async def with_pixels(result: T, pixels: memoryview) -> T:
+    """A copy of a result with the pixels of its images. Other tasks run between the images.
+
+    Args:
+        result: as `encode_result` has encoded it.
+        pixels: the pixels of all images, one after the other.
+    """
+    images: list[PromptImage] = []
+    begin = 0
+    for image in _images(result):
+        end = begin + image.height * image.width * 3
+        images.append(msgspec.structs.replace(image, pixels=bytes(pixels[begin:end])))
+        begin = end
+        await asyncio.sleep(0)
+    assert begin == len(pixels), "the sizes of the images are those of their pixels"
+    return cast("T", _with_images(result, images))
+
+
+def _images(result: Any) -> list[PromptImage]:
+    return result.ready.generation.images if isinstance(result, _HasChat) else []
+
+
+def _with_images(result: Any, images: list[PromptImage]) -> Any:
+    replace = msgspec.structs.replace
+    ready = result.ready
+    generation = replace(ready.generation, images=images)
+    return replace(result, ready=replace(ready, generation=generation))

@@ -1,0 +1,66 @@
+"""The hyperparameters of a vision tower, under one set of names for all families.
+
+models/config/vision_fields.py reads them from a config.json.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+__all__ = ("TowerKind", "VisionConfig")
+
+
+class TowerKind(StrEnum):
+    """The architecture of a vision tower."""
+
+    clip = "clip"  # of LLaVA: learned positions, a class token, a projector
+    siglip = "siglip"  # of LLaVA: as CLIP, without class token and first norm
+    qwen2 = "qwen2"  # rotary positions, a merger of patches
+    qwen2_5 = "qwen2.5"  # as Qwen2, with windows, gated MLPs and RMS norms
+    qwen3 = "qwen3"  # rotary and interpolated positions, mergers for layers of the decoder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VisionConfig:
+    """What a vision tower is built from; hashable."""
+
+    kind: TowerKind
+    output_size: int  # the hidden size of the decoder
+    # Layers of the decoder, counted from the first, whose result gets states of the tower added
+    # (DeepStack, arXiv:2406.04334). The tower returns (1 + num_deep) * output_size values.
+    num_deep: int = 0
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    activation: str  # a key of ops.activation.ACTIVATIONS
+    norm_eps: float
+    patch_size: int  # pixels of a patch's edge
+    # CLIP and SigLIP
+    image_size: int = 0  # pixels of an image's edge
+    # The states that the projector reads, one after the other: 0 = the embeddings of the patches,
+    # i = the result of layer i - 1. Later layers than the largest of them are not computed.
+    feature_layers: tuple[int, ...] = ()
+    drops_first: bool = False  # the first state, which is CLIP's class token, is not read
+    projector_activation: str = "gelu"
+    projector_bias: bool = True
+    # Qwen
+    merge_size: int = 1  # patches of the edge of the square that gives one embedding
+    num_frames: int = 1  # frames of a patch; a still image is repeated
+    rope_theta: float = 10_000.0
+    window: int = 0  # embeddings of a window's edge; 0 = no windows
+    full_layers: tuple[int, ...] = ()  # with windows: the layers that see the whole image
+    num_positions: int = 0  # rows of the table of positions, which is a square
+    # The layers whose results are merged for the decoder, one for each merger of the checkpoint.
+    deep_layers: tuple[int, ...] = ()
+
+    @property
+    def head_dim(self) -> int:
+        """Elements of a head."""
+        return self.hidden_size // self.num_heads
+
+    @property
+    def num_used_layers(self) -> int:
+        """Layers that are computed."""
+        return max(self.feature_layers) if self.feature_layers else self.num_layers

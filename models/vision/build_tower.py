@@ -1,0 +1,30 @@
+"""Builds the vision tower of a model."""
+
+from __future__ import annotations
+
+from ostinato.models.config.vision_config import TowerKind, VisionConfig
+from ostinato.models.layers.linear_layers import BuildOptions
+from ostinato.models.vision.clip_tower import ClipTower
+from ostinato.models.vision.qwen3_tower import Qwen3Tower
+from ostinato.models.vision.qwen_tower import QwenTower
+from ostinato.models.vision.vision_tower import VisionTower
+
+__all__ = ("build_tower",)
+
+_TOWERS: dict[TowerKind, type[ClipTower | QwenTower]] = {
+    TowerKind.clip: ClipTower,
+    TowerKind.siglip: ClipTower,
+    TowerKind.qwen2: QwenTower,
+    TowerKind.qwen2_5: QwenTower,
+    TowerKind.qwen3: Qwen3Tower,
+}
+
+
+def build_tower(config: VisionConfig, options: BuildOptions) -> VisionTower:
+    """The tower with unset weights.
+
+    Args:
+        config: its hyperparameters.
+        options: dtype and device. Every rank holds the whole tower.
+    """
+    return _TOWERS[config.kind](config, options)

@@ -1,0 +1,101 @@
+"""The towers of LLaVA 1.5 (arXiv:2310.03744): CLIP or SigLIP, and the projector to the decoder."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+
+import torch
+from torch import Tensor, nn
+
+from ostinato.models.config.vision_config import TowerKind, VisionConfig
+from ostinato.models.layers.linear_layers import BuildOptions
+from ostinato.models.layers.norm_layers import LayerNorm
+from ostinato.models.vision.image_spec import ImageSpec
+from ostinato.models.vision.patch_grid import split_patches
+from ostinato.models.vision.tower_layers import (
+    PatchEmbedding,
+    TowerBlock,
+    TowerLinear,
+    run_block,
+    tower_options,
+    units,
+)
+from ostinato.models.vision.vision_tower import VisionTower
+from ostinato.ops.activation import activate
+
+__all__ = ("ClipTower",)
+
+
+class _Projector(nn.Module):
+    """Two matrices with an activation between them."""
+
+    def __init__(self, config: VisionConfig, options: BuildOptions) -> None:
+        super().__init__()
+        self.activation = config.projector_activation
+        bias = config.projector_bias
+        size = config.hidden_size * len(config.feature_layers)
+        self.linear_1 = TowerLinear(size, config.output_size, options, bias=bias)
+        self.linear_2 = TowerLinear(config.output_size, config.output_size, options, bias=bias)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """[T, hidden_size * states] -> [T, output_size]."""
+        return self.linear_2(activate(self.linear_1(features), self.activation))
+
+
+class ClipTower(VisionTower):
+    """CLIP (arXiv:2103.00020) or SigLIP (arXiv:2303.15343). All images have one size.
+
+    Layers after the last one whose result is read are left out, and so are the last norm and the
+    pooling head.
+    """
+
+    def __init__(self, config: VisionConfig, options: BuildOptions) -> None:
+        super().__init__()
+        options = tower_options(options)
+        self.config = config
+        is_clip = config.kind is TowerKind.clip
+        size = config.hidden_size
+        num_positions = (config.image_size // config.patch_size) ** 2 + is_clip
+        self.patch_embed = PatchEmbedding(config, options, bias=not is_clip)
+        self.position_embedding = options.empty(num_positions, size)
+        self.class_embedding = options.empty(size) if is_clip else None
+        self.pre_norm = LayerNorm(size, config.norm_eps, options) if is_clip else None
+        self.blocks = nn.ModuleList(
+            TowerBlock(config, options) for _ in range(config.num_used_layers)
+        )
+        self.projector = _Projector(config, options)
+
+    def encode(
+        self, pixels: Tensor, spec: ImageSpec, rows_per_unit: int
+    ) -> Generator[None, None, Tensor]:
+        wanted = set(self.config.feature_layers)
+        hidden = self._embed(pixels, spec)
+        states = {0: hidden.clone()} if 0 in wanted else {}
+        yield
+        for number, block in enumerate(self.blocks, 1):
+            assert isinstance(block, TowerBlock), "the list has blocks only"
+            yield from run_block(block, hidden, None, rows_per_unit)
+            if number in wanted:
+                states[number] = hidden.clone()
+        features = torch.cat([states[number] for number in self.config.feature_layers], dim=1)
+        if self.config.drops_first:
+            features = features[1:]
+        parts: list[Tensor] = []
+        for rows in units(len(features), rows_per_unit):
+            parts.append(self.projector(features[rows]))
+            yield
+        return torch.cat(parts)
+
+    def _embed(self, pixels: Tensor, spec: ImageSpec) -> Tensor:
+        """The states before the first layer: [positions, D]."""
+        edge = self.config.image_size
+        if pixels.shape != (edge, edge, 3):
+            raise ValueError(
+                f"an image of shape {list(pixels.shape)} was given to a tower that takes images of "
+                f"{[edge, edge, 3]}; preprocessor_config.json must state the size of vision_config"
+            )
+        hidden = self.patch_embed.embed(split_patches(pixels, self.config.patch_size), spec)
+        if self.class_embedding is not None:
+            hidden = torch.cat((self.class_embedding[None], hidden))
+        hidden = hidden + self.position_embedding
+        return hidden if self.pre_norm is None else self.pre_norm(hidden)

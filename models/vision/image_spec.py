@@ -1,0 +1,69 @@
+"""How a model takes the images in prompts.
+
+An image is decoded and resized by the process that prepares the request (runtime/images). The
+engine computes its embeddings with the vision tower. In a prompt, each embedding stands in the
+place of one placeholder token. This module imports no torch.
+"""
+
+from __future__ import annotations
+
+import math
+from enum import StrEnum
+
+import msgspec
+
+__all__ = ("MAX_ASPECT_RATIO", "ImageSizing", "ImageSpec")
+
+MAX_ASPECT_RATIO = 200
+"""The longer edge of an image is at most this many times the shorter one, if its shape is kept."""
+
+
+class ImageSizing(StrEnum):
+    """How the size of a prepared image follows from that of the image."""
+
+    fixed = "fixed"  # all images get the same size (CLIP, SigLIP)
+    dynamic = "dynamic"  # the size is kept within limits and rounded to whole patches (Qwen-VL)
+
+
+class ImageSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """How a model takes images: size, colours, and the tokens that stand for an image."""
+
+    sizing: ImageSizing
+    placeholder_id: int  # the token that stands for one embedding
+    # The text of the placeholder token. A chat template writes it once for each image.
+    placeholder: str
+    # What to write for an image if the chat template does not show images: the placeholder, with
+    # the tokens around it that the model was trained with.
+    marked_placeholder: str
+    mean: tuple[float, float, float]  # of the colours R, G, B, subtracted after `rescale`
+    std: tuple[float, float, float]
+    rescale: float = 1 / 255  # factor of the stored colours 0 to 255
+    resample: int = 3  # number of Pillow's filter: 2 = bilinear, 3 = bicubic
+    patch_size: int  # pixels of a patch's edge
+    merge_size: int = 1  # patches of the edge of the square that gives one embedding
+    # Fixed sizing, in pixels. In this order: pad to a square, resize, crop. If neither
+    # `shortest_edge` nor `size` is set, the image is not resized.
+    pads_to_square: bool = False  # with the mean colour
+    shortest_edge: int = 0  # the length to which the shorter edge is resized; 0 = `size` is used
+    size: tuple[int, int] = (0, 0)  # (height, width) to which the image is resized
+    crop: tuple[int, int] = (0, 0)  # (height, width) that are cut out of the middle; 0 = no cut
+    num_tokens: int = 0  # embeddings of every image
+    # Dynamic sizing: limits of height * width.
+    min_pixels: int = 0
+    max_pixels: int = 0
+
+    @property
+    def max_tokens(self) -> int:
+        """Embeddings of the largest image."""
+        if self.sizing is ImageSizing.fixed:
+            return self.num_tokens
+        # A long and narrow image can have more than `max_pixels`, because an edge has at least one
+        # unit. With the area in units and edges of ratio r, the edges are sqrt(area / r) and
+        # sqrt(area * r). If an image is enlarged to `min_pixels`, both are rounded up.
+        unit = (self.patch_size * self.merge_size) ** 2
+        narrow = math.isqrt(MAX_ASPECT_RATIO * self.max_pixels // unit)
+        least = self.min_pixels / unit
+        enlarged = math.prod(
+            math.sqrt(least * r) + 1 for r in (MAX_ASPECT_RATIO, 1 / MAX_ASPECT_RATIO)
+        )
+        return max(1, self.max_pixels // unit, narrow, math.floor(enlarged))

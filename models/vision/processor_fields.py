@@ -1,0 +1,161 @@
+"""Typed access to the fields of an image processor's file; every error names the file and the key.
+
+This module imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+__all__ = ("ProcessorFields", "read_processor_fields")
+
+_FILE = "preprocessor_config.json"
+_COMBINED_FILE = "processor_config.json"
+_COMBINED_KEY = "image_processor"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessorFields:
+    """The fields of an image processor; a missing key has the default of the processor's class."""
+
+    source: str  # where the fields stand, for errors
+    stated: Mapping[str, Any]  # the fields of the file; null takes the place of the default too
+    defaults: Mapping[str, Any]
+
+    def get(self, key: str) -> Any:
+        """The value of a key: the stated one, which can be None, else the default, else None."""
+        return self.stated.get(key, self.defaults.get(key))
+
+    def refusal(self, key: str, supported: str) -> ValueError:
+        """The error for a value that is not supported."""
+        return ValueError(
+            f"{self.source}: {key}={json.dumps(self.get(key))} is not supported; {supported}"
+        )
+
+    def refuse_unknown(self, known: Collection[str]) -> None:
+        """Refuse keys whose effect is not known.
+
+        Raises:
+            ValueError: a stated key is not among `known`.
+        """
+        for key, value in self.stated.items():
+            if value is not None and key not in known:
+                raise self.refusal(key, "remove the key if it has no effect on images")
+
+    def flag(self, key: str) -> bool:
+        """A boolean; null is false, and so is a missing key without a default.
+
+        Raises:
+            ValueError: the value is not a boolean.
+        """
+        value = self.get(key)
+        if value is None:
+            return False
+        if not isinstance(value, bool):
+            raise self.refusal(key, "it must be true or false")
+        return value
+
+    def integer(self, key: str) -> int:
+        """An integer of at least 1.
+
+        Raises:
+            ValueError: the value is something else.
+        """
+        value = self.get(key)
+        if not _is_positive(value):
+            raise self.refusal(key, "it must be an integer of at least 1")
+        return value
+
+    def factor(self, key: str) -> float:
+        """A finite number above 0.
+
+        Raises:
+            ValueError: the value is something else.
+        """
+        value = self.get(key)
+        if not _is_number(value) or value <= 0:
+            raise self.refusal(key, "it must be a number above 0")
+        return float(value)
+
+    def colours(self, key: str) -> tuple[float, float, float]:
+        """Numbers for R, G and B; a single number is used for all three.
+
+        Raises:
+            ValueError: the value is something else.
+        """
+        value = self.get(key)
+        numbers = value if isinstance(value, list | tuple) else [value] * 3
+        if len(numbers) != 3 or not all(map(_is_number, numbers)):
+            raise self.refusal(key, "it must be three numbers, for R, G and B")
+        red, green, blue = map(float, numbers)
+        return red, green, blue
+
+    def lengths(self, key: str, keys: str) -> dict[str, int]:
+        """A mapping of names to lengths or areas in pixels.
+
+        Args:
+            key: the key of the mapping.
+            keys: what the mapping must have, for the error.
+
+        Raises:
+            ValueError: the value is not a mapping, or a length is not an integer of at least 1.
+        """
+        value = self.get(key)
+        if not isinstance(value, dict) or not all(map(_is_positive, value.values())):
+            raise self.refusal(key, f"it must have {keys}, each an integer of at least 1")
+        return value
+
+
+def read_processor_fields(checkpoint_directory: Path) -> tuple[str, dict[str, Any]]:
+    """The fields of a checkpoint's image processor.
+
+    They stand in preprocessor_config.json. Newer checkpoints have them under `image_processor` of
+    processor_config.json, which has priority in transformers too.
+
+    Returns:
+        Where the fields stand, for errors, and the fields.
+
+    Raises:
+        ValueError: there are none, or a file is not a JSON object.
+    """
+    source, fields = f"{_COMBINED_FILE}: {_COMBINED_KEY}", None
+    combined = _read_object(checkpoint_directory / _COMBINED_FILE)
+    if combined is not None:
+        fields = combined.get(_COMBINED_KEY)
+    if fields is None:
+        source, fields = _FILE, _read_object(checkpoint_directory / _FILE)
+    if fields is None:
+        raise ValueError(
+            f"{checkpoint_directory} has no {_FILE}, which says how the model takes images; copy "
+            "this file from the model's original repository, or write it with "
+            "AutoImageProcessor.from_pretrained(...).save_pretrained(...) of transformers"
+        )
+    if not isinstance(fields, dict):
+        raise ValueError(f"{source} must be a JSON object, got {json.dumps(fields)}")  # noqa: TRY004
+    return source, fields
+
+
+def _read_object(path: Path) -> dict[str, Any] | None:
+    """The JSON object in a file; None if there is no file."""
+    try:
+        content = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise ValueError(f"{path.name} is not valid JSON: {error}; copy the file again") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path.name} must be a JSON object, got {json.dumps(content)}")  # noqa: TRY004
+    return content
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

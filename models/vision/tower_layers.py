@@ -1,0 +1,257 @@
+"""The layers that vision towers share, and how their work is divided into units.
+
+A tower's matrices are whole on every rank, have the dtype of the model, and take no adapters. All
+patches of an image see each other, or those of their window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ostinato.models.config.vision_config import TowerKind, VisionConfig
+from ostinato.models.layers.linear_layers import BuildOptions, Linear, MergedLinear
+from ostinato.models.layers.norm_layers import LayerNorm, RMSNorm
+from ostinato.models.sharding import WHOLE
+from ostinato.models.vision.image_spec import ImageSpec
+from ostinato.models.weight_methods.weight_method import MatrixRole
+from ostinato.ops.activation import activate
+from ostinato.ops.rope import rotate_heads
+
+__all__ = (
+    "Merger",
+    "PatchEmbedding",
+    "Rows",
+    "TowerBlock",
+    "TowerLinear",
+    "run_block",
+    "run_windows",
+    "tower_options",
+    "units",
+)
+
+Rows = tuple[Tensor, Tensor]
+"""Cosines and sines of patches, [patches, head_dim / 2] float32 each."""
+
+
+def tower_options(options: BuildOptions) -> BuildOptions:
+    """The options of a tower in a model with these options."""
+    return replace(options, shard=WHOLE, adapters=None)
+
+
+def units(total: int, most: int) -> Iterator[slice]:
+    """Divide rows into ranges of at most `most` rows."""
+    for start in range(0, total, most):
+        yield slice(start, min(start + most, total))
+
+
+class TowerLinear(Linear):
+    """A matrix of a tower."""
+
+    role = MatrixRole.vision
+    takes_adapters = False
+
+
+class _TowerMergedLinear(MergedLinear):
+    role = MatrixRole.vision
+    takes_adapters = False
+
+
+class PatchEmbedding(TowerLinear):
+    """Colours of patches to hidden states. A checkpoint stores the matrix as a convolution.
+
+    Args:
+        config: the tower's hyperparameters.
+        options: dtype and device.
+        bias: whether there is a bias.
+    """
+
+    def __init__(self, config: VisionConfig, options: BuildOptions, *, bias: bool) -> None:
+        size = 3 * config.num_frames * config.patch_size**2
+        super().__init__(size, config.hidden_size, options, bias=bias)
+        self.num_frames = config.num_frames
+        # Only the towers of Qwen have a dimension of frames, also if there is one frame.
+        is_flat = config.kind in (TowerKind.clip, TowerKind.siglip)
+        frames = () if is_flat else (config.num_frames,)
+        self.kernel = (3, *frames, config.patch_size, config.patch_size)
+
+    def embed(self, patches: Tensor, spec: ImageSpec) -> Tensor:
+        """Scale the colours of patches and embed them.
+
+        Args:
+            patches: [T, 3 * patch_size ** 2] uint8, as `split_patches` gives them.
+            spec: how colours are scaled.
+
+        Returns:
+            [T, hidden_size].
+        """
+        device = patches.device
+        mean, std = (torch.tensor(each, device=device)[:, None] for each in (spec.mean, spec.std))
+        colours = patches.view(len(patches), 3, -1).float()
+        scaled = ((colours * spec.rescale - mean) / std).to(self.spec.dtype)
+        if self.num_frames > 1:
+            scaled = scaled.unsqueeze(2).expand(-1, -1, self.num_frames, -1)
+        return self(scaled.reshape(len(patches), -1))
+
+
+class _Attention(nn.Module):
+    def __init__(self, config: VisionConfig, options: BuildOptions) -> None:
+        super().__init__()
+        size = config.hidden_size
+        self.qkv = _TowerMergedLinear(size, (size, size, size), options, bias=True)
+        self.proj = TowerLinear(size, size, options, bias=True)
+
+
+class _MLP(nn.Module):
+    def __init__(self, config: VisionConfig, options: BuildOptions) -> None:
+        super().__init__()
+        self.activation = config.activation
+        self.fc1 = TowerLinear(config.hidden_size, config.intermediate_size, options, bias=True)
+        self.fc2 = TowerLinear(config.intermediate_size, config.hidden_size, options, bias=True)
+
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+        return self.fc2(activate(self.fc1(x), self.activation), residual)
+
+
+class _GatedMLP(nn.Module):
+    def __init__(self, config: VisionConfig, options: BuildOptions) -> None:
+        super().__init__()
+        self.activation = config.activation
+        sizes = (config.intermediate_size, config.intermediate_size)
+        self.gate_up_proj = _TowerMergedLinear(config.hidden_size, sizes, options, bias=True)
+        self.down_proj = TowerLinear(
+            config.intermediate_size, config.hidden_size, options, bias=True
+        )
+
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+        inner = activate(self.gate_up_proj(x), self.activation, gated=True)
+        return self.down_proj(inner, residual)
+
+
+class TowerBlock(nn.Module):
+    """Attention in both directions and an MLP, each after a norm and added to its input."""
+
+    def __init__(self, config: VisionConfig, options: BuildOptions) -> None:
+        super().__init__()
+        is_gated = config.kind is TowerKind.qwen2_5
+        norm = RMSNorm if is_gated else LayerNorm
+        self.num_heads, self.head_dim = config.num_heads, config.head_dim
+        self.norm1 = norm(config.hidden_size, config.norm_eps, options)
+        self.attn = _Attention(config, options)
+        self.norm2 = norm(config.hidden_size, config.norm_eps, options)
+        self.mlp = (_GatedMLP if is_gated else _MLP)(config, options)
+
+    def project(self, hidden: Tensor, rope: Rows | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of some patches: [T, D] -> three times [T, H, d]."""
+        count = self.num_heads
+        heads = self.attn.qkv(self.norm1(hidden)).view(-1, 3 * count, self.head_dim)
+        q, k, v = heads.split((count, count, count), 1)
+        if rope is not None:
+            turned = rotate_heads(heads[:, : 2 * count], *rope, count)
+            q, k = turned.split((count, count), 1)
+        return q, k, v
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attention inside each of W windows: [W, Tq, H, d], [W, Tk, H, d] -> [W * Tq, D]."""
+        q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+        out = F.scaled_dot_product_attention(q, k, v, scale=self.head_dim**-0.5)
+        return out.transpose(1, 2).reshape(-1, self.num_heads * self.head_dim)
+
+    def finish(self, attended: Tensor, hidden: Tensor) -> Tensor:
+        """The rest of the block: attended [T, D] and the block's input [T, D] -> [T, D]."""
+        hidden = self.attn.proj(attended, hidden)
+        return self.mlp(self.norm2(hidden), hidden)
+
+
+def run_block(
+    block: TowerBlock, hidden: Tensor, rope: Rows | None, rows_per_unit: int
+) -> Generator[None, None, None]:
+    """Replace the hidden states [T, D] by the result of a block whose patches see the whole image.
+
+    First the queries, keys and values of all patches are computed, then the rest.
+    """
+    shape = (3, len(hidden), block.num_heads, block.head_dim)
+    stacked = torch.empty(shape, dtype=hidden.dtype, device=hidden.device)
+    for rows in units(len(hidden), rows_per_unit):
+        own = None if rope is None else (rope[0][rows], rope[1][rows])
+        for place, value in zip(stacked, block.project(hidden[rows], own), strict=True):
+            place[rows] = value
+        yield
+    q, k, v = stacked.unsqueeze(1)
+    for rows in units(len(hidden), rows_per_unit):
+        hidden[rows] = block.finish(block.attend(q[:, rows], k, v), hidden[rows])
+        yield
+
+
+def run_windows(
+    block: TowerBlock,
+    hidden: Tensor,
+    rope: Rows,
+    windows: Sequence[tuple[int, int]],
+    rows_per_unit: int,
+) -> Generator[None, None, None]:
+    """Replace the hidden states [T, D] by the result of a block whose patches see their window.
+
+    A unit has one window or more.
+
+    Args:
+        block: the block.
+        hidden: the hidden states, in the order of the windows.
+        rope: cosines and sines, in the same order.
+        windows: (number of windows, patches of each of them).
+        rows_per_unit: patches of a unit.
+    """
+    first = 0
+    for count, size in windows:
+        for some in units(count, max(1, rows_per_unit // size)):
+            rows = slice(first + some.start * size, first + some.stop * size)
+            own = hidden[rows]
+            parts = block.project(own, (rope[0][rows], rope[1][rows]))
+            q, k, v = (each.unflatten(0, (-1, size)) for each in parts)
+            hidden[rows] = block.finish(block.attend(q, k, v), own)
+            yield
+        first += count * size
+
+
+class Merger(nn.Module):
+    """Merges the patches of each square into an embedding, with a norm and an MLP.
+
+    Args:
+        config: the tower's hyperparameters.
+        options: dtype and device.
+        norm_of_square: whether the norm is that of a whole square, not of each patch.
+    """
+
+    def __init__(
+        self, config: VisionConfig, options: BuildOptions, *, norm_of_square: bool = False
+    ) -> None:
+        super().__init__()
+        self.num_merged = config.merge_size**2
+        size = config.hidden_size * self.num_merged
+        self.norm_of_square = norm_of_square
+        norm = RMSNorm if config.kind is TowerKind.qwen2_5 else LayerNorm
+        self.norm = norm(size if norm_of_square else config.hidden_size, config.norm_eps, options)
+        self.fc1 = TowerLinear(size, size, options, bias=True)
+        self.fc2 = TowerLinear(size, config.output_size, options, bias=True)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[squares * num_merged, D] -> [squares, output_size]."""
+        shape = (len(hidden) // self.num_merged, -1)
+        if self.norm_of_square:
+            normal = self.norm(hidden.view(shape))
+        else:
+            normal = self.norm(hidden).view(shape)
+        return self.fc2(activate(self.fc1(normal), "gelu"))
+
+    def run(self, hidden: Tensor, rows_per_unit: int) -> Generator[None, None, Tensor]:
+        """All hidden states [T, D] -> [T / num_merged, output_size], in units."""
+        parts: list[Tensor] = []
+        step = max(1, rows_per_unit // self.num_merged) * self.num_merged
+        for rows in units(len(hidden), step):
+            parts.append(self(hidden[rows]))
+            yield
+        return torch.cat(parts)

@@ -1,0 +1,122 @@
+"""Holds requests until what they need besides the model exists: a grammar, embeddings of images.
+
+Then the scheduler gets them. Steps of other requests go on meanwhile.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from ostinato.runtime.engine.grammar_queue import GrammarQueue
+from ostinato.runtime.engine.image_queue import ImageQueue
+from ostinato.runtime.execution.executor import Executor
+from ostinato.runtime.scheduling.sequences.sequence import duplicate_id
+from ostinato.runtime.types.outputs import SequenceOutput
+from ostinato.runtime.types.request import Request
+
+__all__ = ("PendingRequests", "ReadyRequests")
+
+
+class ReadyRequests(msgspec.Struct, frozen=True):
+    """What became of pending requests."""
+
+    complete: list[Request]  # the scheduler can have them
+    built: list[Request]  # their grammars were built
+    failed: list[SequenceOutput]  # the errors of requests whose grammar could not be built
+
+
+class PendingRequests:
+    """Requests that the scheduler does not have yet.
+
+    Args:
+        executor: builds grammars and computes embeddings.
+        num_image_rows: rows of the image tables; 0 = the model takes no images.
+    """
+
+    def __init__(self, executor: Executor, num_image_rows: int = 0) -> None:
+        self.images = ImageQueue(executor, num_image_rows)
+        self._grammars = GrammarQueue(executor)
+        self._requests: dict[str, Request] = {}  # without pixels
+        self._num_missing: dict[str, int] = {}  # request -> 1 or 2: grammar, embeddings
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait."""
+        return len(self._requests)
+
+    @property
+    def num_waiting_for_grammar(self) -> int:
+        """Requests whose grammar is not built."""
+        return self._grammars.num_waiting
+
+    @property
+    def num_waiting_for_images(self) -> int:
+        """Requests whose embeddings are not computed."""
+        return self.images.num_waiting
+
+    def request_ids(self) -> list[str]:
+        """Ids of the requests that wait."""
+        return list(self._requests)
+
+    def check(self, request: Request) -> None:
+        """Check a new request.
+
+        Raises:
+            InvalidRequestError: a waiting request has its id, or its images do not fit.
+        """
+        if request.request_id in self._requests:
+            raise duplicate_id(request.request_id)
+        self.images.check(request)
+
+    def add(self, request: Request) -> bool:
+        """Hold a request if it needs a grammar or embeddings; returns whether it is held."""
+        num_missing = bool(request.grammar) + bool(request.images)
+        if not num_missing:
+            return False
+        self._num_missing[request.request_id] = num_missing
+        if request.grammar:
+            self._grammars.add(request)
+        if request.images:
+            request = self.images.add(request)
+        self._requests[request.request_id] = request
+        return True
+
+    def take_ready(self, grammar_wait_s: float, *, is_busy: bool) -> ReadyRequests:
+        """Compute a part of the missing embeddings, and take the requests that are complete.
+
+        Args:
+            grammar_wait_s: how long to wait for the oldest grammar, if no embeddings are missing.
+            is_busy: other requests wait for their next step.
+        """
+        arrived: list[str] = []
+        if self.images.num_waiting:
+            grammar_wait_s = 0.0
+            arrived += self.images.advance(is_busy=is_busy)
+        built: list[Request] = []
+        failed: list[SequenceOutput] = []
+        if self._grammars.num_waiting:
+            built, failed = self._grammars.take_ready(grammar_wait_s)
+        for output in failed:
+            self._forget(output.request_id)
+            self.images.release(output.request_id)
+        complete: list[Request] = []
+        for request_id in (*arrived, *(request.request_id for request in built)):
+            if request_id not in self._requests:
+                continue  # its grammar failed at the moment when its embeddings were complete
+            self._num_missing[request_id] -= 1
+            if not self._num_missing[request_id]:
+                complete.append(self._forget(request_id))
+        return ReadyRequests(complete, built, failed)
+
+    def release(self, request_id: str) -> bool:
+        """Release what a request that has ended held; returns whether it still waited."""
+        self._grammars.release(request_id)
+        self.images.release(request_id)
+        was_waiting = request_id in self._requests
+        if was_waiting:
+            self._forget(request_id)
+        return was_waiting
+
+    def _forget(self, request_id: str) -> Request:
+        del self._num_missing[request_id]
+        return self._requests.pop(request_id)

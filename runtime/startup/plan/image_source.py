@@ -1,0 +1,56 @@
+"""How a checkpoint's model takes images, and how many embeddings of images an engine can keep."""
+
+from __future__ import annotations
+
+from ostinato.conf.engine_config import EngineConfig
+from ostinato.models.checkpoints.checkpoint import Checkpoint
+from ostinato.models.config.model_config import ModelConfig
+from ostinato.models.vision.image_fields import read_image_spec
+from ostinato.models.vision.image_spec import ImageSpec
+from ostinato.runtime.errors import StartupError
+from ostinato.runtime.text.tokenizer_files import TokenizerFiles
+
+__all__ = ("count_image_rows", "read_images")
+
+_LEAST_ROWS = 8192  # rows of the image tables, if images.cache_tokens is null
+
+
+def read_images(
+    config: EngineConfig, checkpoint: Checkpoint, model: ModelConfig
+) -> ImageSpec | None:
+    """How a model takes images; None if it takes none.
+
+    Random weights without a checkpoint take none, because the files that say how are missing.
+
+    Raises:
+        StartupError: a file of the checkpoint is missing, or has a value that is not supported.
+    """
+    if model.vision is None or checkpoint.path is None or not config.images.max_per_request:
+        return None
+    files = TokenizerFiles(config.model.tokenizer or checkpoint.path)
+
+    def token_text(token_id: int) -> str:
+        text = files.added_token(token_id)
+        if text is None:
+            raise ValueError(
+                f"{files.path}: no added token has the id {token_id}, which stands for images; set"
+                " images.max_per_request=0 to serve texts alone"
+            )
+        return text
+
+    try:
+        return read_image_spec(
+            checkpoint.path,
+            checkpoint.hf_config,
+            max_resized_pixels=config.images.max_resized_pixels,
+            token_text=token_text,
+        )
+    except ValueError as error:
+        raise StartupError(str(error)) from error
+
+
+def count_image_rows(config: EngineConfig, spec: ImageSpec | None) -> int:
+    """Embeddings of images that can be kept at once; 0 = the model takes no images."""
+    if spec is None:
+        return 0
+    return config.images.cache_tokens or max(spec.max_tokens, _LEAST_ROWS)

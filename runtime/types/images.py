@@ -1,0 +1,23 @@
+"""`PromptImage`: one prepared image of a prompt, as sent to the engine process."""
+
+from __future__ import annotations
+
+import msgspec
+
+__all__ = ("PromptImage",)
+
+
+class PromptImage(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
+    """A prepared image in a prompt."""
+
+    digest: bytes  # BLAKE2b, 32 bytes, over the size and the pixels
+    begin: int  # index of its first placeholder token in the prompt
+    num_tokens: int  # its placeholder tokens, one for each embedding
+    height: int  # pixels, after resizing
+    width: int
+    pixels: bytes = b""  # [height, width, 3] uint8 RGB; empty where they were left out
+
+    @property
+    def end(self) -> int:
+        """The index after its last placeholder token."""
+        return self.begin + self.num_tokens

@@ -1,0 +1,214 @@
+"""Requests that wait for embeddings of images, against a rank with real tables."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from ostinato.runtime.engine.image_queue import ImageQueue
+from ostinato.runtime.errors import InvalidRequestError
+from ostinato.runtime.execution.executor import AdvanceImages, BeginImage, RankCall
+from ostinato.runtime.execution.images.rank_images import RankImages
+from ostinato.runtime.types.images import PromptImage
+from ostinato.runtime.types.params import SamplingParams
+from ostinato.runtime.types.request import Request
+from tests.runtime.toy_tower import SPEC, WIDTH, ToyTower, toy_embeddings, toy_image
+
+NUM_ROWS = 12
+
+
+@dataclasses.dataclass
+class _Ranks:
+    """An executor of two ranks. The second has no table, like a later stage of a pipeline."""
+
+    table: torch.Tensor
+    calls: list[RankCall] = dataclasses.field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.rank = RankImages(ToyTower(), [self.table], SPEC)
+        self.other = RankImages(None, [None], SPEC)
+
+    def call(self, call: RankCall) -> list[str]:
+        self.calls.append(call)
+        if isinstance(call, BeginImage):
+            self.rank.begin(call)
+            self.other.begin(call)
+            return ["", ""]
+        assert isinstance(call, AdvanceImages)
+        return [
+            " ".join(digest.hex() for digest in rank.advance(call))
+            for rank in (self.rank, self.other)
+        ]
+
+
+def make_queue(num_rows: int = NUM_ROWS) -> tuple[ImageQueue, _Ranks]:
+    ranks = _Ranks(torch.zeros(1 + num_rows, WIDTH))
+    return ImageQueue(ranks, num_rows), ranks  # pyright: ignore[reportArgumentType]
+
+
+def request(name: str, images: list[PromptImage]) -> Request:
+    return Request(request_id=name, prompt_token_ids=[1], sampling=SamplingParams(), images=images)
+
+
+class ImageQueueMachine(RuleBasedStateMachine):
+    """Random requests, aborts and ends. What is in the tables is compared with the pixels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queue, self.ranks = make_queue()
+        self.waiting: dict[str, list[PromptImage]] = {}  # in the order in which they came
+        self.ready: dict[str, list[PromptImage]] = {}
+        self.count = 0
+
+    @rule(
+        seeds=st.lists(
+            st.tuples(st.integers(0, 4), st.integers(1, 3), st.integers(1, 2)),
+            min_size=1,
+            max_size=3,
+        )
+    )
+    def add(self, seeds: list[tuple[int, int, int]]) -> None:
+        images = [toy_image(*one) for one in seeds]
+        self.count += 1
+        one = request(f"r{self.count}", images)
+        try:
+            self.queue.check(one)
+        except InvalidRequestError:
+            sizes = {image.digest: image.num_tokens for image in images}
+            assert sum(sizes.values()) > NUM_ROWS
+            return
+        bare = self.queue.add(one)
+        assert [image.pixels for image in bare.images] == [b""] * len(images)
+        self.waiting[one.request_id] = images
+
+    @rule(is_busy=st.booleans())
+    def advance(self, is_busy: bool) -> None:
+        if not self.queue.num_waiting:
+            return
+        for name in self.queue.advance(is_busy=is_busy):
+            self.ready[name] = self.waiting.pop(name)
+
+    @rule(number=st.integers(0, 9))
+    def end(self, number: int) -> None:
+        names = [*self.waiting, *self.ready]
+        if names:
+            name = names[number % len(names)]
+            assert self.queue.release(name) == (name in self.waiting)
+            self.waiting.pop(name, None)
+            self.ready.pop(name, None)
+
+    @invariant()
+    def the_embeddings_of_ready_requests_stay(self) -> None:
+        for images in self.ready.values():
+            for image in images:
+                rows = self.ranks.rank.rows_of(image.digest)
+                assert torch.equal(self.ranks.table[rows], toy_embeddings(image))
+                assert rows.tolist() == self.ranks.other.rows_of(image.digest).tolist()
+
+    @invariant()
+    def row_0_is_zero_and_rows_have_one_use(self) -> None:
+        assert not self.ranks.table[0].any()
+        self.queue.check_integrity()
+        assert self.queue.num_waiting == len(self.waiting)
+
+    def teardown(self) -> None:
+        """Without further requests, all waiting ones become ready when the others end."""
+        for _ in range(200):
+            for name in list(self.ready):
+                self.end_ready(name)
+            if not self.waiting:
+                return
+            self.advance(is_busy=False)
+        raise AssertionError(f"{list(self.waiting)} wait for ever")
+
+    def end_ready(self, name: str) -> None:
+        self.queue.release(name)
+        del self.ready[name]
+
+
+TestImageQueue = ImageQueueMachine.TestCase
+TestImageQueue.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def run(queue: ImageQueue, most: int = 50) -> list[str]:
+    """Advance until nothing waits; returns the requests in the order in which they got ready."""
+    ready: list[str] = []
+    for _ in range(most):
+        if not queue.num_waiting:
+            break
+        ready += queue.advance(is_busy=True)
+    return ready
+
+
+def num_begun(ranks: _Ranks) -> int:
+    return sum(isinstance(call, BeginImage) for call in ranks.calls)
+
+
+def test_the_same_image_is_computed_once():
+    queue, ranks = make_queue()
+    cat, dog = toy_image(1, 2, 2), toy_image(2, 2, 2)
+    queue.add(request("a", [cat, dog, cat]))
+    queue.add(request("b", [dog]))
+    assert run(queue) == ["a", "b"]
+    queue.release("a")
+    queue.release("b")
+    queue.add(request("c", [cat]))
+    assert run(queue) == ["c"]
+    assert (num_begun(ranks), queue.num_encoded, queue.num_hits) == (2, 2, 2)
+
+
+def test_the_image_that_was_used_longest_ago_gives_up_its_rows():
+    queue, ranks = make_queue(8)
+    old, new, third = (toy_image(seed, 2, 2) for seed in (1, 2, 3))
+    for name, image in (("a", old), ("b", new), ("c", old), ("d", third)):
+        queue.add(request(name, [image]))
+        run(queue)
+        queue.release(name)
+    queue.add(request("e", [old]))
+    run(queue)
+    assert num_begun(ranks) == 3  # `new` was dropped for `third`
+
+
+def test_a_later_request_does_not_overtake_one_that_waits_for_rows():
+    queue, _ = make_queue(8)
+    queue.add(request("a", [toy_image(1, 3, 2)]))
+    assert run(queue) == ["a"]
+    queue.add(request("large", [toy_image(2, 2, 2)]))
+    queue.add(request("small", [toy_image(3, 1, 1)]))
+    assert queue.advance(is_busy=False) == []
+    queue.release("a")
+    assert run(queue) == ["large", "small"]
+
+
+def test_the_end_of_a_waiting_request_makes_room_for_the_next():
+    queue, _ = make_queue(8)
+    queue.add(request("a", [toy_image(1, 3, 2)]))
+    queue.add(request("b", [toy_image(2, 3, 2)]))
+    queue.advance(is_busy=True)
+    assert queue.release("a")
+    assert run(queue) == ["b"]
+
+
+def test_a_dropped_image_that_comes_again_is_computed_again():
+    queue, ranks = make_queue()
+    image = toy_image(1, 3, 2)
+    queue.add(request("a", [image]))
+    queue.advance(is_busy=True)
+    queue.release("a")
+    queue.add(request("b", [image]))
+    assert run(queue) == ["b"]
+    rows = ranks.rank.rows_of(image.digest)
+    assert torch.equal(ranks.table[rows], toy_embeddings(image))
+
+
+@pytest.mark.parametrize("num_rows", [0, 5])
+def test_images_that_never_fit_are_refused(num_rows):
+    queue, _ = make_queue(num_rows)
+    with pytest.raises(InvalidRequestError, match=r"takes none|at most 5 fit") as error:
+        queue.check(request("a#0", [toy_image(1, 3, 2)]))
+    assert error.value.param == "messages"

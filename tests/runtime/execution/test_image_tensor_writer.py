@@ -1,0 +1,119 @@
+"""The step tensors of prompts with images, in chunks, with decodes and after preemptions."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ostinato.graphs.buffers import StaticBuffers
+from ostinato.models.step_tensors import GridTensors
+from ostinato.runtime.execution.batch_builder import BatchBuilder
+from ostinato.runtime.execution.executor import AdvanceImages, BeginImage
+from ostinato.runtime.execution.images.image_tensor_writer import ImageTensorWriter
+from ostinato.runtime.execution.images.rank_images import RankImages
+from ostinato.runtime.images.grid_positions import grid_positions
+from ostinato.runtime.types.images import PromptImage
+from ostinato.runtime.types.params import SamplingParams
+from ostinato.runtime.types.request import Request
+from ostinato.runtime.types.step import AdmittedSequence, ScheduledSequence, SchedulerOutput
+from tests.runtime.toy_tower import SPEC, WIDTH, ToyTower, toy_image
+
+NUM_ROWS, BLOCK = 64, 4
+
+
+@st.composite
+def prompts(draw: st.DrawFn) -> Request:
+    """A prompt of texts and images, in any order."""
+    images: list[PromptImage] = []
+    token_ids: list[int] = []
+    for _ in range(draw(st.integers(0, 2))):
+        token_ids += [1] * draw(st.integers(0, 3))
+        height, width = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+        image = toy_image(draw(st.integers(0, 1)), height, width, begin=len(token_ids))
+        images.append(image)
+        token_ids += [SPEC.placeholder_id] * image.num_tokens
+    token_ids += [2] * draw(st.integers(1, 3))
+    return Request(
+        request_id="r", prompt_token_ids=token_ids, sampling=SamplingParams(), images=images
+    )
+
+
+def make_images(requests: list[Request]) -> tuple[RankImages, torch.Tensor]:
+    """A rank with the embeddings of all images."""
+    table = torch.zeros(1 + NUM_ROWS, WIDTH)
+    rank = RankImages(ToyTower(), [table], SPEC)
+    images = {image.digest: image for one in requests for image in one.images}
+    row = 1
+    for digest, image in images.items():
+        rows = list(range(row, row + image.num_tokens))
+        row += image.num_tokens
+        rank.begin(BeginImage(digest, rows, image.height, image.width, image.pixels, []))
+    rank.advance(AdvanceImages(1000, []))
+    return rank, table
+
+
+@given(st.lists(prompts(), min_size=1, max_size=3), st.lists(st.integers(1, 6), min_size=1))
+def test_every_token_has_the_row_and_the_position_of_its_prompt(requests, chunks):
+    rank, table = make_images(requests)
+    buffers = StaticBuffers(
+        max_num_tokens=32,
+        max_num_seqs=4,
+        max_blocks_per_seq=16,
+        block_size=BLOCK,
+        device=torch.device("cpu"),
+        table=GridTensors,
+    )
+    builder = BatchBuilder(buffers)
+    writer = ImageTensorWriter(buffers, rank, SPEC)
+    for row, request in enumerate(requests):
+        builder.admit(row, request, [])
+        writer.admit(row, request, [])
+    starts = [0] * len(requests)
+    is_first = True
+    for number in range(20):
+        scheduled: list[ScheduledSequence] = []
+        for row, request in enumerate(requests):
+            start, length = starts[row], len(request.prompt_token_ids)
+            count = min(chunks[(number + row) % len(chunks)], max(length - start, 1))
+            known = request.prompt_token_ids[start : start + count]
+            ids = list(range(1 + 16 * row, 17 + 16 * row)) if is_first else []
+            scheduled.append(ScheduledSequence(row, start, count, known, ids, int(not known)))
+        is_first = False
+        admitted: list[AdmittedSequence] = []
+        output = SchedulerOutput(scheduled, admitted, sum(one.num_new_tokens for one in scheduled))
+        builder.build(output)
+        writer.write(output)
+        host = buffers.host
+        assert isinstance(host, GridTensors)
+        begin = 0
+        for entry, request in zip(scheduled, requests, strict=True):
+            check(host, begin, entry, request, rank, table)
+            begin += entry.num_new_tokens
+            starts[entry.row] += entry.num_new_tokens
+
+
+def check(
+    host: GridTensors[np.ndarray],
+    begin: int,
+    entry: ScheduledSequence,
+    request: Request,
+    rank: RankImages,
+    table: torch.Tensor,
+) -> None:
+    """Compare each token of a sequence with its prompt, one by one."""
+    length = len(request.prompt_token_ids)
+    positions, delta = grid_positions(length, request.images, SPEC)
+    for offset in range(entry.num_new_tokens):
+        place = entry.start + offset
+        row = host.image_rows[begin + offset, 0]
+        image = next((one for one in request.images if one.begin <= place < one.end), None)
+        if image is None:
+            assert row == 0
+        else:
+            pixel = place - image.begin
+            assert table[row, :3].tolist() == list(image.pixels[3 * pixel : 3 * pixel + 3])
+            assert row == rank.rows_of(image.digest)[pixel]
+        expected = positions[place].tolist() if place < length else [place + delta] * 3
+        assert host.rope_positions[begin + offset].tolist() == expected

@@ -1,0 +1,131 @@
+"""The image processors of transformers, with the configurations of models that use them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import transformers
+from numpy.typing import NDArray
+from PIL import Image
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
+
+from ostinato.models.vision.image_fields import read_image_spec
+from ostinato.models.vision.image_spec import ImageSizing, ImageSpec
+from ostinato.runtime.images.prepare_image import ImageLimits
+from ostinato.runtime.types.images import PromptImage
+
+LIMITS = ImageLimits(max_bytes=1 << 20, max_pixels=1 << 20)
+
+
+class Processor(NamedTuple):
+    """A processor, the class that reads its file, and the config.json of a model."""
+
+    kind: type
+    make: Callable[[], Any]
+    config: dict[str, Any]
+
+    def save(self, directory: Path) -> Path:
+        """Write preprocessor_config.json."""
+        self.make().save_pretrained(directory)
+        return directory
+
+
+def _llava(tower: str, image_size: int, **other: Any) -> dict[str, Any]:
+    vision = {"model_type": tower, "image_size": image_size, "patch_size": 14}
+    return transformers.LlavaConfig(vision_config=vision, **other).to_dict()
+
+
+def _qwen(name: str, **vision: Any) -> dict[str, Any]:
+    return getattr(transformers, name)(vision_config=vision).to_dict()
+
+
+_QWEN_SIZE = {"shortest_edge": 4 * 784, "longest_edge": 12 * 784}
+PROCESSORS = {
+    "clip": Processor(
+        CLIPImageProcessorPil,
+        lambda: CLIPImageProcessorPil(size={"shortest_edge": 42}, crop_size=28),
+        _llava("clip_vision_model", 28),
+    ),
+    "clip-small": Processor(  # the crop is larger than the resized image
+        CLIPImageProcessorPil,
+        lambda: CLIPImageProcessorPil(size={"shortest_edge": 15}, crop_size=28),
+        _llava("clip_vision_model", 28),
+    ),
+    "clip-not-resized": Processor(
+        CLIPImageProcessorPil,
+        lambda: CLIPImageProcessorPil(do_resize=False, crop_size=28),
+        _llava("clip_vision_model", 28),
+    ),
+    "llava": Processor(
+        LlavaImageProcessorPil,
+        lambda: LlavaImageProcessorPil(size={"shortest_edge": 28}, crop_size=28, do_pad=True),
+        _llava("clip_vision_model", 28),
+    ),
+    "siglip": Processor(
+        SiglipImageProcessorPil,
+        lambda: SiglipImageProcessorPil(size={"height": 30, "width": 30}),
+        _llava("siglip_vision_model", 30, vision_feature_select_strategy="full"),
+    ),
+    "qwen2_vl": Processor(
+        Qwen2VLImageProcessorPil,
+        lambda: Qwen2VLImageProcessorPil(size=_QWEN_SIZE),
+        _qwen("Qwen2VLConfig"),
+    ),
+    "qwen2_5_vl": Processor(
+        Qwen2VLImageProcessorPil,
+        lambda: Qwen2VLImageProcessorPil(min_pixels=1 * 784, max_pixels=4 * 784, resample=2),
+        _qwen("Qwen2_5_VLConfig"),
+    ),
+    "qwen3_vl": Processor(
+        Qwen2VLImageProcessorPil,
+        lambda: Qwen2VLImageProcessorPil(patch_size=16, size=_QWEN_SIZE, image_mean=[0.5] * 3),
+        _qwen("Qwen3VLConfig"),
+    ),
+    "qwen3_vl_moe": Processor(
+        Qwen2VLImageProcessorPil,
+        lambda: Qwen2VLImageProcessorPil(patch_size=16, size=_QWEN_SIZE),
+        _qwen("Qwen3VLMoeConfig"),
+    ),
+}
+
+
+def token_text(token_id: int) -> str:
+    return f"<{token_id}>"
+
+
+def read_spec(directory: Path, config: dict[str, Any], **options: Any) -> ImageSpec:
+    return read_image_spec(directory, config, token_text=token_text, **options)
+
+
+def reference_colours(processor: Any, image: Image.Image, spec: ImageSpec) -> NDArray[Any]:
+    """What transformers makes of an image: [height, width, 3]."""
+    result = processor(image, return_tensors="np")
+    values = np.asarray(result["pixel_values"])
+    if spec.sizing is ImageSizing.fixed:
+        return np.moveaxis(values[0], 0, -1)
+    (_, rows, columns), patch, merge = result["image_grid_thw"][0], spec.patch_size, spec.merge_size
+    values = values.reshape(rows // merge, columns // merge, merge, merge, 3, 2, patch, patch)
+    assert np.array_equal(values[..., 0, :, :], values[..., 1, :, :])
+    values = values[..., 0, :, :].transpose(0, 2, 5, 1, 3, 6, 4)
+    return values.reshape(rows * patch, columns * patch, 3)
+
+
+def pixels_of(prepared: PromptImage) -> NDArray[np.uint8]:
+    """The pixels of a prepared image: [height, width, 3]."""
+    pixels = np.frombuffer(prepared.pixels, np.uint8)
+    return pixels.reshape(prepared.height, prepared.width, 3)
+
+
+def picture(width: int, height: int, seed: int = 0) -> Image.Image:
+    """An RGB image with smooth areas and noise."""
+    generator = np.random.default_rng(seed)
+    coarse = generator.integers(0, 256, (3, 3, 3), np.uint8)
+    smooth = np.asarray(Image.fromarray(coarse).resize((width, height)))
+    noise = generator.integers(0, 60, (height, width, 3))
+    return Image.fromarray((smooth + noise).clip(0, 255).astype(np.uint8))

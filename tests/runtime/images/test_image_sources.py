@@ -1,0 +1,145 @@
+"""Data URLs, URLs that may be fetched, and how templates are shown images."""
+
+from __future__ import annotations
+
+import base64
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ostinato.models.vision.image_spec import ImageSizing, ImageSpec
+from ostinato.runtime.errors import InvalidRequestError
+from ostinato.runtime.images.image_sources import data_url_bytes, fetch_target
+from ostinato.runtime.images.template_images import with_images_shown
+
+NAME = "messages: image 3"
+
+
+@given(st.binary(max_size=200), st.sampled_from(["", "image/png", "text/html;charset=x"]))
+def test_the_bytes_of_a_data_url_whatever_its_media_type(data, media_type):
+    text = base64.b64encode(data).decode()
+    for url in (f"data:{media_type};base64,{text}", f"DATA:{media_type};BASE64,{text}"):
+        assert data_url_bytes(url, 200, NAME) == data
+    wrapped = base64.encodebytes(data).decode().replace("\n", "\r\n")
+    assert data_url_bytes(f"data:;base64,{wrapped}", 200, NAME) == data
+
+
+@given(st.text(max_size=40))
+def test_every_other_text_is_an_error_that_names_the_image(text):
+    for url in (f"data:{text}", f"data:;base64,{text}"):
+        encoded = text.rpartition(",")[2].replace("\r", "").replace("\n", "")
+        problem = None
+        try:
+            data = data_url_bytes(url, 1000, NAME)
+        except InvalidRequestError as error:
+            problem = error
+        else:
+            assert base64.b64decode(encoded, validate=True) == data
+        if problem is not None:
+            assert (problem.param, problem.code) == ("messages", "invalid_image_url")
+            assert str(problem).startswith(f"{NAME} ")
+
+
+@pytest.mark.parametrize(
+    "text", ["AAA", "AAAA=", "AA-_", "AA==AAAA", "A===", "AA AA", "%41AAA", "é"]
+)
+def test_wrong_base64(text):
+    with pytest.raises(InvalidRequestError, match="is not valid base64"):
+        data_url_bytes(f"data:;base64,{text}", 1000, NAME)
+
+
+def test_a_data_url_that_is_too_large_is_not_decoded():
+    for size in (9, 10, 11, 12):
+        url = f"data:;base64,{base64.b64encode(bytes(size)).decode()}"
+        if size <= 10:
+            assert len(data_url_bytes(url, 10, NAME)) == size
+        else:
+            with pytest.raises(InvalidRequestError, match=f"has {size} bytes, and images.max_mib"):
+                data_url_bytes(url, 10, NAME)
+    with pytest.raises(InvalidRequestError, match="has 12 bytes"):
+        data_url_bytes("data:;base64," + "!" * 16, 10, NAME)
+
+
+@pytest.mark.parametrize(
+    ("url", "text"),
+    [
+        ("ftp://a.test/x", "must begin with data:, https:// or http://"),
+        ("file:///etc/passwd", "must begin with"),
+        ("/etc/passwd", "must begin with"),
+        ("", "must begin with"),
+        ("http:///x", "must begin with"),
+        ("http://169.254.169.254/latest", "'169.254.169.254', from which this server fetches no"),
+        ("http://localhost/", "images.domains"),
+        ("http://b.a.test/", "images.domains"),
+        ("http://a.test.evil/", "images.domains"),
+        ("http://a.test./", "images.domains"),
+        ("http://evil\\@a.test/", "backslash"),
+        ("http://a.test/\r\nHost: b", "control character"),
+        (" http://a.test/", "space"),
+        ("http://a.test:99999/", "not valid"),
+        ("http://[::1/", "not valid"),
+        ("http://me:secret@a.test/", "user name"),
+        ("http://a.test/" + "x" * 9000, "9014 characters"),
+    ],
+)
+def test_urls_that_are_not_fetched(url, text):
+    with pytest.raises(InvalidRequestError) as refused:
+        fetch_target(url, ["a.test"], NAME)
+    assert text in str(refused.value)
+    assert "secret" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "authority", "target"),
+    [
+        ("http://A.test", "a.test", "/"),
+        ("https://a.test:443/x?y#z", "a.test", "/x?y"),
+        ("https://a.test:8443?q=1", "a.test:8443", "/?q=1"),
+        ("http://[2001:db8::1]:80/x", "[2001:db8::1]", "/x"),
+    ],
+)
+def test_the_parts_of_a_url(url, authority, target):
+    found = fetch_target(url, ["a.test", "2001:db8::1"], NAME)
+    assert (found.authority, found.target) == (authority, target)
+    assert found.is_literal == ("[" in authority)
+
+
+SPEC = ImageSpec(
+    sizing=ImageSizing.dynamic,
+    placeholder_id=9,
+    placeholder="<i>",
+    marked_placeholder="(<i>)",
+    mean=(0, 0, 0),
+    std=(1, 1, 1),
+    patch_size=2,
+)
+CONVERSATION = [
+    {"role": "system", "content": "s"},
+    {
+        "role": "user",
+        "name": "n",
+        "content": [
+            {"type": "text", "text": "a"},
+            {"type": "image"},
+            {"type": "text", "text": "b"},
+        ],
+    },
+    {"role": "assistant", "tool_calls": []},
+]
+
+
+@pytest.mark.parametrize(
+    ("template", "system", "user"),
+    [
+        ("{{ m.content }}", "s", "a\n(<i>)\nb"),
+        ("{% if m.content is string %}{% if p.type == 'image' %}", "s", None),
+        ("{% if m.content is not string %}{% if p['type'] == \"image\" %}", "s", None),
+        ("{% for p in m.content | selectattr('type', 'equalto', 'image') %}", [], None),
+    ],
+)
+def test_the_form_that_a_template_reads(template, system, user):
+    shown = with_images_shown(CONVERSATION, template, SPEC)
+    assert shown[0]["content"] == (system or [{"type": "text", "text": "s"}])
+    assert shown[1] == {**CONVERSATION[1], "content": user or CONVERSATION[1]["content"]}
+    assert shown[2] == CONVERSATION[2]

@@ -1,0 +1,56 @@
+"""Blocks of prompts with images: equal placeholder tokens do not make equal blocks."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ostinato.runtime.kv.kv_cache_manager import KVCacheManager
+from ostinato.runtime.types.images import PromptImage
+from tests.runtime.toy_tower import toy_image
+
+BLOCK = 4
+
+
+def shared_blocks(length: int, first: list[PromptImage], second: list[PromptImage]) -> int:
+    """How many blocks of a prompt with equal tokens and other images are found in the cache."""
+    cache = KVCacheManager(64, BLOCK)
+    token_ids = [7] * length
+    (table,) = cache.new_tables(length, images=first)
+    assert cache.admit(table, cache.match_prefix(table, token_ids, length), length)
+    cache.register(table, token_ids, length)
+    (other,) = cache.new_tables(length, images=second)
+    return len(cache.match_prefix(other, token_ids, length).block_ids)
+
+
+IMAGES = st.lists(
+    st.tuples(st.integers(0, 1), st.integers(1, 3), st.integers(1, 2), st.integers(0, 3)),
+    max_size=3,
+)
+
+
+def place(parts: list[tuple[int, int, int, int]]) -> list[PromptImage]:
+    """Images one after the other, each after a gap of text."""
+    images: list[PromptImage] = []
+    begin = 0
+    for seed, height, width, gap in parts:
+        images.append(toy_image(seed, height, width, begin + gap))
+        begin = images[-1].end
+    return images
+
+
+@given(IMAGES, IMAGES)
+def test_blocks_are_shared_up_to_the_first_difference(first, second):
+    length = 8 * BLOCK
+    ours, theirs = place(first), place(second)
+
+    def contents(images: list[PromptImage]) -> list[tuple[bytes, int] | None]:
+        found: list[tuple[bytes, int] | None] = [None] * length
+        for image in images:
+            for index in range(image.num_tokens):
+                found[image.begin + index] = image.digest, index
+        return found
+
+    pairs = list(zip(contents(ours), contents(theirs), strict=True))
+    equal = next((index for index, (one, two) in enumerate(pairs) if one != two), length)
+    assert shared_blocks(length, ours, theirs) == equal // BLOCK
